@@ -40,9 +40,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/vescale-ray demo $(ARGS)
 
-# Tests wait more than they compute: two lanes, a file to one of them as a whole.
+# Tests wait more than they compute: two lanes, a file to one of them as a whole, in the order of tests/conftest.py.
 test: lint
-	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow --timeout 900

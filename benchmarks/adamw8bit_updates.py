@@ -1,17 +1,17 @@
-"""How far 8-bit Adam's updates are from FP32's where the rows of a block differ in size: what one scale for several rows costs.
+"""Distance of 8-bit Adam's updates from FP32's if the rows of a block differ in size: the cost of one scale for several rows.
 
     python benchmarks/adamw8bit_updates.py [--quick] [--seeds 3] [--json OUT]
 
-Gradients are normal, each row multiplied by its size: log-normal with sigma 1, 2, 4, or spread evenly over 4 decades; dense, or with nine
-of ten rows zero in each step, as an embedding's. Parameters are set back to 0 after each step, so that what is left in them is the update.
-Two figures against `torch.optim.AdamW` on the same gradients, over 300 steps of a 256 x 256 matrix:
+Gradients are normal, each row multiplied by its size: log-normal with sigma 1, 2, 4, or spread evenly over 4 decades. They are dense, or
+nine of ten rows are zero in each step, as in an embedding. Parameters are reset to 0 after each step, so that only the update remains.
+There are two figures against `torch.optim.AdamW` on the same gradients, over 300 steps of a 256 x 256 matrix:
 
     largest    the largest update of any element in any step, over FP32's largest
     distance   of the last 20 updates from FP32's, relative to their norm
 
-`nearest` is the same optimizer with the nearest code for m, however much larger than the number; `dynamic` with the dynamic map, its zero
-replaced, for the root of v; `plain` with the dynamic map as it is. Medians over seeds, the spread is half of largest minus smallest. Exit
-code 0 whatever the figures.
+`nearest` is the same optimizer with the nearest code for m, even if it is much larger than the number. `dynamic` uses the dynamic map, its
+zero replaced, for the root of v. `plain` uses the dynamic map unchanged. Figures are medians over seeds; the spread is half of largest
+minus smallest. The exit code is 0 for any figures.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SIZES = {"sigma 1": 1.0, "sigma 2": 2.0, "sigma 4": 4.0, "4 decades": None}
 
 
 class Searched:
-    """A map whose values are too close for the optimizer's own tables; the same interface."""
+    """A map whose values are too close for the optimizer's own tables, with the same interface."""
 
     def __init__(self, values: Tensor) -> None:
         self.values, self.midpoints = values, (values[1:] + values[:-1]) / 2
@@ -89,7 +89,7 @@ def main() -> int:
     replaced = dynamic_values(False)
     replaced[0] = replaced[1] / 2
     root, signed = root_codebook(torch.device("cpu")), signed_codebook(torch.device("cpu"))
-    maps: dict[str, tuple[Any, Any]] = {  # of the root of v, of m
+    maps: dict[str, tuple[Any, Any]] = {  # maps for the root of v, and for m
         "ours": (root, signed),
         "nearest": (root, Searched(dynamic_values(True))),
         "dynamic": (Searched(replaced), signed),

@@ -1,22 +1,22 @@
-"""How fast are saves and verified loads, how short is the wait, how little is read and held, next to the raw disk, memcpy and torch's DCP?
+"""Speed of saves and verified loads, the wait of training, and bytes read and held, next to the raw disk, memcpy and torch's DCP.
 
     python benchmarks/checkpoint.py [--quick] [--json OUT] [--mib 1024] [--ranks 2] [--rounds 6] [--seconds 150] [--folder DIR]
 
-*Speed.* Every round does, one after the other in the same processes on the same DTensors: a raw O_DIRECT write with fsync (from an
-ordinary buffer, as fio has it; and the best that there is, from one in huge pages, which matters to a virtual machine's disk), our save,
-a memcpy as large as the rank's object and our asynchronous save (the wait, then until the commit), ``dcp.save``; then the raw reads, our
-load (every block verified), ``dcp.load``. Files are dropped from the page cache before they are read. Ratios are taken within a round,
-so that other load on the machine cancels; the table shows their median and half the distance of their quartiles. Rounds go on until
-``--rounds``, or until ``--seconds`` are over (at least two).
+*Speed.* Every round runs these one after the other in the same processes on the same DTensors. Writes: a raw O_DIRECT write with fsync
+(from an ordinary buffer, as fio does, and from huge pages, the best case, which matters on a virtual machine's disk); our save; a memcpy of
+the size of the rank's object and our asynchronous save (the wait, then the time to the commit); ``dcp.save``. Reads: the raw reads; our
+load, with every block verified; ``dcp.load``. Files are dropped from the page cache before they are read. Ratios are taken within a round,
+so that other load on the machine cancels. The table shows their median and half the distance of their quartiles. Rounds end after
+``--rounds``, or after ``--seconds`` (at least two rounds).
 
-*Bytes.* A checkpoint of Llama 3 8B's shapes with Adam's states, saved on 8 ranks, is planned to be read on 6 and on 16: no data, the
-manifest alone. One of a small model is really read: the store's bytes are counted.
+*Bytes.* A checkpoint of Llama 3 8B's shapes with Adam's states, saved on 8 ranks, is planned to be read on 6 and on 16, from the manifest
+without data. One of a small model is really read, and the store's bytes are counted.
 
-*Memory.* In a process of its own: how much the peak resident memory grows in a save, an asynchronous save and a load, beside the
-tensors and (asynchronous) the buffer of the rank's size.
+*Memory.* A separate process measures the growth of peak resident memory in a save, an asynchronous save and a load. It excludes the tensors
+and, for asynchronous saves, the buffer of the rank's size.
 
-A memcpy of a very large buffer bypasses the cache (glibc: above three quarters of its size, if that is large), which saves a third of the
-traffic; many smaller ones don't. So the wait has two figures: with a rank's tensors in one buffer, and in 16 of their own.
+A memcpy of a very large buffer bypasses the cache (in glibc, above three quarters of its size, if that is large). This saves a third of the
+traffic; many smaller copies do not. So the wait has two figures: with a rank's tensors in one buffer, and in 16 separate ones.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from benchmarks.ranks import join
 from benchmarks.reporting import figure, write
 
 RATIOS: dict[str, tuple[str, str, str, str | None, str]] = {
-    # name: (numerator, denominator, unit, goal, what it is)
+    # name: (numerator, denominator, unit, goal, description)
     "save_vs_raw": ("raw_write", "save", "x", ">= 0.8", "save() against a raw O_DIRECT write with fsync"),
     "persist_vs_raw": ("raw_write", "persist", "x", ">= 0.8", "async_save() from its copy to its commit, against the same"),
     "save_vs_dcp": ("dcp_save", "save", "x", ">= 2.5", "save() against dcp.save()"),
@@ -53,7 +53,7 @@ RATIOS: dict[str, tuple[str, str, str, str | None, str]] = {
     "load_vs_dcp": ("dcp_load", "load", "x", "> 1", "the same against dcp.load(), which verifies nothing"),
 }
 BUDGET_MIB = 16
-"""What saving and loading may take beside tensors and buffer: buffers of 1 to 8 MiB, threads' stacks, Python's objects."""
+"""Memory that a save or load may use besides tensors and buffer: buffers of 1 to 8 MiB, thread stacks, Python objects."""
 
 
 def main() -> int:
@@ -142,7 +142,7 @@ def rank_main(rank: int, world: int, store: str, folder: str, mib: int, rounds: 
     buffer = view_of(aligned_buffer(16 << 20).fill_(1 + rank))
     huge = view_of(transfer_buffers(1, 16 << 20, 1 << 40)[0].fill_(1 + rank))
     mine = sum(t.to_local().nbytes for t in state.values())
-    # As fully_shard keeps them: a rank's parts one after the other in one buffer. Torch's DCP copies such views first: it gets the others.
+    # As fully_shard keeps them: a rank's parts adjacent in one buffer. Torch's DCP copies such views first, so it gets separate tensors.
     flat = torch.cat([t.to_local().reshape(-1) for t in state.values()])
     parts = flat.view(count, rows // world, 4096)
     together = {name: DTensor.from_local(parts[i], mesh, [Shard(0)], run_check=False) for i, name in enumerate(state)}
@@ -157,7 +157,7 @@ def rank_main(rank: int, world: int, store: str, folder: str, mib: int, rounds: 
         return time.perf_counter() - began
 
     def forget(path: Path) -> None:
-        """Out of the page cache, by rank 0."""
+        """Drop a file from the page cache, on rank 0."""
         dist.barrier()
         if rank == 0:
             for file in path.rglob("*"):
@@ -206,12 +206,12 @@ def rank_main(rank: int, world: int, store: str, folder: str, mib: int, rounds: 
             ("async_total", save_beside),  # the memcpy comes right before it
             ("dcp_save", lambda theirs=theirs: dcp.save(state, checkpoint_id=str(theirs))),  # type: ignore[misc]
         ]
-        # In another order each round: what runs after whom matters to a disk.
+        # The order changes each round, since a disk's speed depends on the work before.
         for name, work in steps[index % 5 :] + steps[: index % 5]:
             if name == "async_total":
                 took["memcpy"] = timed(lambda: ctypes.memmove(two[0].data_ptr(), two[1].data_ptr(), mine))
             took[name] = timed(work)
-            saver._writer.idle(60, tended=True)  # it reads back after its commit: the next figure is not to pay for that
+            saver._writer.idle(60, tended=True)  # the saver reads back after its commit; the next figure must not include that
         apart = saver.async_save({"model": state}, 2 * index + 2)
         apart.wait()
         saver._writer.idle(60, tended=True)
@@ -250,7 +250,7 @@ def rank_main(rank: int, world: int, store: str, folder: str, mib: int, rounds: 
 
 
 def raw_write(path: Path, size: int, view: memoryview) -> None:
-    """What the disk gives: O_DIRECT writes of one aligned buffer (made and touched before the clock starts), then fsync."""
+    """Speed of the disk: O_DIRECT writes of one aligned buffer (made and touched before the clock starts), then fsync."""
     fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT)
     os.posix_fallocate(fd, 0, size)
     for offset in range(0, size, len(view)):
@@ -280,7 +280,7 @@ def llama(layers: int, dim: int, ffn: int, kv: int, vocab: int) -> list[tuple[st
 
 
 def shares(shapes: list[tuple[str, tuple[int, ...]]], world: int) -> list[list[tuple[str, int, int]]]:
-    """Each rank's intervals when every layer's tensors, end to end, are cut evenly at multiples of 1024 elements."""
+    """Each rank's intervals if every layer's tensors, end to end, are cut evenly at multiples of 1024 elements."""
     units: dict[str, list[tuple[str, int]]] = {}
     for name, shape in shapes:
         numel = 1
@@ -304,7 +304,7 @@ KINDS = ("param", "exp_avg", "exp_avg_sq")
 
 
 def planned_bytes(quick: bool) -> list[tuple[str, float, str, str]]:
-    """Of the manifest alone: pieces on the meta device, objects that nobody wrote."""
+    """Figures of the manifest alone, with pieces on the meta device and objects that do not exist."""
     import numpy as np
     import torch
 
@@ -344,7 +344,7 @@ def planned_bytes(quick: bool) -> list[tuple[str, float, str, str]]:
 
 
 def read_bytes(root: Path, quick: bool) -> list[tuple[str, float, str, str]]:
-    """Of a small model, really saved on 8 ranks and read by 6: what the store gave, against what was needed."""
+    """Figures of a small model, saved on 8 ranks and read by 6: bytes that the store returned, against bytes needed."""
     import torch
 
     from vescale_ray import checkpoint as ckpt
@@ -425,7 +425,7 @@ def measure_memory(folder: str, size: int, results: Any) -> None:
     }
     grown: dict[str, float] = {}
     for name, work in works.items():
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current size
         before = memory_of("VmRSS")
         work()
         grown[name] = memory_of("VmHWM") - before
@@ -433,7 +433,7 @@ def measure_memory(folder: str, size: int, results: Any) -> None:
 
 
 def memory_of(field: str) -> float:
-    """MiB, of this process."""
+    """A memory field of this process, in MiB."""
     line = next(one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(field))
     return int(line.split()[1]) / 1024
 

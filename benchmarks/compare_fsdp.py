@@ -2,15 +2,17 @@
 
     python benchmarks/compare_fsdp.py [--quick] [--world 2] [--models dense256,comm,moe] [--json OUT]
 
-Protocol (``docs/benchmarks.md``): an equality gate first (the losses of the first steps agree); all systems live in the same
-processes, and each round runs every system once in rotated order; ratios to FSDP2 are formed inside a round, figures are
-their medians; FSDP2 runs twice (``fsdp2_again``): what that row deviates from 1 is noise. CPU seconds are summed over the ranks and
-include gloo's threads. ``fsdp2_a2a`` and ``fsdp1_a2a`` are FSDP2 and FSDP1 with an all-to-all reduce-scatter like that of ours, for a
-like-for-like comparison; ``ours_flat`` is ours with AdamW as a ``Flat`` optimizer. "Ideal" is compute and optimizer alone plus the
-fastest raw collectives on flat buffers, nothing overlapped.
-Memory: one system per set of processes, peak resident size over the size before the model is built; and of one more step, the peak of
-live tensor bytes: torch's own count of allocations, and what of the buffers that ours maps itself has memory; "least possible" is a
-rank's part of parameters and states with the compute alone. Exit code 0 whatever the figures; 1 if the equality gate fails.
+Protocol (``docs/benchmarks.md``): first an equality gate checks that the losses of the first steps agree. All systems live in the same
+processes, and each round runs every system once in rotated order. Ratios to FSDP2 are formed inside a round; figures are their medians.
+FSDP2 runs twice (``fsdp2_again``): the deviation of that row from 1 is noise. CPU seconds are summed over the ranks and include gloo's
+threads. ``fsdp2_a2a`` and ``fsdp1_a2a`` are FSDP2 and FSDP1 with an all-to-all reduce-scatter like ours, for a like-for-like comparison.
+``ours_flat`` is ours with AdamW as a ``Flat`` optimizer. "Ideal" is compute and optimizer alone plus the fastest raw collectives on flat
+buffers, without overlap.
+
+Memory: each system runs in its own set of processes. The figures are the peak resident size above the size before the model is built and,
+for one more step, the peak of live tensor bytes. The latter is torch's own count of allocations, plus the resident part of the buffers that
+ours maps itself. "Least possible" is a rank's part of parameters and states plus the compute alone. The exit code is 0 for any figures, 1
+if the equality gate fails.
 """
 
 from __future__ import annotations
@@ -37,15 +39,15 @@ MODELS = {
     "moe": (3, 360, 331, 1999, 7, 1, 192),
 }
 TIME_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000000"}  # keep freed memory, as a caching allocator
-MEMORY_MALLOC = {"MALLOC_MMAP_MAX_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}  # give freed memory back, so that RSS says something
+MEMORY_MALLOC = {"MALLOC_MMAP_MAX_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}  # return freed memory, so that RSS is meaningful
 SYSTEMS = ("fsdp2", "fsdp2_again", "fsdp2_a2a", "fsdp1_a2a", "ours", "ours_flat")
 REFERENCES = ("local", "raw_gloo", "raw_pairs", "copies")
-"""What a step can't do without: compute and a sharded optimizer step without communication; the collectives alone, on flat buffers
-that stay, gloo's or as exchanges of pairs; the copies that ours makes, on their own."""
+"""The parts that a step cannot avoid: compute and a sharded optimizer step without communication; the collectives alone, on persistent flat
+buffers, as gloo's own or as pairwise exchanges; and the copies that ours makes."""
 
 
 def build(name: str) -> Any:
-    """A small Llama, its SwiGLU replaced by fused soft-routed experts where the model has experts."""
+    """A small Llama, with fused soft-routed experts instead of its SwiGLU if the model has experts."""
     import torch
     from torch import nn
 
@@ -96,7 +98,7 @@ def shard(name: str, system: str) -> Any:
     from vescale_ray.fsdp import fully_shard
 
     class Exchange(ReduceScatter):
-        """The reduce-scatter that ours uses on gloo, for FSDP2."""
+        """Our reduce-scatter on gloo, for FSDP2."""
 
         def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
             return torch.empty(*size, dtype=dtype, device=device)
@@ -109,7 +111,7 @@ def shard(name: str, system: str) -> Any:
                 output_tensor.div_(group.size())
 
     def exchange(_state: None, full: torch.Tensor, shard: torch.Tensor) -> None:
-        """The same for FSDP1, as its communication hook; FSDP1 leaves the mean to the hook."""
+        """The same for FSDP1, as its communication hook, which must also compute the mean."""
         received = torch.empty_like(full)
         dist.all_to_all_single(received, full)
         torch.sum(received.view(dist.get_world_size(), -1), 0, out=shard)
@@ -181,7 +183,7 @@ def references(name: str, rank: int, world: int) -> dict[str, Callable[[int], fl
 
     blocks = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
     units = [(-(-numel // world), 2) for numel in blocks] + [(-(-(parameters - sum(blocks)) // world), 1)]
-    # Gradients of large linear layers are written into their buffer by the product itself; the others are copied there.
+    # The matrix product writes gradients of large linear layers directly into their buffer; the others are copied there.
     copied = [sum(p.numel() for p in layer.parameters()) - _written_in_place(layer) for layer in model.layers]
     copied.append(parameters - sum(blocks) - _written_in_place(model) + sum(_written_in_place(layer) for layer in model.layers))
     most = max(size for size, _ in units)
@@ -217,8 +219,7 @@ def references(name: str, rank: int, world: int) -> dict[str, Callable[[int], fl
         return step
 
     def copies(_index: int) -> float:
-        """The gradients that are copied into their buffer; and of each all-gather this rank's own part, where a buffer is so small that
-        the shard does not live in it."""
+        """Copy the gradients that need a copy into their buffer and, for each all-gather with a small buffer, this rank's own part."""
         for (size, gathers), numel in zip(units, copied, strict=True):
             whole[:numel].copy_(received[:numel])
             for _ in range(gathers * (4 * world * size < MAPPED_BYTES)):
@@ -229,7 +230,7 @@ def references(name: str, rank: int, world: int) -> dict[str, Callable[[int], fl
 
 
 def _written_in_place(module: Any) -> int:
-    """Elements of the gradients that need no copy."""
+    """Number of gradient elements that need no copy."""
     from torch import nn
 
     from vescale_ray.fsdp.linear import LEAST_NUMEL
@@ -277,7 +278,7 @@ def memory_rank(rank: int, world: int, store: str, name: str, system: str, out: 
 
     torch.set_num_threads(1)
     join(store, rank, world)
-    warm = torch.nn.Linear(8, 8)  # what a first backward and optimizer step load is not the system's
+    warm = torch.nn.Linear(8, 8)  # exclude what a first backward and optimizer step load
     warm(torch.zeros(1, 8)).sum().backward()
     torch.optim.AdamW(warm.parameters()).step()
     model = shard(name, system)
@@ -298,8 +299,8 @@ def memory_rank(rank: int, world: int, store: str, name: str, system: str, out: 
 
 
 def least_rank(rank: int, _world: int, _store: str, name: str, ranks: int, out: Any) -> None:
-    """What no engine can do without: one of ``ranks`` equal parts of parameters and states, and what the compute alone holds, each
-    gradient forgotten as soon as it is there, on a model that is not sharded."""
+    """The memory that every engine needs: one of ``ranks`` equal parts of parameters and states, plus the compute alone on an unsharded
+    model that drops each gradient at once."""
     import torch
 
     torch.set_num_threads(1)
@@ -313,7 +314,7 @@ def least_rank(rank: int, _world: int, _store: str, name: str, ranks: int, out: 
 
 
 def _peak_of_live_tensors(step: Callable[[], Any]) -> int:
-    """The most bytes that are live at any time of a step, beside those before: parameters, and AdamW's two states of them."""
+    """Peak of the live bytes in a step, beyond those before it: parameters, and AdamW's two states of them."""
     from torch.profiler import ProfilerActivity, profile
 
     from vescale_ray.fsdp.memory import MAPPED_BYTES, Pool

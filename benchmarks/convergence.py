@@ -1,17 +1,17 @@
-"""How fast optimizers learn: the demo's model on the demo's corpus, held-out loss by step, several seeds.
+"""Learning speed of optimizers: held-out loss by step of the demo's model on the demo's corpus, with several seeds.
 
     python benchmarks/convergence.py [--quick] [--steps 1000] [--seeds 3] [--optimizers adamw,muon,adamw8bit] [--json OUT] [--plot PNG]
 
-Each run is the trainer's own (`vescale_ray.workers.trainer`) on one rank: model, batches, warm-up, cosine decay and clipping are those
-of `vescale_ray/configs/demo.yaml`, the optimizer and its learning rate those of RUNS below. All optimizers see the same samples in
-the same order from the same initial values; a seed changes both. Three figures against AdamW, each formed within a seed:
+Each run uses the trainer (`vescale_ray.workers.trainer`) on one rank. Model, batches, warm-up, cosine decay and clipping are those of
+`vescale_ray/configs/demo.yaml`; RUNS below sets the optimizer and its learning rate. All optimizers see the same samples in the same order
+from the same initial values; a seed changes both. There are three figures against AdamW, each formed within a seed:
 
     loss.ratio     final held-out loss over AdamW's
     steps.ratio    the first evaluated step at which the held-out loss is at or below AdamW's final one, over AdamW's steps
     short.ratio    final held-out loss of a run whose whole schedule is `--short` of the steps (0.8), over AdamW's of all steps: at most 1
                    means that AdamW's result is reached in that part of its steps, decay included (only of optimizers marked so in RUNS)
 
-Figures are medians over seeds, the spread is half of largest minus smallest. Exit code 0 whatever the figures.
+Figures are medians over seeds; the spread is half of largest minus smallest. The exit code is 0 for any figures.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.ranks import join
 from benchmarks.reporting import write
 
 RUNS: dict[str, dict[str, Any]] = {
-    # name: overrides of the demo's configuration, and whether a run with a shorter schedule is made, too
+    # name: overrides of the demo's configuration, and whether to also run a shorter schedule
     "adamw": {"keys": ["train.optimizer=adamw"]},
     # Rates from runs of 160 steps over 8 sequences, seed 0: adamw 1.5e-3 2.331, 3e-3 2.325, 6e-3 2.540 nats; muon, matrix_lr 3e-3
     # 2.308, 6e-3 2.248, 1.2e-2 2.210, 2.4e-2 2.211.
@@ -85,7 +85,7 @@ def figures_of(curves: list[dict[str, Any]]) -> dict[str, Any]:
             continue
         found.setdefault(f"{name}.loss.ratio", []).append(curve["heldout"][-1][1] / adamw)
         reached = next((step for step, loss in curve["heldout"] if loss <= adamw), None)
-        # Never reached: counted as more than all steps, so that a median shows it.
+        # Never reached: count it as more than all steps, so that a median shows it.
         found.setdefault(f"{name}.steps.ratio", []).append(reached / curve["steps"] if reached is not None else float("inf"))
     return {
         key: {

@@ -1,16 +1,16 @@
-"""What `elastic.deterministic` costs, and whether it keeps its promise: steps of the trainer with and without it, interleaved.
+"""Cost and correctness of `elastic.deterministic`: steps of the trainer with and without it, interleaved.
 
     python benchmarks/deterministic.py [--quick] [--rounds 15] [--world 4] [--json OUT]
 
-The demo's model and batch (`vescale_ray/configs/demo.yaml`) with AdamW, 8-bit Adam and Muon, all with gradient clipping, at as many slots
-as workers, and at twice and four times as many, where a step reduces as many times. Two trainers live in the same processes and process
-group and take turns step by step, the order alternating; a third, plain like the first, gives the noise. Per case:
+The benchmark uses the demo's model and batch (`vescale_ray/configs/demo.yaml`) with AdamW, 8-bit Adam and Muon, all with gradient clipping.
+Slots are one, two and four times the workers, and a step reduces as many times. Two trainers live in the same processes and process group
+and take turns step by step, in alternating order. A third one, plain like the first, gives the noise. Per case:
 
     time.ratio     wall time of a step, deterministic over plain: median over rounds, spread half the quartiles' distance
     time.noise     plain again over plain
-    gate           the deterministic weights after the rounds are those of a run on one rank, bit for bit; else the case FAILED
+    gate           the final deterministic weights equal those of a run on one rank, bit for bit; otherwise the case FAILED
 
-Exit code 1 if a gate failed, whatever the figures.
+The exit code is 1 if a gate failed, and 0 for any figures.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SLOTS_PER_RANK = (1, 2, 4)
 SYSTEMS = {"plain": False, "deterministic": True, "again": False}
 GOAL = "<= 1.25"
 WARM = 2
-"""Rounds that are not counted."""
+"""Leading rounds that are not counted."""
 
 
 def trainer(rank: int, world: int, optimizer: str, slots: int, deterministic: bool, corpus: Any, steps: int) -> Any:
@@ -50,7 +50,7 @@ def trainer(rank: int, world: int, optimizer: str, slots: int, deterministic: bo
 
 
 def digest(made: Any) -> str:
-    """Of all parameters, whole. A collective."""
+    """Digest of all parameters, unsharded. Collective."""
     found = hashlib.sha256()
     for _, parameter in sorted(made.model.named_parameters()):
         found.update(parameter.detach().full_tensor().numpy().tobytes())
@@ -87,7 +87,7 @@ def rank_main(rank: int, world: int, store: str, optimizer: str, slots: int, rou
 
 
 def run_case(world: int, optimizer: str, slots: int, rounds: int) -> tuple[list[dict[str, float]], str]:
-    """Per round the slowest rank's seconds of each system; the digest."""
+    """Seconds of the slowest rank for each system, per round; and the digest."""
     found = run_ranks(rank_main, world, optimizer, slots, rounds)
     rows = [{key: max(rank["rows"][i][key] for rank in found) for key in found[0]["rows"][i]} for i in range(rounds)]
     return rows, found[0]["bits"]

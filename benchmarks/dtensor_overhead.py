@@ -1,12 +1,12 @@
-"""What a step over many small parameters costs with ragged tensors, against FSDP2's DTensors: dispatch overhead, not arithmetic.
+"""Dispatch overhead of a step over many small parameters: ragged tensors against FSDP2's DTensors.
 
     python benchmarks/dtensor_overhead.py [--quick] [--parameters 200] [--json OUT]
 
-Both hold the same numbers of the same shapes, ours under a RaggedShard, FSDP2's as Shard(0) DTensors. One process per rank count of
-1 (no communication in the way: what is measured is Python), one torch thread. Each round runs every case with both, in alternating
-order; a ratio is formed inside a round, the figure is the median of the rounds' ratios, the spread half the distance of their
-quartiles. ``peer_again`` repeats FSDP2's own measurement: what its ratio deviates from 1 is noise. An equality gate first: after the
-same steps the parameters are equal. Time is CPU time of the process. Exit code 0 whatever the figures, 1 if the gate fails.
+Both hold the same numbers in the same shapes, ours under a RaggedShard, FSDP2's as Shard(0) DTensors. There is one rank and one torch
+thread, so that Python is measured, not communication. Each round runs every case with both, in alternating order. A ratio is formed inside
+a round; the figure is the median of the ratios, the spread half the distance of their quartiles. ``peer_again`` repeats FSDP2's
+measurement: the deviation of its ratio from 1 is noise. An equality gate comes first: after the same steps the parameters are equal. Time
+is CPU time of the process. The exit code is 0 for any figures, 1 if the gate fails.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def build(count: int, mesh: Any) -> dict[str, list[Any]]:
 
 
 def cases(params: list[Any], name: str) -> dict[str, Callable[[], Any]]:
-    """``Flat`` is ours alone: its peer is the same optimizer over FSDP2's DTensors."""
+    """The operations to time. ``Flat`` exists for ours alone; its peer is the same optimizer over FSDP2's DTensors."""
     import torch
 
     from vescale_ray.optim import Flat

@@ -1,17 +1,17 @@
-"""EMULATION. fully_shard against torch's at 8 to 1024 claimed ranks, in one process; and without the two ideas of the paper.
+"""EMULATION of fully_shard against torch's at 8 to 1024 claimed ranks, in one process; also without the two ideas of the paper.
 
     python benchmarks/emulated_scale.py [--quick] [--ranks 64,256,1024] [--models llama,gpt-oss] [--device cpu|cuda] [--json OUT]
 
-No cluster: collectives take the time of a model of the wire and send nothing (``vescale_ray/emulation.py`` says what that can't show).
-Kernels, allocator, streams and host are real. On a GPU the models are slices of Llama-3-70B and GPT-OSS-120B with their real widths, on a
-CPU the same with small widths, and the wire is slowed down in proportion (``--scale``): there the figures say how the systems compare,
-not how fast anything is. On the CPU, FSDP2's collectives block (as on gloo), ours don't; on a GPU both run on streams.
+There is no cluster: collectives take the time of a model of the network and send nothing. ``vescale_ray/emulation.py`` lists the limits.
+Kernels, allocator, streams and host are real. On a GPU the models are slices of Llama-3-70B and GPT-OSS-120B with their real widths. On a
+CPU the widths are small and the network is slowed down in proportion (``--scale``), so the figures compare systems but give no absolute
+speed. On the CPU, FSDP2's collectives block (as on gloo) and ours do not; on a GPU both run on streams.
 
-Systems: ``fsdp2``, ``fsdp2_again`` (what its ratio deviates from 1 is noise), ``ours``; for the ablation ``ours, no DBuffer`` (every
-parameter sharded for itself and copied before and after each collective, by ``shard_placement_fn``) and ``ours, no planning`` (tensors in
-the model's order, shards a multiple of all blocks). Ours keep blocks of 128 rows (CPU: 8) of every matrix whole.
-Rounds run every system once, in rotated order; ratios are formed inside a round; the figure is their median, the spread half the
-distance of their quartiles. Memory on a GPU: peak reserved bytes of one system alone.
+The systems are ``fsdp2``, ``fsdp2_again`` (the deviation of its ratio from 1 is noise) and ``ours``, plus two ablations.
+``ours, no DBuffer`` shards every parameter by itself, with copies before and after each collective (by ``shard_placement_fn``).
+``ours, no planning`` keeps the model's tensor order, with shards a multiple of all blocks. Ours keep blocks of 128 rows (CPU: 8) of every
+matrix whole. Rounds run every system once, in rotated order. Ratios are formed inside a round; the figure is their median, the spread half
+the distance of their quartiles. Memory on a GPU is the peak of reserved bytes of one system alone.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FP32 = MixedPrecisionPolicy()
 
 
 class Experts(nn.Module):
-    """Fused experts, all with the same number of tokens, as GPT-OSS stores them."""
+    """Fused experts with equal token counts, as GPT-OSS stores them."""
 
     def __init__(self, count: int, dim: int, hidden: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def build(name: str, device: torch.device) -> tuple[Any, torch.Tensor]:
 
 
 def without_planning(specs: Sequence[TensorSpec], num_shards: int, **_: Any) -> tuple[Layout, ...]:
-    """Tensors in the given order, each at a multiple of its block, shards a multiple of every block (and of 128 bytes)."""
+    """Tensors in the given order, each at a multiple of its block, with shards a multiple of every block (and of 128 bytes)."""
     quantum = 128 // min(s.dtype.itemsize for s in specs)
     step = quantum
     for spec in specs:

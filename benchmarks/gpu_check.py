@@ -1,10 +1,10 @@
-"""Does the engine do on a GPU what it does on the CPU? One GPU, one NCCL rank, no Ray; a table, well under 8 minutes.
+"""Check that the engine does on a GPU what it does on the CPU. One GPU, one NCCL rank, no Ray; a table in well under 8 minutes.
 
-    python benchmarks/gpu_check.py            exit 0: all checks hold, or there is no GPU; 1: a check failed
+    python benchmarks/gpu_check.py            exit 0: all checks pass, or there is no GPU; 1: a check failed
     python benchmarks/gpu_check.py --device cpu     the same checks on gloo (the memory checks need a GPU)
 
-With one rank the engine needs no collectives: parameters are views of the shard. ``collectives`` rows switch that shortcut off, so
-that the pool, the streams and NCCL itself are exercised. Rows with two ranks on the one GPU run over gloo, where torch allows it.
+With one rank the engine needs no collectives, since parameters are views of the shard. ``collectives`` rows switch that shortcut off, to
+exercise the pool, the streams and NCCL itself. Rows with two ranks on the one GPU run over gloo, if torch allows it.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def check_parity(device: torch.device, collectives: bool, policy: MixedPrecision
 
 
 def check_memory(device: torch.device) -> str:
-    """Peak over a step, ours with collectives against torch's with the same policy."""
+    """Peak memory of a step, ours with collectives against torch's with the same policy."""
     from vescale_ray.fsdp import fully_shard
 
     if device.type == "cpu":
@@ -134,7 +134,7 @@ def check_memory(device: torch.device) -> str:
 
 
 def check_muon(device: torch.device) -> str:
-    """Newton-Schulz and steps against the CPU's; on a GPU also the rate of batched Newton-Schulz, as a part of that of a matrix product."""
+    """Newton-Schulz and steps against the CPU's. On a GPU also the speed of batched Newton-Schulz, as a share of a matrix product's."""
     from vescale_ray.optim import Muon
     from vescale_ray.optim.newton_schulz import coefficients, flops, orthogonalize, orthogonalize_batch
 
@@ -178,7 +178,7 @@ def check_muon(device: torch.device) -> str:
 
 
 def check_release(device: torch.device) -> str:
-    """Steps allocate nothing for good, and deleting the model frees everything without the garbage collector."""
+    """Steps allocate no lasting memory, and deleting the model frees everything without the garbage collector."""
     from vescale_ray.fsdp import fully_shard
 
     if device.type == "cpu":
@@ -244,7 +244,7 @@ def check_two_ranks(device: torch.device) -> str:
 
 
 def check_adamw8bit(device: torch.device) -> str:
-    """The Triton kernel against the CPU reference, block kinds and tails; and its time against that of moving its bytes."""
+    """The Triton kernel against the CPU reference, for block kinds and tails; and its time against the time to move its bytes."""
     from vescale_ray import Block
     from vescale_ray.optim import AdamW8bit
     from vescale_ray.optim.adamw8bit import has_triton
@@ -289,7 +289,7 @@ def check_adamw8bit(device: torch.device) -> str:
 
 
 def _gpu_seconds(run: Callable[[], object], rounds: int = 20) -> float:
-    """Median seconds of one call, after three that warm up."""
+    """Median seconds of one call, after three warm-up calls."""
     times = []
     for turn in range(rounds + 3):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

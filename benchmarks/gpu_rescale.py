@@ -1,8 +1,8 @@
-"""Generations that follow each other on a GPU: the rows of ``gpu_check.py`` on rescaling over NCCL. Without Ray, on a real run's own parts.
+"""Consecutive generations on a GPU: the rows of ``gpu_check.py`` on rescaling over NCCL, without Ray, on parts of a real run.
 
-NCCL takes a GPU for one rank only, so one GPU shows this much of it: one rank's communicator that is aborted and followed by another,
-also under a failed step and with work in flight; two ranks for one GPU, whom NCCL refuses, and who must come out of that; and shards on a
-GPU that move between two processes, their step's collectives over gloo. What that leaves unverified is in docs/fault-tolerance.md.
+NCCL allows one rank per GPU, so one GPU can show three things. One rank's communicator is aborted and followed by another, also under a
+failed step and with work in flight. Two ranks on one GPU, which NCCL refuses, recover from that. Shards on a GPU move between two
+processes, with the step's collectives over gloo. docs/fault-tolerance.md lists what remains unverified.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from vescale_ray.workers.holdings import choose_resume
 STEPS = 12
 FORM_SECONDS = 15.0
 GLOO = "cpu:gloo,cuda:gloo"
-"""For shards on a GPU. Of a plain ``gloo`` a device mesh makes a group of NCCL's own, which two ranks of one GPU can't have."""
+"""Back end for shards on a GPU. With a plain ``gloo``, a device mesh makes an NCCL group, which two ranks on one GPU cannot have."""
 SLEEP_SECONDS = 2.0
-"""For which the device is kept busy when a group is dissolved."""
+"""Seconds for which the device is kept busy while a group is dissolved."""
 
 
 class Skip(Exception):
-    """A check that does not apply here."""
+    """A check does not apply here."""
 
 
 def config_of(folder: str, **changes: Any) -> RunConfig:
-    """Some MB of state, five slots, a copy after every step."""
+    """A configuration with some MB of state, five slots, and a copy after every step."""
     return tiny(write_text(Path(folder)), model_dim=256, model_ffn=688, train_steps=STEPS, **changes)
 
 
 def check_generations(device: torch.device) -> str:
-    """Planned changes, a step that fails, a new communicator each time: the losses of a calm run, and no memory left."""
+    """Planned changes, a failing step, and a new communicator each time give the losses of an undisturbed run, and leave no memory
+    behind."""
     with tempfile.TemporaryDirectory() as folder, Fleet(1) as fleet:
         config = config_of(folder)
         told = fleet.run([0], _generations, device.type, config, fleet.port, timeout=240.0)[0]
@@ -104,7 +105,7 @@ def _failing(nll: Any) -> Any:
 
 
 def _fail_in_a_step(state: State) -> None:
-    """This rank's own model raises after a backward: what a worker does then."""
+    """Raise after a backward, as a rank's own model might, and do what a worker does then."""
     trainer = state["trainer"]
     trainer._nll = _failing(trainer._nll)
     try:
@@ -122,7 +123,7 @@ def _fail_in_a_step(state: State) -> None:
 
 
 def check_abort(device: torch.device) -> str:
-    """A group is dissolved while a collective waits for a busy device: it takes no longer than the device, and the next group works."""
+    """Dissolving a group while a collective waits for a busy device takes no longer than the device, and the next group works."""
     if device.type == "cpu":
         raise Skip("needs a GPU")
     with tempfile.TemporaryDirectory() as folder, Fleet(1) as fleet:
@@ -148,7 +149,7 @@ def _abort(state: State, device: str, config: RunConfig, port: int) -> float:
 
 
 def _keep_busy(seconds: float) -> None:
-    """Of the device's current stream, from now on."""
+    """Keep the device's current stream busy from now on."""
     some = 10**7
     times = []
     for _ in range(2):  # the first call loads the kernel
@@ -162,7 +163,7 @@ def _keep_busy(seconds: float) -> None:
 
 
 def check_refused(device: torch.device) -> str:
-    """Two ranks that are to share a GPU: NCCL refuses, both are told within the time to form, and each trains alone afterwards."""
+    """NCCL refuses two ranks on one GPU. Both get the error within the time to form a group, and each then trains alone."""
     if device.type == "cpu":
         raise Skip("needs a GPU")
     with tempfile.TemporaryDirectory() as folder, Fleet(2) as fleet:
@@ -195,7 +196,8 @@ def _refused(state: State, device: str, config: RunConfig, port: int, rank: int)
 
 
 def check_moves(device: torch.device) -> str:
-    """Two processes share the GPU, collectives over gloo: 2 ranks, 1, 2, 1, with leavers and joiners: every bit, and the least bytes."""
+    """Two processes share the GPU, with collectives over gloo: 2 ranks, 1, 2, 1, with leavers and joiners. Every bit is right, and the
+    fewest bytes move."""
     with tempfile.TemporaryDirectory() as folder, Fleet(2) as fleet:
         fleet.run([0, 1], use, device.type, GLOO if device.type == "cuda" else "gloo")
         run = Run(fleet, config_of(folder))

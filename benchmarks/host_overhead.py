@@ -1,11 +1,10 @@
-"""The engine's own work per step, ours against torch's: 100 units of 16-element parameters, collectives that do nothing.
+"""The engine's own work per step, ours against torch's: 100 units of 16-element parameters, with collectives that do nothing.
 
     python benchmarks/host_overhead.py [--units 100] [--rounds 30] [--json OUT]
 
-Both systems live in one process on torch's "fake" process group, so that only hooks, bookkeeping and kernel launches are timed.
-Each round runs every system in rotated order; ratios to FSDP2 are formed inside a round, figures are their medians and half the
-distance between the quartiles. ``fsdp2_again`` is the noise. A step is forward and backward, without an optimizer; gradients are
-dropped after it.
+Both systems live in one process on torch's "fake" process group, so that only hooks, bookkeeping and kernel launches are timed. Each round
+runs every system in rotated order. Ratios to FSDP2 are formed inside a round; figures are their medians and half the distance between the
+quartiles. ``fsdp2_again`` is the noise. A step is forward and backward, without an optimizer; gradients are dropped after it.
 """
 
 from __future__ import annotations

@@ -1,25 +1,25 @@
-"""What the metrics cost a training step: the work itself, timed, over the time of a step; and steps with and without it, in turns.
+"""Cost of the metrics in a training step: the work itself, timed, over the time of a step; and alternating steps with and without it.
 
     python benchmarks/metrics_cost.py [--quick] [--rounds 20] [--world 2] [--json OUT]
 
-The demo's model and batch (`vescale_ray/configs/demo.yaml`), an optimizer step with a copy for the buddy, on gloo. The issue's bound is
-0.5 % of a step; the noise of a step on a shared machine is several times that, so the two are measured apart:
+The benchmark uses the demo's model and batch (`vescale_ray/configs/demo.yaml`), and an optimizer step with a copy for the buddy, on gloo.
+The goal is at most 0.5 % of a step. The noise of a step on a shared machine is several times that, so the two are measured apart:
 
-    worker.cpu       CPU seconds of everything that a worker's training thread does in a step for the metrics alone: the meter's calls, the
-                     contexts around what is waited for, bytes of the copies, the resident memory, the figures' part of the message to
+    worker.cpu       CPU seconds that a worker's training thread spends in a step for the metrics alone: the meter's calls, the
+                     contexts around waits, bytes of the copies, the resident memory, the figures' part of the message to
                      the controller (pickled with them less pickled without); each REPEATS times a round, on the live trainer
     worker.ratio     that over the CPU seconds of a step of this rank (its own thread, the slots' compute included)
-    controller.cpu   CPU seconds that the controller needs for a step of all workers' words: the books, the line in metrics.jsonl, a
-                     snapshot. In another process: it delays no step, but on a machine that shares its cores it takes part of them.
+    controller.cpu   CPU seconds of the controller for the reports of all workers of a step: the books, the line in metrics.jsonl, a
+                     snapshot. It is another process, so it delays no step, but on shared cores it takes part of them.
     controller.ratio that over the CPU seconds of a step of all ranks together
-    controller.added CPU seconds of it that are new with figures by rank (the same words without them subtracted)
+    controller.added CPU seconds that figures by rank add to it (the same reports without them subtracted)
     scrape.ratio     CPU seconds of a scrape over those of training between two scrapes, every 10 s
     wall.ratio       wall time of a step with the metrics' work over one without (the meter and its contexts replaced by nothing), the same
                      trainer, blocks of BLOCK steps in turns A B B A: median over rounds, spread half the quartiles' distance
     wall.noise       the same of two blocks that both have it
     cpu.ratio, cpu.noise  the same of CPU seconds of the training thread, which other processes disturb less
 
-Exit code 0 whatever the figures.
+The exit code is 0 for any figures.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def metrics_work(trainer: Any, snapshots: Any, record: Any) -> dict[str, float]:
 
     def meter_calls() -> None:
         meter.begin()
-        for _ in range(3):  # rounds of slots: one reading of the clock more in each
+        for _ in range(3):  # rounds of slots: each reads the clock once more
             meter.data_s += time.perf_counter() - time.perf_counter()
         meter.computed(0.05)
         meter.stepping()
@@ -177,7 +177,7 @@ def rank_main(rank: int, world: int, store: str, rounds: int, out: Any) -> None:
 
 
 def controller_work(found: list[dict[str, Any]], rounds: int) -> list[dict[str, float]]:
-    """CPU seconds of the controller for the words of one step, and of a scrape."""
+    """CPU seconds of the controller for the reports of one step, and for a scrape."""
     from vescale_ray.controller.budget import Budget, Limits
     from vescale_ray.controller.exposition import Exposition
     from vescale_ray.controller.generation_log import GenerationLog
@@ -216,7 +216,7 @@ def controller_work(found: list[dict[str, Any]], rounds: int) -> list[dict[str, 
         (full, publisher), (bare, _) = recorded(one, figures=True), recorded(other, figures=False)
         for _ in range(rounds):
             row = {"full": cpu_of(full), "bare": cpu_of(bare)}
-            row["scrape"] = cpu_of(lambda: Exposition()(publisher.snapshot, ""), 20)  # nothing is kept from the one before
+            row["scrape"] = cpu_of(lambda: Exposition()(publisher.snapshot, ""), 20)  # nothing is cached between scrapes
             rows.append(row)
     return rows
 

@@ -2,12 +2,12 @@
 
     python benchmarks/optimizers.py [--quick] [--world 2] [--cases muon,adamw,..] [--json OUT]
 
-Each line of CASES is one comparison: our optimizer on our `fully_shard`, the peer on the peer's sharding (or on ours), the same initial
-values and gradients, gloo ranks with one thread each. Both live in the same processes; a round runs each once, in rotated order, and a
-ratio is formed inside a round; figures are medians, the spread is half the distance of the quartiles. The peer runs twice: what
-`noise` deviates from 1 is noise. Gate: after the same steps parameters are as close as the case says. Only steps are timed: no
-forward, no backward. Then, without processes: how evenly Muon's plan spreads the work of published models, and what batching
-Newton-Schulz brings here. Exit code 0 whatever the figures, 1 if a gate fails.
+Each line of CASES is one comparison: our optimizer on our `fully_shard`, and the peer on the peer's sharding (or on ours), with the same
+initial values and gradients, on gloo ranks with one thread each. Both live in the same processes. A round runs each once, in rotated order,
+and a ratio is formed inside a round; figures are medians, the spread is half the distance of the quartiles. The peer runs twice: the
+deviation of `noise` from 1 is noise. The gate requires that after the same steps parameters are as close as the case says. Only steps are
+timed, without forward and backward. Two more tables need no processes: how evenly Muon's plan spreads the work of published models, and the
+gain of batched Newton-Schulz here. The exit code is 0 for any figures, 1 if a gate fails.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Case:
     """One comparison.
 
     Attributes:
-        ours, peer: make the optimizer from ``(model.named_parameters(), module)``; raise ImportError where it isn't installed.
-        peer_name: as it is printed.
-        peer_shards: who shards the peer's model: ``fsdp2``, or ``ours``.
+        ours, peer: make the optimizer from ``(model.named_parameters(), module)``; raise ImportError if it is not installed.
+        peer_name: printed name of the peer.
+        peer_shards: engine that shards the peer's model: ``fsdp2`` or ``ours``.
         policy: the ``block_policy`` of our sharding.
-        gate: largest relative difference of the parameters from the peer's after two steps; None: they are meant to differ.
-        goal: for the time ratio.
+        gate: largest relative difference of the parameters from the peer's after two steps; None if they are meant to differ.
+        goal: goal of the time ratio.
     """
 
     ours: Callable[[list[tuple[str, Any]]], Any]
@@ -105,7 +105,7 @@ def _policy_of(module: str, name: str) -> Callable[[], Any]:
 
 
 CASES: dict[str, Case] = {
-    # torch's on DTensors is not bit for bit its own result on one process: BF16 sums of other parts (tall matrices).
+    # torch's result on DTensors is not bitwise equal to its own on one process: BF16 sums have other parts (tall matrices).
     "muon": Case(_muon, _torch("Muon"), "torch.optim.Muon, FSDP2", gate=2e-2),
     "muon_whole": Case(_muon, _torch("Muon"), "torch.optim.Muon, FSDP2", policy=_whole, gate=2e-2),
     "muon_batched": Case(_always_batched, _never_batched, "our Muon, batched=False", peer_shards="ours", gate=2e-2, goal=None),
@@ -265,7 +265,7 @@ def plans() -> dict[str, Any]:
 
 
 def batching(quick: bool) -> dict[str, Any]:
-    """Newton-Schulz of many equal matrices: a loop against one batch, one thread; and whether the bits are the same."""
+    """Newton-Schulz of many equal matrices on one thread: a loop against one batch, and whether the bits are the same."""
     import torch
 
     from vescale_ray.optim.newton_schulz import coefficients, orthogonalize, orthogonalize_batch

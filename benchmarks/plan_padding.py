@@ -1,16 +1,15 @@
-"""How much padding do block-aligned shards need, next to other systems' rules and to what is possible at all?
+"""Padding of block-aligned shards, next to other systems' rules and to the lower bound.
 
     python benchmarks/plan_padding.py [--quick] [--json OUT] [--png OUT]
 
-One layer of each model, blocks of k rows, groups of 8 to 16384 ranks. Other systems by their published rules for the same tensors
-(``vescale_ray/planner/baselines.py``): FSDP1 and DeepSpeed cut blocks anywhere; FSDP2, and Megatron-FSDP as it is ("rows"), cut at
-rows of dimension 0, which for a stack of experts is a whole expert; "FSDP2, blocks" and "Megatron" are the same rules with blocks
-for rows and a stack as one matrix, and keep blocks whole, as do the others. "bound" is proven: no order of the tensors, in one
-buffer, needs less. "levers": the simplest of several buffers,
-strided experts and up to four layers per unit that stays below 3 %.
+The input is one layer of each model, blocks of k rows, and groups of 8 to 16384 ranks. Other systems' published rules are applied to the
+same tensors (``vescale_ray/planner/baselines.py``). FSDP1 and DeepSpeed cut blocks anywhere. FSDP2, and unmodified Megatron-FSDP ("rows"),
+cut at rows of dimension 0, which for a stack of experts is a whole expert. "FSDP2, blocks" and "Megatron" are the same rules with blocks
+for rows and a stack as one matrix. They keep blocks whole, as do the others. "bound" is proven: no order of the tensors in one buffer needs
+less. "levers" is the simplest that stays below 3 % of: several buffers, strided experts, and up to four layers per unit.
 
-Plan times are process times of one run of each plan with Python's garbage collection off, as ``timeit`` does: a full collection of
-torch's objects takes 80 ms here, whoever triggers it.
+Plan times are process times of one run of each plan with Python's garbage collection off, as in ``timeit``: a full collection of torch's
+objects takes 80 ms here.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ SYSTEMS = ("FSDP1", "DeepSpeed", "FSDP2", "FSDP2, blocks", "Megatron, rows", "Me
 
 
 def tensors(unit: UnitShape, rows: int | None, on: str, *, stacks: bool = False) -> list[TensorSpec]:
-    """A layer's tensors; blocks on matrices or on experts only, and a stack of experts as one matrix unless ``stacks``."""
+    """A layer's tensors, with blocks on matrices or on experts only; a stack of experts is one matrix unless ``stacks``."""
     found = []
     for p in unit.params:
         block = Block.rows(rows) if rows and p.kind != "vector" and (on == "matrices" or p.kind == "expert") else None

@@ -1,4 +1,4 @@
-"""Fresh processes for the ranks of a benchmark: nothing of another system, or of this process, is in them. And their process group."""
+"""Fresh processes for the ranks of a benchmark, free of other systems' state, and their process group."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def run_ranks(
 
     Args:
         store: path of a file for ``torch.distributed.FileStore``.
-        environment: set in the processes, besides one thread for OpenMP.
+        environment: variables to set in the processes, besides one thread for OpenMP.
 
     Returns:
         The results by rank.
 
     Raises:
-        RuntimeError: a rank died, or has no result after ``timeout`` seconds. None is left.
+        RuntimeError: a rank died, or has no result after ``timeout`` seconds. All processes are ended.
     """
     context = multiprocessing.get_context("spawn")
     queue: Any = context.Queue()
@@ -59,7 +59,7 @@ def run_ranks(
 
 
 def join(store: str, rank: int, world: int, backend: str = "gloo") -> None:
-    """Initialise the default process group, of the ranks that meet at the file ``store``."""
+    """Initialise the default process group of the ranks that meet at the file ``store``."""
     import torch.distributed as dist
 
     from vescale_ray import gloo

@@ -1,18 +1,17 @@
-"""How long a run stands still when workers are lost, hang, leave or join, and when its controller dies; beside Ray Train's elastic trainer.
+"""Pauses of a run when workers are lost, hang, leave or join, and when its controller dies; next to Ray Train's elastic trainer.
 
     python benchmarks/recovery.py [--quick] [--rounds 10] [--workers 4] [--skip raytrain,..] [--json OUT] [--keep FOLDER]
 
-One run of a Llama with 200 MB of model state (parameters and AdamW's two moments, FP32) on a Ray of its own; what happens to it comes from
-this process, by the means that anyone has (signals, the run's HTTP commands). Times are told by the run's own lines, whose clock is
-this machine's:
+One run trains a Llama with 200 MB of model state (parameters and AdamW's two moments, FP32) on its own Ray cluster. This process disturbs
+it by means that any user has (signals, the run's HTTP commands). Times come from the run's own log lines, which use this machine's clock:
 
     kill      SIGKILL of a random worker -> the first step of the smaller world begins       (.pause: the run's own figure)
     grow      its replacement, warm by then, joins: from the end of the last step to the begin of the next
     shrink    `rescale N-1`, all old workers alive
-    hang      SIGSTOP of a random worker -> it is ended (.of_goal: in parts of the larger of 2 s and three of the last steps)
+    hang      SIGSTOP of a random worker -> it is ended (.of_goal: relative to the larger of 2 s and three of the last steps)
     controller  SIGKILL of the controller -> it answers again; the workers go on meanwhile (.obeys: it takes a command, .watches: its loop
               has heard all workers)
-    wire      what the same number of processes exchange by gloo's all-to-all, for the bandwidth in grow's and shrink's goals
+    wire      rate at which as many processes exchange data by gloo's all-to-all, for grow's and shrink's goals
     node      a run of its own on two raylets with half of the workers each (of an odd number one each, since a shard has one copy, which
               must be elsewhere), Ray's health checks tuned (HEALTH): SIGKILL of one raylet and all that is on it -> the first step of the
               smaller world begins; then a new node comes
@@ -21,8 +20,8 @@ this machine's:
     raytrain  the same model, same ranks, torch's FSDP2 in `ray.train.torch.TorchTrainer`, elastic, sharded checkpoints every 20 steps:
               SIGKILL of a worker -> the first step of the next worker group begins (`ray[train]` is among what `make` installs)
 
-Values are medians over rounds, the spread is half the quartiles' distance; the result file has every value. Exit code 1 if the run failed
-or lost a sample.
+Values are medians over rounds, and the spread is half the quartiles' distance; the result file has every value. The exit code is 1 if the
+run failed or lost a sample.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from benchmarks.reporting import figure, write
 MODEL = {"dim": 384, "layers": 10, "heads": 6, "kv_heads": 6, "ffn": 1024}
 SEQ_LEN = 16
 STEADY = 5
-"""Steps of a world before the next thing happens to it."""
+"""Steps of a world before the next disturbance."""
 WAIT_S = 180.0
 NOTICE_S = 20.0
 OBJECTS = 200 << 20
@@ -60,7 +59,8 @@ HEALTH = {
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
 }
-"""Ray's own settings take 13 s to declare a node dead. Training does not wait for that; a replacement's place does."""
+"""Settings of Ray's health checks. With the defaults Ray takes 13 s to declare a node dead; a replacement's place waits for that, training
+does not."""
 
 
 def config_of(folder: Path, workers: int, name: str = "recovery", address: str = "local", cpus_each: float = 0.5) -> Any:
@@ -80,7 +80,7 @@ def config_of(folder: Path, workers: int, name: str = "recovery", address: str =
 
 
 class Tail:
-    """The lines of a file that grows, each parsed once: the run shares this machine's cores."""
+    """The lines of a growing file, each parsed once, since the run shares this machine's cores."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0
@@ -100,7 +100,7 @@ class Tail:
 
 
 class Saboteur:
-    """Does things to a run, one after another, and notes when."""
+    """Disturbs a run, one way after another, and notes the times."""
 
     def __init__(self, config: Any, workers: int, rounds: int, kills: int, seed: int) -> None:
         from vescale_ray.runfolder import RunFolder
@@ -130,7 +130,7 @@ class Saboteur:
         return value
 
     def steady(self, world: int) -> list[str]:
-        """Wait for some steps of a world of this size; its workers."""
+        """Wait for some steps of a world of this size, and return its workers."""
 
         def there() -> bool:
             last = self.lines()[-STEADY:]
@@ -158,12 +158,12 @@ class Saboteur:
             self.note("hang.of_goal", self.found["hang.ended"][-1] / max(2.0, 3.0 * step_s))
 
     def recovered(self, name: str, began: float) -> None:
-        """Note how long the recovery from what happened at ``began`` took; wait until there are as many workers as before."""
+        """Note how long the recovery from the event at ``began`` took, and wait until there are as many workers as before."""
         event = self.rescaled(began)
         first = self.until(lambda: [x for x in self.lines() if x["generation"] >= event["generation"] and x["time"] > began], "a step")[0]
         if name == "hang":
             self.note("hang.ended", self.events("worker_lost", began)[0]["time"] - began)
-        # The recorded pause ends when the last rank has begun the step, and counts from the end of the one before.
+        # The recorded pause ends when the last rank has begun the step, and counts from the end of the step before.
         before = [line["time"] for line in self.lines() if line["step"] == first["step"] - 1 and line["generation"] < first["generation"]]
         if not before:
             raise RuntimeError(f"after a {name} the run began anew from step {first['step'] - 1}: nobody held what was lost")
@@ -177,7 +177,7 @@ class Saboteur:
             self.replaced(event)
 
     def replaced(self, event: dict[str, Any]) -> None:
-        """Wait until there are as many workers as before what ``event`` tells of."""
+        """Wait until there are as many workers as before ``event``."""
         after = event["time"] + 1e-6
         grown = self.until(lambda: [e for e in self.events("rescaled", after) if e["to"] == self.workers], "the replacement")
         self.planned("grow", grown[0])
@@ -186,7 +186,7 @@ class Saboteur:
         self.note(f"{name}.pause", event["pause_seconds"])
         self.note(f"{name}.moved", event["moved_bytes"] / max(1, event["lower_bound_bytes"]))
         self.note(f"{name}.moved_mb", event["moved_bytes"] / 1e6)
-        # Else the bound is that of a numbering that might not be the best.
+        # Otherwise the bound is that of a numbering that may not be the best.
         self.note(f"{name}.unplanned", float(event["moved_bytes"] > 0 and event["numbered_by"] != "layouts"))
         for phase, seconds in event["phases"].items():
             self.note(f"{name}.phase.{phase}", seconds)
@@ -226,14 +226,14 @@ class Saboteur:
 
         self.until(obeys, "a controller that takes commands")
         self.note("controller.obeys", time.time() - began)
-        # It says RUNNING when its loop has heard all workers, and goes round: only then are they watched.
+        # It says RUNNING once its loop has heard all workers; only then does it watch them.
         self.until(lambda: client.request(self.folder, "status")["state"] == "RUNNING", "a controller that watches the workers")
         self.note("controller.watches", time.time() - began)
         self.until(lambda: self.lines()[-1]["step"] > before + 2, "steps after the controller's death")
         assert list(self.events("generation")[-1]["workers"]) == members, "the workers changed with the controller"
 
     def controller_pid(self) -> int | None:
-        """The process whose title is the controller actor's; of this run's Ray, which is our child's."""
+        """The process whose title is the controller actor's, in this run's Ray, whose process is our child."""
         for name in filter(str.isdigit, os.listdir("/proc")):
             try:
                 title = Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")[0]
@@ -245,7 +245,7 @@ class Saboteur:
         return None
 
     def all_of_it(self, skip: set[str]) -> None:
-        """Rounds of what happens to workers, then the controller's kills."""
+        """Rounds of worker events, then kills of the controller."""
         for index in range(self.rounds):
             for name, act in {
                 "kill": lambda: self.lose(signal.SIGKILL),
@@ -259,13 +259,13 @@ class Saboteur:
             self.controller()
 
     def nodes(self, cluster: Any, started: list[Any], cpus: int) -> None:
-        """Rounds of a node that is lost and a new one that comes."""
+        """Rounds in which a node is lost and a new one joins."""
         from vescale_ray.workers.worker import born
 
         for index in range(self.rounds):
             self.steady(self.workers)
             node = started.pop(self.random.randrange(len(started)))
-            # Not by number alone: those of earlier rounds are gone, and their numbers may be others' by now.
+            # Not by number alone: workers of earlier rounds are gone, and others may have their numbers.
             victims = [e["pid"] for e in self.events("worker_started") if e["node"] == node.node_id and born(e["pid"]) == e["born"]]
             raylet = node.all_processes["raylet"][0].process.pid
             time.sleep(self.random.random() * 0.5)
@@ -274,14 +274,14 @@ class Saboteur:
                 try:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
-                    pass  # it has ended with the raylet
+                    pass  # it ended with the raylet
             cluster.remove_node(node, allow_graceful=False)
             started.append(cluster.add_node(num_cpus=cpus, object_store_memory=OBJECTS))
             self.recovered("node", began)
             print(f"node {index + 1} of {self.rounds}", file=sys.stderr, flush=True)
 
     def drains(self, cluster: Any, started: list[Any], cpus: int) -> None:
-        """Rounds of a node that is told to go, does, and a new one that comes."""
+        """Rounds in which a node is told to go, does, and a new one joins."""
         from ray._raylet import GcsClient
         from ray.core.generated import autoscaler_pb2
 
@@ -320,7 +320,7 @@ class Saboteur:
         except BaseException as error:
             self.error = error
         finally:
-            # A controller that was just killed refuses for some seconds: the run would never end.
+            # A controller that was just killed refuses commands for some seconds; without a retry the run would never end.
             deadline, stopped = time.monotonic() + WAIT_S, False
             while not stopped:
                 try:
@@ -333,7 +333,7 @@ class Saboteur:
 
 
 def ours(folder: Path, workers: int, rounds: int, kills: int, skip: set[str]) -> dict[str, list[float]]:
-    """The run, and what was done to it."""
+    """The main run, with all disturbances of workers and controller."""
     os.environ["VESCALE_RECOVERY"] = str(os.getpid())  # marks the processes of this run's Ray
     config = config_of(folder, workers)
     saboteur = Saboteur(config, workers, rounds, kills, seed=1)
@@ -341,13 +341,13 @@ def ours(folder: Path, workers: int, rounds: int, kills: int, skip: set[str]) ->
 
 
 def nodes_lost(folder: Path, workers: int, rounds: int, skip: set[str]) -> dict[str, list[float]]:
-    """A run on two nodes or more, one of which is lost again and again, then one told to go."""
+    """A run on two nodes or more: one node is lost in each round, then one is told to go."""
     from ray.cluster_utils import Cluster
 
     nodes = workers if workers % 2 else 2
     each = workers // nodes
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": OBJECTS, "_system_config": HEALTH}
-    # Nodes are added from the saboteur's thread, where no handlers of signals can be set.
+    # Nodes are added from the saboteur's thread, which cannot set signal handlers.
     cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
     try:
         started = [cluster.add_node(num_cpus=each, object_store_memory=OBJECTS) for _ in range(nodes)]
@@ -362,15 +362,15 @@ def nodes_lost(folder: Path, workers: int, rounds: int, skip: set[str]) -> dict[
         found = carried_out(config, saboteur, act)
     finally:
         cluster.shutdown()
-    # What follows a loss is told by the other run: here the replacements' places depend on how fast nodes start.
+    # The other run measures the time after a loss; here the replacements' places depend on how fast nodes start.
     return {name: values for name, values in found.items() if name.startswith(("node.", "drain."))}
 
 
 def carried_out(config: Any, saboteur: Saboteur, act: Callable[[], None]) -> dict[str, list[float]]:
-    """Run until the saboteur is done; what it has found.
+    """Run until the saboteur is done, and return its findings.
 
     Raises:
-        RuntimeError: the run failed, or lost a sample.
+        RuntimeError: the run failed or lost a sample.
     """
     from vescale_ray import report
     from vescale_ray.controller.driver import run
@@ -441,8 +441,8 @@ def train_loop(settings: dict[str, Any]) -> None:
 
 
 def raytrain(folder: Path, workers: int, rounds: int) -> list[float]:
-    """Seconds from the SIGKILL of a worker to the begin of the next group's first step, so many times; in a process of its own, which Ray
-    Train may end when it shuts down."""
+    """Seconds from the SIGKILL of a worker to the begin of the next group's first step, in each round. It runs in a separate process, which
+    Ray Train may end when it shuts down."""
     found = folder / "raytrain.json"
     call = [sys.executable, __file__, "--workers", str(workers), "--raytrain-rounds", str(rounds), "--raytrain-to", str(found)]
     ended = subprocess.run(call, timeout=WAIT_S * (rounds + 1)).returncode
@@ -462,7 +462,7 @@ def raytrain_here(found: Path, workers: int, rounds: int) -> None:
     settings = {name: str(folder / f"raytrain-{name}") for name in ("lines", "pids", "checkpoints")}
     for name in ("pids", "checkpoints"):
         Path(settings[name]).mkdir()
-    # "local": a cluster that was killed leaves its address in /tmp/ray, and a plain `ray.init` would try to join it
+    # "local": a killed cluster leaves its address in /tmp/ray, and a plain `ray.init` would try to join it
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     ray.init("local", num_cpus=workers + 1, object_store_memory=200 << 20, **quiet)
     each = {"CPU": 1}
@@ -506,12 +506,13 @@ def raytrain_here(found: Path, workers: int, rounds: int) -> None:
 
 
 def wire_mb_s(world: int, rounds: int) -> list[float]:
-    """MB per second that ``world`` processes on gloo exchange in all, sent once each: uneven all-to-alls of memory that is there."""
+    """MB per second that ``world`` processes on gloo exchange in total, counted once at the sender: uneven all-to-alls of existing
+    memory."""
     return [LOAD * world / 1e6 / max(seconds) for seconds in zip(*run_ranks(_exchange, world, rounds, timeout=300.0), strict=True)]
 
 
 LOAD = 32 << 20
-"""Bytes that a rank sends in a round, which is about what it sends in a rescale of the run."""
+"""Bytes that a rank sends in a round, about as many as in a rescale of the run."""
 
 
 def _exchange(rank: int, world: int, store: str, rounds: int, queue: Any) -> None:
@@ -571,7 +572,7 @@ def main() -> int:
     rounds = options.rounds or (2 if options.quick else 10)
     skip = set(filter(None, options.skip.split(",")))
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # of all clusters alike, Ray Train's too
+    os.environ.setdefault("RAY_worker_niceness", "0")  # the same for all clusters, Ray Train's included
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH")]))
     if options.raytrain_to is not None:

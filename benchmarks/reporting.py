@@ -1,4 +1,4 @@
-"""What every benchmark's result file has: figures with their spread, the machine, the versions, the commit."""
+"""Common fields of every benchmark's result file: figures with their spread, the machine, the versions, the commit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def figure(values: Sequence[float], unit: str, goal: str | None = None, peer: st
 
 
 def machine() -> dict[str, Any]:
-    """The processor, its cores, the load now, and the GPU if there is one."""
+    """The processor, its cores, the current load, and the GPU if there is one."""
     import torch
 
     names = (line.split(":", 1)[1].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name"))
@@ -33,7 +33,7 @@ def machine() -> dict[str, Any]:
 
 
 def write(path: Path | None, figures: dict[str, Any], **more: Any) -> None:
-    """Write the result file; nothing without a path. ``more``: what else stands at its top."""
+    """Write the result file, if there is a path. ``more``: further top-level fields."""
     if path is None:
         return
     import torch

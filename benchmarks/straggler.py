@@ -1,24 +1,24 @@
-"""How soon a slow worker is found, whether one that is not slow ever is, and what moving slots away from it gains.
+"""Detection of slow workers: its delay, false alarms, and the gain of moving slots away from a slow worker.
 
     python benchmarks/straggler.py [--quick] [--steps 60] [--world 3] [--slots 12] [--cases none,sleep,stop] [--json OUT]
 
 Two trainers live in the same gloo ranks and take turns step by step: one only reports (`elastic.straggler: report`), one relieves.
 
-    none      the demo's model, one sequence a slot; nothing is done to anyone
-    stop      the same; from a step on rank 1 is stopped and continued (SIGSTOP, SIGCONT), 60 ms of each 100 ms, whatever it does
-    sleep     a tiny model, and every slot sleeps for 150 ms, as if it waited for a device: the ratio of the times is not one of the ranks'
-              fight for the processors then; from a step on each slot of rank 1 sleeps for 450 ms
+    none      the demo's model, one sequence per slot, without any disturbance
+    stop      the same; from some step on, rank 1 is stopped (SIGSTOP, SIGCONT) for 60 ms of each 100 ms, whatever it does
+    sleep     a tiny model, and every slot sleeps for 150 ms, as if it waited for a device, so that the ranks do not
+              compete for processors; from some step on, each slot of rank 1 sleeps for 450 ms
 
-    accused         ranks that were ever called slow and are not; must be 0
-    found.steps     steps from the first slow one until it is called slow; found.s: seconds
+    accused         ranks that were called slow but are not; must be 0
+    found.steps     steps from the first slow one until the rank is called slow; found.s: seconds
     time.ratio      wall time of a step with relief over without, once slots have moved: median over rounds, spread half the quartiles'
-                    distance; time.noise: before anything is slow. Slots may stay where that is expected to gain less than a tenth: a
-                    process that is stopped is late in communication, too, which no spread of the slots changes
-    cost            processor time of the detector, in parts of the step
-    gate            both trainers have the same losses to within 1e-4, though their slots are spread differently; else the case FAILED
+                    distance; time.noise: before anything is slow. Slots stay if a move would gain less than a tenth: a
+                    stopped process is also late in communication, which no assignment of slots changes
+    cost            processor time of the detector, as a share of the step
+    gate            both trainers have the same losses to within 1e-4, with different slot assignments; otherwise the case FAILED
 
-Exit code 1 if a gate failed, a slow rank was not found (in `sleep`: not relieved), or one was accused that is not slow. Other load on the
-machine is no reason to wait: who is not slower than its neighbours under load must not be accused either.
+The exit code is 1 if a gate failed, a slow rank was not found (in `sleep`: not relieved), or a rank that is not slow was accused. Other
+load on the machine is no excuse: a rank that is not slower than its neighbours under load must not be accused either.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def trainer(rank: int, world: int, slots: int, mode: str, corpus: Any, more: tup
 
 
 class Brake:
-    """What is done to the slots of this process in the case ``way``."""
+    """The disturbance of this process's slots in the case ``way``."""
 
     def __init__(self, way: str, trainers: dict[str, Any]) -> None:
         self._way, self._sleep = way, SLOT_S
@@ -74,7 +74,7 @@ class Brake:
                 made._nll = self._sleeping(made._nll)
 
     def on(self) -> None:
-        """Slow them."""
+        """Start to slow them."""
         self._sleep = SLOW_SLOT_S
         if self._way == "stop":
             arguments = [str(os.getpid()), str(STOPPED_S), str(GOES_S)]
@@ -82,7 +82,7 @@ class Brake:
 
     def off(self) -> None:
         if self._stopper is not None:
-            self._stopper.communicate()  # closes its input, by which it ends
+            self._stopper.communicate()  # closes its input, which ends it
 
     def _sleeping(self, nll: Any) -> Any:
         def slept(inputs: Any, targets: Any) -> Any:
@@ -94,7 +94,7 @@ class Brake:
 
 
 def watched(made: Any) -> list[float]:
-    """Seconds of the processor that its detector takes, added up in the one element."""
+    """Processor seconds of the trainer's detector, added up in the one element."""
     total = [0.0]
     stepped = made.pace.stepped
 

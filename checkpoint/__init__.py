@@ -1,16 +1,16 @@
-"""Checkpoints that are saved on N ranks and loaded on M, verified block by block, committed all or nothing.
+"""Checkpoints that N ranks save and M ranks load, verified block by block, and committed all or nothing.
 
-Each rank writes its shard as one safetensors object; a manifest, created exclusively and last, is the commit. Tensors are
-described as 1-D intervals, so that a load onto other ranks or another layout is interval arithmetic and reads no byte
-twice. The format is in ``docs/checkpoint-format.md``.
+Each rank writes its shard as one safetensors object. A manifest, created exclusively and last, is the commit. Tensors are described as 1-D
+intervals, so that a load onto other ranks or layouts is interval arithmetic and reads no byte twice.
+``docs/reference/checkpoint-format.md`` describes the format.
 
-Layers, each in its file: ``store`` (the seam) and its back ends ``posix``, ``s3``, ``fsspec_store``, ``memory``, ``faulty``; ``digest``;
-``layout`` (a rank's object) and ``manifest`` (the commit object); ``shard``, ``copies``, ``commits``, ``reader``, ``compare``, ``scrub``,
-``proof``, ``retention``, ``rollback`` (what is done with them); ``tensors``, ``state``, ``plain``, ``entries``, ``scalars``,
-``saved_meta``, ``rng``, ``api`` and ``loading`` with ``names``, ``matching``, ``materialize``, ``saver`` with ``staging``, ``handle``,
-``accord``, ``voting``, ``bounded`` and ``polling`` (a training script's state); ``interval``; ``foreign`` and, on it, ``huggingface`` with
-``safetensors_file``, ``dcp`` with ``dcp_export``, ``dcp_state``, ``dcp_files`` and ``dcp_pickle`` (other programs' formats). May import
-``vescale_ray.geometry``, ``vescale_ray.lasting``, torch, numpy, xxhash, and inside a back end its client library; neither Ray nor fsdp.
+The layers are: ``store`` (the interface) and its back ends ``posix``, ``s3``, ``fsspec_store``, ``memory``, ``faulty``; ``digest``;
+``layout`` (a rank's object) and ``manifest`` (the commit object); the operations ``shard``, ``copies``, ``commits``, ``reader``,
+``compare``, ``scrub``, ``proof``, ``retention``, ``rollback``; a training script's state in ``tensors``, ``state``, ``plain``, ``entries``,
+``scalars``, ``saved_meta``, ``rng``, ``api`` and ``loading`` with ``names``, ``matching``, ``materialize``, ``saver`` with ``staging``,
+``handle``, ``accord``, ``voting``, ``bounded`` and ``polling``; ``interval``; other programs' formats in ``foreign``, ``huggingface`` with
+``safetensors_file``, and ``dcp`` with ``dcp_export``, ``dcp_state``, ``dcp_files`` and ``dcp_pickle``. The package may import
+``vescale_ray.geometry``, ``vescale_ray.lasting``, torch, numpy, xxhash, and in a back end its client library, but neither Ray nor fsdp.
 """
 
 from .api import save

@@ -1,16 +1,16 @@
-"""How the ranks agree on a save without a collective: through the process group's own key-value store.
+"""Agreement of the ranks on a save, through the process group's key-value store rather than a collective.
 
     every rank                                rank 0
-    <save>/r1 = ready | busy | its problem --> every word, or none within the time limit
-                                               go: the attempt's name and epoch; else why not
+    <save>/r1 = ready | busy | its problem --> waits for every word, up to the time limit
+                                               go: the attempt's name and epoch; or the reason against it
                                            <-- <save>/verdict
 
-The words are some bytes each and are asked for by polling, from the writers' threads: so nothing here can meet a collective of the
-training, no watchdog can strike, and a rank that never comes costs a save, not the job. Nothing is written before the verdict, so that a
-save that one rank must skip leaves nothing behind on the others.
+Each word has a few bytes. The writers' threads poll for it. So the exchange cannot collide with a collective of the training, and no
+watchdog can abort it. A rank that never comes costs one save, not the job. Nothing is written before the verdict, so a save that one rank
+must skip leaves nothing behind on the others.
 
-A save is known by its root, its step, and how often this rank has come to that step there, which the store counts. So a rank that has
-missed a save finds the others at the next step, and what a group before this one has left in the same store is nobody's.
+A save is identified by its root, its step, and how often this rank has saved that step there; the store counts. So a rank that missed a
+save meets the others again at the next step, and leftovers of an earlier group in the same store are ignored.
 """
 
 from __future__ import annotations
@@ -36,15 +36,21 @@ from .store import Root
 _SPACE = "vescale-ray/saves"
 _log = logging.getLogger(__name__)
 _warned: set[str] = set()
-"""Tensors that were named in a warning: once, not at each save."""
+"""Tensors already named in a warning, so that each is named once."""
 
 
 @dataclass(frozen=True)
 class Word:
-    """What one rank has to say of a save: it is ready (none of the first three), still busy with earlier ones, can't take part for a
-    ``problem`` of its state, or has ``left`` it before it was begun. ``alike``: a digest of what every rank's state must have the same;
-    ``plain``: digests of its plain values, by entry, of which rank 0's are stored for all. ``copies``: of the tensors that are taken to
-    be the same on all ranks, eight hexadecimal digits of their names and of a sample of each; ``names``: their names, not told to others.
+    """One rank's message about a save.
+
+    Attributes:
+        problem: why the rank's state cannot be stored.
+        busy: whether the rank still writes earlier checkpoints.
+        left: why the rank left the save before it began. A rank without ``problem``, ``busy`` and ``left`` is ready.
+        alike: digest of the parts of the state that must be equal on all ranks.
+        plain: digests of the plain values, by entry. Rank 0's values are stored for all ranks.
+        copies: eight hexadecimal digits of the names of the tensors assumed equal on all ranks, then eight of a sample of each.
+        names: names of those tensors; not sent to other ranks.
     """
 
     problem: str | None = None
@@ -61,8 +67,11 @@ class Word:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of a save, the same on all ranks. ``go``: written as ``attempt``. ``busy``: skipped. ``unfit``: a rank's state can't be
-    stored. ``failed``: the ranks did not come to an agreement. ``text`` says why it is not to be."""
+    """Outcome of a save, the same on all ranks.
+
+    ``go``: the save is written as ``attempt``. ``busy``: it is skipped. ``unfit``: a rank's state cannot be stored. ``failed``: the ranks
+    did not agree. ``text`` is the reason if the outcome is not ``go``.
+    """
 
     fate: Literal["go", "busy", "unfit", "failed"]
     attempt: str = ""
@@ -71,13 +80,13 @@ class Verdict:
 
 
 class Accord:
-    """The channel of one saver (or one ``save()``) with its counterparts on the other ranks. Making one says nothing to them.
+    """The channel of one saver (or one ``save()``) to its counterparts on the other ranks. Creating it sends nothing.
 
     Args:
-        root: where is saved to, as it was given: the ranks that save together give the same.
+        root: checkpoint root as the user gave it; ranks that save together give the same one.
 
     Raises:
-        ValueError: the group is no more.
+        ValueError: the process group was destroyed.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, world: int, root: Root) -> None:
@@ -85,9 +94,9 @@ class Accord:
         self._store: dist.Store | None = None
         self._group: dist.ProcessGroup | None = None
         self._over: list[tuple[str, bool]] = []
-        """Saves whose verdict stands in the store; whether every word on them was taken from it."""
+        """Saves whose verdict is in the store, and whether every rank's word on them was deleted."""
         if world > 1:
-            # The store that the group itself was made with.
+            # The store with which the group was made.
             self._group = here = group or dist.group.WORLD
             assert here is not None
             try:
@@ -95,19 +104,19 @@ class Accord:
             except KeyError:
                 raise ValueError("the process group of this save was destroyed; make a new one, and a new saver with it") from None
             text = os.fspath(root) if isinstance(root, (str, os.PathLike)) else root.describe()
-            # On rank 0 it may be the server: a save under way must not lose it with the group.
+            # On rank 0 this may be the server. A save in progress must keep it alive when the group goes.
             self._shared = dist.PrefixStore(f"{_SPACE}/{digest_of(str(text).encode())}", shared)
-            # A connection of its own: this one's polls and the training's requests never wait for each other.
+            # A separate connection, so that these polls and the training's requests never wait for each other.
             with _answering(""):
                 self._store = dist.PrefixStore(f"{_SPACE}/{digest_of(str(text).encode())}", shared.clone())
 
     def serves(self, group: dist.ProcessGroup | None, rank: int, world: int) -> bool:
-        """Whether it is one between these ranks: a program may make its process group anew."""
+        """Whether this channel connects these ranks; a program may recreate its process group."""
         return (self.rank, self.world) == (rank, world) and (world == 1 or self._group is (group or dist.group.WORLD))
 
     def key(self, step: int) -> str:
-        """Of the next save of ``step``. Called by the thread that trains, so that several savers' saves of one step are counted in the same
-        order on all ranks.
+        """Key of the next save of ``step``. Call it from the training thread, so that all ranks count several savers' saves of a step in
+        the same order.
 
         Raises:
             SaveFailed: the store does not answer.
@@ -118,7 +127,7 @@ class Accord:
             return f"{step}.{self._shared.add(_counter(step, self.rank), 1)}"
 
     def tell(self, key: str, word: Word) -> None:
-        """Say why this rank takes no part, without waiting for the others. Rank 0, which they listen to, says it as the verdict."""
+        """Report why this rank takes no part, without waiting for the others. On rank 0 it becomes the verdict."""
         if self._store is None:
             return
         with _answering(key):
@@ -130,21 +139,21 @@ class Accord:
     def agree(
         self, key: str, word: Word, name: Callable[[], tuple[str, int]], timeout_s: float, cancelled: Callable[[], bool] = lambda: False
     ) -> Verdict:
-        """Come to one verdict with the other ranks. Whoever leaves before, for whatever reason, tells the others.
+        """Agree on one verdict with the other ranks. A rank that leaves early, for any reason, tells the others.
 
         Args:
-            name: attempt and epoch of a save that goes ahead; called on rank 0.
-            timeout_s: how long rank 0 waits for the slowest; the others twice as long for it.
+            name: returns attempt and epoch of a save that goes ahead; called on rank 0.
+            timeout_s: seconds that rank 0 waits for the slowest rank; the other ranks wait twice as long for rank 0.
 
         Raises:
-            SaveFailed: rank 0, or the store, said nothing. SaveAborted: cancelled while it waited.
+            SaveFailed: rank 0 or the store did not answer. SaveAborted: the save was cancelled during the wait.
         """
         if self._store is None:
             return self._named([word], name)
         with _answering(key):
             try:
                 return self._heard(key, word, timeout_s, cancelled) if self.rank else self._ruled(key, word, name, timeout_s, cancelled)
-            except RuntimeError:  # the store itself
+            except RuntimeError:  # from the store itself
                 raise
             except BaseException as error:
                 with suppress(SaveFailed):
@@ -152,10 +161,10 @@ class Accord:
                 raise
 
     def forget(self, now: str = "") -> None:
-        """On rank 0, when every rank is known to have read the verdicts so far: what was said on those saves need not stay in the store.
+        """Delete the messages of earlier saves from the store. Rank 0 calls it once every rank is known to have read their verdicts.
 
         Args:
-            now: the key of the save that is under way. A step that is saved more than once is counted on.
+            now: key of the save in progress. The counters of its step stay, since they are still in use.
         """
         over, self._over = self._over, []
         with suppress(RuntimeError):
@@ -170,7 +179,7 @@ class Accord:
                         self._store.delete_key(f"{key}/r{rank}")
 
     def _heard(self, key: str, word: Word, timeout_s: float, cancelled: Callable[[], bool]) -> Verdict:
-        """Rank 1 and up."""
+        """Agree, on ranks 1 and up."""
         assert self._store is not None
         self._store.set(f"{key}/r{self.rank}", word.to_json())
         raw = self._await(f"{key}/verdict", 2 * timeout_s, cancelled)
@@ -179,7 +188,7 @@ class Accord:
         return Verdict(**json.loads(raw))
 
     def _ruled(self, key: str, word: Word, name: Callable[[], tuple[str, int]], timeout_s: float, cancelled: Callable[[], bool]) -> Verdict:
-        """Rank 0."""
+        """Agree, on rank 0."""
         if word.problem is not None or word.busy:
             verdict, taken = self._judge([word]), False
         else:
@@ -190,7 +199,7 @@ class Accord:
     def _collect(
         self, key: str, own: Word, name: Callable[[], tuple[str, int]], timeout_s: float, cancelled: Callable[[], bool]
     ) -> tuple[Verdict, bool]:
-        """The verdict, and whether every rank's word was there."""
+        """The verdict, and whether every rank sent its word."""
         assert self._store is not None
         deadline = time.monotonic() + timeout_s
         words, absent = [own], []
@@ -204,7 +213,7 @@ class Accord:
         if absent:
             text = f"ranks {absent} of {self.world} did not come to this save within {timeout_s:g} s"
             return Verdict("failed", text=f"{text} (every rank saves the same step into the same root)"), False
-        self.forget(key)  # whoever is here has read what came before: every word of a rank comes from one thread, in order
+        self.forget(key)  # all ranks have read the earlier verdicts, since one thread of each rank sends its words in order
         return self._named(words, name), True
 
     def _named(self, words: Sequence[Word], name: Callable[[], tuple[str, int]]) -> Verdict:
@@ -215,7 +224,7 @@ class Accord:
             attempt, epoch = name()
         except Exception as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-            return Verdict("failed", text=f"the newest checkpoint could not be looked for: {reason}")
+            return Verdict("failed", text=f"the newest checkpoint could not be looked up: {reason}")
         return Verdict("go", attempt, epoch)
 
     def _judge(self, words: Sequence[Word]) -> Verdict:
@@ -225,19 +234,19 @@ class Accord:
                 return Verdict("unfit" if word.left is None else "failed", text=f"rank {rank}: {said}" if self.world > 1 else said)
         late = [rank for rank, word in enumerate(words) if word.busy]
         if late:
-            return Verdict("busy", text=f"ranks {late} are still writing the ones before")
+            return Verdict("busy", text=f"ranks {late} are still writing earlier checkpoints")
         for rank, word in enumerate(words):
             if own := sorted(set(word.plain) - set(words[0].plain)):
-                text = f"rank {rank} has entries {own} that rank 0 has not, whose plain values are stored for all; give them on rank 0, too"
-                return Verdict("unfit", text=f"{text}, or what is a rank's own as aux")
+                text = f"rank {rank} has entries {own} that rank 0 lacks, but only rank 0's are stored for all; give them on rank 0 too"
+                return Verdict("unfit", text=f"{text}, or give a rank's own values as aux")
         other = next((rank for rank, word in enumerate(words) if word.alike != words[0].alike), None)
         if other is None:
             _warn_of_others(words)
             return Verdict("go")
         return Verdict(
             "unfit",
-            text=f"rank {other} has other optimizers than rank 0, or others' parameters in them, and no load could take them up: what is "
-            f"stored of them for all ranks is rank 0's; give the same on every rank ({STAGES})",
+            text=f"rank {other} has other optimizers than rank 0, or other parameters in them, but rank 0's are stored "
+            f"for all ranks: give the same optimizers on every rank ({STAGES})",
         )
 
     def _publish(self, key: str, verdict: Verdict, *, taken: bool = False) -> None:
@@ -259,14 +268,15 @@ class Accord:
 
 
 def _warn_of_others(words: Sequence[Word]) -> None:
-    """No reason to fail: running statistics of ranks that don't tell each other differ, and that one rank's are stored may be meant."""
+    """Warn of values that differ between ranks. This is no reason to fail: running statistics may differ, and one rank's may be the ones to
+    store."""
     own = words[0]
     values = {key: rank for rank, word in enumerate(words) for key in word.plain if word.plain[key] != own.plain.get(key)}
     for key, rank in values.items():
         if f"plain {key}" not in _warned:
             _warned.add(f"plain {key}")
             _log.warning(
-                "the plain value %r is not the same on ranks 0 and %d: rank 0's is stored for all ranks; if it is a rank's own (a data "
+                "the plain value %r differs between ranks 0 and %d, and rank 0's is stored for all ranks; if each rank has its own (a data "
                 "loader's position, a random state), give it as aux={%r: ..}, which each rank gets back",
                 key,
                 rank,
@@ -281,8 +291,8 @@ def _warn_of_others(words: Sequence[Word]) -> None:
     if unlike.keys() - _warned:
         _warned.update(unlike)
         name, rank = next(iter(unlike.items()))
-        text = "plain tensors that are not the same on all ranks: %d (%s, on ranks 0 and %d, for one); of each only one rank's is stored; "
-        remedy = "if they are a rank's own (experts, parts of a layer), make DTensors of them, give them names of their own, or save %s"
+        text = "%d plain tensors differ between ranks (for example %s, on ranks 0 and %d), but one rank's copy of each is stored for all; "
+        remedy = "if each rank has its own (experts, parts of a layer), make them DTensors, give them different names, or save %s"
         _log.warning(text + remedy, len(unlike), name, rank, "each rank by itself")
 
 
@@ -292,7 +302,7 @@ def _counter(step: int | str, rank: int) -> str:
 
 @contextmanager
 def _answering(key: str) -> Iterator[None]:
-    """The group's store raises a RuntimeError when the process that holds it is gone."""
+    """Turn the store's RuntimeError into SaveFailed; the store raises it if the process that holds it is gone."""
     try:
         yield
     except RuntimeError as error:
@@ -307,7 +317,7 @@ def _answering(key: str) -> Iterator[None]:
 def _why_left(error: BaseException) -> str:
     if isinstance(error, SaveAborted):
         return "given up before it began"
-    return "waited in vain for this save" if isinstance(error, SaveFailed) else f"interrupted by {type(error).__name__}"
+    return "timed out waiting for this save" if isinstance(error, SaveFailed) else f"interrupted by {type(error).__name__}"
 
 
 def _step(key: str) -> str:

@@ -1,8 +1,8 @@
-"""Saving and loading a training script's state under torchrun (or alone), whatever the number of ranks then and now.
+"""Save and load a training script's state under torchrun or alone, with any number of ranks at each time.
 
-The ranks agree on an attempt through the process group's key-value store, each writes its object, and votes through the checkpoint's
-store; rank 0 commits. A save makes no collective, so that no watchdog can strike, and a rank that fails tells the others at once.
-:func:`save` returns when the checkpoint is there; ``saver.py`` writes beside the training.
+The ranks agree on an attempt through the process group's key-value store. Each rank writes its object, and votes through the checkpoint's
+store; rank 0 commits. A save uses no collective, so no watchdog can abort it, and a failing rank tells the others at once. :func:`save`
+returns once the checkpoint is committed; ``saver.py`` writes beside the training.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, TypeVar
 
 import torch
@@ -45,7 +46,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 HANG_S = 60.0
-"""Seconds that storage may stand still, beside the time limits of a save."""
+"""Seconds that the storage may be unresponsive, on top of the time limits of a save."""
 
 
 def save(
@@ -61,26 +62,26 @@ def save(
     timeout_s: float = 600.0,
     group: dist.ProcessGroup | None = None,
 ) -> SaveHandle:
-    """Save a state; every rank calls it at the same step. Returns on each rank once the checkpoint is committed.
+    """Save a state. Every rank calls it at the same step, and it returns on each rank once the checkpoint is committed.
 
     Args:
-        state: ``{"model": module or {fqn: tensor}, "optimizer": torch optimizer, ..}``; other entries: see ``state.py``.
-        root: the checkpoint folder, the same on all ranks (shared between hosts).
-        step: completed steps.
-        epoch: the incarnation of the run. By default the newest commit's, one higher if ``step`` is not beyond it (the run
-            went back): the new checkpoint is always the newest.
-        meta: JSON-able, the same on all ranks; rank 0's is stored. aux: plain values, this rank's own (a data loader's state, for
-            one). The random generators are stored in any case.
-        metrics: of this step, by name; what :class:`Retention` calls the best is told by them. Rank 0's are stored; NaN and infinities
-            are left out, with a warning.
-        retention: delete what it does not keep, after this one is committed.
-        timeout_s: how long to wait for the other ranks to come, for their votes, and for the commit. Storage that stands still for three
-            times as long and a minute (no chunk taken, no answer) is given up, with an error.
-        group: the ranks that save together; default: all. Without a process group this process saves alone.
+        state: ``{"model": module or {fqn: tensor}, "optimizer": torch optimizer, ..}``; ``state.py`` describes other entries.
+        root: checkpoint folder, the same on all ranks (shared between hosts).
+        step: number of completed steps.
+        epoch: incarnation of the run. The default makes the new checkpoint the newest: the newest commit's epoch, plus one if ``step`` is
+            not beyond that commit (the run went back).
+        meta: JSON-able values, the same on all ranks; rank 0's are stored.
+        aux: plain values of this rank alone, such as a data loader's state. The random generators are always stored.
+        metrics: metrics of this step, by name, by which :class:`Retention` finds the best checkpoint. Rank 0's are stored. NaN and
+            infinities are left out, with a warning.
+        retention: after the commit, delete the checkpoints that it does not keep.
+        timeout_s: seconds to wait for each of: the other ranks, their votes, and the commit. If the storage is unresponsive for three times
+            that plus one minute, the save fails.
+        group: ranks that save together; all by default. Without a process group this process saves alone.
 
     Raises:
-        ValueError: a state that can't be stored; on every rank, before anything is written.
-        SaveFailed: no commit was made (a rank failed, died, did not come, storage refused or stands still); earlier checkpoints are
+        ValueError: the state cannot be stored. Raised on every rank, before anything is written.
+        SaveFailed: no commit was made: a rank failed, died or did not come, or the storage failed or hung. Earlier checkpoints are
             untouched.
     """
     rank, world = ranks_of(group)
@@ -95,7 +96,7 @@ def save(
         prepared = prepare(state, step, world, rank, meta, metrics, aux)
         device = next((piece.data.device for piece in prepared.pieces if piece.data.is_cuda), None)
         if device is not None:
-            torch.cuda.current_stream(device).synchronize()  # the copies are made from another thread, whose stream is another
+            torch.cuda.current_stream(device).synchronize()  # another thread makes the copies, on another stream
     except BaseException as error:
         with suppress(SaveFailed):
             accord.tell(key, word_of(error))
@@ -120,7 +121,7 @@ def save(
                 store, this.name, rank, prepared.pieces, aux=prepared.aux, step=step, epoch=this.epoch, cancelled=watch, world=world
             )
         except Exception as error:
-            # Whatever it is, the other ranks must hear of it rather than wait.
+            # The other ranks must hear of any error rather than wait.
             written = error
         if watch() and isinstance(written, Vote):
             written = SaveAborted(f"step {step}: this save was given up; earlier checkpoints are untouched")
@@ -135,13 +136,15 @@ def save(
         text = f"{store.describe()} has not answered for {quiet.seconds:.0f} s"
         if not made:
             raise SaveFailed(f"step {step}: given up, {text}; earlier checkpoints are untouched") from None
-        _log.warning("checkpoint %s is committed; what comes after it, reading back and deleting, is left alone: %s", made[0].path, text)
+        _log.warning("checkpoint %s is committed, but it is not read back and no older one is deleted: %s", made[0].path, text)
     return SaveHandle.finished(step, made[0], time.perf_counter() - began)
 
 
 def look_after(store: ObjectStore, retention: Retention, made: Commit, vote: Vote, cancelled: Callable[[], bool] = lambda: False) -> None:
-    """After a commit, on every rank: read back what this rank wrote; then rank 0 deletes what the retention does not keep. What goes wrong
-    is told in the log: it must not stop a training run, and the commit stays."""
+    """After a commit: read back what this rank wrote; then rank 0 deletes the checkpoints that the retention does not keep.
+
+    Errors only go to the log, since they must not stop a training run; the commit stays.
+    """
     began = time.monotonic()
     try:
         problem = prove(store, vote.object, vote.aux, cancelled) if retention.verify else None
@@ -162,9 +165,14 @@ def look_after(store: ObjectStore, retention: Retention, made: Commit, vote: Vot
 
 @dataclass(frozen=True)
 class Prepared:
-    """One rank's share of a save, taken apart and checked; nothing is written. ``pieces`` are views of the live tensors, everything
-    else is a copy of this moment. ``plain``: digests of the plain values. ``copied``: names of tensors that are taken to be on all ranks,
-    and the same; ``copies``: a sample of each."""
+    """One rank's part of a save, flattened and checked, with nothing written.
+
+    Attributes:
+        pieces: views of the live tensors. All other fields are copies made at this moment.
+        plain: digests of the plain values.
+        copied: names of tensors assumed equal on all ranks.
+        copies: a sample of each of those.
+    """
 
     pieces: list[ShardPiece]
     document: Mapping[str, Any]
@@ -176,7 +184,8 @@ class Prepared:
 
     @property
     def word(self) -> Word:
-        """What the ranks tell each other of it: rank 0's optimizers, by which all load, must name the same parameters as every other's."""
+        """The message to the other ranks. Rank 0's optimizers are the ones stored, so they must name the same parameters as every other
+        rank's."""
         named = {key: [sorted(group["params"]) for group in saved["groups"]] for key, saved in self.document["optimizers"].items()}
         alike = digest_of(json.dumps(named, sort_keys=True).encode())
         order = digest_of("\n".join(self.copied).encode())[:8]
@@ -192,18 +201,18 @@ def prepare(
     metrics: Mapping[str, float] | None,
     aux: Mapping[str, Any] | None,
 ) -> Prepared:
-    """Raises ValueError for what can't be stored."""
+    """Flatten and check a state. Raises ValueError if it cannot be stored."""
     state_of(state)
     if not state:
-        raise ValueError('the state is empty, and so would the checkpoint be; give its parts by name, as {"model": model}')
+        raise ValueError('the state is empty: give its parts by name, as {"model": model}')
     for what, given in (("meta", meta), ("metrics", metrics), ("aux", aux)):
         if given is not None:
             of_type(what, given, Mapping, "give a dict")
     check_meta(meta or {})
-    # A loss that has become NaN is no reason to lose the checkpoint; it is only no measure of it.
+    # A NaN loss must not lose the checkpoint; it only does not count as a metric.
     finite = {name: value for name, value in (metrics or {}).items() if not isinstance(value, float) or math.isfinite(value)}
     if len(finite) < len(metrics or {}):
-        _log.warning("step %d: metrics that are no finite number are not stored: %s", step, sorted((metrics or {}).keys() - finite.keys()))
+        _log.warning("step %d: non-finite metrics are not stored: %s", step, sorted((metrics or {}).keys() - finite.keys()))
     check_meta(finite, "metrics")
     for name, value in finite.items():
         of_type(f"metrics.{name}", value, (int, float), "give a number")
@@ -211,7 +220,7 @@ def prepare(
     flat = flatten(state)
     parts = {pair: local_part(pair[0], tensor, world, rank) for pair, tensor in flat.tensors.items()}
     pieces = _pieces(parts) + (_data(flat.values) if rank == 0 else [])
-    # Which ranks hold a plain tensor nobody can tell: all, it is assumed, and the same.
+    # Nobody can tell which ranks hold a plain tensor, so assume that all do, with equal values.
     plain = {label(*pair): part for pair, part in parts.items() if part.replicas == world > 1 and not part.among and part.shared}
     values = {key: value.json for key, value in flat.values.items() if value.extended}
     state_json = {key: value.json for key, value in flat.values.items() if not value.extended}
@@ -220,16 +229,16 @@ def prepare(
         document["values"] = values
     if finite:
         document["metrics"] = finite
-    # Through JSON: the values may be live objects of the training, which goes on.
+    # Copy through JSON, since the values may be live objects of the running training.
     frozen = json.loads(json.dumps(document, allow_nan=False))
-    # Without a tag it is what it is in JSON, and stands there as it always did.
+    # A value without tags is plain JSON, and keeps the older key.
     beside = {"rng": capture_rng(), "values" if own.tags else "user": json.loads(json.dumps(own.json))}
     digests = {key: value.digest for key, value in flat.values.items()}
     return Prepared(pieces, frozen, dict(flat.aliases), beside, digests, list(plain), sampled([part.flat() for part in plain.values()]))
 
 
 def _data(values: Mapping[str, Packed]) -> list[ShardPiece]:
-    """The bytes of plain values, on rank 0: one tensor for each entry that has any."""
+    """The bytes of plain values, on rank 0: one tensor for each entry that has bytes."""
     pieces = []
     for key, value in values.items():
         if size := len(value.data):
@@ -246,19 +255,19 @@ def _pieces(parts: Mapping[Pair, LocalPart]) -> list[ShardPiece]:
             held = part.pieces(part.flat())
             about = part.shape, part.dtype
             pieces += [ShardPiece(name, kind, start, end, *about, data, part.apart, part.tiling) for start, end, data in held]
-        else:  # also what another replica writes is named, empty: so that every rank lists every tensor in the same order
+        else:  # another replica writes it; an empty piece keeps the tensor order the same on every rank
             pieces.append(ShardPiece(name, kind, 0, 0, part.shape, part.dtype, torch.empty(0, dtype=part.dtype)))
     return pieces
 
 
 def newest_order(store: ObjectStore) -> tuple[int, int] | None:
-    """(epoch, step) of the newest commit, from the names alone."""
+    """(epoch, step) of the newest commit, from the object names alone."""
     names = (entry.key.removeprefix("commits/").removesuffix(".json") for entry in store.list("commits/"))
     return max(filter(None, map(parse_commit_name, names)), default=None)
 
 
 def next_epoch(newest: tuple[int, int] | None, epoch: int | None, step: int) -> int:
-    """The epoch of a save of ``step``: the one given, or the least that makes it the newest."""
+    """The epoch of a save of ``step``: ``epoch`` if given, or the least that makes the save the newest."""
     if epoch is not None:
         return epoch
     if newest is None:
@@ -267,31 +276,32 @@ def next_epoch(newest: tuple[int, int] | None, epoch: int | None, step: int) -> 
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Rank in the group, and its size; without a process group 0 and 1.
+    """Rank in the group and the group's size; 0 and 1 without a process group.
 
     Raises:
-        ValueError: this process is not in the group, or the group was destroyed.
+        ValueError: this process is not in the group, the group was destroyed, or it is none.
     """
+    of_type("group", group, (dist.ProcessGroup, int, NoneType), "give a process group, as new_group() makes it, or none")
     if not (dist.is_available() and dist.is_initialized()):
         if group is not None:
-            raise ValueError("the process group that was given was destroyed; give none, and this process works alone, or a new one")
+            raise ValueError("the given process group was destroyed: give a new one, or none to let this process work alone")
         return 0, 1
-    # The group of a rank that is not in it, as new_group() returns it there, is a number.
+    # On a rank outside the group, new_group() returns a number instead of a group.
     rank = dist.get_rank(group) if group is None or isinstance(group, dist.ProcessGroup) else -1
     if rank < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in the process group that was given; only its members save or load with it")
+        raise ValueError(f"rank {dist.get_rank()} is not in the given process group: only its members can save or load with it")
     return rank, dist.get_world_size(group)
 
 
 def word_of(error: BaseException) -> Word:
-    """What a rank says that could not take its state apart: what is wrong with it, or that it was interrupted."""
+    """The word of a rank that could not flatten its state: the problem, or that it was interrupted."""
     if isinstance(error, Exception):
         return Word(problem=str(error) or type(error).__name__)
     return Word(left=f"interrupted by {type(error).__name__}")
 
 
 def from_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Rank 0's result on every rank; its error too."""
+    """Return rank 0's result on every rank, or raise rank 0's error."""
     rank, world = ranks_of(group)
     if world == 1:
         return make()
@@ -309,7 +319,7 @@ def from_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 
 
 def together(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Run ``work`` on every rank; if any rank raises, every rank raises the first rank's error that did."""
+    """Run ``work`` on every rank. If any rank raises, every rank raises the error of the first rank that did."""
     rank, world = ranks_of(group)
     if world == 1:
         return work()
@@ -323,7 +333,7 @@ def together(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     dist.all_gather_object(errors, _portable(mine), group=group)
     first = next((e for e in errors if e is not None), None)
     if mine is not None:
-        # One sort of error on all ranks, so that all take the same way on.
+        # The same type of error on all ranks, so that all continue in the same way.
         raise mine if first is None or type(mine) is type(first) else first from mine
     if first is not None:
         raise first
@@ -331,7 +341,7 @@ def together(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 
 
 def _portable(error: Exception | None) -> Exception | None:
-    """The error itself if it survives pickling, else its text: a collective must not fail on one rank alone."""
+    """The error itself if it can be pickled, or its text: a collective must not fail on one rank alone."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,4 +1,4 @@
-"""Arguments that a person gave: checked before anything is done, refused with the value and the remedy."""
+"""Checks of user arguments before anything is done. An error names the value and the remedy."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 MOST = 10**18 - 1
-"""The largest step or epoch: 18 digits, as a reader in another language can hold them."""
+"""Largest step or epoch: 18 digits, which readers in other languages can hold."""
 
 
 def whole(what: str, value: Any, least: int = 0, remedy: str = "") -> int:
-    """``value`` as an int (numpy's integers are taken, too). Raises ValueError, TypeErrors of other sorts of value included."""
+    """``value`` as an int; numpy integers are accepted. Raises ValueError for any other value or type."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -26,7 +26,7 @@ def whole(what: str, value: Any, least: int = 0, remedy: str = "") -> int:
 
 
 def nbytes(what: str, value: Any) -> None:
-    """Raises ValueError for what is no whole number above 0."""
+    """Check a number of bytes. Raises ValueError unless it is a whole number above 0."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -36,13 +36,13 @@ def nbytes(what: str, value: Any) -> None:
 
 
 def seconds(what: str, value: Any) -> None:
-    """Raises ValueError for what is no finite number above 0."""
+    """Check a time limit. Raises ValueError unless it is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ValueError(f"{what} is {value!r}; give seconds above 0")
 
 
 def order(step: Any, epoch: Any) -> tuple[int, int | None]:
-    """Raises ValueError."""
+    """Check step and epoch. Raises ValueError."""
     return (
         whole("step", step, remedy="give the number of completed steps"),
         None if epoch is None else whole("epoch", epoch, remedy="give the incarnation of the run, from 0 on, or none"),
@@ -50,20 +50,20 @@ def order(step: Any, epoch: Any) -> tuple[int, int | None]:
 
 
 def of_type(what: str, value: Any, kind: type | tuple[type, ...], remedy: str) -> None:
-    """Raises ValueError."""
+    """Check a value's type. Raises ValueError."""
     if not isinstance(value, kind):
         raise ValueError(f"{what} is a {type(value).__name__}; {remedy}")
 
 
 def state_of(state: Any) -> None:
-    """Raises ValueError for what is no ``{text: entry}``."""
+    """Check a state. Raises ValueError unless it is ``{text: entry}``."""
     of_type("the state", state, Mapping, 'give its parts by name, as {"model": model, "optimizer": optimizer}')
     for key in state:
         of_type(f"the state's key {key!r}", key, str, "give text")
 
 
 def device_of(device: torch.device | str | None) -> torch.device | None:
-    """Raises ValueError."""
+    """The device. Raises ValueError if it is invalid."""
     try:
         return None if device is None else torch.device(device)
     except (RuntimeError, TypeError):

@@ -1,7 +1,7 @@
-"""Calls that can't be interrupted, with an end all the same: a write to a file system that hangs ends neither by itself nor by Ctrl-C.
+"""Time limits for calls that cannot be interrupted, such as a write to a hung file system.
 
-The work runs in a thread; who waits for it can leave. What was left stops at its next question whether to go on, and that it asks at all is
-the sign that it is alive: so a store that is slow is waited for, one that stands still is not.
+The work runs in a thread, and its caller can stop waiting for it. The work regularly asks whether to go on; that question also shows that
+it is alive. So the caller waits for slow storage, but not for hung storage. Abandoned work stops at its next question.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 DAEMONS = "checkpoint-daemon-"
-"""How the names of threads begin that a process that ends need not wait for."""
+"""Prefix of the names of threads for which an ending process need not wait."""
 SLICE_S = 0.2
 LEAVE_S = 5.0
-"""Seconds that who is interrupted waits for the work to notice, so that it can tell the others and clear up."""
+"""Seconds that an interrupted caller waits for the work to notice, so that it can tell the other ranks and clean up."""
 
 
 class Quiet(Exception):
-    """The work gave no sign of life for so long: ``seconds``."""
+    """The work was unresponsive for ``seconds`` seconds."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(seconds)
@@ -32,7 +32,7 @@ class Quiet(Exception):
 
 
 class Watch:
-    """What the work calls between its steps: whether to stop."""
+    """A callable for the work to call between its steps; it returns whether to stop."""
 
     def __init__(self) -> None:
         self.stop = False
@@ -44,13 +44,14 @@ class Watch:
 
 
 def bounded(work: Callable[[Watch], T], quiet_s: float) -> T:
-    """What ``work`` returns, or raises, in a thread of its own. Daemon: a process must be able to end though a disk hangs.
+    """Run ``work`` in a daemon thread and return its result or raise its error. A daemon thread lets the process exit even if a disk hangs.
 
     Args:
-        quiet_s: how long it may not ask whether to go on.
+        quiet_s: longest time, in seconds, between two of the work's questions whether to go on.
 
     Raises:
-        Quiet: longer than that; it is told to stop, and left behind. KeyboardInterrupt and the like: the same after :data:`LEAVE_S`.
+        Quiet: the work was quiet for longer. It is told to stop, and abandoned. KeyboardInterrupt and the like: the same, after
+            :data:`LEAVE_S`.
     """
     watch, over = Watch(), threading.Event()
     result: list[T] = []
@@ -67,7 +68,7 @@ def bounded(work: Callable[[Watch], T], quiet_s: float) -> T:
     thread = threading.Thread(target=run, name=f"{DAEMONS}save", daemon=True)
     try:
         thread.start()
-        # In slices: where a signal comes to another thread of the process, this one would sleep on.
+        # Wait in slices: if a signal goes to another thread of the process, a long wait would not end.
         while not over.wait(min(SLICE_S, max(0.0, watch.asked + quiet_s - time.monotonic()))):
             since = time.monotonic() - watch.asked
             if since >= quiet_s:
@@ -82,13 +83,14 @@ def bounded(work: Callable[[Watch], T], quiet_s: float) -> T:
             raise errors[0]
         return result[0]
     finally:
-        errors.clear()  # they hold the frames that hold the state
+        errors.clear()  # errors hold frames, which hold the state
 
 
 class Workers:
-    """A few threads for calls that may hang. ``concurrent.futures`` has such pools, but a process that ends waits for their threads.
+    """A few threads for calls that may hang. The pools of ``concurrent.futures`` do not serve, since an ending process waits for their
+    threads.
 
-    A context: on leaving it, all that was submitted is through, well or not; that wait can hang as the calls can.
+    As a context manager, it waits on exit until all submitted calls have ended; that wait hangs if a call hangs.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -104,7 +106,7 @@ class Workers:
         try:
             for thread in self._threads:
                 thread.start()
-        except BaseException:  # no more threads, or an interrupt: those that run end
+        except BaseException:  # no more threads, or an interrupt: end the threads that run
             self._end()
             raise
         return self
@@ -125,14 +127,14 @@ class Workers:
                 future.set_result(work(*arguments))
             except BaseException as error:
                 future.set_exception(error)
-            del call, future, work, arguments  # the last one holds memory that somebody wants back
+            del call, future, work, arguments  # the last call may hold memory that is wanted back
 
 
 @atexit.register
 def _ended() -> None:
-    """A thread that ends while the interpreter does takes the process along (std::terminate, when it frees a tensor): those that are just
-    about to, because what they waited for was given up, get a second."""
+    """Give ending daemon threads one second. A thread that ends together with the interpreter aborts the process (std::terminate, when it
+    frees a tensor)."""
     deadline = time.monotonic() + 1.0
     for thread in threading.enumerate():
-        if thread.name.startswith(DAEMONS) and thread.is_alive():  # one whose start was interrupted is listed, too
+        if thread.name.startswith(DAEMONS) and thread.is_alive():  # includes a thread whose start was interrupted
             thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,8 +1,8 @@
-"""Committing, and finding what was committed.
+"""Make commits and find them.
 
-``commits/`` below the root is the only truth: a checkpoint exists if its commit object does. That object is created last,
-exclusively and atomically, and never changes. Commits are ordered by (epoch, step): what a stale worker of an older epoch
-may still commit can never become the newest.
+Only ``commits/`` below the root counts: a checkpoint exists if its commit object does. The commit object is created last, exclusively and
+atomically, and never changes. Commits are ordered by (epoch, step), so that a late commit by a stale worker of an older epoch can never
+become the newest.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from vescale_ray.geometry import Extent, FlatSpace, merge_adjacent
 from vescale_ray.lasting import REMEDY, goes_with
 
 from .copies import Held, contradiction, each_once
+from .elsewhere import instead
 from .errors import STAGES, CheckpointCorrupt, CommitExists, CommitRefused, NoCheckpoint, SaveFailed
 from .faults import fault_point
 from .layout import PlacedPiece, dtype_of, group_tensors, merge_orders, tensor_kinds
@@ -47,13 +48,13 @@ from .tiling import ROWS, Tiling
 
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
-"""Roots that were named in a warning: once, not at each commit."""
+"""Roots already named in a warning, so that each is named once."""
 
 
 @dataclass(frozen=True)
 class Commit:
-    """One commit object. ``problem`` says why it can't be loaded; the fields after it are then 0 or empty where unknown. ``unread``: the
-    problem is the reading itself, which may go better another time."""
+    """One commit object. ``problem`` says why it cannot be loaded; later fields are then 0 or empty if unknown. If ``unread``, the read
+    itself failed, and may succeed later."""
 
     name: str
     path: str
@@ -83,19 +84,20 @@ def commit(
     meta: Mapping[str, Any],
     aliases: Mapping[str, str] | None = None,
 ) -> Commit:
-    """Make the checkpoint exist: check the votes of all ranks against each other and the store, then create the commit.
+    """Create the commit of a checkpoint, after checking the votes of all ranks against each other and the store.
 
-    Committing the same attempt again returns the commit that is there (a lost answer may be retried).
+    A second commit of the same attempt returns the existing commit, so that a lost answer can be retried.
 
     Args:
-        votes: one of each rank, in any order.
-        meta: JSON-able global state: config, stream position, optimizer scalars, ...
+        votes: one vote of each rank, in any order.
+        meta: JSON-able global state, such as the configuration, the stream position and optimizer scalars.
         aliases: ``{other name: stored name}`` of tied tensors, which are stored once.
 
     Raises:
-        CommitRefused: votes missing, of another attempt, not tiling a tensor exactly, or with copies that differ; objects missing or of
-            another size; or a newer (epoch, step) is committed already. CommitExists: another attempt committed this (epoch, step).
-        SaveFailed: the storage refused. Whatever is raised, earlier commits are untouched.
+        CommitRefused: votes are missing, belong to another attempt, do not tile a tensor exactly, or hold copies that differ; objects are
+            missing or have another size; or a newer (epoch, step) is committed already.
+        CommitExists: another attempt committed this (epoch, step).
+        SaveFailed: the storage failed. On any error, earlier commits are untouched.
     """
     check_meta(meta)
     store = store_of(root)
@@ -132,29 +134,29 @@ def commit(
         raise CommitExists(f"{store.describe(key)} is there already, and damaged: {error}; delete it, or save in a higher epoch") from None
     except OSError as error:
         raise SaveFailed(f"could not commit {store.describe(key)}: {error.strerror or error}; earlier checkpoints are untouched") from error
-    # Not read back: the commit is durable, and a failing read now would report a checkpoint that exists as lost.
+    # Do not read it back: the commit is durable, and a failed read would report an existing checkpoint as lost.
     return _whole(store, manifest, unseal(raw)[1])
 
 
 def ls(root: Root) -> list[Commit]:
-    """Every commit, oldest first, damaged ones with their ``problem``. Reads manifests and sizes, no data."""
+    """Every commit, oldest first; damaged ones have a ``problem``. Reads manifests and sizes, but no data."""
     store = store_of(root)
     return [_read(store, name) for _, name in sorted(_listed(store))]
 
 
 def latest(root: Root) -> Commit | None:
-    """The newest commit that is whole: sealed, of a known format, every object present in its full size.
+    """The newest intact commit: sealed, of a known format, with every object present in full size.
 
-    Damaged newer commits are skipped, each with a warning in the log. Data is verified when it is read.
+    Damaged newer commits are skipped with a warning in the log. Data is verified when it is read.
 
     Raises:
-        OSError: the storage, or a newer commit, is out of reach (no permission, say): what is newest can't be told.
+        OSError: the storage or a newer commit is out of reach (no permission, for example), so the newest commit is unknown.
     """
     return next(newest_first(root), None)
 
 
 def newest_first(root: Root) -> Iterator[Commit]:
-    """The whole commits, newest first; warns of each damaged one on the way. Raises OSError as :func:`latest`."""
+    """Intact commits, newest first, with a warning for each damaged one. Raises OSError as :func:`latest`."""
     store = store_of(root)
     for _, name in sorted(_listed(store), reverse=True):
         found = _read(store, name, strict=True)
@@ -165,17 +167,17 @@ def newest_first(root: Root) -> Iterator[Commit]:
 
 
 def find(root: Root, name: str | Commit | None) -> Commit:
-    """The commit of that name; the newest whole one for ``None``.
+    """The commit named ``name``, or the newest intact one for ``None``.
 
     Raises:
-        NoCheckpoint: there is none. CheckpointCorrupt: it is damaged. OSError: it is out of reach.
+        NoCheckpoint: the commit does not exist. CheckpointCorrupt: it is damaged. OSError: it is out of reach.
     """
     store = store_of(root)
     if name is None:
         found = latest(store)
         if found is None:
             damaged = [c.name for c in ls(store)]
-            detail = f"all its commits are damaged: {', '.join(damaged)}" if damaged else "it has no commits/e*-s*.json"
+            detail = f"all its commits are damaged: {', '.join(damaged)}" if damaged else instead(store.describe())
             raise NoCheckpoint(f"no checkpoint in {store.describe()}: {detail}")
         return found
     text = name.name if isinstance(name, Commit) else name
@@ -189,7 +191,7 @@ def find(root: Root, name: str | Commit | None) -> Commit:
 
 
 def read_manifest(store: ObjectStore, name: str) -> tuple[Manifest, str]:
-    """Raises ManifestError or KeyMissing."""
+    """The manifest of a commit and its digest. Raises ManifestError or KeyMissing."""
     key = f"commits/{name}.json"
     size = store.size(key)
     if size is not None and size > MAX_BYTES:
@@ -201,10 +203,10 @@ def read_manifest(store: ObjectStore, name: str) -> tuple[Manifest, str]:
 
 
 def unreachable(path: str, error: OSError) -> OSError:
-    """The error of a load that can't reach an object of the checkpoint it wants."""
+    """The error of a load that cannot reach an object of its checkpoint."""
     return OSError(
         error.errno or errno.EIO,
-        f"{path} is out of reach: {error.strerror or error}; it may be whole, so that no older checkpoint is loaded in its place",
+        f"{path} is out of reach: {error.strerror or error}; it may be intact, so no older checkpoint is loaded instead",
     )
 
 
@@ -219,7 +221,7 @@ def _listed(store: ObjectStore) -> list[tuple[tuple[int, int], str]]:
 
 
 def _read(store: ObjectStore, name: str, *, strict: bool = False) -> Commit:
-    """``strict``: a commit that is out of reach is an OSError, not a problem of it: an older one must not be loaded in its place."""
+    """Read one commit object. ``strict``: a commit out of reach raises OSError, so that no older one is loaded in its place."""
     epoch, step = parse_commit_name(name) or (0, 0)
     path = store.describe(f"commits/{name}.json")
     try:
@@ -235,7 +237,7 @@ def _read(store: ObjectStore, name: str, *, strict: bool = False) -> Commit:
 
 
 def _present(store: ObjectStore, name: str) -> tuple[Manifest, str]:
-    """The commit object that made ours fail. It may be gone again already (collected), which is as final."""
+    """The existing commit object of this name. If it was deleted again already, raises CommitExists too."""
     try:
         return read_manifest(store, name)
     except KeyMissing:
@@ -249,7 +251,7 @@ def _whole(store: ObjectStore, manifest: Manifest, digest: str) -> Commit:
 
 
 def _missing(store: ObjectStore, manifest: Manifest) -> str | None:
-    # One listing instead of a request for each object; what it lacks is asked for, in case that it is behind, or tells nothing.
+    # One listing replaces a request per object. Objects that it lacks are requested one by one, in case the listing is outdated or failed.
     try:
         listed = {entry.key: entry.bytes for entry in store.list(f"data/{manifest.attempt}/")}
     except OSError:
@@ -266,7 +268,7 @@ def _missing(store: ObjectStore, manifest: Manifest) -> str | None:
 
 
 def _in_one_order(votes: Sequence[Vote]) -> list[Vote]:
-    """A tensor of which ranks, or kinds, have counted the elements in different orders is taken by rows: its pieces become as many."""
+    """Convert tensors whose ranks or kinds use different element orders to row order, which splits their pieces into more pieces."""
     orders: dict[str, set[Tiling]] = defaultdict(set)
     for vote in votes:
         for p in vote.pieces:
@@ -283,7 +285,7 @@ def _by_rows(vote: Vote, mixed: Collection[str]) -> Iterator[PlacedPiece]:
             continue
         runs = (column.tolist() for column in p.tiling.by_rows(p.shape, p.start, p.end))
         for first, length, at in zip(*runs, strict=True):
-            # The digest is of the whole piece: copies are compared by what can be read of them.
+            # The digest covers the whole piece, so copies are compared by their bytes instead.
             offset, digest = p.offset + at * dtype_of(p.dtype).itemsize, f"rank {vote.rank}" if p.copied else ""
             yield replace(p, start=first, end=first + length, offset=offset, digest=digest, tiling=ROWS)
 
@@ -346,13 +348,13 @@ def _assemble(
 
 
 def _encoded(manifest: Manifest) -> bytes:
-    """The commit object, which a reader takes: a checkpoint that nobody could open would be found out only when it is needed."""
+    """The commit object, checked to be readable. Otherwise a user would find an unreadable checkpoint only when it is needed."""
     raw = encode(manifest)
     if len(raw) > MAX_BYTES:
         intervals = sum(len(e.start) for g in manifest.groups for e in g.kinds)
         raise CommitRefused(
-            f"its manifest would have {len(raw)} bytes, more than a reader takes ({MAX_BYTES}): keep what is large as tensors, or as aux; "
-            f"it names {intervals} intervals of {len(manifest.tensors)} tensors: save from fewer ranks"
+            f"its manifest would have {len(raw)} bytes, more than a reader takes ({MAX_BYTES}): keep large values as tensors or as aux, "
+            f"or save from fewer ranks (it names {intervals} intervals of {len(manifest.tensors)} tensors)"
         )
     try:
         decode(raw)
@@ -362,7 +364,7 @@ def _encoded(manifest: Manifest) -> bytes:
 
 
 def _check_cover(name: str, kind: str, pieces: list[tuple[int, int, int, int]], numel: int) -> None:
-    """Every element exactly once: else a load would leave old values, or pick one of two."""
+    """Check that every element is written exactly once. Otherwise a load would keep old values, or pick one of two."""
     edges = sorted(pieces)
     what = f"{kind!r} of tensor {name!r}"
     position = 0
@@ -374,8 +376,8 @@ def _check_cover(name: str, kind: str, pieces: list[tuple[int, int, int, int]], 
             raise CommitRefused(f"{what}: elements from {start} on were written twice, by ranks {other} and {rank}")
         position = end
     if position < numel:
-        # Each rank has left it to another: a plain tensor is one that all of them hold, so that one of them writes it.
-        remedy = "" if position else f"; a plain tensor has to be there on every rank that saves, and the same ({STAGES})"
+        # Each rank left it to another: a plain tensor is assumed to be on all ranks, so that only one writes it.
+        remedy = "" if position else f"; a plain tensor must exist on every rank that saves, with equal values ({STAGES})"
         raise CommitRefused(f"{what}: no rank wrote elements [{position}, {numel}){remedy}")
 
 
@@ -387,7 +389,7 @@ def _extents(
     held: Mapping[tuple[str, str], list[tuple[int, int, int, int]]],
     world: int,
 ) -> Extents:
-    """The pieces as intervals of the group's space; neighbours that are neighbours in the object too become one."""
+    """The pieces as intervals of the group's index space. Pieces that are adjacent there and in the object are merged."""
     size = dtype.itemsize
     of_rank: list[list[Extent]] = [[] for _ in range(world)]
     for name in names:

@@ -1,6 +1,6 @@
-"""How two checkpoints differ: names, shapes, dtypes, and values, element by element, in bounded memory.
+"""Compare two checkpoints by names, shapes, dtypes and values, element by element, in bounded memory.
 
-Where both lay a kind of a group out alike, blocks with equal checksums are equal and aren't read; the rest is read and compared by pieces.
+If both lay out a tensor kind alike, blocks with equal checksums are equal and are not read. All other data is read and compared in pieces.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ from .reader import Checkpoint
 from .tiling import ROWS
 
 _PIECE = 1 << 20
-"""Elements compared at a time; the difference of that many in float64 takes 24 MiB."""
+"""Elements compared at a time; their difference in float64 takes up to 24 MiB."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one tensor (kind): elements that differ, of how many; the largest |a - b| (NaN where one side is NaN), exact in float64;
-    ``None`` for bools, complex numbers, and what is smaller than a byte."""
+    """Difference of one tensor kind.
+
+    Attributes:
+        differing, numel: number of elements that differ, and of all elements.
+        largest: largest |a - b|, exact in float64; NaN if one side is NaN; None for bools, complex numbers and sub-byte dtypes.
+    """
 
     name: str
     kind: str
@@ -41,8 +45,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class CheckpointDiff:
-    """``added`` are in B alone, ``removed`` in A alone; ``reshaped`` have another shape or dtype (each side in words); ``changed`` other
-    values; ``same`` pairs are equal bit for bit. ``bytes_read`` of both."""
+    """Difference of two checkpoints.
+
+    Attributes:
+        added, removed: pairs in B alone, and in A alone.
+        reshaped: pairs with another shape or dtype, and each side's as text.
+        changed: pairs with other values. ``same``: number of pairs that are bitwise equal.
+        bytes_read: bytes read from both.
+    """
 
     added: tuple[Pair, ...]
     removed: tuple[Pair, ...]
@@ -66,13 +76,13 @@ def diff(
 ) -> CheckpointDiff:
     """Compare every tensor of two checkpoints whose name the globs choose. Takes about 64 MiB of memory.
 
-    Elements differ if their bits do: 0.0 and -0.0 are two values, equal NaNs one.
+    Elements differ if their bits do: 0.0 and -0.0 differ, NaNs with equal bits do not.
 
     Args:
-        progress: called with the bytes of one side that were just dealt with.
+        progress: called with the number of bytes of one side compared since the last call.
 
     Raises:
-        CheckpointMismatch: the globs choose nothing in either: two checkpoints of which nothing was compared are not said to be equal.
+        CheckpointMismatch: the globs choose nothing in either, since comparing nothing must not count as equality.
         CheckpointCorrupt: a block that had to be read is damaged.
     """
     for what, one in (("a", a), ("b", b)):
@@ -120,7 +130,7 @@ def _compare(a: Checkpoint, b: Checkpoint, pair: Pair, progress: Callable[[int],
     name, kind = pair
     tensor = a.tensors[name]
     dtype, numel = tensor.kinds[kind], math.prod(tensor.shape)
-    # Elements are compared in the order in which both have them: by rows a piece of a tensor of tiles is a little of each.
+    # Compare elements in an order common to both. In row order, a piece of a tiled tensor touches many tiles.
     orders = {side.manifest.by_name[name].tiling for side in (a, b)}
     order = orders.pop() if len(orders) == 1 else ROWS
     alike = _alike(a, b, pair)
@@ -139,20 +149,20 @@ def _compare(a: Checkpoint, b: Checkpoint, pair: Pair, progress: Callable[[int],
                 differing += count
                 try:
                     gaps.append(_distance(one[unequal], other[unequal]))
-                except (NotImplementedError, TypeError):  # of bits of its own sort (uint4, float4, ..), with which torch does not compute
+                except (NotImplementedError, TypeError):  # dtypes that torch cannot compute with (uint4, float4, ..)
                     gaps.append(None)
         if progress is not None:
             progress(size)
     if not differing:
         return None, read
     known = [gap for gap in gaps if gap is not None]
-    # max() would lose a NaN that is not the first.
+    # max() would lose a NaN that is not first.
     largest = next((gap for gap in known if math.isnan(gap)), max(known)) if known else None
     return Difference(name, kind, differing, numel, largest), read
 
 
 def _unequal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """By element: whether its bits differ."""
+    """For each element, whether its bits differ."""
     width = one.dtype.itemsize
     if width in (1, 2, 4, 8):
         raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
@@ -164,7 +174,7 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float | None:
     if one.is_complex() or one.dtype == torch.bool:
         return None
     if not one.dtype.is_floating_point:
-        # Modulo 2**64, taken the way round that is positive: exact, where a difference of two int64 may not be one.
+        # Subtract modulo 2**64, in the direction that is positive. This is exact; an int64 difference could overflow.
         x, y = one.numpy(), other.numpy()
         wide = np.uint64 if x.dtype == np.uint64 else np.int64
         x, y = x.astype(wide), y.astype(wide)
@@ -175,8 +185,8 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float | None:
 
 
 def _alike(a: Checkpoint, b: Checkpoint, pair: Pair) -> Callable[[int, int], bool] | None:
-    """Says of elements ``[start, end)`` whether all blocks that hold them have the same checksums on both sides; ``None`` where the two are
-    not laid out alike."""
+    """A function that says whether all blocks with elements ``[start, end)`` have equal checksums on both sides; ``None`` if the layouts
+    differ."""
     one, other = _place(a.manifest, pair), _place(b.manifest, pair)
     columns = ("start", "end", "object", "offset")
     if one is None or other is None:
@@ -191,7 +201,7 @@ def _alike(a: Checkpoint, b: Checkpoint, pair: Pair) -> Callable[[int, int], boo
         return None
 
     def equal(start: int, end: int) -> bool:
-        """Of elements as they are stored."""
+        """Compare the blocks of elements in stored order."""
         low = int(np.searchsorted(extents.end, entry.base + start, side="right"))
         high = int(np.searchsorted(extents.start, entry.base + end, side="left"))
         for i in range(low, high):

@@ -1,9 +1,9 @@
-"""Elements that several ranks hold, and write, though none of them could know it: what tensor parallelism leaves alone, under FSDP, is a
-tensor on a mesh that says nothing of the meshes beside it.
+"""Duplicate elements: several ranks hold and write the same elements without knowing it. For example, with tensor parallelism under FSDP, a
+tensor that is not tensor-parallel has a mesh that says nothing of the other mesh dimensions.
 
-The commit names each such element once, the lowest rank's. That the copies are copies is checked, by a digest that each rank makes of its
-pieces as it writes them: two tensors that go by one name (of a pipeline's stages, of experts) would otherwise lose one of them and never
-tell. Copies that have drifted apart by rounding are told, and no reason to lose the checkpoint.
+The commit names each such element once, as the lowest rank's. Digests, which each rank makes of its pieces as it writes them, check that
+duplicates are equal. Otherwise two tensors of one name (of pipeline stages or experts) would silently lose one of them. Copies that drifted
+apart by rounding get a warning; the checkpoint stays valid.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from .shard import Vote
 from .store import ObjectStore
 
 Held = tuple[int, int, int, int]
-"""Start, end, rank, byte of its object: elements of one kind of one tensor."""
+"""Start, end, rank, and byte offset in the rank's object: a range of elements of one tensor kind."""
 DRIFT = 0.01
-"""Copies whose difference is no more than this part of them (by Euclidean norm) are one tensor; two tensors of one name differ by more."""
+"""Largest relative difference (Euclidean norm) of two copies of one tensor. Two different tensors of one name differ by more."""
 SAMPLE = 16
 _READ_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
 
 
 def sampled(flats: Sequence[torch.Tensor]) -> str:
-    """Of each flat tensor, eight hexadecimal digits of :data:`SAMPLE` of its elements, evenly spaced: what is no copy differs in nearly
+    """For each flat tensor, eight hexadecimal digits of a hash of :data:`SAMPLE` evenly spaced elements. Different tensors differ in nearly
     all of them. Costs one copy from each device."""
-    # By bytes: of some dtypes (uint4, ..) torch copies no single elements.
+    # Select by bytes: torch cannot copy single elements of some dtypes (uint4, ..).
     rows = [as_bytes(flat.detach()).view(-1, flat.dtype.itemsize) for flat in flats]
     taken = [raw[:: max(1, len(raw) // SAMPLE)][:SAMPLE].reshape(-1) for raw in rows]
     found = [""] * len(taken)
@@ -51,7 +51,7 @@ def sampled(flats: Sequence[torch.Tensor]) -> str:
 
 
 def each_once(pieces: Iterable[Held], itemsize: int) -> list[Held]:
-    """Of pieces that may overlap, each element from one of them; what the others wrote of it stays unused in their objects."""
+    """Each element once, from pieces that may overlap. Duplicates stay unused in their objects."""
     taken: list[Held] = []
     position = 0
     for start, end, rank, offset in sorted(pieces, key=lambda piece: (piece[0], -piece[1], piece[2])):
@@ -63,11 +63,13 @@ def each_once(pieces: Iterable[Held], itemsize: int) -> list[Held]:
 
 
 def contradiction(store: ObjectStore, votes: Sequence[Vote]) -> str | None:
-    """Which tensor the ranks hold different copies of, if any. Copies of the same interval are compared by their digests; where these
-    differ, or the ranks have cut a tensor differently, what is common to two pieces is read. Drift (:data:`DRIFT`) is logged.
+    """A sentence on the first tensor whose copies differ between ranks; None if there is none.
+
+    Copies of the same interval are compared by their digests. If these differ, or the intervals differ, the common elements are read. Drift
+    (:data:`DRIFT`) is logged.
 
     Raises:
-        OSError: it can't be read.
+        OSError: a copy cannot be read.
     """
     copies: dict[tuple[str, str], list[tuple[PlacedPiece, Vote]]] = defaultdict(list)
     for vote in sorted(votes, key=lambda v: v.rank):
@@ -99,22 +101,25 @@ def contradiction(store: ObjectStore, votes: Sequence[Vote]) -> str | None:
                     drifted[name] = max(apart, drifted.get(name, 0.0))
     if drifted:
         worst = max(drifted, key=lambda name: drifted[name])
-        text = "%d tensors that several ranks hold have drifted apart, %r the most, by %.1g of itself; the lowest rank's are saved"
+        text = "copies of %d tensors have drifted apart between ranks, %r the most, by %.1g of its norm; the lowest rank's are saved"
         _log.warning(text, len(drifted), worst, drifted[worst])
     return None
 
 
 def _differ(name: str, kind: str, start: int, end: int, one: Vote, other: Vote) -> str:
     return (
-        f"{kind!r} of tensor {name!r}: ranks {one.rank} and {other.rank} both hold elements [{start}, {end}), and they differ; "
-        f"if these are two tensors, give them names of their own ({STAGES}); if they are one, make them equal (broadcast)"
+        f"{kind!r} of tensor {name!r}: ranks {one.rank} and {other.rank} both hold elements [{start}, {end}), and they differ: "
+        f"give different tensors different names ({STAGES}), or make copies of one tensor equal (broadcast)"
     )
 
 
 def _apart(store: ObjectStore, piece: PlacedPiece, vote: Vote, other: PlacedPiece, theirs: Vote, end: int) -> float:
-    """The norm of the difference of two pieces from where ``other``, the later one, begins, up to ``end``, to the larger of their norms; 0
-    if all bytes are equal, infinite where one is NaN or Inf and the other is not, and for what no rounding makes different: counters,
-    indices, masks. Raises OSError if not all of them can be read."""
+    """Relative difference of two pieces on their common elements, which begin where ``other`` (the later piece) begins: the norm of the
+    difference over the larger norm.
+
+    It is 0 if all bytes are equal. It is infinite if only one is NaN or Inf, or if a dtype without rounding (counters, indices, masks)
+    differs. Raises OSError if the elements cannot be read.
+    """
     dtype = dtype_of(piece.dtype)
     size = (end - other.start) * dtype.itemsize
     left, right = (memoryview(bytearray(min(size, _READ_BYTES))) for _ in range(2))
@@ -125,7 +130,7 @@ def _apart(store: ObjectStore, piece: PlacedPiece, vote: Vote, other: PlacedPiec
             ours = first.read_into(piece.offset + (other.start - piece.start) * dtype.itemsize + position, left[:count])
             others = second.read_into(other.offset + position, right[:count])
             if (ours, others) != (count, count):
-                raise OSError(errno.EIO, f"copies of {piece.name!r} can be read in part only")
+                raise OSError(errno.EIO, f"the copies of {piece.name!r} can only be read in part")
             same = left[:count] == right[:count]
             if not _rounded(dtype):
                 if not same:
@@ -141,13 +146,13 @@ def _apart(store: ObjectStore, piece: PlacedPiece, vote: Vote, other: PlacedPiec
             difference += float((a - b).square().sum())
             largest = [largest[0] + float(a.square().sum()), largest[1] + float(b.square().sum())]
     if alike:
-        return 0.0 if equal else math.ulp(1.0)  # zeros of two signs, NaNs of two sorts
-    # The squares of what is near the ends of float64's range are 0 or infinite, and tell nothing.
+        return 0.0 if equal else math.ulp(1.0)  # zeros of two signs, or NaNs of two kinds
+    # Squares of values near the ends of float64's range become 0 or infinite, and are useless.
     return math.sqrt(difference / max(largest)) if 0.0 < max(largest) < math.inf and difference < math.inf else math.inf
 
 
 def _rounded(dtype: torch.dtype) -> bool:
-    """Whether copies of it may differ by rounding; so may codes of 8-bit optimizer states."""
+    """Whether copies of ``dtype`` may differ by rounding; codes of 8-bit optimizer states may."""
     return dtype.is_floating_point or dtype.is_complex or dtype in (torch.uint8, torch.int8)
 
 

@@ -1,10 +1,10 @@
-"""Between our checkpoints and PyTorch's distributed checkpoint (DCP), both ways.
+"""Convert between our checkpoints and PyTorch's distributed checkpoint (DCP), both ways.
 
-    dcp.load(state_dict, storage_reader=DcpReader(root))     stock DCP reads ours, into FSDP2, tensor-parallel, 2-D or plain models
-    import_dcp(folder, model or root)                        foreign .distcp files -> shards, or a new commit
+    dcp.load(state_dict, storage_reader=DcpReader(root))     stock DCP reads ours into FSDP2, tensor-parallel, 2-D or plain models
+    import_dcp(folder, model or root)                        .distcp files -> shards, or a new commit
     export_dcp(root, commit, folder)                         a commit -> a stock DCP checkpoint (in dcp_export.py)
 
-Names are those of torch's ``get_model_state_dict`` and ``get_optimizer_state_dict``, put together as everybody does:
+Names are those of torch's ``get_model_state_dict`` and ``get_optimizer_state_dict``, in the usual nesting:
 
     ours                                    DCP
     tensor ``fqn`` of the entry "model"     ``model.<fqn>``
@@ -57,7 +57,7 @@ from .store import Root
 from .tiling import Tiling
 
 ENTRIES = {"optimizer": "optim"}
-"""Entries of our state that are called otherwise in DCP's."""
+"""Entries of our state that DCP names differently."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Ref:
 
 
 def nested(checkpoint: Checkpoint, entries: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The state that the checkpoint holds, as torch's ``get_*_state_dict`` would give it, a :class:`Ref` for every tensor."""
+    """The checkpoint's state as torch's ``get_*_state_dict`` would give it, with a :class:`Ref` for every tensor."""
     called = {**ENTRIES, **(entries or {})}
     meta = checkpoint.meta
     where = f"checkpoint {checkpoint.commit.path}"
@@ -118,7 +118,7 @@ def _ref(checkpoint: Checkpoint, stored: str, kind: str) -> Ref:
 
 
 def _local(checkpoint: Checkpoint, name: str) -> str:
-    """A parameter's name within its own entry."""
+    """A parameter's name within its entry."""
     entry = entry_of(name, checkpoint.meta.get("models", []))
     return name if entry == "model" else name.removeprefix(f"{entry}/")
 
@@ -127,7 +127,7 @@ def _local(checkpoint: Checkpoint, name: str) -> str:
 
 
 class _Answers(dict[str, Any]):
-    """Lists every key once, and answers to other usual names, too (a bare model's state dict, flattened parameter groups)."""
+    """A dict that lists every key once, but also answers to other common names (a bare model's state dict, flattened parameter groups)."""
 
     def __init__(self, items: Mapping[str, Any], others: Mapping[str, Any]) -> None:
         super().__init__(items)
@@ -143,16 +143,17 @@ class _Answers(dict[str, Any]):
 class DcpReader(StorageReader):
     """Reads our checkpoints for ``torch.distributed.checkpoint.load``: any model, any sharding, with or without a process group.
 
-    Each tensor is declared as one chunk, so that DCP plans one item per box of the destination; a box is read as flat runs, put together
-    where they share blocks, every block verified. Beside the names of the head of this file it answers to a bare model's
+    Each tensor is declared as one chunk, so that DCP plans one item per box of the destination. A box is read as flat runs, merged if they
+    share blocks, with every block verified. Besides the names at the head of this module, it answers to a bare model's names
     (``dcp.load(model.state_dict(), ..)``) and to those of ``flatten_optimizer_state_dict``.
 
     Args:
-        root: where the checkpoints are.
-        commit: a name; ``None``: the newest whole one, on which the ranks must agree.
-        entries: ``{our entry: DCP's}`` where it is called otherwise than in :data:`ENTRIES`.
-        cast: convert between dtypes of floating point, or of integers; by default another dtype is an error (DCP itself converts silently).
-        budget_bytes: memory to take beside the tensors.
+        root: checkpoint root.
+        commit: name of a commit; ``None`` means the newest intact one, on which the ranks must agree.
+        entries: ``{our entry: DCP's}`` for entries with other names than in :data:`ENTRIES`.
+        cast: whether to convert between floating-point dtypes, or between integer dtypes. Otherwise another dtype is an error (DCP itself
+            converts silently).
+        budget_bytes: memory to use besides the tensors, in bytes.
     """
 
     def __init__(
@@ -231,7 +232,7 @@ class DcpReader(StorageReader):
             direct = target.is_contiguous()
             flat = target.view(-1) if direct else torch.empty(target.numel(), dtype=target.dtype, device=target.device)
             position = 0
-            # Of a box of columns: one range, not one for each row.
+            # A box of columns becomes one range, not one range per row.
             box = tuple(item.storage_offsets), tuple(item.lengths)
             tiling = Tiling.around(leaf.shape, box)
             for start, end in tiling.held(leaf.shape, [box]) or ():
@@ -302,26 +303,24 @@ def import_dcp(
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> Imported | Commit:
-    """A stock DCP checkpoint into the shards of a model or of a whole state, or into a checkpoint folder as its newest commit; every rank
-    calls it.
+    """Import a stock DCP checkpoint into the shards of a model or a whole state, or into a root as its newest commit. Every rank calls it.
 
-    A commit gets everything: weights, optimizer states, scalars, hyperparameters, plain values; so that ``load`` resumes from it. A state,
-    ``{"model": model, "optimizer": optimizer, "scheduler": scheduler, ..}``, gets what its entries name, and trains on.
+    A commit gets everything (weights, optimizer states, scalars, hyperparameters, plain values), so that ``load`` can resume from it. A
+    state, ``{"model": model, "optimizer": optimizer, "scheduler": scheduler, ..}``, gets the entries that it names.
 
     Args:
-        folder: what ``torch.distributed.checkpoint.save`` wrote.
-        target: what to fill: a model or dict of tensors, sharded or not, or a state as :func:`~vescale_ray.checkpoint.load` takes; or the
-            root of checkpoints.
-        rename: table from our names to the checkpoint's; into a root it is turned round.
+        folder: folder that ``torch.distributed.checkpoint.save`` wrote.
+        target: a model or dict of tensors, sharded or not; a state as for :func:`~vescale_ray.checkpoint.load`; or a checkpoint root.
+        rename: table from our names to the checkpoint's; for a root its inverse is used.
         include, exclude: globs of our names.
-        allow_missing, allow_unexpected, cast, device: into a model or state; as :func:`~vescale_ray.checkpoint.load`.
-        entries: ``{our entry: DCP's}`` where it is called otherwise than in :data:`ENTRIES`.
-        tied: ``{other name: name}`` of our names (into a model or state: of the checkpoint's). DCP stores tied tensors twice; these are
-            taken for one, if they are equal.
-        step, object_bytes: into a root: the commit's step, and the size of its objects, which is the memory taken.
+        allow_missing, allow_unexpected, cast, device: for a model or state, as in :func:`~vescale_ray.checkpoint.load`.
+        entries: ``{our entry: DCP's}`` for entries with other names than in :data:`ENTRIES`.
+        tied: ``{other name: name}`` of our names (for a model or state, of the checkpoint's). DCP stores tied tensors twice; they become
+            one if they are equal.
+        step, object_bytes: for a root, the commit's step and the size of its objects in bytes, which is also the memory used.
 
     Raises:
-        ForeignFileError: malformed, or with objects that can't be read without unpickling them.
+        ForeignFileError: the checkpoint is malformed, or has objects that cannot be read without unpickling them.
         CheckpointMismatch: names, shapes or dtypes differ.
     """
     called, aliases = {**ENTRIES, **(entries or {})}, dict(tied or {})
@@ -368,7 +367,7 @@ def _check_tied(source: DcpSource, aliases: Mapping[str, str]) -> None:
     for alias, name in aliases.items():
         one, other = source.tensors.get(alias), source.tensors.get(name)
         if one is None or other is None:
-            raise CheckpointMismatch(f"{source.describe()} has no tensor {(alias if one is None else name)!r}, which is said to be tied")
+            raise CheckpointMismatch(f"{source.describe()} has no tensor {(alias if one is None else name)!r}, which is in tied")
         if set(one.kinds) != {"param"}:
             raise CheckpointMismatch(f"{source.describe()}: {alias!r} has optimizer states of its own: it is not tied to {name!r}")
         numel = math.prod(one.shape)

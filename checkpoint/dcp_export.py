@@ -1,6 +1,6 @@
-"""A commit as a stock PyTorch DCP checkpoint, streamed, and read back before it counts.
+"""Export a commit as a stock PyTorch DCP checkpoint, streamed, and verified by reading it back.
 
-DCP's own writer is not used: it keeps a tensor of every name until a file is done, and reports a thread that failed as a success.
+DCP's own writer is not used: it holds every tensor of a file in memory until the file is done, and reports a failed thread as a success.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FILE_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class DcpExported:
-    """Files written, keys written, bytes of the tensors."""
+    """Names of the files written, keys written, and bytes of the tensors."""
 
     files: tuple[str, ...]
     keys: tuple[str, ...]
@@ -51,7 +51,7 @@ class DcpExported:
 
 @dataclass(frozen=True)
 class _Item:
-    """One archive to write: a value (``ref`` is None), or rows of a tensor."""
+    """One archive to write: a plain value (``ref`` is None), or rows of a tensor."""
 
     key: str
     ref: Ref | None
@@ -70,20 +70,21 @@ def export_dcp(
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> DcpExported:
-    """Write a commit as a DCP checkpoint that stock ``torch.distributed.checkpoint.load`` reads; every rank calls it, they share the work.
+    """Write a commit as a DCP checkpoint that stock ``torch.distributed.checkpoint.load`` reads. Every rank calls it, and the ranks share
+    the work.
 
-    Every tensor is read back from the files and compared with what our blocks' checksums vouch for; ``.metadata`` is written last. Takes
-    about 128 MiB of memory (a row larger than 64 MiB is written whole).
+    Every tensor is read back from the files and compared with verified data; ``.metadata`` is written last. The export takes about 128 MiB
+    of memory; a row larger than 64 MiB is written whole.
 
     Args:
-        commit: a name; ``None``: the newest.
-        folder: is made; must be empty.
+        commit: name of a commit; ``None`` means the newest.
+        folder: folder to create; it must be empty.
         include, exclude: globs of DCP's keys (``model.*``).
-        entries: ``{our entry: DCP's}`` where it is to be called otherwise than in :data:`ENTRIES`.
+        entries: ``{our entry: DCP's}`` for entries with other names than in :data:`ENTRIES`.
 
     Raises:
-        ValueError: the folder is not empty, or a URL. CheckpointCorrupt: the checkpoint is damaged. ExportFailed: what was read back
-            differs. Whatever is raised, the files that were written are removed.
+        ValueError: the folder is not empty, or is a URL. CheckpointCorrupt: the checkpoint is damaged. ExportFailed: the data read back
+            differs. On any error, the written files are removed.
     """
     rank, world = ranks_of(group)
     place = local_folder(folder, "the folder to write")
@@ -139,7 +140,7 @@ def export_dcp(
 
 
 def _check_writable(leaves: Mapping[str, Any]) -> None:
-    """Raises CheckpointMismatch for a tensor of a dtype that torch.save() does not know (int4 and its like)."""
+    """Raises CheckpointMismatch for a tensor whose dtype torch.save() cannot write (int4 and the like)."""
     for dtype, key in {leaf.dtype: key for key, leaf in leaves.items() if isinstance(leaf, Ref)}.items():
         try:
             torch.save(torch.empty(0, dtype=dtype), io.BytesIO())
@@ -158,7 +159,7 @@ def _items(leaves: Mapping[str, Any]) -> Iterator[_Item]:
 
 
 def _boxes(key: str, leaf: Ref | torch.Tensor) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Whole rows of at most 64 MiB (one row at least): a box of the tensor and a range of its elements, both."""
+    """Whole rows of at most 64 MiB, but at least one row. Each part is both a box of the tensor and a range of its elements."""
     shape = tuple(leaf.shape)
     if not isinstance(leaf, Ref) or not shape or not math.prod(shape):
         yield key, (0,) * len(shape), shape
@@ -199,7 +200,7 @@ def _write_items(
             file.flush()
             os.fsync(file.fileno())
             with suppress(OSError):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that what is read back comes from the disk
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that the data is read back from the disk
         _read_back(place, written)
         for item, info, _ in written:
             value = leaves[item.key]

@@ -1,11 +1,11 @@
-"""The files of a stock PyTorch distributed checkpoint (DCP), read by flat ranges.
+"""Read the files of a stock PyTorch distributed checkpoint (DCP) by flat ranges.
 
-DCP keeps its index in ``.metadata``, which is a pickle; ``dcp_pickle.py`` reads it, and every number of it is checked here before it is
-used. Tensors lie in ``.distcp`` files as one ``torch.save`` archive each; of an archive only its directory and the few bytes that describe
-the tensor are read (``torch_archive.py``), and elements are then read where they lie. Plain objects are read in the same way; tensors
-within them are refused.
+DCP keeps its index in ``.metadata``, a pickle. ``dcp_pickle.py`` reads it, and this module checks every number before use. Tensors are in
+``.distcp`` files, as one ``torch.save`` archive each. Only an archive's directory and the few bytes that describe the tensor are parsed
+(``torch_archive.py``). Elements are then read directly from their place. Plain objects are read in the same way; tensors within them are
+refused.
 
-DCP has no checksums: what was damaged at rest can't be told.
+DCP has no checksums, so damage at rest goes unnoticed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SPAN_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class StorageInfo:
-    """Where an archive lies: ``length`` bytes from byte ``offset`` of file ``relative_path`` on."""
+    """Place of an archive: ``length`` bytes from byte ``offset`` of file ``relative_path``."""
 
     relative_path: str
     offset: int
@@ -57,7 +57,7 @@ class DcpTensor:
 
 @dataclass(frozen=True)
 class Payload:
-    """Where an archive's elements lie: from byte ``offset`` of ``file`` on, ``stride`` as in memory."""
+    """Place of an archive's elements: from byte ``offset`` of ``file``, with ``stride`` as in memory."""
 
     file: str
     offset: int
@@ -76,7 +76,7 @@ class Archives:
         self._payloads: dict[tuple[str, int], Payload] = {}
 
     def payload(self, info: Any) -> Payload:
-        """Where the elements of one archive lie; reads its directory, not its elements."""
+        """The place of one archive's elements. Reads its directory, not its elements."""
         key = (info.relative_path, info.offset)
         if key not in self._payloads:
             try:
@@ -91,12 +91,12 @@ class Archives:
         return self._payloads[key]
 
     def _load(self, info: Any) -> Any:
-        """What an archive holds, tensors without their elements."""
+        """The content of an archive, with tensors as descriptions without elements."""
         section = _Section(self._files, info.relative_path, info.offset, info.length)
         return read_archive(cast(IO[bytes], section), info.length)
 
     def digest(self, info: Any, update: Any) -> None:
-        """Give the bytes of one archive's elements to ``update``, a piece at a time."""
+        """Pass the bytes of one archive's elements to ``update``, in pieces."""
         payload = self.payload(info)
         size = math.prod(payload.shape) * payload.dtype.itemsize
         for start in range(0, size, 4 << 20):
@@ -107,10 +107,10 @@ class DcpFiles(Archives):
     """A folder that ``torch.distributed.checkpoint.save`` wrote.
 
     Attributes:
-        tensors: by DCP's flat key. objects: the keys of what is no tensor. paths: ``{key: path in the nested state dict}``.
+        tensors: tensors by DCP's flat key. objects: archives of the other values, by key. paths: ``{key: path in the nested state dict}``.
 
     Raises:
-        ForeignFileError: no DCP checkpoint, a malformed one, or one with transformed (compressed) streams.
+        ForeignFileError: the folder is no DCP checkpoint, is malformed, or has transformed (compressed) streams.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -139,20 +139,20 @@ class DcpFiles(Archives):
                 continue
             fields = _fields(entry, "TensorStorageMetadata")
             chunks += len(_list(fields, "chunks"))
-            if chunks > len(raw):  # one list under many names: each would be gone through again
+            if chunks > len(raw):  # one list under many names would be processed many times
                 raise ForeignFileError(f"malformed: {chunks} chunks in an index of {len(raw)} bytes")
             self.tensors[key] = _tensor(key, fields, storage)
 
     def check_room(self, keys: Iterable[str]) -> None:
-        """Raises ForeignFileError if tensors claim more than the files hold: a chunk more than its archive, an archive what lies beyond its
-        file, or two the same bytes. Else a thousand bytes could become terabytes in a commit (an expanded tensor; one archive for many)."""
+        """Raises ForeignFileError if tensors claim more than the files hold: a chunk exceeds its archive, an archive its file, or two share
+        bytes. Otherwise a thousand bytes could become terabytes in a commit (an expanded tensor, one archive for many)."""
         archives: dict[str, list[tuple[int, int, str]]] = {}
         for key in keys:
             tensor = self.tensors[key]
             for chunk in tensor.chunks:
                 if math.prod(chunk.box[1]) * tensor.dtype.itemsize > chunk.info.length:
                     raise ForeignFileError(
-                        f"{self.folder}: {key!r}: a chunk of shape {chunk.box[1]} is said to be in an archive of {chunk.info.length} bytes"
+                        f"{self.folder}: {key!r}: a chunk of shape {chunk.box[1]} exceeds its archive of {chunk.info.length} bytes"
                     )
                 archives.setdefault(chunk.info.relative_path, []).append((chunk.info.offset, chunk.info.length, key))
         for name, held in archives.items():
@@ -165,7 +165,7 @@ class DcpFiles(Archives):
                     raise ForeignFileError(f"{self.folder / name}: ends before byte {position}, where {key!r} ends: truncated")
 
     def object(self, key: str) -> Any:
-        """What was stored under ``key``, if it is a plain value."""
+        """The plain value stored under ``key``. Raises ForeignFileError if it is none."""
         try:
             return _plain(self._load(self.objects[key]))
         except ForeignFileError as error:
@@ -199,7 +199,7 @@ class DcpFiles(Archives):
         inner = (tuple(o - c for o, c in zip(part[0], chunk.box[0], strict=True)), part[1])
         width = tensor.dtype.itemsize
         if not payload.contiguous:
-            # Transposed when it was saved: its elements are not in the order of flat ranges. Read whole, then viewed.
+            # The tensor was transposed when it was saved, so its elements are not in row order. Read it whole and view it.
             span = sum((n - 1) * s for n, s in zip(payload.shape, payload.stride, strict=True)) + 1
             whole = torch.empty(span, dtype=tensor.dtype)
             self._files.read_into(payload.file, payload.offset, whole)
@@ -212,7 +212,7 @@ class DcpFiles(Archives):
         flat = torch.empty(math.prod(part[1]), dtype=tensor.dtype)
         position = 0
         for low, high, members in _spans(runs, width):
-            # A few rows of columns: one read over the gaps costs less than one read for each row.
+            # For narrow columns, one read over the gaps costs less than one read per row.
             held = (
                 flat[position : position + members[0][1] - members[0][0]]
                 if len(members) == 1
@@ -272,7 +272,7 @@ def _index(folder: Path, files: Files) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` itself, if it is no tensor, holds none, and is small enough to go through (what refers to itself is endless)."""
+    """``value`` itself, if it is no tensor, contains none, and is small enough to traverse. A value that refers to itself is endless."""
     left = 1 << 20
 
     def walk(one: Any, depth: int) -> None:
@@ -346,7 +346,8 @@ def _located(storage: Mapping[tuple[str, tuple[int, ...] | None], Any], key: str
 def _path(key: str, path: Any) -> tuple[str | int, ...]:
     if type(path) is not tuple or not 0 < len(path) <= MAX_DIMS or not all(type(part) in (str, int) for part in path):
         raise ForeignFileError(f"malformed: the path of {key!r} in the state dict is no tuple of names")
-    # DCP's key is the path's parts with dots between them. A long text in the paths of many short keys would become as many long names.
+    # DCP joins the path's parts with dots to form the key. Otherwise one long text in the paths of many short keys would become many long
+    # names.
     if sum(len(part) if type(part) is str else 1 for part in path) > len(key):
         raise ForeignFileError(f"malformed: the path of {key!r} in the state dict is longer than its name")
     return path
@@ -368,7 +369,7 @@ def _tensor(key: str, fields: Mapping[str, Any], storage: Mapping[tuple[str, tup
         ):
             raise ForeignFileError(f"{key!r} of shape {shape} has a chunk at {_brief(offsets)} of sizes {_brief(sizes)}")
         if math.prod(sizes):
-            if offsets in seen:  # before their corners are counted: one chunk may stand there a million times, in two bytes each
+            if offsets in seen:  # checked before the corners: one chunk may occur a million times, in two bytes each
                 raise ForeignFileError(f"{key!r} of shape {shape}: its chunks overlap, or leave a hole, at {offsets}")
             seen.add(offsets)
             chunks.append(Chunk((offsets, sizes), _located(storage, key, offsets)))
@@ -380,10 +381,11 @@ def _tensor(key: str, fields: Mapping[str, Any], storage: Mapping[tuple[str, tup
 
 
 def _check_tiling(key: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
-    """The chunks cover the tensor, each element once: if and only if their corners, counted with alternating signs, are those of the whole.
+    """Check that the chunks cover each element of the tensor once.
 
-    (The sum of the boxes' indicator functions is determined by its mixed difference, which is non-zero in corners alone.) Costs 2 to the
-    number of dimensions that are cut, per chunk; comparing each with each would let a small file take hours.
+    This holds if and only if their corners, counted with alternating signs, are those of the whole tensor: the mixed difference determines
+    the sum of the boxes' indicator functions, and is non-zero only at corners. Costs 2 ** (number of cut dimensions) per chunk; with
+    pairwise comparisons a small file could take hours.
     """
     cut = [d for d, n in enumerate(shape) if any(chunk.box[1][d] != n for chunk in chunks)]
     if len(cut) > 8:
@@ -403,12 +405,12 @@ def _check_tiling(key: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None
 
 
 def _counts(values: Any) -> TypeGuard[tuple[int, ...]]:
-    """Whether ``values`` is a tuple of at most 64 numbers that a shape or a place can have."""
+    """Whether ``values`` is a tuple of at most 64 numbers that are valid in a shape or an offset."""
     return type(values) is tuple and len(values) <= MAX_DIMS and all(type(n) is int and 0 <= n < 1 << 62 for n in values)
 
 
 def _brief(value: Any) -> str:
-    """A value from a file in a message: a few characters, however deep or long it is."""
+    """A value from a file, shortened for a message."""
     if isinstance(value, (int, float, str, torch.dtype)) or value is None or _counts(value):
         text = repr(value)
     elif isinstance(value, (tuple, list)):
@@ -431,7 +433,7 @@ def _slices(box: Box, origin: tuple[int, ...]) -> tuple[slice, ...]:
 
 
 def _spans(runs: list[tuple[int, int]], width: int) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
-    """Runs put together where what lies between them is no more than what is wanted: (first element, end, runs in it)."""
+    """Runs merged if the gaps between them are no larger than the wanted elements: (first element, end, runs in it)."""
     members: list[tuple[int, int]] = []
     wanted = 0
     for run in runs:

@@ -1,9 +1,9 @@
-"""DCP's index, a pickle, read without the ``pickle`` module: a machine of the opcodes that DCP's own writer produces, and no others.
+"""Read DCP's index, a pickle, without the ``pickle`` module: an interpreter of only the opcodes that DCP's writer produces.
 
-An unpickler that merely refuses foreign classes is not enough: it can still be made to change the classes it allows (BUILD on a class), to
-take all memory (a memo index of 4 billion) or all time (hashing a tuple of tuples of tuples ..). Here a class is never more than a name, an
-object never more than a :class:`Record`, nothing is called, nothing but texts, numbers and records (by identity) is ever hashed, and
-every opcode costs time and memory in proportion to its own bytes.
+An unpickler that merely refuses foreign classes is not enough. An attacker can still make it change the allowed classes (BUILD on a class),
+take all memory (a memo index of 4 billion), or take all time (hashes of nested tuples). Here a class is only a name and an object only a
+:class:`Record`. Nothing is called, and only texts, numbers and records (by identity) are hashed. Every opcode costs time and memory in
+proportion to its own bytes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from .errors import ForeignFileError
 
 MAX_BYTES = 1 << 30
-"""Of an index: 7 million chunks, about. Objects take some 20 times as much memory as their pickle."""
+"""Largest index, in bytes: about 7 million chunks. Objects take about 20 times the memory of their pickle."""
 
 MAX_DIMS = 64
-"""torch's own limit."""
+"""Most dimensions of a tensor; torch's own limit."""
 
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _RECORDS = {
@@ -40,14 +40,14 @@ _RECORDS = {
     (_FILES, "_StorageInfo"),
     (_FILES, "_StoragePrefix"),
 }
-# What is made by a call, and of no interest here: layouts, memory formats, where the checkpoint was saved (Python up to 3.12, and since).
+# Results of calls that are not needed here: layouts, memory formats, and the checkpoint's path (for Python up to 3.12, and since).
 _IGNORED = {("torch.serialization", "_get_layout"), (_METADATA, "_MEM_FORMAT_ENCODING")}
 _IGNORED |= {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")}
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """An object of one of DCP's classes: the class's name, and the state that was pickled (a dict by attribute, or a tuple)."""
+    """An object of one of DCP's classes: the class's name, and its pickled state (a dict by attribute, or a tuple)."""
 
     name: str
     state: Any = None
@@ -62,26 +62,26 @@ class Global:
 _SIZE, _ORDERED = Global("torch", "Size"), Global("collections", "OrderedDict")
 _MEMORY_FORMAT = Global(_METADATA, "_MEM_FORMAT_ENCODING")
 _GETATTR = (Global("builtins", "getattr"), Global("__builtin__", "getattr"))
-"""Python 3.11.0 to 3.11.3 (Debian 12's) pickle a member of an enumeration as a call of getattr (in protocol 2 by its old name); others
+"""Python 3.11.0 to 3.11.3 (Debian 12) pickle an enumeration member as a call of getattr (in protocol 2 by its old name). Other versions
 call the enumeration."""
 _MARK = object()
 
 
 def read_pickle(data: bytes) -> Any:
-    """The value that ``data`` holds: texts, numbers, tuples, lists, dicts, dtypes and :class:`Record`; a ``torch.Size`` is a tuple.
+    """The value in ``data``: texts, numbers, tuples, lists, dicts, dtypes and :class:`Record`; a ``torch.Size`` becomes a tuple.
 
     Raises:
-        ForeignFileError: it is cut off, refers to something else than DCP's own classes, or is nothing that DCP writes.
+        ForeignFileError: the data is cut off, refers to classes other than DCP's, or is not as DCP writes it.
     """
     return Machine(data).run()
 
 
 class Machine:
-    """The opcodes. What they may name and make, a subclass may say otherwise: :meth:`find`, :meth:`new`, :meth:`reduce`, :meth:`build`."""
+    """The interpreter. Subclasses override :meth:`find`, :meth:`new`, :meth:`reduce` and :meth:`build` to allow other names and objects."""
 
     kind, writer = "DCP metadata", "DCP"
     keys: tuple[type, ...] = (str, int, Record)
-    """Sorts of a dict's keys: what is hashed, each in a time that its own bytes have paid for."""
+    """Allowed types of a dict's keys, whose hashes cost time in proportion to their own bytes."""
     opcodes: dict[int, Callable[[Any], None]]
 
     def __init__(self, data: bytes) -> None:
@@ -95,11 +95,11 @@ class Machine:
             if code == 0x2E:  # STOP
                 value = self.pop()
                 if self._stack:
-                    raise self.odd("something is left over at its end")
+                    raise self.odd("values are left over at its end")
                 return value
             handler = self.opcodes.get(code)
             if handler is None:
-                raise self.odd(f"opcode {code:#04x} is none that {self.writer} writes")
+                raise self.odd(f"{self.writer} never writes opcode {code:#04x}")
             handler(self)
 
     def odd(self, what: str) -> ForeignFileError:
@@ -152,7 +152,7 @@ class Machine:
         self.push(int.from_bytes(self._take(size), "little", signed=True))
 
     def _frame(self) -> None:
-        self._take(8)  # its length: a hint for readers of streams
+        self._take(8)  # the frame's length, a hint for stream readers
 
     def _protocol(self) -> None:
         if self._take(1)[0] > 5:
@@ -173,7 +173,7 @@ class Machine:
     def _set(self, items: list[Any]) -> None:
         target = self.top(dict)
         for key, value in zip(items[::2], items[1::2], strict=True):
-            # Of larger numbers thousands have one hash.
+            # Thousands of larger numbers can share one hash.
             if type(key) not in self.keys or (type(key) is int and not -(1 << 63) <= key < 1 << 63):
                 raise self.odd("a dict's key is no text")
             target[key] = value
@@ -235,7 +235,7 @@ class Machine:
     def new(self) -> None:
         arguments, cls = self.pop(), self.pop()
         if type(cls) is not Global or (cls.module, cls.name) not in _RECORDS or arguments != ():
-            raise self.odd("an object that is none of DCP's")
+            raise self.odd("an object of a class other than DCP's")
         self.push(Record(cls.name))
 
     def reduce(self) -> None:
@@ -245,7 +245,7 @@ class Machine:
         if called == _SIZE:
             shape = arguments[0] if len(arguments) == 1 else None
             if type(shape) is not tuple or len(shape) > MAX_DIMS or not all(type(n) is int for n in shape):
-                raise self.odd("a shape that is none")
+                raise self.odd("an invalid shape")
             self.push(shape)
         elif called == _ORDERED and arguments == ():
             self.push({})
@@ -259,7 +259,7 @@ class Machine:
         record = self.top(Record)
         if record.state is not None or type(state) not in (dict, tuple):
             raise self.odd("an object's state that DCP does not write")
-        record.state = state  # not a copy: one large state for many objects would cost as much as many
+        record.state = state  # not a copy: one large state shared by many objects would cost as much as many states
 
 
 OPCODES: dict[int, Callable[[Any], None]] = {

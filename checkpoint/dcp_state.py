@@ -1,8 +1,7 @@
-"""A stock DCP checkpoint's keys as our tensors with kinds, scalars and hyperparameters; the table is at the head of ``dcp.py``.
+"""Map a stock DCP checkpoint's keys to our tensors with kinds, scalars and hyperparameters, by the table at the head of ``dcp.py``.
 
-DCP records each key's path in the nested state dict that was saved, so that ``("model", "layers.0.w")`` and ``("model.layers.0.w",)``,
-a bare model whose names begin with ``model.``, are told apart. Both of torch's forms of optimizer state are understood, nested and
-flattened.
+DCP records each key's path in the saved nested state dict. The path tells ``("model", "layers.0.w")`` from ``("model.layers.0.w",)``, a
+bare model whose names begin with ``model.``. Both of torch's forms of optimizer state are supported, nested and flattened.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ class DcpSource:
 
     Args:
         entries: ``{our entry: DCP's}``.
-        table: from DCP's names of tensors to ours.
-        include, exclude: globs of our names; what they leave out is not looked at.
-        only: our entries that are wanted; others are not looked at. Default: all.
+        table: function from DCP's names of tensors to ours.
+        include, exclude: globs of our names; excluded tensors are ignored.
+        only: our entries to read; others are ignored. Default: all.
 
     Raises:
-        ForeignFileError: malformed, or holding what we have no place for: named, with the remedy.
+        ForeignFileError: the checkpoint is malformed, or holds values that our format cannot store. The message names them and the remedy.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class DcpSource:
         return self._aliases
 
     def tie(self, aliases: Mapping[str, str]) -> None:
-        """Take ``{other name: name}`` for one tensor each from now on; that they are equal is for the caller to know."""
+        """Treat each ``{other name: name}`` as one tensor from now on. The caller must know that they are equal."""
         self._aliases = dict(aliases)
         self._tensors = {name: tensor for name, tensor in self._tensors.items() if name not in aliases}
 
@@ -117,7 +116,7 @@ class DcpSource:
 
     @cached_property
     def _packed(self) -> dict[str, Packed]:
-        """The plain values; reads the small objects, and the tensors among them."""
+        """The plain values. Reads the small objects, and the tensors among them."""
         values = _Node()
         for path, key in self._values.items():
             if chosen(str(path[0]), self._include, self._exclude):
@@ -137,8 +136,8 @@ class DcpSource:
         return out
 
     def _mixed(self) -> set[str]:
-        """Entries of tensors among other values, which are one plain value here: a data loader's state, for one. Not a module's with its
-        extra state."""
+        """Entries that mix tensors and other values, such as a data loader's state; each becomes one plain value. A module with extra state
+        is not one."""
         sorts: dict[str, set[bool]] = {}
         for key, path in self._files.paths.items():
             if len(path) > 1 and _optimizer_part([str(part) for part in path[1:]]) is None and not str(path[-1]).endswith("_extra_state"):
@@ -147,7 +146,7 @@ class DcpSource:
 
     @cached_property
     def meta(self) -> dict[str, Any]:
-        """The manifest's meta as ``save`` would have made it; reads the small objects."""
+        """The manifest's meta as ``save`` would make it. Reads the small objects."""
         values = {key: value.json for key, value in self._packed.items() if value.extended}
         return {
             "models": self._models or ["model"],
@@ -181,7 +180,8 @@ class DcpSource:
         self._tensors[name] = StoredTensor(tensor.shape, {**kinds, kind: tensor.dtype})
 
     def _owner(self, optimizer: str, name: str) -> str:
-        """The stored name of an optimizer's parameter: of the model that the optimizer is named after, else of the first that has it."""
+        """The stored name of an optimizer's parameter, in the model after which the optimizer is named, or in the first model that has
+        it."""
         others = sorted((entry for entry in self._models if entry != "model"), key=lambda entry: not optimizer.startswith(entry))
         first = [entry for entry in others if optimizer.startswith(entry)]
         for entry in [*first, "model", *others]:
@@ -236,7 +236,7 @@ class DcpSource:
             hyper = {field: encoded(f"hyperparameter {field!r}", value) for field, value in loaded.items() if field != "param_names"}
             if params is not None:
                 members = [self._owner(key, str(param)) for param in params]
-            else:  # flattened: one entry for each parameter; those with the same values were one group, as far as one can tell
+            else:  # flattened: one entry per parameter. Parameters with equal values are taken as one group.
                 flattened = True
                 members = [self._owner(key, name)]
                 same = next((group for group in groups if group["hyper"] == hyper), None)
@@ -252,7 +252,7 @@ class DcpSource:
 
 @dataclass
 class _Optimizer:
-    """What a checkpoint has of one optimizer, by DCP's keys: ``scalars[state][name]``, ``groups[group][field]``, kinds in order."""
+    """The data of one optimizer, by DCP's keys: ``scalars[state][name]``, ``groups[group][field]``, kinds in order."""
 
     scalars: dict[str, dict[str, str]]
     groups: dict[str, dict[str, str]]
@@ -273,7 +273,7 @@ def _optimizer_part(inner: Sequence[str]) -> tuple[str, str, str] | None:
 
 
 class _Node(dict[Any, Any]):
-    """What DCP took apart: a list or a dict, whose members were stored one by one."""
+    """A list or dict that DCP took apart and stored member by member."""
 
 
 def _put(values: _Node, path: Iterable[Any], value: Any) -> None:
@@ -286,8 +286,11 @@ def _put(values: _Node, path: Iterable[Any], value: Any) -> None:
 
 
 def _whole(value: Any) -> Any:
-    """Together again: a path of numbers was a list. DCP makes texts of a dict's keys, and a dict of any sort of it; one from whole numbers
-    to whole numbers was a Counter, as schedulers have them (milestones that are texts would never be met), from such to others a dict."""
+    """Rebuild a nested value: a path of numbers was a list.
+
+    DCP turns a dict's keys into texts, and any mapping into a dict. If keys and values are whole numbers, it was a Counter, as in
+    schedulers (milestones that are texts would never match). If only the keys are, it was a dict.
+    """
     if not isinstance(value, _Node):
         return value
     if all(isinstance(key, int) for key in value):

@@ -1,7 +1,7 @@
-"""Checksums of blocks, and the one-ahead pipeline that both writing and reading use.
+"""Block checksums, and the pipeline with which reads run one item ahead.
 
-xxh3 costs 0.06 CPU seconds per GB (SHA-256: 0.7), so that hashing every byte on the way out and on the way in is free
-next to any disk. It finds accidents, not forgery.
+xxh3 costs 0.06 CPU seconds per GB (SHA-256: 0.7), so hashing every byte on write and read is negligible next to any disk. It detects
+accidents, not forgery.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ import xxhash
 from .store import ALIGNMENT
 
 BLOCK_BYTES = 1 << 20
-"""The unit of verification, at most. A read of any range checks every block it touches, so it reads less than 2 blocks too many."""
+"""Largest unit of verification, in bytes. A read of a range checks every block it touches, so it reads less than 2 extra blocks."""
 
 BLOCKS, ALL_BLOCKS = 1 << 13, 1 << 16
-"""Most blocks of one object, and of a checkpoint's objects together, below :data:`BLOCK_BYTES` each: half a MiB of sums."""
+"""Most blocks of one object, and of all objects of a checkpoint, for blocks below :data:`BLOCK_BYTES`: half a MiB of checksums."""
 
 CHUNK_BYTES = 4 << 20
-"""The unit of reading back in one stream: two buffers of this size are all the memory that it takes.
+"""Unit of reading back in one stream, in bytes; it needs two buffers of this size.
 
-Small enough that a chunk is still in the cache when it is hashed, and that touching fresh buffers costs little. Of 1, 2, 4, 8 and
-16 MiB, interleaved in one run (192 MiB, 12 rounds, 2 cores), 4 read fastest by median and 16 slowest. (Saves, and loads, which have
-several streams, take what :attr:`~.store.ObjectStore.request_bytes` says.)
+A chunk this small is still in the cache when it is hashed, and fresh buffers cost little. Of 1, 2, 4, 8 and 16 MiB, interleaved in one run
+(192 MiB, 12 rounds, 2 cores), 4 read fastest by median and 16 slowest. Saves and loads use several streams, with the size of
+:attr:`~.store.ObjectStore.request_bytes`.
 """
 
 T = TypeVar("T")
 
 
 def block_bytes_for(nbytes: int, world: int) -> int:
-    """The unit of verification for objects of about ``nbytes`` on each of ``world`` ranks: a power of two from 4096 on, small enough that a
-    load onto other ranks, whose runs are some hundredths of an object, reads hardly more than it needs (8 ranks' 0.8 GB onto 16: 1.02
-    times that; 1.8 with blocks of 1 MiB), large enough that the sums stay a small part of the manifest."""
+    """Unit of verification for objects of about ``nbytes`` on each of ``world`` ranks: a power of two from 4096 on.
+
+    A load onto other ranks reads runs of about a hundredth of an object. With small blocks it reads little more than it needs: 1.02 times
+    for 8 ranks' 0.8 GB onto 16, but 1.8 with blocks of 1 MiB. The checksums must still stay a small part of the manifest.
+    """
     most = max(1, min(BLOCKS, ALL_BLOCKS // world))
     block = ALIGNMENT
     while block < BLOCK_BYTES and block * most < nbytes:
@@ -53,7 +55,7 @@ def block_sums(view: memoryview, block_bytes: int) -> list[int]:
 
 
 def root_of(sums: np.ndarray) -> str:
-    """xxh3_128 (32 hexadecimal digits) over the block sums as little-endian 64-bit words: the digest of the whole object."""
+    """Digest of the whole object: xxh3_128 (32 hexadecimal digits) over the block sums as little-endian 64-bit words."""
     return xxhash.xxh3_128_hexdigest(sums.astype("<u8").tobytes())
 
 
@@ -62,7 +64,7 @@ def encode_sums(sums: np.ndarray) -> str:
 
 
 def decode_sums(text: str) -> np.ndarray:
-    """Raises ValueError if ``text`` is no base64 of whole 64-bit words."""
+    """The block sums in ``text``. Raises ValueError if it is no base64 of whole 64-bit words."""
     try:
         raw = base64.b64decode(text, validate=True)
     except binascii.Error as error:
@@ -78,7 +80,7 @@ def digest_of(data: bytes) -> str:
 
 
 class RangeDigests:
-    """xxh3_128 of byte ranges of a stream, which is given chunk by chunk, in order.
+    """xxh3_128 of byte ranges of a stream that is fed in chunks, in order.
 
     Args:
         ranges: ``{key: (start, end)}``, none empty, none overlapping.
@@ -90,7 +92,7 @@ class RangeDigests:
         self._hash = xxhash.xxh3_128()
 
     def feed(self, chunk: memoryview, at: int) -> None:
-        """The stream's bytes from ``at`` on."""
+        """Add the stream's bytes from position ``at``."""
         while self._ahead:
             start, end, key = self._ahead[-1]
             low, high = max(start, at), min(end, at + len(chunk))
@@ -110,9 +112,11 @@ def view_of(buffer: torch.Tensor) -> memoryview:
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy flat, contiguous uint8 tensors of one length. Between CPU tensors by memmove: twice as fast as ``Tensor.copy_`` on large ones,
-    less per call on small ones, and other threads run meanwhile. The target's version does not change: for a tensor that others may
-    know, call ``torch.autograd.graph.increment_version``."""
+    """Copy flat, contiguous uint8 tensors of equal length.
+
+    CPU tensors are copied by memmove. It is twice as fast as ``Tensor.copy_`` on large tensors, costs less per call on small ones, and lets
+    other threads run. The target's version does not change; if others may know the tensor, call ``torch.autograd.graph.increment_version``.
+    """
     if target.is_cuda or source.is_cuda:
         target.copy_(source)
     elif source.numel():
@@ -129,11 +133,10 @@ def as_bytes(flat: torch.Tensor) -> torch.Tensor:
 
 
 def one_ahead(items: Iterator[T]) -> Generator[T]:
-    """The same items, the next one being made in a thread while the caller works on this one.
+    """Yield the same items, while a thread makes the next one.
 
-    Item k + 2 is begun when the caller asks for item k + 1: with two buffers in rotation that is safe if the caller is done with item k by
-    then, with three if it is done with it when it asks for item k + 2.
-    Close the iterator (``contextlib.closing``) where it may be left early.
+    Item k + 2 begins when the caller asks for item k + 1. Two rotating buffers are safe if the caller is then done with item k, and three
+    if it is done with it when it asks for item k + 2. If the caller may stop early, it must close the iterator (``contextlib.closing``).
     """
     stop = object()
 

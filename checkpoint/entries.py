@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from .digest import view_of
 from .errors import CheckpointMismatch
-from .names import entry_of, matches
+from .names import canonical, entry_of, matches
 from .plain import KIND, Data, data_name, unpack
-from .state import Choice, Flat, Saved, State, is_stateful, is_tensors, restore_optimizer
+from .state import EXTRA, Choice, Flat, Saved, State, is_stateful, is_tensors, restore_optimizer
 
 _TENSORS, _OPTIMIZER, _PLAIN = "tensors", "an optimizer", "a plain value"
 _REMEDY = {
@@ -130,7 +131,9 @@ class PlainValues(Mapping[str, Any]):
 def restore_values(state: State, values: Mapping[str, Any], holder: Saved, flat: Flat, choice: Choice) -> None:
     """Set what is not a tensor: hyperparameters and scalars of optimizers; ``values`` in stateful objects and in ``state`` itself."""
     for key, value in list(state.items()):
-        if isinstance(value, torch.optim.Optimizer):
+        if isinstance(value, nn.Module):
+            _set_extra_states(key, value, flat, choice)
+        elif isinstance(value, torch.optim.Optimizer):
             restore_optimizer(key, value, holder.meta["optimizers"][key], flat, holder, choice)
         elif key not in values:
             continue
@@ -144,3 +147,13 @@ def restore_values(state: State, values: Mapping[str, Any], holder: Saved, flat:
                 ) from error
         else:
             state[key] = values[key]
+
+
+def _set_extra_states(key: str, model: nn.Module, flat: Flat, choice: Choice) -> None:
+    """Give each module its extra state. What was read into is a tensor that its ``get_extra_state()`` made, which it may not keep."""
+    prefix = "" if key == "model" else f"{key}/"
+    for path, module in model.named_modules():
+        name = prefix + canonical(f"{path}.{EXTRA}" if path else EXTRA)
+        tensor = flat.tensors.get((flat.aliases.get(name, name), "param"))
+        if tensor is not None and choice.takes(name, flat) and type(module).set_extra_state is not nn.Module.set_extra_state:
+            module.set_extra_state(tensor)

@@ -1,40 +1,40 @@
-"""What can go wrong with a checkpoint, each with one clear line.
+"""Errors of the checkpoint package, each with a one-line message.
 
-Every error's positional arguments are its fields, so that it survives pickling (a worker's error reaches the driver whole).
+Every error's positional arguments are its fields, so that it survives pickling and a worker's error reaches the driver intact.
 """
 
 from __future__ import annotations
 
-STAGES = "of a pipeline save each stage by itself: its own group, its own root"
-"""What ranks that hold different things are told."""
+STAGES = "save each pipeline stage by itself, with its own group and root"
+"""Advice to ranks that hold different tensors."""
 
 
 class CheckpointError(Exception):
-    """Base of every error of this package that is not a plain ``ValueError`` (bad argument) or ``OSError`` (storage)."""
+    """Base of this package's errors, except for plain ``ValueError`` (bad argument) and ``OSError`` (storage)."""
 
 
 class NoCheckpoint(CheckpointError):
-    """The folder holds no commit that could be loaded."""
+    """The folder holds no commit that can be loaded."""
 
 
 class CheckpointMismatch(CheckpointError):
-    """The checkpoint is sound but belongs to another model or optimizer: names, shapes or dtypes differ."""
+    """The checkpoint is intact but belongs to another model or optimizer: names, shapes or dtypes differ."""
 
 
 class SaveFailed(CheckpointError):
-    """This save made no commit; earlier commits are untouched."""
+    """The save made no commit; earlier commits are untouched."""
 
 
 class SaveAborted(SaveFailed):
-    """This save was given up on purpose: the saver was closed, or its generation of workers is over."""
+    """The save was given up on purpose: the saver was closed, or its generation of workers ended."""
 
 
 class SaveSkipped(SaveFailed):
-    """This save was not begun: the ones before it are still being written."""
+    """The save did not begin, since earlier ones were still being written."""
 
 
 class CommitRefused(SaveFailed):
-    """The votes do not make a whole checkpoint, or the commit would not become the newest (an older epoch or step)."""
+    """The votes do not make a complete checkpoint, or the commit would not become the newest (an older epoch or step)."""
 
 
 class CommitExists(CommitRefused):
@@ -42,13 +42,13 @@ class CommitExists(CommitRefused):
 
 
 class ExportFailed(CheckpointError):
-    """What an export wrote was read back with other bytes: the disk or its connection is at fault. What is there must not be used."""
+    """An export was read back with other bytes than were written: the disk or its connection is at fault. The export must not be used."""
 
 
 class ForeignFileError(CheckpointError):
-    """A file of another format (safetensors, PyTorch DCP) is malformed, or holds what can't be read safely.
+    """A file of another format (safetensors, PyTorch DCP) is malformed, or holds data that cannot be read safely.
 
-    The message is one sentence even where it quotes a name of a hundred megabytes.
+    The message stays short even if it quotes a name of a hundred megabytes.
     """
 
     def __init__(self, message: str) -> None:
@@ -56,13 +56,13 @@ class ForeignFileError(CheckpointError):
 
 
 class CheckpointCorrupt(CheckpointError):
-    """Stored bytes are not those that were written.
+    """Stored bytes differ from those that were written.
 
     Args:
         object: key of the object below the checkpoint's root.
-        block: number of the damaged checksum block, ``None`` where the object as a whole is meant (missing, truncated).
-        tensors: what the damaged bytes hold, e.g. ``("layers.0.w", "layers.0.w (exp_avg)")``, ``("header",)``.
-        reason: what was found.
+        block: number of the damaged checksum block; ``None`` if the whole object is damaged (missing, truncated).
+        tensors: contents of the damaged bytes, such as ``("layers.0.w", "layers.0.w (exp_avg)")`` or ``("header",)``.
+        reason: description of the damage.
     """
 
     def __init__(self, object: str, block: int | None, tensors: tuple[str, ...], reason: str) -> None:
@@ -83,18 +83,18 @@ class CheckpointCorrupt(CheckpointError):
 
 
 def shortened(message: str, most: int = 1000) -> str:
-    """``message``, :func:`printable`; of a longer one its beginning and its end."""
+    """``message``, :func:`printable`. A message over ``most`` characters loses its middle."""
     return printable(message if len(message) <= most else f"{message[: most - 200]} [..] {message[-190:]}")
 
 
 def printable(message: str) -> str:
-    """``message`` with escapes for what names from a file may hold: ends of lines and terminals' commands, which would forge a log, and
-    halves of characters, which no log can encode."""
+    """``message`` with unprintable characters escaped. Names from a file may hold line ends or terminal commands, which would forge a log,
+    and lone surrogates, which no log can encode."""
     return message if message.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
 
 
 def describe_tensors(tensors: tuple[str, ...], limit: int = 4) -> str | None:
-    """``"a, b, c, d and 3 more"``; ``None`` for none."""
+    """The names as text, such as ``"a, b, c, d and 3 more"``; ``None`` if there are none."""
     if not tensors:
         return None
     shown = ", ".join(tensors[:limit])

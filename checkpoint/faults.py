@@ -1,9 +1,9 @@
-"""Named points at which a test can kill or fail a save, a commit or a collection.
+"""Named points at which a test can kill or fail a save, a commit or a garbage collection.
 
-The environment variable ``VESCALE_RAY_CHECKPOINT_FAULT`` holds ``NAME``, ``NAME#INDEX``, ``NAME=ERRNO`` or
-``NAME#INDEX=ERRNO``: the process is killed with SIGKILL at that point (no handler runs, nothing is flushed: what a node
-failure leaves), or ``OSError(ERRNO)`` is raised there, e.g. ``data.chunk#2=ENOSPC``. Points are stateless: the index is
-part of the program's position (the n-th chunk), not a count of hits, so that ranks may be threads of one process.
+The environment variable ``VESCALE_RAY_CHECKPOINT_FAULT`` holds ``NAME``, ``NAME#INDEX``, ``NAME=ERRNO`` or ``NAME#INDEX=ERRNO``. At that
+point the process gets SIGKILL, so that no handler runs and nothing is flushed, as in a node failure. With ``=ERRNO``, such as
+``data.chunk#2=ENOSPC``, it raises ``OSError(ERRNO)`` instead. Points are stateless: the index is part of the program's position (the n-th
+chunk), not a count of hits, so that ranks may be threads of one process.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ FAULT_POINTS: tuple[str, ...] = (
     "gc.object_deleted",  # after object #index of an attempt is gone
     "gc.swept",  # after orphan attempt #index is gone
 )
-"""All points, in the order in which a save to a disk, then a collection, passes them. Other back ends pass those that they have."""
+"""All points, in the order in which a save to disk and then a collection pass them. Other back ends have only some of them."""
 
 
 def fault_point(name: str, index: int = 0) -> None:
-    """Die or fail here if the environment says so; a few hundred nanoseconds otherwise."""
+    """Die or fail here if the environment says so. Otherwise it costs a few hundred nanoseconds."""
     plan = os.environ.get(FAULT_ENV)
     if not plan:
         return

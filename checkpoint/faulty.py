@@ -1,4 +1,4 @@
-"""A store that fails as it is told: to test what a program does when storage misbehaves, with any back end underneath."""
+"""A store that fails on purpose, over any back end, to test how a program handles storage failures."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ _POSSIBLE = {
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to which calls.
+    """A failure of certain store calls.
 
     Args:
         operation: one of ``OPERATIONS``; ``read`` is ``read_into`` of an opened object.
-        action: ``error``: raise ``OSError(code)``, nothing is done. ``hang``: after ``seconds`` raise a timeout, nothing is done.
-            ``delay``: do it after ``seconds``. ``lost``: do it, then raise ``OSError(code)``. ``torn``: store only the first ``at`` bytes,
-            then raise. ``cut``: the same, but report success. ``flip``: one bit of what is stored or read is wrong. ``short``: read
-            ``at`` bytes only. ``wrong_range``: read from a neighbouring offset. ``missing``: no such object. ``stale``: a listing without
-            these keys.
-        key: a glob of keys (for ``stale``: of the entries left out; for other listings and ``tidy``: of the prefix).
-        after, times: let that many matching calls pass, then strike this many (``None``: all).
-        at: a byte; by default the middle.
+        action: the failure:
+            ``error``: raise ``OSError(code)`` and do nothing. ``hang``: raise a timeout after ``seconds`` and do nothing. ``delay``: do the
+                call after ``seconds``. ``lost``: do the call, then raise ``OSError(code)``. ``torn``: store only the first ``at`` bytes,
+                then raise. ``cut``: the same, but report success. ``flip``: change one bit of the stored or read bytes. ``short``: read
+                only ``at`` bytes. ``wrong_range``: read at a neighbouring offset. ``missing``: report that the object does not exist.
+                ``stale``: leave keys out of a listing.
+        key: glob of keys; for ``stale``, of the entries left out; for other listings and ``tidy``, of the prefix.
+        after, times: number of matching calls that succeed first, and number that then fail (``None``: all).
+        at: byte offset; the middle by default.
     """
 
     operation: str
@@ -60,14 +61,14 @@ class Fault:
             raise ValueError(f"action {self.action!r} is none of {', '.join(ACTIONS)}")
         possible = _POSSIBLE.get(self.action, OPERATIONS)
         if self.operation not in possible:
-            raise ValueError(f"action {self.action!r} makes no sense for {self.operation!r}; it can strike {', '.join(possible)}")
+            raise ValueError(f"action {self.action!r} does not apply to {self.operation!r}; it applies to {', '.join(possible)}")
 
 
 class FaultyStore:
-    """``store`` with ``faults``; ``fired`` lists ``(fault, key)`` of every strike. Safe between threads.
+    """``store`` with ``faults``. ``fired`` lists ``(fault, key)`` of every failure. Thread-safe.
 
     Args:
-        sleep: what ``hang`` and ``delay`` wait with, so that a test need not.
+        sleep: function with which ``hang`` and ``delay`` wait; tests can replace it.
     """
 
     def __init__(self, store: ObjectStore, faults: Sequence[Fault] = (), *, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -85,7 +86,7 @@ class FaultyStore:
     def put_stream(self, key: str, chunks: Iterable[memoryview], size: int) -> None:
         fault = self._before("put_stream", key)
         if fault and fault.action in ("torn", "cut"):
-            # Whole pages but the last, as the seam asks for; the object is as a client leaves it that publishes what it has.
+            # All pages but the last are whole, as the store interface requires. The object looks as if a client published a partial upload.
             at = min(size, fault.at if fault.at is not None else size // 2)
             self.store.put_stream(key, _limited(chunks, at), at)
             if fault.action == "torn":
@@ -163,7 +164,7 @@ class FaultyStore:
         return found
 
     def delete_many(self, keys: Sequence[str]) -> Iterator[tuple[str, OSError | None]]:
-        """Struck key by key, by the faults of ``delete``."""
+        """Delete key by key; the faults of ``delete`` apply to each key."""
         return delete_each(self, keys)
 
     def tidy(self, prefix: str, older_than_s: float) -> int:
@@ -173,8 +174,8 @@ class FaultyStore:
         return found
 
     def _before(self, operation: str, key: str, *, missing: bool = True, hides: Callable[[str], bool] = bool) -> Fault | None:
-        """The fault that strikes this call, if any; raises if it strikes before anything is done. A ``stale`` one strikes the listings
-        that ``hides`` says have something to leave out."""
+        """The fault that applies to this call, if any; raises if it applies before the call. A ``stale`` fault applies to listings in which
+        ``hides`` finds entries to leave out."""
         fault = self._strike(operation, key, hides)
         if fault is None:
             return None
@@ -212,7 +213,7 @@ class FaultyStore:
 
 
 class FaultyReader:
-    """An opened object, whose reads are struck by the store's ``read`` faults."""
+    """An opened object whose reads are subject to the store's ``read`` faults."""
 
     def __init__(self, store: FaultyStore, key: str, reader: RangeReader) -> None:
         self._store = store
@@ -238,8 +239,8 @@ class FaultyReader:
 
 
 def _limited(chunks: Iterable[memoryview], size: int) -> Iterator[memoryview]:
-    """The first ``size`` bytes; the rest is asked for too, as by a store that has taken everything and kept a part. In memory of their own:
-    the store may still be writing them when the rest takes their place."""
+    """The first ``size`` bytes, in separate memory, since the store may still write them when the next chunk overwrites theirs. The rest is
+    also requested, as by a store that took everything but kept a part."""
     left = size
     for chunk in chunks:
         if left:

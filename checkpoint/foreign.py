@@ -1,7 +1,7 @@
-"""Tensors of other programs' files, into a model's shards or a new commit; no process ever holds the whole.
+"""Read tensors of other programs' files into a model's shards or a new commit. No process ever holds all of them.
 
-A :class:`Source` gives flat ranges of tensors. A rank reads the intervals that it holds, and no others; for a new commit the tensors,
-end to end, are cut into objects of a bounded size, which the ranks write in turn.
+A :class:`Source` gives flat ranges of tensors. A rank reads only the intervals that it holds. For a new commit the tensors are laid end to
+end and cut into objects of bounded size, which the ranks write in turn.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from .tensors import local_part
 _log = logging.getLogger(__name__)
 
 OBJECT_BYTES = 256 << 20
-"""Most bytes of one object of an imported commit, and about the memory that writing it takes; more where there would be over 1024."""
+"""Most bytes of one object of an imported commit, and about the memory to write it. Objects are larger if there would be more than 1024."""
 
 Progress = Callable[[int], None]
-"""Called with the number of bytes that were just done."""
+"""Called with the number of bytes done since the last call."""
 
 
 class Source(Protocol):
@@ -57,7 +57,7 @@ class Source(Protocol):
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """What is there beside tensors, as :func:`~vescale_ray.checkpoint.save` puts it into ``meta``."""
+        """Data besides tensors, in the form in which :func:`~vescale_ray.checkpoint.save` stores ``meta``."""
         ...
 
     def describe(self) -> str: ...
@@ -69,7 +69,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Imported:
-    """Names read, bytes read by this rank, names of the model that the files lack (``allow_missing``)."""
+    """Names read, bytes read by this rank, and names of the model that the files lack (``allow_missing``)."""
 
     tensors: tuple[str, ...]
     bytes: int
@@ -77,7 +77,8 @@ class Imported:
 
 
 def fill(source: Source, name: str, kind: str, start: int, out: torch.Tensor) -> None:
-    """Elements from ``start`` on into ``out`` (flat; any device, any dtype that the stored one may be cast to), by chunks."""
+    """Read elements from ``start`` on into ``out``, in chunks. ``out`` is flat, on any device, of any dtype that the stored one may be cast
+    to."""
     stored = source.tensors[name].kinds[kind]
     if out.device.type == "cpu" and out.dtype == stored:
         source.read_into(name, kind, start, out)
@@ -92,7 +93,7 @@ def fill(source: Source, name: str, kind: str, start: int, out: torch.Tensor) ->
 
 
 class _Whole:
-    """A source of which whole tensors can be read, as what a state is loaded from."""
+    """A source of whole tensors, in the form from which a state is loaded."""
 
     def __init__(self, source: Source) -> None:
         self._source, self.tensors, self.aliases, self.meta = source, source.tensors, source.aliases, source.meta
@@ -108,7 +109,7 @@ def local_folder(folder: str | os.PathLike[str], what: str) -> Path:
     """``folder`` as a path of this machine.
 
     Raises:
-        ValueError: it is empty or a URL: other programs' files are read from and written to folders alone.
+        ValueError: it is empty or a URL. Other programs' files are read from and written to local folders only.
     """
     text = os.fspath(folder)
     if not text or "://" in text:
@@ -117,7 +118,8 @@ def local_folder(folder: str | os.PathLike[str], what: str) -> Path:
 
 
 def new_folder(folder: str | os.PathLike[str]) -> list[Path]:
-    """Make a folder to export into, if it isn't there. Returns what was made, to be taken back. Raises ValueError: it can't be one."""
+    """Create an export folder if it does not exist. Returns the created folders, for :func:`take_back`. Raises ValueError if it cannot be
+    created."""
     place = local_folder(folder, "the folder to write")
     made = [one for one in (place, *place.parents) if not one.exists()]
     try:
@@ -128,8 +130,8 @@ def new_folder(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def take_back(files: Iterable[Path], folders: Iterable[Path] = ()) -> None:
-    """Take back what an export made but did not finish: a reader might take it for the whole, and a second try needs the place. Folders,
-    innermost first, go if nothing else is in them."""
+    """Remove the files and empty folders (innermost first) of an unfinished export. Otherwise a reader might take it for complete, and a
+    second try would find its place taken."""
     for path in files:
         with suppress(OSError):
             path.unlink()
@@ -139,8 +141,8 @@ def take_back(files: Iterable[Path], folders: Iterable[Path] = ()) -> None:
 
 
 def publish(path: Path, data: bytes) -> None:
-    """Write the file that makes the others beside it a whole: durable, and there with all of its bytes or not at all. Where it fails it
-    leaves nothing: neither a name for files that are then taken back, nor what would be in a second try's way."""
+    """Write the file that completes an export, durably and atomically. If that fails, remove it: no name may refer to removed files, and
+    nothing may block a second try."""
     temporary = path.with_name(f".tmp-{path.name}")
     try:
         with open(temporary, "wb") as file:
@@ -168,9 +170,9 @@ def into_state(
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> Imported:
-    """Read into the modules, tensors, optimizers and values of ``state``, sharded or not, on the meta device or not; every rank calls it.
+    """Read into the modules, tensors, optimizers and values of ``state``, sharded or not, on the meta device or not. Every rank calls it.
 
-    The arguments are those of :func:`~vescale_ray.checkpoint.load`. Raises what that raises, and ForeignFileError.
+    Arguments and errors are those of :func:`~vescale_ray.checkpoint.load`; also raises ForeignFileError.
     """
     rank, world = ranks_of(group)
     choice = Choice(globs(include), globs(exclude), globs(allow_missing), globs(allow_unexpected), table_of(rename))
@@ -203,11 +205,11 @@ def into_state(
 
 
 def state_of(target: nn.Module | Mapping[str, Any]) -> State:
-    """What an import is to fill, as a state: a module or a dict of tensors is the entry ``"model"`` of one."""
+    """An import's target as a state. A module or a dict of tensors becomes the entry ``"model"``."""
     if isinstance(target, nn.Module) or all(isinstance(value, torch.Tensor) for value in target.values()):
         return {"model": target}
     if not isinstance(target, MutableMapping):
-        raise ValueError(f"a state to fill is a {type(target).__name__}; give a dict, whose plain values can be set")
+        raise ValueError(f"the state to fill is a {type(target).__name__}: give a dict, so that plain values can be set")
     return target
 
 
@@ -223,20 +225,20 @@ def into_commit(
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> Commit:
-    """Write the tensors of ``source`` as a new, newest commit; every rank calls it and writes its turn of the objects.
+    """Write the tensors of ``source`` as a new, newest commit. Every rank calls it and writes its share of the objects.
 
-    Takes about ``object_bytes`` of memory. An import that fails, or is interrupted, takes back what it wrote.
+    Takes about ``object_bytes`` of memory. A failed or interrupted import removes what it wrote.
 
     Args:
-        names: ``{source's name: name in the commit}`` of what to take, with all kinds.
-        meta, aliases: as of :func:`~vescale_ray.checkpoint.commit`, by names in the commit.
+        names: ``{source's name: name in the commit}`` of the tensors to import, with all their kinds.
+        meta, aliases: as for :func:`~vescale_ray.checkpoint.commit`, by names in the commit.
     """
     rank, world = ranks_of(group)
     step, _ = order(step, None)
     nbytes("object_bytes", object_bytes)
     store = store_of(root)
     kinds = list(dict.fromkeys(kind for name in names for kind in source.tensors[name].kinds))
-    # Kind by kind, so that an object's tensors of one kind follow each other, as they do in a shard.
+    # Kind by kind, so that an object's tensors of one kind are adjacent, as in a shard.
     items = [(name, kind) for kind in kinds for name in names if kind in source.tensors[name].kinds]
     total = sum(_bytes(source, name, kind) for name, kind in items)
     objects = list(_cut(source, items, max(object_bytes, -(-total // 1024))))
@@ -249,7 +251,7 @@ def into_commit(
 
     attempt, epoch = from_first(begin, group)
 
-    # One buffer for all objects in turn: what is allocated and freed for each would stay in the allocator's heaps.
+    # One buffer for all objects in turn; buffers per object would stay in the allocator's heaps.
     mine_of = range(rank, len(objects), world)
     buffer = torch.empty(max((sum(_room(source, *cut) for cut in objects[index]) for index in mine_of), default=0), dtype=torch.uint8)
 
@@ -276,11 +278,11 @@ def into_commit(
             lambda: commit(store, votes, step=step, epoch=epoch, attempt=attempt, world=len(objects), meta=meta, aliases=aliases), group
         )
     except BaseException as error:
-        # Once the commit was tried it may be there, whatever the answer, unless it was refused before anything of it was written.
+        # After an attempted commit the commit may exist, whatever the error, unless it was refused before anything was written.
         if not committing or (isinstance(error, CommitRefused) and not isinstance(error, CommitExists)):
             for _, problem in store.delete_many([f"data/{attempt}/r{index:05d}.safetensors" for index in mine_of]):
                 if problem is not None:
-                    _log.warning("what a failed import left stays until a collection: %s", problem.strerror or problem)
+                    _log.warning("the data of a failed import stays until a garbage collection: %s", problem.strerror or problem)
         raise
 
 
@@ -294,7 +296,7 @@ def _bytes(source: Source, name: str, kind: str) -> int:
 
 
 def _cut(source: Source, items: Sequence[tuple[str, str]], limit: int) -> Iterator[list[tuple[str, str, int, int]]]:
-    """The items' elements in order, in lists of at most ``limit`` bytes (one element at least); tensors are cut where they must."""
+    """The items' elements in order, in lists of at most ``limit`` bytes but at least one element. Tensors are cut if necessary."""
     held: list[tuple[str, str, int, int]] = []
     room = limit
     for name, kind in items:
@@ -314,7 +316,7 @@ def _cut(source: Source, items: Sequence[tuple[str, str]], limit: int) -> Iterat
 
 
 def _room(source: Source, name: str, kind: str, start: int, end: int) -> int:
-    """Bytes of a cut in the buffer: a multiple of 16, so that the next one is aligned to any element."""
+    """Bytes of a cut in the buffer: a multiple of 16, so that the next cut is aligned for any dtype."""
     return -(-(end - start) * source.tensors[name].kinds[kind].itemsize // 16) * 16
 
 
@@ -330,7 +332,7 @@ class Files:
     """Regular files of one folder, read at any offset; a few stay open.
 
     Raises:
-        ForeignFileError: by every method, naming the file: it is none, can't be read, or is too short.
+        ForeignFileError: by every method: the file is no regular file, cannot be read, or is too short. The message names it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -342,7 +344,7 @@ class Files:
 
     def read(self, name: str, offset: int, size: int) -> bytes:
         left = self.size(name) - offset
-        if size > left:  # before as many bytes are allocated
+        if size > left:  # checked before the bytes are allocated
             raise ForeignFileError(f"{self.folder / name}: ends at byte {offset + left}, {offset + size} are needed: truncated")
         try:
             data = os.pread(self._fd(name), size, offset)
@@ -377,12 +379,12 @@ class Files:
             if len(self._open) >= 16:
                 os.close(self._open.pop(next(iter(self._open))))
             try:
-                # Not to wait at a FIFO for a writer who never comes.
+                # Do not wait at a FIFO for a writer that never comes.
                 fd = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             except OSError as error:
                 raise ForeignFileError(f"{self.folder / name}: can't be opened: {error.strerror}") from error
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 os.close(fd)
-                raise ForeignFileError(f"{self.folder / name}: is no file, but a folder, device or pipe")
+                raise ForeignFileError(f"{self.folder / name}: is no regular file, but a folder, device or pipe")
             self._open[name] = fd
         return self._open[name]

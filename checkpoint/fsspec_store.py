@@ -1,6 +1,6 @@
-"""Objects behind any fsspec file system: ``gs://``, ``abfs://``, ``hdfs://``, ``memory://``, ..
+"""A store over any fsspec file system: ``gs://``, ``abfs://``, ``hdfs://``, ``memory://``, ..
 
-What such a file system does not promise, this store can't either; see :class:`FsspecStore`.
+The guarantees are those of the file system; see :class:`FsspecStore`.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ _WHEN = ("mtime", "LastModified", "last_modified", "updated", "modified", "creat
 
 
 class FsspecStore:
-    """Objects below an fsspec URL. What is and is not promised (a warning says so once):
+    """Objects below an fsspec URL. Its guarantees are limited, and a warning says so once:
 
-    - *Exclusive creation* is the file system's own (``mode="create"``, as atomic as it makes it) where a second creation of a probe is
-      refused; elsewhere it is a look before and a look after the write: of two processes that commit within the same
-      moment both may see success for an instant. Let one process commit.
-    - *Durability* on return is what the file system gives on close. *Ages*, by which collections judge, compare its times with this host's
-      clock. *Unfinished uploads* can't be listed, so they are not tidied: give the bucket a lifecycle rule.
+    - *Exclusive creation* is the file system's own (``mode="create"``) if it refuses a second creation of a probe. Otherwise the store
+      checks before and after the write. Then two processes that commit at the same moment may both briefly see success, so let only one
+      process commit.
+    - *Durability* on return is what the file system gives on close. *Ages*, which garbage collection uses, compare the file system's times
+      with this host's clock. *Unfinished uploads* cannot be listed and are not deleted, so give the bucket a lifecycle rule.
 
     Args:
-        url: anything that ``fsspec.core.url_to_fs`` takes. options: passed to the file system (credentials, project, ..).
+        url: any URL that ``fsspec.core.url_to_fs`` takes.
+        options: options of the file system (credentials, project, ..).
 
     Raises:
-        ValueError: fsspec knows no such protocol, or its package is not installed.
+        ValueError: fsspec does not know the protocol, or its package is not installed.
     """
 
     request_bytes = 4 << 20
@@ -48,7 +49,7 @@ class FsspecStore:
         self._options = options
         self._made: tuple[int, Any, str] | None = None
         self._exclusive: bool | None = None
-        self._fs  # noqa: B018 - a protocol that is not installed is found now, not at the first save
+        self._fs  # noqa: B018 - fail now, not at the first save, if the protocol's package is missing
 
     def __repr__(self) -> str:
         return f"FsspecStore({self._url!r})"
@@ -70,7 +71,7 @@ class FsspecStore:
         try:
             fault_point("data.created")
             with closing(one_ahead(iter(chunks))) as made:
-                for index, chunk in enumerate(made):  # outside the translation: what the caller raises stays as it is
+                for index, chunk in enumerate(made):  # outside the translation, so that the caller's own errors stay unchanged
                     with _as_oserror(f"writing {self.describe(key)}"):
                         file.write(chunk)
                     total += len(chunk)
@@ -84,7 +85,7 @@ class FsspecStore:
             if found != size:
                 raise OSError(errno.EIO, f"{self.describe(key)} has {found} bytes after {size} were written")
         except BaseException:
-            # Closing a file that was opened for writing publishes what it has so far: discard it first, then delete what may be there.
+            # Closing a file opened for writing publishes its partial content. So discard it first, then delete what may exist.
             _discard(file)
             with suppress(Exception):
                 self._fs.rm_file(path)
@@ -159,7 +160,7 @@ class FsspecStore:
                 self._fs.invalidate_cache()
                 found = self._fs.find(top + prefix.rstrip("/"), detail=True)
                 if not found:
-                    # Walking passes over what can't be listed: nothing there, or nothing that answers?
+                    # Walking ignores unlistable folders. So check whether the root is empty or does not answer.
                     self._fs.ls(self._root, detail=False)
         except FileNotFoundError:
             return []
@@ -171,7 +172,7 @@ class FsspecStore:
         return sorted(entries, key=lambda entry: entry.key)
 
     def clock(self) -> float:
-        """This host's: fsspec has no other."""
+        """This host's clock; fsspec has no other."""
         return time.time()
 
     def delete(self, key: str) -> bool:
@@ -196,7 +197,7 @@ class FsspecStore:
         return self._open()[2]
 
     def _open(self) -> tuple[int, Any, str]:
-        # The thread in which asynchronous file systems run does not survive a fork: a child makes its own.
+        # The thread of asynchronous file systems does not survive a fork, so a child process makes its own.
         made = self._made
         if made is None or made[0] != os.getpid():
             import fsspec
@@ -210,7 +211,7 @@ class FsspecStore:
         return made
 
     def _creates_exclusively(self) -> bool:
-        """Once: whether the file system refuses to create what is there already; and the warning."""
+        """Whether the file system refuses to create an existing object. Probes and warns only once."""
         if self._exclusive is None:
             path = f"{self._root}/probes/{uuid.uuid4().hex}"
             refused = False
@@ -223,7 +224,7 @@ class FsspecStore:
                     except FileExistsError:
                         refused = True
                 except (TypeError, NotImplementedError, ValueError):
-                    refused = False  # mode= is not known here
+                    refused = False  # the file system does not know mode=
                 finally:
                     with suppress(Exception):
                         self._fs.rm_file(path)
@@ -245,7 +246,7 @@ class FsspecStore:
             return False
 
     def _make_folder(self, path: str) -> None:
-        # Object stores have no folders, and some create a bucket when asked for one: only file systems that are local get them.
+        # Object stores have no folders, and some create a bucket for one. So create folders only on local-like file systems.
         if getattr(self._fs, "local_file", False) or self._protocol() in ("memory", "hdfs", "sftp", "smb", "dir", "arrow_hdfs", "webhdfs"):
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
@@ -254,7 +255,8 @@ class FsspecStore:
         return str(protocol if isinstance(protocol, str) else protocol[0])
 
     def _when(self, info: dict[str, Any]) -> float:
-        """When an object was last written; now, so that it is never taken for old, where the file system does not say."""
+        """Time of an object's last write. If the file system does not report it, the current time, so that the object never counts as
+        old."""
         for name in _WHEN:
             value = info.get(name)
             if isinstance(value, int | float):
@@ -272,7 +274,7 @@ class FsspecStore:
 
 @contextmanager
 def _as_oserror(what: str, missing: str | None = None) -> Iterator[None]:
-    """File systems raise what their client libraries do; above the seam only OSError means storage."""
+    """Turn other exceptions of client libraries into OSError, the only storage error that callers of a store handle."""
     try:
         yield
     except FileNotFoundError as error:
@@ -289,7 +291,7 @@ def _discard(file: Any) -> None:
     with suppress(Exception):
         file.discard()
     with suppress(Exception):
-        file.closed = True  # or the file system's __del__ would close it, which completes the upload
+        file.closed = True  # otherwise the file system's __del__ would close it, which completes the upload
     with suppress(Exception):
         if not file.closed:
             file.close()

@@ -1,4 +1,4 @@
-"""What a save gives back: when the state may change again, and how it ended."""
+"""The handle that a save returns: when the state may change again, and how the save ended."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .errors import SaveFailed, SaveSkipped
 
 
 class SaveHandle:
-    """A save under way, or over; safe to ask from any thread. Its methods are those of ``concurrent.futures.Future``, which
+    """A save in progress or ended. Thread-safe. It has the methods of ``concurrent.futures.Future``, which
     ``torch.distributed.checkpoint.async_save`` returns, and :meth:`wait_staged`.
 
     Attributes:
-        step: of the state.
-        skipped: it was not begun, because earlier ones were still being written; there will be no commit. Known at once where this rank is
-            the busy one, else when the ranks have agreed.
-        stall_s: seconds that the caller was held up: taking the state apart, the copy.
-        persist_s: seconds from the staged copy to the commit; ``None`` until then.
+        step: step of the saved state.
+        skipped: whether the save was skipped because earlier ones were still being written; then there is no commit. It is known at once if
+            this rank is the busy one, otherwise once the ranks agree.
+        stall_s: seconds that the caller waited while the state was flattened and copied.
+        persist_s: seconds from the staged copy to the commit; ``None`` before that.
     """
 
     def __init__(self, step: int, bound_s: float | None) -> None:
@@ -28,7 +28,7 @@ class SaveHandle:
         self.stall_s = 0.0
         self.persist_s: float | None = None
         self.surfaced = False
-        """Whether somebody was told of the error."""
+        """Whether any caller was told of the error."""
         self._begin_copy: Callable[[], Callable[[], None]] | None = None
         self._finish_copy: Callable[[], None] | None = None
         self._bound_s = bound_s
@@ -39,7 +39,7 @@ class SaveHandle:
 
     @classmethod
     def finished(cls, step: int, commit: Commit, seconds: float) -> SaveHandle:
-        """Of a save that did not return before it was over."""
+        """The handle of a save that ended before it returned."""
         handle = cls(step, None)
         handle.stall_s = handle.persist_s = seconds
         handle.staged()
@@ -47,10 +47,10 @@ class SaveHandle:
         return handle
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
-        """Until the state is copied: from then on it may change. Returns at once for a save that was skipped.
+        """Wait until the state is copied; then it may change. Returns at once for a skipped save.
 
         Raises:
-            TimeoutError: not within ``timeout_s``. Whatever made the copy fail.
+            TimeoutError: the copy took longer than ``timeout_s``. The copy's own error, if it failed.
         """
         self.begin_copy()
         with self._copying:
@@ -63,11 +63,11 @@ class SaveHandle:
             self._raise()
 
     def wait(self, timeout_s: float | None = None) -> Commit:
-        """Until the checkpoint is committed. Bounded by the saver's timeouts, or ``timeout_s`` if that is shorter.
+        """Wait until the checkpoint is committed, at most for the saver's timeouts, or ``timeout_s`` if that is shorter.
 
         Raises:
-            SaveFailed: there is no commit; earlier checkpoints are untouched. SaveSkipped: this one was never begun.
-            TimeoutError: not within ``timeout_s``; the save goes on.
+            SaveFailed: there is no commit; earlier checkpoints are untouched. SaveSkipped: the save never began.
+            TimeoutError: the commit took longer than ``timeout_s``; the save goes on.
         """
         self._wait(timeout_s)
         if self._error is not None:
@@ -78,25 +78,27 @@ class SaveHandle:
     result = wait
 
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether the save has ended, successfully or not."""
         return self._done.is_set()
 
     def exception(self, timeout_s: float | None = None) -> BaseException | None:
-        """Why there is no commit, ``None`` if there is one; waits as :meth:`wait`."""
+        """The reason why there is no commit; ``None`` if there is one. Waits as :meth:`wait`."""
         self._wait(timeout_s)
         self.surfaced = True
         return self._error
 
     @property
     def commit(self) -> Commit:
-        """As :meth:`wait`."""
+        """The commit; waits as :meth:`wait`."""
         return self.wait()
 
     # ------------------------------------------------------------------------------------------------------ for the saver
 
     def copy_with(self, begin: Callable[[], Callable[[], None]]) -> None:
-        """``begin`` begins the copy and gives what waits for its end, after which it calls :meth:`staged`. Whoever comes first copies, the
-        writer or the one who waits: so that who waits never waits for what else the writer does."""
+        """Set ``begin``, which starts the copy and returns a function that waits for its end and then calls :meth:`staged`.
+
+        The writer or a waiting caller starts the copy, whichever is first. So a caller never waits for the writer's other work.
+        """
         self._begin_copy = begin
 
     def begin_copy(self) -> None:
@@ -109,7 +111,7 @@ class SaveHandle:
         self._staged.set()
 
     def end(self, outcome: Commit | BaseException) -> None:
-        """The first outcome counts."""
+        """Set the outcome; only the first one counts."""
         if self._done.is_set():
             return
         if isinstance(outcome, Commit):
@@ -125,7 +127,7 @@ class SaveHandle:
         return self
 
     def trouble(self) -> str | None:
-        """The error of a save that is over and that nobody was told of yet."""
+        """The error of an ended save that no caller was told of yet."""
         return str(self._error) if self.done() and self._error is not None and not self.surfaced else None
 
     def _wait(self, timeout_s: float | None) -> None:
@@ -138,6 +140,6 @@ class SaveHandle:
         error = self._error
         assert error is not None
         if isinstance(error, SaveFailed):
-            # A new object: the same one, raised in several threads, would gather all their tracebacks.
+            # A new object: if several threads raised the same one, it would collect all their tracebacks.
             raise type(error)(*error.args) from error
         raise error

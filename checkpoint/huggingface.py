@@ -1,6 +1,6 @@
-"""Hugging Face's folders of safetensors: weights from them into shards or a new commit, and from a commit into them.
+"""Import weights from Hugging Face's safetensors folders into shards or a new commit, and export a commit to them.
 
-Import reads flat ranges, each rank its own; export streams from verified blocks, a bounded piece at a time, and reads back what it wrote.
+Import reads flat ranges, each rank its own. Export streams verified blocks in bounded pieces, and reads back what it wrote.
 """
 
 from __future__ import annotations
@@ -59,16 +59,17 @@ LLAMA = {
     "norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
 }
-"""Names of ``vescale_ray.models.Llama`` -> of transformers' ``LlamaForCausalLM``. Both rotate halves of a head, so that no row moves."""
+"""Names of ``vescale_ray.models.Llama`` and their names in transformers' ``LlamaForCausalLM``. Both rotate halves of a head, so rows stay
+in place."""
 
 TABLES = {"llama": LLAMA}
 
 
 class HfSource:
-    """The tensors of a safetensors file, of a folder of them, or of an index; nothing is read but headers until ranges are asked for.
+    """The tensors of a safetensors file, of a folder of them, or of an index. Only headers are read until ranges are requested.
 
     Raises:
-        ForeignFileError: a header, or the index, that is malformed or reaches outside its folder.
+        ForeignFileError: a header or the index is malformed, or refers to files outside its folder.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -128,19 +129,19 @@ def import_hf(
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> Imported | Commit:
-    """Weights from safetensors into a model's shards, or into a checkpoint folder as its newest commit; every rank calls it.
+    """Import weights from safetensors into a model's shards, or into a checkpoint folder as its newest commit. Every rank calls it.
 
     Args:
-        path: a folder (its ``model.safetensors.index.json``, else all its ``*.safetensors``), an index, or one file.
-        target: a model or dict of tensors, sharded or not, to fill; or the root of checkpoints.
-        rename: table from our names to the files' (:data:`LLAMA`). Into a root, it is turned round, which regular expressions can't be:
-            give ``NameTable`` of the other direction's inverse, or a table of globs.
+        path: a folder (its ``model.safetensors.index.json``, or else all its ``*.safetensors``), an index, or one file.
+        target: a model or dict of tensors, sharded or not, to fill; or a checkpoint root.
+        rename: table from our names to the files' (:data:`LLAMA`). For a root its inverse is used, which regular expressions do not have:
+            give the inverse of a ``NameTable`` of the other direction, or a table of globs.
         include, exclude: globs of our names.
-        allow_missing, allow_unexpected, cast, device: into a model; as :func:`~vescale_ray.checkpoint.load`.
-        step, object_bytes: into a root: the commit's step, and the size of its objects, which is the memory taken.
+        allow_missing, allow_unexpected, cast, device: for a model, as in :func:`~vescale_ray.checkpoint.load`.
+        step, object_bytes: for a root, the commit's step and the size of its objects in bytes, which is also the memory used.
 
     Raises:
-        ForeignFileError: a malformed file. CheckpointMismatch: names, shapes or dtypes differ.
+        ForeignFileError: a file is malformed. CheckpointMismatch: names, shapes or dtypes differ.
     """
     source = _from_all(path, group)
     if not is_root(target):
@@ -200,22 +201,23 @@ def export_hf(
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> Exported:
-    """Write the weights of a commit as safetensors files and, last, their index; every rank calls it, they share the files.
+    """Export the weights of a commit as safetensors files and, last, their index. Every rank calls it, and the ranks share the files.
 
-    Each file is written under a temporary name, synced, read back and compared, and only then named. Tied tensors are written once, under
-    their first name; the others are noted in the header, where :func:`import_hf` finds them. Takes 64 MiB of memory.
+    Each file is written under a temporary name, synced, read back and compared, and then renamed. Tied tensors are written once, under
+    their first name. The header lists their other names, for :func:`import_hf`. Takes 64 MiB of memory.
 
     Args:
-        commit: a name; ``None``: the newest.
-        folder: is made; must not hold safetensors files.
+        commit: name of a commit; ``None`` means the newest.
+        folder: folder to create; it must not hold safetensors files.
         rename: table from our names to the files' (:data:`LLAMA`).
-        include, exclude: globs of our names. key: the entry of the state (``"ema"``, ..).
-        dtype: cast what is of floating point to this.
-        max_shard_bytes: of a file's tensors; a larger tensor has a file of its own.
+        include, exclude: globs of our names.
+        key: entry of the state (``"ema"``, ..).
+        dtype: dtype to which floating-point tensors are cast.
+        max_shard_bytes: most bytes of tensors in a file; a larger tensor gets its own file.
 
     Raises:
-        ValueError: the folder holds model files, or is a URL. CheckpointMismatch: nothing to write, or a dtype that safetensors lacks.
-        CheckpointCorrupt: the checkpoint is damaged. ExportFailed: what was read back differs from what was written.
+        ValueError: the folder holds model files, or is a URL. CheckpointMismatch: there is nothing to write, or safetensors lacks a dtype.
+            CheckpointCorrupt: the checkpoint is damaged. ExportFailed: the data read back differs from the written data.
     """
     rank, world = ranks_of(group)
     nbytes("max_shard_bytes", max_shard_bytes)
@@ -285,7 +287,7 @@ def _plan(
     dtype: torch.dtype | None,
     max_bytes: int,
 ) -> tuple[list[_File], dict[str, str]]:
-    """Which tensor goes into which file, the same on every rank; and ``{alias: name}`` of tied ones, by the files' names."""
+    """Assign tensors to files, in the same way on every rank; also ``{alias: name}`` of tied tensors, by the files' names."""
     names = {name: stored for name, stored in checkpoint.names(key).items() if chosen(name, include, exclude)}
     if not names:
         raise CheckpointMismatch(f"checkpoint {checkpoint.commit.path} has no tensor of {key!r} that fits {', '.join(include)}")
@@ -316,7 +318,7 @@ def _plan(
     files = []
     for index, held in enumerate(shards):
         called = "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-        # Wide elements first: every tensor then begins at a multiple of its element's size.
+        # Wide elements first, so that every tensor begins at a multiple of its element size.
         files.append(_File(called, tuple(sorted(held, key=lambda e: -e.dtype.itemsize))))
     return files, aliases
 
@@ -340,7 +342,7 @@ def _write(checkpoint: Checkpoint, path: Path, file: _File, metadata: Mapping[st
                         progress(piece.numel() * stored.itemsize)
             os.fsync(fd)
             with suppress(OSError):
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that what is read back comes from the disk
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that the data is read back from the disk
             _compare(fd, path, written)
         finally:
             os.close(fd)
@@ -363,7 +365,7 @@ def _compare(fd: int, path: Path, written: Any) -> None:
         found.update(data)
         offset += len(data)
     if found.digest() != written.digest():
-        raise ExportFailed(f"{path}: what was read back is not what was written: the disk or its connection is at fault")
+        raise ExportFailed(f"{path}: the data read back differs from the data written: the disk or its connection is at fault")
 
 
 def _from_all(path: str | os.PathLike[str], group: dist.ProcessGroup | None) -> Source:
@@ -375,7 +377,7 @@ def _files_of(path: Path) -> tuple[Path, list[str], dict[str, str] | None]:
     if path.is_dir():
         if (path / INDEX).is_file():
             return _indexed(path / INDEX)
-        # Not what begins with a dot: pieces of a download or an export that was killed, macOS's notes beside files of other systems.
+        # Skip names that begin with a dot: pieces of an aborted download or export, or macOS metadata files.
         names = sorted(p.name for p in path.glob("*.safetensors") if not p.name.startswith("."))
         if not names:
             raise ForeignFileError(f"{path}: holds no {INDEX} and no *.safetensors")
@@ -398,10 +400,10 @@ def _indexed(path: Path) -> tuple[Path, list[str], dict[str, str]]:
     if not isinstance(weights, dict) or not weights:
         raise ForeignFileError(f"{path}: no index: it has no weight_map")
     for key, name in weights.items():
-        # Names only: an index from elsewhere must not make us read other files of this machine.
+        # Plain names only: a foreign index must not make us read other files of this machine.
         plain = isinstance(name, str) and name.endswith(".safetensors") and name == os.path.basename(name) and not set(name) & {"\\", "\0"}
         if not plain or name.startswith("."):
-            raise ForeignFileError(f"{path}: tensor {key!r} is said to be in {name!r}, which is no safetensors file beside the index")
+            raise ForeignFileError(f"{path}: the index puts tensor {key!r} in {name!r}, which is no safetensors file in its folder")
     return path.parent, sorted(set(weights.values())), weights
 
 

@@ -1,4 +1,4 @@
-"""Where every byte of one rank's object lies: a pure plan, made from shapes before anything is copied.
+"""Layout of one rank's object: a pure plan, made from shapes before anything is copied.
 
     offset 0        8              D = data start (multiple of 4096)
     +--------------+--------------+----------------+-----+------------------+-----+----------------+-----+
@@ -6,9 +6,9 @@
     +--------------+--------------+----------------+-----+------------------+-----+----------------+-----+
      <---------- safetensors header ---------->  one section per (group, kind), each starting at a multiple of 4096
 
-The object is a valid safetensors file: each section is one 1-D tensor ``<kind>.g<n>``, each gap an explicit uint8 tensor
-``__pad__<n>`` (safetensors rejects holes and trailing bytes). Inside a section the rank's pieces follow each other without
-gaps, in the order given, so that neighbouring tensors form one run.
+The object is a valid safetensors file. Each section is one 1-D tensor ``<kind>.g<n>``, and each gap an explicit uint8 tensor
+``__pad__<n>``, since safetensors rejects holes and trailing bytes. Inside a section the rank's pieces follow each other without gaps, in
+the given order, so that neighbouring tensors form one run.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class ShardPiece:
-    """Elements ``[start, end)`` of one kind of one tensor, as a rank holds them.
+    """Elements ``[start, end)`` of one kind of one tensor, as held by a rank.
 
     Args:
         name: the tensor's fully qualified name.
-        kind: ``"param"`` for the tensor itself, else the optimizer state's key: ``"exp_avg"``, ...
-        start, end: flat elements of the whole tensor, row-major or in the order of ``tiling``. ``start == end`` says that the tensor
-            exists, and where it stands in the order, though this rank holds nothing of it.
-        shape: of the whole tensor.
-        dtype: of this kind.
-        data: 1-D, ``end - start`` elements, CPU or GPU. It is read during :func:`write_shard` and not kept.
-        copied: other ranks may hold, and write, these elements too: if they are equal, the commit takes any one's. Else that two ranks
-            wrote an element is an error.
-        tiling: the order in which elements are counted; best the same on all ranks, whose intervals become rows otherwise.
+        kind: ``"param"`` for the tensor itself, or the optimizer state's key, such as ``"exp_avg"``.
+        start, end: flat elements of the whole tensor, in row-major order or in the order of ``tiling``. If ``start == end``, the rank holds
+            none of the tensor; the piece only states that the tensor exists, and its place in the order.
+        shape: shape of the whole tensor.
+        dtype: dtype of this kind.
+        data: 1-D tensor of ``end - start`` elements, on CPU or GPU. :func:`write_shard` reads it and does not keep it.
+        copied: whether other ranks may also hold and write these elements. If equal, the commit uses any copy. Otherwise an element written
+            by two ranks is an error.
+        tiling: order in which elements are counted. It should be the same on all ranks; otherwise their intervals are split into rows.
     """
 
     name: str
@@ -98,7 +98,7 @@ class ShardPiece:
 
 @dataclass(frozen=True, slots=True)
 class PlacedPiece:
-    """A piece's description and the byte of the object at which it begins; of one that is ``copied``, once it is written, its digest."""
+    """A piece's description and its offset in the object, in bytes. A ``copied`` piece gets its digest once it is written."""
 
     name: str
     kind: str
@@ -113,19 +113,18 @@ class PlacedPiece:
 
 
 _METADATA_ROOM = 512
-"""Bytes of the header kept free for the metadata, so that where everything lies depends on the shapes alone."""
+"""Bytes of the header reserved for the metadata, so that the layout depends on the shapes alone."""
 
 
 @dataclass(frozen=True)
 class ObjectLayout:
-    """Where every byte of one rank's object lies: a function of the pieces' descriptions alone, so that it can be kept from save to
-    save while these stay the same.
+    """Layout of one rank's object. It depends on the pieces' descriptions alone, so it can be reused while these stay the same.
 
     Args:
         sections: the header's JSON without ``__metadata__``.
-        header_bytes: length of the header, of whatever metadata; the data starts there.
-        bytes: of the object.
-        placed: every piece, in the object's order; ``order``: its index among the pieces that were given.
+        header_bytes: length of the header with any metadata; the data starts there.
+        bytes: length of the object.
+        placed: every piece, in the object's order; ``order``: its index among the given pieces.
     """
 
     sections: str = field(repr=False)
@@ -148,7 +147,7 @@ class ObjectLayout:
         return dtype_of(place.dtype).itemsize
 
     def sources(self, pieces: Sequence[ShardPiece]) -> Iterator[tuple[int, torch.Tensor]]:
-        """(offset, bytes) of each piece that has any, in the object's order. ``pieces`` as they were given to :func:`lay_out`."""
+        """(offset, bytes) of each non-empty piece, in the object's order. ``pieces`` are those given to :func:`lay_out`."""
         for place, index in zip(self.placed, self.order, strict=True):
             data = pieces[index].data
             if data.numel():
@@ -157,7 +156,7 @@ class ObjectLayout:
 
 @dataclass(frozen=True)
 class ObjectPlan:
-    """The bytes of one rank's object: header, then (offset, bytes) sources in order; whatever is in between is zero."""
+    """The bytes of one rank's object: the header, then (offset, bytes) sources in order; the gaps are zero."""
 
     header: bytes
     bytes: int
@@ -193,21 +192,21 @@ class ObjectPlan:
 
 
 def plan_object(pieces: Sequence[ShardPiece], metadata: Mapping[str, str]) -> ObjectPlan:
-    """Lay one rank's pieces out as an object.
+    """Lay out one rank's pieces as an object.
 
     Args:
-        pieces: in the order that the tensors have everywhere (the model's order).
+        pieces: pieces in the order that the tensors have on all ranks (the model's order).
         metadata: strings for the safetensors header.
 
     Raises:
-        ValueError: one tensor with two shapes, or one kind of it with two dtypes.
+        ValueError: a tensor has two shapes, or one of its kinds has two dtypes.
     """
     layout = lay_out(pieces)
     return ObjectPlan(layout.header(metadata), layout.bytes, layout.placed, tuple(layout.sources(pieces)))
 
 
 class Described(Protocol):
-    """What a layout needs to know of a piece; :class:`ShardPiece` has it."""
+    """The properties of a piece that a layout needs; :class:`ShardPiece` has them."""
 
     @property
     def name(self) -> str: ...
@@ -235,7 +234,7 @@ def lay_out(pieces: Sequence[Described]) -> ObjectLayout:
     sections: dict[tuple[int, str], list[int]] = {
         (index, kind): [] for index, (kind_dtypes, _) in enumerate(groups) for kind, _ in kind_dtypes
     }
-    # Optimizers list parameters by their own groups; on disk all kinds follow the tensors' one order, or runs would break up.
+    # Optimizers list parameters by their own groups. On disk all kinds follow one order of tensors, so that runs stay whole.
     rank_of = {name: index for index, name in enumerate(kinds)}
     for number in sorted(range(len(pieces)), key=lambda i: (rank_of[pieces[i].name], pieces[i].start)):
         sections[group_of[pieces[number].name], pieces[number].kind].append(number)
@@ -275,10 +274,10 @@ def lay_out(pieces: Sequence[Described]) -> ObjectLayout:
 
 
 def tensor_kinds(entries: Iterable[tuple[str, str, str, tuple[int, ...]]]) -> dict[str, dict[str, str]]:
-    """``{name: {kind: dtype}}`` in the order met, from (name, kind, dtype, shape) entries.
+    """``{name: {kind: dtype}}`` in order of first occurrence, from (name, kind, dtype, shape) entries.
 
     Raises:
-        ValueError: contradicting shapes or dtypes.
+        ValueError: shapes or dtypes contradict each other.
     """
     kinds: dict[str, dict[str, str]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -293,7 +292,7 @@ def tensor_kinds(entries: Iterable[tuple[str, str, str, tuple[int, ...]]]) -> di
 def group_tensors(kinds: Mapping[str, Mapping[str, str]]) -> list[tuple[tuple[tuple[str, str], ...], list[str]]]:
     """Group tensors that have the same kinds with the same dtypes: ``[(((kind, dtype), ..), [name, ..]), ..]``.
 
-    Groups, and the tensors in them, stay in the order given; kinds in the order in which any tensor first names them.
+    Groups and their tensors stay in the given order. Kinds are in the order of their first occurrence in any tensor.
     """
     order: dict[str, int] = {}
     for of_tensor in kinds.values():
@@ -306,10 +305,10 @@ def group_tensors(kinds: Mapping[str, Mapping[str, str]]) -> list[tuple[tuple[tu
 
 
 def merge_orders(orders: Iterable[Iterable[K]]) -> list[K]:
-    """One order of all items in which each rank's neighbours stay close: unseen items go right after their predecessor.
+    """Merge the ranks' orders into one that keeps neighbours close: an unseen item goes right after its predecessor.
 
-    Ranks that list every tensor agree and nothing changes. Where each lists only what it holds (its part of unit 1, of
-    unit 2, ..), the parts of a unit come out next to each other, as in the model.
+    If every rank lists every tensor, the order is unchanged. If each rank lists only the parts that it holds, the parts of a unit end up
+    next to each other, as in the model.
     """
     following: dict[K | None, K | None] = {None: None}
     for items in orders:
@@ -328,16 +327,16 @@ def merge_orders(orders: Iterable[Iterable[K]]) -> list[K]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` -> ``"bfloat16"``, as it stands in the manifest."""
+    """The dtype's name in the manifest: ``torch.bfloat16`` -> ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Raises ValueError for a name that this torch does not know."""
+    """The dtype of that name. Raises ValueError for a name that this torch does not know."""
     dtype = vars(torch).get(name)  # not getattr(), which imports some of torch's modules
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype {name!r} is not known to torch {torch.__version__}")
     if name.startswith("q"):
-        # A quantized tensor that is made without its quantizer ends the process with a segmentation fault (torch 2.13).
+        # A quantized tensor created without its quantizer crashes the process with a segmentation fault (torch 2.13).
         raise ValueError(f"dtype {name!r} is quantized: its scales are no part of the tensor; store int_repr() and the scales")
     return dtype

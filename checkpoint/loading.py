@@ -1,8 +1,8 @@
-"""Loading a training script's state, whatever the number of ranks and the layout then and now; all of it, or chosen parts.
+"""Load a training script's state, or parts of it, with any number of ranks and any layout.
 
-    candidates (rank 0 lists, all take them) -> names, shapes, dtypes -> storage for what is on the meta device -> verified reads
+    candidates (listed by rank 0) -> check of names, shapes, dtypes -> storage for meta-device tensors -> verified reads
 
-Every rank reads its own intervals; the ranks only agree on the commit and, at the end, on whether it was sound.
+Every rank reads its own intervals. The ranks only agree on the commit and, at the end, on whether it is intact.
 """
 
 from __future__ import annotations
@@ -46,14 +46,20 @@ from .store import ObjectStore, Root, store_of
 from .tensors import LocalPart, check_target, local_part
 
 _log = logging.getLogger(__name__)
-PARTLY = "the state holds parts of it now: load again before it is used"
+PARTLY = "the state now holds parts of it: load again before using it"
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The result of a load beside the tensors: ``values`` are the plain entries saved (each access reads one anew), ``aux`` this rank's own
-    (``None`` if the number of ranks has changed), ``skipped`` damaged newer commits that were passed over, ``missing`` names that
-    ``allow_missing`` left as they were, ``read`` the bytes and requests of this rank."""
+    """The result of a load, besides the tensors.
+
+    Attributes:
+        values: plain entries of the checkpoint; each access reads one anew.
+        aux: this rank's own values; ``None`` if the number of ranks has changed.
+        skipped: damaged newer commits that were skipped.
+        missing: names that ``allow_missing`` left unchanged.
+        read: bytes and requests of this rank.
+    """
 
     commit: Commit
     step: int
@@ -68,7 +74,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class _Request:
-    """How to load, the same for every candidate."""
+    """Options of a load, the same for every candidate."""
 
     choice: Choice
     cast: bool
@@ -93,30 +99,30 @@ def load(
     budget_bytes: int = BUDGET_BYTES,
     group: dist.ProcessGroup | None = None,
 ) -> Loaded:
-    """Load into the modules, tensors and optimizers of ``state``, in place; every rank calls it. Any number of ranks, any layout.
+    """Load into the modules, tensors and optimizers of ``state``, in place, with any number of ranks and any layout. Every rank calls it.
 
-    Only what ``state`` names is read: ``{"model": module}`` reads the weights alone. Plain JSON entries are replaced in
-    ``state``. A damaged newest checkpoint is passed over for the one before, by all ranks together. Every tensor of the entries must be in
-    the checkpoint and the other way round, with the same shape and dtype, but for what these arguments allow. Globs: see ``names.py``.
+    Only the entries of ``state`` are read: ``{"model": module}`` reads the weights alone. Plain JSON entries are replaced in ``state``. If
+    the newest checkpoint is damaged, all ranks go back to the one before. Every tensor of the entries must be in the checkpoint and vice
+    versa, with equal shape and dtype, except as these arguments allow. ``names.py`` describes globs.
 
     Args:
-        commit: a commit's name; default: the newest whole one. A named one is never passed over.
-        include, exclude: globs of the model's names; other tensors, and their optimizer states, are left as they are.
-        allow_missing: globs of the model's names (and of plain entries) that the checkpoint may lack; they are left as they are.
+        commit: name of a commit; by default the newest intact one. A named commit is never skipped.
+        include, exclude: globs of the model's names; other tensors and their optimizer states stay unchanged.
+        allow_missing: globs of the model's names (and of plain entries) that the checkpoint may lack; they stay unchanged.
         allow_unexpected: globs of the checkpoint's names that ``state`` may lack.
         rename: table from the model's names to the checkpoint's.
-        cast: convert between dtypes of floating point, or of integers.
-        device: where to put parameters that are on the meta device; default: a DTensor's mesh's device, else CPU. They get storage shard
-            by shard, and optimizers that hold them go on with the new ones.
-        rng: restore the random generators; on another number of ranks they are seeded from (commit, rank) instead.
-        budget_bytes: memory to take beside the tensors.
+        cast: whether to convert between floating-point dtypes, or between integer dtypes.
+        device: device for parameters on the meta device; by default the device of a DTensor's mesh, or the CPU. Only the shards get
+            storage, and optimizers that hold the parameters get the new ones.
+        rng: whether to restore the random generators. With another number of ranks they are seeded from (commit, rank) instead.
+        budget_bytes: memory to use besides the tensors, in bytes.
 
     Raises:
-        NoCheckpoint: nothing to load. CheckpointMismatch: it is another model's; nothing was changed (where a model was on the meta
-            device and an optimizer's states don't fit, the model has storage without values).
-        CheckpointCorrupt: damaged, and no older one to go back to; the message says so if tensors hold parts of it.
-        OSError: a checkpoint is out of reach (no permission, no file descriptor left): it may be whole, and is not passed over.
-        ValueError: a parameter or buffer on the meta device that would get no value, or a tensor that can't be filled (expanded, sparse).
+        NoCheckpoint: there is nothing to load. CheckpointMismatch: the checkpoint is another model's. Nothing was changed, except that a
+            model on the meta device has storage without values if an optimizer's states do not fit.
+        CheckpointCorrupt: the checkpoint is damaged, and there is no older one. The message says if tensors hold parts of it.
+        OSError: a checkpoint is out of reach (no permission, no free file descriptor). It may be intact, so it is not skipped.
+        ValueError: a parameter or buffer on the meta device would get no value, or a tensor cannot be filled (expanded, sparse).
     """
     rank, world = ranks_of(group)
     state_of(state)
@@ -142,7 +148,7 @@ def _candidates(store: ObjectStore, named: str | Commit | None) -> list[Commit]:
         return [open_checkpoint(store, named).commit]
     found = list(newest_first(store))
     if not found:
-        open_checkpoint(store)  # raises, saying what is there
+        open_checkpoint(store)  # raises an error that names what is there
         raise NoCheckpoint(f"no checkpoint in {store.describe()}")
     return found
 
@@ -195,26 +201,25 @@ def _own(where: str, rank: int, aux: Any) -> Any:
     try:
         return unpack(aux["values"], Data())
     except ValueError as error:
-        raise CheckpointMismatch(f"{where}, rank {rank}: its aux can't be taken back: {error}") from error
+        raise CheckpointMismatch(f"{where}, rank {rank}: its aux cannot be restored: {error}") from error
 
 
 def prepared(
     state: Mapping[str, Any], holder: Saved, where: str, choice: Choice, cast: bool, device: torch.device | None
 ) -> tuple[Flat, dict[Pair, Pair], dict[str, Any]]:
-    """Make ``state`` ready to be read into: names, shapes and dtypes agree with what ``holder`` has; what is on the meta device gets
-    storage; optimizer states that it lacks are made. Returns the state taken apart, ``{pair here: pair stored}`` of what is to be read, and
-    the values of its plain entries.
+    """Prepare ``state`` for reading: check names, shapes and dtypes against ``holder``, allocate meta-device tensors, create missing
+    optimizer states. Returns the flattened state, ``{pair here: pair stored}`` of the tensors to read, and the values of its plain entries.
 
     Raises:
-        CheckpointMismatch: nothing was changed, but that models on the meta device may have got storage.
-        ValueError: a parameter or buffer on the meta device that would get no value.
+        CheckpointMismatch: nothing was changed, except that models on the meta device may have storage.
+        ValueError: a parameter or buffer on the meta device would get no value.
     """
     check_saved_meta(where, holder.meta, optimizers=any(isinstance(value, torch.optim.Optimizer) for value in state.values()))
     check_entries(where, state, holder, flatten_models(state), choice)
     values = plain_values(where, state, holder)
     models = [value for value in state.values() if isinstance(value, nn.Module) and on_meta(value)]
     if models:
-        # The weights are checked before anything gets storage; with the optimizers once more below, which need it.
+        # Check the weights before anything gets storage. The check with optimizers below needs the storage.
         weights = {key: value for key, value in state.items() if not isinstance(value, torch.optim.Optimizer)}
         flat = flatten_models(weights)
         check_filled(flat, _agreed(where, holder, stored_pairs(weights, holder), flat, choice, cast), models)
@@ -227,13 +232,13 @@ def prepared(
 
 
 def _agreed(where: str, holder: Holder, among: Set[Pair], flat: Flat, choice: Choice, cast: bool) -> dict[Pair, Pair]:
-    """``{pair here: pair stored}`` of what will be read.
+    """``{pair here: pair stored}`` of the tensors to read.
 
     Args:
-        among: the stored pairs that belong to the entries of the state, and may not be left over.
+        among: stored pairs that belong to the state's entries and must not be left over.
 
     Raises:
-        CheckpointMismatch: what doesn't fit. ValueError: a tensor that can't be loaded into.
+        CheckpointMismatch: something does not fit. ValueError: a tensor cannot be loaded into.
     """
     taken = {pair: tensor for pair, tensor in flat.tensors.items() if choice.takes_pair(pair, flat)}
     for (name, _), tensor in taken.items():
@@ -243,7 +248,7 @@ def _agreed(where: str, holder: Holder, among: Set[Pair], flat: Flat, choice: Ch
         there = some(list(dict.fromkeys(pair[0] for pair in flat.tensors)))
         raise CheckpointMismatch(f"{where}: no tensor of the state fits include={', '.join(choice.include)!r}; it has {there}")
     source = {pair: choice.source(pair, flat, holder) for pair in flat.tensors}
-    # A tensor that was left out on purpose has its counterpart all the same: that is not unexpected.
+    # A tensor that was excluded on purpose still has a stored counterpart; that one is not unexpected.
     left_out = {(holder.aliases.get(n, n), k) for pair, (n, k) in source.items() if pair not in wanted}
     among = {pair for pair in among - left_out if choice.takes_stored(pair[0])}
     for alias, name in flat.aliases.items():
@@ -268,20 +273,20 @@ def _agreed(where: str, holder: Holder, among: Set[Pair], flat: Flat, choice: Ch
 
 
 def check_filled(flat: Flat, there: Mapping[Pair, Pair], models: list[nn.Module]) -> None:
-    """Raises ValueError, naming what of ``models`` is on the meta device and not in ``there``."""
+    """Raises ValueError, with their names, if tensors of ``models`` are on the meta device and not in ``there``."""
     empty = [name for (name, kind), tensor in flat.tensors.items() if tensor.is_meta and (name, kind) not in there]
     known = {id(tensor) for tensor in flat.tensors.values()}
     empty += [name for model in models for name, buffer in model.named_buffers() if buffer.is_meta and id(buffer) not in known]
     if empty:
         more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
         raise ValueError(
-            f"{', '.join(map(repr, empty[:3]))}{more} would stay without a value: on the meta device, and not read from the checkpoint; "
+            f"{', '.join(map(repr, empty[:3]))}{more} would get no value: on the meta device, and not read from the checkpoint; "
             "give them storage and values (to_empty, init) before loading"
         )
 
 
 def _fill(checkpoint: Checkpoint, flat: Flat, there: Mapping[Pair, Pair], request: _Request, world: int, rank: int) -> ReadPlan:
-    """Read this rank's part of every tensor straight into it. What isn't contiguous goes through a copy, one tensor at a time."""
+    """Read this rank's part of every tensor directly into it. Non-contiguous tensors go through a copy, one at a time."""
     ranges: list[Range] = []
     copied: list[tuple[LocalPart, Pair]] = []
     for pair, stored in there.items():

@@ -1,8 +1,8 @@
-"""The commit object: one JSON document that says where every element of every tensor lies, sealed by its last line.
+"""The commit object: one JSON document with the place of every element of every tensor, sealed by its last line.
 
-A manifest is read before anything is trusted: the seal (SHA-256) is checked first, then every number against every other,
-so that a damaged or malicious manifest can neither send a read outside its objects nor make the reader allocate more than
-the objects hold. The format is described for strangers in ``docs/checkpoint-format.md``.
+A manifest is checked before anything in it is trusted: first the seal (SHA-256), then every number against the others. So a damaged or
+malicious manifest can neither direct a read outside its objects nor make the reader allocate more than they hold.
+``docs/reference/checkpoint-format.md`` describes the format.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from .store import ALIGNMENT
 from .tiling import ROWS, Tiling
 
 TILED = "rcp/2"
-"""The format of a manifest with tensors that are stored tile by tile; that of all others is ``rcp/1``."""
+"""Format of a manifest with tensors stored tile by tile; all others have ``rcp/1``."""
 _MOST_DEEP = 400
-"""Lists and objects within each other: JSON's readers stop at some hundred more. Values of a state (100 deep) have tags between."""
+"""Deepest nesting of lists and objects. JSON readers fail a few hundred levels further. Values of a state (100 deep) have tags in
+between."""
 _DATA_KEY = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9_-]{0,127}/r[0-9]{5,9}\.safetensors")
 _AUX_KEY = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9_-]{0,127}/r[0-9]{5,9}\.aux\.json")
 _ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
@@ -39,11 +40,11 @@ _MAX_DIMS = 64  # torch's own limit
 _LIMIT = 1 << 62
 
 MAX_BYTES = 256 << 20
-"""Of a manifest: 40 times that of an 8B model on 1024 ranks. JSON takes about ten times as much memory while it is parsed."""
+"""Largest manifest, in bytes: 40 times that of an 8B model on 1024 ranks. Parsing the JSON takes about ten times as much memory."""
 
 
 class ManifestError(ValueError):
-    """The bytes are not a valid manifest; the message says what is wrong, in one sentence whatever it quotes."""
+    """The bytes are no valid manifest. The message says what is wrong in one sentence, and shortens long quotes."""
 
     def __init__(self, message: str) -> None:
         super().__init__(shortened(message))
@@ -51,7 +52,7 @@ class ManifestError(ValueError):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a group: elements ``[base, base + numel)`` of the group's flat space, in the order ``tiling``."""
+    """One tensor of a group: elements ``[base, base + numel)`` of the group's index space, in the order ``tiling``."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -66,7 +67,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, eq=False)
 class Extents:
-    """Where one kind of one group lies: int64 columns, sorted, tiling ``[0, numel)``.
+    """Place of one kind of one group: int64 columns, sorted, tiling ``[0, numel)``.
 
     Elements ``[start[i], end[i])`` of the group are bytes ``[offset[i], offset[i] + (end[i] - start[i]) * itemsize)`` of object
     ``object[i]``.
@@ -138,7 +139,7 @@ class ObjectEntry:
 
 @dataclass(frozen=True)
 class AuxEntry:
-    """One rank's JSON of per-rank state (random generators, ..)."""
+    """One rank's JSON object of per-rank state, such as random generators."""
 
     key: str
     rank: int
@@ -157,7 +158,7 @@ class AuxEntry:
 
 @dataclass(frozen=True, eq=False)
 class Manifest:
-    """A whole checkpoint, as committed."""
+    """A complete checkpoint, as committed."""
 
     step: int
     epoch: int
@@ -190,7 +191,7 @@ class Manifest:
         return {t.fqn: t for t in self.tensors}
 
     def owners(self, object_index: int, start: int, end: int) -> tuple[str, ...]:
-        """What bytes ``[start, end)`` of an object hold: tensors (with their kind unless it is ``param``), ``header``, ``padding``."""
+        """Contents of bytes ``[start, end)`` of an object: tensors (with their kind unless it is ``param``), ``header``, ``padding``."""
         found: list[str] = []
         covered = 0
         first = self._data_start(object_index)
@@ -237,7 +238,7 @@ def commit_name(epoch: int, step: int) -> str:
 
 
 def parse_commit_name(name: str) -> tuple[int, int] | None:
-    """``(epoch, step)``, the order of commits; ``None`` for anything that is no commit's name."""
+    """``(epoch, step)``, the order of commits; ``None`` if ``name`` is no commit's name."""
     match = _COMMIT.fullmatch(name)
     if match is None:
         return None
@@ -252,7 +253,7 @@ def check_attempt(attempt: str) -> str:
 
 
 def check_meta(meta: Mapping[str, Any], what: str = "meta") -> None:
-    """Raises ValueError, naming the first value that strict JSON can't hold."""
+    """Raises ValueError, naming the first value that strict JSON cannot hold."""
     for path, value in _leaves(meta, what):
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{path} is {value}, which JSON has no number for; store it as a string")
@@ -276,10 +277,10 @@ def _leaves(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
 
 
 def strict_json(raw: bytes | str) -> Any:
-    """JSON of one meaning: no key twice (parsers differ in which counts), no NaN, no infinity, no number that becomes one.
+    """Parse unambiguous JSON: no duplicate key (parsers differ in which counts), no NaN, no infinity, no number that overflows to one.
 
     Raises:
-        ValueError: anything else. RecursionError: nested some thousand deep.
+        ValueError: the text is not such JSON. RecursionError: it is nested some thousand levels deep.
     """
     return json.loads(raw, object_pairs_hook=_object, parse_constant=_no_number, parse_float=_finite)
 
@@ -288,7 +289,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} stands twice in one object")
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} occurs twice in one object")
     return found
 
 
@@ -310,7 +311,7 @@ def seal(body: bytes) -> bytes:
 
 
 def unseal(raw: bytes) -> tuple[bytes, str]:
-    """(body, sha256). Raises ManifestError."""
+    """Check the seal and return (body, sha256). Raises ManifestError."""
     body, last = raw[:-65], raw[-65:]
     digest = hashlib.sha256(body).hexdigest()
     if last != digest.encode() + b"\n" or not body.endswith(b"\n"):
@@ -369,7 +370,7 @@ def decode(raw: bytes) -> tuple[Manifest, str]:
     """Parse and check a commit object: ``(manifest, sha256 of its body)``.
 
     Raises:
-        ManifestError: torn, damaged, of an unknown format, or contradicting itself.
+        ManifestError: the object is torn, damaged, of an unknown format, or contradicts itself.
     """
     body, digest = unseal(raw)
     try:
@@ -408,7 +409,7 @@ def validate(manifest: Manifest) -> None:
     """Check every number of a manifest against every other.
 
     Raises:
-        ManifestError: naming the first contradiction.
+        ManifestError: names the first contradiction.
     """
     _expect(_ATTEMPT.fullmatch(manifest.attempt) is not None, f"attempt {manifest.attempt!r} is no identifier")
     _expect(isinstance(manifest.aliases, dict) and isinstance(manifest.meta, dict), "aliases and meta must be JSON objects")
@@ -452,14 +453,15 @@ def _check_tiling(e: Extents, numel: int, what: str) -> None:
 
 
 def _check_bytes(manifest: Manifest) -> None:
-    """Every extent lies inside its object, aligned to its dtype, and no two share a byte (else a small file could claim a huge tensor)."""
+    """Check that every extent lies inside its object and is aligned to its dtype, and that no two share a byte. Otherwise a small file
+    could claim a huge tensor."""
     columns = [(e.object, e.offset, (e.end - e.start), e.dtype.itemsize) for g in manifest.groups for e in g.kinds if len(e.start)]
     if not columns:
         return
     sizes = np.array([o.bytes for o in manifest.objects], dtype=np.int64)
     for objects, offsets, lengths, itemsize in columns:
         _expect(bool(((objects >= 0) & (objects < len(sizes))).all()), "an extent names an object that does not exist")
-        # Divided, not multiplied: a product could overflow int64.
+        # Divide rather than multiply, since a product could overflow int64.
         room = (sizes[objects] - offsets) // itemsize
         _expect(bool(((offsets >= 0) & (lengths <= room)).all()), "an extent reaches beyond the end of its object")
         _expect(bool((offsets % itemsize == 0).all()), "an extent is not aligned to its dtype")
@@ -475,7 +477,7 @@ def _tensor(raw: Mapping[str, Any], tiled: bool) -> TensorEntry:
     stated = _list(raw, "shape")
     _expect(len(stated) <= _MAX_DIMS, f"a tensor of {len(stated)} dimensions")
     shape = tuple(_integer(n, "a dimension") for n in stated)
-    # An empty tensor too must have a shape whose strides torch can hold.
+    # An empty tensor, too, needs a shape whose strides torch can hold.
     _expect(math.prod(max(1, n) for n in shape) < _LIMIT, f"a tensor of shape {shape} is too large")
     tiles = raw.get("tiles", [])
     _expect(tiled or not tiles, f"tiles in a manifest that says {FORMAT!r}, whose readers don't know them")

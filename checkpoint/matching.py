@@ -1,4 +1,4 @@
-"""Does what is wanted agree with what is stored? Names, shapes and dtypes, strictly, but for what is allowed to differ."""
+"""Match wanted against stored tensors by name, shape and dtype; strictly, except as allowed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What a checkpoint has of one tensor."""
+    """Shape of one stored tensor, and dtype of each of its kinds."""
 
     shape: tuple[int, ...]
     kinds: Mapping[str, torch.dtype]
@@ -36,19 +36,19 @@ def match(
     cast: bool = False,
     models: Sequence[str] = (),
 ) -> dict[Pair, Pair]:
-    """``{wanted pair: stored pair}`` of those that are there.
+    """Match the wanted pairs: ``{wanted pair: stored pair}`` of those that are stored.
 
     Args:
-        where: what holds ``tensors`` (and ``aliases`` of them), for the message.
+        where: description of the holder of ``tensors`` and ``aliases``, for the message.
         wanted: ``{(name, kind): (shape, dtype)}``.
-        among: the stored pairs that may not be left over; by default all of the kinds that ``wanted`` mentions.
-        source: the stored pair of each wanted one, where the names differ.
-        allow_missing: globs of wanted names that may be lacking. allow_unexpected: of stored names that may be left over.
-        cast: dtypes of the same sort (floating point, or integer) may differ.
-        models: entries of the state that are tensors; the message tells the model's from others'.
+        among: stored pairs that must not be left over; by default all of the kinds that ``wanted`` mentions.
+        source: stored pair of each wanted pair whose name differs.
+        allow_missing, allow_unexpected: globs of wanted names that may be missing, and of stored names that may be left over.
+        cast: whether floating-point dtypes, or integer dtypes, may differ.
+        models: the state's entries that are tensors, for the message.
 
     Raises:
-        CheckpointMismatch: one line naming the first differences of each sort.
+        CheckpointMismatch: one line with the first differences of each kind.
     """
     source = source or {}
     stored = {(name, kind) for name, tensor in tensors.items() for kind in tensor.kinds}
@@ -93,7 +93,7 @@ def match(
 
 
 def castable(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Casts stay within a sort: floating point, or integers. What a cast to another sort would mean is for the caller to say."""
+    """Whether a cast stays within floating point or within integers. Other casts are for the caller to define."""
     if stored.is_floating_point or wanted.is_floating_point:
         return stored.is_floating_point and wanted.is_floating_point
     return not any(d.is_complex or d == torch.bool for d in (stored, wanted))

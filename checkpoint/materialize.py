@@ -1,4 +1,4 @@
-"""Storage for modules that were built on the meta device: the shards only, where they are sharded already."""
+"""Allocate storage for modules built on the meta device; for sharded modules, only the shards."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def on_meta(module: nn.Module) -> bool:
 
 
 def materialize(module: nn.Module, device: torch.device | None = None, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
-    """Give every parameter and buffer that is on the meta device uninitialized storage; the others stay as they are.
+    """Give every parameter and buffer on the meta device uninitialized storage; the others stay unchanged.
 
-    Goes through the module's ``_apply``, as ``to_empty`` does, so that units of ``fully_shard`` (ours and torch's) take notice. Tied
-    parameters stay tied, and optimizers that hold the old parameters get the new ones.
+    It uses the module's ``_apply``, as ``to_empty`` does, so that units of ``fully_shard`` (ours and torch's) notice. Tied parameters stay
+    tied, and optimizers that hold the old parameters get the new ones.
 
     Args:
-        device: default: the device of a DTensor's mesh, else CPU.
+        device: target device; by default the device of a DTensor's mesh, or the CPU.
     """
     before = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
@@ -52,7 +52,7 @@ def _place(tensor: torch.Tensor, device: torch.device | None) -> torch.device:
 
 
 def _tie(module: nn.Module, parameters: dict[str, nn.Parameter], buffers: dict[str, torch.Tensor]) -> None:
-    """``_apply`` makes a new tensor for every name; names that shared one share the first's again."""
+    """Restore tied names: ``_apply`` makes a new tensor for every name, so names that shared one get the first name's tensor."""
     first: dict[int, torch.Tensor] = {}
     for name, old in [*parameters.items(), *buffers.items()]:
         owner_name, _, own = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Objects in this process's memory: for tests, and for state that need not outlive the process."""
+"""A store in this process's memory, for tests and for state that need not outlive the process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .store import Entry, KeyExists, KeyMissing, check_key, delete_each
 
 
 class MemoryStore:
-    """A store with the seam's full meaning, exclusive creation included, except that nothing is durable. Safe between threads.
+    """A store with all guarantees of the interface, exclusive creation included, except durability. Thread-safe.
 
-    ``objects`` holds ``{key: (bytes, time of creation)}``; a test may harm it. Ranks in other processes see none of it.
+    ``objects`` holds ``{key: (bytes, time of creation)}``, which a test may damage. Other processes do not see it.
     """
 
     request_bytes = 1 << 20
@@ -83,13 +83,13 @@ class MemoryStore:
 
 
 class MemoryReader:
-    """An object's bytes as they were when it was opened."""
+    """An object's bytes at the time when it was opened."""
 
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
 
     def expect(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def read_into(self, offset: int, view: memoryview) -> int:
         found = self._data[offset : offset + len(view)]

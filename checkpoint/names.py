@@ -1,9 +1,9 @@
-r"""Choosing tensors by glob, and tables that turn one program's names into another's.
+r"""Choose tensors by glob, and map one program's names to another's by tables.
 
-Globs are the shell's: ``*`` any characters (dots too), ``?`` one, ``[ab]`` one of these (not in tables). A table's rules are tried in
-order and the first that fits the whole name counts; a name that none fits stays as it is:
+Globs are those of the shell: ``*`` is any characters (including dots), ``?`` one character, ``[ab]`` one of these (not in tables). A
+table's rules are tried in order, and the first one that matches the whole name applies. A name without a matching rule stays unchanged:
 
-    "layers.*.attention.*_proj.weight": "model.layers.*.self_attn.*_proj.weight"     the stars' texts go to the stars, in order
+    "layers.*.attention.*_proj.weight": "model.layers.*.self_attn.*_proj.weight"     each star copies the text of its counterpart
     "re:blocks\.(\d+)\.(.*)":          "model.layers.\1.\2"                          a regular expression after ``re:``
 """
 
@@ -17,10 +17,16 @@ from fnmatch import fnmatchcase
 from .errors import CheckpointMismatch
 
 Globs = str | Iterable[str]
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+def canonical(name: str) -> str:
+    """A parameter's name without what wrappers (activation checkpointing, torch.compile) put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def globs(patterns: Globs) -> tuple[str, ...]:
-    """One glob or several, as a tuple. Raises ValueError for what is neither."""
+    """One glob or several, as a tuple. Raises ValueError for any other value."""
     found = (patterns,) if isinstance(patterns, str) else tuple(patterns) if isinstance(patterns, Iterable) else (patterns,)
     for one in found:
         if not isinstance(one, str):
@@ -29,7 +35,7 @@ def globs(patterns: Globs) -> tuple[str, ...]:
 
 
 def entry_of(name: str, entries: Iterable[str]) -> str:
-    """The entry of the state that the tensor stored as ``name`` belongs to: of those that it begins with the longest, else "model"."""
+    """The state's entry that the tensor stored as ``name`` belongs to: the longest one that is a prefix of the name, or "model"."""
     return max((entry for entry in entries if entry != "model" and name.startswith(f"{entry}/")), key=len, default="model")
 
 
@@ -38,21 +44,21 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def chosen(name: str, include: Iterable[str], exclude: Iterable[str]) -> bool:
-    """Whether some glob of ``include`` fits ``name`` and none of ``exclude`` does."""
+    """Whether some glob of ``include`` matches ``name`` and none of ``exclude`` does."""
     return matches(name, include) and not matches(name, exclude)
 
 
 def nearest(name: str, among: Iterable[str]) -> str:
-    """`` (nearest there: 'x')``, or nothing where no name resembles it."""
+    """`` (nearest there: 'x')``, or an empty text if no name is similar."""
     near = difflib.get_close_matches(name, list(among), n=1, cutoff=0.6)
     return f" (nearest there: {near[0]!r})" if near else ""
 
 
 class NameTable:
-    """An ordered table of rules, from this program's names to another's; see the head of this file.
+    """An ordered table of rules from this program's names to another's, as described at the head of this module.
 
     Raises:
-        ValueError: a rule that can't work, named.
+        ValueError: a rule is invalid; the message names it.
     """
 
     def __init__(self, rules: Mapping[str, str] | None = None) -> None:
@@ -70,11 +76,11 @@ class NameTable:
         """The table of the opposite direction.
 
         Raises:
-            ValueError: a regular expression or a ``?``, which has no opposite.
+            ValueError: a rule has a regular expression or a ``?``, which has no opposite.
         """
         for pattern, to in self.rules.items():
             if pattern.startswith("re:") or "?" in pattern or pattern.count("*") != to.count("*"):
-                raise ValueError(f"the rule {pattern!r}: {to!r} can't be turned round; give the table of the other direction")
+                raise ValueError(f"the rule {pattern!r}: {to!r} has no inverse: give the table of the other direction")
         return NameTable({to: pattern for pattern, to in self.rules.items()})
 
     def map(self, names: Iterable[str]) -> dict[str, str]:
@@ -93,7 +99,7 @@ class NameTable:
 
 
 def table_of(rename: Mapping[str, str] | NameTable | None) -> NameTable:
-    """Raises ValueError for what is no table."""
+    """The table. Raises ValueError if ``rename`` is none."""
     if rename is not None and not isinstance(rename, (NameTable, Mapping)):
         raise ValueError(f"rename is a {type(rename).__name__}; give a table {{name here: name there}}")
     return rename if isinstance(rename, NameTable) else NameTable(rename)

@@ -1,10 +1,10 @@
-"""Host memory that bytes are moved through: aligned for direct transfers, page-locked beside a GPU, in huge pages where that pays.
+"""Host buffers for transfers: aligned for direct I/O, page-locked for a GPU, in huge pages if that pays.
 
-A direct transfer hands the disk the memory's physical pages, a segment for each piece that lies together. Where every segment costs
-something (a virtual machine's disk takes them apart one by one), memory in pages of 4 KiB that lie anywhere is slow: on a Firecracker
-machine (virtio block, 2 cores) reads of 1 MiB into eight such buffers came at 0.6 GB/s, into buffers in huge pages at 1.7, for a third of
-the processor time; writes at 2.1 and 3.8 (8 interleaved rounds of 512 MiB). How the pages of an ordinary buffer lie is luck, and stays
-so for its life: one process loads three times as fast as the next.
+A direct transfer hands the disk one segment for each contiguous piece of physical memory. If every segment costs time, as on a virtual
+machine's disk, scattered 4 KiB pages are slow. On a Firecracker machine (virtio block, 2 cores), reads of 1 MiB into eight such buffers ran
+at 0.6 GB/s. Into huge pages they ran at 1.7 GB/s with a third of the processor time; writes ran at 2.1 and 3.8 GB/s (8 interleaved rounds
+of 512 MiB). The placement of an ordinary buffer's pages is random and stays for its life, so one process loads three times as fast as the
+next.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ import torch
 from .store import ALIGNMENT
 
 HUGE_BYTES = 2 << 20
-"""A huge page's, on x86-64 and on arm64 with pages of 4 KiB. Elsewhere the advice below has less effect, and does no harm."""
+"""Bytes of a huge page on x86-64, and on arm64 with 4 KiB pages. Elsewhere the advice below has less effect and does no harm."""
 
 PAYS = 8
-"""How many times its size a buffer must move to be put in huge pages: one that the host has to find first took 8 ms, of 2 MiB."""
+"""A buffer must move this many times its size to be put in huge pages, since the host may need 8 ms to find one of 2 MiB."""
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 
 def aligned_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
-    """An uninitialised uint8 CPU tensor of ``size`` bytes whose address is a multiple of 4096 (neither torch nor numpy give that)."""
+    """An uninitialised uint8 CPU tensor of ``size`` bytes with an address that is a multiple of 4096 (torch and numpy do not ensure
+    that)."""
     raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
     shift = -raw.data_ptr() % ALIGNMENT
     return raw[shift : shift + size]
 
 
 def transfer_buffers(count: int, size: int, moved: int, *, pinned: bool = False) -> list[torch.Tensor]:
-    """``count`` aligned uint8 buffers of ``size`` bytes each, through which ``moved`` bytes will go in all.
+    """``count`` aligned uint8 buffers of ``size`` bytes each, through which ``moved`` bytes in total will go.
 
-    Of one piece of memory, from the system itself (given back at once when the last is dropped; an allocator would keep it for the
-    thread), in huge pages if that pays and the system has some. ``pinned``: page-locked, by torch.
+    They share one mapping from the system, in huge pages if that pays and the system has some. It is returned at once when the last buffer
+    is dropped; an allocator would keep it for the thread. ``pinned``: page-locked, by torch.
     """
     if pinned or count * size == 0:
         return [aligned_buffer(size, pinned=pinned) for _ in range(count)]
@@ -46,7 +47,7 @@ def transfer_buffers(count: int, size: int, moved: int, *, pinned: bool = False)
     whole, base = count * each, 0
     if whole >= HUGE_BYTES and moved >= PAYS * whole:
         mapping = _mapping(-(-whole // HUGE_BYTES) * HUGE_BYTES + HUGE_BYTES)
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # the kernel has no huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
         memory = torch.frombuffer(mapping, dtype=torch.uint8)
         base = -memory.data_ptr() % HUGE_BYTES
@@ -56,14 +57,15 @@ def transfer_buffers(count: int, size: int, moved: int, *, pinned: bool = False)
 
 
 def touched_buffer(size: int) -> torch.Tensor:
-    """At least ``size`` bytes from the system itself (freed as a whole when the last view goes), every page there.
+    """A buffer of at least ``size`` bytes from the system, with every page present. It is freed as a whole with the last view.
 
-    Not in huge pages: on a virtual machine that gives free memory back to its host, 512 MiB of them took 2 s to come, against 0.3.
+    It does not use huge pages: on a virtual machine that returns free memory to its host, 512 MiB of them took 2 s to arrive, against 0.3
+    s.
     """
     whole = max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
     mapping = _mapping(whole)
     buffer = torch.frombuffer(mapping, dtype=torch.uint8)
-    # Not mapping.madvise(): it keeps the interpreter's lock, for 0.8 s a GiB, in which no other thread trains or answers.
+    # Not mapping.madvise(): it holds the interpreter lock for 0.8 s per GiB, in which no other thread can train or answer.
     if _libc().madvise(buffer.data_ptr(), whole, _POPULATE_WRITE):
         ctypes.memset(buffer.data_ptr(), 0, whole)
     return buffer

@@ -1,7 +1,8 @@
 """Plain values of a state as JSON and bytes, and back: numbers, texts, bytes, lists, tuples, dicts, tensors, NumPy's arrays and scalars.
 
-JSON holds the structure. What it lacks is an object of one key, the tag (section 6 of ``docs/checkpoint-format.md``). The bytes of arrays
-and tensors stand in the JSON as base64, or follow each other in the entry's data, a tensor of bytes of its own. Nothing is pickled.
+JSON holds the structure. What it lacks is an object of one key, the tag (section 6 of ``docs/reference/checkpoint-format.md``). The bytes
+of arrays and tensors stand in the JSON as base64, or follow each other in the entry's data, a tensor of bytes of its own. Nothing is
+pickled.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import base64
 import datetime
 import json
 import math
+import random
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -88,14 +90,17 @@ class _Packer:
             raise ValueError(f"{what[:80]}.. is nested more than {_MOST_DEEP} deep, or holds itself; give flatter values")
         if isinstance(value, Mapping):
             return self._mapping(what, value, depth)
-        if type(value) is list or isinstance(value, tuple):
+        if isinstance(value, (list, tuple)):
             items = [self.pack(f"{what}[{index}]", item, depth + 1) for index, item in enumerate(value)]
             return self._tag("$tuple", items) if isinstance(value, tuple) else items
         if isinstance(value, torch.Tensor):
             return self._tensor(what, value)
         if isinstance(value, np.ndarray):
             return self._array(what, value)
-        if isinstance(value, np.generic) and not isinstance(value, (str, bytes)):
+        if isinstance(value, np.str_ | np.bytes_):  # not as an array of one, which ends before its last zeros
+            raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else bytes(value)
+            return self._tag("$scalar", {"dtype": value.dtype.kind, "data": self._bytes(raw)})
+        if isinstance(value, np.generic):
             _check_dtype(what, value.dtype)
             return self._tag("$scalar", {"dtype": value.dtype.str, "data": self._bytes(value.tobytes())})
         return self._leaf(what, value)
@@ -128,9 +133,12 @@ class _Packer:
         return dict(pairs)
 
     def _key(self, what: str, key: Any, depth: int) -> Any:
-        if isinstance(key, (torch.Tensor, Mapping)):  # known by identity, or not at all
-            raise ValueError(f"{what} has a {type(key).__name__} as a key; give texts, numbers, bytes or tuples of them")
-        packed = self.pack(f"the key {key!r} of {what}", key, depth + 1)
+        try:
+            if isinstance(key, torch.Tensor):  # known by identity
+                raise ValueError
+            packed = self.pack(what, key, depth)
+        except ValueError:
+            raise ValueError(f"{what} has a {type(key).__name__} as a key; give texts, numbers, bytes or tuples of them") from None
         if isinstance(packed, dict):
             self.tags.add("$key")  # first readers know no tags in the place of a key
         return packed
@@ -201,8 +209,14 @@ def _remedy(value: Any) -> str:
         return "give bytes"
     if isinstance(value, np.random.Generator | np.random.BitGenerator):
         return "give its bit_generator.state, a dict"
-    if isinstance(value, torch.Generator):
-        return "give its get_state(), a tensor"
+    if isinstance(value, torch.Generator | np.random.RandomState):
+        return "give its get_state()"
+    if isinstance(value, random.Random):
+        return "give its getstate()"
+    if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+        return "give it as an entry of the state itself, under a name of its own"
+    if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
+        return "give its state_dict(), or the object as an entry of the state itself, under a name of its own"
     return "give numbers, texts, bytes, lists, tuples, dicts, tensors or arrays, or an object with state_dict() and load_state_dict()"
 
 
@@ -286,6 +300,14 @@ def _numpy(about: Any, shape: tuple[int, ...], data: Data) -> np.ndarray:
     return np.ndarray(shape, dtype, raw)
 
 
+def _scalar(about: Any, data: Data) -> Any:
+    if about["dtype"] == "U":
+        return np.str_(data.take(about["data"]).decode("utf-8", "surrogatepass"))
+    if about["dtype"] == "S":
+        return np.bytes_(data.take(about["data"]))
+    return _numpy(about, (), data)[()]
+
+
 def _torch(about: Any, data: Data) -> torch.Tensor:
     shape, dtype = _shape(about["shape"]), dtype_of(about["dtype"])
     raw = data.take(about["data"])
@@ -302,7 +324,7 @@ _READ: Mapping[str, Callable[[Any, Data], Any]] = {
     "$bytes": lambda where, data: bytes(data.take(where)),
     "$int": lambda text, data: int(text, 16),
     "$complex": _complex,
-    "$scalar": lambda about, data: _numpy(about, (), data)[()],
+    "$scalar": _scalar,
     "$array": lambda about, data: _numpy(about, _shape(about["shape"]), data),
     "$tensor": _torch,
 }

@@ -1,8 +1,8 @@
-"""How often to ask for what another rank will say: seldom enough for the store, often enough that a save is not longer for it."""
+"""Polling interval for another rank's answer: long enough for the store, short enough not to delay a save."""
 
 from __future__ import annotations
 
 
 def pause_after(waited_s: float) -> float:
-    """Seconds until the next question, after ``waited_s``: a twentieth, so that the answer is heard at most 5 % late; 1 to 250 ms."""
+    """Seconds until the next poll after ``waited_s``: 5% of it, within 1 to 250 ms, so that the answer is noticed at most 5% late."""
     return min(0.25, max(0.001, 0.05 * waited_s))

@@ -1,10 +1,9 @@
-"""Objects as files of a local or shared POSIX file system.
+"""A store in files of a local or shared POSIX file system.
 
-Large objects are written with O_DIRECT from aligned buffers (no copy through the page cache, 5 to 8 times less CPU, and
-the trainer's cache is left alone), buffered where the file system refuses it. Every creation is exclusive; every call
-syncs the file and the folders above it before it returns, but for messages (``attempts/``), which need not last. An fsync
-that fails is final for that file: after a failure the kernel may have dropped the dirty pages, so a second fsync would
-report a success that is none.
+Large objects are written with O_DIRECT from aligned buffers, or buffered if the file system refuses it. Direct writes bypass the page
+cache, cost 5 to 8 times less CPU, and leave the trainer's cached pages alone. Every creation is exclusive. Every call syncs the file and
+the folders above it before it returns, except for messages (``attempts/``), which need not last. A failed fsync is final for its file: the
+kernel may have dropped the dirty pages, so a second fsync would falsely report success.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .store import ALIGNMENT, UNDER_WAY, Entry, KeyExists, KeyMissing, check_key
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 _TMP = ".tmp-"
-# fsync of a folder is not offered by every file system; these errors mean "not offered", not "failed".
+# Not every file system supports fsync of a folder; these errors mean "not supported", not "failed".
 _NO_DIR_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 _NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -38,9 +37,9 @@ class PosixStore:
     """Files below ``root``. Nothing is created before the first ``put``."""
 
     request_bytes = 1 << 20
-    """Two processes load 1 GiB, every block verified, from a local disk: requests of 1, 2 and 4 MiB in 8, 4 and 4 streams are 1.18, 1.16
-    and 1.03 times as fast as a raw read in requests of 16 MiB (2 cores, 22 interleaved rounds), 0.94, 0.92 and 0.88 times on a slower
-    machine (11 rounds)."""
+    """Bytes of a request. Measured: two processes load 1 GiB from a local disk, with every block verified. Requests of 1, 2 and 4 MiB in 8,
+    4 and 4 streams are 1.18, 1.16 and 1.03 times as fast as a raw read in requests of 16 MiB (2 cores, 22 interleaved rounds). On a slower
+    machine they are 0.94, 0.92 and 0.88 times as fast (11 rounds)."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.abspath(os.fspath(root)))
@@ -66,7 +65,7 @@ class PosixStore:
                 os.fsync(fd)
                 fault_point("data.synced")
                 if not direct:
-                    # Checkpoint bytes are rarely read back by this host; do not evict the trainer's pages for them.
+                    # This host rarely reads checkpoint bytes back; do not evict the trainer's pages for them.
                     with suppress(OSError):
                         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
@@ -82,7 +81,7 @@ class PosixStore:
         path = self._path(key)
         self._make_folder(path)
         point = key.startswith("commits/")
-        # What the ranks of a save tell each other counts while they live; and all of them wait meanwhile.
+        # Messages between a save's ranks matter only while the ranks live, and all ranks wait for them.
         lasting = not key.startswith("attempts/")
         tmp = path.parent / f"{_TMP}{uuid.uuid4().hex}"
         fd = os.open(tmp, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
@@ -98,12 +97,12 @@ class PosixStore:
             finally:
                 os.close(fd)
             try:
-                # link() is the one exclusive and atomic creation that POSIX and NFS both have; rename() would overwrite.
+                # Only link() is exclusive and atomic on both POSIX and NFS; rename() would overwrite.
                 os.link(tmp, path)
             except FileExistsError:
-                # NFS repeats a link whose answer was lost, and then says that the name is taken: by this very file.
+                # NFS repeats a link whose answer was lost, and then reports that the name is taken, by this very file.
                 if not _same_file(tmp, path):
-                    # Whoever is there may be the caller's own, from a try that failed before this: then it has to last, too.
+                    # The existing file may be the caller's own, from an earlier failed try, and must be durable too.
                     sync_folder(path.parent)
                     raise KeyExists(errno.EEXIST, "exists already", str(path)) from None
             except OSError as error:
@@ -148,7 +147,7 @@ class PosixStore:
             if error.errno not in _NOTHING:
                 raise
             return None
-        return status.st_size if stat.S_ISREG(status.st_mode) else None  # of a pipe or a device reading might never end
+        return status.st_size if stat.S_ISREG(status.st_mode) else None  # reading a pipe or a device might never end
 
     def list(self, prefix: str) -> list[Entry]:
         top = self.root / prefix
@@ -157,8 +156,8 @@ class PosixStore:
             return found
 
         def unlisted(error: OSError) -> None:
-            # A folder that can't be read is no empty one; one that another collector has just deleted is. Of what lies in those below, of
-            # which one may be somebody else's, only that is told which can be.
+            # An unreadable folder is not empty, but one deleted by another collector is. Unreadable subfolders, which may be another
+            # user's, are skipped.
             if error.errno not in _NOTHING and Path(error.filename) == top:
                 raise error
 
@@ -167,7 +166,7 @@ class PosixStore:
                 path = Path(folder, name)
                 if not is_key(path.relative_to(self.root).as_posix()):
                     continue
-                # Another collector may delete what we have just listed.
+                # Another collector may delete a file that was just listed.
                 try:
                     status = path.stat()
                 except OSError as error:
@@ -179,7 +178,7 @@ class PosixStore:
         return sorted(found, key=lambda entry: entry.key)
 
     def clock(self) -> float:
-        """The file system's clock: on NFS the server's. The local one only where nothing can be written."""
+        """The file system's clock, on NFS the server's; the local clock only if nothing can be written."""
         try:
             with tempfile.TemporaryFile(dir=self.root) as probe:
                 probe.write(b"0")
@@ -195,11 +194,11 @@ class PosixStore:
         except (FileNotFoundError, NotADirectoryError):
             return False
         if key.startswith("commits/"):
-            # The commit must be gone for good before its data goes.
+            # The commit's deletion must be durable before its data goes.
             sync_folder(path.parent)
         else:
             with suppress(OSError):
-                path.parent.rmdir()  # the last object of an attempt takes its folder along
+                path.parent.rmdir()  # removes the folder with the attempt's last object
         return True
 
     def delete_many(self, keys: Sequence[str]) -> Iterator[tuple[str, OSError | None]]:
@@ -221,7 +220,7 @@ class PosixStore:
             if Path(folder) != top:
                 with suppress(OSError):
                     if now - os.stat(folder).st_mtime >= older_than_s:
-                        os.rmdir(folder)  # fails, as it should, unless empty
+                        os.rmdir(folder)  # fails, as intended, unless the folder is empty
                         removed += 1
         return removed
 
@@ -238,7 +237,7 @@ class PosixStore:
             raise NotADirectoryError(errno.ENOTDIR, "a file is where the checkpoint's folder should be", str(path.parent)) from None
 
     def _sync_folders(self, folder: Path) -> None:
-        """Make the entries of ``folder`` and of every folder up to the root durable, whichever rank created them."""
+        """Make the entries of ``folder`` and every folder up to the root durable, whichever rank created them."""
         while True:
             sync_folder(folder)
             if folder == self.root or folder == folder.parent:
@@ -248,14 +247,14 @@ class PosixStore:
 
 
 class PosixReader:
-    """A file opened for reading; falls back from O_DIRECT to buffered reads where the file system asks for it."""
+    """A file opened for reading. It falls back from O_DIRECT to buffered reads if the file system requires it."""
 
     def __init__(self, fd: int, direct: bool) -> None:
         self._fd = fd
         self._direct = direct
 
     def expect(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Nothing to do: the caller's own read-ahead keeps a local disk busy."""
+        """Do nothing: the caller's own read-ahead keeps a local disk busy."""
 
     def read_into(self, offset: int, view: memoryview) -> int:
         if self._direct and (offset % ALIGNMENT or len(view) % ALIGNMENT):
@@ -273,7 +272,7 @@ class PosixReader:
                 break
             done += count
             if self._direct and done % ALIGNMENT and done < len(view):
-                # A short direct read is the end of the file, or must go on at an aligned position.
+                # After a short direct read, the file ends or the rest begins at an unaligned position.
                 self._buffered()
         return done
 
@@ -283,7 +282,7 @@ class PosixReader:
 
 
 def _create(path: Path) -> tuple[int, bool]:
-    """Exclusive creation, with O_DIRECT if the file system has it: (descriptor, direct)."""
+    """Create a file exclusively, with O_DIRECT if the file system supports it. Returns (descriptor, direct)."""
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
     try:
         if _DIRECT:
@@ -324,7 +323,7 @@ def _set_direct(fd: int, direct: bool) -> None:
 
 
 def _reserve(fd: int, size: int) -> None:
-    """Ask for the space first: a full disk fails before the first byte, and the file lies in one piece."""
+    """Reserve the space first, so that a full disk fails before the first byte, and the file is contiguous."""
     if not size:
         return
     try:
@@ -335,10 +334,10 @@ def _reserve(fd: int, size: int) -> None:
 
 
 def _write_chunks(fd: int, chunks: Iterable[memoryview], direct: bool) -> tuple[int, bool]:
-    """Write the chunks, :data:`UNDER_WAY` at once; returns the bytes, and whether the descriptor still writes directly.
+    """Write the chunks, :data:`UNDER_WAY` at once. Returns the number of bytes, and whether the descriptor still writes directly.
 
-    Each thread asks for a chunk, which makes it (copied and hashed, one thread at a time), and writes it itself while the next one asks:
-    where a chunk was handed from thread to thread, waking them took a third of a save's time on a virtual machine.
+    Each thread requests a chunk, which makes it (copied and hashed, one thread at a time), and writes it while the next thread requests
+    one. Handing chunks from thread to thread took a third of a save's time on a virtual machine, to wake the threads.
     """
     stream = _Stream(iter(chunks), direct)
     with Workers(UNDER_WAY, "write") as writers:
@@ -351,12 +350,12 @@ def _write_chunks(fd: int, chunks: Iterable[memoryview], direct: bool) -> tuple[
         if stream.errors:
             raise stream.errors[min(stream.errors)]
     finally:
-        stream.errors.clear()  # they hold the frames that hold the state
+        stream.errors.clear()  # errors hold frames, which hold the state
     return stream.offset, stream.direct
 
 
 class _Stream:
-    """What the threads that write one object share."""
+    """State that the threads that write one object share."""
 
     def __init__(self, chunks: Iterator[memoryview], direct: bool) -> None:
         self.direct = direct
@@ -366,13 +365,14 @@ class _Stream:
         self._chunks = chunks
         self._number = 0
         self._turn = threading.Lock()
-        """Held by who asks for a chunk."""
+        """Held by the thread that requests a chunk."""
         self._memory = [threading.Lock() for _ in range(UNDER_WAY)]
-        """Of chunk ``number % UNDER_WAY``, held until it is written: only then may the one that lies there next be asked for."""
+        """Lock of chunk ``number % UNDER_WAY``, held until the chunk is written. Only then may the next chunk in that memory be
+        requested."""
 
     def run(self, fd: int) -> None:
-        """Closes ``fd``, which nobody else does: a second Ctrl-C leaves this thread behind, making or writing a chunk, and were the
-        descriptor closed then, the next file that is opened would get both the number and the bytes."""
+        """Write chunks until the stream ends, then close ``fd``. No other thread may close it: after a second Ctrl-C this thread goes on,
+        and the next opened file would get the descriptor's number, and this thread's bytes."""
         number = 0
         try:
             while True:
@@ -413,7 +413,7 @@ class _Stream:
         return chunk
 
     def _buffered(self, fd: int, own: threading.Lock) -> None:
-        """From here on past no cache; after the chunks before, which are written directly."""
+        """Switch to buffered writes, once the chunks before are written directly."""
         for memory in self._memory:
             if memory is not own:
                 with memory:
@@ -423,7 +423,7 @@ class _Stream:
 
 
 def _write_all(fd: int, view: memoryview, offset: int, direct: bool) -> bool:
-    """Write every byte at ``offset``; returns whether the descriptor still writes directly."""
+    """Write every byte at ``offset``. Returns whether the descriptor still writes directly."""
     done = 0
     while done < len(view):
         try:
@@ -431,7 +431,7 @@ def _write_all(fd: int, view: memoryview, offset: int, direct: bool) -> bool:
         except OSError as error:
             if error.errno != errno.EINVAL or not direct:
                 raise
-            # Accepted at open, refused at the first write: some FUSE and overlay file systems.
+            # Some FUSE and overlay file systems accept O_DIRECT at open and refuse it at the first write.
             _set_direct(fd, False)
             direct = False
             continue
@@ -439,7 +439,8 @@ def _write_all(fd: int, view: memoryview, offset: int, direct: bool) -> bool:
             raise OSError(errno.EIO, "write made no progress")
         done += count
         if direct and done % ALIGNMENT and done < len(view):
-            # A short direct write must go on at an aligned position; one that came not even so far would be repeated for ever.
+            # After a short direct write, go on at an aligned position. If not even one block was written, switch to buffered writes, or the
+            # loop would never end.
             if done % ALIGNMENT == count:
                 _set_direct(fd, False)
                 direct = False
@@ -449,7 +450,7 @@ def _write_all(fd: int, view: memoryview, offset: int, direct: bool) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, where its file system offers that."""
+    """Make the names in a folder durable, if its file system supports that."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:

@@ -1,12 +1,12 @@
-"""Reading back what was written, before anything older is deleted for it.
+"""Read back written objects before older checkpoints are deleted for them.
 
-A commit says what was to be stored; that it can be read again is known only once it was. Each rank reads its own object back as soon as it
-has voted (all ranks at once, past the page cache where the disk allows) and notes that it was right:
+A commit says what should be stored; only a read shows that it can be read. Each rank reads its own object back as soon as it has voted,
+past the page cache if the disk allows it. If the object is right, the rank writes a note:
 
     verified/<attempt>/r00003-<root of the object's sums>-<digest of its aux object, or "none">.json
 
-The name says it all, so that one listing shows which checkpoints are verified, and a note can't vouch for other bytes. A collection reads
-what was not noted by itself.
+The name holds all information. So one listing shows which checkpoints are verified, and a note cannot vouch for other bytes. Garbage
+collection itself reads the objects without a note.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .store import ALIGNMENT, KeyExists, KeyMissing, ObjectStore
 _log = logging.getLogger(__name__)
 
 Noted = Mapping[str, set[str]]
-"""Keys of notes by attempt."""
+"""Keys of notes, by attempt."""
 
 
 def noted(store: ObjectStore, attempt: str = "") -> dict[str, set[str]]:
@@ -40,7 +40,7 @@ def noted(store: ObjectStore, attempt: str = "") -> dict[str, set[str]]:
 
 
 def lacking(manifest: Manifest, notes: set[str]) -> list[tuple[ObjectEntry, AuxEntry | None]]:
-    """The ranks' objects, each with its aux object, that no note vouches for."""
+    """The ranks' objects without a note, each with its aux object."""
     aux = {entry.rank: entry for entry in manifest.aux}
     pairs = [(entry, aux.get(entry.rank)) for entry in manifest.objects]
     return [pair for pair in pairs if note_key(*pair) not in notes]
@@ -60,10 +60,10 @@ def prove(
     note: bool = True,
     progress: Callable[[int], None] = lambda count: None,
 ) -> str | None:
-    """Read one rank's object (and its aux object) back; note that it is right, or return what is not. ``progress`` gets bytes.
+    """Read back one rank's object and its aux object. Write a note if they are right, or return the problem. ``progress`` gets bytes.
 
     Raises:
-        OSError: it can't be read now, which says nothing about it. SaveAborted: cancelled.
+        OSError: the object cannot be read now, which says nothing about it. SaveAborted: cancelled.
     """
     problem = _damage(store, entry, cancelled, progress) or (_aux_damage(store, aux) if aux else None)
     if problem is None and note:
@@ -71,8 +71,8 @@ def prove(
             store.put(note_key(entry, aux), b"{}\n")
         except KeyExists:
             pass
-        except OSError as error:  # it is right all the same; it will be read again
-            _log.warning("%s was read back, which could not be noted: %s", store.describe(entry.key), error.strerror or error)
+        except OSError as error:  # the object is still right; it will be read again
+            _log.warning("%s was read back, but that could not be noted: %s", store.describe(entry.key), error.strerror or error)
     return problem
 
 
@@ -113,7 +113,7 @@ def _damage(store: ObjectStore, entry: ObjectEntry, cancelled: Callable[[], bool
 
 
 def _right_now(store: ObjectStore, entry: ObjectEntry, number: int) -> bool:
-    """Whether a block that differed is right when it is read once more: the transfer may have failed, as for a load."""
+    """Whether a block that differed is right in a second read; the transfer may have failed."""
     offset = number * entry.block_bytes
     count = min(entry.block_bytes, entry.bytes - offset)
     view = view_of(aligned_buffer(-(-count // ALIGNMENT) * ALIGNMENT))

@@ -1,4 +1,4 @@
-"""Reading one distant object by ranges, several at once: what S3 and fsspec stores open for reading."""
+"""Read one remote object by several ranges at once, for the S3 and fsspec stores."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 Fetch = Callable[[int, memoryview, threading.Event], None]
-"""``fetch(offset, view, cancel)`` fills the whole view or raises OSError; it may stop early, raising, once ``cancel`` is set."""
+"""``fetch(offset, view, cancel)`` fills the whole view or raises OSError. Once ``cancel`` is set, it may stop early and raise."""
 
 
 class ParallelReader:
-    """Ranges that were announced are fetched ahead, in the order announced; the others when they are asked for, cut into pieces.
+    """Reader that fetches announced ranges ahead, in the announced order. Other ranges are fetched on demand, in pieces.
 
-    Takes at most ``parallel * range_bytes`` of memory for what is fetched ahead (one range more if they are larger). Threads
-    exist from the first fetch until :meth:`close`. For one thread at a time; several open a reader each.
+    The read-ahead takes at most ``parallel * range_bytes`` of memory, or one range if that is larger. Threads exist from the first fetch
+    until :meth:`close`. Only one thread at a time may use a reader; several threads open one each.
     """
 
     def __init__(self, fetch: Fetch, size: int, *, parallel: int, range_bytes: int) -> None:
@@ -37,7 +37,7 @@ class ParallelReader:
         if not length:
             return 0
         while any(at == offset for at, *_ in self._ahead):
-            at, size, future = self._ahead.popleft()  # what was skipped is not asked for any more
+            at, size, future = self._ahead.popleft()  # skipped ranges are dropped
             if at == offset and size == length:
                 self._fetch_ahead()
                 view[:length] = future.result()
@@ -75,7 +75,7 @@ class ParallelReader:
                 future.result()
         finally:
             stop.set()
-            wait(work)  # nobody may write into the caller's memory after this call
+            wait(work)  # no thread may write into the caller's memory after this call
 
     def _workers(self) -> ThreadPoolExecutor:
         if self._pool is None:

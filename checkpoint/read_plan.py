@@ -1,7 +1,8 @@
-"""What to read of which object for the ranges that somebody asks for, and where its parts go: integers only, by columns of numpy.
+"""Plan reads: which bytes of which objects hold the requested ranges, and where they go. Integers only, in numpy columns.
 
-Requested ranges become byte ranges of objects; those that touch the same or neighbouring checksum blocks become one, and whole blocks are
-read. A tensor that is stored in another order than it is asked for has as many parts as rows; so nothing here is done one part at a time.
+Requested ranges become byte ranges of objects. Ranges that touch the same or neighbouring checksum blocks are merged, and whole blocks are
+read. If a tensor is requested in another order than it is stored in, it has as many parts as rows. So no step here handles parts one at a
+time.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ from .manifest import Extents, Manifest, ObjectEntry, TensorEntry
 from .tiling import ROWS, Tiling, between, runs_between
 
 GAP_BYTES = 1 << 20
-"""Blocks that nobody asked for are read along if they are no more than this, and no more than a 20th of what is asked for around them:
-a request costs as much time as 0.1 MB of a local disk, 1 to 5 MB of an object store."""
+"""Blocks between requested ones are read too if they have at most this many bytes, and at most a 20th of the requested bytes around them. A
+request costs as much time as 0.1 MB of a local disk, or 1 to 5 MB of an object store."""
 
 MOST_PARTS = 1 << 17
-"""Planned at a time: a part takes 200 bytes of memory while it is planned, one that is no neighbour of others 450; so that plans take 60 MB
-at most, however narrow the columns."""
+"""Most parts planned at a time. A part takes 200 bytes of memory during planning, an isolated one 450, so a plan takes at most 60 MB for
+columns of any width."""
 
 
 _FEW = 4
-"""Copies of a segment are not looked at for what they have in common."""
+"""With fewer copies than this, a segment is not searched for evenly spaced ones."""
 
 
 class Range(NamedTuple):
-    """Elements ``[start, end)`` of one kind of a tensor go to the flat tensor ``out``. ``tiling``: the order in which they are counted."""
+    """A request for elements ``[start, end)`` of one tensor kind, to go to the flat tensor ``out``. ``tiling``: the order in which they are
+    counted."""
 
     name: str
     kind: str
@@ -44,8 +46,8 @@ class Range(NamedTuple):
 
 
 class Block(NamedTuple):
-    """``times`` parts of ``bytes`` each: from byte ``source + i * source_step`` of a segment to byte ``target + i * target_step`` of a
-    request's destination."""
+    """``times`` parts of ``bytes`` each, from byte ``source + i * source_step`` of a segment to byte ``target + i * target_step`` of a
+    destination."""
 
     request: int
     source: int
@@ -58,7 +60,8 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Whole blocks ``[offset, offset + bytes)`` of one object, and where parts of them go: rows of (from, request, to, bytes), int64."""
+    """Whole blocks ``[offset, offset + bytes)`` of one object, and the destinations of their parts: rows of (from, request, to, bytes),
+    int64."""
 
     object: int
     offset: int
@@ -66,7 +69,7 @@ class Segment:
     copies: np.ndarray = field(default_factory=lambda: np.zeros((0, 4), np.int64), repr=False)
 
     def blocks(self) -> Iterator[Block]:
-        """The copies, those that are evenly spaced put together."""
+        """The copies, with evenly spaced ones merged."""
         copies = self.copies
         count = len(copies)
         if count < _FEW:
@@ -74,7 +77,7 @@ class Segment:
                 yield Block(request, source, target, size, 1, size, size)
             return
         steps = np.diff(copies, axis=0)
-        # One goes on from the one before where request and size are the same, and it lies behind it on both sides.
+        # A copy continues the one before if request and size are equal and it lies behind it on both sides.
         goes_on = (steps[:, 1] == 0) & (steps[:, 3] == 0) & (steps[:, 0] >= 0) & (steps[:, 2] >= copies[1:, 3])
         changes = (steps[1:, [0, 2]] != steps[:-1, [0, 2]]).any(1) | ~goes_on[1:] | ~goes_on[:-1]
         stops = iter((*(np.flatnonzero(changes) + 1).tolist(), count - 1))
@@ -82,7 +85,7 @@ class Segment:
         first = 0
         while first < count:
             source, request, target, size = rows[first]
-            # Step i is between copies i and i + 1: equal ones from ``first`` on reach up to copy ``last``.
+            # Step i lies between copies i and i + 1. Equal steps from ``first`` on reach up to copy ``last``.
             last = first
             if first < count - 1 and on[first]:
                 last = next((stop for stop in stops if stop > first), count - 1)
@@ -93,8 +96,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """Bytes asked for; bytes that will be read (at most 2 blocks more per run, and a 20th for gaps); contiguous byte runs asked for; the
-    requests to the storage."""
+    """A plan of reads.
+
+    Attributes:
+        needed: bytes requested.
+        planned: bytes that will be read: at most 2 blocks more per run, and a 20th more for gaps.
+        runs: contiguous byte runs requested.
+        segments: requests to the storage.
+    """
 
     needed: int
     planned: int
@@ -107,7 +116,7 @@ class ReadPlan:
 
     @staticmethod
     def whole(plans: Sequence[ReadPlan]) -> ReadPlan:
-        """Several as one, to be told of: without where each part goes, which takes more than all the rest."""
+        """Several plans as one, for reports. It omits the destinations of parts, which take most of the memory."""
         segments = tuple(Segment(s.object, s.offset, s.bytes) for plan in plans for s in plan.segments)
         return ReadPlan(sum(p.needed for p in plans), sum(p.planned for p in plans), sum(p.runs for p in plans), segments)
 
@@ -116,7 +125,7 @@ Wanted = tuple[Range, TensorEntry, Extents]
 
 
 def batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
-    """The same, in order, in lists that have at most about :data:`MOST_PARTS` parts: what has more is cut."""
+    """The same requests, in order, in lists of at most about :data:`MOST_PARTS` parts; larger requests are cut."""
     batch: list[Wanted] = []
     total = 0
     for asked, entry, extents in wanted:
@@ -141,7 +150,7 @@ def batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
 
 
 def _parts(asked: Range, entry: TensorEntry, extents: Extents, start: int, end: int) -> int:
-    """About how many parts elements ``[start, end)`` of a range have: never fewer for a larger end."""
+    """An estimate of the number of parts of elements ``[start, end)`` of a range. It never decreases with ``end``."""
     if asked.tiling != entry.tiling:
         return runs_between(entry.shape, asked.tiling, entry.tiling, start, end)
     low, high = _met(extents, entry.base + start, entry.base + end)
@@ -149,7 +158,7 @@ def _parts(asked: Range, entry: TensorEntry, extents: Extents, start: int, end: 
 
 
 def plan_reads(manifest: Manifest, wanted: Sequence[Wanted], request_bytes: int, budget_bytes: int) -> ReadPlan:
-    """What to read for these ranges of these tensors. Raises ValueError for a budget of less than one block."""
+    """Plan the reads for these ranges of these tensors. Raises ValueError for a budget of less than one block."""
     found: list[tuple[int, int, int, int, int]] = []
     columns: list[np.ndarray] = []
     for number, (asked, entry, extents) in enumerate(wanted):
@@ -176,7 +185,7 @@ def plan_reads(manifest: Manifest, wanted: Sequence[Wanted], request_bytes: int,
         low, high = start // block * block, -(-end // block) * block
         wanted_bytes, gaps = int(sums[high_row] - sums[low_row]), 0
         last = first + 1
-        # Neighbouring blocks cost nothing between them: one read. So, nearly, do small gaps.
+        # Read neighbouring blocks, which have no gap, in one request; small gaps cost almost nothing either.
         while last < len(solid) and solid[last][0] == index:
             _, start, end, from_row, to_row = solid[last]
             more = int(sums[to_row] - sums[from_row])
@@ -188,7 +197,7 @@ def plan_reads(manifest: Manifest, wanted: Sequence[Wanted], request_bytes: int,
             high_row = to_row
             last += 1
         high = min(high, stored.bytes)
-        # Two streams at least: one is checked and copied while another is read.
+        # Use at least two streams, so that one is checked and copied while another is read.
         chunk = min(request_bytes, budget_bytes // 2 if budget_bytes >= 2 * block else block)
         segments += _segments(stored, index, low, high, max(block, chunk // block * block), rows[low_row:high_row])
         planned += high - low
@@ -197,13 +206,13 @@ def plan_reads(manifest: Manifest, wanted: Sequence[Wanted], request_bytes: int,
 
 
 def _met(extents: Extents, start: int, end: int) -> tuple[int, int]:
-    """The first row of the extents that elements ``[start, end)`` of the group meet, and the row after the last."""
+    """The first row of the extents that overlaps elements ``[start, end)`` of the group, and the row after the last."""
     return int(np.searchsorted(extents.end, start, side="right")), int(np.searchsorted(extents.start, end, side="left"))
 
 
 def _interval(extents: Extents, start: int, end: int, request: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """(object, first byte, bytes, request, byte of its out) of what holds elements ``[start, end)`` of the group: the extents tile it, so
-    that two binary searches find them."""
+    """(object, first byte, bytes, request, byte of its out) of the parts of elements ``[start, end)`` of the group. The extents tile it, so
+    two binary searches find them."""
     size = extents.dtype.itemsize
     for i in range(*_met(extents, start, end)):
         begin = int(extents.start[i])
@@ -213,7 +222,7 @@ def _interval(extents: Extents, start: int, end: int, request: int) -> Iterator[
 
 
 def _intervals(extents: Extents, start: np.ndarray, length: np.ndarray, at: np.ndarray, request: int) -> np.ndarray:
-    """The same for many intervals at once, of which ``at`` elements of the request come before each: rows."""
+    """The same for many intervals at once, as rows. ``at``: number of the request's elements before each interval."""
     size = extents.dtype.itemsize
     end = start + length
     low = np.searchsorted(extents.end, start, side="right")
@@ -227,7 +236,7 @@ def _intervals(extents: Extents, start: np.ndarray, length: np.ndarray, at: np.n
 
 
 def _solid(rows: np.ndarray) -> list[tuple[int, int, int, int, int]]:
-    """Sorted rows that touch or overlap, as one: (object, first byte, end, first row, row after the last)."""
+    """Merge sorted rows that touch or overlap: (object, first byte, end, first row, row after the last)."""
     if not len(rows):
         return []
     found = []
@@ -235,7 +244,7 @@ def _solid(rows: np.ndarray) -> list[tuple[int, int, int, int, int]]:
     changes = [0, *(np.flatnonzero(np.diff(rows[:, 0])) + 1).tolist(), len(rows)]
     for low, high in pairwise(changes):
         index = int(rows[low, 0])
-        reach = np.maximum.accumulate(ends[low:high])  # not each one's end: one asked for before may hold it whole
+        reach = np.maximum.accumulate(ends[low:high])  # not each row's own end, since an earlier row may contain it
         edges = [0, *(np.flatnonzero(rows[low + 1 : high, 1] > reach[:-1]) + 1).tolist(), high - low]
         firsts, lasts = rows[low + np.array(edges[:-1]), 1].tolist(), reach[np.array(edges[1:]) - 1].tolist()
         found += [(index, a, b, low + i, low + j) for a, b, i, j in zip(firsts, lasts, edges[:-1], edges[1:], strict=True)]
@@ -243,7 +252,7 @@ def _solid(rows: np.ndarray) -> list[tuple[int, int, int, int, int]]:
 
 
 def _segments(stored: ObjectEntry, index: int, low: int, high: int, chunk: int, rows: np.ndarray) -> list[Segment]:
-    """The object's bytes ``[low, high)`` in requests of ``chunk``, each with its parts of ``rows``."""
+    """The object's bytes ``[low, high)`` as requests of ``chunk`` bytes, each with its parts of ``rows``."""
     start, end = rows[:, 1], rows[:, 1] + rows[:, 2]
     first_of = (start - low) // chunk
     counts = (end - 1 - low) // chunk - first_of + 1

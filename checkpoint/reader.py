@@ -1,7 +1,7 @@
-"""Reading any range of any tensor, whatever layout and however many ranks wrote it; every byte is verified first.
+"""Read any range of any tensor of any saved layout. Every byte is verified first.
 
-Needs no process group and no model. A read is planned as interval arithmetic on the manifest's columns (``read_plan.py``), and whole blocks
-are read, checked, and only then copied to their destinations: a destination never holds a byte that was not verified.
+Reading needs no process group and no model. A read is planned as interval arithmetic on the manifest's columns (``read_plan.py``). Whole
+blocks are read, checked, and only then copied, so a destination never holds an unverified byte.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from .saved_meta import check_saved_meta
 from .store import ALIGNMENT, KeyMissing, ObjectStore, RangeReader, Root, out_of_reach, store_of
 
 Asked = Range | tuple[str, str, int, int, torch.Tensor]
-"""(name, kind, start, end, out), by rows; or a :class:`Range`."""
+"""(name, kind, start, end, out) in row order, or a :class:`Range`."""
 
 BUDGET_BYTES = 16 << 20
-"""Memory that a read may take beside its destinations, by default: a buffer of :attr:`~.store.ObjectStore.request_bytes` for each stream.
+"""Default memory of a read besides its destinations, in bytes: one buffer of :attr:`~.store.ObjectStore.request_bytes` per stream.
 
-One process, 256 MiB verified, interleaved in one run on 2 busy cores: 0.82 GB/s (median) with 1 stream, 0.86 with 2, 1.10 with 4, 1.07
-with 8; the same CPU seconds for each.
+One process, 256 MiB verified, interleaved in one run on 2 busy cores: 0.82 GB/s (median) with 1 stream, 0.86 with 2, 1.10 with 4, 1.07 with
+8. The CPU time was the same for each.
 """
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 STREAMS = 8
-"""Most streams of one read, however large its budget: with requests of 1 MiB, it takes half of the default one."""
+"""Most streams of one read, for any budget. With requests of 1 MiB they use half of the default budget."""
 
 class Checkpoint:
-    """One commit, opened for reading. Holds no file open; safe to share between threads."""
+    """One commit, opened for reading. It holds no file open, and threads may share it."""
 
     def __init__(self, store: ObjectStore, commit: Commit, manifest: Manifest) -> None:
         self._store = store
@@ -65,12 +65,12 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
-        """By name, in the order saved (by groups). Aliases of tied tensors are not listed; see ``aliases``."""
+        """Stored tensors by name, in the order saved (by groups). Aliases of tied tensors are in ``aliases``."""
         kinds = [{e.kind: e.dtype for e in g.kinds} for g in self.manifest.groups]
         return {t.fqn: StoredTensor(t.shape, kinds[t.group]) for t in self.manifest.tensors}
 
     def aux(self, rank: int) -> Any:
-        """What rank ``rank`` of the saving world gave as ``aux``; ``None`` if it gave nothing.
+        """The ``aux`` that rank ``rank`` of the saving world gave; ``None`` if it gave none.
 
         Raises:
             CheckpointCorrupt: the object is missing or damaged.
@@ -90,7 +90,7 @@ class Checkpoint:
         return None
 
     def names(self, key: str = "model") -> dict[str, str]:
-        """``{name within the entry: stored name}`` of one entry of the state that was saved, aliases of tied tensors included."""
+        """``{name within the entry: stored name}`` of one entry of the saved state, aliases of tied tensors included."""
         check_saved_meta(f"checkpoint {self.commit.path}", self.meta, optimizers=False)
         return entry_names(self, key)
 
@@ -126,16 +126,16 @@ class Checkpoint:
         dtype: torch.dtype | None = None,
         budget_bytes: int = BUDGET_BYTES,
     ) -> dict[str, torch.Tensor]:
-        """The weights as plain tensors by name, for ``load_state_dict``; needs no process group. Tied names share one tensor.
+        """The weights as plain tensors by name, for ``load_state_dict``. Needs no process group. Tied names share one tensor.
 
         Args:
-            key: the entry of the state that was saved (``"ema"``, ..).
+            key: entry of the saved state (``"ema"``, ..).
             include, exclude: globs of names within the entry.
-            dtype: cast what is of floating point to this.
-            budget_bytes: memory to take beside the tensors.
+            dtype: dtype to which floating-point tensors are cast.
+            budget_bytes: memory to use besides the tensors, in bytes.
 
         Raises:
-            CheckpointMismatch: nothing fits the globs. CheckpointCorrupt: see :meth:`read_ranges`.
+            CheckpointMismatch: no name matches the globs. CheckpointCorrupt: see :meth:`read_ranges`.
         """
         wanted, unwanted, place = globs(include), globs(exclude), device_of(device)
         if dtype is not None:
@@ -164,18 +164,19 @@ class Checkpoint:
         budget_bytes: int = BUDGET_BYTES,
         progress: Callable[[], None] = lambda: None,
     ) -> ReadPlan:
-        """Fill every ``out`` (flat, contiguous, of the stored dtype; CPU or GPU), verified; returns what was read (without the copies).
+        """Fill every ``out`` (flat, contiguous, of the stored dtype; CPU or GPU) with verified data. Returns the plan, without the copies.
 
         Args:
-            cast: ``out`` may be of another dtype of the same sort (floating point, or integer): values are converted.
-            budget_bytes: memory to take beside the destinations: a buffer for each of at most 8 streams. Columns of what is stored by rows,
-                and rows of what is stored by columns, take up to 60 MB more for the plan.
-            progress: called for each piece (of some megabytes) that has come and is right, by any of the threads that read.
+            cast: whether ``out`` may have another floating-point or another integer dtype, to which values are converted.
+            budget_bytes: memory besides the destinations, in bytes: one buffer for each of at most 8 streams. Reading columns of a tensor
+                stored by rows, or the reverse, takes up to 60 MB more for the plan.
+            progress: called for each verified piece (of some megabytes), by any of the reading threads.
 
         Raises:
-            CheckpointMismatch: no such tensor, kind or range, or ``out`` has another dtype or size; before anything is read.
-            CheckpointCorrupt: naming object, block and tensors. Destinations may be partly filled, with verified data only.
-            OSError: the storage is out of reach (no permission, say); likewise.
+            CheckpointMismatch: a tensor, kind or range does not exist, or ``out`` has another dtype or size. Raised before anything is
+                read.
+            CheckpointCorrupt: names object, block and tensors. Destinations may be partly filled, with verified data only.
+            OSError: the storage is out of reach (no permission, for example). Destinations may be partly filled too.
             ValueError: the budget is less than one block.
         """
         wanted = self._wanted(ranges, cast, budget_bytes)
@@ -191,7 +192,8 @@ class Checkpoint:
         return ReadPlan.whole(done)
 
     def _carry_out(self, plan: ReadPlan, wanted: Sequence[Wanted], budget_bytes: int, progress: Callable[[], None]) -> None:
-        # Same dtype: bytes are copied. Another: elements, which never straddle buffers (blocks are multiples of 4096, extents aligned).
+        # Equal dtypes copy bytes. Other dtypes copy elements, which never straddle buffers, since blocks are multiples of 4096 and extents
+        # are aligned.
         outs = [_Out.of(asked.out.detach(), extents.dtype) for asked, _, extents in wanted]
 
         def deliver(segment: Segment, buffer: _Buffer) -> None:
@@ -209,11 +211,11 @@ class Checkpoint:
         try:
             _fetch(self._store, self.manifest, plan.segments, deliver, streams, device)
         finally:
-            # Torch has not seen the bytes change: whoever keeps something made from a tensor must learn that it is out of date.
+            # Torch did not see the bytes change. The version tells holders of derived data that it is outdated.
             increment_version([asked.out for asked, *_ in wanted if not asked.out.is_inference()])
 
     def plan(self, ranges: Sequence[Asked], *, cast: bool = False, budget_bytes: int = BUDGET_BYTES) -> ReadPlan:
-        """What :meth:`read_ranges` would read, if it planned all at once. Cost: O(log extents) for each range, and O(runs log runs)."""
+        """The plan of :meth:`read_ranges`, made all at once. Cost: O(log extents) for each range, and O(runs log runs)."""
         return plan_reads(self.manifest, self._wanted(ranges, cast, budget_bytes), self._store.request_bytes, budget_bytes)
 
     def _wanted(self, ranges: Sequence[Asked], cast: bool, budget_bytes: int) -> list[Wanted]:
@@ -230,13 +232,13 @@ class Checkpoint:
 
         Args:
             wanted: ``{(name, kind): (shape, dtype)}`` of the whole model (or optimizer).
-            among: the stored pairs that may not be left over; by default all of the kinds that ``wanted`` mentions.
+            among: stored pairs that must not be left over; by default all of the kinds that ``wanted`` mentions.
 
         Returns:
-            ``{wanted pair: stored pair}``: another where the wanted name is a tied tensor's other one.
+            ``{wanted pair: stored pair}``. They differ if the wanted name is an alias of a tied tensor.
 
         Raises:
-            CheckpointMismatch: one line naming the first differences of each sort.
+            CheckpointMismatch: one line with the first differences of each kind.
         """
         return match(f"checkpoint {self.commit.path}", self.tensors, self.aliases, wanted, among)
 
@@ -253,7 +255,7 @@ class Checkpoint:
 
 
 def open_checkpoint(root: Root, commit: str | Commit | None = None) -> Checkpoint:
-    """Open one commit for reading; by default the newest whole one.
+    """Open one commit for reading; by default the newest intact one.
 
     Raises:
         NoCheckpoint: there is none (of that name). CheckpointCorrupt: the named one is damaged.
@@ -270,7 +272,7 @@ def open_checkpoint(root: Root, commit: str | Commit | None = None) -> Checkpoin
 
 
 class _Out(NamedTuple):
-    """A destination; its ``address`` if bytes can just be moved there, else 0."""
+    """A destination. ``address`` is its address if bytes can be copied there directly, or 0."""
 
     tensor: torch.Tensor
     stored: torch.dtype
@@ -282,9 +284,9 @@ class _Out(NamedTuple):
 
 
 class _Buffer(NamedTuple):
-    """A stream's own. Every call of torch's lets go of the interpreter's lock, and with eight streams waiting for it another one has it
-    then, and a thread of the system is woken: a third of a load's processor time, with a few such calls for each piece. So pieces are cut
-    from ``view``, and copied by ``address``."""
+    """One stream's buffer. Pieces are cut from ``view`` and copied by ``address``, not by torch calls. Each torch call releases the
+    interpreter lock; with eight streams, another takes it and a thread must be woken. A few such calls per piece cost a third of a load's
+    processor time."""
 
     tensor: torch.Tensor
     view: memoryview
@@ -303,23 +305,23 @@ def _fetch(
     streams: int,
     device: torch.device | None = None,
 ) -> None:
-    """Read segments in ``streams`` threads and hand each to ``deliver``, with the buffer that begins with its checked bytes.
+    """Read segments in ``streams`` threads and pass each to ``deliver``, with the buffer that begins with its checked bytes.
 
-    Reading, hashing and copying all leave the interpreter's lock, so that one stream's disk time is another's hashing time. ``deliver`` is
-    called by several threads at once, for different segments.
+    Reading, hashing and copying all release the interpreter lock, so that one stream's disk time overlaps another's hashing. Several
+    threads call ``deliver`` at once, for different segments.
 
     Args:
-        device: the GPU that segments go to: buffers are then pinned.
+        device: GPU that the segments go to; the buffers are then pinned.
 
     Raises:
-        CheckpointCorrupt: of the first segment that is bad, naming the object, the block and the tensors in it.
+        CheckpointCorrupt: of the first bad segment, naming the object, the block and the tensors in it.
     """
     size = max((_padded(s.bytes) for s in segments), default=0)
     turns = iter(range(len(segments)))
     lock, stop = threading.Lock(), threading.Event()
     errors: dict[int, BaseException] = {}
 
-    # Made here: pinning in a new thread would open a context on GPU 0, whichever this rank has.
+    # Pin here: pinning in a new thread would open a context on GPU 0 on every rank.
     buffers = [_Buffer.of(b) for b in transfer_buffers(streams, size, sum(s.bytes for s in segments), pinned=device is not None)]
 
     def work(buffer: _Buffer) -> None:
@@ -366,12 +368,12 @@ def _opened(store: ObjectStore, manifest: Manifest, segment: Segment, stack: Exi
 
 
 def _check(store: ObjectStore, manifest: Manifest, segment: Segment, reader: RangeReader, whole: memoryview) -> None:
-    """Read the segment's bytes to the beginning of ``whole``. A block that differs is read once more, for the case that the transfer and
-    not the storage failed."""
+    """Read the segment's bytes to the beginning of ``whole``. A block that differs is read once more, since the transfer rather than the
+    storage may have failed."""
     key = manifest.objects[segment.object].key
     buffer = whole[: segment.bytes]
     try:
-        # Whole pages are asked for: a direct read has to, and the object ends with one.
+        # Request whole pages, as direct reads require; the object ends with a whole page.
         count = reader.read_into(segment.offset, whole[: _padded(segment.bytes)])
     except OSError as error:
         raise _unreadable(store, key, error) from error
@@ -386,14 +388,14 @@ def _check(store: ObjectStore, manifest: Manifest, segment: Segment, reader: Ran
 
 
 def _put(buffer: torch.Tensor, out: torch.Tensor, dtype: torch.dtype, block: Block) -> None:
-    """Copy a block's parts from the uint8 ``buffer``, whose bytes are elements of ``dtype``, to ``out``: bit for bit if it has that dtype,
-    else converted."""
+    """Copy a block's parts from the uint8 ``buffer``, which holds elements of ``dtype``, to ``out``: bit for bit if the dtypes are equal,
+    otherwise converted."""
     _, source, target, size, times, source_step, target_step = block
     if out.dtype == dtype:
         if times == 1:
             copy_bytes(as_bytes(out)[target : target + size], buffer[source : source + size])
             return
-        word = _WORDS[min(8, dtype.itemsize)]  # of no values: as many as fit into an element, each as it is
+        word = _WORDS[min(8, dtype.itemsize)]  # as many raw bytes as fit into an element, without a value
         left = as_bytes(out).view(word)
     else:
         word, left = dtype, out
@@ -430,14 +432,14 @@ def _read_again(store: ObjectStore, manifest: Manifest, segment: Segment, buffer
 
 def _check_bounds(name: str, kind: str, start: int, end: int, entry: TensorEntry) -> None:
     if not 0 <= start <= end <= entry.numel:
-        raise CheckpointMismatch(f"{label(name, kind)} has {entry.numel} elements in the checkpoint; [{start}, {end}) was asked for")
+        raise CheckpointMismatch(f"{label(name, kind)} has {entry.numel} elements in the checkpoint; [{start}, {end}) was requested")
 
 
 def _check_range(asked: Range, entry: TensorEntry, extents: Extents, cast: bool) -> None:
     name, kind, start, end, out, tiling = asked
     _check_bounds(name, kind, start, end, entry)
     if problem := tiling.problem(entry.shape):
-        raise CheckpointMismatch(f"{label(name, kind)} was asked for in {problem}")
+        raise CheckpointMismatch(f"{label(name, kind)} was requested in {problem}")
     if out.dtype != extents.dtype and not (cast and castable(extents.dtype, out.dtype)):
         raise CheckpointMismatch(f"{label(name, kind)} is {dtype_name(extents.dtype)} in the checkpoint, {dtype_name(out.dtype)} wanted")
     if out.dim() != 1 or out.numel() != end - start or not out.is_contiguous():
@@ -449,7 +451,7 @@ def _padded(size: int) -> int:
 
 
 def _unreadable(store: ObjectStore, key: str, error: OSError, tensors: tuple[str, ...] = ()) -> Exception:
-    """Damage, or only out of reach?"""
+    """The error of a failed read: the object is damaged, or only out of reach."""
     if isinstance(error, KeyMissing):
         return CheckpointCorrupt(key, None, tensors, "it is missing (deleted, or collected since)")
     if out_of_reach(error):

@@ -1,11 +1,11 @@
-"""Which checkpoints stay, and deleting the others, so that a crash at any point loses nothing and a reader is not surprised.
+"""Retention: which checkpoints stay, and deletion of the others. A crash at any point loses nothing, and readers get a grace time.
 
-    a commit that no rule keeps --> its commit object goes --> (readers' grace) --> its data goes
-    an attempt without a commit --> (quiet for long)       --> marked, (readers' grace) --> its data goes
+    a commit that no rule keeps --> deletes its commit object --> (readers' grace) --> deletes its data
+    an attempt without a commit --> (no writes for long)       --> marks it, (readers' grace) --> deletes its data
 
-The commit object always goes first: between the two there is an orphan, which a later collection finds; the other order would
-leave a commit without data. When an orphan was first seen stands in the store itself (``attempts/<attempt>/orphan.json``, aged
-by the store's clock), so that the grace survives crashes and is the same for every collector.
+The commit object always goes first. A crash then leaves an orphan, which a later collection finds; the other order would leave a commit
+without data. A mark in the store records when an orphan was first seen (``attempts/<attempt>/orphan.json``, aged by the store's clock). So
+the grace time survives crashes and is the same for every collector.
 """
 
 from __future__ import annotations
@@ -34,20 +34,19 @@ _MARK = "orphan.json"
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept: those that any rule names. Only verified ones count: sealed, and all their data read back and right.
+    """Rules for which checkpoints to keep. Only verified ones count: sealed, with all data read back and right.
 
     Args:
-        keep_last: the newest so many; at least 1.
-        keep_every: besides, one for every so many steps: the first at or after each multiple. 0: off.
-        keep_best: besides, the best so many by ``metric``. 0: off.
-        metric: name in the ``metrics`` that were given to the save. Checkpoints without it, or with a NaN or infinity, are not among
-            the best.
+        keep_last: number of newest checkpoints to keep; at least 1.
+        keep_every: also keep one checkpoint per this many steps: the first at or after each multiple. 0: off.
+        keep_best: also keep this many of the best by ``metric``. 0: off.
+        metric: name in the ``metrics`` of the save. Checkpoints without it, or with NaN or infinity, are never among the best.
         mode: whether a small (``min``) or a large (``max``) metric is good. Of equal ones the newer is better.
-        verify: count a checkpoint only after all its data was read back and its checksums were right. Each rank reads its own object
-            back after the commit, beside the training; what was right is noted in ``verified/``, so that each checkpoint is read once.
-            ``False`` saves that reading: then a checkpoint counts if every object is there in its full size.
+        verify: whether a checkpoint counts only after all its data was read back with right checksums. Each rank reads its own object back
+            after the commit, beside the training. A note in ``verified/`` records success, so that each checkpoint is read once. ``False``
+            skips that: a checkpoint then counts if every object exists in full size.
 
-    A pinned checkpoint (:func:`pin`) is kept whatever the rules say.
+    A pinned checkpoint (:func:`pin`) is always kept.
     """
 
     keep_last: int = 2
@@ -67,16 +66,16 @@ class Retention:
             raise ValueError(f"keep_best is {self.keep_best} without a metric to compare by; give metric='loss', for example")
 
     def kept(self, whole: Sequence[Commit], metrics: Mapping[str, float]) -> dict[str, tuple[str, ...]]:
-        """Names of the commits that a rule keeps, each with the rules: ``last``, ``every``, ``best``.
+        """Names of the commits that a rule keeps, each with its rules: ``last``, ``every``, ``best``.
 
         Args:
-            whole: those that count, oldest first. metrics: by commit name, where known.
+            whole: commits that count, oldest first. metrics: metric by commit name, if known.
         """
         why: dict[str, list[str]] = {}
         for commit in whole[-self.keep_last :]:
             why.setdefault(commit.name, []).append("last")
         if self.keep_every:
-            # Of one step the newest epoch's; a step that was saved late still stands for its multiple.
+            # Of commits of one step, the newest epoch's counts. A step saved late still stands for its multiple.
             for _, bucket in groupby(sorted(whole, key=lambda c: (c.step, -c.epoch)), key=lambda c: c.step // self.keep_every):
                 why.setdefault(next(bucket).name, []).append("every")
         if self.keep_best:
@@ -91,13 +90,13 @@ class Retention:
 
 @dataclass(frozen=True)
 class Grace:
-    """How long what nobody refers to stays, in seconds of the store's clock.
+    """Seconds, by the store's clock, for which unreferenced data stays.
 
-    Args:
+    orphans: for an attempt of an ended epoch without a commit, after its last write. (Saves wait 10 minutes for a vote.)
         orphans: an attempt without a commit, of an epoch that is over, after its last write: saves wait 10 minutes for a vote.
-        current: the same for an attempt of the newest epoch (or later, or of unknown epoch), which may still be under way; and, since they
-            began, for unfinished uploads and temporary files, whose epoch is not known: a large object may take hours.
-        readers: from when a commit is gone, or an attempt was seen to be an orphan, until its data goes: for whoever reads it now.
+        current: the same for an attempt of the newest epoch, a later one or an unknown one, since it may still be running. Also for
+            unfinished uploads and temporary files, from their start, since their epoch is unknown and a large object may take hours.
+        readers: from the deletion of a commit, or the marking of an orphan, to the deletion of its data, for current readers.
     """
 
     orphans: float = 3600.0
@@ -112,23 +111,23 @@ class Grace:
 
 
 NO_GRACE = Grace(0.0, 0.0, 0.0)
-"""For a root that nothing writes to or reads from."""
+"""Grace for a root that nothing writes to or reads from."""
 
 
 @dataclass(frozen=True)
 class GcReport:
-    """What a collection did, or would do.
+    """Result of a collection, or of its dry run.
 
     Args:
         kept: names of the commits that stay, oldest first.
-        deleted: names of the commits that went.
-        swept: attempts without a commit whose data went (those of commits deleted earlier among them).
-        freed_bytes: of the data that went.
-        problems: what could not be done, a line each.
-        why: for each kept commit the rules: ``last``, ``every``, ``best``, ``pinned``; ``newer`` for one that is newer than the last
-            verified ones and not (yet) verified, or damaged; ``unread`` for one that could not be read now; ``undeletable``.
+        deleted: names of the deleted commits.
+        swept: attempts without a commit whose data was deleted, including commits deleted earlier.
+        freed_bytes: bytes of the deleted data.
+        problems: failures, one line each.
+        why: for each kept commit its rules: ``last``, ``every``, ``best``, ``pinned``. ``newer``: newer than the last verified ones, and
+            not verified yet, or damaged. ``unread``: it could not be read now. ``undeletable``: its deletion failed.
         waiting: attempts whose data stays until the readers' grace is over.
-        dry_run: nothing was changed.
+        dry_run: whether nothing was changed.
     """
 
     kept: tuple[str, ...]
@@ -142,13 +141,13 @@ class GcReport:
 
 
 def pin(root: Root, commit: str | Commit, name: str) -> None:
-    """Keep a checkpoint until :func:`unpin`, whatever the retention. Several pins, of different names, may hold one checkpoint.
+    """Keep a checkpoint until :func:`unpin`, whatever the retention. Several pins with different names may hold one checkpoint.
 
     Args:
-        name: whose pin it is: letters, digits, ``_`` and ``-``. Pinning again under a name changes nothing.
+        name: name of the pin: letters, digits, ``_`` and ``-``. Pinning again under a name changes nothing.
 
     Raises:
-        ValueError: no such name can be. NoCheckpoint: there is no such commit (any more).
+        ValueError: the name is invalid. NoCheckpoint: the commit does not exist (any more).
     """
     store = store_of(root)
     key = _pin_key(commit, name)
@@ -165,12 +164,12 @@ def pin(root: Root, commit: str | Commit, name: str) -> None:
 
 
 def unpin(root: Root, commit: str | Commit, name: str) -> bool:
-    """Remove a pin; ``False`` if there was none of that name. The checkpoint goes when a collection finds no rule that keeps it."""
+    """Remove a pin; ``False`` if there is none of that name. The next collection that finds no rule for the checkpoint deletes it."""
     return store_of(root).delete(_pin_key(commit, name))
 
 
 def pins(root: Root) -> dict[str, tuple[str, ...]]:
-    """``{commit name: (pin, ..)}``."""
+    """All pins: ``{commit name: (pin, ..)}``."""
     found: dict[str, list[str]] = {}
     for entry in store_of(root).list("pins/"):
         _, commit, name = (*entry.key.split("/"), "", "")[:3]
@@ -187,17 +186,17 @@ def gc(
     young: Commit | None = None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> GcReport:
-    """Delete the checkpoints that no rule keeps, and what abandoned attempts left. Call it after a commit, from one process.
+    """Delete the checkpoints that no rule keeps, and the leftovers of abandoned attempts. Call it after a commit, from one process.
 
-    Several at once do no harm. A damaged or unverified commit never counts, so that it never pushes a good one out. Failed deletions
-    are reported, not raised: they must not stop a training run. Data goes a grace later than its commit (see :class:`Grace`), so the
-    space of a deleted checkpoint comes back with a later collection.
+    Several processes at once do no harm. A damaged or unverified commit never counts, so it never displaces a good one. Failed deletions
+    are reported, not raised, since they must not stop a training run. Data is deleted a grace time after its commit (see :class:`Grace`),
+    so a later collection frees its space.
 
     Args:
-        dry_run: only say what would be done.
-        young: a commit whose writers are reading it back themselves: it and newer ones are not read here, and count once that is noted.
-            (A collection that comes late may find the next one there; reading it would be done twice, beside the training.)
-        progress: called with bytes as they are read to verify a checkpoint.
+        dry_run: only report what would be done.
+        young: commit whose writers read it back themselves. It and newer commits are not read here; they count once they are noted as
+            right. (A late collection may find the next commit too; reading it here would be a second read beside the training.)
+        progress: called with the bytes read to verify a checkpoint.
     """
     of_type("retention", retention, Retention, "give Retention(keep_last=2), for example")
     if grace is not None:
@@ -208,10 +207,10 @@ def gc(
 
 
 def discard(root: Root, attempt: str) -> None:
-    """Delete what an attempt has written that nobody writes to any more and nobody can commit.
+    """Delete the data of an attempt that has no writers any more and cannot be committed.
 
     Raises:
-        OSError: not all of it could be deleted.
+        OSError: some of it could not be deleted.
     """
     store = store_of(root)
     for _, error in store.delete_many([entry.key for entry in store.list(f"data/{check_attempt(attempt)}/")]):
@@ -220,7 +219,7 @@ def discard(root: Root, attempt: str) -> None:
 
 
 def tend(root: Root, retention: Retention, made: Commit, patience_s: float, stop: Callable[[], bool] = lambda: False) -> tuple[str, ...]:
-    """Collect after a commit whose ranks read it back themselves: first wait until they have, ``patience_s`` at most. The problems."""
+    """Collect after a commit whose ranks read it back themselves, once they have done so, or after ``patience_s``. Returns the problems."""
     store, deadline, pause = store_of(root), time.monotonic() + patience_s, 0.005
     while retention.verify and len(noted(store, made.attempt).get(made.attempt, ())) < made.world:
         if time.monotonic() >= deadline or stop():
@@ -243,9 +242,9 @@ class _Collection:
         self.progress = progress
         self.store, self.retention, self.grace, self.dry, self.young = store, retention, grace, dry_run, young
         self.unread: set[str] = set()
-        """Commits of which nothing is known now: they don't count, and they don't go."""
+        """Commits with unknown state now: they do not count and are not deleted."""
         self.gone: set[str] = set()
-        """Commits that another collection has deleted since this one listed them: nothing is wrong with them, and nothing to be done."""
+        """Commits that another collection deleted since this one listed them: no problem, and nothing to do."""
         self.problems: list[str] = []
         self.freed = 0
         self.waiting: list[str] = []
@@ -253,7 +252,7 @@ class _Collection:
 
     def run(self) -> GcReport:
         store = self.store
-        # Data is listed before commits: an attempt that commits in between is then seen as committed.
+        # List data before commits, so that an attempt that commits in between is seen as committed.
         written = store.list("data/") + store.list("attempts/") + [e for e in store.list("verified/") if e.key.count("/") == 2]
         now = store.clock()
         commits = [c for c in ls(store) if c.problem is None or not self._gone(c)]
@@ -299,14 +298,14 @@ class _Collection:
         self.unread |= {c.name for c in commits if c.unread}
         for commit in commits:
             if commit.unread:
-                self.problems.append(f"checkpoint {commit.name} is kept unseen: {commit.problem}")
+                self.problems.append(f"checkpoint {commit.name} is kept unread: {commit.problem}")
         counting = self._counting(commits)
         rules = self.retention.kept(counting, self._metrics(counting))
         if len(counting) >= self.retention.keep_last:
             oldest = counting[-self.retention.keep_last]
             edge = (oldest.epoch, oldest.step)
         else:
-            edge = (-1, -1)  # too few good ones: nothing may go
+            edge = (-1, -1)  # too few good ones: delete nothing
         why: dict[str, tuple[str, ...]] = {}
         for commit in commits:
             reasons = rules.get(commit.name, ()) + (("pinned",) if commit.name in pinned else ())
@@ -319,15 +318,15 @@ class _Collection:
         return why
 
     def _counting(self, commits: Sequence[Commit]) -> list[Commit]:
-        """The commits that count, oldest first: whole ones, with ``verify`` those among them whose data was read back and is right."""
+        """The commits that count, oldest first: intact ones and, with ``verify``, only those whose data was read back and is right."""
         whole = [c for c in commits if c.problem is None]
         if not self.retention.verify or len(commits) <= self.retention.keep_last:
-            return whole  # of so few none can go
+            return whole  # with so few, none can be deleted
         notes = noted(self.store)
         beyond = bool(self.retention.keep_every or self.retention.keep_best)
         found: list[Commit] = []
         for commit in reversed(whole):
-            # Older than enough verified ones, and no rule that could name it: it need not be read to be deleted.
+            # A commit older than enough verified ones, which no rule can name, need not be read before its deletion.
             if (beyond or len(found) < self.retention.keep_last) and self._verified(commit, notes):
                 found.append(commit)
         return found[::-1]
@@ -348,7 +347,7 @@ class _Collection:
             if self._gone(commit):
                 return False
             self.unread.add(commit.name)
-            self.problems.append(f"checkpoint {commit.name} could not be verified, and is kept unseen: {error}")
+            self.problems.append(f"checkpoint {commit.name} could not be verified, and is kept: {error}")
             return False
         return True
 
@@ -368,14 +367,14 @@ class _Collection:
             except (ManifestError, OSError) as error:
                 if self._gone(commit):
                     continue
-                # It may be the best: a store that failed once must not cost it.
+                # It may be the best: one failure of the store must not cost it.
                 self.unread.add(commit.name)
-                self.problems.append(f"checkpoint {commit.name} could not be rated, and is kept unseen: {error}")
+                self.problems.append(f"checkpoint {commit.name} could not be rated, and is kept: {error}")
                 continue
             except AttributeError:
                 continue
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                with suppress(OverflowError):  # a whole number beyond the largest float: as good as infinite
+                with suppress(OverflowError):  # a whole number beyond the largest float counts as infinite
                     found[commit.name] = float(value)
         return found
 
@@ -386,7 +385,7 @@ class _Collection:
             return True
         try:
             if self.store.list(f"pins/{victim.name}/"):
-                return False  # pinned since we looked
+                return False  # pinned meanwhile
             self.store.delete(victim.key)
         except OSError as error:
             self.problems.append(f"could not delete {victim.path}: {error.strerror or error}")
@@ -395,13 +394,13 @@ class _Collection:
         return True
 
     def _sweep(self, written: Sequence[Entry], kept: Sequence[Commit], dead: Mapping[str, str], now: float) -> list[str]:
-        """Delete, or mark, the data of attempts that no commit refers to."""
+        """Delete or mark the data of attempts that no commit refers to."""
         store, grace = self.store, self.grace
         live = {_attempt_of(store, c) for c in kept}
-        # The attempt of a commit that can't be read is unknown; its data must not be taken for an orphan.
+        # An unreadable commit's attempt is unknown; its data must not count as an orphan.
         unknown = None in live
         if unknown:
-            self.problems.append("an unreadable commit is kept: its data can't be told from abandoned attempts, which stay too")
+            self.problems.append("an unreadable commit is kept, and abandoned attempts too, since any of them may be its data")
         newest = max((c.epoch for c in kept), default=-1)
         swept: list[str] = []
         for attempt, group in groupby(sorted(written, key=_attempt), key=_attempt):
@@ -409,7 +408,7 @@ class _Collection:
             mark = next((e for e in entries if e.key == f"attempts/{attempt}/{_MARK}"), None)
             quiet = now - max((e.modified for e in entries if e is not mark), default=0.0)
             if attempt in live:
-                # Votes are of no use after the commit; the data stays.
+                # Votes are useless after the commit; the data stays.
                 self._delete([e for e in entries if e.key.startswith("attempts/") and quiet >= grace.orphans])
                 continue
             if attempt not in dead and mark is None:
@@ -429,8 +428,8 @@ class _Collection:
         return swept
 
     def _committed(self, attempt: str, entries: Sequence[Entry]) -> bool:
-        """Whether there is a commit of this attempt after all: asked for by its name, which stands in the objects' headers. A listing may
-        have been behind, or the commit was made since."""
+        """Whether this attempt has a commit after all, looked up by its name from the objects' headers. A listing may be outdated, or the
+        commit newer."""
         order = next((o for entry in entries if (o := _order_of(self.store, entry)) is not None), None)
         if order is None:
             return False
@@ -444,7 +443,7 @@ class _Collection:
             return True
 
     def _patience(self, entries: Sequence[Entry], newest: int) -> float:
-        """How long this attempt without a commit may be quiet. Its epoch stands in its objects' headers."""
+        """Seconds that this attempt without a commit may be quiet. Its objects' headers tell its epoch."""
         if self.grace.current == self.grace.orphans:
             return self.grace.orphans
         order = next((o for entry in entries if (o := _order_of(self.store, entry)) is not None), None)
@@ -456,7 +455,7 @@ class _Collection:
         try:
             self.store.put(f"attempts/{attempt}/{_MARK}", b"{}\n")
         except KeyExists:
-            pass  # another collector was here
+            pass  # another collector marked it
         except OSError as error:
             self.problems.append(f"could not mark the orphan {attempt}: {error.strerror or error}")
 
@@ -465,7 +464,7 @@ class _Collection:
             self.freed += sum(entry.bytes for entry in entries)
             return
         sizes = {entry.key: entry.bytes for entry in entries}
-        # Data before the mark: what a crash leaves is still known to be an orphan.
+        # Delete data before the mark, so that leftovers of a crash are still known to be an orphan.
         marks = [key for key in sizes if key.endswith(_MARK)]
         position = 0
         for keys in (sorted(sizes.keys() - marks), marks):
@@ -485,7 +484,7 @@ class _Collection:
             self.emptied += 1
 
     def _forget(self, pinned: Mapping[str, Sequence[str]], commits: set[str]) -> None:
-        """Pins that came too late: of commits that are gone."""
+        """Delete pins of commits that no longer exist."""
         there = {e.key for e in self.store.list("commits/")}
         for commit, names in pinned.items():
             for name in names:
@@ -521,7 +520,7 @@ def _attempt_of(store: ObjectStore, commit: Commit) -> str | None:
 
 
 def _order_of(store: ObjectStore, entry: Entry) -> tuple[int, int] | None:
-    """Epoch and step in a data object's header; they are written for people, and here only keep data longer."""
+    """Epoch and step in a data object's header. The header is informational; here it can only keep data longer."""
     if not entry.key.endswith(".safetensors") or entry.bytes < ALIGNMENT:
         return None
     from .digest import view_of

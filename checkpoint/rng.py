@@ -1,4 +1,4 @@
-"""The random generators of a process as JSON, and what to do when the number of ranks has changed."""
+"""Random generator states of a process as JSON, and seeds for another number of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def capture_rng() -> dict[str, Any]:
     """The state of Python's, NumPy's and torch's default generators (CPU, and the current CUDA device if CUDA is in use).
 
     Raises:
-        ValueError: NumPy's was replaced by one of another sort.
+        ValueError: NumPy's generator was replaced by one of another type.
     """
     version, words, gauss = random.getstate()
     sort = np.random.get_state(legacy=False)["bit_generator"]
@@ -36,10 +36,10 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Put the generators back to a captured state: all of them or, if one can't be, none.
+    """Restore the generators to a captured state: all of them or, if one cannot be restored, none.
 
     Raises:
-        ValueError: it is not what :func:`capture_rng` returns.
+        ValueError: the state is not a result of :func:`capture_rng`.
     """
     cuda = None
     try:
@@ -51,9 +51,9 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         cpu = torch.from_numpy(_unpack(state["torch"], "u1").copy())
         if "cuda" in state and torch.cuda.is_available():
             cuda = torch.from_numpy(_unpack(state["cuda"], "u1").copy())
-        if not 0 <= int(position) <= 624:  # numpy believes it, and would read beyond its words
+        if not 0 <= int(position) <= 624:  # numpy does not check it, and would read beyond its words
             raise ValueError(f"NumPy's position is {position}, of 624 words")
-        # First others than those in use, which must not be half new.
+        # Try separate generators first, so that those in use never change in part.
         random.Random().setstate(python)
         np.random.RandomState().set_state(numpy)
         torch.Generator().set_state(cpu)
@@ -61,7 +61,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
             torch.Generator("cuda").set_state(cuda)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise ValueError(f"the state of the random generators can't be taken back ({reason}); give what capture_rng() returned") from error
+        raise ValueError(f"the state of the random generators cannot be restored ({reason}); give what capture_rng() returned") from error
     random.setstate(python)
     np.random.set_state(numpy)
     torch.set_rng_state(cpu)
@@ -72,7 +72,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 def derive_rng(*parts: object) -> int:
     """Seed all generators from ``parts`` (commit, rank), the same for the same parts; returns the seed.
 
-    For a load on another number of ranks, where no old state is the right one and every rank must get its own.
+    It serves loads on another number of ranks, where no saved state fits and every rank needs its own.
     """
     seed = int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
     random.seed(seed)

@@ -1,8 +1,7 @@
-"""Going back: an older checkpoint becomes the newest one again, as another commit of the same data in a higher epoch.
+"""Roll back: make an older checkpoint the newest again, by another commit of the same data in a higher epoch.
 
-Nothing is deleted: the checkpoints of the steps that are given up stay until a rule of the retention lets them go, which keeps the data as
-long as any commit refers to it. One object is created, exclusively: there is no moment at which half of it is done, and whoever
-resumes afterwards, however often, goes on from there.
+Nothing is deleted. The checkpoints of abandoned steps stay until retention deletes them, and data stays as long as any commit refers to it.
+One object is created, exclusively, so no half-done state exists. Every later resume starts from it.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from .store import KeyExists, Root, store_of
 
 
 def roll_back(root: Root, name: str) -> Commit:
-    """Make the checkpoint called ``name`` the newest one of ``root``; the new commit, whose ``meta`` says ``rolled_back``.
+    """Make the checkpoint called ``name`` the newest one of ``root``. Returns the new commit, whose ``meta`` has ``rolled_back``.
 
-    Nobody may be saving there: a run that still goes on would have its next checkpoints refused.
+    No run may be saving there, since its next checkpoints would be refused.
 
     Raises:
-        NoCheckpoint, CheckpointCorrupt, OSError: as :func:`vescale_ray.checkpoint.open`; its data is not read.
-        CommitRefused: it is the newest one already. CommitExists: somebody else has just committed. SaveFailed: the storage refused.
+        NoCheckpoint, CheckpointCorrupt, OSError: as :func:`vescale_ray.checkpoint.open`; the data is not read.
+        CommitRefused: it is the newest one already. CommitExists: another process has just committed. SaveFailed: the storage failed.
     """
     store = store_of(root)
     commits = ls(store)
@@ -38,9 +37,9 @@ def roll_back(root: Root, name: str) -> Commit:
     try:
         store.put(f"commits/{made.name}.json", encode(made))
     except KeyExists:
-        raise CommitExists(f"{store.describe(f'commits/{made.name}.json')} has just been made by somebody else; look again") from None
+        raise CommitExists(f"{store.describe(f'commits/{made.name}.json')} was just made by another process; look again") from None
     except OSError as error:
-        # As after a commit whose folder could not be synced: it is there now, and may not be after a power cut.
-        text = f"could not commit in {store.describe()}: {error.strerror or error}; whether it was made, `vescale-ray ckpt ls` can tell"
+        # As after a commit whose folder was not synced, it may exist now and be gone after a power cut.
+        text = f"could not commit in {store.describe()}: {error.strerror or error}; `vescale-ray ckpt ls` shows whether it was made"
         raise SaveFailed(text) from error
     return find(store, made.name)

@@ -1,8 +1,8 @@
-"""Objects in a bucket of S3, or of a service that speaks its protocol and has conditional writes.
+"""A store in an S3 bucket, or a compatible service with conditional writes.
 
-A commit object is one PUT that the service carries out only if the key is free (``If-None-Match: *``). Larger objects are
-uploaded in parts of which nothing is visible until all are there; on any exception the upload is aborted, never completed.
-Each creation carries a token of its own, so that a request whose answer was lost is known again and not taken for another's.
+A commit object is one PUT that the service performs only if the key is free (``If-None-Match: *``). Larger objects are uploaded in parts,
+and nothing is visible until all are there. On any exception the upload is aborted, never completed. Each creation carries a unique token,
+so that a request whose answer was lost is recognised and not taken for another's.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _MOST_DELETED = 1000
 
 
 class S3Store:
-    """Objects below ``s3://bucket/prefix``. Makes no request before the first operation; never creates a bucket.
+    """Objects below ``s3://bucket/prefix``. Makes no request before the first operation, and never creates a bucket.
 
     Args:
         url: ``s3://bucket/prefix``, optionally with ``?endpoint=..&region=..`` and so on, see :class:`S3Options`.
-        options: the same and more; what the URL says goes first.
+        options: the same options and more; the URL takes precedence.
 
     Raises:
-        ValueError: an ill-formed URL or option; botocore is not installed.
+        ValueError: the URL or an option is malformed, or botocore is not installed.
     """
 
     request_bytes = 4 << 20
@@ -109,7 +109,7 @@ class S3Store:
             fault_point("commit.published")
 
     def _create(self, key: str, body: bytes | bytearray) -> None:
-        """One PUT that happens only if nobody has the key; an answer that was lost is asked for again."""
+        """One PUT that succeeds only if the key is free. After a lost answer, checks whether it took effect."""
         token = uuid.uuid4().hex
         if self._conditional is False and self.size(key) is not None:
             raise KeyExists(errno.EEXIST, "exists already", self.describe(key))
@@ -126,7 +126,7 @@ class S3Store:
             except NotSupported:
                 if self._conditional is False or key.startswith("commits/"):
                     raise
-                # Keys other than commits' are unique to their writer: the condition guards nothing that could happen.
+                # Keys other than commits' are unique to their writer, so the condition guards nothing there.
                 self._conditional = False
                 self._calls.do(what, request)
         except PreconditionFailed as error:
@@ -141,7 +141,7 @@ class S3Store:
             raise KeyExists(errno.EEXIST, "was replaced by another writer", self.describe(key))
 
     def _is_mine(self, key: str, token: str, body: bytes | bytearray | None) -> bool:
-        """Whether the object at ``key`` is the one that this call created."""
+        """Whether this call created the object at ``key``."""
         try:
             found = self._head(key)
         except KeyMissing:
@@ -149,11 +149,11 @@ class S3Store:
         theirs = found.get("Metadata", {}).get(_TOKEN)
         if theirs is not None:
             return bool(theirs == token)
-        # A service that drops metadata: the content decides, which in a commit object names the attempt.
+        # If the service drops metadata, the content decides; a commit object names its attempt.
         return body is not None and found["ContentLength"] == len(body) and self.get(key) == body
 
     def _require_exclusive_creation(self) -> None:
-        """Once, before the first commit: see with a key of no meaning that a second creation is refused."""
+        """Before the first commit, check with a probe key that the service refuses a second creation. Runs once."""
         if self._proven:
             return
         if not self.options.conditional:
@@ -172,7 +172,7 @@ class S3Store:
 
         refused = False
         try:
-            with suppress(PreconditionFailed):  # an answer to the first PUT that was lost
+            with suppress(PreconditionFailed):  # the answer to the first PUT was lost
                 self._calls.do(where, request)
             try:
                 self._calls.do(where, request)
@@ -186,9 +186,9 @@ class S3Store:
         if not refused:
             raise OSError(
                 errno.ENOTSUP,
-                f"{self.describe()}: this service carries out a PUT with If-None-Match: * though the key is taken (or does not know it), "
-                "so that two processes could both commit; use one with conditional writes, or add ?conditional=off if only one ever "
-                "commits",
+                f"{self.describe()}: this service performs a PUT with If-None-Match: * though the key exists (or does not know the "
+                "header), so two processes could both commit; use one with conditional writes, or add ?conditional=off if only one "
+                "process ever commits",
             )
         self._proven = True
 
@@ -208,7 +208,7 @@ class S3Store:
             fault_point("data.written")
             self._complete(key, upload, parts, token)
         except BaseException:
-            # Also on Ctrl-C: parts in flight end first (their time is bounded), or the service might keep them.
+            # Also on Ctrl-C: first let parts in flight end (their time is bounded), or the service might keep them.
             cancel.set()
             pool.shutdown(wait=True, cancel_futures=True)
             self._abort(name, upload)
@@ -227,8 +227,8 @@ class S3Store:
         pool: ThreadPoolExecutor,
         cancel: threading.Event,
     ) -> list[dict[str, Any]]:
-        """Fill parts from the chunks and send them, at most ``parallel`` at a time. A buffer is used again when its part is through:
-        touching fresh memory costs ten times a copy into old."""
+        """Fill parts from the chunks and send them, at most ``parallel`` at a time. A buffer is reused once its part is sent, since
+        touching fresh memory costs ten times as much as a copy into used memory."""
         pending: dict[Future[dict[str, Any]], bytearray] = {}
         free: list[bytearray] = []
         parts: list[dict[str, Any]] = []
@@ -296,7 +296,7 @@ class S3Store:
                 self._conditional = False
                 self._calls.do(what, request, conflict_again=False)
         except (PreconditionFailed, UploadGone, Undecided) as error:
-            # Perhaps this is the second try, and the first had done it.
+            # This may be a second try, after the first one succeeded.
             if self._is_mine(key, token, None):
                 return
             if isinstance(error, PreconditionFailed):
@@ -307,7 +307,7 @@ class S3Store:
         def request(client: Any) -> None:
             client.abort_multipart_upload(Bucket=self._bucket, Key=name, UploadId=upload)
 
-        # Whoever waits for the error must not wait for a service that is down; tidy() finds the upload later.
+        # The error must not wait for a service that is down; tidy() finds the upload later.
         brief = S3Calls(self._bucket, replace(self.options, retry_s=min(10.0, self.options.retry_s)))
         brief._made = self._calls._made
         try:
@@ -376,7 +376,7 @@ class S3Store:
         return sorted(found, key=lambda entry: entry.key)
 
     def clock(self) -> float:
-        """The ``Date`` of an answer, which is what ages of objects compare with; whole seconds."""
+        """The ``Date`` of an answer, in whole seconds, on the same clock as the objects' times."""
         answer = self._calls.do(
             f"LIST {self.describe()}", lambda c: c.list_objects_v2(Bucket=self._bucket, Prefix=f"{self._prefix}commits/", MaxKeys=1)
         )
@@ -389,13 +389,13 @@ class S3Store:
     # -- deleting
 
     def delete(self, key: str) -> bool:
-        if self.size(key) is None:  # the service answers the same whether there was something or not
+        if self.size(key) is None:  # the service answers the same whether the object existed or not
             return False
         self._calls.do(f"DELETE {self.describe(key)}", partial(self._delete, self._key(key)))
         return True
 
     def delete_many(self, keys: Sequence[str]) -> Iterator[tuple[str, OSError | None]]:
-        """A thousand with one request; one by one from a service that does not know that request."""
+        """Delete up to a thousand objects per request, or one by one if the service does not support that request."""
         for start in range(0, len(keys), _MOST_DELETED):
             yield from self._delete_batch(keys[start : start + _MOST_DELETED])
 
@@ -405,7 +405,7 @@ class S3Store:
         refused: dict[str, OSError] = {}
 
         def request(client: Any) -> None:
-            """Asks again, by being called again, for those that the service was too busy for."""
+            """Delete the objects in ``left``. On a retry it requests only those for which the service was too busy."""
             wanted = {"Objects": [{"Key": name} for name in left], "Quiet": True}
             told = {}
             for item in client.delete_objects(Bucket=self._bucket, Delete=wanted).get("Errors", []):
@@ -426,7 +426,7 @@ class S3Store:
             except Undecided as error:
                 refused |= dict.fromkeys(left.values(), error)
             except OSError as error:
-                # Not every service that speaks the protocol has this request, and they refuse it in many ways: what it is, one will tell.
+                # Some compatible services lack this request and refuse it in many ways. A single deletion tells the real cause.
                 _log.warning("%s; they are deleted one by one", error.strerror or error)
                 again = list(left.values())
                 self._batches = False
@@ -438,7 +438,7 @@ class S3Store:
         yield from delete_each(self, again)
 
     def tidy(self, prefix: str, older_than_s: float) -> int:
-        """Abort uploads that nobody can be working on any more, and remove old probes; never an upload of this store object."""
+        """Abort uploads that nobody can still be working on, and remove old probes; never abort an upload of this store object."""
         removed = 0
         now = self.clock()
         if prefix == "commits/":
@@ -490,10 +490,10 @@ class S3Store:
 
 
 def _receive(body: Any, view: memoryview, timeout_s: float, cancel: threading.Event | None) -> None:
-    """Fill ``view`` from a response's body within ``timeout_s``, however slowly it drips.
+    """Fill ``view`` from a response's body within ``timeout_s``, however slowly data arrives.
 
-    A read returns only when all that it asked for is there, and the socket's timeout begins anew with every byte: so each
-    asks for what should come in a quarter of a second at the pace so far.
+    A read returns only once all requested bytes are there, and the socket's timeout restarts with every byte. So each read requests what
+    should arrive in a quarter of a second at the pace so far.
     """
     began = time.monotonic()
     done, ask = 0, 4096

@@ -1,8 +1,8 @@
-"""Requests to an S3 service: how one is reached, which failures are tried again, and what the others are called.
+"""Requests to an S3 service: the client, retries, and error messages.
 
-botocore signs, finds credentials and parses; its own retries are off. Every request goes through :meth:`S3Calls.do`, which tries
-again what may pass (throttling, 5xx, timeouts, broken connections, damaged or short bodies) with full jitter until a
-deadline, and turns what will not pass into one ``OSError`` line with the remedy.
+botocore signs, finds credentials and parses; its own retries are off. Every request goes through :meth:`S3Calls.do`. It retries temporary
+failures (throttling, 5xx, timeouts, broken connections, damaged or short bodies) with full jitter until a deadline. It turns permanent
+failures into an ``OSError`` of one line with the remedy.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class S3Options:
-    """How to reach a bucket. What is ``None`` comes from where botocore takes it: ``AWS_*`` variables, ``~/.aws``, the host's role.
+    """How to reach a bucket. Fields that are ``None`` come from botocore's sources: ``AWS_*`` variables, ``~/.aws``, the host's role.
 
-    ``endpoint, region, profile, addressing, checksums, conditional, parallel`` may also stand in the URL's query.
+    ``endpoint, region, profile, addressing, checksums, conditional, parallel`` may also be in the URL's query.
     """
 
     endpoint: str | None = None
@@ -38,29 +38,31 @@ class S3Options:
     profile: str | None = None
     """Section of ``~/.aws/config`` and ``~/.aws/credentials``."""
     addressing: str = "auto"
-    """``path`` (``host/bucket/key``), ``virtual`` (``bucket.host/key``), or ``auto``: path for every endpoint that is given."""
+    """``path`` (``host/bucket/key``), ``virtual`` (``bucket.host/key``), or ``auto``: path if an endpoint is given."""
     access_key: str | None = field(default=None, repr=False)
     secret_key: str | None = field(default=None, repr=False)
     session_token: str | None = field(default=None, repr=False)
     checksums: bool = True
-    """Send a CRC-32 with every upload, which the service compares before it accepts it. ``False`` for services that refuse the header."""
+    """Whether to send a CRC-32 with every upload, which the service checks before it accepts it. ``False`` for services that refuse the
+    header."""
     conditional: bool = True
-    """``False`` lets a service without conditional writes (``If-None-Match``) hold commits: then only one process may ever commit."""
+    """Whether the service has conditional writes (``If-None-Match``). With ``False`` it may hold commits, but only one process may ever
+    commit."""
     part_bytes: int = 8 * MIB
-    """Size of an upload's parts, at least 5 MiB; larger for objects of more than 10 000 such parts."""
+    """Bytes of an upload's parts, at least 5 MiB; larger for objects of more than 10 000 such parts."""
     range_bytes: int = 4 * MIB
-    """Size of one ranged read."""
+    """Bytes of one ranged read."""
     parallel: int = 8
     """Requests of one object in flight; memory is ``parallel`` parts (or ranges)."""
     connect_timeout_s: float = 10.0
     timeout_s: float = 30.0
-    """A request is given up, and tried again, when nothing has moved for this long."""
+    """Seconds without progress after which a request is cancelled and retried."""
     part_timeout_s: float = 120.0
-    """A ranged read is given up, and tried again, when it is not through after this long, however steadily it drips."""
+    """Seconds after which an unfinished ranged read is cancelled and retried, even if data still arrives."""
     retry_s: float = 120.0
-    """How long one request is tried again before the operation fails."""
+    """Seconds for which one request is retried before the operation fails."""
     pause_s: float = 0.2
-    """Upper limit of the first pause between tries; it doubles up to 10 s. The pause is a random part of the limit."""
+    """Upper limit of the first pause between tries, in seconds; it doubles up to 10 s. The pause is a random part of the limit."""
 
     def __post_init__(self) -> None:
         if self.addressing not in ("auto", "path", "virtual"):
@@ -83,7 +85,8 @@ def parse_s3_url(url: str, options: S3Options | None = None) -> tuple[str, str, 
     """``s3://bucket/prefix?region=..&endpoint=..`` as ``(bucket, prefix, options)``; the prefix is empty or ends with a slash.
 
     Raises:
-        ValueError: no bucket, an unknown or ill-formed option, or credentials, which do not belong into a URL (it is logged).
+        ValueError: there is no bucket, an option is unknown or malformed, or the URL has credentials, which must not be in it since URLs
+            are logged.
     """
     parts = urlsplit(url)
     if "@" in parts.netloc or parts.password:
@@ -120,7 +123,7 @@ def _value(name: str, text: str) -> Any:
 
 
 class Transient(ConnectionError):
-    """What came is not what was asked for (short, another range); asking again may help."""
+    """The answer is not what was requested (short, or another range); a retry may help."""
 
 
 class PreconditionFailed(OSError):
@@ -132,19 +135,19 @@ class NotSupported(OSError):
 
 
 class UploadGone(OSError):
-    """The multipart upload is not open any more: completed already, or aborted."""
+    """The multipart upload is no longer open: it was completed or aborted."""
 
 
 class Cancelled(OSError):
-    """Another part of the same operation has failed."""
+    """Another part of the same operation failed."""
 
 
 class Undecided(OSError):
-    """Tried until the deadline; whether one of the requests was carried out is unknown."""
+    """The request was retried until the deadline; it is unknown whether one of the tries took effect."""
 
 
 class S3Calls:
-    """One bucket's client, made anew in a forked process (sockets can't be shared)."""
+    """One bucket's client. A forked process makes a new one, since sockets cannot be shared."""
 
     def __init__(self, bucket: str, options: S3Options) -> None:
         self.bucket = bucket
@@ -153,22 +156,23 @@ class S3Calls:
 
     @property
     def client(self) -> Any:
-        # Without a lock, which a fork could leave locked: two threads may each make one, the later stays.
+        # Without a lock, which a fork could leave locked: two threads may each make a client, and the later one stays.
         made = self._made
         if made is None or made[0] != os.getpid():
             made = self._made = (os.getpid(), self._make())
         return made[1]
 
     def do(self, what: str, call: Callable[[Any], T], *, cancel: threading.Event | None = None, conflict_again: bool = True) -> T:
-        """``call(client)`` until it succeeds, fails for good, or ``retry_s`` are over.
+        """Run ``call(client)`` until it succeeds, fails for good, or ``retry_s`` have passed.
 
         Args:
-            what: for messages, e.g. ``"PUT s3://bucket/key"``.
-            cancel: set by others to stop trying. conflict_again: whether 409 (a conditional request met another) is tried again.
+            what: description for messages, such as ``"PUT s3://bucket/key"``.
+            cancel: event that other threads set to stop the retries.
+            conflict_again: whether to retry a 409 (conflict of two conditional requests).
 
         Raises:
-            KeyMissing, PreconditionFailed, NotSupported, UploadGone: what the service answered.
-            OSError: it refused for good, with the remedy. Undecided: it never answered properly.
+            KeyMissing, PreconditionFailed, NotSupported, UploadGone: the service's answer.
+            OSError: the service refused for good; the message has the remedy. Undecided: it never answered properly.
         """
         began = time.monotonic()
         stop = cancel or threading.Event()
@@ -223,7 +227,7 @@ class S3Calls:
 
 @cache
 def _loader() -> Any:
-    """botocore's descriptions of services, parsed once in a process: with them a client takes 10 ms, without 70."""
+    """botocore's service descriptions, parsed once per process. With them a client takes 10 ms, without 70 ms."""
     import botocore.loaders
 
     return botocore.loaders.create_loader()
@@ -236,7 +240,7 @@ _WRONG_KEY = {"InvalidAccessKeyId", "SignatureDoesNotMatch"}
 
 
 def _judge(error: Exception, what: str, bucket: str, conflict_again: bool) -> OSError | None:
-    """What to make of an exception: ``Transient`` is tried again, another ``OSError`` raised, ``None`` means it is a fault of ours."""
+    """Classify an exception: ``Transient`` is retried, another ``OSError`` is raised, ``None`` means a bug of ours."""
     from botocore import exceptions as b
 
     if isinstance(error, b.ClientError):
@@ -272,7 +276,7 @@ def _judge_answer(answer: dict[str, Any], what: str, bucket: str, conflict_again
     status = int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     said = f"{status} {code}" + (f" ({text})" if text and text != code else "")
     if code == "NoSuchBucket":
-        return OSError(errno.ENOENT, f"bucket {bucket!r} does not exist; create it, checkpoints never do")
+        return OSError(errno.ENOENT, f"bucket {bucket!r} does not exist; create it, since saves never do")
     if code == "NoSuchUpload":
         return UploadGone(errno.ENOENT, f"{what}: {said}")
     if status == 404:
@@ -286,7 +290,7 @@ def _judge_answer(answer: dict[str, Any], what: str, bucket: str, conflict_again
             errno.EACCES, f"{what}: {said}; the credentials have expired: renew them, or use a role that renews by itself"
         )
     if code == "RequestTimeTooSkewed":
-        return PermissionError(errno.EACCES, f"{what}: {said}; set this host's clock, the service refuses requests dated wrongly")
+        return PermissionError(errno.EACCES, f"{what}: {said}; set this host's clock, since the service refuses wrongly dated requests")
     if code in _WRONG_KEY:
         return PermissionError(errno.EACCES, f"{what}: {said}; check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
     if status == 400 and code == "400":  # an answer to HEAD has no body

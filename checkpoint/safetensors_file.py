@@ -1,9 +1,9 @@
-"""The safetensors format, read by flat ranges and written as a stream; a header is believed only after every number was checked.
+"""The safetensors format, read by flat ranges and written as a stream. Every number of a header is checked before use.
 
     8 bytes length | JSON {name: {dtype, shape, data_offsets}, "__metadata__": {text: text}} | the tensors' bytes, without holes
 
-No code of the ``safetensors`` package is used: it maps files, which counts as memory, and can't read a part of a flat tensor. Tests check
-both directions against it.
+The ``safetensors`` package is not used: it maps files, which counts as memory, and cannot read a part of a flat tensor. Tests check both
+directions against it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .foreign import Files
 from .layout import _SAFETENSORS_NAME
 
 MAX_HEADER = 100_000_000
-"""Bytes of a header or an index; the safetensors library's own limit."""
+"""Most bytes of a header or an index; the safetensors library's own limit."""
 
 _MAX_DIMS = 64  # torch's own limit
 _LIMIT = 1 << 62
 
 SAFETENSORS_NAME = {**_SAFETENSORS_NAME, torch.float8_e8m0fnu: "F8_E8M0", torch.complex64: "C64"}
-"""Of every dtype that both have. (Our own data objects keep to those that older releases know, too.)"""
+"""Names of every dtype that both torch and safetensors have. (Our data objects use only those that older releases know.)"""
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAME.items()}
 
 
@@ -45,7 +45,7 @@ def read_header(files: Files, name: str) -> tuple[dict[str, Located], dict[str, 
     """The tensors of file ``name``, and the texts of its ``__metadata__``.
 
     Raises:
-        ForeignFileError: no whole safetensors file: naming the file and what is wrong.
+        ForeignFileError: the file is no complete safetensors file. The message names the file and the fault.
     """
     size = files.size(name)
 
@@ -69,10 +69,10 @@ def read_header(files: Files, name: str) -> tuple[dict[str, Located], dict[str, 
         expect(bool(key), "a tensor without a name")
         expect(isinstance(raw, dict), f"the entry of {key!r} is no object")
         dtype, shape, offsets = raw.get("dtype"), raw.get("shape"), raw.get("data_offsets")
-        expect(isinstance(dtype, str) and dtype in _DTYPES, f"{key!r} has dtype {dtype!r}, which is not known here")
-        # Counted before they are multiplied or shown: a header can hold a million numbers, of thousands of digits each.
-        expect(_counts(shape, _MAX_DIMS) and math.prod(max(1, n) for n in shape) < _LIMIT, f"{key!r} has a shape that no tensor has")
-        expect(_counts(offsets, 2) and len(offsets) == 2 and offsets[0] <= offsets[1], f"{key!r} has data_offsets that are none")
+        expect(isinstance(dtype, str) and dtype in _DTYPES, f"{key!r} has dtype {dtype!r}, which is unknown")
+        # Check before multiplying or printing: a header can hold a million numbers with thousands of digits each.
+        expect(_counts(shape, _MAX_DIMS) and math.prod(max(1, n) for n in shape) < _LIMIT, f"{key!r} has an invalid shape")
+        expect(_counts(offsets, 2) and len(offsets) == 2 and offsets[0] <= offsets[1], f"{key!r} has invalid data_offsets")
         wanted = math.prod(shape) * _DTYPES[dtype].itemsize
         expect(offsets[1] - offsets[0] == wanted, f"{key!r} of shape {shape} takes {wanted} bytes, not {offsets[1] - offsets[0]}")
         tensors[key] = Located(name, tuple(shape), _DTYPES[dtype], 8 + length + offsets[0])
@@ -86,7 +86,7 @@ def read_header(files: Files, name: str) -> tuple[dict[str, Located], dict[str, 
 
 
 def header_of(tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]], metadata: Mapping[str, str]) -> bytes:
-    """The first bytes of a file that holds ``tensors`` (name, shape, dtype) in this order."""
+    """The header of a file with ``tensors`` (name, shape, dtype) in this order."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     position = 0
     for name, shape, dtype in tensors:
@@ -103,8 +103,8 @@ def _counts(value: Any, most: int) -> bool:
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For ``json.loads``: a key that stands there twice is an error, for readers differ in which of the two they take."""
+    """Hook for ``json.loads`` that rejects duplicate keys, since readers differ in which of the two they take."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key stands there twice")
+        raise ValueError("a key occurs twice")
     return found

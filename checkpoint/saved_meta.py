@@ -1,5 +1,5 @@
-"""Is a manifest's ``meta`` what :func:`~vescale_ray.checkpoint.save` writes (section 6 of the format)? A seal says only that it is what
-somebody wrote: another program may keep other things there, and a forged one anything."""
+"""Check that a manifest's ``meta`` is as :func:`~vescale_ray.checkpoint.save` writes it (section 6 of the format). The seal does not prove
+that: another program may store other values there, and a forged manifest anything."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from .scalars import decode
 
 
 def check_saved_meta(where: str, meta: Mapping[str, Any], *, optimizers: bool = True) -> None:
-    """Raises CheckpointMismatch, naming the first value that is of another sort than what stands there after a save.
+    """Raises CheckpointMismatch, naming the first value whose type differs from what a save writes.
 
     Args:
-        optimizers: whether these are wanted; else they may be anything.
+        optimizers: whether to check these too.
     """
 
     def expect(condition: bool, path: str, what: str) -> None:
         if not condition:
-            raise CheckpointMismatch(f"{where}: meta.{path} is no {what}: it was not written by save(), and can't be loaded as a state")
+            raise CheckpointMismatch(f"{where}: meta.{path} is no {what}: save() did not write it, so it cannot be loaded as a state")
 
     def encoded(value: Any, path: str) -> None:
         try:
             decode(value)
-        except Exception:  # whatever torch makes of it
+        except Exception:  # whatever torch raises
             expect(False, path, "number, text or list")
 
     expect(_texts(meta.get("models", [])), "models", "list of names")

@@ -1,10 +1,10 @@
-"""Saving beside the training: the state is copied, training goes on, a thread writes, votes and commits.
+"""Asynchronous saves: the state is copied, training goes on, and a thread writes, votes and commits.
 
-    training thread   | take apart, copy |  next steps ..                                                   | take apart, ..
+    training thread   | flatten, copy    |  next steps ..                                                   | flatten, ..
     writer thread     |                  |  agree, write from the copy, vote, commit, read back, retention  |
 
-The copy is the only wait. No collective is made anywhere: the ranks agree, and vote, through stores (``accord.py``, ``voting.py``), from
-the writer's thread, which needs little of the processor (bytes go from the copy to the disk without another one). At most one save is
+Training waits only for the copy. No collective is used: the ranks agree and vote through stores (``accord.py``, ``voting.py``), from the
+writer's thread. That thread needs little processor time, since bytes go from the copy to the disk without another copy. At most one save is
 being written and one more is staged.
 """
 
@@ -44,14 +44,14 @@ from .voting import Attempt, conclude
 _log = logging.getLogger(__name__)
 
 EXIT_S = 60.0
-"""How long the end of the interpreter, or of a ``with`` block that failed, waits for a save under way before it gives it up."""
+"""Seconds that interpreter exit, or a failed ``with`` block, waits for a save in progress before it gives the save up."""
 ABORT_S = 5.0
-"""How long a save that was given up may take to notice: it looks before each chunk that it writes."""
+"""Seconds that an aborted save may take to notice; it checks before each chunk that it writes."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Job:
-    """A save as its writer sees it; without ``prepared`` only the word why this rank takes no part."""
+    """A save as its writer sees it. Without ``prepared``, this rank takes no part, and ``word`` says why."""
 
     step: int
     epoch: int | None
@@ -68,7 +68,7 @@ class _Job:
 
 
 class Saver:
-    """Saves one run's states, asynchronously, into one root. Every rank makes one and calls it at the same steps.
+    """Saves the states of one run, asynchronously, into one root. Every rank makes a saver and calls it at the same steps.
 
         with Saver("checkpoints", retention=Retention(keep_last=3)) as saver:
             for step in range(steps):
@@ -76,22 +76,22 @@ class Saver:
                 if (step + 1) % every == 0:
                     saver.async_save({"model": model, "optimizer": optimizer}, step + 1)
 
-    Memory: one buffer of the size of this rank's part, made at the first save (or :meth:`prepare`) and used again; a second one
-    only if a save is asked for while the one before is still being written. Beside it, 8 MiB at most.
+    Memory: one buffer of the size of this rank's part, made at the first save (or :meth:`prepare`) and reused. A second one is made only if
+    a save is requested while the previous one is still being written. Other memory is at most 8 MiB.
 
-    An error of a save is raised by its handle's ``wait``, or else by the next :meth:`async_save` or :meth:`close`, on each rank as soon as
-    it knows.
+    A save's error is raised by its handle's ``wait``, or else by the next :meth:`async_save` or :meth:`close`, on each rank as soon as it
+    knows.
 
     Args:
-        root: the checkpoint folder, the same on all ranks (shared between hosts), or a store.
-        retention: applied by rank 0 after each commit, once all ranks have read back what they wrote.
-        when_busy: what a request does that finds one save being written and another one staged: ``"skip"`` it, with a warning, so
-            that a slow disk makes checkpoints rarer and never holds up training; or ``"wait"`` until there is room.
-        double_buffer: ``False``: never take a second buffer; a save that is asked for while the one before is being written counts as
-            busy.
-        timeout_s: how long a save waits for the other ranks to come, and for their votes, and a request for room.
-        group: the ranks that save together; default: all. Only its key-value store is used, no collective. A program that makes the
-            default group anew, of other ranks perhaps, keeps its saver.
+        root: checkpoint folder, the same on all ranks (shared between hosts), or a store.
+        retention: rules that rank 0 applies after each commit, once all ranks have read back what they wrote.
+        when_busy: action if one save is being written and another is staged. ``"skip"`` skips the request with a warning, so that a slow
+            disk makes checkpoints rarer but never delays training. ``"wait"`` waits until there is room.
+        double_buffer: whether a second buffer may be used. If ``False``, a save that is requested while the previous one is being written
+            counts as busy.
+        timeout_s: seconds that a save waits for the other ranks and for their votes, and that a request waits for room.
+        group: ranks that save together; all by default. Only its key-value store is used, no collective. If a program recreates the default
+            group, perhaps with other ranks, it can keep its saver.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Saver:
         _OPEN.add(self)
 
     def prepare(self, state: State) -> None:
-        """Make the buffer now rather than at the first save, whose wait is then as short as the others'."""
+        """Allocate the buffer now, so that the first save takes no longer than later ones."""
         rank, world = ranks_of(self._group)
         layout = self._layouts.of(prepare(state, 0, world, rank, None, None, None).pieces)
         slab = self._writer.take(layout.bytes, pinned=_on_gpu(state))
@@ -143,27 +143,27 @@ class Saver:
         aux: Mapping[str, Any] | None = None,
         wait_staged: bool = True,
     ) -> SaveHandle:
-        """Begin to save a state; every rank calls it at the same step. The arguments are those of :func:`save`.
+        """Begin to save a state. Every rank calls it at the same step. The arguments are those of :func:`save`.
 
         Args:
-            wait_staged: return once the state is copied and may change. ``False``: copy it in the background; call the handle's
-                ``wait_staged()`` before anything in it changes (before the optimizer's next step). With plain tensors on a GPU, and
-                several ranks, it waits for the GPU's work so far all the same: a sample of them is compared.
+            wait_staged: whether to return only once the state is copied and may change. ``False`` copies in the background; call the
+                handle's ``wait_staged()`` before anything in the state changes (before the optimizer's next step). With plain tensors on a
+                GPU and several ranks it still waits for the GPU's work so far, to compare a sample of them.
 
         Raises:
-            ValueError: this rank's state can't be stored; nothing is written by any rank, whose handles end with SaveFailed.
-            SaveFailed: an earlier save has failed and nobody was told yet. This one is copied and goes on all the same, so that ranks
-                which hear of it at different times still save together; so is no place for a collective in the handler.
+            ValueError: this rank's state cannot be stored. No rank writes anything; the other ranks' handles end with SaveFailed.
+            SaveFailed: an earlier save failed, and no caller was told yet. This save is copied and goes on, so that ranks that hear of the
+                failure at different times still save together. For the same reason the handler must not use a collective.
         """
         if self._closed:
             raise ValueError("this saver is closed; make a new one")
         if self._process != os.getpid():
-            raise ValueError("this saver was made before this process was forked, its thread is in the other one; make a new one here")
+            raise ValueError("this saver was made before this process was forked, so its thread is in the parent; make a new one here")
         began = time.perf_counter()
         rank, world = ranks_of(self._group)
         if self._accord is None or not self._accord.serves(self._group, rank, world):
             if self._accord is not None and not dist.is_initialized():
-                raise ValueError(f"the process group of {self._accord.world} ranks that this saver saved with is no more; make it anew")
+                raise ValueError(f"the process group of {self._accord.world} ranks that this saver used was destroyed; make a new one")
             self._accord = Accord(self._group, rank, world, self._root)
         if self._when_busy == "wait":
             self._writer.wait_for_room(self._most, self.timeout_s)
@@ -181,17 +181,17 @@ class Saver:
             self._writer.put(job)
             raise
         if self._writer.busy(self._most):
-            text = f"the checkpoint of step {step} is skipped: ranks [{rank}] are still writing the ones before"
-            _log.warning("%s; save less often, or have a faster store", text)
+            text = f"the checkpoint of step {step} is skipped: ranks [{rank}] are still writing earlier checkpoints"
+            _log.warning("%s; save less often, or use a faster store", text)
             job.prepared, job.word = None, Word(busy=True)
             handle.skip(text)
             self._writer.put(job)
         else:
             self._begin(job, layout, began, wait_staged)
-        # Of earlier saves: this one's failure, which may have come by now, is its handle's to tell.
+        # Only earlier saves' errors: this save's own error belongs to its handle.
         trouble = self._writer.trouble(bound_s, but=handle)
         if trouble is not None:
-            handle.wait_staged()  # who gets the error has no handle to wait with
+            handle.wait_staged()  # the caller gets the error instead of a handle to wait with
             self._writer.surface(but=handle)
             raise SaveFailed(trouble)
         return handle
@@ -204,11 +204,11 @@ class Saver:
 
     @property
     def in_flight(self) -> int:
-        """Saves that are staged or being written: 0 to 2."""
+        """Number of saves that are staged or being written: 0 to 2."""
         return self._writer.in_flight
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until nothing is under way. Raises the first error that nobody was told of yet; TimeoutError."""
+        """Wait until no save is in progress. Raises the first error that no caller was told of yet, or TimeoutError."""
         patience = self.timeout_s * 3 if timeout_s is None else timeout_s
         if not self._writer.idle(patience):
             raise TimeoutError(f"a checkpoint was not committed within {patience:g} s; it is still being written")
@@ -218,23 +218,23 @@ class Saver:
             raise SaveFailed(trouble)
 
     def abort(self, reason: str) -> None:
-        """Give up what is under way: this rank votes no more, so that nothing is committed unless all votes were in already. For a world
-        that is over. Takes at most :data:`ABORT_S`; a write that hangs is left behind, and this saver can only be closed then."""
+        """Give up all saves in progress, for a group of ranks that has ended. This rank votes no more, so nothing is committed unless all
+        votes were in already. Takes at most :data:`ABORT_S`. A hung write is left behind; this saver can then only be closed."""
         self._writer.abort(reason)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait for what is under way, the reading back and the retention included (give it up after ``timeout_s``; default: the
-        timeouts of a save), and free the memory. Once.
+        """Wait for all saves in progress, with reading back and retention, and free the memory. After ``timeout_s`` (default: a save's
+        timeouts) they are given up. Further calls do nothing.
 
         Raises:
-            SaveFailed: a save failed, or was given up now, and nobody was told yet.
+            SaveFailed: a save failed, or was given up now, and no caller was told yet.
         """
         if self._closed:
             return
         self._closed = True
         _OPEN.discard(self)
         if self._process != os.getpid():
-            return  # a child that was forked (a data loader's worker): the thread, and the save, are its parent's
+            return  # a forked child, such as a data loader's worker; the thread and the save belong to its parent
         if not self._writer.idle(3 * self.timeout_s if timeout_s is None else timeout_s, tended=True):
             self._writer.abort("its saver was closed before it was written")
         trouble = self._writer.trouble()
@@ -250,7 +250,7 @@ class Saver:
         if kind is None:
             self.close()
             return
-        # What was staged before the error is a good state: keep it, but don't let a dead rank hold up the error.
+        # The state staged before the error is good: keep it, but do not let a dead rank delay the error.
         try:
             self.close(EXIT_S)
         except SaveFailed as failure:
@@ -272,7 +272,7 @@ class Saver:
             if wait_staged:
                 handle.wait_staged()
             elif slab.pinned or writer.in_flight:
-                handle.begin_copy()  # from a GPU it only begins here; beside another save the writer's thread would come to it too late
+                handle.begin_copy()  # a GPU copy only starts here; beside another save the writer's thread would start it too late
         except Exception as error:  # out of memory: the other ranks must hear of it rather than wait
             job.word = Word(problem=f"the state could not be copied: {error}")
         except BaseException as error:
@@ -292,24 +292,24 @@ def _copied(copying: Copying, pieces: list[Any], handle: SaveHandle) -> None:
 
 
 class _Writer:
-    """One thread, its queue and its buffers. It holds no reference to the saver, so that one that is dropped can go."""
+    """One thread, its queue and its buffers. It has no reference to the saver, so that a dropped saver can be freed."""
 
     def __init__(self, store: ObjectStore, retention: Retention | None) -> None:
         self._store, self._retention = store, retention
         self._pools: dict[bool, SlabPool] = {}
         self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        """Wakes the thread, which does whatever is in ``_current``; ``False``: the last time."""
+        """Wakes the thread, which processes ``_current``. ``False`` means the last time."""
         self._change = threading.Condition()
         self._handles: list[SaveHandle] = []
         self._current: list[_Job] = []
-        """Being written, and staged. A job is entered by this one list's ``append``, which no interrupt divides."""
+        """Saves being written and staged. One ``append`` to this list enters a job, so no interrupt can split it."""
         self._tending: SaveHandle | None = None
         self._aborted: set[int] = set()
         self._thread: threading.Thread | None = None
         self._committed: tuple[int, int] | None = None
-        """The newest commit that is known of."""
+        """The newest known commit."""
         self._tried: set[tuple[int, int]] = set()
-        """Epochs and steps of this saver's attempts: one whose answer was lost may be committed."""
+        """Epochs and steps of this saver's attempts. One whose answer was lost may be committed."""
 
     @property
     def in_flight(self) -> int:
@@ -342,10 +342,10 @@ class _Writer:
             self._move()
 
     def _move(self) -> None:
-        """See that the thread works at what is to be done; with the lock. Whoever waits calls it, too: an interrupt (Ctrl-C) can have come
-        just after a job was entered, or while the thread was started, which waits."""
+        """Ensure that the thread works on the queue; call it with the lock held. Waiting callers call it too, since an interrupt (Ctrl-C)
+        may come just after a job was entered, or while the thread was being started."""
         if self._thread is None or self._thread.ident is None:
-            # Daemon: a store that hangs must not keep the process from ending; _close_all waits for it within bounds.
+            # Daemon, so that a hung store does not keep the process from exiting; _close_all waits for it within bounds.
             self._thread = threading.Thread(target=self._live, name=f"{DAEMONS}writer", daemon=True)
             self._thread.start()
         self._calls.put(True)
@@ -363,12 +363,13 @@ class _Writer:
             if self._tending is not None:
                 self._aborted.add(id(self._tending))
         if not self.idle(ABORT_S, tended=True):
-            _log.error("a checkpoint's store hangs; what it was asked is left behind, and what is not committed by now is given up")
+            _log.error("a checkpoint's store hangs; its calls are abandoned, and saves without a commit are given up")
         for job in jobs:
             job.handle.end(SaveAborted(f"step {job.step}: given up, {reason}; earlier checkpoints are untouched"))
 
     def trouble(self, bound_s: float = math.inf, but: SaveHandle | None = None) -> str | None:
-        """The first failure that nobody was told of, ``but`` that one's. A save that is not through after ``bound_s`` is given up."""
+        """The first failure that no caller was told of, except that of ``but``. A save that is unfinished after ``bound_s`` seconds is
+        given up."""
         with self._change:
             now = time.perf_counter()
             for job in self._current:
@@ -379,14 +380,14 @@ class _Writer:
             return next((said for handle in self._handles if handle is not but and (said := handle.trouble()) is not None), None)
 
     def surface(self, but: SaveHandle | None = None) -> None:
-        """Whatever has failed until now has been told, ``but`` that one."""
+        """Mark all failures so far as told, except that of ``but``."""
         with self._change:
             for handle in self._handles:
                 if handle is not but and handle.trouble() is not None:
                     handle.surfaced = True
 
     def retire(self) -> None:
-        """After the last job the thread ends, and the memory goes."""
+        """End the thread after the last job, and free the memory."""
         self._calls.put(False)
         for pool in self._pools.values():
             pool.clear()
@@ -394,7 +395,7 @@ class _Writer:
     def _live(self) -> None:
         with self._change:
             if self._thread is not threading.current_thread():
-                return  # its start was interrupted, another one was started in its place
+                return  # its start was interrupted, and another thread was started instead
         more = True
         while more:
             more = self._calls.get()
@@ -471,7 +472,7 @@ class _Writer:
             this = Attempt(verdict.attempt, job.step, epoch, job.accord.world, rank, prepared.document, prepared.aliases, job.timeout_s)
             written = self._write(job, this, cancelled)
         finally:
-            # The rank's bytes are on disk, or will never be: the buffer is free before the others have voted.
+            # This rank's bytes are on disk or never will be, so the buffer is free before the others have voted.
             if job.slab is not None:
                 with self._change:
                     job.slab.release()
@@ -500,7 +501,7 @@ class _Writer:
         return job.vote
 
     def _name(self, job: _Job) -> tuple[str, int]:
-        """Of a new attempt, on rank 0."""
+        """Name and epoch of a new attempt, on rank 0."""
         listed = newest_order(self._store)
         if listed is not None and self._committed is not None and listed > self._committed and listed not in self._tried:
             _log.warning(
@@ -515,7 +516,7 @@ class _Writer:
 
 
 _OPEN: weakref.WeakSet[Saver] = weakref.WeakSet()
-"""Savers to close when the interpreter ends; that is one event of the whole process."""
+"""Savers to close when the interpreter exits, which happens once per process."""
 
 
 def _close_all() -> None:
@@ -527,8 +528,8 @@ def _close_all() -> None:
             _log.error("%s", error)
 
 
-# Before the interpreter stops the executors of concurrent.futures, which writing (and clients of object stores) need: plain atexit
-# comes after that. The name is private, but it is what concurrent.futures itself uses.
+# Run before the interpreter stops the executors of concurrent.futures, which writes (and object store clients) need; plain atexit runs
+# after that. The name is private, but concurrent.futures itself uses it.
 getattr(threading, "_register_atexit", atexit.register)(_close_all)
 
 

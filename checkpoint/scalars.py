@@ -1,4 +1,4 @@
-"""Scalars, tuples and tensors of one element as JSON, and back."""
+"""Scalars, tuples and one-element tensors as JSON, and back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .layout import dtype_name, dtype_of
 
 
 def encode(what: str, value: Any) -> Any:
-    """A scalar, tuple or tensor of one element as JSON: floats exactly (shortest round trip), non-finite ones as text."""
+    """A scalar, tuple or one-element tensor as JSON: floats exactly (shortest round trip), non-finite ones as text."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise ValueError(f"{what} is a tensor of shape {tuple(value.shape)}; only tensors of one element can stand there")
@@ -21,7 +21,7 @@ def encode(what: str, value: Any) -> Any:
         for _ in range(value.dim()):
             number = [number]
         return {"dtype": dtype_name(value.dtype), "value": number}
-    if isinstance(value, (np.bool_, np.integer, np.floating)):  # as Python's, which are equal
+    if isinstance(value, (np.bool_, np.integer, np.floating)):  # as Python's own types, which are equal
         value = float(value) if isinstance(value, np.floating) else value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(value)}
@@ -33,7 +33,7 @@ def encode(what: str, value: Any) -> Any:
 
 
 def decode(value: Any, like: Any = None) -> Any:
-    """Back from :func:`encode`, as the type that stands there now: a tuple stays a tuple, a tensor on its device."""
+    """The inverse of :func:`encode`, in the type of ``like``: a tuple stays a tuple, a tensor stays on its device."""
     if isinstance(value, dict):
         if "float" in value:
             return float(value["float"])

@@ -1,4 +1,4 @@
-"""Reading a whole checkpoint to find damage, naming each bad block and the tensors in it."""
+"""Read a whole checkpoint to find damage. Reports each bad block and its tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ from .store import ALIGNMENT, KeyMissing, ObjectStore, Root, store_of
 
 @dataclass(frozen=True)
 class Problem:
-    """One piece of damage: the object's key, the block's number (``None``: the object as a whole), what it holds, what was found."""
+    """One piece of damage.
+
+    Attributes:
+        object: the object's key.
+        block: number of the block; None for the whole object.
+        tensors: contents of the damaged bytes.
+        reason: description of the damage.
+    """
 
     object: str
     block: int | None
@@ -60,7 +67,7 @@ class VerifyReport:
 
 
 def verify(root: Root, commit: str | Commit | None = None) -> VerifyReport:
-    """Read and check every byte of a checkpoint, by default of the newest commit, whole or damaged; changes nothing.
+    """Read and check every byte of a checkpoint, by default of the newest commit, intact or damaged. Changes nothing.
 
     Raises:
         NoCheckpoint: there is none (of that name).
@@ -102,11 +109,11 @@ def _name(store: ObjectStore, commit: str | Commit | None) -> str:
         return names[-1]
     if commit in names:
         return str(commit)
-    return find(store, commit).name  # raises with the names that are there
+    return find(store, commit).name  # raises an error with the names that exist
 
 
 def _check_object(store: ObjectStore, manifest: Manifest, index: int, stored: ObjectEntry) -> tuple[list[Problem], int]:
-    """Every bad block of one object: unlike a load, a scrub goes on after the first."""
+    """Every bad block of one object. Unlike a load, a scrub continues after the first."""
     chunk = max(stored.block_bytes, CHUNK_BYTES // stored.block_bytes * stored.block_bytes)
     try:
         size = store.size(stored.key)

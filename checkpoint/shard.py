@@ -1,7 +1,7 @@
 """One rank's part of a save: write its pieces as one object, and vote.
 
-No collectives, no knowledge of the other ranks. The object's key is unique to (attempt, rank), so nothing that a commit
-refers to is ever touched, and a rank that dies here leaves only an orphan for :func:`~vescale_ray.checkpoint.gc`.
+It uses no collective and knows nothing of the other ranks. The object's key is unique to (attempt, rank), so data that a commit refers to
+is never touched. A rank that dies here leaves only an orphan for :func:`~vescale_ray.checkpoint.gc`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .store import ALIGNMENT, UNDER_WAY, KeyExists, ObjectStore, Root, store_of
 from .tiling import Tiling
 
 CHUNK_BYTES = 2 << 20
-"""Copied, hashed and written at a time. Two processes save 1 GiB to a local disk (2 cores, 9 interleaved rounds): in chunks of 1, 2 and
-4 MiB, three of them under way, they are 0.76, 0.81 and 0.78 times as fast as a raw write in requests of 16 MiB."""
+"""Bytes copied, hashed and written at a time. Measured: two processes save 1 GiB to a local disk (2 cores, 9 interleaved rounds). In chunks
+of 1, 2 and 4 MiB, three in progress, they are 0.76, 0.81 and 0.78 times as fast as a raw write in requests of 16 MiB."""
 
 STAGED_CHUNK_BYTES = 4 << 20
-"""The same from staged memory, where a chunk costs no memory of its own: 0.76, 0.85 and 0.88 times."""
+"""The same from staged memory, where chunks take no extra memory: 0.76, 0.85 and 0.88 times as fast."""
 
 
 @dataclass(frozen=True, eq=False)
 class Vote:
-    """A rank's word that its object is durable, and where in it each piece lies. Small: goes to whoever commits."""
+    """A rank's statement that its object is durable, with each piece's place in it. It is small, and goes to the process that commits."""
 
     attempt: str
     rank: int
@@ -83,7 +83,7 @@ def _piece(name: str, kind: str, dtype: str, shape: list[int], tiles: Any, start
 
 
 def new_attempt() -> str:
-    """A fresh identifier for one try at saving one step; all ranks of the try share it."""
+    """A fresh identifier for one attempt to save one step; all ranks of the attempt share it."""
     return uuid.uuid4().hex
 
 
@@ -103,22 +103,22 @@ def write_shard(
 ) -> Vote:
     """Write this rank's pieces as one object; returns once it is durable.
 
-    Takes four chunks of memory (8 MiB) beside the tensors. The pieces must not change meanwhile.
+    Takes four chunks of memory (8 MiB) besides the tensors. The pieces must not change meanwhile.
 
     Args:
-        root: the checkpoint folder (or a store).
+        root: checkpoint folder, or a store.
         attempt: :func:`new_attempt`, the same on all ranks of this save.
-        pieces: in the model's order; also those of zero elements, so that every rank names every tensor.
-        aux: JSON-able state of this rank alone: random generators, ...
-        step, epoch: completed steps, and the incarnation of the run (its generation): together the order of commits.
-        cancelled: asked before each chunk.
-        world: how many ranks write such an object, by which the blocks are chosen: a few ranks' small objects get small ones.
-        block_bytes: bytes under one checksum, a multiple of 4096; by default what suits ``world``, or 1 MiB if that is not given.
-        chunk_bytes: written at a time, rounded to whole blocks.
+        pieces: pieces in the model's order, empty ones included, so that every rank names every tensor.
+        aux: JSON-able state of this rank alone, such as random generators.
+        step, epoch: number of completed steps, and incarnation of the run (its generation). Together they order commits.
+        cancelled: returns whether to stop; called before each chunk.
+        world: number of ranks that write such an object. It determines the block size: small objects of few ranks get small blocks.
+        block_bytes: bytes under one checksum, a multiple of 4096; by default chosen by ``world``, or 1 MiB if that is None.
+        chunk_bytes: bytes written at a time, rounded to whole blocks.
 
     Raises:
-        ValueError: contradicting pieces, or values that JSON can't hold; before anything is written.
-        SaveFailed: the storage refused (full, read-only, failing): nothing is committed, earlier commits are untouched.
+        ValueError: pieces contradict each other, or JSON cannot hold a value. Raised before anything is written.
+        SaveFailed: the storage failed (full, read-only, broken). Nothing is committed; earlier commits are untouched.
         SaveAborted: cancelled; nothing of the object is left.
     """
     _check(attempt, rank, step, epoch, block_bytes)
@@ -148,12 +148,12 @@ def write_staged(
     block_bytes: int | None = None,
     chunk_bytes: int = STAGED_CHUNK_BYTES,
 ) -> Vote:
-    """As :func:`write_shard`, of an object that is staged in memory: written from there, without a copy.
+    """As :func:`write_shard`, for an object staged in memory; it is written from there without a copy.
 
     Args:
-        slab: with the pieces in their places; its header is written here. It must not change meanwhile.
-        aux: from :func:`encode_aux`, of the moment of staging.
-        cancelled: asked before each chunk.
+        slab: slab with the pieces in place; its header is written here. It must not change meanwhile.
+        aux: result of :func:`encode_aux` at the time of staging.
+        cancelled: returns whether to stop; called before each chunk.
 
     Raises:
         SaveAborted: cancelled; nothing of the object is left.
@@ -172,7 +172,7 @@ def write_staged(
 
 
 def encode_aux(aux: Mapping[str, Any]) -> bytes:
-    """A rank's own JSON as it is stored; later changes of ``aux`` don't reach it."""
+    """A rank's own values as stored JSON; later changes of ``aux`` do not affect it."""
     return json.dumps(aux, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -206,7 +206,7 @@ def _write(
     epoch: int,
     block_bytes: int,
 ) -> Vote:
-    """Store the object of ``chunks``, whose making fills ``sums`` and ``digests``, and the aux object."""
+    """Store the object of ``chunks``, whose creation fills ``sums`` and ``digests``, and the aux object."""
     key = f"data/{attempt}/r{rank:05d}.safetensors"
     aux_entry: AuxEntry | None = None
     fault_point("shard.planned")
@@ -234,7 +234,7 @@ def _write(
 
 
 def _digests(pieces: Sequence[PlacedPiece]) -> RangeDigests:
-    """Of those that other ranks may hold, too."""
+    """Digests of the pieces that other ranks may also hold."""
     return RangeDigests(
         {
             index: (p.offset, p.offset + (p.end - p.start) * dtype_of(p.dtype).itemsize)
@@ -253,9 +253,9 @@ def _copied(
     pinned: bool,
     cancelled: Callable[[], bool],
 ) -> Generator[memoryview]:
-    """The object in chunks, each hashed in the buffer that is then written: what the disk gets is what was summed."""
+    """The object in chunks. Each is hashed in the buffer that is then written, so the checksums cover exactly the written bytes."""
     offsets = range(0, plan.bytes, chunk_bytes)
-    # Made here: pinning in a store's new thread would open a context on GPU 0, whichever this rank has.
+    # Pin here: pinning in a store's new thread would open a context on GPU 0 on every rank.
     buffers = transfer_buffers(len(offsets[:UNDER_WAY]), min(chunk_bytes, plan.bytes), plan.bytes, pinned=pinned)
 
     def filled() -> Generator[memoryview]:
@@ -274,7 +274,7 @@ def _copied(
 def _in_place(
     whole: memoryview, sums: list[int], digests: RangeDigests, block_bytes: int, chunk_bytes: int, cancelled: Callable[[], bool]
 ) -> Generator[memoryview]:
-    """The object in chunks of the memory that it is staged in, each hashed."""
+    """The object in chunks of the memory in which it is staged, each hashed."""
     for offset in range(0, len(whole), chunk_bytes):
         _go_on(cancelled)
         view = whole[offset : offset + chunk_bytes]

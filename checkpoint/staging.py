@@ -1,12 +1,12 @@
-"""A rank's object built in memory: one copy of its pieces into a reusable buffer that is laid out as the object on disk.
+"""A rank's object built in memory: one copy of its pieces into a reusable buffer with the layout of the object on disk.
 
     pieces (parameters, optimizer states, on any device)
-       |  one copy: the only time that training waits for
+       |  one copy: the only wait of training
        v
     slab: [ header | sections, padded with zeros ]     written from here without another copy, past the page cache
 
-A slab is page-aligned, touched when it is made (first touches cost ten times the copy), page-locked where the pieces are on a GPU,
-and is used again by the next save. It may have several holders (a save that is being written, a copy that is being sent).
+A slab is page-aligned, and page-locked if the pieces are on a GPU. Its pages are touched when it is made, since first touches cost ten
+times the copy. The next save reuses it. It may have several holders, such as a save being written and a copy being sent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .store import ALIGNMENT
 
 
 class Slab:
-    """``nbytes`` of host memory for one staged object. Get it from a :class:`SlabPool`."""
+    """``nbytes`` of host memory for one staged object. :class:`SlabPool` makes it."""
 
     def __init__(self, nbytes: int, pinned: bool, pool: SlabPool) -> None:
         self.pinned = pinned
@@ -36,13 +36,13 @@ class Slab:
         self.layout: ObjectLayout | None = None
 
     def retain(self) -> Slab:
-        """One more holder; each calls :meth:`release` once."""
+        """Add a holder; each holder calls :meth:`release` once."""
         with self._pool.lock:
             self._holders += 1
         return self
 
     def release(self) -> None:
-        """One holder less; after the last the pool may hand the slab out again."""
+        """Remove a holder. After the last one the pool may reuse the slab."""
         with self._pool.lock:
             self._holders -= 1
             if self._holders == 0:
@@ -51,16 +51,16 @@ class Slab:
 
     @property
     def shared(self) -> bool:
-        """Whether there is more than one holder: then its bytes must not be changed."""
+        """Whether there is more than one holder; then the bytes must not change."""
         with self._pool.lock:
             return self._holders > 1
 
     def again(self) -> None:
-        """Handed out by the pool (which holds the lock)."""
+        """Reset the holders when the pool, which holds the lock, hands the slab out."""
         self._holders = 1
 
     def lay(self, layout: ObjectLayout) -> torch.Tensor:
-        """The object's bytes, with zeros wherever no piece lies; the pieces are not copied yet."""
+        """The object's bytes, with zeros in all gaps between pieces; the pieces are not copied yet."""
         view = self.buffer[: layout.bytes]
         if self._gaps_of is not layout:
             position = 0
@@ -76,9 +76,9 @@ class Slab:
 
 
 class SlabPool:
-    """Slabs that come back. ``pinned``: page-locked memory, for copies from a GPU that run beside its work.
+    """Reusable slabs. ``pinned``: page-locked memory, for copies from a GPU that overlap its work.
 
-    A free slab that is too small is replaced, not kept beside a larger one: the pool holds as many as were ever in use at once.
+    A free slab that is too small is replaced, not kept beside a larger one. So the pool holds as many slabs as were ever in use at once.
     """
 
     def __init__(self, *, pinned: bool = False) -> None:
@@ -89,12 +89,12 @@ class SlabPool:
 
     @property
     def nbytes(self) -> int:
-        """Of all slabs, in use or free."""
+        """Bytes of all slabs, in use or free."""
         with self.lock:
             return sum(slab.buffer.numel() for slab in self._alive)
 
     def take(self, nbytes: int) -> Slab:
-        """A slab of at least so many bytes; a fresh one if none is free."""
+        """A slab of at least ``nbytes`` bytes; a fresh one if no free one is large enough."""
         with self.lock:
             for index, slab in enumerate(self._free):
                 if slab.buffer.numel() >= nbytes:
@@ -103,24 +103,24 @@ class SlabPool:
                     return slab
             if self._free:
                 self._free.pop()
-        slab = Slab(nbytes, self.pinned, self)  # not under the lock: to touch its pages takes long
+        slab = Slab(nbytes, self.pinned, self)  # outside the lock, since touching its pages takes long
         with self.lock:
             self._alive.add(slab)
         return slab
 
     def take_back(self, slab: Slab) -> None:
-        """For :meth:`Slab.release`."""
+        """Take a slab back; for :meth:`Slab.release`."""
         with self.lock:
             self._free.append(slab)
 
     def clear(self) -> None:
-        """Give the free slabs' memory back to the system."""
+        """Return the free slabs' memory to the system."""
         with self.lock:
             self._free.clear()
 
 
 class LayoutMemo:
-    """The last layout, as long as the pieces' descriptions stay exactly the same: a plan is made once, not at every save."""
+    """The last layout, reused as long as the pieces' descriptions stay exactly the same."""
 
     def __init__(self) -> None:
         self._key: tuple[object, ...] = ()
@@ -134,29 +134,30 @@ class LayoutMemo:
 
 
 class Copying:
-    """A copy into a slab that may still be under way on a GPU's stream."""
+    """A copy into a slab that may still run on a GPU's stream."""
 
     def __init__(self, event: Any = None, alive: Sequence[torch.Tensor] = ()) -> None:
         self._event, self._alive = event, alive
 
     def wait(self) -> None:
-        """Until every byte is in the slab: from then on the pieces may change."""
+        """Wait until every byte is in the slab; then the pieces may change."""
         if self._event is not None:
             self._event.synchronize()
         self._event, self._alive = None, ()
 
 
 def written(pieces: Sequence[ShardPiece]) -> Any:
-    """The moment at which the values that the pieces have now are written: for :func:`copy_pieces` in another thread. None if they are."""
+    """The event at which the pieces' current values are written, for :func:`copy_pieces` in another thread. None if they are written
+    already."""
     device = next((piece.data.device for piece in pieces if piece.data.is_cuda), None)
     return None if device is None else torch.cuda.current_stream(device).record_event()
 
 
 def copy_pieces(layout: ObjectLayout, pieces: Sequence[ShardPiece], into: torch.Tensor, *, after: Any = None) -> Copying:
-    """Copy each piece to its place. Pieces that follow each other in memory and in the object are one copy.
+    """Copy each piece to its place. Pieces that are adjacent in memory and in the object are one copy.
 
-    From a GPU the copies run on a stream of their own, after the moment ``after`` (:func:`written`), or after what its current stream has
-    been given so far; what that stream does after :meth:`Copying.wait` can't touch them.
+    From a GPU the copies run on a separate stream, after the event ``after`` (:func:`written`), or else after the current stream's work so
+    far. Work of that stream after :meth:`Copying.wait` cannot affect them.
     """
     sources = list(layout.sources(pieces))
     if any(flat.is_cuda for _, flat in sources):
@@ -169,7 +170,7 @@ def copy_pieces(layout: ObjectLayout, pieces: Sequence[ShardPiece], into: torch.
             size += count
             continue
         if size:
-            # memmove, not Tensor.copy_: it is twice as fast on large pieces (no read of what is overwritten), and lets other threads run.
+            # memmove, not Tensor.copy_: it is twice as fast on large pieces (it does not read the target), and lets other threads run.
             ctypes.memmove(base + place, address, size)
         place, address, size = offset, start, count
     if size:

@@ -1,4 +1,4 @@
-"""A training script's state as tensors with names and kinds, and the JSON beside them.
+"""A training script's state as tensors with names and kinds, plus JSON.
 
     entry of the state                          stored as
     "model": module or {fqn: tensor}            tensors `fqn`, kind "param" (parameters and persistent buffers)
@@ -8,8 +8,8 @@
     anything with state_dict()/load_state_dict  a plain value (schedulers, data loaders)
     any other: a plain value (``plain.py``)     JSON under meta["state"][key], or meta["values"][key] and tensor `state.key`, kind "plain"
 
-Names are the module's own, whatever wraps it (activation checkpointing, torch.compile), so that a checkpoint does not
-depend on how a run was set up. Tied tensors are stored once, with a list of aliases.
+Names are the module's own, independent of wrappers (activation checkpointing, torch.compile), so that a checkpoint does not depend on a
+run's setup. Tied tensors are stored once, with a list of aliases.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from torch import nn
 
 from .errors import CheckpointMismatch
 from .matching import Pair, StoredTensor
-from .names import NameTable, chosen, entry_of, matches
+from .names import NameTable, canonical, chosen, entry_of, matches
 from .plain import Packed, data_name, pack
 from .scalars import decode, encode
 
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+EXTRA = "_extra_state"
+"""How torch calls what a module's ``get_extra_state()`` gives."""
 State = MutableMapping[str, Any]
 
 
 @dataclass(eq=False)
 class Flat:
-    """A state taken apart: tensors by (name, kind), in order; aliases; the JSON part of the manifest's meta."""
+    """A flattened state: tensors by (name, kind), in order; aliases; the JSON part of the manifest's meta."""
 
     tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -42,7 +43,7 @@ class Flat:
     optimizers: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Packed] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
-    """id of a parameter -> its name; the parameters are alive in ``tensors``."""
+    """Name of each parameter by its id; ``tensors`` keeps the parameters alive."""
 
     def add(self, name: str, kind: str, tensor: torch.Tensor) -> None:
         if (name, kind) in self.tensors:
@@ -51,7 +52,7 @@ class Flat:
 
 
 class Holder(Protocol):
-    """What a load needs to know of where tensors come from: a checkpoint of ours, or another program's files."""
+    """A source of tensors for a load: our checkpoint, or another program's files."""
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]: ...
@@ -61,7 +62,7 @@ class Holder(Protocol):
 
 
 class Saved(Holder, Protocol):
-    """A holder that also has what a state keeps beside its tensors, as :func:`~vescale_ray.checkpoint.save` puts it into ``meta``."""
+    """A holder that also has the state besides tensors, as :func:`~vescale_ray.checkpoint.save` stores it in ``meta``."""
 
     @property
     def meta(self) -> Mapping[str, Any]: ...
@@ -71,7 +72,7 @@ class Saved(Holder, Protocol):
 
 @dataclass(frozen=True)
 class Choice:
-    """Which of a state's tensors a load takes, what may be lacking on either side, and under which names they are stored."""
+    """The tensors of a state that a load takes, what either side may lack, and their stored names."""
 
     include: tuple[str, ...] = ("*",)
     exclude: tuple[str, ...] = ()
@@ -80,7 +81,7 @@ class Choice:
     table: NameTable = field(default_factory=NameTable)
 
     def takes(self, name: str, flat: Flat) -> bool:
-        """Whether the tensor called ``name`` here is to be loaded; a tied one is if one of its names is."""
+        """Whether to load the tensor called ``name`` in the model. A tied tensor is loaded if any of its names is chosen."""
         return any(chosen(one, self.include, self.exclude) for one in self._names(name, flat))
 
     def takes_pair(self, pair: Pair, flat: Flat) -> bool:
@@ -90,7 +91,7 @@ class Choice:
         return chosen(name, self.include, self.exclude)
 
     def source(self, pair: Pair, flat: Flat, holder: Holder) -> Pair:
-        """The stored pair of a pair here; of a tied tensor's names the first that the checkpoint has."""
+        """The stored pair of the model's pair; for a tied tensor, of its first name that the checkpoint has."""
         name, kind = pair
         if kind == "state":
             name, _, state_key = name.rpartition("/")
@@ -107,31 +108,31 @@ class Choice:
 
 
 def flatten(state: Mapping[str, Any]) -> Flat:
-    """Take a state apart for saving.
+    """Flatten a state for saving.
 
     Raises:
-        ValueError: something that can't be stored, named, with the remedy.
+        ValueError: a value cannot be stored; the message names it and the remedy.
     """
     flat = flatten_models(state)
     for key, value in state.items():
         if isinstance(value, torch.optim.Optimizer):
             flat.optimizers[key] = _flatten_optimizer(key, value, flat)
-    # A tensor's kinds stand together in the order given: first the models' tensors, then each optimizer's.
+    # Tensors come in this order: first the models', then each optimizer's.
     for key, value in state.items():
         if not is_tensors(key, value) and not isinstance(value, torch.optim.Optimizer):
             packed = flat.values[key] = pack(f"state.{key}", value.state_dict() if is_stateful(value) else value)
             if packed.data and any(data_name(key) == name for name in (*flat.aliases, *(name for name, _ in flat.tensors))):
-                raise ValueError(f"tensor {data_name(key)!r} has the name that the bytes of the entry {key!r} are stored under: rename one")
+                raise ValueError(f"tensor {data_name(key)!r} has the name under which the bytes of entry {key!r} are stored: rename one")
     return flat
 
 
 Created = list[tuple[torch.optim.Optimizer, torch.Tensor, str]]
-"""Optimizer states that were made to be read into: (optimizer, parameter, state key)."""
+"""Optimizer states that were created for reading: (optimizer, parameter, state key)."""
 
 
 @contextmanager
 def created_states() -> Iterator[Created]:
-    """Takes the states back that were created within, if that fails: an optimizer with some states and no step could not go on."""
+    """Remove the states created within the block if it fails, since an optimizer with states but no step could not go on."""
     created: Created = []
     try:
         yield created
@@ -144,8 +145,7 @@ def created_states() -> Iterator[Created]:
 
 
 def flatten_targets(state: Mapping[str, Any], checkpoint: Saved, choice: Choice, created: Created) -> Flat:
-    """Take a state apart for loading: optimizer states that the checkpoint has and the optimizer has not yet are created, and listed in
-    ``created``.
+    """Flatten a state for loading. Optimizer states that only the checkpoint has are created, and listed in ``created``.
 
     Raises:
         CheckpointMismatch: the parameter groups of an optimizer differ.
@@ -162,7 +162,7 @@ def flatten_targets(state: Mapping[str, Any], checkpoint: Saved, choice: Choice,
 
 
 def stored_pairs(state: Mapping[str, Any], checkpoint: Saved) -> set[Pair]:
-    """The stored (name, kind) pairs that belong to the entries of ``state``: what a strict load must find a place for."""
+    """The stored (name, kind) pairs that belong to the entries of ``state``, for which a strict load must find a place."""
     meta = checkpoint.meta
     models = meta.get("models", ["model"])
     wanted = {key for key, value in state.items() if is_tensors(key, value)}
@@ -195,7 +195,8 @@ def flatten_models(state: Mapping[str, Any]) -> Flat:
                 raise ValueError(f"state entry {key!r} holds a tensor under the key {raw_name!r}; give texts")
             name = prefix + canonical(raw_name)
             if not isinstance(tensor, torch.Tensor):
-                raise ValueError(f"{name!r} of state entry {key!r} is a {type(tensor).__name__}, no tensor; give it as an entry of its own")
+                how = "have get_extra_state() return a tensor" if raw_name.endswith(EXTRA) else "give it as a separate entry"
+                raise ValueError(f"{name!r} of state entry {key!r} is a {type(tensor).__name__}, no tensor; {how}")
             owner[name] = key
             if id(tensor) in flat.names:
                 flat.aliases[name] = flat.names[id(tensor)]
@@ -205,18 +206,13 @@ def flatten_models(state: Mapping[str, Any]) -> Flat:
     for name, key in owner.items():
         found = entry_of(name, flat.models)
         if found != key:
-            raise ValueError(f"tensor {name!r} of state entry {key!r} would be taken for one of the entry {found!r}: rename one of them")
+            raise ValueError(f"tensor {name!r} of state entry {key!r} would be mistaken for one of entry {found!r}: rename one of them")
     return flat
 
 
-def canonical(name: str) -> str:
-    """A parameter's name without what wrappers put into it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
 def is_tensors(key: str, value: Any) -> bool:
-    """Whether an entry is stored tensor by tensor: a module, or a dict of tensors alone. Of tensors among others rank 0's are stored, as of
-    all plain values; no model is kept like that."""
+    """Whether an entry is stored tensor by tensor: a module, or a dict of only tensors. Tensors among other values are plain values, of
+    which only rank 0's are stored; models do not look like that."""
     if not isinstance(value, Mapping):
         return isinstance(value, nn.Module)
     tensors = [isinstance(one, torch.Tensor) for one in value.values()]
@@ -224,7 +220,7 @@ def is_tensors(key: str, value: Any) -> bool:
 
 
 def is_stateful(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _kind(key: str, state_key: str) -> str:
@@ -252,7 +248,7 @@ def _is_scalar(param: torch.Tensor, state_key: str, value: Any) -> bool:
 
 
 def _optimizer_tensors(key: str, optimizer: torch.optim.Optimizer, flat: Flat) -> None:
-    """Add every state tensor of an optimizer, param by param."""
+    """Add every state tensor of an optimizer, parameter by parameter."""
     for name, param in _params(key, optimizer, flat):
         for state_key, value in optimizer.state.get(param, {}).items():
             if not isinstance(value, torch.Tensor) or _is_scalar(param, state_key, value):
@@ -296,7 +292,7 @@ def _check_groups(
     here = [[_param_name(key, i, p, flat) for i, p in enumerate(g["params"])] for g in optimizer.param_groups]
     there = [list(g["params"]) for g in saved["groups"]]
     if saved.get("by_parameter"):
-        # Which parameters were a group was not recorded, only each one's hyperparameters: any groups will do in which these agree.
+        # The groups were not recorded, only each parameter's hyperparameters. So any groups do whose members agree in these.
         for index, names in enumerate(here):
             _hyper_of(key, index, names, saved, flat, checkpoint, choice)
         here, there = [sum(here, [])], [sum(there, [])]
@@ -320,10 +316,11 @@ _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_moment
 
 
 def _check_sort(key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Is it the optimizer that was saved, or one that keeps the same hyperparameters (Adam and AdamW)? Another's states would be taken
-    for this one's, or stand beside them, and nothing might ever complain.
+    """Check that the optimizer is the saved one, or one with the same hyperparameters (Adam and AdamW). Another optimizer's states would be
+    mistaken for this one's, or be ignored, without any error.
 
-    One set of names may contain the other, if the optimizer is called the same: torch's versions add some, schedulers too.
+    If the optimizer's class name is the same, one set of hyperparameters may contain the other, since torch versions and schedulers add
+    some.
     """
     sort = saved.get("type")
     same = sort is None or any(cls.__name__ == sort for cls in type(optimizer).__mro__)
@@ -340,13 +337,13 @@ def _check_sort(key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, 
 def _hyper_of(
     key: str, index: int, names: list[str], saved: Mapping[str, Any], flat: Flat, checkpoint: Saved, choice: Choice
 ) -> Mapping[str, Any] | None:
-    """The hyperparameters that all parameters of one group here have in the checkpoint; ``None`` if it has none of them."""
+    """The stored hyperparameters shared by all parameters of one group; ``None`` if none is stored."""
     by_name = {checkpoint.aliases.get(n, n): group["hyper"] for group in saved["groups"] for n in group["params"]}
     found = [by_name[stored] for stored in (_stored(name, flat, checkpoint, choice) for name in names) if stored in by_name]
     if any(hyper != found[0] for hyper in found):
         raise CheckpointMismatch(
-            f"the parameters of group {index} of optimizer {key!r} have different hyperparameters in the checkpoint: make the groups "
-            "that it was saved with"
+            f"the parameters of group {index} of optimizer {key!r} have different hyperparameters in the checkpoint: use the groups "
+            "with which it was saved"
         )
     return found[0] if found else None
 
@@ -365,7 +362,7 @@ def _create_states(
     choice: Choice,
     created: Created,
 ) -> None:
-    """Lazily made optimizer states exist only after the first step; a load must not need one."""
+    """Create states that would only exist after the first step, so that a load does not need a step."""
     stored = checkpoint.tensors
     for name, param in _params(key, optimizer, flat):
         if not choice.takes(name, flat):
@@ -407,6 +404,6 @@ def restore_optimizer(
             hyper = saved["groups"][index]["hyper"]
         for name, value in hyper.items():
             group[name] = decode(value, group.get(name))
-    adopt = getattr(optimizer, "adopt_states", None)  # of an optimizer whose states are views of others, or copies
+    adopt = getattr(optimizer, "adopt_states", None)  # for an optimizer whose states are views or copies of others
     if adopt is not None:
         adopt()

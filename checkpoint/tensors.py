@@ -1,8 +1,7 @@
-"""What part of a tensor this rank holds, for every sort of tensor: plain, DTensor, RaggedDTensor.
+"""The part of a tensor that this rank holds: plain tensors, DTensors and RaggedDTensors.
 
-A tensor is read through duck typing: whatever has ``local_intervals()`` and ``to_local()`` is a ragged shard. Nothing here
-communicates. A part is a list of flat intervals, one for nearly every layout; where a mesh dimension shards columns, of the tensor tile by
-tile.
+Ragged shards are recognised by duck typing, through ``local_boxes()`` and ``to_local()``. Nothing here communicates. A part is a list of
+flat intervals, only one for nearly every layout. If a mesh dimension shards columns, the intervals count the tensor tile by tile.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .tiling import ROWS, Tiling, rows_of
 
 @runtime_checkable
 class Ragged(Protocol):
-    """What this package needs of a RaggedDTensor."""
+    """The interface of a RaggedDTensor that this package needs."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -38,14 +37,15 @@ class Ragged(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class LocalPart:
-    """Flat elements of a tensor of ``shape``, held by this rank as ``local`` (the tensor's own storage): ``intervals`` of them, each
-    ``[start, end)``, none empty, in the order in which ``local`` has them. They count the elements in the order ``tiling``, the same on
-    every rank of the tensor's mesh.
+    """The part of a tensor of ``shape`` that this rank holds as ``local`` (the tensor's own storage).
 
-    ``replicas`` ranks hold the same part, this one being number ``replica`` of them; ``among``, the names of their process groups, tells
-    which (none: all that save). ``apart``: that is so among the ranks of the tensor's
-    mesh, which are not all that save: others, of a mesh beside it, may hold the same tensor (what tensor parallelism leaves alone, under
-    FSDP) or know nothing of it (a pipeline's other stages); which of the two a tensor can't tell.
+    Attributes:
+        intervals: flat element ranges ``[start, end)``, none empty, in the order of ``local``.
+        replicas, replica: number of ranks with the same part, and this rank's number among them.
+        among: names of the process groups of these ranks; empty for all saving ranks.
+        apart: whether the tensor's mesh has fewer ranks than save. The others may hold the same tensor (not tensor-parallel, under FSDP) or
+            know nothing of it (other pipeline stages); a tensor cannot tell which.
+        tiling: order in which elements are counted, the same on every rank of the mesh.
     """
 
     shape: tuple[int, ...]
@@ -60,19 +60,19 @@ class LocalPart:
 
     @property
     def bytes(self) -> int:
-        """Of the whole tensor: the same number on every rank."""
+        """Bytes of the whole tensor; the same on every rank."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def flat(self) -> torch.Tensor:
-        """The elements as a flat tensor; with :attr:`shared` those of ``local`` itself."""
+        """The elements as a flat tensor; with :attr:`shared`, those of ``local`` itself."""
         return self.local.resolve_conj().resolve_neg().contiguous().view(-1)
 
     def pieces(self, flat: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Each interval with its elements, a view of ``flat``."""
+        """Each interval with its elements, as a view of ``flat``."""
         return _pieces(self.intervals, flat)
 
     def rows(self, flat: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """As :meth:`pieces`, by intervals of the tensor by rows."""
+        """As :meth:`pieces`, in row-order intervals."""
         return _pieces(rows_of(self.shape, self.tiling, self.intervals), flat)
 
     @property
@@ -93,7 +93,7 @@ def local_part(name: str, tensor: torch.Tensor, world: int, rank: int) -> LocalP
 
     Raises:
         ValueError: a pending reduction, a placement other than Shard (plain or strided) and Replicate, no data, a mesh whose ranks do not
-            ascend, or what :func:`check_dense` refuses: with the remedy.
+            ascend, or a tensor that :func:`check_dense` refuses. The message has the remedy.
     """
     check_dense(name, tensor)
     _check_mesh(name, getattr(tensor, "device_mesh", None))
@@ -114,7 +114,7 @@ def local_part(name: str, tensor: torch.Tensor, world: int, rank: int) -> LocalP
 
 
 def check_dense(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError, with the remedy, for a tensor that is no box of elements."""
+    """Raises ValueError, with the remedy, for a tensor that is not a dense box of elements."""
     if is_lazy(tensor):
         raise ValueError(f"tensor {name!r} is a lazy module's, which has no shape yet: call the module once first")
     if tensor.is_nested:
@@ -126,23 +126,23 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
 
 
 def _check_mesh(name: str, mesh: Any) -> None:
-    """A rank has one place in the mesh, and one among the ranks of each dimension's process group, which torch puts in ascending order.
-    FSDP2 shards by the second, DTensor places by the first: where they differ, nobody can tell which elements a rank holds."""
+    """Check that a rank's place in the mesh equals its place in each dimension's process group, which torch sorts in ascending order. FSDP2
+    shards by the latter, DTensor places by the former. If they differ, the elements that a rank holds are unknown."""
     at = mesh.get_coordinate() if mesh is not None else None
     for dim, place in enumerate(at or ()):
         if place != mesh.get_local_rank(dim):
             raise ValueError(
                 f"tensor {name!r} is on {mesh}, where this rank is number {place} of dimension {dim}, but number "
-                f"{mesh.get_local_rank(dim)} of that dimension's process group: which elements it holds can't be told; make the mesh with "
+                f"{mesh.get_local_rank(dim)} of that dimension's process group: its elements are unknown; make the mesh with "
                 "ranks that ascend in each dimension"
             )
 
 
 def check_target(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError for a tensor that can't be loaded into."""
+    """Raises ValueError for a tensor that cannot be loaded into."""
     check_dense(name, tensor)
     if any(n > 1 and not stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise ValueError(f"tensor {name!r} is expanded: several elements are one in memory, which can't be loaded into: clone() it first")
+        raise ValueError(f"tensor {name!r} is expanded: several elements share memory, so it cannot be loaded into; clone() it first")
 
 
 def _one(start: int, end: int) -> Sequence[tuple[int, int]]:
@@ -172,9 +172,9 @@ def _held(shape: tuple[int, ...], mesh: Any, placements: Sequence[Placement], bo
 
 
 def _tiling(shape: tuple[int, ...], mesh: Any, placements: Sequence[Placement]) -> Tiling:
-    """What inner dimensions are cut into: by each mesh dimension that shards them, one after the other, as torch does.
+    """The tiling: each mesh dimension that shards an inner dimension cuts it, one after the other, as in torch.
 
-    Where one interleaves what later ones have cut (strided), no rank's part would be a tile: by rows.
+    If a strided placement interleaves cuts of later mesh dimensions, no rank's part would be a tile, so the order is by rows.
     """
     parts: dict[int, list[int]] = {}
     for mesh_dim, placement in enumerate(placements):
@@ -188,7 +188,7 @@ def _tiling(shape: tuple[int, ...], mesh: Any, placements: Sequence[Placement]) 
 
 
 def _chunks(size: int, count: int) -> list[int]:
-    """Sizes of ``torch.chunk``'s parts, the empty ones left out."""
+    """Sizes of ``torch.chunk``'s parts, without empty ones."""
     each = max(1, -(-size // count))
     return [min(each, size - start) for start in range(0, size, each)]
 
@@ -202,7 +202,7 @@ def _dtensor(name: str, tensor: DTensor, world: int) -> LocalPart:
         )
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     local = tensor.to_local().detach()
-    if mesh.get_coordinate() is None:  # others' tensor: this rank is not in its mesh
+    if mesh.get_coordinate() is None:  # this rank is not in the tensor's mesh
         return LocalPart(shape, local.dtype, [], local.new_empty(0), 1, 0, apart=True)
     if any(isinstance(p, StridedShard) for p in placements):
         tiling, held = ROWS, _strided(shape, mesh, placements)
@@ -213,8 +213,10 @@ def _dtensor(name: str, tensor: DTensor, world: int) -> LocalPart:
 
 
 def _strided(shape: tuple[int, ...], mesh: Any, placements: tuple[Placement, ...]) -> list[tuple[int, int]]:
-    """The intervals where a mesh dimension cuts what later ones have cut already (FSDP2 over tensor parallelism): each of ``split_factor``
-    pieces is sharded by itself, and a rank's parts of them are put together. torch tells only where the first of them begins."""
+    """The intervals if a mesh dimension cuts pieces of later ones (FSDP2 over tensor parallelism).
+
+    Each of ``split_factor`` pieces is sharded by itself, and a rank's parts of them are joined. torch tells only where the first begins.
+    """
     held = [torch.arange(n) for n in shape]
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, (Shard, StridedShard)):
@@ -222,18 +224,18 @@ def _strided(shape: tuple[int, ...], mesh: Any, placements: tuple[Placement, ...
             count, mine = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
             held[placement.dim] = torch.cat([part for piece in pieces for part in piece.chunk(count)[mine : mine + 1]] or [torch.arange(0)])
     boxes = [(tuple(o for o, _ in box), tuple(n for _, n in box)) for box in product(*map(_runs, held))]
-    return sorted(intervals(shape, boxes))  # every dimension's indices ascend, so that this is the local tensor's order
+    return sorted(intervals(shape, boxes))  # all dimensions' indices ascend, so this is the local tensor's order
 
 
 def _runs(indices: torch.Tensor) -> list[tuple[int, int]]:
-    """(first, how many) of each run of neighbours among ascending indices."""
+    """(first, length) of each run of consecutive indices among ascending ones."""
     breaks = (torch.nonzero(indices.diff() != 1).view(-1) + 1).tolist()
     edges = [0, *breaks, len(indices)]
     return [(int(indices[a]), b - a) for a, b in pairwise(edges) if b > a]
 
 
 def _replica(mesh: Any, placements: tuple[Placement, ...]) -> tuple[int, int, tuple[str, ...]]:
-    """How many ranks hold the same part, which of them this one is, and the names of the groups that they are."""
+    """Number of ranks with the same part, this rank's number among them, and the names of their groups."""
     replicas, replica = 1, 0
     among: tuple[str, ...] = ()
     for dim, placement in enumerate(placements):
@@ -245,9 +247,11 @@ def _replica(mesh: Any, placements: tuple[Placement, ...]) -> tuple[int, int, tu
 
 
 def owners(parts: list[LocalPart]) -> list[bool]:
-    """Whether this rank writes its part, for each: of tensors held by several ranks, one writes, so that each rank of the
-    replicas gets about the same bytes and a contiguous run of tensors. Every rank comes to the same split by itself: of what the same ranks
-    hold, for of others' it may know nothing."""
+    """For each part, whether this rank writes it.
+
+    One of the ranks that hold a tensor writes it. Each of the replicas gets about the same number of bytes, and a contiguous run of
+    tensors. Every rank computes the same split by itself, separately for each set of replicas, since it may not know other ranks' tensors.
+    """
     totals: dict[tuple[int, tuple[str, ...]], int] = {}
     for part in parts:
         holders = part.replicas, part.among

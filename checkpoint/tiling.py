@@ -1,15 +1,15 @@
-"""The order in which a tensor's elements are stored: by rows, or tile by tile.
+"""The order in which a tensor's elements are stored: row by row, or tile by tile.
 
-Tensor parallelism cuts many weights by columns. By rows such a tensor is one interval for each row and rank, hundreds of thousands in a
-model; tile by tile each rank's part is one:
+Tensor parallelism cuts many weights by columns. Row by row, such a tensor is one interval per row and rank, hundreds of thousands in a
+model. Tile by tile, each rank's part is one interval:
 
     [3, 4] cut in two along dimension 1       by rows   0 1 2 3 4 5 6 7 8 9 10 11
        0  1 |  2  3                           by tiles  0 1 4 5 8 9 | 2 3 6 7 10 11
        4  5 |  6  7
        8  9 | 10 11
 
-Tiles stand in row-major order of the grid that they form, the elements of each in row-major order of its own. Integers only, by columns
-of numpy: a tensor has as many rows as a vocabulary has words.
+Tiles are in row-major order of their grid, and elements in row-major order within each tile. The code uses integers only, in numpy columns,
+since a tensor can have as many rows as a vocabulary has words.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ import numpy as np
 from vescale_ray.geometry import Box, Shape, intervals
 
 MOST_TILES = 1 << 16
-"""Of a tensor. One that is cut into more is stored by rows."""
+"""Most tiles of a tensor. One with more is stored by rows."""
 
 Sizes = tuple[tuple[int, int], ...]
-"""(size, how many) along a dimension, in order."""
+"""(size, count) along a dimension, in order."""
 Runs = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Of each run its first element, its length, and how many elements of what was asked for come before it: int64."""
+"""For each run its first element, its length, and the number of requested elements before it: int64."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """``cuts``: (dimension, sizes) for each dimension that is cut, ascending; none: by rows. Equal ones are the same order.
+    """An order of elements. ``cuts``: (dimension, sizes) for each cut dimension, ascending; none means by rows. Equal tilings are equal
+    orders.
 
-    The first dimension is never cut: a range of rows is an interval as it is.
+    The first dimension is never cut, since a range of rows is one interval anyway.
     """
 
     cuts: tuple[tuple[int, Sizes], ...] = ()
 
     @staticmethod
     def of(shape: Sequence[int], parts: Mapping[int, Sequence[int]]) -> Tiling:
-        """The order for a tensor of which ``parts[d]`` are the sizes along dimension ``d`` that its holders have."""
+        """The order for a tensor whose holders have the sizes ``parts[d]`` along dimension ``d``."""
         cuts = []
         for dim, sizes in sorted(parts.items()):
             counted: list[list[int]] = []
@@ -61,7 +62,7 @@ class Tiling:
 
     @staticmethod
     def around(shape: Sequence[int], box: Box) -> Tiling:
-        """The order in which a box is a tile, or rows of one: one interval, or few."""
+        """The order in which a box is a tile or rows of one, and so one or few intervals."""
         return Tiling.of(shape, {d: [o, n, shape[d] - o - n] for d, (o, n) in enumerate(zip(*box, strict=True)) if d})
 
     @property
@@ -69,7 +70,7 @@ class Tiling:
         return math.prod(sum(count for _, count in sizes) for _, sizes in self.cuts)
 
     def problem(self, shape: Sequence[int]) -> str | None:
-        """What makes it no order of a tensor of this shape, if anything."""
+        """The reason why this is no order for a tensor of this shape; None if it is one."""
         dims = [dim for dim, _ in self.cuts]
         if any(not 0 < dim < len(shape) for dim in dims) or dims != sorted(set(dims)):
             return f"tiles along dimensions {dims} of shape {tuple(shape)}"
@@ -79,7 +80,7 @@ class Tiling:
         return f"{self.tiles} tiles, more than {MOST_TILES}" if self.tiles > MOST_TILES else None
 
     def held(self, shape: Shape, boxes: Sequence[Box]) -> list[tuple[int, int]] | None:
-        """The intervals, in this order, that these boxes are; ``None`` if one does not lie within a tile."""
+        """The intervals of these boxes in this order; ``None`` if a box crosses tiles."""
         if not self.cuts:
             return intervals(shape, boxes)
         grid = _grid(shape, self)
@@ -99,12 +100,12 @@ class Tiling:
         return found
 
     def stored(self, shape: Shape, start: int, end: int) -> Runs:
-        """Where the elements ``[start, end)`` by rows are in this order."""
+        """The places in this order of the elements ``[start, end)`` by rows."""
         runs = _one(start, end)
         return _grid(shape, self).stored(*runs) if self.cuts and end > start else runs
 
     def by_rows(self, shape: Shape, start: int, end: int) -> Runs:
-        """Where the elements ``[start, end)`` of this order are by rows."""
+        """The places by rows of the elements ``[start, end)`` of this order."""
         return _grid(shape, self).by_rows(start, end) if self.cuts and end > start else _one(start, end)
 
     def to_json(self) -> list[Any]:
@@ -112,7 +113,7 @@ class Tiling:
 
     @staticmethod
     def from_json(raw: Any) -> Tiling:
-        """Raises ValueError for what is no list of cuts; whether these fit a shape :meth:`problem` says."""
+        """A tiling from JSON. Raises ValueError if it is no list of cuts; :meth:`problem` tells whether they fit a shape."""
         try:
             if not isinstance(raw, list):
                 raise TypeError
@@ -128,7 +129,7 @@ ROWS = Tiling()
 
 
 def between(shape: Shape, order: Tiling, other: Tiling, start: int, end: int) -> Runs:
-    """Where elements ``[start, end)`` of one order are in another."""
+    """The places in another order of the elements ``[start, end)`` of one order."""
     if order == other or start == end:
         return _one(start, end)
     runs = order.by_rows(shape, start, end)
@@ -136,7 +137,7 @@ def between(shape: Shape, order: Tiling, other: Tiling, start: int, end: int) ->
 
 
 def runs_between(shape: Shape, order: Tiling, other: Tiling, start: int, end: int) -> int:
-    """How many runs :func:`between` finds, or some more: never fewer for a larger end. Costs O(tiles) of ``order``."""
+    """An upper bound of the number of runs of :func:`between`, which never decreases with ``end``. Costs O(tiles) of ``order``."""
     if order == other or start == end:
         return 1
     there = _grid(shape, other) if other.cuts else None
@@ -155,7 +156,7 @@ class _Grid:
 
     def __init__(self, shape: Shape, tiling: Tiling) -> None:
         self.last = tiling.cuts[-1][0]
-        """The last dimension that is cut; ``inner``: elements of one index of it."""
+        """The last cut dimension. ``inner``: number of elements per index of it."""
         self.inner = math.prod(shape[self.last + 1 :])
         self.shape = shape
         cuts = dict(tiling.cuts)
@@ -171,7 +172,7 @@ class _Grid:
         return tuple(len(sizes) for sizes in self.sizes)
 
     def tile_of(self, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, Shape, Shape] | None:
-        """Of the tile that holds a box: its base, its shape, and the box's offsets within it."""
+        """For the tile that contains a box: its base, its shape, and the box's offsets within it; None if no tile does."""
         number, tile, within = 0, list(self.shape), list(offsets)
         for dim, edges in enumerate(self.edges):
             index = int(np.searchsorted(edges, offsets[dim], side="right")) - 1
@@ -182,7 +183,7 @@ class _Grid:
         return int(self.bases[number]), tuple(tile), tuple(within)
 
     def cells(self, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of each run by rows the first cell that it meets, and how many: a cell is what one row has of one tile, counted by rows."""
+        """For each run by rows, its first cell and number of cells. A cell is the part of one row in one tile, counted by rows."""
         found = []
         for element in (first, end - 1):
             row, within = np.divmod(element, self.shape[self.last] * self.inner)
@@ -191,7 +192,7 @@ class _Grid:
         return found[0], found[1] - found[0] + 1
 
     def lines(self, start: int, end: int, other: _Grid | None) -> int:
-        """How many runs :meth:`by_rows` finds; of another order, how many cells they meet: those of one tile all as many."""
+        """Number of runs of :meth:`by_rows` or, for another order, of cells that they meet; all runs of a tile meet equally many."""
         number = np.arange(int(np.searchsorted(self.bases, start, side="right")) - 1, int(np.searchsorted(self.bases, end)))
         *outer, tile = np.unravel_index(number, self.counts)
         base, width = self.bases[number], self.sizes[self.last][tile] * self.inner
@@ -204,7 +205,7 @@ class _Grid:
         return int(lines.sum())
 
     def stored(self, first: np.ndarray, length: np.ndarray, at: np.ndarray) -> Runs:
-        """Where runs by rows are in this order."""
+        """The places of runs by rows in this order."""
         end = first + length
         low, counts = self.cells(first, end)
         of = np.repeat(np.arange(len(first)), counts)
@@ -240,13 +241,13 @@ class _Grid:
 
 
 def _clipped(here: np.ndarray, length: np.ndarray, there: np.ndarray, start: int, end: int) -> Runs:
-    """Runs that begin at ``here`` in one order and ``there`` in the other: what of them lies in ``[start, end)`` of the first."""
+    """The parts within ``[start, end)`` of runs that begin at ``here`` in the first order and at ``there`` in the other."""
     low, high = np.maximum(here, start), np.minimum(here + length, end)
     kept = high > low
     return (there + low - here)[kept], (high - low)[kept], (low - start)[kept]
 
 
-@lru_cache(maxsize=32)  # of 2 MB at most; a model has a few
+@lru_cache(maxsize=32)  # at most 2 MB each; a model has a few
 def _grid(shape: Shape, tiling: Tiling) -> _Grid:
     return _Grid(shape, tiling)
 

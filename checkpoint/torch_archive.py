@@ -1,8 +1,8 @@
-"""What ``torch.save`` wrote, without its elements: an archive's directory, and its pickle read by the machine of ``dcp_pickle.py``.
+"""Read a ``torch.save`` archive without its elements: its directory, and its pickle through the interpreter of ``dcp_pickle.py``.
 
-torch's own loader refuses foreign classes (``weights_only``), yet a file of a few hundred bytes could make it hash a tuple of tuples of
-tuples until the end of time, within one call that no signal ends, or make a ``bytearray`` of any size. Here nothing is called, nothing but
-texts and numbers is hashed, and a tensor is what was said of it, compared with the storage that the archive really has.
+torch's own loader refuses foreign classes (``weights_only``). Still, a file of a few hundred bytes could make it hash nested tuples for
+ever in one uninterruptible call, or allocate a ``bytearray`` of any size. Here nothing is called, and only texts and numbers are hashed. A
+tensor is a description, checked against the archive's actual storage.
 """
 
 from __future__ import annotations
@@ -53,31 +53,31 @@ class Strided:
 
 
 def read_archive(file: IO[bytes], length: int) -> Any:
-    """The value that was saved, a :class:`Strided` for every tensor.
+    """The saved value, with a :class:`Strided` for every tensor.
 
     Args:
         length: bytes of ``file``, which begins where the archive does.
 
     Raises:
-        ForeignFileError: it is none, is cut off, or holds what only unpickling could read.
+        ForeignFileError: the file is no archive, is cut off, or holds values that only unpickling could read.
     """
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
-            # torch stores without compression; what is compressed could grow a thousandfold in memory.
+            # torch stores without compression; compressed entries could grow a thousandfold in memory.
             if any(one.compress_type or one.file_size != one.compress_size for one in entries):
                 raise ForeignFileError("it is compressed, which torch.save never does")
             names = {one.filename: one for one in entries}
             pickles = [name for name in names if name.endswith("/data.pkl")]
             if len(names) < len(entries) or len(pickles) != 1 or names[pickles[0]].file_size > MAX_BYTES:
-                raise ForeignFileError("it is no archive of torch.save: a name stands there twice, or there is no one data.pkl")
+                raise ForeignFileError("it is no archive of torch.save: a name occurs twice, or there is not exactly one data.pkl")
             top = pickles[0].removesuffix("data.pkl")
             if f"{top}byteorder" in names and archive.read(f"{top}byteorder") != b"little":
                 raise ForeignFileError("it was saved on a machine of the other byte order")
             raw = archive.read(pickles[0])
     except ForeignFileError:
         raise
-    except Exception as error:  # whatever a malformed directory makes of zipfile
+    except Exception as error:  # whatever zipfile raises for a malformed directory
         said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise ForeignFileError(f"it is no archive of torch.save, or cut off: {said}") from None
 
@@ -88,7 +88,7 @@ def read_archive(file: IO[bytes], length: int) -> Any:
         file.seek(max(0, entry.header_offset))
         head = file.read(30)
         if entry.header_offset < 0 or len(head) < 30 or head[:4] != b"PK\3\4":
-            raise ForeignFileError(f"its directory names a place of storage {short(key)} where there is none")
+            raise ForeignFileError(f"its directory gives a wrong place for storage {short(key)}")
         begin = entry.header_offset + 30 + sum(struct.unpack("<HH", head[26:]))
         if begin + entry.file_size > length:
             raise ForeignFileError("its elements reach beyond its archive")
@@ -101,7 +101,7 @@ def read_archive(file: IO[bytes], length: int) -> Any:
 class _Storage:
     key: str
     width: int
-    """Bytes of an element, 1 if it has no dtype."""
+    """Bytes of an element; 1 if it has no dtype."""
     dtype: torch.dtype | None
     numel: int
 
@@ -129,16 +129,16 @@ class _ArchiveMachine(Machine):
 
     def build(self) -> None:
         self.pop()
-        self.top(dict)  # an OrderedDict's attributes, as a module's state has them, say nothing of its values
+        self.top(dict)  # the attributes of an OrderedDict, as in a module's state, do not affect its values
 
     def persistent(self) -> None:
         said = self.pop()
         if type(said) is not tuple or len(said) != 5 or [type(one) for one in said] != [str, Global, str, str, int] or said[0] != "storage":
-            raise self.odd("a storage that is none")
+            raise self.odd("an invalid storage")
         _, cls, key, _, numel = said
         dtype = _STORAGES.get((cls.module, cls.name))
         if (dtype is None and (cls.module, cls.name) != _UNTYPED) or not 0 <= numel < 1 << 62:
-            raise self.odd("a storage that is none")
+            raise self.odd("an invalid storage")
         self.push(_Storage(key, 1 if dtype is None else dtype.itemsize, dtype, numel))
 
     def reduce(self) -> None:
@@ -150,7 +150,7 @@ class _ArchiveMachine(Machine):
             self.push({})
         elif called.name == "Counter" and count == 1 and type(first) is dict:
             self._counted += len(first)
-            if self._counted > len(self.data):  # one large dict, again and again
+            if self._counted > len(self.data):  # one large dict, repeated many times
                 raise self.odd("more counts than the pickle can hold")
             self.push(Counter(first))
         elif called.name == "Size" and count == 1 and _counts(first):
@@ -166,7 +166,7 @@ class _ArchiveMachine(Machine):
 
     def _tensor(self, storage: _Storage, dtype: torch.dtype, first: Any, shape: Any, stride: Any, *, said: tuple[Any, ...]) -> Strided:
         if not (_counts((first,)) and _counts(shape) and _counts(stride) and len(shape) == len(stride)) or math.prod(shape) >= 1 << 62:
-            raise self.odd("a tensor that is none")
+            raise self.odd("an invalid tensor")
         if any(said):
             raise ForeignFileError("it is a conjugated or negated view, whose elements are not what is stored")
         if not math.prod(shape):

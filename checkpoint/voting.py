@@ -1,13 +1,13 @@
-"""How the ranks of a save under torchrun come to one commit: through small objects in the store, without a collective.
+"""Voting: the ranks of a save under torchrun agree on one commit through small objects in the store, without a collective.
 
     rank 1..n-1                        rank 0
-    attempts/<attempt>/r00001.json --> every vote, or the first failure
+    attempts/<attempt>/r00001.json --> collects votes up to the first failure
                                        commit
     <-- attempts/<attempt>/outcome.json
 
-So no watchdog can strike while anything is written, it works from any thread, and a rank that fails tells the others at once. Of a save
-that failed before its commit was tried, each rank deletes what it wrote: a disk that is full must not fill up with the pieces of failed
-saves. Once the commit was tried nothing is deleted here, whatever the answer: it may be there.
+So no watchdog can abort the job while anything is written, any thread can do it, and a failing rank tells the others at once. If a save
+fails before its commit was tried, each rank deletes what it wrote, so that failed saves do not fill up a full disk. Once the commit was
+tried, nothing is deleted here, since the commit may exist whatever the answer was.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Attempt:
-    """One try at saving one step, as every rank of it knows it. ``document`` and ``aliases`` go into the manifest (rank 0's)."""
+    """One attempt to save one step, as every rank knows it. ``document`` and ``aliases`` go into the manifest (rank 0's)."""
 
     name: str
     step: int
@@ -46,10 +46,10 @@ class Attempt:
 
 
 def conclude(store: ObjectStore, attempt: Attempt, written: Vote | Exception, cancelled: Callable[[], bool] = lambda: False) -> Commit:
-    """Tell the others how this rank's writing ended, and come to the same end as they.
+    """Tell the other ranks how this rank's write ended, and reach the same outcome as they do.
 
     Raises:
-        SaveFailed: there is no commit; on every rank that hears of it. SaveAborted: cancelled while it waited.
+        SaveFailed: there is no commit; raised on every rank that hears of it. SaveAborted: cancelled while it waited.
     """
     word = {"error": str(written)} if isinstance(written, Exception) else {"vote": written.to_json()}
     if attempt.rank == 0:
@@ -69,7 +69,7 @@ def conclude(store: ObjectStore, attempt: Attempt, written: Vote | Exception, ca
         outcome = _await(store, attempt.name, "outcome", time.monotonic() + patience, cancelled)
     except OSError as error:
         raise SaveFailed(
-            f"step {attempt.step}: what rank 0 says of the commit could not be read within {patience:.0f} s: {error.strerror or error}; "
+            f"step {attempt.step}: rank 0's message about the commit could not be read within {patience:.0f} s: {error.strerror or error}; "
             "earlier checkpoints are untouched"
         ) from error
     if outcome is None:
@@ -82,7 +82,7 @@ def conclude(store: ObjectStore, attempt: Attempt, written: Vote | Exception, ca
 
 
 def _lead(store: ObjectStore, attempt: Attempt, own: Mapping[str, Any], cancelled: Callable[[], bool]) -> Commit:
-    """Rank 0: collect the votes, commit, tell the others."""
+    """Collect the votes, commit, and tell the others, on rank 0."""
     deadline = time.monotonic() + attempt.timeout_s
     votes: list[Vote] = []
     world, step = attempt.world, attempt.step
@@ -111,8 +111,8 @@ def _lead(store: ObjectStore, attempt: Attempt, own: Mapping[str, Any], cancelle
             aliases=attempt.aliases,
         )
     except Exception as error:
-        # Whatever it is, the others must hear of it rather than wait.
-        # Refused before anything of the commit was written: it is as dead as one without its votes.
+        # The other ranks must hear of any error rather than wait. A commit refused before anything of it was written is as dead as one
+        # without its votes.
         dead = dead or isinstance(error, CommitRefused) and not isinstance(error, CommitExists)
         if world > 1:
             _tell(store, attempt.name, "outcome", {"error": str(error), "dead": dead})
@@ -127,8 +127,8 @@ def _lead(store: ObjectStore, attempt: Attempt, own: Mapping[str, Any], cancelle
 
 
 def _discard(store: ObjectStore, attempt: Attempt, *, heard: bool = True) -> None:
-    """Delete what this rank wrote for an attempt that nobody can commit (its vote only if rank 0 has heard it); what can't be deleted now a
-    collection finds later."""
+    """Delete what this rank wrote for an attempt that nobody can commit (its vote only if rank 0 has heard it). A later collection finds
+    what cannot be deleted now."""
     name, rank = attempt.name, f"r{attempt.rank:05d}"
     keys = [f"data/{name}/{rank}.safetensors", f"data/{name}/{rank}.aux.json"]
     keys += [f"attempts/{name}/{rank}.json"] if attempt.rank and heard else []
@@ -136,11 +136,11 @@ def _discard(store: ObjectStore, attempt: Attempt, *, heard: bool = True) -> Non
         for key in keys:
             store.delete(key)
     except OSError as error:
-        _log.warning("what a failed save of step %d left stays until a collection: %s", attempt.step, error.strerror or error)
+        _log.warning("the data of a failed save of step %d stays until a garbage collection: %s", attempt.step, error.strerror or error)
 
 
 def _tell(store: ObjectStore, attempt: str, name: str, value: Mapping[str, Any]) -> None:
-    """Publish a message of this attempt; a store that refuses even this leaves the others to their timeout."""
+    """Publish a message of this attempt. If the store refuses even this, the other ranks wait until their timeout."""
     try:
         store.put(f"attempts/{check_attempt(attempt)}/{name}.json", json.dumps(value).encode())
     except OSError as error:
@@ -159,7 +159,7 @@ def _await(store: ObjectStore, attempt: str, name: str, deadline: float, cancell
             late = None
         except OSError as error:  # a store that fails once may answer the next time
             late = error
-        except ValueError:  # half of it: of a store whose objects are there before they are whole
+        except ValueError:  # half a message, from a store whose objects are visible before they are complete
             late = OSError(errno.EIO, f"attempts/{attempt}/{name}.json is no JSON")
         if time.monotonic() >= deadline:
             if late is not None:

@@ -1,7 +1,7 @@
 """A snapshot as Prometheus' text or OpenMetrics.
 
 One custom collector over an immutable snapshot: a rank that left the snapshot is gone from the next scrape, so nothing stale
-is left after a shrink, and no metric object lives outside the server (research/deploy.md 2.4). Names follow Prometheus'
+is left after a shrink, and no metric object lives outside the server. Names follow Prometheus'
 rules: base units, ``_total`` for counters, labels ``run`` and small enums only, ``rank`` on per-worker families alone.
 """
 

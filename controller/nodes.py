@@ -1,8 +1,8 @@
 """The cluster's nodes: which are about to go (pre-emption notices, ``ray drain-node``, SIGTERM of ``ray start --block``), and what is free
 on the others.
 
-Ray tells the first through one private call only: `ray.nodes()` and the resources don't exclude nodes that drain (`research/elastic.md` 0,
-finding 8). A Ray without it is taken to have none. A thread of its own asks, since the answer may take as long as Ray's control store
+Ray tells the first through one private call only: `ray.nodes()` and the resources don't exclude nodes that drain (Ray
+2.60). A Ray without it is taken to have none. A thread of its own asks, since the answer may take as long as Ray's control store
 does; whoever reads gets the last answer at once.
 """
 

@@ -144,6 +144,11 @@ class StepStats:
         """When ``step`` steps were complete; None: it is no recent step."""
         return next((ended for one, ended, *_ in reversed(self.recent) if one == step), None)
 
+    def _newest(self, key: str) -> Any:
+        """A figure of the newest line. A line holds null for a figure that is not finite."""
+        value = self.last.get(key)
+        return math.nan if value is None and key in ("loss", "bpb", "grad_norm") and key in self.last else value
+
     def loss(self, step: int) -> float | None:
         """Loss of a recent step."""
         return next((loss for one, _, loss, *_ in reversed(self.recent) if one == step), None)
@@ -172,5 +177,5 @@ class StepStats:
             "step_seconds": self.seconds,
             "phase_seconds": dict(self.phases),
             **{f"{name}_steps": count for name, count in self.health.items()},
-            **{name: self.last.get(key) for name, key in NEWEST.items()},
+            **{name: self._newest(key) for name, key in NEWEST.items()},
         }

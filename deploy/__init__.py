@@ -1,5 +1,5 @@
-"""What runs vescale-ray on a cluster, and watches it: KubeRay manifests, an image, and for Prometheus and Grafana what they need.
+"""Files that run and monitor vescale-ray on a cluster: KubeRay manifests, an image, and configuration for Prometheus and Grafana.
 
-These are data files, read with ``importlib.resources.files("vescale_ray.deploy")``; the tests hold their names, ports
-and versions to those of the code. May import nothing but the standard library.
+The data files are read with ``importlib.resources.files("vescale_ray.deploy")``. Tests check that their names, ports and versions match the
+code. This package may import only the standard library.
 """

@@ -1,10 +1,9 @@
-"""The Grafana dashboard, made from the tables in ``rows.py`` and ``infrastructure.py``:
+"""The Grafana dashboard, generated from the tables in ``rows.py`` and ``infrastructure.py``:
 ``python -m vescale_ray.deploy.dashboard > deploy/grafana/vescale.json``.
 
-Grafana's classic JSON model, schema 42 (``@grafana/schema`` 13): stable panel types only, every panel with a description and a unit, one
-variable for the data source, one for the run, and two for where runs of one name may be, which most have no use for: the namespace and
-the cluster. Runs that have ended are in the list, too, as long as the time range shows them: ``label_values`` would offer live series
-alone. Rescales are drawn as annotations on every panel.
+The output is Grafana's classic JSON model, schema 42 (``@grafana/schema`` 13). It uses stable panel types only, and every panel has a
+description and a unit. There are four variables: data source, run, and, for runs of one name in several places, namespace and cluster. The
+run list includes ended runs within the time range; ``label_values`` would offer live series alone. Rescales are annotations on every panel.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def dashboard() -> dict[str, Any]:
         number += 1
         row = {"id": number, "type": "row", "title": title, "collapsed": collapsed, "gridPos": _at(0, y, COLUMNS, 1), "panels": []}
         panels.append(row)
-        # Grafana keeps the panels of a row that is folded inside of it.
+        # Grafana keeps the panels of a collapsed row inside the row.
         among: Any = row["panels"] if collapsed else panels
         x, y, tallest = 0, y + 1, 0
         for panel in members:
@@ -43,7 +42,7 @@ def dashboard() -> dict[str, Any]:
     return {
         "title": "vescale-ray",
         "uid": "vescale-ray",
-        "description": "Training runs of vescale-ray: throughput, memory, loss, workers that come and go, and where the time went.",
+        "description": "Training runs of vescale-ray: throughput, memory, loss, joining and leaving workers, and use of time.",
         "tags": ["vescale-ray", "training"],
         "schemaVersion": SCHEMA,
         "version": 1,
@@ -109,7 +108,7 @@ def _panel(number: int, panel: Panel, at: dict[str, int]) -> dict[str, Any]:
         "options": {**kinds[panel.kind], **panel.options},
     }
     if panel.kind == "table":
-        target = ("instance", "job", "container", "endpoint", "ray_io_cluster")  # who was scraped
+        target = ("instance", "job", "container", "endpoint", "ray_io_cluster")  # labels of the scrape target
         hidden = dict.fromkeys(("Time", "Value", "__name__", *target), True)
         first = ("run", "cluster", "namespace", "rank", "worker", "node", "pod", "device", "version", "torch", "ray")
         order = {name: i for i, name in enumerate(first)}
@@ -136,10 +135,10 @@ def _variables() -> list[dict[str, Any]]:
 
 
 def _variable(name: str, label: str, *among: str) -> dict[str, Any]:
-    """One that offers the values of a label of the runs, of those that the variables ``among`` have chosen; all of them, unless told
-    otherwise, also where no run has the label."""
+    """A variable whose choices are the values of one label of the runs that match the variables ``among``. By default it selects all runs,
+    including runs without the label."""
     chosen = ", ".join(f'{one}=~"${one}"' for one in among)
-    # label_values() offers live series alone; this one those of the shown time.
+    # label_values() offers live series alone; this query offers those of the shown time.
     runs = f"query_result(last_over_time(vescale_run_info{{{chosen}}}[$__range]))"
     return {
         "name": name,
@@ -153,7 +152,7 @@ def _variable(name: str, label: str, *among: str) -> dict[str, Any]:
         "multi": True,
         "includeAll": True,
         "allValue": ".*",
-        # Some Grafanas drop a variable that has none, others choose the empty text where there is nothing to offer.
+        # Without a current value some Grafana versions drop the variable, and others choose the empty text if there are no choices.
         "current": {"text": ["All"], "value": ["$__all"]},
         "hide": 0,
     }
@@ -168,7 +167,7 @@ def _annotations() -> list[dict[str, Any]]:
             "hide": False,
             "iconColor": "#ff9830",
             "target": {"refId": "rescales", "expr": f"changes(vescale_generation{{{RUN}}}[$__rate_interval]) > 0"},
-            "titleFormat": "{{run}}: other workers",
+            "titleFormat": "{{run}}: workers changed",
         }
     ]
 

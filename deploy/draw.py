@@ -1,10 +1,10 @@
-"""Draw a Grafana dashboard without Grafana: ``python -m vescale_ray.deploy.draw --prometheus URL --out page.html --png picture.png``.
+"""Render a Grafana dashboard without Grafana: ``python -m vescale_ray.deploy.draw --prometheus URL --out page.html --png picture.png``.
 
-Reads the dashboard as Grafana does (``deploy/grafana/vescale.json``: schema 42, the panel types, options and variables that ours has),
-asks a Prometheus what each panel asks, and lays the panels out on the same grid of 24 columns. So what an operator will see can be
-looked at where no Grafana is, and a panel without data is told by its title. Variables: ``$run`` is found as Grafana finds it, by the
-variable's own query; ``$__interval``, ``$__rate_interval`` and ``$__range`` follow Grafana's rules. One HTML file, no scripts; the
-picture is headless Chromium's.
+The module reads the dashboard JSON as Grafana does (``deploy/grafana/vescale.json``: schema 42, with our panel types, options and
+variables). It sends each panel's queries to a Prometheus, and lays the panels out on the same grid of 24 columns. So it shows the
+operator's view without a Grafana, and names each panel without data. ``$run`` comes from the variable's own query, as in Grafana;
+``$__interval``, ``$__rate_interval`` and ``$__range`` follow Grafana's rules. The output is one HTML file without scripts; headless
+Chromium makes the picture.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from vescale_ray.page import date
 
 DASHBOARD = Path(__file__).resolve().parent / "grafana" / "vescale.json"
 WIDTH, COLUMNS, ROW, GAP, TITLE = 1680, 24, 38, 8, 28
-"""Pixels of the page; columns; pixels of a row of the grid, between panels, and of a panel's title."""
+"""Width of the page in pixels; number of columns; pixels of a grid row, of the gap between panels, and of a panel's title."""
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 
 Ask = Callable[[str, Mapping[str, Any]], list[dict[str, Any]]]
-"""``ask("query_range", {"query": .., "start": .., "end": .., "step": ..})``: the result of Prometheus's HTTP interface."""
+"""Function that sends a request to Prometheus's HTTP interface, such as
+``ask("query_range", {"query": .., "start": .., "end": .., "step": ..})``, and returns its result."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """The page, its height in pixels, and the titles of the panels that have no data."""
+    """The page, its height in pixels, and the titles of panels without data."""
 
     html: str
     height: int
@@ -48,13 +49,13 @@ class Drawn:
 
 
 def draw(dashboard: Mapping[str, Any], ask: Ask, span: Span, runs: Sequence[str] = ()) -> Drawn:
-    """The page of ``dashboard``.
+    """Render the page of ``dashboard``.
 
     Args:
-        runs: those that ``$run`` stands for; by default all that the variable's own query finds.
+        runs: names that ``$run`` stands for; by default all that the variable's own query finds.
 
     Raises:
-        DrawError: as ``ask`` raises it, with the panel's title; a panel of a type that is not known here.
+        DrawError: ``ask`` fails or a panel's type is unknown; the message has the panel's title.
     """
     others = {f"${one['name']}": one["allValue"] for one in dashboard["templating"]["list"] if one["type"] == "query"}
     chosen = list(runs) or _runs(dashboard, ask, span, others)
@@ -88,7 +89,7 @@ def draw(dashboard: Mapping[str, Any], ask: Ask, span: Span, runs: Sequence[str]
             parts.append(f'<h2 style="{style}">{title}</h2>')
             continue
         if panel["type"] not in KINDS:
-            raise DrawError(f"panel {panel['title']!r} is of type {panel['type']!r}; what is drawn here is {', '.join(KINDS)}")
+            raise DrawError(f"panel {panel['title']!r} has type {panel['type']!r}: only {', '.join(KINDS)} can be drawn")
         lines = lines_of(panel)
         if lines:
             body = KINDS[panel["type"]](panel, lines, span, wide - 2 * GAP, high - TITLE - GAP, marks)
@@ -104,14 +105,14 @@ def draw(dashboard: Mapping[str, Any], ask: Ask, span: Span, runs: Sequence[str]
 
 
 def unfolded(dashboard: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Its panels and rows, those in folded rows, too."""
+    """All panels and rows of the dashboard, those in collapsed rows included."""
     for panel in dashboard["panels"]:
         yield panel
         yield from panel.get("panels", ())
 
 
 def prometheus(url: str) -> Ask:
-    """Who is asked: the Prometheus at ``url``."""
+    """A function that sends requests to the Prometheus at ``url``."""
 
     def ask(path: str, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
         try:
@@ -124,10 +125,10 @@ def prometheus(url: str) -> Ask:
 
 
 def picture(page: Path, out: Path, height: int, timeout_s: float = 120.0) -> None:
-    """Let headless Chromium draw ``page``.
+    """Let headless Chromium draw ``page`` to the file ``out``.
 
     Raises:
-        DrawError: there is none, or it fails.
+        DrawError: no Chromium is installed, or it fails.
     """
     browser = next((path for name in CHROMIUM if (path := shutil.which(name))), None)
     if browser is None:
@@ -142,16 +143,17 @@ def picture(page: Path, out: Path, height: int, timeout_s: float = 120.0) -> Non
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise DrawError(f"{browser} has not drawn {page} in {timeout_s:g} s") from None
+        raise DrawError(f"{browser} did not draw {page} within {timeout_s:g} s") from None
     if done.returncode or not out.is_file():
         raise DrawError(f"{browser} could not draw {page}: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
 
 
-# -- what is asked -----------------------------------------------------------------------------------------------------
+# -- queries -----------------------------------------------------------------------------------------------------------
 
 
 def _runs(dashboard: Mapping[str, Any], ask: Ask, span: Span, others: Mapping[str, str]) -> list[str]:
-    """What Grafana would offer for ``$run``: the variable's regular expression over the answers of its ``query_result(..)``, as text."""
+    """Names that Grafana would offer for ``$run``: matches of the variable's regular expression in the answers of its
+    ``query_result(..)``."""
     variable = next(one for one in dashboard["templating"]["list"] if one["name"] == "run")
     query = re.fullmatch(r"query_result\((.*)\)", variable["query"]["query"])
     assert query is not None, "the variable's query is a query_result(..)"
@@ -186,7 +188,7 @@ def _lines(target: Mapping[str, Any], ask: Ask, span: Span, variables: Mapping[s
 
 
 def _marks(annotation: Mapping[str, Any], ask: Ask, span: Span, variables: Mapping[str, str]) -> list[float]:
-    """The beginnings of what an annotation's query finds."""
+    """Start times of the intervals in which an annotation's query has values."""
     if not annotation.get("enable"):
         return []
     found = []
@@ -224,12 +226,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dashboard", type=Path, default=DASHBOARD, help="the dashboard's JSON (default: ours)")
     parser.add_argument("--prometheus", required=True, metavar="URL")
-    parser.add_argument("--run", action="append", default=[], help="only this run; more than once: these")
-    parser.add_argument("--hours", type=float, default=6.0, help="how much is shown (default: 6)")
-    parser.add_argument("--end", type=_when, default=None, help="until when: seconds since the epoch, or 2026-11-22T14:00 (default: now)")
+    parser.add_argument("--run", action="append", default=[], help="show only this run; may be repeated")
+    parser.add_argument("--hours", type=float, default=6.0, help="hours to show (default: 6)")
+    parser.add_argument("--end", type=_when, default=None, help="end: seconds since the epoch, or 2026-11-22T14:00 (default: now)")
     parser.add_argument("--scrape", type=float, default=15.0, help="the data source's scrape interval in seconds (default: 15)")
     parser.add_argument("--out", type=Path, required=True, help="the page to write")
-    parser.add_argument("--png", type=Path, default=None, help="and its picture, by headless Chromium")
+    parser.add_argument("--png", type=Path, default=None, help="also write a picture of it, with headless Chromium")
     options = parser.parse_args(arguments)
     if not (options.hours > 0 and options.scrape > 0 and math.isfinite(options.hours + options.scrape)):
         parser.error(f"--hours {options.hours:g} and --scrape {options.scrape:g}: give numbers above 0")

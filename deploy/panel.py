@@ -1,4 +1,4 @@
-"""One panel of the dashboard as a value, and what several of them ask."""
+"""A dashboard panel as a value, and PromQL fragments that several panels share."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 RUN = 'cluster=~"$cluster", namespace=~"$namespace", run=~"$run"'
 EACH = "cluster, namespace, run"
-"""What tells runs apart, as in the alerts: two of one name may be in two namespaces, or in two clusters that one data source knows. Series
-without these labels are alike in them; ``instance`` and ``pod`` are no part of it, since a run that is started again has others."""
+"""Labels that identify a run, as in the alerts: runs of one name may be in two namespaces, or in two clusters of one data source. Series
+without these labels count as equal in them. ``instance`` and ``pod`` are not included, since a restarted run has new ones."""
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,12 @@ class Panel:
     """One panel.
 
     Attributes:
-        queries: PromQL and legend of each.
+        queries: PromQL and legend of each query.
         unit: Grafana's name of the unit.
         kind: Grafana's panel type.
-        width, height: in the grid of 24 columns.
-        options: of the panel type; ``custom``: how lines are drawn; ``values``: further defaults of the values.
-        instant: only the newest value is asked for.
+        width, height: size in the grid of 24 columns.
+        options: options of the panel type. ``custom``: line style. ``values``: further defaults of the values.
+        instant: whether to query only the newest value.
     """
 
     title: str
@@ -51,25 +51,25 @@ RATE = "$__rate_interval"
 
 
 def newest(name: str) -> str:
-    """Of an instant query: what there is now, and of runs that have ended, which have nothing now, the last of the shown time."""
+    """Instant query of the current value. For an ended run, which has none, it gives the last value of the shown time."""
     return f"({name}{{{RUN}}} or (last_over_time({name}{{{RUN}}}[$__range]) unless on ({EACH}) {name}{{{RUN}}}))"
 
 
 FEW = 8
-"""So many ranks have a line of their own in a panel: a thousand lines tell nobody anything."""
+"""Number of ranks with a line of their own in a panel; more lines would be unreadable."""
 
 
 def few(shown: str, by: str, pick: str = "topk") -> str:
-    """Of what is shown by rank, the lines of the ranks that stand out. They are chosen once for the whole shown time, by ``by`` over
-    ``$__range``: what ``topk`` chooses anew at each point are pieces of lines, of more and more ranks."""
+    """``shown`` restricted to the :data:`FEW` ranks that stand out by ``by`` over ``$__range``. They are chosen once for the shown time. A
+    plain ``topk`` chooses anew at each point, which draws fragments of many ranks' lines."""
     return f"{shown} and on ({EACH}, rank) {pick} by ({EACH}) ({FEW}, max by ({EACH}, rank) ({by}))"
 
 
 def highest(name: str) -> str:
-    """Of a series by rank, the ranks that had the highest values in the shown time."""
+    """A series by rank, restricted to the ranks with the highest values in the shown time."""
     return few(f"{name}{{{RUN}}}", f"max_over_time({name}{{{RUN}}}[$__range] @ end())")
 
 
 def median(expr: str) -> str:
-    """Of all ranks."""
+    """The median of ``expr`` over all ranks."""
     return f"quantile by ({EACH}) (0.5, {expr})"

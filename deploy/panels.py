@@ -1,4 +1,4 @@
-"""Panels as Grafana draws them, for :mod:`vescale_ray.deploy.draw`: of one panel's JSON and its series, the inside as HTML and SVG."""
+"""Panels rendered as Grafana draws them, for :mod:`vescale_ray.deploy.draw`: HTML and SVG from one panel's JSON and its series."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ COLOURS = "#73bf69 #f2cc0c #5794f2 #ff9830 #f2495c #b877d9 #8ab8ff #ffa6b0 #96d9
 
 
 class DrawError(Exception):
-    """Prometheus does not answer or refuses a query, or there is no browser; one line."""
+    """Prometheus does not answer or refuses a query, or no browser is installed. The message is one line."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """The time shown. ``begin``, ``end``: seconds since the epoch; ``interval``, ``rate_interval``: seconds."""
+    """The shown time. ``begin`` and ``end`` are seconds since the epoch; ``interval`` and ``rate_interval`` are seconds."""
 
     begin: float
     end: float
@@ -30,7 +30,7 @@ class Span:
 
     @classmethod
     def of(cls, begin: float, end: float, scrape_s: float) -> Span:
-        """Grafana's: the range in at most :data:`MOST_POINTS` steps, none shorter than the scrape interval; rates see 4 scrapes."""
+        """The span by Grafana's rules: at most :data:`MOST_POINTS` steps, none shorter than the scrape interval; rates cover 4 scrapes."""
         interval = max((end - begin) / MOST_POINTS, scrape_s)
         return cls(begin, end, interval, max(interval + scrape_s, 4 * scrape_s))
 
@@ -56,7 +56,7 @@ _THOUSANDS = {
 
 
 def value_text(value: float, unit: str) -> str:
-    """A value in one of Grafana's units: ``s``, ``bytes`` and ``binBps`` (powers of 1024), ``percentunit``, ``short``, ``watt`` and
+    """A value as text in one of Grafana's units: ``s``, ``bytes`` and ``binBps`` (powers of 1024), ``percentunit``, ``short``, ``watt`` and
     ``hertz`` (powers of 1000), ``celsius``, ``none``."""
     if unit == "percentunit":
         return f"{100 * value:.3g}%"
@@ -82,7 +82,7 @@ def _defaults(panel: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _mapped(defaults: Mapping[str, Any], value: float) -> tuple[str, str] | None:
-    """Text and colour that the value is mapped to."""
+    """Text and colour that the panel maps the value to, if any."""
     for mapping in defaults.get("mappings", ()):
         hit = mapping["options"].get(f"{value:g}") if mapping["type"] == "value" else None
         if hit:
@@ -142,7 +142,7 @@ def _timeseries(panel: Mapping[str, Any], lines: list[Line], span: Span, wide: i
 
 
 def _pieces(shape: list[tuple[float, float, float]], interval: float, span_nulls: bool) -> list[list[tuple[float, float, float]]]:
-    """Where there was nothing for longer than a step, a line is broken off, unless the panel says that it goes on."""
+    """The line in pieces, broken at gaps longer than a step, unless the panel spans gaps."""
     pieces: list[list[tuple[float, float, float]]] = []
     for point in shape:
         if pieces and (span_nulls or point[0] - pieces[-1][-1][0] <= 1.5 * interval):
@@ -204,7 +204,7 @@ def _table(panel: Mapping[str, Any], lines: list[Line], span: Span, wide: int, h
     columns = dict.fromkeys(["Time", *(name for line in lines for name in line.labels), "Value"])
     for transformation in panel.get("transformations", ()):
         if transformation["id"] != "organize":
-            raise DrawError(f"panel {panel['title']!r} has the transformation {transformation['id']!r}, which is not drawn here")
+            raise DrawError(f"panel {panel['title']!r} has the transformation {transformation['id']!r}: only 'organize' can be drawn")
         options = transformation["options"]
         kept = [name for name in columns if not options.get("excludeByName", {}).get(name)]
         columns = dict.fromkeys(sorted(kept, key=lambda name: options.get("indexByName", {}).get(name, len(kept))))

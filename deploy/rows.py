@@ -1,11 +1,11 @@
-"""The panels of the dashboard, row by row; those of the nodes under the run are in :mod:`vescale_ray.deploy.infrastructure`."""
+"""The dashboard's panels, row by row. :mod:`vescale_ray.deploy.infrastructure` has those about the nodes."""
 
 from __future__ import annotations
 
 from vescale_ray.deploy.panel import EACH, FEW, RATE, RUN, STACKED, STATE, STATE_MAP, STEPS, Panel, few, highest, median, newest, stat
 
 WAITED = f'vescale_worker_exposed_communication_seconds_total{{{RUN}, op!="reshard"}}'
-"""Of steps alone."""
+"""Waiting time of steps alone, without reshards."""
 WAITS = (
     f"sum by ({EACH}, rank) (rate({WAITED}[{RATE}])) / on ({EACH}) group_left "
     f"max by ({EACH}) (rate(vescale_step_duration_seconds_sum{{{RUN}}}[{RATE}]))"
@@ -21,22 +21,22 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
         "Overview",
         (
-            stat("State", "What the run does now.", STATE, values={"mappings": STATE_MAP}),
-            stat("Tokens per second", "Of the last step, all workers together.", f"vescale_tokens_per_second{{{RUN}}}"),
-            stat("Step", "Completed optimizer steps; how many there will be: row Training.", f"vescale_step{{{RUN}}}", "none"),
+            stat("State", "Current state of the run.", STATE, values={"mappings": STATE_MAP}),
+            stat("Tokens per second", "All workers together, in the last step.", f"vescale_tokens_per_second{{{RUN}}}"),
+            stat("Step", "Completed optimizer steps. The row Training shows the target.", f"vescale_step{{{RUN}}}", "none"),
             stat(
                 "Goodput",
-                "The share of the shown time that went into steps that count.",
+                "Share of the shown time spent on steps that count.",
                 f"sum by ({EACH}) (increase(vescale_goodput_seconds_total{{{RUN}}}[$__range])) / (sum by ({EACH}) "
                 f"(increase(vescale_goodput_seconds_total{{{RUN}}}[$__range])) + sum by ({EACH}) "
                 f"(increase(vescale_badput_seconds_total{{{RUN}}}[$__range])))",
                 "percentunit",
                 instant=True,
             ),
-            stat("Workers", "Workers that train, or last did.", f"vescale_world_size{{{RUN}}}", "none"),
+            stat("Workers", "Workers that train, or that trained last.", f"vescale_world_size{{{RUN}}}", "none"),
             stat(
                 "Checkpoint age",
-                "Time since the newest checkpoint was committed: what a loss of everything would cost.",
+                "Time since the newest checkpoint was committed: the work lost if all workers fail.",
                 f"time() - vescale_checkpoint_last_success_timestamp_seconds{{{RUN}}}",
                 "s",
             ),
@@ -47,7 +47,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel(
                 "Tokens per second",
-                "Tokens trained on, by wall time (pauses included), and of the last step alone.",
+                "Trained tokens per second of wall time (pauses included), and in the last step alone.",
                 (
                     (f"rate(vescale_tokens_total{{{RUN}}}[{RATE}])", "{{run}} by wall time"),
                     (f"vescale_tokens_per_second{{{RUN}}}", "{{run}} last step"),
@@ -55,8 +55,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Tokens per second and worker",
-                "Per second of training and worker: falls when workers become slow, not when there are fewer, unless they can't share the "
-                "slots evenly (see Slots).",
+                "Tokens per second of training per worker. It falls if workers become slow, but not if there are fewer, unless the slots "
+                "are uneven (see Slots).",
                 (
                     (
                         f"rate(vescale_tokens_total{{{RUN}}}[{RATE}]) / rate(vescale_step_duration_seconds_sum{{{RUN}}}[{RATE}]) "
@@ -87,15 +87,15 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Model FLOPs utilisation",
-                "Operations of the model in the last step, as a part of what all devices could have done. Only where their peak is known: "
-                "from metrics.peak_flops, or a GPU's data sheet.",
+                "Operations of the model in the last step, as a share of the devices' peak. Shown only if the peak is known from "
+                "metrics.peak_flops or a GPU's data sheet.",
                 ((f"vescale_model_flops_utilization_ratio{{{RUN}}}", "{{run}}"),),
                 "percentunit",
             ),
             Panel(
                 "Exposed communication by collective",
-                "The part of a step for which a rank's training thread stood still for others, mean of all ranks; what is hidden behind "
-                "compute does not count, and on an accelerator only what the host waits for. step_end is where all wait for the slowest.",
+                "Share of a step in which a rank's training thread waited for other ranks, mean of all ranks. Communication hidden behind "
+                "compute does not count; on an accelerator only the host's waits do. At step_end all ranks wait for the slowest.",
                 (
                     (
                         f"avg by ({EACH}, op) (rate({WAITED}[{RATE}])) / on ({EACH}) group_left "
@@ -108,7 +108,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Where a step's time goes",
-                "Seconds of each second, of one rank: batches, compute, waiting for others (comm), optimizer; and copies for checkpoints.",
+                "Share of one rank's time by activity: batches, compute, waits for others (comm), optimizer, copies for checkpoints.",
                 ((f"rate(vescale_phase_seconds_total{{{RUN}}}[{RATE}])", "{{run}} {{phase}}"),),
                 "percentunit",
                 custom=STACKED,
@@ -120,15 +120,15 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel(
                 "Resident memory by rank",
-                f"Host memory of a worker's process, of the {FEW} ranks that had most: on the CPU everything, with a GPU page-locked "
-                "buffers and peer copies.",
+                f"Host memory of the worker process, for the {FEW} largest ranks. On the CPU it holds everything, with a GPU only "
+                "page-locked buffers and peer copies.",
                 ((highest("vescale_worker_host_rss_bytes"), "{{run}} rank {{rank}}"),),
                 "bytes",
                 width=12,
             ),
             Panel(
                 "Resident memory, largest and smallest rank",
-                "They lie apart where the layout is uneven, or one rank leaks.",
+                "They differ if the layout is uneven or one rank leaks memory.",
                 (
                     (f"max by ({EACH}) (vescale_worker_host_rss_bytes{{{RUN}}})", "{{run}} largest"),
                     (f"min by ({EACH}) (vescale_worker_host_rss_bytes{{{RUN}}})", "{{run}} smallest"),
@@ -138,16 +138,16 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Memory by kind",
-                "What the run has allocated on a rank, mean of all ranks: elements of shards (parameters, gradients), optimizer states, "
-                "padding of the shards, buffers of gathered parameters and of gradients (the most so far), copies for peers and "
-                "checkpoints. The rest of the resident memory are activations and the process itself.",
+                "Memory that the run allocated on a rank, mean of all ranks: shards (parameters, gradients), optimizer states, padding of "
+                "the shards, buffers of gathered parameters and gradients (peak so far), copies for peers and checkpoints. "
+                "Activations and the process itself make up the rest of the resident memory.",
                 ((f"avg by ({EACH}, kind) (vescale_worker_memory_bytes{{{RUN}}})", "{{run}} {{kind}}"),),
                 "bytes",
                 custom=STACKED,
             ),
             Panel(
                 "Padding",
-                "The part of the shards of parameters and gradients that belongs to no tensor, of all ranks together and of the worst one.",
+                "Share of the parameter and gradient shards that belongs to no tensor, over all ranks and on the worst rank.",
                 (
                     (
                         f'sum by ({EACH}) (vescale_worker_memory_bytes{{{RUN}, kind="padding"}}) / '
@@ -164,12 +164,12 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Accelerator memory, largest rank",
-                "Held by tensors now and at most, held by the allocator, and what there is. Empty without accelerators.",
+                "Memory held by tensors (now and peak), memory held by the allocator, and capacity. Empty without accelerators.",
                 (
                     (f"max by ({EACH}) (vescale_worker_memory_allocated_bytes{{{RUN}}})", "{{run}} allocated"),
-                    (f"max by ({EACH}) (vescale_worker_memory_peak_allocated_bytes{{{RUN}}})", "{{run}} most allocated"),
+                    (f"max by ({EACH}) (vescale_worker_memory_peak_allocated_bytes{{{RUN}}})", "{{run}} peak allocated"),
                     (f"max by ({EACH}) (vescale_worker_memory_reserved_bytes{{{RUN}}})", "{{run}} reserved"),
-                    (f"min by ({EACH}) (vescale_worker_memory_capacity_bytes{{{RUN}}})", "{{run}} there is"),
+                    (f"min by ({EACH}) (vescale_worker_memory_capacity_bytes{{{RUN}}})", "{{run}} capacity"),
                 ),
                 "bytes",
             ),
@@ -184,15 +184,15 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ((f"vescale_loss_bpb{{{RUN}}}", "{{run}}"),),
                 "none",
             ),
-            Panel("Gradient norm", "Before clipping.", ((f"vescale_grad_norm{{{RUN}}}", "{{run}}"),), "none"),
-            Panel("Learning rate", "Of the last step.", ((f"vescale_learning_rate{{{RUN}}}", "{{run}}"),), "none"),
+            Panel("Gradient norm", "Norm of the whole gradient before clipping.", ((f"vescale_grad_norm{{{RUN}}}", "{{run}}"),), "none"),
+            Panel("Learning rate", "Learning rate of the last step.", ((f"vescale_learning_rate{{{RUN}}}", "{{run}}"),), "none"),
             Panel(
                 "Steps that went wrong",
-                "With a loss or gradient that is no finite number, left out by the optimizer for that, or with a gradient that was clipped "
-                "(many at the beginning are usual). Since the run began.",
+                "Steps since the run began with a non-finite loss or gradient, steps that the optimizer skipped for it, and steps with a "
+                "clipped gradient (many are normal at the beginning).",
                 (
                     (f"vescale_nonfinite_steps_total{{{RUN}}}", "{{run}} not finite"),
-                    (f"vescale_skipped_steps_total{{{RUN}}}", "{{run}} left out"),
+                    (f"vescale_skipped_steps_total{{{RUN}}}", "{{run}} skipped"),
                     (f"vescale_clipped_steps_total{{{RUN}}}", "{{run}} clipped"),
                 ),
                 "none",
@@ -200,13 +200,13 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Step",
-                "Completed steps, and how many there will be; a fall is a rollback.",
+                "Completed steps and their target. A fall is a rollback.",
                 ((f"vescale_step{{{RUN}}}", "{{run}}"), (f"vescale_step_target{{{RUN}}}", "{{run}} of")),
                 "none",
             ),
             Panel(
                 "Time since the last step",
-                "How old the last completed step is; grows while nothing is trained.",
+                "Age of the last completed step. It grows while nothing trains.",
                 ((f"time() - vescale_last_step_timestamp_seconds{{{RUN}}}", "{{run}}"),),
                 "s",
             ),
@@ -227,7 +227,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Workers",
-                "That train, that are wanted, and the bounds between which the run may go.",
+                "Workers that train, workers that are wanted, and the run's bounds.",
                 (
                     (f"vescale_world_size{{{RUN}}}", "{{run}} train"),
                     (f"vescale_world_size_target{{{RUN}}}", "{{run}} wanted"),
@@ -239,8 +239,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Spares, wishes, drains and ranks without a copy",
-                "Warm workers beside those that train; places that Ray's autoscaler is shown as wanted; workers whose node is about to go; "
-                "ranks that have no copy of their shards on another node, so that the loss of theirs costs the steps since the checkpoint.",
+                "Warm workers that do not train; places requested from Ray's autoscaler; workers whose node is about to go; ranks without "
+                "a copy of their shards on another node. If such a node is lost, the steps since the checkpoint are lost too.",
                 (
                     (f"vescale_spares{{{RUN}}}", "{{run}} spares"),
                     (f"vescale_spares_target{{{RUN}}}", "{{run}} spares wanted"),
@@ -253,14 +253,14 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Rescales",
-                "Completed changes of the workers, by direction and reason.",
+                "Completed changes of the worker group, by direction and reason.",
                 ((f"vescale_rescales_total{{{RUN}}} > 0", "{{run}} {{direction}}, {{reason}}"),),
                 "none",
                 custom=STEPS,
             ),
             Panel(
                 "Pause of a rescale",
-                "Time without training, mean and 95th percentile over the shown time.",
+                "Time without training per rescale, mean and 95th percentile over the shown time.",
                 (
                     (
                         f"increase(vescale_rescale_duration_seconds_sum{{{RUN}}}[$__range]) / "
@@ -277,14 +277,14 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Where rescales spend their time",
-                "Seconds since the run began, by phase: detect, fence, plan, form (process group), build (model), sync (shards).",
+                "Seconds spent since the run began, by phase: detect, fence, plan, form (process group), build (model), sync (shards).",
                 ((f"vescale_rescale_phase_seconds_total{{{RUN}}}", "{{run}} {{phase}}"),),
                 "s",
                 custom=STACKED,
             ),
             Panel(
                 "Failures",
-                "Workers that were lost, recoveries by cause, and steps that had to be done again.",
+                "Lost workers, recoveries by cause, and repeated steps.",
                 (
                     (f"vescale_worker_failures_total{{{RUN}}} > 0", "{{run}} workers {{reason}}"),
                     (f"vescale_failures_total{{{RUN}}} > 0", "{{run}} recoveries: {{cause}}"),
@@ -301,7 +301,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel(
                 "Where the time goes",
-                "Seconds of each second, by what they went into; together 1.",
+                "Share of time by use; the sum is 1.",
                 (
                     (f"rate(vescale_goodput_seconds_total{{{RUN}}}[{RATE}])", "{{run}} steps that count"),
                     (f"rate(vescale_badput_seconds_total{{{RUN}}}[{RATE}])", "{{run}} {{cause}}"),
@@ -312,7 +312,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Time lost",
-                "Seconds lost since the run began, by cause; of a run that has ended, all of them.",
+                "Seconds lost since the run began, by cause; for an ended run, the total.",
                 ((f"max by ({EACH}, cause) ({newest('vescale_badput_seconds_total')}) > 0", "{{run}} {{cause}}"),),
                 "s",
                 "bargauge",
@@ -326,8 +326,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel(
                 "Duration and stall",
-                "Mean time of each stage: training waits for the copy (snapshot), workers write (upload), the controller commits; or "
-                "of reading one. And how long training waited for the newest one's copy.",
+                "Mean time of each stage: training waits for the copy (snapshot), workers write (upload), the controller commits. Also "
+                "the time to read a checkpoint, and the wait of training for the newest copy.",
                 (
                     (
                         f"increase(vescale_checkpoint_duration_seconds_sum{{{RUN}}}[$__range]) / "
@@ -340,7 +340,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Age and interval",
-                "Time since the newest one, and the interval that checkpoint.every: auto has chosen.",
+                "Time since the newest checkpoint, and the interval chosen by checkpoint.every: auto.",
                 (
                     (f"time() - vescale_checkpoint_last_success_timestamp_seconds{{{RUN}}}", "{{run}} age"),
                     (f"vescale_checkpoint_interval_seconds{{{RUN}}}", "{{run}} interval"),
@@ -349,24 +349,24 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Written and read",
-                "Bytes of committed checkpoints, and bytes that workers have read of checkpoints.",
+                "Bytes of committed checkpoints, and bytes that workers read from checkpoints.",
                 ((f"vescale_checkpoint_bytes_total{{{RUN}}}", "{{run}} {{op}}"),),
                 "bytes",
             ),
             Panel(
                 "Newest checkpoint's step",
-                "Beside the run's own step: the distance is what a loss of everything would cost.",
+                "Step of the newest checkpoint and of the run. The difference is lost if all workers fail.",
                 ((f"vescale_checkpoint_last_step{{{RUN}}}", "{{run}} checkpoint"), (f"vescale_step{{{RUN}}}", "{{run}} run")),
                 "none",
                 width=12,
                 custom=STEPS,
             ),
             Panel(
-                "Failed checkpoints, and those under way",
-                "Training goes on after a failure; the ones before are whole.",
+                "Failed and pending checkpoints",
+                "Training goes on after a failed checkpoint, and earlier checkpoints stay intact.",
                 (
                     (f"vescale_checkpoint_failures_total{{{RUN}}}", "{{run}} {{op}} failed"),
-                    (f"vescale_checkpoint_pending{{{RUN}}}", "{{run}} under way"),
+                    (f"vescale_checkpoint_pending{{{RUN}}}", "{{run}} pending"),
                 ),
                 "none",
                 width=12,
@@ -379,16 +379,16 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel(
                 "Slowness",
-                f"How many times as long as the usual rank a rank takes for a slot, of the {FEW} that were slowest; 1 is usual.",
+                f"A rank's time for a slot relative to the median rank's, for the {FEW} slowest ranks; 1 is normal.",
                 (
                     (highest("vescale_worker_slowness_ratio"), "{{run}} rank {{rank}}"),
-                    (f"vescale_stragglers{{{RUN}}}", "{{run}} workers that are slow for long"),
+                    (f"vescale_stragglers{{{RUN}}}", "{{run}} stragglers"),
                 ),
                 "none",
             ),
             Panel(
                 "Own time for a slot",
-                f"Of the last step, without waiting for others: of the {FEW} ranks that were slowest, and the median of all.",
+                f"A rank's time for a slot in the last step, without waits for others: the {FEW} slowest ranks, and the median of all.",
                 (
                     (highest("vescale_worker_slot_seconds"), "{{run}} rank {{rank}}"),
                     (median(f"vescale_worker_slot_seconds{{{RUN}}}"), "{{run}} median"),
@@ -397,7 +397,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Slots",
-                "Slots of the global batch that a rank does: most and fewest of all ranks.",
+                "Most and fewest slots of the global batch on one rank.",
                 (
                     (f"max by ({EACH}) (vescale_worker_slots{{{RUN}}})", "{{run}} most"),
                     (f"min by ({EACH}) (vescale_worker_slots{{{RUN}}})", "{{run}} fewest"),
@@ -407,8 +407,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Waiting by rank",
-                "The part of its steps for which a rank stood still for others: the one that waits least is whom the others wait for. Of "
-                f"the {FEW} ranks that waited least for as long as they were there, and the median of all.",
+                "Share of its steps in which a rank waited for others. The others wait for the rank that waits least. Shows the "
+                f"{FEW} ranks that waited least, and the median of all.",
                 (
                     (
                         few(
@@ -425,8 +425,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Step time by rank",
-                f"Wall time of a rank's last step, of the {FEW} that took longest, and the median of all; and the most seconds that moves "
-                "of shards have taken a rank since the run began.",
+                f"Wall time of the last step, for the {FEW} slowest ranks and the median of all. Also the most seconds that one rank "
+                "has spent on moves of shards since the run began.",
                 (
                     (highest("vescale_worker_step_duration_seconds"), "{{run}} rank {{rank}}"),
                     (median(f"vescale_worker_step_duration_seconds{{{RUN}}}"), "{{run}} median"),
@@ -439,8 +439,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Age of the last answer",
-                "Since the controller has heard a rank, which it does several times a second: of the "
-                f"{FEW} that were heard anew in the fewest scrapes, and of all the longest.",
+                "Time since a rank last answered the controller, which polls several times a second: the "
+                f"{FEW} ranks with answers in the fewest scrapes, and the longest of all.",
                 (
                     (
                         few(f"time() - {HEARD}", f"({shown_of('changes', HEARD)} + 1) / {shown_of('count_over_time', HEARD)}", "bottomk"),
@@ -452,7 +452,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Ranks",
-                "Which worker holds each rank, and on which node; of a run that has ended, all that did in the shown time.",
+                "Worker and node of each rank; for an ended run, all within the shown time.",
                 ((newest("vescale_worker_info"), ""),),
                 "none",
                 "table",
@@ -462,14 +462,14 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Retries of allocations",
-                f"Times that the allocator of a rank's accelerator had to give memory back and try again, of the {FEW} ranks with most: it "
-                "is nearly full.",
+                f"Times that a rank's accelerator allocator freed its cache and tried again, for the {FEW} highest ranks. Retries mean "
+                "that memory is nearly full.",
                 ((highest("vescale_worker_alloc_retries_total"), "{{run}} rank {{rank}}"),),
                 "none",
                 width=6,
                 custom=STEPS,
             ),
-            Panel("Versions", "What each run runs on.", ((newest("vescale_build_info"), ""),), "none", "table", 6, 7, instant=True),
+            Panel("Versions", "Software versions of each run.", ((newest("vescale_build_info"), ""),), "none", "table", 6, 7, instant=True),
         ),
     ),
 )

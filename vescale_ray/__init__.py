@@ -1,7 +1,7 @@
-"""Elastic fully sharded data parallelism on Ray, with shards that follow the blocks that optimizers and quantizers work on.
+"""Elastic fully sharded data parallelism on Ray; shards follow the blocks of optimizers and quantizers.
 
-Nothing here imports Ray. The public names below are imported on first use, so that ``import vescale_ray`` (and with it
-``vescale-ray --help``) does not pay for torch.
+This package does not import Ray. The public names below are imported on first use, so ``import vescale_ray`` (and
+``vescale-ray --help``) does not import torch.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from vescale_ray.compat import check_version
 
 __version__ = "0.1.0"
 
-# In a source checkout the sub-packages controller/, workers/, checkpoint/ and deploy/ lie beside this folder; in a wheel,
-# inside it. Without these lines `ray job submit --working-dir .` and plain pytest would not find them.
+# In a source checkout, the sub-packages controller/, workers/, checkpoint/ and deploy/ lie beside this folder; in a wheel, inside it.
+# `ray job submit --working-dir .` and plain pytest need these lines to find them.
 _root = Path(__file__).resolve().parent.parent
 if (_root / "controller" / "__init__.py").is_file() and (_root / "pyproject.toml").is_file():
     __path__.append(str(_root))

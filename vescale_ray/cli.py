@@ -1,7 +1,7 @@
 """The command line: ``vescale-ray train demo status top dash doctor stop rescale ls ckpt k8s plan``.
 
-Exit codes: 0 done; 1 it failed; 2 what you gave can't be used; 130 interrupted. Errors are one line with the remedy; a
-traceback only with --debug. torch, Ray and pydantic are imported inside the commands: ``vescale-ray --help`` needs none of them.
+Exit codes: 0 done; 1 failed; 2 bad input; 130 interrupted. An error is one line with the remedy; --debug shows the traceback.
+Commands import torch, Ray and pydantic when they run, so ``vescale-ray --help`` needs none of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in args  # wherever it stands: people add it to the command that failed
+    debug = "--debug" in args  # accepted anywhere, because people append it to the command that failed
     args = [arg for arg in args if arg != "--debug"]
     try:
         code = cli.main(args=args, prog_name="vescale-ray", standalone_mode=False)
@@ -61,18 +61,18 @@ def _fail(message: str, code: int) -> int:
 
 
 def _log(line: str, *, err: bool = False) -> None:
-    """A line of a job's log. A full disk below that, or a reader who has gone, ends no run and changes no exit code."""
+    """Write a line to the job's log. A full disk below the log, or a closed pipe, must not end the run or change the exit code."""
     with suppress(OSError):
         click.echo(line, err=err)
 
 
 def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
-        # What the system or a store refused: the class and the number say nothing that these words don't.
+        # The words of a system or store error are enough; its class and number add nothing.
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:
         text = " ".join(str(error).split())
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)  # names come from files; a terminal would obey them
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)  # a terminal would obey control characters in names
     return text if _is_expected(error) and text else f"{type(error).__name__}: {text}"
 
 
@@ -81,13 +81,13 @@ def _hint(error: BaseException) -> str:
 
 
 def _is_expected(error: BaseException) -> bool:
-    """Whether its message was written for a person."""
+    """Return whether the error's message was written for the user."""
     ours = isinstance(error, Failed | BadInput) or type(error).__module__.startswith("vescale_ray")
     return ours or (isinstance(error, OSError) and bool(error.strerror))
 
 
 def _is_bad_input(error: BaseException) -> bool:
-    # A checkpoint of another model is the wrong folder, given by the person; checkpoint/ knows nothing of this CLI's codes.
+    # A checkpoint of another model means that the user gave the wrong folder; checkpoint/ does not know this CLI's exit codes.
     wrong = {"CheckpointMismatch", "ForeignFileError"}
     return isinstance(error, BadInput) or any(kind.__name__ in wrong for kind in type(error).__mro__)
 
@@ -139,21 +139,21 @@ def demo(overrides: tuple[str, ...]) -> int:
     if summary is not None:
         problems = shortcomings(summary, RunFolder(config.run_folder).read_events())
         if problems:
-            raise Failed("the demo did not go as it should: " + "; ".join(problems))
+            raise Failed("the demo failed: " + "; ".join(problems))
     return code
 
 
 def _train(config: RunConfig, schedule: Sequence[ScheduledAction] = ()) -> tuple[int, Summary | None]:
-    """Run to the end with progress shown, then draw the picture and print the table; the summary is that of a run that is done."""
+    """Run to the end with progress shown, draw the picture and print the table; return the summary if the run is done."""
     from vescale_ray import report
     from vescale_ray.controller import driver, preflight
     from vescale_ray.progress import Progress
     from vescale_ray.runfolder import RunFolder
 
-    foreseen = preflight.foresee(config)  # before there is a folder
+    foreseen = preflight.foresee(config)  # checked before a folder exists
     for warning in foreseen.warnings:
         _log(f"vescale-ray: warning: {warning}", err=True)
-    config = foreseen.config  # with absolute paths, so that config.yaml means the same from any folder
+    config = foreseen.config  # absolute paths, so that config.yaml means the same from any folder
     folder = RunFolder(config.run_folder)
     new = not folder.path.exists()
     resume = f"vescale-ray train {folder.create().config_path}"
@@ -183,7 +183,7 @@ def _train(config: RunConfig, schedule: Sequence[ScheduledAction] = ()) -> tuple
     try:
         summary = report.summarize(folder)
         table = report.table(folder, summary)
-    except Exception as error:  # the run is done, whatever becomes of its report: one that counts as failed is begun again by Kubernetes
+    except Exception as error:  # The run is done even if its report fails; Kubernetes would restart a run that counts as failed.
         _log(f"vescale-ray: warning: all {result.step} steps are done, but there is no report: {_one_line(error)}", err=True)
         return OK, None
     _log("\n" + table)
@@ -192,8 +192,7 @@ def _train(config: RunConfig, schedule: Sequence[ScheduledAction] = ()) -> tuple
 
 @contextmanager
 def _written_config(folder: RunFolder, text: str, new: bool) -> Iterator[None]:
-    """Put ``text`` in the folder's config.yaml; what was there comes back if it turns out that the run can't begin with it, and a ``new``
-    folder goes."""
+    """Write ``text`` to the folder's config.yaml; if the run can't begin with it, restore the old one and remove a ``new`` folder."""
     before = folder.config_path.read_text(encoding="utf-8") if folder.config_path.is_file() else None
     folder.write_config(text)
     try:
@@ -226,7 +225,7 @@ def _folder(path: str | None) -> RunFolder:
 @click.argument("run_folder", required=False)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def status(run_folder: str | None, as_json: bool) -> int:
-    """Show what a run does now, or how it ended. Without RUN_FOLDER: the newest under ./runs."""
+    """Show what a run does now, or how it ended. Without RUN_FOLDER: the newest run under ./runs."""
     from vescale_ray import client
 
     folder = _folder(run_folder)
@@ -275,12 +274,12 @@ def status(run_folder: str | None, as_json: bool) -> int:
 
 @cli.command()
 @click.argument("run_folder", required=False)
-@click.option("--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds between two looks.")
-@click.option("--once", is_flag=True, help="One look, and return; so also where there is no terminal.")
+@click.option("--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds between updates.")
+@click.option("--once", is_flag=True, help="Print one picture and return; implied without a terminal.")
 def top(run_folder: str | None, interval: float, once: bool) -> int:
-    """Watch a running job: speed, loss, workers, where the time goes, what happens. Ctrl-C ends it, not the job.
+    """Watch a running job: speed, loss, workers, use of time, events. Ctrl-C ends the display, not the job.
 
-    Without RUN_FOLDER: the newest under ./runs.
+    Without RUN_FOLDER: the newest run under ./runs.
     """
     from rich.console import Console
 
@@ -304,7 +303,7 @@ def top(run_folder: str | None, interval: float, once: bool) -> int:
 @cli.command()
 @click.argument("run_folder", required=False)
 def stop(run_folder: str | None) -> int:
-    """End a run after a checkpoint. Without RUN_FOLDER: the newest under ./runs."""
+    """End a run after a checkpoint. Without RUN_FOLDER: the newest run under ./runs."""
     from vescale_ray import client
 
     folder = _folder(run_folder)
@@ -317,7 +316,7 @@ def stop(run_folder: str | None) -> int:
 @click.argument("workers", type=click.IntRange(min=1))
 @click.argument("run_folder", required=False)
 def rescale(workers: int, run_folder: str | None) -> int:
-    """Go on with WORKERS workers. Without RUN_FOLDER: the newest run under ./runs."""
+    """Continue the run with WORKERS workers. Without RUN_FOLDER: the newest run under ./runs."""
     from vescale_ray import client
 
     folder = _folder(run_folder)
@@ -331,12 +330,12 @@ def rescale(workers: int, run_folder: str | None) -> int:
 
 @cli.command()
 @click.argument("run_folder", required=False)
-@click.option("--out", type=click.Path(dir_okay=False), callback=lasting_path, help="The file to write; or dash.html in the run's folder.")
+@click.option("--out", type=click.Path(dir_okay=False), callback=lasting_path, help="File to write. Default: RUN_FOLDER/dash.html.")
 @click.option("--prometheus", metavar="URL", help="Take the data from a Prometheus that has scraped the run, not from the run's folder.")
 @click.option("--run", "name", help="With --prometheus: the run's name.")
-@click.option("--hours", type=click.FloatRange(min=0.01), default=24.0, show_default=True, help="With --prometheus: how far back.")
-@click.option("--namespace", help="With --prometheus: of runs of one name, that with this label namespace.")
-@click.option("--cluster", help="With --prometheus: of runs of one name, that with this label cluster.")
+@click.option("--hours", type=click.FloatRange(min=0.01), default=24.0, show_default=True, help="With --prometheus: hours up to now.")
+@click.option("--namespace", help="With --prometheus: label namespace of one of several runs with this name.")
+@click.option("--cluster", help="With --prometheus: label cluster of one of several runs with this name.")
 def dash(
     run_folder: str | None,
     out: str | None,
@@ -346,7 +345,7 @@ def dash(
     namespace: str | None,
     cluster: str | None,
 ) -> int:
-    """Write one HTML page of a run: throughput, memory, loss, workers, where the time went. It opens without a network.
+    """Write one HTML page of a run: throughput, memory, loss, workers, use of time. It works offline.
 
     Without RUN_FOLDER: the newest run under ./runs.
     """
@@ -364,7 +363,7 @@ def dash(
             raise BadInput("with --prometheus URL give the run's name as --run NAME, and no folder")
         page, path = gather.from_prometheus(prometheus, name, hours, where), Path(out or f"{name}.html").absolute()
     try:
-        path.write_text(render(page), encoding="utf-8", errors="backslashreplace")  # names of files need not be text
+        path.write_text(render(page), encoding="utf-8", errors="backslashreplace")  # names of files need not be valid text
     except OSError as error:
         raise BadInput(f"{path}: can't be written ({error.strerror or error})") from None
     click.echo(f"wrote {path}")
@@ -409,7 +408,7 @@ def ls(runs: str, as_json: bool) -> int:
     for folder in list_runs(runs):
         try:
             state = folder.read_state() or {}
-        except (RunFolderError, OSError) as error:  # one that is damaged hides no other
+        except (RunFolderError, OSError) as error:  # a damaged run must not hide the others
             state = {"state": "UNREADABLE", "error": _one_line(error)}
             code = _fail(_one_line(error), FAILED)
         if as_json:
@@ -418,7 +417,7 @@ def ls(runs: str, as_json: bool) -> int:
         started = state.get("started")
         try:
             when = time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if isinstance(started, (int, float)) else "-"
-        except (ValueError, OverflowError, OSError):  # no time of ours
+        except (ValueError, OverflowError, OSError):  # not a valid time
             when = "-"
         line = f"{state.get('state', 'NEW')!s:<13}  {state.get('step', 0)}/{state.get('steps', '?')} steps  {folder.path}"
         click.echo(f"{when:<16}  {line if line.isprintable() else ascii(line)[1:-1]}")
@@ -432,12 +431,12 @@ def ls(runs: str, as_json: bool) -> int:
 @click.option(
     "--model", required=True, help="A known model (llama-3-70b, gpt-oss-120b, deepseek-v3, ..), a config.json, or pkg.mod:factory."
 )
-@click.option("--devices", type=int, required=True, help="Devices in all.")
+@click.option("--devices", type=int, required=True, help="Total number of devices.")
 @click.option("--hardware", default="h100", show_default=True, help="a100, h100, h800, h200 or b200.")
-@click.option("--memory", default=None, metavar="SIZE", help="Memory of one device, as 80GiB; default: the hardware's.")
+@click.option("--memory", default=None, metavar="SIZE", help="Memory of one device, for example 80GiB. Default: the hardware's.")
 @click.option("--optimizer", default="adamw", show_default=True, help="adamw, adamw8bit, muon or sgd.")
-@click.option("--dtype", default="bf16", show_default=True, help="Of gathered parameters: fp32, bf16 or fp8.")
-@click.option("--reduce", default="fp32", show_default=True, help="Of gradients on their way: fp32 or bf16.")
+@click.option("--dtype", default="bf16", show_default=True, help="Dtype of gathered parameters: fp32, bf16 or fp8.")
+@click.option("--reduce", default="fp32", show_default=True, help="Dtype of the gradients' reduce-scatter: fp32 or bf16.")
 @click.option(
     "--group", type=int, multiple=True, help="Ranks that share the parameters; may be given several times. Default: all divisors."
 )
@@ -445,7 +444,7 @@ def ls(runs: str, as_json: bool) -> int:
 @click.option("--blocks-on", default="matrices", show_default=True, help="matrices or experts.")
 @click.option("--experts", default="fused", show_default=True, help="fused (stacks [E, n, m]) or separate.")
 @click.option("--strided", is_flag=True, help="The model tolerates experts that are strided views.")
-@click.option("--tokens", type=int, default=8192, show_default=True, help="Of one device and micro-batch.")
+@click.option("--tokens", type=int, default=8192, show_default=True, help="Tokens per device and micro-batch.")
 @click.option("--keep-activations", is_flag=True, help="No recomputation in backward.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.option("--html", "html_file", default=None, metavar="FILE", callback=lasting_path, help="Write a page with pictures, too.")
@@ -467,7 +466,7 @@ def plan(
     as_json: bool,
     html_file: str | None,
 ) -> int:
-    """Choose the shard group, replicas, layers per unit and buffers for a model, and say why not the others.
+    """Choose the shard group, replicas, layers per unit and buffers for a model, and say why the others lose.
 
     Needs neither devices nor the model's weights. Exit code 1 if nothing fits.
 

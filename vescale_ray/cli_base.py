@@ -1,4 +1,4 @@
-"""What the parts of the command line share: exit codes, failure, and groups that suggest the nearest command."""
+"""Common parts of the command line: exit codes, failure, and groups that suggest the nearest command."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
 class Failed(Exception):
-    """The command did not do what it was asked; the message is one line. Exit code 1."""
+    """The command failed; the message is one line. Exit code 1."""
 
 
 def lasting_path(_: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Callback of a parameter that names what is to be written: refuses what goes with a Ray job."""
+    """Callback of a parameter that names an output: refuse a folder that disappears with a Ray job."""
     if value is not None:
         check_lasting(f"{parameter.human_readable_name} = {value}", value)
     return value
 
 
 class Group(click.Group):
-    """Suggests the nearest command."""
+    """A command group that suggests the nearest command."""
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         try:

@@ -1,7 +1,7 @@
-"""``vescale-ray ckpt ..``: look at checkpoints, compare, convert and collect them.
+"""``vescale-ray ckpt ..``: inspect, compare, convert and collect checkpoints.
 
-PATH is a run's name (under ./runs), a run's folder, a folder of checkpoints or a URL, where there may follow ``@`` and a checkpoint's name;
-without one the newest is meant. Bars are drawn on a terminal only, so that logs hold lines and nothing else.
+PATH is a run's name (under ./runs), a run's folder, a folder of checkpoints or a URL. ``@`` and a checkpoint's name may follow; without
+them, the newest checkpoint is meant. Bars appear on a terminal only, so logs stay plain lines.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "fl
 
 @click.group(cls=Group)
 def ckpt() -> None:
-    """Look at, compare, convert and collect checkpoints.
+    """Inspect, compare, convert and collect checkpoints.
 
     PATH: a run's name, its folder, a folder of checkpoints, or a URL; PATH@NAME is one checkpoint of it.
     """
 
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-_includes = click.option("--include", multiple=True, metavar="GLOB", help="Only tensors whose names fit; may be given several times.")
-_excludes = click.option("--exclude", multiple=True, metavar="GLOB", help="But not these.")
-_names = click.option("--names", metavar="TABLE", help="llama, or a JSON file {our name: theirs} of globs: names to translate.")
+_includes = click.option("--include", multiple=True, metavar="GLOB", help="Only tensors whose names match; may be given several times.")
+_excludes = click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out tensors whose names match.")
+_names = click.option("--names", metavar="TABLE", help="Translation of names: llama, or a JSON file {our name: theirs} of globs.")
 
 
 # ----------------------------------------------------------------------------------------------------------------- looking
@@ -79,7 +79,7 @@ def ls(path: str | None, as_json: bool) -> int:
 @_includes
 @_as_json
 def show(path: str | None, name: str | None, tensors: bool, include: tuple[str, ...], as_json: bool) -> int:
-    """Say what a checkpoint holds, from its manifest alone: NAME in PATH, or the newest."""
+    """Describe a checkpoint from its manifest alone: NAME in PATH, or the newest."""
     from vescale_ray.checkpoint.names import matches
     from vescale_ray.checkpoint.saved_meta import check_saved_meta
 
@@ -205,14 +205,14 @@ def diff(a: str, b: str, include: tuple[str, ...], exclude: tuple[str, ...], as_
 @ckpt.command("gc")
 @click.argument("path")
 @click.option("--keep", type=click.IntRange(min=1), required=True, help="Keep the newest KEEP whole checkpoints.")
-@click.option("--every", type=click.IntRange(min=0), default=0, help="Besides, one for every so many steps.")
-@click.option("--best", type=click.IntRange(min=0), default=0, help="Besides, the best so many by --metric.")
-@click.option("--metric", default="loss", show_default=True, help="Name of the metric that was given to the saves.")
-@click.option("--mode", type=click.Choice(["min", "max"]), default="min", show_default=True, help="Whether a small or a large one is good.")
+@click.option("--every", type=click.IntRange(min=0), default=0, help="Also keep one for every EVERY steps.")
+@click.option("--best", type=click.IntRange(min=0), default=0, help="Also keep the BEST best by --metric.")
+@click.option("--metric", default="loss", show_default=True, help="Metric that the saves recorded.")
+@click.option("--mode", type=click.Choice(["min", "max"]), default="min", show_default=True, help="Whether small or large is better.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 @_as_json
 def gc(path: str, keep: int, every: int, best: int, metric: str, mode: Literal["min", "max"], dry_run: bool, as_json: bool) -> int:
-    """Delete the checkpoints that no rule and no pin keeps, and what interrupted saves left behind."""
+    """Delete the checkpoints that no rule and no pin keeps, and the remains of interrupted saves."""
     from vescale_ray.checkpoint import Retention
 
     root = _root(path)
@@ -227,7 +227,7 @@ def gc(path: str, keep: int, every: int, best: int, metric: str, mode: Literal["
             click.echo(f"{'would delete' if dry_run else 'deleted'} {deleted}")
         for kept in report.kept:
             click.echo(f"kept {kept} ({', '.join(report.why.get(kept, ()))})")
-        waiting = f"; the data of {len(report.waiting)} stays until readers had time" if report.waiting else ""
+        waiting = f"; the data of {len(report.waiting)} stays for readers until their grace period ends" if report.waiting else ""
         count, size, would = len(report.swept), _size(report.freed_bytes), "would be " if dry_run else ""
         click.echo(f"{root}: {count} interrupted saves {would}swept, {size} {would}freed{waiting}")
     if report.problems:
@@ -241,7 +241,7 @@ def _collect(root: Target, rules: Retention, dry_run: bool, progress: Callable[[
     return checkpoint.gc(_store(root), rules, dry_run=dry_run, progress=progress)
 
 
-_pin_name = click.option("--as", "pin_name", default="cli", show_default=True, metavar="NAME", help="Whose pin it is.")
+_pin_name = click.option("--as", "pin_name", default="cli", show_default=True, metavar="NAME", help="Name of the pin.")
 
 
 @ckpt.command("pin")
@@ -249,7 +249,7 @@ _pin_name = click.option("--as", "pin_name", default="cli", show_default=True, m
 @_pin_name
 @_as_json
 def pin(path: str, pin_name: str, as_json: bool) -> int:
-    """Keep PATH@NAME (or the newest) until it is unpinned, whatever the retention says."""
+    """Keep PATH@NAME (or the newest) until it is unpinned, regardless of retention rules."""
     from vescale_ray import checkpoint
 
     root, name = _split(path)
@@ -296,8 +296,8 @@ def _pinned(root: Target, commit: str, name: str, pinned: bool, as_json: bool) -
 @_includes
 @_excludes
 @click.option("--key", default="model", show_default=True, help="The entry of the state to write.")
-@click.option("--dtype", type=click.Choice(list(_DTYPES)), help="Cast floating point to this.")
-@click.option("--max-shard", default="5GB", show_default=True, metavar="SIZE", help="Most bytes of one file.")
+@click.option("--dtype", type=click.Choice(list(_DTYPES)), help="Cast floating-point tensors to this dtype.")
+@click.option("--max-shard", default="5GB", show_default=True, metavar="SIZE", help="Largest size of one file.")
 @_as_json
 def export_hf(
     path: str,
@@ -310,7 +310,7 @@ def export_hf(
     max_shard: str,
     as_json: bool,
 ) -> int:
-    """Write a checkpoint's weights to FOLDER as Hugging Face safetensors with their index; read back before it counts.
+    """Write a checkpoint's weights to FOLDER as Hugging Face safetensors with their index, then read them back and compare.
 
     Example: vescale-ray ckpt export-hf runs/demo out --names llama --dtype bf16
     """
@@ -350,7 +350,9 @@ def export_hf(
 def import_hf(
     source: str, path: str, names: str | None, include: tuple[str, ...], exclude: tuple[str, ...], step: int, as_json: bool
 ) -> int:
-    """Make SOURCE, a folder of safetensors, their index or one file, the newest checkpoint of PATH (made if it isn't there).
+    """Make SOURCE the newest checkpoint of PATH, which is created if missing.
+
+    SOURCE is a folder of safetensors, their index or one file.
 
     Example: vescale-ray ckpt import-hf Llama-3.2-1B runs/tuned/checkpoints --names llama
     """
@@ -379,7 +381,8 @@ def import_hf(
 @_excludes
 @_as_json
 def export_dcp(path: str, folder: str, include: tuple[str, ...], exclude: tuple[str, ...], as_json: bool) -> int:
-    """Write a checkpoint to FOLDER for torch.distributed.checkpoint.load; read back before it counts. Globs are of DCP's keys (model.*)."""
+    """Write a checkpoint to FOLDER for torch.distributed.checkpoint.load, then read it back and compare. Globs match DCP's keys
+    (model.*)."""
     from vescale_ray import checkpoint
 
     opened = _open(path, None)
@@ -410,9 +413,9 @@ def import_dcp(
     step: int,
     as_json: bool,
 ) -> int:
-    """Make SOURCE, what torch.distributed.checkpoint.save wrote, the newest checkpoint of PATH, optimizer states included.
+    """Make SOURCE, written by torch.distributed.checkpoint.save, the newest checkpoint of PATH, optimizer states included.
 
-    Nothing is unpickled, DCP's own index included.
+    Nothing is unpickled, not even DCP's own index.
     """
     from vescale_ray import checkpoint
     from vescale_ray.checkpoint.foreign import local_folder
@@ -442,7 +445,7 @@ def _told(where: Target, about: Mapping[str, Any], as_json: bool) -> int:
 
 
 def _root(path: str | None, *, must_exist: bool = True) -> Target:
-    """The folder (or URL) of checkpoints that PATH means; of the newest run for ``None``."""
+    """Return the folder (or URL) of checkpoints for PATH; for ``None``, that of the newest run."""
     from vescale_ray.config import load_config
 
     if path == "":
@@ -452,7 +455,7 @@ def _root(path: str | None, *, must_exist: bool = True) -> Target:
     folder = _meant(path)
     root = folder.path
     if folder.config_path.is_file():
-        # The run's folder may have been moved since: where it is now counts, unless the configuration names another place.
+        # The run's folder may have moved; its present place counts, unless the configuration names another one.
         config = load_config(folder.config_path)
         if config.checkpoint.dir and "://" in config.checkpoint.dir:
             return config.checkpoint.dir
@@ -465,7 +468,7 @@ def _root(path: str | None, *, must_exist: bool = True) -> Target:
 
 
 def _meant(path: str | None) -> RunFolder:
-    """The folder that PATH means: a run's, or one of checkpoints."""
+    """Return the folder that PATH means: a run's, or one of checkpoints."""
     from vescale_ray.runfolder import RunFolder, newest_run
 
     named = Path("runs", path) if path is not None and not Path(path).exists() and os.sep not in path else None
@@ -473,13 +476,13 @@ def _meant(path: str | None) -> RunFolder:
 
 
 def _run_folder(path: str) -> RunFolder | None:
-    """The run that PATH means; None where it is a URL, or a folder of checkpoints alone."""
+    """Return the run that PATH means; None if it is a URL or only a folder of checkpoints."""
     folder = None if "://" in path else _meant(path)
     return folder if folder is not None and folder.is_run() else None
 
 
 def _split(path: str | None) -> tuple[Target, str | None]:
-    """PATH[@NAME] as (root, NAME)."""
+    """Split PATH[@NAME] into (root, NAME)."""
     if path is not None and "@" in path:
         before, _, name = path.rpartition("@")
         if _COMMIT.fullmatch(name):
@@ -503,7 +506,7 @@ def _open(path: str | None, name: str | None) -> Checkpoint:
 
 @contextmanager
 def _bad_values() -> Iterator[None]:
-    """A value that the library refuses was given by the person."""
+    """Turn the library's ValueErrors into bad input, because the user gave the value."""
     try:
         yield
     except ValueError as error:
@@ -511,7 +514,7 @@ def _bad_values() -> Iterator[None]:
 
 
 class _Watched:
-    """A store that tells how many bytes are read from it."""
+    """A store wrapper that reports how many bytes are read."""
 
     def __init__(self, store: ObjectStore, advance: Callable[[int], None]) -> None:
         self._store, self._advance = store, advance
@@ -540,7 +543,7 @@ class _WatchedReader:
 
 @contextmanager
 def _bar(what: str, total: int | None, as_json: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr where that is a terminal; yields what to call with the bytes that were done."""
+    """Draw a bar on stderr if that is a terminal; yields a function to call with the number of finished bytes."""
     if as_json or not sys.stderr.isatty():
         yield lambda count: None
         return
@@ -563,9 +566,9 @@ def _table(names: str | None) -> Mapping[str, str] | None:
     try:
         table = json.loads(Path(names).read_text(encoding="utf-8"))
     except OSError as error:
-        raise BadInput(f"--names {names}: none of {', '.join(TABLES)}, and no file that can be read ({error.strerror})") from None
+        raise BadInput(f"--names {names}: it is not one of {', '.join(TABLES)}, and no readable file ({error.strerror})") from None
     except ValueError as error:
-        raise BadInput(f"--names {names}: no JSON: {error}") from None
+        raise BadInput(f"--names {names}: not JSON: {error}") from None
     if not isinstance(table, dict) or not all(isinstance(to, str) for to in table.values()):
         raise BadInput(f"--names {names}: give one JSON object of names: {{our name: theirs}}")
     return table
@@ -599,7 +602,7 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def _clean(text: str) -> str:
-    """A name from a file as text without control characters, which a terminal would obey."""
+    """Return a name from a file as text without control characters, which a terminal would obey."""
     return text if text.isprintable() else ascii(text)
 
 

@@ -1,4 +1,4 @@
-"""``vescale-ray k8s ..``: manifests for Kubernetes, on standard output. Talks to no cluster."""
+"""``vescale-ray k8s ..``: manifests for Kubernetes, on standard output. Contacts no cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def k8s() -> None:
 
 
 def _of(name: str) -> Any:
-    """The default of a field of Options, without importing them for ``--help`` of something else."""
+    """Return the default of a field of Options; the import is late, so that other commands' ``--help`` is fast."""
     from vescale_ray.k8s.options import Options
 
     return getattr(Options, name)
@@ -34,48 +34,48 @@ _Count = click.IntRange(min=1)
     type=click.Choice(["job", "cluster", "setup", "monitor"]),
     default="job",
     show_default=True,
-    help="job: the run with its own cluster; cluster: one that stays; setup: what a namespace needs once; monitor: what watches it.",
+    help="job: the run with its own cluster; cluster: a lasting cluster; setup: a namespace's objects; monitor: metrics and alerts.",
 )
 @click.option(
-    "--overlay", "overlays", multiple=True, metavar="spot|kueue|gcs-ft", help="Of job or cluster; may be given several times."
+    "--overlay", "overlays", multiple=True, metavar="spot|kueue|gcs-ft", help="Variant of job or cluster; may be given several times."
 )
-@click.option("--image", default=lambda: _of("image"), help="Of every pod, with a fixed tag. Default: a placeholder.")
+@click.option("--image", default=lambda: _of("image"), help="Image of every pod, with a fixed tag. Default: a placeholder.")
 @click.option("--pull-secret", metavar="NAME", help="An existing Secret with the credentials of a private registry.")
-@click.option("--env-secret", metavar="NAME", help="An existing Secret whose entries head and workers have as variables: a store's keys.")
-@click.option("--name", help="Of the objects. Default: run.name.")
+@click.option("--env-secret", metavar="NAME", help="An existing Secret with environment variables of head and workers: a store's keys.")
+@click.option("--name", help="Name of the objects. Default: run.name.")
 @click.option("--namespace", default="vescale-ray", show_default=True)
 @click.option("--claim", default="training-runs", show_default=True, help="Volume claim that all pods mount.")
-@click.option("--mount", default="/mnt/shared", show_default=True, metavar="FOLDER", help="Where; run.dir must lie there.")
-@click.option("--gpus", type=click.IntRange(min=0), help="Of a worker pod. Default: ray.gpus_per_worker, rounded up.")
-@click.option("--cpus", type=_Count, help="Of a worker pod. Default: what its workers ask for, and 2 more beside GPUs.")
-@click.option("--memory", default="64Gi", show_default=True, metavar="SIZE", help="Of a worker pod.")
-@click.option("--shm", default="16Gi", show_default=True, metavar="SIZE", help="Of its /dev/shm, a part of --memory.")
-@click.option("--scratch", default="20Gi", show_default=True, metavar="SIZE", help="Of every pod's /tmp.")
+@click.option("--mount", default="/mnt/shared", show_default=True, metavar="FOLDER", help="Its mount point; run.dir must lie there.")
+@click.option("--gpus", type=click.IntRange(min=0), help="GPUs of a worker pod. Default: ray.gpus_per_worker, rounded up.")
+@click.option("--cpus", type=_Count, help="CPUs of a worker pod. Default: its workers' requests, and 2 more with GPUs.")
+@click.option("--memory", default="64Gi", show_default=True, metavar="SIZE", help="Memory of a worker pod.")
+@click.option("--shm", default="16Gi", show_default=True, metavar="SIZE", help="Size of its /dev/shm, a part of --memory.")
+@click.option("--scratch", default="20Gi", show_default=True, metavar="SIZE", help="Size of every pod's /tmp.")
 @click.option("--head-cpus", type=_Count, default=4, show_default=True)
 @click.option("--head-memory", default="16Gi", show_default=True, metavar="SIZE")
 @click.option("--queue", help="Kueue's local queue, with --overlay kueue.")
-@click.option("--redis", metavar="HOST:PORT", help="Keeps Ray's state, with --overlay gcs-ft; its password is in the Secret NAME-redis.")
+@click.option("--redis", metavar="HOST:PORT", help="Redis of Ray's state, for --overlay gcs-ft; Secret NAME-redis has its password.")
 @click.option(
-    "--drain-s", type=_Count, default=100, show_default=True, help="Seconds to save and move state when a pod is to end."
+    "--drain-s", type=_Count, default=100, show_default=True, help="Seconds to save and move state before a pod ends."
 )
-@click.option("--service-account", help="An existing one for all pods. Default: two without rights are made.")
-@click.option("--priority-class", help="An existing one for all pods. Default: the two of --kind setup.")
+@click.option("--service-account", help="An existing account for all pods. Default: two new ones without rights.")
+@click.option("--priority-class", help="An existing class for all pods. Default: the two of --kind setup.")
 @click.option(
     "--spot-label",
     default="karpenter.sh/capacity-type=spot",
     show_default=True,
     metavar="KEY=VALUE",
-    help="What the provider labels pre-emptible nodes with.",
+    help="The provider's label of pre-emptible nodes.",
 )
-@click.option("--deadline-s", type=_Count, default=2592000, show_default=True, help="The job is ended after so long.")
+@click.option("--deadline-s", type=_Count, default=2592000, show_default=True, help="Seconds after which the job is ended.")
 @click.option("--monitoring", default="monitoring", show_default=True, help="Namespace of Prometheus.")
-@click.option("--monitor-label", default="release=prometheus", show_default=True, metavar="KEY=VALUE", help="Of PodMonitors and alerts.")
-@click.option("--prometheus", metavar="URL", help="For the figures in Ray's dashboard.")
-@click.option("--grafana", metavar="URL", help="The same.")
-@click.option("--runbooks", default=lambda: _of("runbooks"), metavar="URL", help="Of docs/runbooks.md, for alerts. Default: a placeholder.")
-@click.option("--volume-size", default="1Ti", show_default=True, metavar="SIZE", help="Of the claim in --kind setup.")
-@click.option("--storage-class", help="Of the claim in --kind setup. Default: the cluster's.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object, a List that kubectl takes, too.")
+@click.option("--monitor-label", default="release=prometheus", show_default=True, metavar="KEY=VALUE", help="Label of monitoring objects.")
+@click.option("--prometheus", metavar="URL", help="Prometheus for the charts in Ray's dashboard.")
+@click.option("--grafana", metavar="URL", help="Grafana for the charts in Ray's dashboard.")
+@click.option("--runbooks", default=lambda: _of("runbooks"), metavar="URL", help="Address of docs/how-to/runbooks.md.")
+@click.option("--volume-size", default="1Ti", show_default=True, metavar="SIZE", help="Size of the claim in --kind setup.")
+@click.option("--storage-class", help="Storage class of the claim in --kind setup. Default: the cluster's.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object: a List, which kubectl also accepts.")
 def render(file: str, overrides: tuple[str, ...], kind: str, overlays: tuple[str, ...], as_json: bool, **given: Any) -> int:
     """Write the manifest of the run that RUN.yaml describes, after checking it against KubeRay's rules.
 

@@ -1,6 +1,6 @@
-"""``vescale-ray ckpt rollback``: a run that has gone wrong goes on from an earlier checkpoint.
+"""``vescale-ray ckpt rollback``: make a run continue from an earlier checkpoint.
 
-A command of its own and not an option of ``train``: an entrypoint is repeated by whoever restarts jobs, and each time would go back again.
+This is a separate command, not an option of ``train``: tools that restart jobs repeat the entrypoint, and would roll back each time.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ SHOWN = 8
 @click.argument("step", type=click.IntRange(min=0), required=False)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def rollback(path: str, step: int | None, as_json: bool) -> int:
-    """Have the run go on from an earlier checkpoint: the one of STEP in PATH, or PATH@NAME. The run must have ended.
+    """Make the run continue from an earlier checkpoint: that of STEP in PATH, or PATH@NAME. The run must have ended.
 
-    All its data is verified first. Nothing is deleted: later checkpoints stay until the retention lets them go.
+    All of its data is verified first. Nothing is deleted: later checkpoints stay until the retention rules delete them.
     """
     from vescale_ray import checkpoint
 
@@ -61,7 +61,7 @@ def rollback(path: str, step: int | None, as_json: bool) -> int:
 
 
 def _of_step(root: str, commits: Sequence[Commit], step: int) -> str:
-    """The newest whole checkpoint of this step."""
+    """Return the newest whole checkpoint of this step."""
     whole = [one for one in commits if one.problem is None]
     found = [one.name for one in whole if one.step == step]
     if found:

@@ -1,4 +1,4 @@
-"""How another process talks to a run: the controller's HTTP address and token stand in control.json in the run's folder.
+"""Client of a run: it finds the controller's HTTP address and token in control.json in the run's folder.
 
 Standard library only, so that `vescale-ray status` answers at once.
 """
@@ -19,14 +19,13 @@ from vescale_ray.runfolder import FINAL_STATES, RunFolder, RunFolderError
 
 
 class RunNotAlive(RuntimeError):
-    """Nothing answers for the run; the message is one line with its last known state and how to go on.
+    """No controller answers for the run; the message is one line with its last known state and how to continue.
 
     Args:
-        folder: of the run.
-        elsewhere: the machine on whose loopback alone the run's controller listens, when that is not this one: whether the run is alive
-            can't be told from here.
+        folder: folder of the run.
+        elsewhere: another machine on whose loopback the run's controller listens; this machine can't tell whether the run is alive.
 
-    ``again``: its driver lives, so its controller is being started or restarted: it is worth asking again.
+    ``again``: the driver lives, so its controller is starting or restarting, and the caller may ask again.
     """
 
     def __init__(self, folder: RunFolder, elsewhere: str | None = None) -> None:
@@ -38,16 +37,16 @@ class RunNotAlive(RuntimeError):
 
 
 class Readable(Protocol):
-    """An answer over HTTP."""
+    """An HTTP response that can be read in parts."""
 
     def read1(self, n: int = ..., /) -> bytes: ...
 
 
 def body_of(answer: Readable, seconds: float) -> bytes:
-    """All of an answer. A socket's own time limit begins anew with every byte that comes.
+    """Read a whole response within ``seconds``. A socket's own timeout restarts with every byte.
 
     Raises:
-        TimeoutError: it was not whole within ``seconds``.
+        TimeoutError: it was not complete within ``seconds``.
     """
     parts, deadline = [], time.monotonic() + seconds
     while part := answer.read1(1 << 16):
@@ -58,16 +57,16 @@ def body_of(answer: Readable, seconds: float) -> bytes:
 
 
 class CommandRefused(RuntimeError):
-    """The run answered, and did not do it; the message is its reason."""
+    """The run answered with a refusal; the message is its reason."""
 
 
 def request(folder: RunFolder, action: str, body: dict[str, Any] | None = None, *, timeout_s: float = 10.0) -> dict[str, Any]:
     """Call the controller of the run in ``folder``: ``status`` is a GET, ``stop`` and ``rescale`` are commands with the run's token.
 
     Raises:
-        RunNotAlive: no controller is named, or none answers within ``timeout_s``.
-        CommandRefused: it answered with an error.
-        RunFolderError: control.json is none of a run's.
+        RunNotAlive: control.json is missing, or no controller answers within ``timeout_s``.
+        CommandRefused: the controller answered with an error.
+        RunFolderError: control.json is not a run's.
     """
     control = folder.read_control()
     if control is None:
@@ -79,29 +78,29 @@ def request(folder: RunFolder, action: str, body: dict[str, Any] | None = None, 
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     data = None if body is None and action == "status" else json.dumps(body or {}).encode()
     call = urllib.request.Request(f"{url.rstrip('/')}/{action}", data=data, headers=headers)
-    # The controller is in the cluster's own network: a proxy set for the internet must not see the token.
+    # The controller is inside the cluster's network; a proxy for the internet must not see the token.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(call, timeout=timeout_s) as answer:
             value = json.loads(body_of(answer, timeout_s))
     except urllib.error.HTTPError as error:
         reason = _reason(error)
-        if elsewhere is not None and (reason is None or error.code == 401):  # another run's, or program's
+        if elsewhere is not None and (reason is None or error.code == 401):  # another run or program answered
             raise RunNotAlive(folder, elsewhere) from None
-        foreign = f"{url} answers HTTP {error.code} {error.reason}, as no run does: is it another program's now? See the driver's log"
+        foreign = f"{url} answers HTTP {error.code} {error.reason}, as no run does: is its port another program's? See the driver's log"
         raise CommandRefused(reason or foreign) from None
     except (OSError, http.client.HTTPException, ValueError):
         raise RunNotAlive(folder, elsewhere) from None
     if not isinstance(value, dict):
         raise RunNotAlive(folder, elsewhere)
     if action == "status" and value.get("run") != folder.path.name:
-        # The port was taken over by another run, or program, after this one died; or it is this machine's, and the run on another.
+        # Another run or program has this port: the run has died, or it lives on another machine whose loopback address this is.
         raise RunNotAlive(folder, elsewhere)
     return value
 
 
 def _elsewhere(url: str, host: object) -> str | None:
-    """The machine that wrote a loopback address, if it is not this one."""
+    """Return the machine that wrote a loopback address, if it is not this one."""
     name = urllib.parse.urlsplit(url).hostname or ""
     try:
         loopback = name == "localhost" or ipaddress.ip_address(name).is_loopback
@@ -111,7 +110,7 @@ def _elsewhere(url: str, host: object) -> str | None:
 
 
 def _reason(error: urllib.error.HTTPError) -> str | None:
-    """Why the controller refuses; None: it is none that answers."""
+    """Return the controller's reason for a refusal; None if no controller answered."""
     try:
         return str(json.loads(body_of(error, 3.0))["error"])
     except (ValueError, KeyError, TypeError, OSError, http.client.HTTPException):
@@ -129,7 +128,7 @@ def _unreached(folder: RunFolder, host: str) -> str:
 def _obituary(folder: RunFolder, owner: str | None) -> str:
     state = folder.read_state()
     if owner is not None:
-        return f"{folder.path}: its controller does not answer now, but its driver lives (process {owner}): it is being started; ask again"
+        return f"{folder.path}: its controller does not answer now, but its driver lives (process {owner}) and starts it; ask again"
     if state is None:
         return (
             f"{folder.path}: the run is not alive, and never got to its first state; start it with `vescale-ray train {folder.config_path}`"

@@ -1,8 +1,8 @@
-"""The collectives of ragged tensors, into memory that is given; inside ``torch.compile`` as operations of the compiled graph.
+"""Collectives of ragged tensors, into given memory; under ``torch.compile`` they become operations of the compiled graph.
 
-``torch.distributed``'s collectives write in place and are waited for through a handle, of which a traced graph knows nothing: it
-would go on with what is there before they have arrived. While torch traces, its functional collectives take their place; they are
-complete when they return.
+``torch.distributed``'s collectives write in place, and the caller waits for them through a handle. A traced graph does not see the
+handle, and would read the memory too early. While torch traces, its functional collectives replace them; these are complete when
+they return.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Group = dist.ProcessGroup | None
 
 
 def all_to_all(out: Tensor, given: Tensor, out_sizes: Sequence[int], given_sizes: Sequence[int], group: Group) -> Any:
-    """Flat ``given``, cut into ``given_sizes`` for the ranks, to flat ``out``; a handle to wait on, None if it is done."""
+    """Send flat ``given``, cut into ``given_sizes`` per rank, into flat ``out``; return a handle to wait on, or None if complete."""
     if not _traced():
         return dist.all_to_all_single(out, given, list(out_sizes), list(given_sizes), group=group, async_op=True)
     out.copy_(functional.all_to_all_single(given, list(out_sizes), list(given_sizes), _named(group)))
@@ -28,7 +28,7 @@ def all_to_all(out: Tensor, given: Tensor, out_sizes: Sequence[int], given_sizes
 
 
 def all_gather(out: Tensor, given: Tensor, group: Group) -> Any:
-    """Equal ``given`` of all ranks, one after the other; a handle as :func:`all_to_all`."""
+    """Gather equal ``given`` of all ranks in rank order; returns a handle as :func:`all_to_all` does."""
     if not _traced():
         return dist.all_gather_single(out, given, group=group, async_op=True)
     out.copy_(functional.all_gather_tensor(given, 0, _named(group)))
@@ -36,7 +36,7 @@ def all_gather(out: Tensor, given: Tensor, group: Group) -> Any:
 
 
 def reduce_scatter(out: Tensor, given: Tensor, group: Group) -> Any:
-    """This rank's equal part of the sum; a handle as :func:`all_to_all`."""
+    """Reduce by a sum and keep this rank's equal part; returns a handle as :func:`all_to_all` does."""
     if not _traced():
         return dist.reduce_scatter_single(out, given, op=dist.ReduceOp.SUM, group=group, async_op=True)
     out.copy_(functional.reduce_scatter_tensor(given, "sum", 0, _named(group)))
@@ -44,7 +44,7 @@ def reduce_scatter(out: Tensor, given: Tensor, group: Group) -> Any:
 
 
 def broadcast(tensor: Tensor, index: int, group: dist.ProcessGroup) -> Any:
-    """``tensor`` of the rank at ``index`` of the group to all; a handle as :func:`all_to_all`."""
+    """Send ``tensor`` of the rank at ``index`` of the group to all; returns a handle as :func:`all_to_all` does."""
     source = dist.get_global_rank(group, index)
     if not _traced():
         return dist.broadcast(tensor, src=source, group=group, async_op=True)
@@ -76,10 +76,10 @@ def _named(group: Group) -> dist.ProcessGroup:
 
 
 def in_parameter_order(states: MutableMapping[Any, Any], parameters: Iterable[Tensor]) -> None:
-    """Reorder an optimizer's ``states`` by the position of their parameters; what belongs to none of them comes last.
+    """Reorder an optimizer's ``states`` by the position of their parameters; states of no parameter come last.
 
-    States that are gathered one by one must come in the same order on every rank. The order in which they were made can differ: by the
-    division of buffers, or by a set of parameters that an optimizer was given.
+    States that are gathered one by one must come in the same order on every rank. Their order of creation can differ between ranks: by
+    the division of buffers, or by a set of parameters that the optimizer was given.
     """
     position = {id(parameter): index for index, parameter in enumerate(parameters)}
     for key in sorted(states, key=lambda key: position.get(id(key), len(position))):

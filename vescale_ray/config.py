@@ -1,8 +1,8 @@
-"""One YAML file describes a run; dotted overrides change single keys; every mistake is one line with the remedy.
+"""Configuration of a run: one YAML file, with dotted overrides for single keys. Every mistake is one line with the remedy.
 
-``load_config(path, overrides)`` gives a frozen :class:`RunConfig`. A mistyped key is answered with the nearest right one,
-a bad value with its key, the value and the bound, and sizes that don't fit each other (workers, slots, heads) are found here,
-before anything starts. ``RunConfig.to_yaml()`` is the resolved form that the run's folder and each checkpoint keep.
+``load_config(path, overrides)`` returns a frozen :class:`RunConfig`. The error for a mistyped key suggests the nearest known key. The
+error for a bad value shows the key, the value and the bound. Sizes that don't match each other (workers, slots, heads) are errors
+here, before anything starts. ``RunConfig.to_yaml()`` is the resolved form that the run's folder and each checkpoint keep.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from vescale_ray.errors import BadInput
+from vescale_ray.lasting import misread
 
 VOCAB = 256
-"""Tokens are bytes."""
+"""Number of tokens; tokens are bytes."""
 
 
 class ConfigError(BadInput):
@@ -36,7 +37,7 @@ Positive = Annotated[float, Field(gt=0)]
 PositiveOrZero = Annotated[float, Field(ge=0)]
 
 _OF_BUCKETS = ("s3", "s3a", "gs", "gcs")
-"""Schemes of URLs that begin with a bucket's name, and not with a host's."""
+"""Schemes of URLs whose first part is a bucket, not a host."""
 _SECRET = re.compile(r"(?i)key|token|secret|passw|pwd|credential|bearer|^auth|^sig$|signature")
 
 
@@ -46,14 +47,14 @@ class _Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_bool_as_number(cls, value: Any, info: Any) -> Any:
-        # YAML reads yes/on/true as a boolean, and Python would take it for the number 1.
+        # YAML reads yes/on/true as a boolean, and Python would accept it as the number 1.
         if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
             raise ValueError("give a value of its own type, not a boolean")
         return value
 
 
 class RunSection(_Section):
-    """Identity of the run. Runs are known by name: the same name in the same folder is the same run, and resumes."""
+    """Identity of the run. A run is identified by its name: the same name in the same folder resumes the same run."""
 
     name: str = Field(default="demo", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$", description="name of the run and of its folder")
     dir: str = Field(default="runs", min_length=1, description="folder of the run folders; on a cluster an absolute path that nodes share")
@@ -61,7 +62,7 @@ class RunSection(_Section):
 
 
 class ModelSection(_Section):
-    """What is trained."""
+    """The model to train."""
 
     kind: Literal["llama"] = Field(default="llama", description="architecture that comes with the package")
     dim: Count = Field(default=128, description="width of the residual stream")
@@ -80,7 +81,7 @@ class ModelSection(_Section):
 
 
 class DataSection(_Section):
-    """Which bytes are read."""
+    """The training text."""
 
     corpus: str = Field(
         default="stdlib", min_length=1, description="`stdlib` (this Python's library sources), or a path of a file or folder"
@@ -91,10 +92,10 @@ class DataSection(_Section):
 
 
 class TrainSection(_Section):
-    """How it is optimized. The global batch is slots * slot_batch sequences, whatever the number of workers."""
+    """Optimization. The global batch is slots * slot_batch sequences, for any number of workers."""
 
     steps: Count = Field(default=200, description="optimizer steps of the whole run")
-    slots: Count = Field(default=6, description="logical data-parallel positions, spread over the workers that are there")
+    slots: Count = Field(default=6, description="logical data-parallel positions, spread over the present workers")
     slot_batch: Count = Field(default=2, description="sequences per slot and step")
     optimizer: Literal["adamw", "adamw8bit", "muon", "shampoo", "soap", "sgd"] = Field(
         default="adamw", description="optimizer; muon, shampoo and soap step matrices, adamw the rest beside them"
@@ -104,15 +105,15 @@ class TrainSection(_Section):
     )
     lr: Positive = Field(default=1e-3, description="highest learning rate")
     matrix_lr: float | None = Field(
-        default=None, gt=0, description="highest learning rate of what another optimizer than adamw and sgd steps; null: lr"
+        default=None, gt=0, description="highest learning rate of parameters that another optimizer than adamw and sgd steps; null: lr"
     )
     warmup_steps: CountOrZero = Field(default=20, description="steps of linear warm-up")
-    min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="last learning rate, as a part of lr (cosine decay)")
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="last learning rate, as a fraction of lr (cosine decay)")
     weight_decay: PositiveOrZero = Field(default=0.1, description="decoupled weight decay")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        default=(0.9, 0.95), description="of AdamW"
+        default=(0.9, 0.95), description="betas of AdamW"
     )
-    eps: Positive = Field(default=1e-8, description="of AdamW")
+    eps: Positive = Field(default=1e-8, description="eps of AdamW")
     grad_clip: PositiveOrZero = Field(default=1.0, description="largest norm of the gradient; 0 turns clipping off")
     param_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of compute and of the all-gather")
     reduce_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of the gradients' reduce-scatter")
@@ -120,11 +121,11 @@ class TrainSection(_Section):
     activation_checkpointing: bool = Field(default=False, description="recompute the units' activations in backward")
     eval_every: CountOrZero = Field(default=0, description="steps between evaluations; 0: before the first step and after the last")
     threads: Count = Field(default=1, description="CPU threads per worker")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda when the worker has a GPU")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda if the worker has a GPU")
 
 
 def _seconds_or_auto(value: Any) -> Any:
-    # As _steps_or_auto: a mistake is one line.
+    # One check for both types, so that a mistake gives one line.
     if value == "auto":
         return value
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
@@ -133,62 +134,62 @@ def _seconds_or_auto(value: Any) -> Any:
 
 
 class ElasticSection(_Section):
-    """How many workers, and what to do when that changes."""
+    """Number of workers, and the reactions to its changes."""
 
     workers: Count = Field(default=3, description="workers to start with")
-    min_workers: Count = Field(default=1, description="fewest workers that still train; below it the run fails")
+    min_workers: Count = Field(default=1, description="fewest workers that train; below it the run fails")
     max_workers: int | None = Field(default=None, ge=1, description="most workers; null: as many as slots")
     snapshot_every: CountOrZero = Field(default=1, description="steps between copies of each shard in another worker's memory; 0: none")
     start_timeout_s: Positive = Field(
         default=180.0,
-        description="seconds for workers to get their places and be warm: as the run begins (which then goes on with those that are), for "
-        "joiners and spares, and for a replacement without which it can't train; more where nodes have to be started for them",
+        description="seconds for workers to be placed and warmed up: at the start (the run then continues with those that are ready), for "
+        "joiners and spares, and for a replacement without which the run can't train; more if nodes must be started for them",
     )
-    collective_timeout_s: Positive = Field(default=30.0, description="seconds after which a collective that does not end counts as failed")
+    collective_timeout_s: Positive = Field(default=30.0, description="seconds after which an unfinished collective counts as failed")
     hang_timeout_s: Annotated[float | Literal["auto"], BeforeValidator(_seconds_or_auto)] = Field(
         default="auto",
-        description="seconds without progress after which the worker that all others wait for counts as hung and is ended; "
-        "auto: 1.8 times the longest of the last steps, 1.1 times what came three times in the last 128, at least 1.2; 0: never, only "
+        description="seconds without progress after which the worker that all others wait for counts as hung and is killed; "
+        "auto: 1.8 times the longest of the last steps, 1.1 times the third longest of the last 128, at least 1.2; 0: never, only "
         "collective_timeout_s counts (and an hour while values are filled in)",
     )
     max_recoveries_without_progress: Count = Field(
         default=3, description="recoveries from errors, killed processes and hangs in a row without one more step before the run fails"
     )
     max_node_losses_without_progress: Count = Field(
-        default=20, description="the same for losses of nodes, pre-emptions included, which are not counted as recoveries above"
+        default=20, description="the same limit for losses of nodes, pre-emptions included; they do not count as recoveries above"
     )
-    max_controller_restarts_without_progress: Count = Field(default=20, description="the same for restarts of the controller")
+    max_controller_restarts_without_progress: Count = Field(default=20, description="the same limit for restarts of the controller")
     max_errors: int | None = Field(default=None, ge=0, description="errors of workers before the run fails, with or without progress")
-    max_kills: int | None = Field(default=None, ge=0, description="the same for workers whose process ended or was killed")
-    max_hangs: int | None = Field(default=None, ge=0, description="the same for hangs")
+    max_kills: int | None = Field(default=None, ge=0, description="the same limit for workers whose process ended or was killed")
+    max_hangs: int | None = Field(default=None, ge=0, description="the same limit for hangs")
     replace_lost: bool = Field(default=False, description="start a new worker as soon as one is lost")
     straggler: Literal["report", "relieve", "replace"] = Field(
         default="report",
-        description="what to do about a worker that is slower than the others for long: only tell; give it fewer slots, where that is "
-        "expected to shorten the step by a tenth; start another worker and then let it go (not on an accelerator: not measured there)",
+        description="reaction to a worker that stays slower than the others. report: only report it; relieve: give it fewer slots, if that "
+        "should shorten the step by a tenth; replace: dismiss it once another worker is warm. On accelerators slowness is not measured",
     )
     grow: bool = Field(
         default=False,
-        description="take on more workers where there is room for them, up to max_workers or what the last rescale asked for; "
+        description="add workers if the cluster has free capacity, up to max_workers or the number of the last rescale command; "
         "also after a loss",
     )
-    grow_after_s: PositiveOrZero = Field(default=10.0, description="seconds for which a place must have been free without a break")
-    grow_gap_s: PositiveOrZero = Field(default=60.0, description="least seconds from one growth to the next")
+    grow_after_s: PositiveOrZero = Field(default=10.0, description="seconds for which capacity must have been free without a break")
+    grow_gap_s: PositiveOrZero = Field(default=60.0, description="least seconds between two growths")
     demand: CountOrZero = Field(
         default=0,
-        description="with grow: places that Ray's autoscaler is shown as wanted, at a time, until there are as many workers as may be; "
-        "0: only what is free is used",
+        description="with grow: workers' places to request from Ray's autoscaler at a time, until the run has its most workers; "
+        "0: use only free capacity",
     )
     spares: CountOrZero = Field(
-        default=0, description="warm workers beside those that train, where there is room: one steps in at once when a worker is lost"
+        default=0, description="warm workers beside the training ones, if there is capacity; one replaces a lost worker at once"
     )
     deterministic: bool = Field(
-        default=False, description="the same bits at every number of workers and through every rescale: gradients are reduced slot by slot"
+        default=False, description="the same bits at any number of workers and through every rescale; gradients are reduced slot by slot"
     )
 
 
 def _steps_or_auto(value: Any) -> Any:
-    # Both sorts in one place, so that a mistake is one line and not one for each.
+    # One check for both types, so that a mistake gives one line and not one for each type.
     if value == "auto":
         return value
     if isinstance(value, bool) or not isinstance(value, int):
@@ -199,7 +200,7 @@ def _steps_or_auto(value: Any) -> Any:
 
 
 class CheckpointSection(_Section):
-    """What is kept on disk: the newest, besides one for every so many steps, besides the best; and whatever is pinned."""
+    """Checkpoints. The newest are kept, and also one for every keep_every steps, the best keep_best, and all pinned ones."""
 
     dir: str | None = Field(
         default=None,
@@ -207,25 +208,25 @@ class CheckpointSection(_Section):
         description="folder or URL (`s3://bucket/prefix`) of the checkpoints; null: `checkpoints` in the run's folder",
     )
     every: Annotated[int | Literal["auto"], BeforeValidator(_steps_or_auto)] = Field(
-        default=100, description="steps between checkpoints; 0: only after the last step; auto: by what they cost and what fails"
+        default=100, description="steps between checkpoints; 0: only after the last step; auto: from their cost and the rate of failures"
     )
     auto_min_s: Positive = Field(default=30.0, description="every = auto: least seconds between checkpoints")
     auto_max_s: Positive = Field(default=3600.0, description="every = auto: most seconds between checkpoints")
     mtbf_hours: Positive = Field(
-        default=24.0, description="every = auto: hours between failures to begin with; observed ones outweigh it with time"
+        default=24.0, description="every = auto: expected hours between failures; observed failures outweigh it with time"
     )
     last_timeout_s: Positive = Field(
         default=600.0,
-        description="seconds for the checkpoint after the last step, or of a stop, to be written; at least twice what one takes, since the "
-        "one before may still be under way. After that the run has FAILED",
+        description="seconds for the checkpoint after the last step, or of a stop; give at least twice the time of one, since "
+        "the one before may still be in progress. After that the run has FAILED",
     )
-    keep_last: Count = Field(default=2, description="newest checkpoints that are kept")
-    keep_every: CountOrZero = Field(default=0, description="besides, one is kept for every so many steps; 0: off")
-    keep_best: CountOrZero = Field(default=0, description="besides, so many with the best keep_metric are kept; 0: off")
+    keep_last: Count = Field(default=2, description="number of newest checkpoints to keep")
+    keep_every: CountOrZero = Field(default=0, description="number of steps for each of which one checkpoint is kept, too; 0: off")
+    keep_best: CountOrZero = Field(default=0, description="number of checkpoints with the best keep_metric that are kept, too; 0: off")
     keep_metric: Literal["loss", "heldout_loss"] = Field(
-        default="loss", description="what best is told by: the training loss of the step, or the newest held-out loss"
+        default="loss", description="metric of keep_best: the training loss of the step, or the newest held-out loss"
     )
-    keep_mode: Literal["min", "max"] = Field(default="min", description="whether a small or a large metric is good")
+    keep_mode: Literal["min", "max"] = Field(default="min", description="whether a small or a large metric is better")
     keep_verified: bool = Field(default=True, description="a checkpoint counts only after all of it was read back and verified")
     resume: Literal["auto", "never", "must"] = Field(
         default="auto", description="start from the newest checkpoint: if there is one, never, or fail if there is none"
@@ -233,37 +234,37 @@ class CheckpointSection(_Section):
 
 
 class RaySection(_Section):
-    """Where it runs."""
+    """The Ray cluster."""
 
     address: str | None = Field(
-        default=None, min_length=1, description="a Ray cluster's address; null: RAY_ADDRESS if set, else a cluster of its own"
+        default=None, min_length=1, description="a Ray cluster's address; null: RAY_ADDRESS if set, else start a local cluster"
     )
-    num_cpus: int | None = Field(default=None, ge=1, description="CPUs of the local cluster; null: as many as the workers ask for")
-    object_store_mb: Annotated[int, Field(ge=75)] = Field(default=100, description="object store of the local cluster (Ray's least is 75)")
-    cpus_per_worker: PositiveOrZero = Field(default=1.0, description="CPUs that each worker asks Ray for")
-    gpus_per_worker: PositiveOrZero = Field(default=0.0, description="GPUs that each worker asks Ray for")
+    num_cpus: int | None = Field(default=None, ge=1, description="CPUs of the local cluster; null: as many as the workers request")
+    object_store_mb: Annotated[int, Field(ge=75)] = Field(default=100, description="MB of the local object store (Ray's minimum: 75)")
+    cpus_per_worker: PositiveOrZero = Field(default=1.0, description="CPUs that each worker requests from Ray")
+    gpus_per_worker: PositiveOrZero = Field(default=0.0, description="GPUs that each worker requests from Ray")
 
 
 class MetricsSection(_Section):
-    """Where the figures are served, and how often they are printed."""
+    """Metrics server and progress lines."""
 
     host: str = Field(
         default="127.0.0.1",
         min_length=1,
-        description="address that the controller serves /metrics, /status, /stop and /rescale on; 0.0.0.0: to other machines, too",
+        description="address of the controller's /metrics, /status, /stop and /rescale; 0.0.0.0: reachable from other machines, too",
     )
     port: int = Field(default=0, ge=0, le=65535, description="its port; 0: any free one (see run.json)")
     interval_s: Positive = Field(default=1.0, description="seconds between progress lines")
     peak_flops: float | None = Field(
         default=None,
         gt=0,
-        description="most floating-point operations that a worker's device does in a second in train.param_dtype, for the model FLOPs "
-        "utilisation; null: the data sheet's for an A100, H100, H200 or B200, else the utilisation is not told",
+        description="peak floating-point operations per second of a worker's device in train.param_dtype, for the model FLOPs "
+        "utilisation; null: the data sheet's for an A100, H100, H200 or B200, else no utilisation is reported",
     )
 
 
 class RunConfig(_Section):
-    """A whole run. Frozen: a change is a new value, made by :func:`load_config` or ``model_copy(update=..)``."""
+    """A whole run. It is frozen; :func:`load_config` or ``model_copy(update=..)`` makes a changed copy."""
 
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
@@ -300,13 +301,13 @@ class RunConfig(_Section):
 
     @property
     def resources_per_worker(self) -> dict[str, float]:
-        """What each worker takes of a node, by Ray's names; nothing that it takes none of."""
+        """Resources that each worker takes from a node, by Ray's names, without zero amounts."""
         wanted = {"CPU": self.ray.cpus_per_worker, "GPU": self.ray.gpus_per_worker}
         return {name: amount for name, amount in wanted.items() if amount > 0}
 
     @property
     def watches_room(self) -> bool:
-        """Whether the run does something about room that it has not asked for: grows by itself, or keeps spares."""
+        """Whether the run uses capacity that it has not requested: it grows by itself, or keeps spares."""
         return self.elastic.grow or self.elastic.spares > 0
 
     @property
@@ -320,21 +321,21 @@ class RunConfig(_Section):
         return self.global_batch * self.data.seq_len
 
     def to_yaml(self) -> str:
-        """The resolved configuration; :func:`load_config` reads it back to an equal value."""
+        """Return the resolved configuration as YAML; :func:`load_config` reads it back to an equal value."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=120)
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read ``path`` (None: all defaults), apply ``overrides`` of the form ``section.key=value`` (the value is YAML) in order.
+    """Read ``path`` (None: all defaults), then apply ``overrides`` of the form ``section.key=value`` (the value is YAML) in order.
 
     Raises:
-        ConfigError: with one line, for the first file, key or value that can't be used.
+        ConfigError: a file, key or value can't be used; one line for the first one.
     """
     return _override({} if path is None else _read(Path(path)), overrides)
 
 
 def read_config(text: str, where: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """The same of a file's ``text``, which ``where`` names in errors."""
+    """Read a configuration from ``text``; ``where`` names its source in errors."""
     return _override(_tree(text, where), overrides)
 
 
@@ -347,7 +348,7 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
 
 
 def parse_config(tree: Mapping[str, Any]) -> RunConfig:
-    """Check a plain nested mapping (as from YAML or JSON) and make the :class:`RunConfig` of it."""
+    """Check a plain nested mapping (as from YAML or JSON) and build the :class:`RunConfig`."""
     _check_keys(tree, dict(_keys()))
     try:
         return RunConfig.model_validate({name: keys for name, keys in tree.items() if keys is not None})
@@ -356,7 +357,7 @@ def parse_config(tree: Mapping[str, Any]) -> RunConfig:
 
 
 def sections() -> Iterator[tuple[str, type[BaseModel]]]:
-    """Each section's name and model, in the order of the file."""
+    """Yield each section's name and model, in the order of the file."""
     for name, field in RunConfig.model_fields.items():
         assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
         yield name, field.annotation
@@ -372,7 +373,7 @@ def _keys() -> Iterator[tuple[str, FieldInfo]]:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML that refuses a key given twice: PyYAML would silently keep the last."""
+    """YAML loader that refuses a key given twice, because PyYAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -431,7 +432,7 @@ def _apply(tree: dict[str, Any], text: str, known: Mapping[str, FieldInfo]) -> N
     elif key in known:
         addition = {path[0]: {path[1]: value}}
     elif len(path) == 1 and any(other.startswith(f"{key}.") for other in known):
-        addition = {key: value if value is not None else "null"}  # a section needs keys: the check below says which
+        addition = {key: value if value is not None else "null"}  # a section needs keys; the check below gives the error
     else:
         raise ConfigError(_unknown(key, known))
     _check_keys(addition, known)
@@ -440,12 +441,12 @@ def _apply(tree: dict[str, Any], text: str, known: Mapping[str, FieldInfo]) -> N
 
 
 def _is_text(field: FieldInfo) -> bool:
-    """Whether a key takes text and nothing else (or null)."""
+    """Return whether a key takes only text (or null)."""
     return field.annotation is str or set(get_args(field.annotation)) == {str, NoneType}
 
 
 def _text(raw: str) -> str | None:
-    """What a key that takes text is given: run.name=2026, metrics.host=:: and ray.address=[::1]:6379 are texts, whatever YAML says."""
+    """Return the value of a key that takes text: run.name=2026, metrics.host=:: and ray.address=[::1]:6379 stay text, unlike in YAML."""
     try:
         value = _load_yaml(raw, "")
     except ConfigError:
@@ -470,7 +471,7 @@ def _check_keys(tree: Mapping[str, Any], known: Mapping[str, FieldInfo]) -> None
 
 
 def _unknown(key: str, known: Mapping[str, FieldInfo]) -> str:
-    """One line for a key that does not exist, with the nearest that does: by its last word here or elsewhere, or whole."""
+    """Return one line for an unknown key, with the nearest known one: by its last word here or elsewhere, or as a whole."""
     section, _, leaf = key.rpartition(".")
     siblings = [other for other in known if other.startswith(f"{section}.")]
     elsewhere = [other for other in known if other.rpartition(".")[2] == leaf]
@@ -495,29 +496,27 @@ def _unknown(key: str, known: Mapping[str, FieldInfo]) -> str:
 
 
 _BY_THE_CUT = {
-    "fused": "its kernel rounds the last elements of a shard otherwise than those before, and so their bits depend on where the shard ends",
-    "normuon": "its norm is a sum over the workers' parts of a matrix, and so its bits depend on where the matrix is cut",
+    "fused": "its kernel rounds the last elements of a shard differently, so their bits depend on the end of the shard",
+    "normuon": "its norm is a sum over the workers' parts of a matrix, so its bits depend on the cut",
 }
-"""Options of optimizers whose results depend on the last bit on how the parameters are sharded."""
+"""Optimizer options whose results depend, in the last bit, on how the parameters are sharded."""
 
 
 def _misfits(c: RunConfig) -> Iterator[str]:
-    """Values that are right alone and wrong together; each line names the keys, their values and what to change."""
-    for key, url in (
-        ("checkpoint.dir", c.checkpoint.dir),
-        ("run.dir", c.run.dir),
-        ("data.corpus", c.data.corpus),
-        ("ray.address", c.ray.address),
-    ):
-        if holds_credentials(url or ""):  # before all others: it is not to be shown
+    """Yield an error for each combination of values that don't match; it names the keys, their values and the remedy."""
+    paths = {"checkpoint.dir": c.checkpoint.dir, "run.dir": c.run.dir, "data.corpus": c.data.corpus, "ray.address": c.ray.address}
+    for key, given in paths.items():
+        if holds_credentials(given or ""):  # checked first, because the value must not be shown
             remedy = (
                 "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a profile or role" if key == "checkpoint.dir" else "leave them out"
             )
-            yield f"{key}: credentials do not belong into a URL, which goes to the run's folder, to manifests and logs; {remedy}"
+            yield f"{key}: credentials do not belong in a URL, which is written to the run's folder, manifests and logs; {remedy}"
+        elif (wrong := misread(given or "")) is not None:
+            yield f"{key} = {given}: {wrong}"
     if (c.checkpoint.dir or "").startswith("memory://"):
         yield (
-            f"checkpoint.dir = {c.checkpoint.dir}: each process has such a memory of its own, and what one writes no other reads; "
-            "give a folder, or a store that all of them reach"
+            f"checkpoint.dir = {c.checkpoint.dir}: each process has its own memory, so no process could read what another writes; "
+            "give a folder, or a store that all processes reach"
         )
     if c.ray.gpus_per_worker > 1 and c.ray.gpus_per_worker % 1:
         yield f"ray.gpus_per_worker = {c.ray.gpus_per_worker:g}: above 1 Ray takes whole GPUs only; give a whole number, or less than 1"
@@ -538,12 +537,12 @@ def _misfits(c: RunConfig) -> Iterator[str]:
             value = c.train.optimizer_options.get(option)
             if value is not None and value is not False:
                 both = f"elastic.deterministic = true with train.optimizer_options.{option} = {_show(value)}"
-                yield f"{both}: {why}, which is elsewhere at each number of workers; leave one of the two out"
+                yield f"{both}: {why}, which changes with the number of workers; leave one of the two out"
     if c.elastic.demand and not c.elastic.grow:
-        yield f"elastic.demand = {c.elastic.demand} with elastic.grow = false: nobody would use what is asked for; set elastic.grow=true"
+        yield f"elastic.demand = {c.elastic.demand} with elastic.grow = false: requested capacity would not be used; set elastic.grow=true"
     if c.watches_room and not c.resources_per_worker:
         key = "elastic.grow = true" if c.elastic.grow else f"elastic.spares = {c.elastic.spares}"
-        yield f"{key} with ray.cpus_per_worker = 0 and ray.gpus_per_worker = 0: there is no telling where there is room; set one of them"
+        yield f"{key} with ray.cpus_per_worker = 0 and ray.gpus_per_worker = 0: the run can't find free capacity; set one of them"
     if c.model.factory is None:
         dim, heads, kv_heads = c.model.dim, c.model.heads, c.model.kv_heads
         if dim % heads:
@@ -562,22 +561,25 @@ def _misfits(c: RunConfig) -> Iterator[str]:
 
 
 def holds_credentials(url: str) -> bool:
-    """Whether a URL holds a password or a key: before its host, in its query, or in a URL there, or in one of a chain of fsspec's
-    (``simplecache::s3://..``). ``abfs://container@account`` does not."""
+    """Return whether a URL holds a password or a key.
+
+    It may stand before the host, in the query, in a URL there, or in one of a chain of fsspec's URLs (``simplecache::s3://..``).
+    ``abfs://container@account`` holds none.
+    """
     if "::" in url and any(holds_credentials(part) for part in url.split("::") if "://" in part):
         return True
     try:
         parts = urlsplit(url)
         query = parse_qsl(parts.query, keep_blank_values=True)
     except ValueError:
-        return False  # told of by whoever opens it
+        return False  # opening the URL reports the error
     if not parts.scheme or not parts.netloc:
         return False
     before, at, _ = parts.netloc.rpartition("@")
     if at and (":" in before or parts.scheme in ("s3", "http", "https")):
         return True
-    # A secret key with a slash in it, which many have, is taken for a host without its end; and what is before the slash for a port, if it
-    # is none. A bucket has no port; the address of a host may end with a bracket.
+    # If a secret key contains a slash, as many do, its first part is parsed as the host, and text after a colon as the port. A bucket
+    # has no port; an IPv6 host may end with a bracket.
     _, colon, port = parts.netloc.rpartition(":")
     may_be_port = port.endswith("]") or (re.fullmatch("[0-9]{0,5}", port) and parts.scheme not in _OF_BUCKETS)
     if colon and not may_be_port and "@" in parts.path:
@@ -586,7 +588,7 @@ def holds_credentials(url: str) -> bool:
 
 
 def _describe(error: ErrorDetails) -> str:
-    """One line for one of pydantic's errors."""
+    """Return one line for one of pydantic's errors."""
     inner = (error.get("ctx") or {}).get("error")
     if isinstance(inner, ConfigError):
         return str(inner)
@@ -644,7 +646,7 @@ def _show(value: Any) -> str:
 
 
 def describe_type(field: FieldInfo) -> str:
-    """The type of a key in the words of the documentation: ``whole number >= 1``, ``adamw | sgd``, .."""
+    """Return the type of a key in the documentation's words: ``whole number >= 1``, ``adamw | sgd``, .."""
     annotation: Any = field.annotation
     optional = type(None) in get_args(annotation)
     if optional:
@@ -666,18 +668,18 @@ def describe_type(field: FieldInfo) -> str:
 
 
 def reference() -> str:
-    """docs/configuration.md: every key with its type, default and meaning, from the models above."""
+    """Return docs/reference/configuration.md: every key with its type, default and meaning, from the models above."""
     lines = [
         "# Configuration",
         "",
-        "One YAML file describes a run. Keys that it leaves out have the defaults below; the command line changes single keys:",
+        "One YAML file describes a run. Missing keys have the defaults below. The command line changes single keys:",
         "",
         "    vescale-ray train run.yaml train.steps=500 elastic.workers=2",
         "",
-        "The value behind `=` is YAML. An unknown key is an error that names the nearest right one, and so is a value out of bounds;",
-        "both end with exit code 2 before anything is started. The resolved form is kept in the run's folder as `config.yaml`.",
+        "The value after `=` is YAML. An unknown key is an error that names the nearest known one. A value out of bounds is an error, too.",
+        "Both end with exit code 2 before anything starts. The run's folder keeps the resolved form as `config.yaml`.",
         "",
-        "This page is made by `python -m vescale_ray.config > docs/configuration.md`; a test holds it to the code.",
+        "`python -m vescale_ray.config > docs/reference/configuration.md` generates this page; a test checks that it matches the code.",
     ]
     for name, section in sections():
         lines += [
@@ -695,13 +697,14 @@ def reference() -> str:
             lines.append(f"| `{name}.{key}` | {kind} | `{default}` | {field.description} |")
     lines += [
         "",
-        "## What must fit together",
+        "## Constraints between keys",
         "",
         "- `elastic.min_workers <= elastic.workers <= elastic.max_workers <= train.slots`",
-        "- `elastic.demand` needs `elastic.grow`; that and `elastic.spares` need `ray.cpus_per_worker` or `ray.gpus_per_worker` above 0",
-        "- `elastic.deterministic` goes with no `train.optimizer_options` of `fused` or `normuon`",
+        "- `elastic.demand` needs `elastic.grow`",
+        "- `elastic.grow` and `elastic.spares` need `ray.cpus_per_worker` or `ray.gpus_per_worker` above 0",
+        "- `elastic.deterministic` excludes `fused` and `normuon` in `train.optimizer_options`",
         "- `model.heads` divides `model.dim` into heads of an even size; `model.kv_heads` divides `model.heads`",
-        "- `train.device = cuda` needs `ray.gpus_per_worker` above 0; above 1 it is a whole number, as Ray wants it",
+        "- `train.device = cuda` needs `ray.gpus_per_worker` above 0; above 1 it is a whole number, as Ray requires",
     ]
     return "\n".join(lines) + "\n"
 

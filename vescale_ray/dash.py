@@ -1,7 +1,6 @@
-"""The page of a run: throughput, memory, loss, workers, where the time went, and what happened. ``vescale-ray dash``.
+"""The page of a run, for ``vescale-ray dash``: throughput, memory, loss, workers, use of time, and events.
 
-Its data are the lines in the run's folder (:func:`from_folder`), or what a Prometheus has scraped of it (:func:`from_prometheus`), for
-people who see the one and not the other.
+The data come from the run's folder (:func:`from_folder`), or from a Prometheus that has scraped the run (:func:`from_prometheus`).
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ KINDS = "Memory by kind, largest rank"
 UTILISATION = "Model FLOPs utilisation, %"
 MOST_HOURS = 87_600
 LONG_BYTES = 32 << 20
-"""Of a run's lines: more are thinned out while they are read."""
+"""Bytes of a run's lines above which they are thinned out while they are read."""
 DRAWN = ("bpb", "tokens_per_second", "world", "step_seconds", "grad_norm", "model_flops_utilization")
-"""What each line has one value of."""
+"""Keys of the single-valued figures of each line."""
 
 
 def from_folder(run: RunFolder | str | Path) -> Page:
-    """What the run's own lines tell.
+    """Build the page from the run's files.
 
     Raises:
-        RunFolderError: not a run's folder, or its files are not as a run writes them.
-        BadInput: nothing has happened yet.
+        RunFolderError: the folder is not a run's, or its files are damaged.
+        BadInput: no step and no event has happened yet.
     """
     folder = run if isinstance(run, RunFolder) else RunFolder(run)
     try:
@@ -49,7 +48,7 @@ def _told(folder: RunFolder) -> Page:
     lines = _lines(folder)
     if not lines and not events:
         raise BadInput(f"{folder.path}: nothing has happened yet, there is nothing to show")
-    last = lines[-1] if lines else {}  # a run that failed before its first step has a story all the same
+    last = lines[-1] if lines else {}  # A run that failed before its first step still has events.
 
     def of(key: str) -> Points:
         return [(float(line["time"]), _number(line.get(key))) for line in lines]
@@ -100,15 +99,18 @@ def _told(folder: RunFolder) -> Page:
 
 
 def _lines(folder: RunFolder) -> list[Record]:
-    """The lines that have a time; of a long run, whose lines may be gigabytes, those that would be seen."""
+    """Return the lines that have a time; a long run's lines are thinned out to those that change the pictures."""
     timed = (line for line in folder.each_metrics() if line.get("time") is not None)
     end = (folder.last_metrics() or {}).get("time")
     return list(timed if folder.size_of("metrics.jsonl") < LONG_BYTES or end is None else telling(timed, float(end)))
 
 
 def telling(lines: Iterator[Record], end: float) -> Iterator[Record]:
-    """Of each column of the pictures, which go to the time ``end``, the first line, the last, and those with the smallest and the largest
-    of whatever is drawn: memory and waiting by their sums. Holds the lines of one column at a time, and of these a few."""
+    """Yield the lines that are visible in pictures up to the time ``end``.
+
+    Each column of the pictures keeps its first and last line, and those with the smallest and largest value of each figure. Memory and
+    waiting count by their sums. Only a few lines of one column are in memory at a time.
+    """
     begin: float | None = None
     number, kept, extremes = 0, dict[int, Record](), list[tuple[float, int, float, int] | None]()
     for index, line in enumerate(lines):
@@ -135,29 +137,29 @@ def _sum(by: Mapping[str, Any] | None) -> float | None:
 
 
 def from_prometheus(url: str, run: str, hours: float, where: Mapping[str, str] | None = None) -> Page:
-    """What a Prometheus has of ``run`` in the last ``hours``.
+    """Build the page from a Prometheus's data on ``run`` in the last ``hours``.
 
     Args:
-        where: of runs of one name, the one with these values of the labels ``cluster`` and ``namespace``.
+        where: values of the labels ``cluster`` and ``namespace`` that select one of several runs with one name.
 
     Raises:
-        BadInput: it does not answer, refuses, has nothing of the run, or has several of that name.
+        BadInput: the Prometheus does not answer, refuses, has no data on the run, or has several runs of that name.
     """
     if not 0 < hours <= MOST_HOURS:
         raise BadInput(f"--hours {hours:g}: give hours above 0, and at most {MOST_HOURS:,} (ten years)")
     chosen = _selector({"run": run, **(where or {})})
-    """A run that was started again answers at another address: what both have told is joined by ``max by``, not drawn twice."""
+    """A restarted run has another address; ``max by`` joins the data of both addresses into one line."""
     now = time.time()
     begin, end, places = _when(url, chosen, hours)
     if begin == end:
         elsewhere = _when(url, _selector({"run": run}), hours)[2] if where else []
         if elsewhere:
-            raise BadInput(f"{url} has nothing of run {run!r} there in the last {hours:g} hours, but with {'; with '.join(elsewhere)}")
+            raise BadInput(f"{url} has no data of run {run!r} there in the last {hours:g} hours, but with {'; with '.join(elsewhere)}")
         runs = prometheus.ask(url, "query", {"query": "last_over_time(vescale_run_info[30d])"})["result"]
         known = sorted({one["metric"].get("run", "") for one in runs})
         asked = "".join(f", {label} {value!r}," for label, value in (where or {}).items())
         raise BadInput(
-            f"{url} has nothing of run {run!r}{asked} in the last {hours:g} hours; it knows {', '.join(known) or 'no run at all'}"
+            f"{url} has no data of run {run!r}{asked} in the last {hours:g} hours; it knows {', '.join(known) or 'no run at all'}"
         )
     if len(places) > 1:
         raise BadInput(f"{url} knows {len(places)} runs named {run!r}: with {'; with '.join(places)}. Name one")
@@ -171,7 +173,7 @@ def from_prometheus(url: str, run: str, hours: float, where: Mapping[str, str] |
         return tuple(Series(name.format_map(_Labels(labels)) or "value", points) for labels, points in values)
 
     def latest(name: str) -> float:
-        """The last that is known, also of a run that has ended between two of the points that are asked for."""
+        """Return the last known value, even if the run ended between two query points."""
         return _last(ask(f"max(last_over_time({name}{{}}[{window}]))", ""))
 
     throughput = ask("max(vescale_tokens_per_second{})", "tokens/s")
@@ -206,11 +208,12 @@ def from_prometheus(url: str, run: str, hours: float, where: Mapping[str, str] |
 
 
 def _rescales(counted: Sequence[Series], world: Sequence[Series], older: bool) -> tuple[tuple[Mark, ...], float]:
-    """When there were rescales, and how many: by their counters, since one that was undone before the next point is not seen in ``world``.
+    """Return the marks of rescales, and their number, from the counters; ``world`` misses a rescale that was undone before the next
+    point.
 
     Args:
-        counted: rescales since the run's start, a series for each kind, which its name tells.
-        older: the run began before the time that is shown: what its first point has counted was before, too.
+        counted: rescales since the run's start, one series for each kind, with the kind as its name.
+        older: the run began before the time shown, so the first point's count came before it, too.
     """
     risen: dict[float, dict[str, float]] = {}
     first = min((at for one in counted for at, _ in one.points[:1]), default=0.0)
@@ -221,7 +224,7 @@ def _rescales(counted: Sequence[Series], world: Sequence[Series], older: bool) -
                 continue
             if older and at == first:
                 before = value
-            more = value if value < before else value - before  # fewer than before: the run was started again
+            more = value if value < before else value - before  # a falling counter means that the run was restarted
             if more:
                 risen.setdefault(at, {})[one.name] = more
             before = value
@@ -235,10 +238,10 @@ def _rescales(counted: Sequence[Series], world: Sequence[Series], older: bool) -
 
 
 def _when(url: str, chosen: str, hours: float) -> tuple[float, float, list[str]]:
-    """From when to when there is anything of a run in the last ``hours``, twice the same time: there is nothing; and where the runs of that
-    name are, each as the options that name it.
+    """Return the first and last time with data of a run in the last ``hours``, and the places of runs with that name.
 
-    Each point that is asked for looks at all that was told since the one before, so that a run that was over between two of them is found.
+    Equal times mean that there is no data. A place is given as command-line options. Each query point covers the time since the one
+    before, so a run that lived between two points is found.
     """
     now = time.time()
     grid = max(1.0, hours * 3600 / COLUMNS)
@@ -256,25 +259,25 @@ def _selector(labels: Mapping[str, str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """As PromQL writes a string."""
+    """Return a PromQL string literal."""
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
 
 
 def _known(charts: Sequence[Chart]) -> tuple[Chart, ...]:
-    """Without those that only some runs have, where this one has nothing."""
+    """Return the charts without optional ones that are empty for this run."""
     sometimes = (WAITING, KINDS, UTILISATION)
     return tuple(c for c in charts if c.title not in sometimes or any(v is not None for s in c.series for _, v in s.points))
 
 
 def _by_name(lines: Sequence[Mapping[str, Any]], key: str, factor: Callable[[Mapping[str, Any]], float]) -> tuple[Series, ...]:
-    """What lines hold as a mapping, as one series for each name."""
+    """Turn the lines' mapping ``key`` into one series for each of its names."""
     names = sorted({name for line in lines for name in (line.get(key) or {})})
     timed = [(float(line["time"]), line.get(key) or {}, factor(line)) for line in lines]
     return tuple(Series(name, [(at, _times(_number(of.get(name)), by)) for at, of, by in timed]) for name in names)
 
 
 def _per_step(line: Mapping[str, Any]) -> float:
-    """What makes waited seconds a percentage: of the steps that they were waited in, which are not this line's of every rank."""
+    """Return the factor from waited seconds to percent; the steps they were waited in may differ from this line's."""
     return 100.0 / float(line.get("waited_of_seconds") or line.get("step_seconds") or math.inf)
 
 

@@ -1,11 +1,11 @@
-"""DBuffer: a group's tensors in one flat buffer, every tensor a slice of it ([veScale-FSDP], Distributed Buffer).
+"""DBuffer: a group's tensors in one flat buffer, each tensor a slice of it ([veScale-FSDP], Distributed Buffer).
 
     Layout            |-- wq --|-- wk --|pad|------- w1 -------|-- w2 --|pad|      num_shards * shard_numel elements
-    full buffer       the whole of it, on every rank (gathered parameters, or gradients still to be summed)
+    full buffer       all elements, on every rank (gathered parameters, or gradients before reduction)
     rank r's shard    elements [r * shard_numel, (r + 1) * shard_numel)
 
-Collectives read and write the flat memory itself, so nothing is copied around them; casting, zeroing, scaling and adding
-are one kernel for all tensors. A DBuffer owns no process group and no stream: :mod:`vescale_ray.fsdp` moves it.
+Collectives read and write the flat memory itself, without copies. Casting, zeroing, scaling and adding are one kernel for all
+tensors. A DBuffer owns no process group and no stream; :mod:`vescale_ray.fsdp` runs the collectives.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from vescale_ray.planner.layout import Kept
 
 
 class DBuffer:
-    """One flat tensor seen as the tensors of ``layout``.
+    """One flat tensor, viewed as the tensors of ``layout``.
 
     Args:
-        layout: where every tensor lies.
+        layout: position of every tensor.
         flat: 1-D contiguous tensor of ``layout.numel`` elements (``rank`` is None) or ``layout.shard_numel`` elements.
-        rank: whose shard this is; None for a full buffer.
+        rank: rank of this shard; None for a full buffer.
 
     Raises:
-        ValueError: ``flat`` has another shape than the layout says, or ``rank`` does not exist.
+        ValueError: the shape of ``flat`` does not match the layout, or ``rank`` does not exist.
     """
 
     __slots__ = ("_shapes", "flat", "layout", "rank")
@@ -45,7 +45,7 @@ class DBuffer:
 
     @classmethod
     def empty(cls, layout: Layout, *, rank: int | None, dtype: torch.dtype, device: torch.device | str) -> DBuffer:
-        """Uninitialised memory with the padding zeroed; ``device`` may be "meta"."""
+        """Create a buffer of uninitialised memory with zeroed padding; ``device`` may be "meta"."""
         buffer = cls(layout, torch.empty(layout.numel if rank is None else layout.shard_numel, dtype=dtype, device=device), rank=rank)
         if buffer.flat.device.type != "meta":
             buffer.zero_padding()
@@ -64,7 +64,7 @@ class DBuffer:
         return self.flat.numel() * self.flat.element_size()
 
     def range(self, name: str) -> tuple[int, int]:
-        """Elements ``[start, end)`` of ``flat`` that belong to tensor ``name``; empty if this shard has none of it."""
+        """Return the elements ``[start, end)`` of ``flat`` that belong to tensor ``name``; empty if this shard has none of it."""
         if self.rank is None:
             start = self.layout.offsets[name]
             return start, start + math.prod(self.layout.stored_shape(name))
@@ -73,27 +73,30 @@ class DBuffer:
         return start, start + high - low
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor as a view: its own shape in a full buffer (strided if it is stored with gaps), 1-D (what this rank holds of
-        it, gaps included) in a shard."""
+        """Return the tensor as a view.
+
+        In a full buffer it has its own shape (strided if it is stored with gaps). In a shard it is 1-D: this rank's elements, gaps
+        included.
+        """
         if self.rank is None:
             return self.layout.view(self.flat, name)
         start, end = self.range(name)
         return self.flat[start:end]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor by name, in the layout's order."""
+        """Yield every tensor by name, in the layout's order."""
         for name in self.layout.order:
             yield name, self.tensor(name)
 
     def shard(self, rank: int) -> DBuffer:
-        """Rank ``rank``'s part of a full buffer, as a view."""
+        """Return rank ``rank``'s part of a full buffer, as a view."""
         if self.rank is not None:
             raise ValueError(f"this is already the shard of rank {self.rank}")
         start = rank * self.layout.shard_numel
         return DBuffer(self.layout, self.flat[start : start + self.layout.shard_numel], rank=rank)
 
     def load(self, name: str, full: torch.Tensor) -> None:
-        """Copy tensor ``name`` from its full value: this rank's range of it if this is a shard. Casts and moves devices."""
+        """Copy tensor ``name`` from its full value; a shard copies this rank's range. Casts and moves devices."""
         if tuple(full.shape) != self._shapes[name]:
             raise ValueError(f"{name!r} has shape {self._shapes[name]}, not {tuple(full.shape)}")
         start, end = self.range(name)
@@ -106,7 +109,7 @@ class DBuffer:
             low = 0 if self.rank is None else self.layout.local_range(name, self.rank)[0]
             self.flat[start:end].copy_(full.reshape(-1)[low : low + end - start])
 
-    # The operators below are one kernel each, whatever the number of tensors.
+    # Each operator below is one kernel for any number of tensors.
 
     def zero_(self) -> DBuffer:
         self.flat.zero_()
@@ -122,17 +125,17 @@ class DBuffer:
         return self
 
     def copy_(self, other: DBuffer) -> DBuffer:
-        """Copy with a cast where the dtypes differ."""
+        """Copy, with a cast if the dtypes differ."""
         self._same_place(other)
         self.flat.copy_(other.flat)
         return self
 
     def cast(self, dtype: torch.dtype) -> DBuffer:
-        """A copy in another dtype."""
+        """Return a copy in another dtype."""
         return DBuffer(self.layout, self.flat.to(dtype, copy=True), rank=self.rank)
 
     def zero_padding(self) -> None:
-        """Zero the elements that belong to no tensor. Collectives carry padding along; it must never hold NaN or stale values."""
+        """Zero the elements outside all tensors. Collectives carry padding along, so it must never hold NaN or stale values."""
         for start, end in gaps(self.layout, self.rank):
             self.flat[start:end].zero_()
 
@@ -146,14 +149,14 @@ class DBuffer:
 
 
 class KeptShard:
-    """What a rank keeps of a group between steps: its elements of every tensor, contiguous, in one flat buffer.
+    """A rank's elements of a group between steps: each tensor contiguous, in one flat buffer.
 
-    The same memory as its part of the buffer (``kept.in_place``), unless gaps lie between elements of a tensor in that part (several
-    experts that are stored with ``stored_rows``): then without those gaps, and :meth:`spread` and :meth:`collect` copy between the
-    two, one kernel for each tensor or matrix.
+    Usually this is the same memory as the rank's part of the buffer (``kept.in_place``). If gaps lie between elements of a tensor
+    there (several experts stored with ``stored_rows``), it is a buffer without these gaps. :meth:`spread` and :meth:`collect` then
+    copy between the two, with one kernel for each tensor or matrix.
 
     Args:
-        kept: from :meth:`vescale_ray.planner.Layout.kept`.
+        kept: result of :meth:`vescale_ray.planner.Layout.kept`.
         flat: 1-D, contiguous, of ``kept.numel`` elements.
 
     Raises:
@@ -171,23 +174,23 @@ class KeptShard:
     def empty(
         cls, kept: Kept, part: Callable[[torch.dtype, torch.device], torch.Tensor], *, dtype: torch.dtype, device: torch.device
     ) -> KeptShard:
-        """Uninitialised, but for zeros where no tensor is; ``device`` may be "meta". ``part`` makes a part of the buffer."""
+        """Create uninitialised memory with zeros outside the tensors; ``device`` may be "meta". ``part`` creates a part of the buffer."""
         return cls(kept, part(dtype, device) if kept.in_place else torch.zeros(kept.numel, dtype=dtype, device=device))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """This rank's elements of the tensor: a 1-D view."""
+        """Return this rank's elements of the tensor: a 1-D view."""
         start = self.kept.offsets[name]
         return self.flat[start : start + self.kept.lengths[name]]
 
     def spread(self, part: torch.Tensor, *, non_blocking: bool = False) -> None:
-        """Copy into this rank's part of the buffer, casting; its padding is left as it is if the two differ."""
+        """Copy into this rank's part of the buffer, with a cast; if the two memories differ, its padding stays unchanged."""
         if self.kept.in_place:
             part.copy_(self.flat, non_blocking=non_blocking)
         for mine, there in self._pairs(part):
             there.copy_(mine, non_blocking=non_blocking)
 
     def collect(self, part: torch.Tensor) -> None:
-        """Copy from this rank's part of a buffer of the same layout, casting."""
+        """Copy from this rank's part of a buffer of the same layout, with a cast."""
         if self.kept.in_place:
             self.flat.copy_(part)
         for mine, there in self._pairs(part):
@@ -205,7 +208,7 @@ class KeptShard:
 
 @lru_cache(maxsize=4096)
 def gaps(layout: Layout, rank: int | None) -> tuple[tuple[int, int], ...]:
-    """Padding of the full buffer or of one shard, as element ranges of it."""
+    """Return the padding of the full buffer or of one shard, as element ranges of it."""
     holes: list[tuple[int, int]] = []
     specs = {spec.name: spec for spec in layout.specs}
     end = 0

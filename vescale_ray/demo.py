@@ -1,7 +1,7 @@
-"""The demo: a run that loses a worker to SIGKILL at a third of its steps, and is asked to grow back at two thirds.
+"""The demo: a run that loses a worker to SIGKILL after a third of its steps, and grows back after two thirds.
 
-The run is an ordinary one; only the schedule is special. The kill is a real signal to a real process, and the growth the
-same request that ``vescale-ray rescale`` makes.
+The run is an ordinary one with a schedule of actions. The kill is a real signal to a real process, and the growth is the same request
+that ``vescale-ray rescale`` makes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def demo_config(overrides: Sequence[str] = ()) -> RunConfig:
-    """configs/demo.yaml with ``overrides``; unless they name the run it gets a name with the time, so that each demo starts afresh.
+    """Load configs/demo.yaml with ``overrides``; unless they name the run, its name contains the time, so that each demo starts afresh.
 
     Raises:
-        ConfigError: an override can't be used, or leaves nothing to show.
+        ConfigError: an override can't be used, or the demo could not show a shrink and a growth.
     """
     named = any(text.partition("=")[0].strip() == "run.name" for text in overrides)
     fresh = [] if named else [f"run.name=demo-{time.strftime('%Y%m%d-%H%M%S')}"]
@@ -40,7 +40,7 @@ def demo_config(overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def demo_schedule(config: RunConfig) -> tuple[ScheduledAction, ...]:
-    """SIGKILL for the last rank after a third of the steps; all workers again after two thirds."""
+    """Schedule a SIGKILL for the last rank after a third of the steps, and all workers again after two thirds."""
     from vescale_ray.controller.protocol import ScheduledAction
 
     third = config.train.steps // 3
@@ -51,11 +51,11 @@ def demo_schedule(config: RunConfig) -> tuple[ScheduledAction, ...]:
 
 
 def shortcomings(summary: Summary, events: Sequence[Record]) -> list[str]:
-    """What the demo set out to show and the run's folder does not prove; empty when all is as it must be."""
+    """Return what the run's folder fails to prove of the demo; empty if all is well."""
     found = []
     changes = [event["direction"] for event in events if event["event"] == "rescaled"]
     if changes != ["shrink", "grow"]:
-        found.append(f"it was to shrink once and to grow once, and did: {', '.join(changes) or 'neither'}")
+        found.append(f"the run should shrink once and then grow once, but did: {', '.join(changes) or 'neither'}")
     if summary.accounting is None or not summary.accounting.exact:
         found.append("samples were lost or repeated")
     if summary.checkpoint is None or summary.checkpoint_problems:

@@ -1,13 +1,13 @@
 """EMULATION: a process group of one real rank that claims to be one of many, for benchmarks without a cluster.
 
-Nothing is sent. A collective fills its outputs as if every rank held what this one holds, and then takes as long as a model of the
-wire says: collectives of all groups queue on one link, each for a latency and for its bytes over the bandwidth
-(:func:`vescale_ray.planner.cost.collective_time`, 16-byte alignment included). Kernels, allocator, streams and overlap around it are real,
-so that two engines can be compared at 8 to 1024 claimed ranks on one device, or on none. What it can't show: stragglers, contention of
-communication kernels for the device, and numbers that mean anything.
+No data is sent. A collective fills its outputs as if every rank held this rank's data. It then takes the time that a model of the
+links gives (:func:`vescale_ray.planner.cost.collective_time`, 16-byte alignment included). Collectives of all groups queue on one
+link, each for a latency and for its bytes over the bandwidth. Kernels, allocator, streams and overlap are real, so two engines can
+be compared at 8 to 1024 claimed ranks on one device, or on none. It does not show stragglers, contention of communication kernels
+for the device, or meaningful numerical results.
 
-On the CPU a collective is done when its time has come, and ``wait`` sleeps until then. On an accelerator its time is spent by a sleeping
-kernel on the stream that called it, or for asynchronous calls on a stream of its own.
+On the CPU a collective is complete when its time has passed, and ``wait`` sleeps until then. On an accelerator a sleeping kernel takes
+the time, on the calling stream, or for asynchronous calls on a separate stream.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Wire:
     """The link that all groups of the process share.
 
     Attributes:
-        hardware: what the time of a collective is computed for.
-        scale: all times are multiplied by it: with a small model on a CPU, so that communication stays in proportion.
+        hardware: hardware whose collective times are emulated.
+        scale: factor on all times; it keeps communication in proportion for a small model on a CPU.
         log: (operation, bytes of the whole, claimed ranks, seconds) of every collective.
     """
 
@@ -50,11 +50,11 @@ class Wire:
 
 
 _WIRE: list[Wire] = []
-_ProcessGroup: Any = dist.ProcessGroup  # its stubs have the signatures that callers use, not those of what is called
+_ProcessGroup: Any = dist.ProcessGroup  # its stubs have the callers' signatures, not those of the implementation
 
 
 class _Work(dist.Work):
-    """What both kinds of work have: outputs, which hold their values from the start."""
+    """Common part of both kinds of work: outputs, which hold their values from the start."""
 
     def __init__(self, outputs: list[torch.Tensor]) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class _Work(dist.Work):
 
 
 class _Timed(_Work):
-    """Done when its time on the wire is over."""
+    """Work on the CPU, complete when its time on the link has passed."""
 
     def __init__(self, ends: float, outputs: list[torch.Tensor]) -> None:
         super().__init__(outputs)
@@ -88,7 +88,7 @@ class _Timed(_Work):
 
 
 class _OnStream(_Work):
-    """Done when the stream is; waiting makes the current stream wait."""
+    """Work on an accelerator, complete when its stream is; a wait makes the current stream wait."""
 
     def __init__(self, event: Any, outputs: list[torch.Tensor], device: torch.device) -> None:
         super().__init__(outputs)
@@ -103,7 +103,7 @@ class _OnStream(_Work):
 
 
 class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
-    """See the module. Other operations than those here raise what ``ProcessGroup`` raises for them."""
+    """The emulated process group. Operations that are not defined here raise ``ProcessGroup``'s own error."""
 
     def __init__(self, rank: int, world: int, wire: Wire) -> None:
         super().__init__(rank, world)
@@ -132,7 +132,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def __repr__(self) -> str:
         return f"EmulatedGroup(rank {self._rank} of {self._world}, claimed)"
 
-    # -- the operations: fill, then take time ----------------------------------------------------------------------------
+    # -- the operations: fill the outputs, then take time ----------------------------------------------------------------------
 
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         own = output.view(-1)[self._rank * input.numel() : (self._rank + 1) * input.numel()]
@@ -196,7 +196,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def barrier(self, opts: Any = None) -> dist.Work:
         return _Timed(0.0, [])
 
-    # Their names since torch 2.13.
+    # The names of these operations since torch 2.13.
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
     all_gather_single_coalesced, reduce_scatter_single_coalesced = allgather_into_tensor_coalesced, reduce_scatter_tensor_coalesced
     all_to_all_single = alltoall_base
@@ -225,7 +225,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 def _calibrate(module: Any) -> float:
-    """Cycles of the sleeping kernel in a second."""
+    """Return the cycles of the sleeping kernel in one second."""
     cycles = 20_000_000
     module._sleep(cycles)
     start, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
@@ -237,7 +237,7 @@ def _calibrate(module: Any) -> float:
 
 
 class _NoStore(dist.Store):
-    """Nobody else is there to meet."""
+    """A store without operations, because there is no other rank."""
 
 
 def _create(store: Any, rank: int, world: int, timeout: Any) -> EmulatedGroup:
@@ -246,14 +246,14 @@ def _create(store: Any, rank: int, world: int, timeout: Any) -> EmulatedGroup:
 
 @contextmanager
 def emulated_world(world: int, hardware: str | Hardware = "h100", *, scale: float = 1.0) -> Iterator[Wire]:
-    """Rank 0 of a claimed world of ``world`` ranks, as the default process group, until the block ends.
+    """Make this process rank 0 of a claimed world of ``world`` ranks, as the default process group, until the block ends.
 
     Args:
-        hardware: whose links the times are of.
-        scale: multiplies all times.
+        hardware: hardware whose links are emulated.
+        scale: factor on all times.
 
     Raises:
-        ValueError: fewer than 1 rank; a process group exists already.
+        ValueError: ``world`` is below 1, or a process group exists already.
     """
     if world < 1:
         raise ValueError(f"a world of {world} ranks: give at least 1")

@@ -1,8 +1,8 @@
 """Blocks, intervals and routes: the arithmetic under every layout, reshard and checkpoint read.
 
-Pure integers: no torch, no processes. A tensor is seen as its row-major elements ``[0, numel)``; a rank holds
-half-open intervals of such a space. One algebra serves the planner's layouts, redistribution between placements,
-the move of shards on a rescale, and the ranges that a checkpoint reader asks for.
+Pure integers: no torch, no processes. A tensor counts as its row-major elements ``[0, numel)``, and a rank holds half-open intervals
+of such a space. One algebra serves the planner's layouts, redistribution between placements, the move of shards on a rescale, and
+the ranges that a checkpoint reader requests.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Literal
 
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
-"""Offsets and sizes."""
+"""Offsets and sizes of a box of elements."""
 
 
 def row_numel(shape: Sequence[int]) -> int:
-    """Elements in one row: the last dimension of a matrix (or stack of matrices), 1 for vectors and scalars."""
+    """Return the elements in one row: the last dimension of a matrix (or stack of matrices), 1 for vectors and scalars."""
     return int(shape[-1]) if len(shape) >= 2 else 1
 
 
@@ -29,8 +29,8 @@ def row_numel(shape: Sequence[int]) -> int:
 class Block:
     """The smallest piece of a tensor that no shard boundary may cut.
 
-    Build one with :meth:`element`, :meth:`rows`, :meth:`tile` or :meth:`tensor`. In row-major memory a block is a run
-    of ``block.numel(shape)`` consecutive elements; the last block of a tensor may be shorter (a *tail block*).
+    Build one with :meth:`element`, :meth:`rows`, :meth:`tile` or :meth:`tensor`. In row-major memory a block is a run of
+    ``block.numel(shape)`` consecutive elements; the last block of a tensor may be shorter (a *tail block*).
     """
 
     kind: Literal["element", "rows", "tile", "tensor"]
@@ -48,30 +48,30 @@ class Block:
 
     @classmethod
     def element(cls) -> Block:
-        """May be cut anywhere."""
+        """Return a block of one element: the tensor may be cut anywhere."""
         return cls("element")
 
     @classmethod
     def rows(cls, n: int) -> Block:
-        """``n`` whole rows of the matrix (the last two dimensions)."""
+        """Return a block of ``n`` whole rows of the matrix (the last two dimensions)."""
         return cls("rows", n)
 
     @classmethod
     def tile(cls, r: int, c: int) -> Block:
-        """``r x c`` tiles. In row-major memory a tile is kept whole by keeping its ``r`` rows whole."""
+        """Return a block of ``r x c`` tiles. In row-major memory, whole tiles need ``r`` whole rows."""
         return cls("tile", r, c)
 
     @classmethod
     def tensor(cls) -> Block:
-        """The whole tensor on one rank."""
+        """Return a block of the whole tensor, which then lies on one rank."""
         return cls("tensor")
 
     def numel(self, shape: Sequence[int]) -> int:
-        """Elements of one block in a tensor of ``shape``; never more than the tensor has, never less than 1.
+        """Return the elements of one block in a tensor of ``shape``: at least 1, at most the tensor's.
 
         Raises:
-            ValueError: in a stack of matrices ``[.., n, m]`` whose ``n`` is no multiple of the block's rows, blocks
-                would run from one matrix into the next.
+            ValueError: in a stack of matrices ``[.., n, m]``, ``n`` is not a multiple of the block's rows. Blocks would run from one
+                matrix into the next.
         """
         total = math.prod(shape)
         if self.kind == "element" or total == 0:
@@ -80,7 +80,7 @@ class Block:
             return total
         if len(shape) >= 3 and self.row_count < shape[-2] and shape[-2] % self.row_count:
             raise ValueError(
-                f"{self} does not fit shape {tuple(shape)}: the {shape[-2]} rows of each matrix are no multiple of "
+                f"{self} does not fit shape {tuple(shape)}: the {shape[-2]} rows of each matrix are not a multiple of "
                 f"{self.row_count}, so a block would run into the next matrix; use a divisor of {shape[-2]}, "
                 f"or allow gaps between the matrices"
             )
@@ -98,7 +98,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Elements ``[start, end)`` of a space, kept by a holder from its own element ``offset`` on."""
+    """Elements ``[start, end)`` of a space, stored by a holder from its own element ``offset`` on."""
 
     start: int
     end: int
@@ -111,7 +111,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Copy ``length`` elements from element ``src_offset`` of holder ``src`` to ``dst_offset`` of holder ``dst``."""
+    """Copy of ``length`` elements from element ``src_offset`` of holder ``src`` to ``dst_offset`` of holder ``dst``."""
 
     src: int
     dst: int
@@ -125,7 +125,7 @@ class Route:
 class FlatSpace:
     """Named tensors laid end to end in one space of elements: tensor ``name`` starts at ``base(name)``.
 
-    Two layouts of the same tensors, however they are cut and padded, meet in this space.
+    Two layouts of the same tensors, with different cuts and padding, are compared in this space.
     """
 
     def __init__(self, tensors: Sequence[tuple[str, int]]) -> None:
@@ -148,7 +148,7 @@ class FlatSpace:
         return self._numel[name]
 
     def tensor_at(self, element: int) -> str:
-        """Name of the tensor that element ``element`` of the space belongs to."""
+        """Return the name of the tensor that element ``element`` of the space belongs to."""
         if not 0 <= element < self.numel:
             raise IndexError(f"element {element} of a space of {self.numel}")
         index = bisect_right(self._starts, element) - 1
@@ -158,7 +158,7 @@ class FlatSpace:
 
 
 def merge_adjacent(extents: Sequence[Extent]) -> list[Extent]:
-    """The same extents, sorted, those that continue each other in space *and* in the holder joined; empty ones left out."""
+    """Sort the extents, join those that are adjacent in the space *and* in the holder, and drop empty ones."""
     merged: list[Extent] = []
     for extent in sorted((e for e in extents if e.end > e.start), key=lambda e: e.start):
         if merged and merged[-1].end == extent.start and merged[-1].offset + merged[-1].end - merged[-1].start == extent.offset:
@@ -171,22 +171,22 @@ def merge_adjacent(extents: Sequence[Extent]) -> list[Extent]:
 def routes(sources: Sequence[Sequence[Extent]], destinations: Sequence[Sequence[Extent]]) -> list[Route]:
     """Plan the copies that fill every destination extent exactly once from the sources.
 
-    ``sources[i]`` and ``destinations[j]`` are the extents that holder ``i`` has and holder ``j`` wants, in one space.
-    Where several holders have an element, the destination itself is preferred (nothing moves), then the lowest holder.
-    Cost: O((S + D) log S) for S source and D destination extents without replicas.
+    ``sources[i]`` are the extents that holder ``i`` has, and ``destinations[j]`` those that holder ``j`` wants, in one space. If
+    several holders have an element, the destination itself is preferred (nothing moves), then the lowest holder. Cost: O((S + D) log
+    S) for S source and D destination extents without replicas.
 
     Raises:
-        ValueError: naming the first interval that no source holds.
+        ValueError: no source holds an interval; the message names the first one.
     """
     owned = [sorted((e for e in extents if e.end > e.start), key=lambda e: e.start) for extents in sources]
     starts = [[e.start for e in extents] for extents in owned]
-    # All sources in one sorted list, for the elements that the destination does not hold itself.
+    # All sources in one sorted list, for elements that the destination does not hold itself.
     everyone = sorted((e.start, i, k) for i, extents in enumerate(owned) for k, e in enumerate(extents))
     everyone_starts = [s for s, _, _ in everyone]
     longest = max((e.end - e.start for extents in owned for e in extents), default=0)
 
     def own(holder: int, position: int) -> tuple[Extent | None, int | None]:
-        """The holder's own extent at ``position``, else where its next one starts."""
+        """Return the holder's own extent at ``position``, or else the start of its next one."""
         if holder >= len(owned):
             return None, None
         k = bisect_right(starts[holder], position) - 1
@@ -215,7 +215,7 @@ def routes(sources: Sequence[Sequence[Extent]], destinations: Sequence[Sequence[
                 if extent is None:
                     other = anyone(position)
                     if other is None:
-                        raise ValueError(f"elements from {position} on (wanted up to {want.end} by holder {dst}) are held by no source")
+                        raise ValueError(f"no source holds elements from {position} on (holder {dst} wants them up to {want.end})")
                     src, extent = other
                     stop = min(stop, next_own) if next_own is not None else stop
                 end = min(stop, extent.end)
@@ -230,7 +230,7 @@ def routes(sources: Sequence[Sequence[Extent]], destinations: Sequence[Sequence[
 def boxes(shape: Shape, start: int, end: int) -> tuple[Box, ...]:
     """Cut the flat range ``[start, end)`` of a row-major tensor into ``(offsets, sizes)`` boxes, in memory order.
 
-    At most ``2 * ndim - 1`` boxes, none empty; one box exactly where the range is a full sub-box.
+    There are at most ``2 * ndim - 1`` boxes, none empty. There is one box exactly if the range is a full sub-box.
     """
     total = math.prod(shape)
     if not 0 <= start <= end <= total:
@@ -266,9 +266,9 @@ def _boxes(shape: Shape, start: int, end: int) -> Iterator[Box]:
 
 
 def intervals(shape: Shape, held: Sequence[Box]) -> list[tuple[int, int]]:
-    """The flat intervals of a row-major tensor that ``held`` boxes cover, in the order of their elements; neighbours are one.
+    """Return the flat intervals of a row-major tensor that ``held`` boxes cover, in element order, with adjacent ones joined.
 
-    As many as the boxes have rows where they are narrower than the tensor: of a [1024, 1024] matrix, columns 0..511 are 1024 intervals.
+    A box that is narrower than the tensor gives one interval per row: columns 0..511 of a [1024, 1024] matrix are 1024 intervals.
     """
     found: list[tuple[int, int]] = []
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]

@@ -2,7 +2,7 @@
 
 torch gives a gloo group two worker threads. Both assign the group's ``lastCompletedWorkName``, a ``std::string``, without a lock
 (``ProcessGroupGloo::runLoop``), so that they corrupt the heap about once in a million collectives. One thread has nobody to race with.
-``docs/gloo.md`` has the details, and how a script uses this.
+``docs/reference/gloo.md`` has the details, and how a script uses this.
 
 ``init_process_group("gloo")`` of torch takes no number of threads. So this module registers a back end of its own with torch, whose
 groups are torch's ``ProcessGroupGloo`` with other options. Every group of this project comes from here.
@@ -39,6 +39,8 @@ def init_process_group(backend: str | None = None, init_method: str | None = Non
 
 def single_threaded(backend: str | None) -> str | None:
     """The name for torch of the back end that is called ``backend`` there, with our gloo for torch's."""
+    if not isinstance(backend, str | None):
+        raise TypeError(f"backend is {backend!r}: give a name, as 'gloo' or 'cpu:gloo,cuda:nccl', or None")
     _register()
     if backend is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -82,9 +84,11 @@ def warn_of_threads(groups: Sequence[dist.ProcessGroup]) -> None:
     """Warn, once in a process, if a group has worker threads that race."""
     threads = max(map(worker_threads, groups), default=0)
     if threads > 1:
+        default = worker_threads(dist.group.WORLD) > 1  # type: ignore[arg-type]
+        how = ", which takes what torch's takes" if default else " and this one with backend=vescale_ray.gloo.BACKEND, not by name"
         warnings.warn(
             f"a process group of the mesh has {threads} gloo worker threads, a race of which in torch can corrupt the heap: make the "
-            f"default group with vescale_ray.gloo.init_process_group(..), which takes what torch's takes (docs/gloo.md)",
+            f"default group with vescale_ray.gloo.init_process_group(..){how} (docs/reference/gloo.md)",
             RuntimeWarning,
             stacklevel=1,  # one place for all calls of fully_shard, so that Python shows it once
         )

@@ -16,6 +16,8 @@ from vescale_ray.errors import BadInput
 _PACKAGE = re.compile(r"_ray_pkg_[0-9a-f]+|working_dir_files|py_modules_files")
 _SESSION = re.compile(r"session_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_\d+_\d+")
 _ON_A_DISK = re.compile(r"(file|local)://")
+_ONE_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)", re.IGNORECASE)
+_VARIABLE = re.compile(r"(?:^|/)(\$\w+|\$\{\w+\})")
 REMEDY = "give an absolute path on storage that all nodes share"
 
 
@@ -23,10 +25,22 @@ class NotLasting(BadInput):
     """The folder goes with the job or with Ray's session; the message is one sentence with its absolute path and the remedy."""
 
 
+def misread(path: str | os.PathLike[str]) -> str | None:
+    """Why the path would be taken for another than was meant, with the remedy; None if nothing tells so."""
+    text = os.fspath(path)
+    if _ONE_SLASH.match(text):
+        return "a URL has two slashes, of which pathlib.Path takes one away; give the URL as text"
+    if (found := _VARIABLE.search(text)) is not None:
+        return f"{found[1]} is a variable of the shell, which is not replaced here; give its value"
+    if text.startswith("~") and os.path.expanduser(text) == text:
+        return f"{text.partition('/')[0]} is nobody's home folder here; give an absolute path"
+    return None
+
+
 def whole(path: str | os.PathLike[str]) -> str:
     """``path`` as an absolute path without ``~``, links followed; any URL but that of a local file as it is."""
     text = _ON_A_DISK.sub("", os.fspath(path))
-    return text if "://" in text else str(Path(text).expanduser().resolve())
+    return text if "://" in text else str(Path(os.path.expanduser(text)).resolve())
 
 
 def goes_with(path: str | os.PathLike[str]) -> str | None:
@@ -39,11 +53,13 @@ def goes_with(path: str | os.PathLike[str]) -> str | None:
 
 
 def check_lasting(what: str, path: str | os.PathLike[str], remedy: str = REMEDY) -> None:
-    """Raises NotLasting for a folder below a package or session of Ray's.
+    """Raises NotLasting for a folder below a package or session of Ray's, BadInput for a path that means another folder than it says.
 
     Args:
         what: the setting that names it.
     """
+    if (wrong := misread(path)) is not None:
+        raise BadInput(f"{what}: {wrong}")
     reason = goes_with(path)
     if reason is not None:
         raise NotLasting(f"{what}: {whole(path)} lies in {reason}; {remedy}")

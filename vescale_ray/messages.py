@@ -1,4 +1,4 @@
-"""Messages between the ranks of a gloo group, from memory to memory: what the engine's collectives, Muon's and moved shards consist of."""
+"""Point-to-point messages between ranks of a gloo group; the engine's collectives, Muon's and shard moves are built from them."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from vescale_ray import gloo, waits
 
 
 class Clock(Protocol):
-    """Whoever counts the seconds for which a thread has stood still for messages."""
+    """Counter of the seconds that a thread has waited for messages."""
 
     waited_s: float
 
 
 class Messages:
-    """Messages between this rank and others of a gloo group, all under way at once. A wait for them is bounded by the group's timeout, and
-    ended by :func:`~vescale_ray.waits.give_up`.
+    """Messages between this rank and others of a gloo group, all in flight at once.
 
-    gloo stops reading from a peer at the first message for which nobody holds the Work any more, and all that the group does from then
-    on waits for its timeout. So what is dropped before it was waited for (a model that is deleted after an exception in its backward)
-    is kept, with its memory, until messages that the group sent later have arrived, or the group is gone.
+    The group's timeout bounds a wait, and :func:`~vescale_ray.waits.give_up` ends it.
+
+    If a message's Work is dropped, gloo stops reading from that peer, and later operations of the group wait for its timeout. This
+    happens if a model is deleted after an exception in its backward. Messages that are dropped before their wait are therefore kept,
+    with their memory. They are freed once later messages of the group have arrived, or the group is gone.
 
     Args:
-        group: one that ``torch.distributed`` knows, or a back end of its own.
-        tag: of one purpose; messages of one tag between two ranks arrive in the order they were sent.
+        group: a group of ``torch.distributed``, or a backend object.
+        tag: tag of one purpose; messages with one tag between two ranks arrive in the order they were sent.
     """
 
     __slots__ = ("_clock", "_group", "_limit", "_since", "_tag", "_under_way")
 
     _dropped: weakref.WeakKeyDictionary[Any, list[tuple[Any, torch.Tensor]]] = weakref.WeakKeyDictionary()
     _failed: weakref.WeakSet[Any] = weakref.WeakSet()
-    """Of no use any more: nothing is kept for them, so that their sockets can close."""
+    """Groups that failed. Their messages are not kept, so that their sockets can close."""
 
     def __init__(self, group: Any, tag: int, clock: Clock | None = None) -> None:
         self._group, self._tag, self._clock, self._since = weakref.ref(group), tag, clock, waits.mark()
@@ -44,16 +45,16 @@ class Messages:
         self._under_way: list[tuple[Any, torch.Tensor]] = []
 
     def receive(self, received: torch.Tensor, source: int) -> None:
-        """From rank ``source`` of the group."""
+        """Receive from rank ``source`` of the group."""
         group = self._alive()
-        if isinstance(group, dist.ProcessGroup):  # torch's own call, which tools that watch communication see
+        if isinstance(group, dist.ProcessGroup):  # torch's own call, so that tools that watch communication see it
             work: Any = dist.irecv(received, group=group, tag=self._tag, group_src=source)
         else:
             work = group.recv([received], source, self._tag)
         self._under_way.append((work, received))
 
     def send(self, sent: torch.Tensor, target: int) -> None:
-        """To rank ``target`` of the group."""
+        """Send to rank ``target`` of the group."""
         group = self._alive()
         if isinstance(group, dist.ProcessGroup):
             work: Any = dist.isend(sent, group=group, tag=self._tag, group_dst=target)
@@ -62,8 +63,8 @@ class Messages:
         self._under_way.append((work, sent))
 
     def wait(self, times: int = 1) -> None:
-        """For so many ``times`` the group's bound at the most."""
-        # Taken out first: a failed Work keeps its exception, and with it frames, alive.
+        """Wait for all messages, at most ``times`` times the group's timeout."""
+        # Clear the list first: a failed Work keeps its exception, and so the frames, alive.
         under_way, self._under_way = self._under_way, []
         group = self._group()
         earlier = self._dropped.pop(group, []) if group is not None and self._dropped else []
@@ -94,16 +95,16 @@ class Messages:
 
 
 def is_pairwise(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether collectives of this group consist of messages between pairs of ranks: several ranks on gloo, in host memory."""
+    """Return whether this group's collectives use messages between pairs of ranks: several ranks on gloo, in host memory."""
     return device.type == "cpu" and group.size() > 1 and gloo.is_gloo(group)
 
 
 def all_to_all(
     out: torch.Tensor, given: torch.Tensor, out_sizes: Sequence[int], given_sizes: Sequence[int], group: Any, tag: int
 ) -> Messages:
-    """Flat ``given``, cut into ``given_sizes`` for the ranks, to flat ``out``, to be waited for; both stay as they are until then.
+    """Send flat ``given``, cut into ``given_sizes`` per rank, into flat ``out``; neither may change before the returned messages' wait.
 
-    Ranks that have nothing for each other exchange nothing.
+    Two ranks with nothing to send to each other exchange no message.
     """
     rank, world = group.rank(), group.size()
     arriving, leaving = out.split(list(out_sizes)), given.split(list(given_sizes))

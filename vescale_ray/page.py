@@ -1,6 +1,6 @@
-"""A page of charts as one HTML file without scripts, fonts or addresses of others: it opens without a network, can be mailed, and prints.
+"""A page of charts as one self-contained HTML file, without scripts or external fonts and addresses; it works offline.
 
-Long runs are thinned out to what can be seen: of the points that share a column of the picture, the smallest and the largest stay.
+Long runs are thinned out: of the points in one column of the picture, the first, the last, the smallest and the largest stay.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Points = Sequence[tuple[float, float | None]]
 
 @dataclass(frozen=True)
 class Series:
-    """Values over time (seconds since the epoch), in order; None: there is none."""
+    """Values over time (seconds since the epoch), in order; None marks a gap."""
 
     name: str
     points: Points
@@ -29,7 +29,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture. ``unit``: ``bytes``, ``s`` or empty; ``steps``: a value holds until the next; ``zero``: the axis begins at 0."""
+    """One chart. ``unit``: ``bytes``, ``s`` or empty; ``steps``: a value holds until the next; ``zero``: the axis begins at 0."""
 
     title: str
     series: tuple[Series, ...]
@@ -40,7 +40,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Mark:
-    """A vertical line: the workers have changed."""
+    """A vertical line at a change of the number of workers."""
 
     at: float
     text: str
@@ -49,14 +49,14 @@ class Mark:
 
 @dataclass(frozen=True)
 class Page:
-    """All that is shown.
+    """The content of the page.
 
     Attributes:
-        began: what times are told since; what came before it is not drawn.
-        facts: of the head of the page.
-        goodput: as run.json has it.
-        events: when, step, what, pause.
-        since: what ``goodput`` counts from, if that is not ``began``.
+        began: start of the time axis, in seconds since the epoch; earlier points are not drawn.
+        facts: names and values at the head of the page.
+        goodput: productive and lost seconds, as in run.json.
+        events: (time, step, text, pause) of each event.
+        since: start of the period that ``goodput`` counts, if that is not ``began``.
     """
 
     run: str
@@ -71,7 +71,7 @@ class Page:
 
 
 def render(page: Page) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     times = [at for chart in page.charts for series in chart.series for at, _ in series.points]
     span = (page.began, max(times, default=page.began))
     facts = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in page.facts)
@@ -112,7 +112,7 @@ def _figure(chart: Chart, marks: Sequence[Mark], span: tuple[float, float]) -> s
     values = [value for series in chart.series for _, value in series.points if value is not None]
     head = f"<figure><figcaption>{escape(chart.title)}</figcaption>"
     if not values:
-        return head + '<p class="legend">nothing is known of it</p></figure>'
+        return head + '<p class="legend">no data</p></figure>'
     scale = _scale(chart.unit, max(values))
     marked = [tick * scale for tick in ticks((0.0 if chart.zero and min(values) >= 0 else min(values)) / scale, max(values) / scale)]
     low, high = marked[0], marked[-1]
@@ -149,7 +149,7 @@ def _figure(chart: Chart, marks: Sequence[Mark], span: tuple[float, float]) -> s
 
 
 def thinned(points: Points, span: tuple[float, float], columns: int) -> list[tuple[float, float | None]]:
-    """Of each of ``columns`` parts of ``span`` at most four points: the first, the smallest, the largest, the last. Gaps (None) stay."""
+    """Keep at most four points of each of ``columns`` parts of ``span``: first, smallest, largest, last. Gaps (None) stay."""
     if len(points) <= 2 * columns:
         return list(points)
     width = max(span[1] - span[0], 1e-9) / columns
@@ -190,7 +190,7 @@ def _path(points: Points, x: Callable[[float], float], y: Callable[[float], floa
         else:
             parts.append(f"{'L' if pen else 'M'}{x(at):.1f} {y(value):.1f}")
         pen = True
-    # A lone point is a line of no length, which round ends would show: give it one.
+    # A single point is a line of no length, so draw a short one.
     return "".join(parts) + ("h2" if len(parts) == 1 else "")
 
 
@@ -214,9 +214,9 @@ def _goodput(goodput: Mapping[str, Any] | None, since: str) -> str:
 
 
 def ticks(low: float, high: float, base: int = 10) -> list[float]:
-    """About five round numbers that enclose both; with ``base`` 2 powers of two apart."""
+    """Return about five round numbers that enclose both; with ``base`` 2, the distance between them is a power of two."""
     if high - low < 1e-12 * max(1.0, abs(high)):
-        low, high = (0.0, high) if high > 1e-300 else (low - 1.0, high + 1.0)  # less is no number that can be divided
+        low, high = (0.0, high) if high > 1e-300 else (low - 1.0, high + 1.0)  # smaller numbers can't be divided
     rough = (high - low) / 4
     size = float(base) ** math.floor(math.log(rough, base) if base != 10 else math.log10(rough))
     step = next(size * m for m in ((1, 2, 2.5, 5, 10) if base == 10 else (1, base)) if size * m >= rough * (1 - 1e-9))
@@ -228,7 +228,7 @@ _BYTES = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
 
 
 def _scale(unit: str, largest: float) -> int:
-    """What one of the shown units is: round numbers of MiB are no round numbers of bytes."""
+    """Return the size of the displayed unit; round numbers of MiB are not round numbers of bytes."""
     return next((size for _, size in _BYTES if unit == "bytes" and abs(largest) >= size), 1)
 
 
@@ -253,7 +253,7 @@ def _clock(seconds: float) -> str:
 
 
 def few(series: Sequence[Series]) -> tuple[Series, ...]:
-    """All if they can be told apart; else the largest and the smallest value at each time."""
+    """Return all series if they can be told apart, else the largest and the smallest value at each time."""
     if len(series) <= MOST_SERIES:
         return tuple(series)
     at: dict[float, list[float]] = {}

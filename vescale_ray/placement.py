@@ -1,7 +1,7 @@
-"""RaggedShard: the placement of a tensor whose flat elements are cut at unit boundaries, unevenly, over one mesh dimension.
+"""RaggedShard: placement of a tensor whose flat elements are cut unevenly, at unit boundaries, over one mesh dimension.
 
-Semantics are veScale's: the leading ``dims`` of the tensor are merged, each index of the merged dimension is one unit of
-``prod(shape[len(dims):])`` consecutive elements, and rank ``r`` holds ``local_units[r] / sum(local_units)`` of the units:
+The semantics are veScale's. The leading ``dims`` of the tensor are merged. Each index of the merged dimension is one unit of
+``prod(shape[len(dims):])`` consecutive elements. Rank ``r`` holds ``local_units[r] / sum(local_units)`` of the units:
 
     RaggedShard((0,), (1, 0, 3)) of a tensor [8, 5]      rank 0: rows 0..1   rank 1: nothing   rank 2: rows 2..7
                                        local shapes              [2, 5]              [0, 5]             [6, 5]
@@ -37,14 +37,15 @@ class RaggedShard(Placement):
 
     Args:
         dims: the merged prefix ``(0, .., k-1)``; ``()`` makes the whole tensor one unit.
-        local_units: one weight per rank of the mesh dimension, relative (kept divided by their gcd), zero allowed, not all zero.
+        local_units: one weight per rank of the mesh dimension, relative (stored divided by their gcd); zero is allowed, but not for
+            all.
 
-    A placement for :class:`vescale_ray.RaggedDTensor` only. On torch's own DTensor every way in raises: ``is_shard()`` is true
-    (so that no path takes it for Replicate or Partial), and what such a path asks for next (``dim``, and the methods that
-    would cut or join tensors) raises.
+    Use this placement with :class:`vescale_ray.RaggedDTensor` only; torch's own DTensor raises. ``is_shard()`` is true, so no code
+    path of torch takes the placement for Replicate or Partial. The attributes that such a path then needs (``dim``, and the methods
+    that cut or join tensors) raise.
 
     Raises:
-        ValueError: dims that are no prefix, negative units, all units zero.
+        ValueError: dims are not a prefix, a unit is negative, or all units are zero.
     """
 
     __slots__ = ("_hash", "dims", "local_units")
@@ -54,7 +55,7 @@ class RaggedShard(Placement):
     _hash: int
 
     def __init__(self, dims: Sequence[int], local_units: Sequence[int]) -> None:
-        super().__init__()  # without it the C++ half is missing and its first use is a segmentation fault
+        super().__init__()  # without this call the C++ half is missing, and its first use is a segmentation fault
         dims, units = _whole_numbers("dims", dims), _whole_numbers("local_units", local_units)
         if dims != tuple(range(len(dims))):
             raise ValueError(f"RaggedShard dims are {dims}: they must be a prefix of the dimensions, as (0,) or (0, 1)")
@@ -70,7 +71,7 @@ class RaggedShard(Placement):
 
     @classmethod
     def of_intervals(cls, shape: Sequence[int], counts: Sequence[int]) -> RaggedShard:
-        """The placement, with the fewest dims, under which rank ``r`` holds the next ``counts[r]`` flat elements of ``shape``."""
+        """Return the placement with the fewest dims that gives rank ``r`` the next ``counts[r]`` flat elements of ``shape``."""
         shape, total = tuple(shape), math.prod(shape)
         if sum(counts) != total:
             raise ValueError(f"counts {tuple(counts)} are {sum(counts)} elements, but shape {shape} has {total}")
@@ -86,16 +87,16 @@ class RaggedShard(Placement):
 
     @classmethod
     def of_blocks(cls, shape: Sequence[int], block: int, ranks: int, shard_dims: Sequence[int] = ()) -> RaggedShard:
-        """The most even placement over ``ranks`` that cuts no block of ``block`` consecutive elements.
+        """Return the most even placement over ``ranks`` that cuts no block of ``block`` consecutive elements.
 
         Args:
-            shape: of the tensor, or of its section where other mesh dimensions shard it (equal sections only).
-            shard_dims: tensor dimensions that those shard. For one above 0 a cut has to lie at a multiple of that dimension's
-                stride, too, or it would cut through a slice of it: cuts lie at multiples of the least common multiple (the paper's
-                rule for Shard(d > 0)).
+            shape: shape of the tensor, or of its section if other mesh dimensions shard it (equal sections only).
+            shard_dims: tensor dimensions that those shard. If one is above 0, a cut must also lie at a multiple of that dimension's
+                stride, or it would cut through a slice. Cuts then lie at multiples of the least common multiple (the paper's rule for
+                Shard(d > 0)).
 
         Raises:
-            ValueError: a block or a number of ranks below 1.
+            ValueError: the block or the number of ranks is below 1.
         """
         shape, total = tuple(shape), math.prod(shape)
         if block < 1 or ranks < 1:
@@ -105,26 +106,26 @@ class RaggedShard(Placement):
         ends = [min(blocks * (r + 1) // ranks * step, total) for r in range(ranks)]
         return cls.of_intervals(shape, [end - start for start, end in zip([0, *ends], ends, strict=False)])
 
-    # -- geometry: pure functions of the placement and a shape (the part of the tensor that this mesh dimension shares out) --
+    # -- geometry: pure functions of the placement and a shape (the part of the tensor that this mesh dimension divides) --
 
     def unit_numel(self, shape: Sequence[int]) -> int:
-        """Elements of one unit."""
+        """Return the elements of one unit."""
         return math.prod(shape[len(self.dims) :])
 
     def units_of(self, shape: Sequence[int]) -> int:
-        """Units in a tensor of ``shape``."""
+        """Return the number of units in a tensor of ``shape``."""
         return math.prod(shape[: len(self.dims)])
 
     def intervals(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Flat elements ``[start, end)`` that each rank holds, in rank order; together they tile the tensor."""
+        """Return the flat elements ``[start, end)`` of each rank, in rank order; together they tile the tensor."""
         return _intervals(self, tuple(shape))
 
     def interval(self, shape: Sequence[int], rank: int) -> tuple[int, int]:
-        """Flat elements ``[start, end)`` that the rank at mesh coordinate ``rank`` holds."""
+        """Return the flat elements ``[start, end)`` of the rank at mesh coordinate ``rank``."""
         return _intervals(self, tuple(shape))[rank]
 
     def local_shape(self, shape: Sequence[int], rank: int) -> Shape:
-        """``(units_here, *shape[len(dims):])``."""
+        """Return the shape of a rank's local tensor: ``(units_here, *shape[len(dims):])``."""
         here = self.units_of(shape) * self.local_units[rank] // sum(self.local_units)
         return (here, *(int(n) for n in shape[len(self.dims) :]))
 
@@ -138,10 +139,10 @@ class RaggedShard(Placement):
         if units % parts:
             raise ValueError(
                 f"{self} shares {parts} equal parts, but shape {tuple(shape)} has {units} units over dims {self.dims}, "
-                f"which is no multiple of {parts}; give units that add up to a divisor of {units}, or more dims"
+                f"which is not a multiple of {parts}; give units that add up to a divisor of {units}, or more dims"
             )
 
-    # -- a value: eq, hash, pickle, repr --
+    # -- value semantics: eq, hash, pickle, repr --
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"RaggedShard is immutable: can't set {name}")
@@ -175,13 +176,13 @@ class RaggedShard(Placement):
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
         return repr(self), {"RaggedShard": RaggedShard}
 
-    # -- what torch asks a placement --
+    # -- torch's queries on a placement --
 
     def is_ragged_shard(self) -> bool:
         return True
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """True, also for each of its dims: it is neither Replicate nor Partial."""
+        """Return True without ``dim`` and for each of its dims, since the placement is neither Replicate nor Partial."""
         return dim is None or dim in self.dims
 
     def is_replicate(self) -> bool:
@@ -192,13 +193,13 @@ class RaggedShard(Placement):
 
     @property
     def dim(self) -> NoReturn:
-        """There is no single sharded dimension. Not an AttributeError: ``getattr(p, "dim", None)`` must not hide it."""
+        """Raise RuntimeError: there is no single sharded dimension. An AttributeError would be hidden by ``getattr(p, "dim", None)``."""
         raise RuntimeError(f"{self} has no single dim. {_ON_BASE_DTENSOR}")
 
     def _loud(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(f"can't use {self} here. {_ON_BASE_DTENSOR}")
 
-    # The names under which torch.distributed.tensor cuts, joins and reduces a Shard.
+    # torch.distributed.tensor cuts, joins and reduces a Shard by these names.
     _split_tensor = _shard_tensor = _select_split_tensor = _loud
     _to_replicate_tensor = _replicate_to_shard = _reduce_shard_tensor = _to_new_shard_dim = _loud
     _local_shard_size_and_offset = local_shard_size_and_offset = _make_shard_tensor = _loud
@@ -207,7 +208,7 @@ class RaggedShard(Placement):
 @lru_cache(maxsize=65536)
 def _intervals(placement: RaggedShard, shape: Shape) -> tuple[tuple[int, int], ...]:
     parts = sum(placement.local_units)
-    part = math.prod(shape) // parts  # exact: validate() holds for every placement that reaches a tensor
+    part = math.prod(shape) // parts  # exact: validate() holds for every placement of a tensor
     result, position = [], 0
     for units in placement.local_units:
         result.append((position, position + units * part))

@@ -1,7 +1,7 @@
-"""What a person sees while a run goes on: a live line on a terminal, one plain line per interval anywhere else.
+"""Progress display of a run: a live line on a terminal, one plain line per interval anywhere else.
 
-Reads the run's folder from a thread of its own, so that it shows the same wherever the controller lives, and can't hold up
-the run. Job logs are no terminals: there a bar would turn into noise, and a line per interval is what scripts can read.
+A separate thread reads the run's folder, so the display is the same wherever the controller lives, and can't hold up the run. In a
+job's log a bar would be noise; scripts can read one line per interval.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ POLL_S = 0.1
 
 
 class Progress:
-    """Shows metrics and events of ``folder`` that are written from now on, between ``with`` and the end of its block."""
+    """Display of the metrics and events that ``folder`` receives during the ``with`` block."""
 
     def __init__(self, folder: RunFolder, steps: int, interval_s: float, out: TextIO | None = None) -> None:
         self._metrics = folder.tail_metrics(skip_old=True)
@@ -50,12 +50,12 @@ class Progress:
                     except BrokenPipeError:
                         raise
                     except OSError:
-                        pass  # the disk below the log is full, or the folder's is away: both may be there again
+                        pass  # A full disk under the log, or an unavailable folder, may recover.
                     if last:
                         return
-                    last = self._stop.wait(POLL_S)  # one more pass, for what was written just before the end
+                    last = self._stop.wait(POLL_S)  # one more pass shows the lines written just before the end
         except (OSError, ValueError):
-            return  # nobody reads any more; the run goes on
+            return  # the output is closed; the run continues
 
     def _show_new(self, view: _Lines | _Live) -> None:
         for event in self._events.read():
@@ -70,14 +70,14 @@ class Progress:
 
 
 def step_line(line: Record, steps: int) -> str:
-    """One step in a few words."""
+    """Return one step as a few words."""
     loss = f"loss {loss_words(line)}"
     speed = float(line.get("tokens_per_second") or 0)
     return f"step {line['step']:>{len(str(steps))}}/{steps}  {loss}  {speed:,.0f} tokens/s  {line.get('world')} workers"
 
 
 class _Lines:
-    """One line per interval, and each event at once."""
+    """Plain output: one line per interval, and each event at once."""
 
     def __init__(self, out: TextIO, steps: int, interval_s: float) -> None:
         self._out, self._steps, self._interval_s = out, steps, interval_s
@@ -106,7 +106,7 @@ class _Lines:
 
 
 class _Live:
-    """A bar that is redrawn in place, events scrolling above it."""
+    """Terminal output: a bar that is redrawn in place, with events scrolling above it."""
 
     def __init__(self, out: TextIO, steps: int) -> None:
         from rich.console import Console

@@ -1,4 +1,4 @@
-"""Asking a Prometheus: for the page of a run (:mod:`vescale_ray.dash`) and the picture of the dashboard (``deploy/draw.py``)."""
+"""Queries to a Prometheus, for the page of a run (:mod:`vescale_ray.dash`) and the picture of the dashboard (``deploy/draw.py``)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ WAIT_S = 30.0
 
 
 def ask(url: str, what: str, query: Mapping[str, Any]) -> Any:
-    """What the Prometheus at ``url`` answers to ``what`` (``query``, ``query_range``): the ``data`` of its HTTP interface's JSON.
+    """Return the ``data`` of the Prometheus at ``url`` for the endpoint ``what`` (``query``, ``query_range``) of its HTTP API.
 
     Raises:
-        BadInput: no address, or one with a password; no answer, or a refusal.
+        BadInput: ``url`` is not an address or holds a password, or the Prometheus does not answer or refuses.
     """
-    if holds_credentials(url):  # first: they are not to be shown, and would stand on the page
+    if holds_credentials(url):  # checked first, so that a password never appears in a message or on the page
         raise BadInput("--prometheus: give the address without user and password")
     address = f"{url.rstrip('/')}/api/v1/{what}?{urllib.parse.urlencode(query)}"
     if not address.startswith(("http://", "https://")):
@@ -40,7 +40,7 @@ def ask(url: str, what: str, query: Mapping[str, Any]) -> Any:
         raise BadInput(f"--prometheus {url}: {answer.get('error', 'it refuses the query')}")
     data = answer.get("data") if isinstance(answer, dict) else None
     if not isinstance(data, dict) or not isinstance(data.get("result"), list):
-        raise BadInput(f"--prometheus {url} does not answer as a Prometheus does: what it says holds no result")
+        raise BadInput(f"--prometheus {url} does not answer as a Prometheus does: its reply holds no result")
     return data
 
 

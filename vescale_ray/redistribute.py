@@ -1,4 +1,4 @@
-"""Moving a ragged tensor between placements: one collective each, carrying exactly the elements that must move.
+"""Redistribution of ragged tensors: one collective for each move, which carries exactly the elements that must move.
 
 | from -> to                        | collective                                              | elements a rank receives           |
 |-----------------------------------|---------------------------------------------------------|------------------------------------|
@@ -6,15 +6,14 @@
 | Ragged, one owner -> Replicate    | broadcast                                               | numel                              |
 | Replicate -> Ragged               | none: a slice                                           | 0                                  |
 | Partial -> Ragged                 | reduce-scatter; uneven parts: an all-to-all and a sum   | own, from each other rank          |
-| Ragged -> other Ragged            | one uneven all-to-all, straight between the two parts   | new part minus what it had already |
+| Ragged -> other Ragged            | one uneven all-to-all, straight between the two parts   | new part minus the old part        |
 | Ragged <-> Shard(d)               | one uneven all-to-all of boxes                          | the same                           |
 | Ragged, Replicate -> Partial      | none: one rank keeps a value, the others the neutral    | 0                                  |
-| several mesh dimensions at once   | one uneven all-to-all of boxes over all ranks           | new part minus what it had already |
+| several mesh dimensions at once   | one uneven all-to-all of boxes over all ranks           | new part minus the old part        |
 
-The steps themselves are in ``transfer.py``. What is left goes step by step through Replicate: several mesh
-dimensions at once on a mesh that is not the whole world (there is no process group for it), and placements that are neither ours
-nor ``Shard``. Nothing here knows autograd: see ``dtensor.py``. Every step can be asynchronous: a :class:`Transfer` is complete when
-it was waited for.
+The steps themselves are in ``transfer.py``. Two cases go step by step through Replicate: placements other than ours and ``Shard``,
+and several mesh dimensions at once on a mesh that is not the whole world. Such a mesh has no process group. This module does not
+know autograd (see ``dtensor.py``). Every step can be asynchronous: a :class:`Transfer` is complete after its wait.
 """
 
 from __future__ import annotations
@@ -57,27 +56,27 @@ from vescale_ray.transfer import (
 
 
 def plain_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
-    """A spec for torch's own DTensor, row-major."""
+    """Return a row-major spec for torch's own DTensor."""
     return ShapedSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype))
 
 
 def move(local: torch.Tensor, source: DTensorSpec, placements: Sequence[Placement]) -> tuple[torch.Tensor, DTensorSpec]:
-    """The local tensor and spec under ``placements`` of the tensor that is ``local`` under ``source`` (either may be ragged).
+    """Move the tensor that is ``local`` under ``source`` to ``placements``; return its local tensor and spec. Either may be ragged.
 
     Raises:
-        ValueError: placements that no tensor of ours or torch's can have.
+        ValueError: no tensor of this package or torch's can have these placements.
     """
     transfer, spec = start(local, source, placements)
     return transfer.wait(), spec
 
 
 def move_tensor(tensor: DTensor, placements: Sequence[Placement]) -> tuple[torch.Tensor, DTensorSpec]:
-    """:func:`move` of a DTensor, ours or torch's."""
+    """Apply :func:`move` to a DTensor, ragged or torch's."""
     return move(tensor._local_tensor, tensor._spec, placements)
 
 
 def start(local: torch.Tensor, source: DTensorSpec, placements: Sequence[Placement]) -> tuple[Transfer, DTensorSpec]:
-    """:func:`move`, whose last collective may still be under way."""
+    """Start a :func:`move`; its last collective may still be in flight."""
     assert source.tensor_meta is not None
     mesh, shape, dtype = source.mesh, tuple(source.tensor_meta.shape), source.tensor_meta.dtype
     if len(placements) != mesh.ndim:
@@ -93,7 +92,7 @@ def start(local: torch.Tensor, source: DTensorSpec, placements: Sequence[Placeme
                 local = _reduced(local, mesh, dim, placement)
             return Transfer(local), target
         return Transfer(arrived(redistribute_local_tensor(local, source, target))), target
-    # Also: check the target before anything is sent.
+    # This also checks the target before anything is sent.
     target = layout_of(mesh, want, shape).spec(dtype) if ragged else plain_spec(mesh, want, shape, dtype)
     if local.is_meta:
         return Transfer(local.new_empty(local_shape(mesh, want, shape))), target
@@ -101,12 +100,12 @@ def start(local: torch.Tensor, source: DTensorSpec, placements: Sequence[Placeme
 
 
 def _steps(local: torch.Tensor, mesh: DeviceMesh, have: Placements, want: Placements, shape: Shape, dtype: torch.dtype) -> Transfer:
-    """Reduce what is pending, move the elements, leave pending what is wanted so. Nearly always it is one of the three."""
+    """Reduce pending sums, move the elements, and leave the wanted sums pending. Nearly always only one of the three is needed."""
     transfer = Transfer(local)
     goal = ragged_mesh_dim(want)
     direct = goal is not None and ragged_mesh_dim(have) is None and type(have[goal]) is Partial
     if goal is not None and direct and have[goal].reduce_op in COMBINE:  # type: ignore[attr-defined]
-        # The reduce-scatter first: other pending dimensions then reduce the part only.
+        # The reduce-scatter comes first, so other pending dimensions reduce only this rank's part.
         others = tuple(p if i == goal or p.is_partial() or want[i].is_partial() else want[i] for i, p in enumerate(have))
         if others != have:
             local = _plain_move(local, mesh, have, others, shape, dtype)
@@ -130,7 +129,7 @@ def _steps(local: torch.Tensor, mesh: DeviceMesh, have: Placements, want: Placem
 
 
 def contribution(value: torch.Tensor, mesh: DeviceMesh, placements: Placements, dims: Sequence[int]) -> torch.Tensor:
-    """What this rank contributes to ``value``, which all have: reduced over mesh dimensions ``dims``, the contributions give it."""
+    """Return this rank's contribution; reduced over mesh dimensions ``dims``, the contributions give ``value``, which all ranks have."""
     for dim in dims:
         if mesh.get_local_rank(dim) != 0 or placements[dim].reduce_op == "avg":  # type: ignore[attr-defined]
             value = _neutral(value, placements[dim], value)
@@ -140,7 +139,7 @@ def contribution(value: torch.Tensor, mesh: DeviceMesh, placements: Placements, 
 def _move_elements(
     local: torch.Tensor, mesh: DeviceMesh, have: Placements, want: Placements, shape: Shape, dtype: torch.dtype
 ) -> Transfer:
-    """Between layouts that differ in nothing pending; at least one of them ragged."""
+    """Move between layouts with the same pending sums; at least one layout is ragged."""
     changed = [i for i, (p, q) in enumerate(zip(have, want, strict=True)) if p != q]
     from_, to = ragged_mesh_dim(have), ragged_mesh_dim(want)
     if all(type(p) is Shard or isinstance(p, RaggedShard | Replicate | Partial) for p in (*have, *want)):
@@ -155,7 +154,7 @@ def _move_elements(
             return exchange_boxes(local, mesh, have, want, shape, changed[0])
         if mesh.size() == dist.get_world_size():
             return exchange_boxes(local, mesh, have, want, shape, None)
-    # Step by step: the whole tensor (at least of what changes) on every rank, then what is wanted of it.
+    # Step by step: first the whole tensor (along the changed dimensions) on every rank, then this rank's part.
     if from_ is not None:
         local = gather(local, layout_of(mesh, have, shape)).wait()
         have = tuple(Replicate() if i == from_ else p for i, p in enumerate(have))
@@ -167,8 +166,10 @@ def _move_elements(
 
 
 def _inside_section(placements: Placements, dim: int) -> bool:
-    """Whether what mesh dimension ``dim`` does, it does inside the sections that the others leave: a Shard that cuts before another of the
-    same tensor dimension does not."""
+    """Return whether mesh dimension ``dim`` cuts inside the sections that the others leave.
+
+    A Shard does not, if a later mesh dimension shards the same tensor dimension.
+    """
     placement = placements[dim]
     if type(placement) is not Shard:
         return True
@@ -176,7 +177,7 @@ def _inside_section(placements: Placements, dim: int) -> bool:
 
 
 def _own(local: torch.Tensor, mesh: DeviceMesh, have: Placements, want: Placements, shape: Shape) -> torch.Tensor:
-    """This rank's part under ``want`` of what it holds under ``have``, which is all of it; no communication."""
+    """Return this rank's part under ``want`` of its tensor under ``have``, which must contain it; no communication."""
     sizes, me = tuple(mesh.shape), coordinate_of(mesh)
     offsets = section(sizes, have, shape, me)[0]
     inner, part = section(sizes, want, shape, me)
@@ -190,7 +191,7 @@ def _own(local: torch.Tensor, mesh: DeviceMesh, have: Placements, want: Placemen
 
 
 def _embedded(local: torch.Tensor, sharding: Sharding, pending: Placement) -> torch.Tensor:
-    """The section with this rank's part in its place and the neutral element elsewhere: their reduction is the tensor."""
+    """Return the section with this rank's part in place and the neutral element elsewhere; its reduction is the tensor."""
     out = _neutral(local.new_empty(sharding.section), pending, None)
     factor = sharding.world if pending.reduce_op == "avg" else 1  # type: ignore[attr-defined]
     flat = flat_of(local)
@@ -199,7 +200,7 @@ def _embedded(local: torch.Tensor, sharding: Sharding, pending: Placement) -> to
 
 
 def _neutral(like: torch.Tensor, pending: Placement, value: torch.Tensor | None) -> torch.Tensor:
-    """What a rank contributes that must not change the reduction: ``value`` itself where repeating it doesn't, else the neutral element."""
+    """Return a contribution that leaves the reduction unchanged: ``value`` if repeating it is harmless, else the neutral element."""
     op = getattr(pending, "reduce_op", None)
     if type(pending) is not Partial or op not in COMBINE:
         raise ValueError(f"can't redistribute to {pending}: known pending reductions are {', '.join(sorted(COMBINE))}")
@@ -219,26 +220,26 @@ def _neutral(like: torch.Tensor, pending: Placement, value: torch.Tensor | None)
 def _plain_move(
     local: torch.Tensor, mesh: DeviceMesh, have: Placements, want: Placements, shape: Shape, dtype: torch.dtype
 ) -> torch.Tensor:
-    """torch's own redistribution."""
+    """Run torch's own redistribution."""
     if have == want:
         return local
     return arrived(redistribute_local_tensor(local, plain_spec(mesh, have, shape, dtype), plain_spec(mesh, want, shape, dtype)))
 
 
 def _reduced(local: torch.Tensor, mesh: DeviceMesh, dim: int, placement: Placement) -> torch.Tensor:
-    """Partial to Replicate on one dimension, without torch's planner: its caches keep the mesh, and so its process groups, for good."""
+    """Reduce Partial to Replicate on one dimension, without torch's planner, whose caches would keep the mesh and its process groups."""
     if not isinstance(placement, Partial) or mesh.size(dim) == 1:
         return local
-    if type(placement) is Partial and placement.reduce_op == "avg":  # gloo has none
+    if type(placement) is Partial and placement.reduce_op == "avg":  # gloo has no avg
         total = arrived(local).detach().clone()
         all_reduce(total, "sum", mesh.get_group(dim))
         return total.div_(mesh.size(dim))
     value = arrived(local)
-    # One number of 16 bits: rounded once, after the sum. (Larger ones travel as they are.)
+    # A single 16-bit number is rounded once, after the sum. Larger tensors travel as they are.
     sent = value.float() if value.numel() == 1 and value.dtype in (torch.bfloat16, torch.float16) else value
     total = arrived(placement._reduce_value(sent, mesh, dim)).to(value.dtype)
     if value.is_floating_point() and type(placement) is Partial and placement.reduce_op in ("max", "min"):
-        # A maximum over the ranks loses a NaN on gloo, depending on where it is; the plain tensor's is NaN.
+        # A maximum on gloo may lose a NaN, depending on its rank; the result must be NaN.
         lost = value.detach().isnan().to(torch.int32)
         all_reduce(lost, "max", mesh.get_group(dim))
         total = torch.where(lost > 0, torch.full_like(total, math.nan), total)

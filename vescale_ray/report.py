@@ -1,7 +1,7 @@
-"""What a run did, from its folder alone: a count of the samples, a short table, and a picture.
+"""Report of a run from its folder alone: a count of the samples, a short table, and a picture.
 
-Nothing here asks a live process: the same report can be made of a run that ended last year. Works from the files that
-``runfolder`` describes; matplotlib is imported only to draw, the checkpoint code only to verify.
+No live process is needed, so the report also works long after the run. It reads the files that ``runfolder`` describes. matplotlib is
+imported only to draw, and the checkpoint code only to verify.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from vescale_ray.runfolder import Record, RunFolder, RunFolderError, committed
 
 GUESSING_BPB = 8.0
 LONG_METRICS, LONG_SAMPLES = 256 << 20, 64 << 20
-"""Bytes of a run's lines that are still read when it ends, by the driver on the head: that takes some seconds and 200 MB. A month's are
-gigabytes."""
+"""Largest files, in bytes, that the driver on the head node still reads when a run ends. This takes some seconds and 200 MB; the files
+of a month-long run have gigabytes."""
 MOST_EVENTS, MOST_PROCESSES = 40, 16
-"""In the table; there are more in events.jsonl."""
+"""Limits of the table; events.jsonl has the rest."""
 
 
 class Stream(Protocol):
-    """The order of samples, as ``vescale_ray.data.stream.SampleStream`` gives it."""
+    """The order of samples; :class:`vescale_ray.data.stream.SampleStream` implements it."""
 
     def ids(self, start: int, count: int) -> npt.NDArray[np.int64]: ...
 
 
 @dataclass(frozen=True)
 class Accounting:
-    """How the samples that were consumed compare with those that were due.
+    """Comparison of the consumed samples with those that were due.
 
     Attributes:
-        due: samples that ``steps`` steps must consume.
-        lost: samples due and not consumed.
-        repeated: samples consumed more often than due.
-        replayed_steps: steps that were executed, undone by a rollback and executed again: their first use does not count.
+        due: number of samples that ``steps`` steps must consume.
+        lost: number of samples due and not consumed.
+        repeated: number of samples consumed more often than due.
+        replayed_steps: number of steps that a rollback undid and that were executed again; their first use does not count.
     """
 
     due: int
@@ -53,11 +53,12 @@ class Accounting:
 
 
 def accounting(run: RunFolder | str | Path, stream: Stream, global_batch: int, steps: int) -> Accounting:
-    """Compare the multiset of ids in samples.jsonl, over the lines that count, with positions ``[0, steps * global_batch)`` of the stream.
-    Takes about 40 bytes for each id that the file holds.
+    """Compare the ids of committed lines in samples.jsonl with positions ``[0, steps * global_batch)`` of the stream, as multisets.
+
+    Takes about 40 bytes of memory for each id in the file.
 
     Raises:
-        ValueError: ``global_batch`` or ``steps`` is negative.
+        ValueError: ``global_batch`` is below 1, or ``steps`` is negative.
     """
     if global_batch < 1 or steps < 0:
         raise ValueError(f"global_batch = {global_batch}, steps = {steps}: give a batch of at least 1 and no negative number of steps")
@@ -75,16 +76,17 @@ def accounting(run: RunFolder | str | Path, stream: Stream, global_batch: int, s
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of the table; None: the run has not got that far, or was told not to measure it.
+    """The figures of the table. None means that the run has not got that far, or does not measure the figure.
 
     Attributes:
-        goodput: ``productive`` seconds of this start of the run, and seconds ``lost`` by cause, as run.json has them.
-        tokens_per_second: tokens of the committed steps over the seconds that those steps took.
-        heldout: bits per byte of each evaluation, in order, with the step it was made at.
-        events: what happened, in order: seconds since the run started, step, what, and the seconds without training (None: none).
+        goodput: ``productive`` seconds of the run's last start, and seconds ``lost`` by cause, as in run.json.
+        tokens_per_second: tokens of the committed steps over the seconds of those steps.
+        heldout: bits per byte of each evaluation, in order, with its step.
+        events: the events in order: seconds since the run started, step, text, and the seconds without training (None: none).
         processes: worker processes ever started: id and process id of each, by id.
-        left_out: what a run's lines are too many for to be read when it ends, and why; empty for most.
-        checkpoint: newest checkpoint's path; ``checkpoint_problems``: what verification found, empty when all is well.
+        left_out: parts of the report that were left out because the files are too large; usually empty.
+        checkpoint: path of the newest checkpoint.
+        checkpoint_problems: problems that its verification found; empty if there are none.
     """
 
     run: str
@@ -107,15 +109,15 @@ class Summary:
 
     @property
     def sound(self) -> bool:
-        """No sample lost or repeated, and the checkpoint verified."""
+        """Whether no sample was lost or repeated, and the checkpoint is verified."""
         return (self.accounting is None or self.accounting.exact) and not self.checkpoint_problems
 
 
 def summarize(run: RunFolder | str | Path, *, stream: Stream | None = None) -> Summary:
-    """Read the run's folder. ``stream`` spares loading the corpus again, which is where the number of samples stands.
+    """Summarize the run's folder. With ``stream``, the corpus need not be loaded to know the number of samples.
 
     Raises:
-        RunFolderError: not a run's folder.
+        RunFolderError: the folder is not a run's.
     """
     folder = _folder(run)
     if not folder.config_path.is_file():
@@ -132,7 +134,7 @@ def summarize(run: RunFolder | str | Path, *, stream: Stream | None = None) -> S
         left_out.append(f"samples.jsonl ({_gigabytes(folder, 'samples.jsonl')}) was not compared with what was due")
     elif done and not folder.size_of("samples.jsonl"):
         left_out.append("there is no samples.jsonl to compare with what was due")
-    elif done * config.global_batch > LONG_SAMPLES // 8:  # a file that was cut: to count what it lacks would take as much as a long one
+    elif done * config.global_batch > LONG_SAMPLES // 8:  # cut short; counting costs as much as a long file
         left_out.append(f"samples.jsonl was not compared with the {done * config.global_batch:,} samples that were due")
     elif done:
         count = accounting(folder, stream or _stream(config), config.global_batch, done)
@@ -161,7 +163,7 @@ def summarize(run: RunFolder | str | Path, *, stream: Stream | None = None) -> S
 
 
 def goodput_line(goodput: Mapping[str, Any], most: int = 4) -> str:
-    """Where a run's time went, in one line: the share that counts, and the largest losses."""
+    """Return one line on the use of the run's time: the productive share, and the largest losses."""
     lost = sorted(goodput["lost"].items(), key=lambda item: -item[1])
     shown = [f"{str(cause).replace('_', ' ')} {seconds:.1f} s" for cause, seconds in lost if seconds >= 0.05]
     rest = f", {len(shown) - most} more" if len(shown) > most else ""
@@ -171,7 +173,7 @@ def goodput_line(goodput: Mapping[str, Any], most: int = 4) -> str:
 
 
 def table(run: RunFolder | str | Path, summary: Summary | None = None) -> str:
-    """The short table that a run ends with: plain text of some 20 lines, and at most :data:`MOST_EVENTS` of events."""
+    """Return the short table that ends a run: about 20 lines of plain text, and at most :data:`MOST_EVENTS` lines of events."""
     folder = _folder(run)
     s = summary or summarize(folder)
     rows = [("run", f"{s.run}: {s.state}, {s.steps_done} of {s.steps} steps, {s.tokens:,} tokens")]
@@ -217,7 +219,7 @@ def draw(run: RunFolder | str | Path) -> Path:
     """Draw loss and world size over steps, with the events marked, into ``curve.png``; return its path.
 
     Raises:
-        RunFolderError: there is no step to draw; or there are so many that ``vescale-ray dash`` is to draw them.
+        RunFolderError: there is no step to draw, or there are too many, which ``vescale-ray dash`` draws.
         ModuleNotFoundError: matplotlib is not installed (``pip install 'vescale-ray[plots]'``).
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -227,7 +229,7 @@ def draw(run: RunFolder | str | Path) -> Path:
     folder = _folder(run)
     if _is_long(folder):
         size = _gigabytes(folder, "metrics.jsonl")
-        raise RunFolderError(f"{folder.path}: metrics.jsonl has {size}; vescale-ray dash {folder.path} draws so many")
+        raise RunFolderError(f"{folder.path}: metrics.jsonl has {size}; vescale-ray dash {folder.path} can draw it")
     written = [_few(line) for line in folder.each_metrics()]
     metrics, events = committed(written), folder.read_events()
     if not metrics:
@@ -235,7 +237,7 @@ def draw(run: RunFolder | str | Path) -> Path:
     steps = [line["step"] for line in metrics]
     losses = [float("nan") if line.get("loss") is None else line["loss"] for line in metrics]
 
-    # No pyplot: it would keep the figure in a module, and choose a window system.
+    # pyplot would keep the figure in a module, and choose a window system.
     figure = Figure(figsize=(9.6, 5.4), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
@@ -295,12 +297,12 @@ def _gigabytes(folder: RunFolder, name: str) -> str:
 
 
 def _few(line: Record) -> Record:
-    """What a report needs of a step's line, which has figures of each rank besides."""
+    """Return the fields of a step's line that a report needs, without the figures of each rank."""
     return {key: line.get(key) for key in ("step", "loss", "world", "step_seconds")}
 
 
 def _lines_to_sum_up(folder: RunFolder) -> tuple[list[Record], list[str]]:
-    """The lines that count; of too many the first and the last alone, and what is missing therefore."""
+    """Return the committed lines and the omissions; of a long file only the first and the last line."""
     if not _is_long(folder):
         return committed([_few(line) for line in folder.each_metrics()]), []
     ends = [_few(line) for line in (next(folder.each_metrics(), None), folder.last_metrics()) if line is not None]
@@ -308,7 +310,7 @@ def _lines_to_sum_up(folder: RunFolder) -> tuple[list[Record], list[str]]:
 
 
 def _processes(events: Sequence[Record]) -> tuple[tuple[str, int], ...]:
-    """Worker processes by id: w10 is younger than w9."""
+    """Return the worker processes by numeric id: w9 comes before w10."""
     found = [(str(e["worker"]), int(e["pid"])) for e in events if e["event"] == "worker_started" and e.get("pid")]
     return tuple(sorted(found, key=lambda one: (len(one[0]), one)))
 
@@ -330,13 +332,13 @@ def _verify(config: RunConfig) -> tuple[str | None, tuple[str, ...]]:
     commits = checkpoint.ls(root)
     if not commits:
         return None, ()
-    # The newest one even if it can't be loaded: a damaged checkpoint must show, not fall back to the one before.
+    # Verify the newest checkpoint even if it can't be loaded, so that damage shows. Loading would fall back to the one before.
     report = checkpoint.verify(root, commits[-1])
     return str(commits[-1].path), tuple(str(problem) for problem in report.problems)
 
 
 def _undone(lines: Sequence[Record]) -> Iterator[list[Record]]:
-    """Stretches of steps that a rollback undid."""
+    """Yield the stretches of steps that a rollback undid."""
     kept: list[Record] = []
     for line in lines:
         stretch: list[Record] = []
@@ -348,20 +350,20 @@ def _undone(lines: Sequence[Record]) -> Iterator[list[Record]]:
 
 
 def loss_words(line: Mapping[str, Any], digits: int = 3) -> str:
-    """The loss of a step's line or of a status; one that is no finite number is null there, as is one that is not known yet."""
+    """Return the loss of a step's line or of a status as words. null stands for a loss that is not finite, or not known yet."""
     if line.get("loss") is None:
         return "none yet" if line.get("tokens_per_second") is None else "not a finite number"
     return f"{line['loss']:.{digits}f} ({line.get('bpb') or 0:.{digits - 1}f} bits/byte)"
 
 
 def one_line(text: object) -> str:
-    """The text on one line, without what a terminal would obey: errors come from anywhere, names from files."""
+    """Return the text on one line without control characters, because errors and names come from outside."""
     words = " ".join(str(text).split())
     return words if words.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
 
 
 def describe_event(event: Record) -> tuple[str, float | None] | None:
-    """What an event means in a few words, and the seconds without training; None for events that only programs need."""
+    """Return an event in a few words, and the seconds without training; None for events that only programs need."""
     told = _described(event)
     return None if told is None else (one_line(told[0]), told[1])
 
@@ -410,7 +412,7 @@ def _described(event: Record) -> tuple[str, float | None] | None:
 def _story(events: Sequence[Record]) -> Iterator[tuple[float, int | None, str, float | None]]:
     begin = float(events[0]["time"]) if events else 0.0
     for event in events:
-        # Workers have a row of their own in the table.
+        # Workers have a separate row in the table.
         words = None if event["event"] == "worker_started" else describe_event(event)
         if words is not None:
             yield float(event["time"]) - begin, event.get("step"), *words

@@ -1,19 +1,19 @@
-"""The folder of a run: what it writes while it runs, and how anyone reads it during and afterwards.
+"""The folder of a run: the files that a run writes, and their readers.
 
     config.yaml     the resolved configuration; `vescale-ray train RUN_FOLDER/config.yaml` resumes the run
     run.json        state of the run: one object, replaced atomically
     control.json    url, token and host of the controller, readable by the owner only
-    vescale_service_discovery.json    where Prometheus finds the metrics; only while the run goes on
+    vescale_service_discovery.json    address of the metrics for Prometheus; exists only while the run is alive
     metrics.jsonl   one line per committed step
     events.jsonl    one line per event
     samples.jsonl   the sample ids that each step consumed
     checkpoints/    see vescale_ray.checkpoint
-    hangs/          where every worker stood when one hung
-    failures/       tracebacks and stacks of all workers of a run that was given up
+    hangs/          stacks of every worker at a hang
+    failures/       tracebacks and stacks of all workers of a run that failed
     curve.png       the picture that report.draw makes
 
-Lines are only ever appended. After a rollback the replayed steps are written again with a higher generation; readers keep
-the last line of each step and drop lines of steps that a rollback undid (:func:`committed`). Imports neither torch nor Ray.
+Lines are only appended. After a rollback the replayed steps are written again with a higher generation. Readers keep the last line of
+each step and drop lines of steps that a rollback undid (:func:`committed`). Imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ Record = dict[str, Any]
 
 DISCOVERY = "vescale_service_discovery.json"
 REPLACED = frozenset({"run.json", "control.json", "controller.json", "config.yaml", DISCOVERY})
-"""Files that are written beside their place first, under a name of their own with a dot before it and a random ending."""
+"""Files that are replaced atomically. A temporary file beside each has a leading dot and a random suffix."""
 LAST_TIME = 1e11
-"""Seconds since the epoch, in the year 5138: what is beyond, or is no number, no run has written."""
+"""Upper bound on valid times, in seconds since the epoch (year 5138). A run writes no later time."""
 _BLOCK = 1 << 18
-"""Bytes that are read at a time from a file's end on."""
+"""Bytes per read when a file is read backwards from its end."""
 FINAL_STATES = frozenset({"DONE", "FAILED", "STOPPED"})
-"""States in run.json after which nothing of the run is alive."""
+"""States in run.json after which no process of the run is alive."""
 
 
 class RunFolderError(BadInput):
-    """The folder can't be made or written, is in use by another run, or is none; the message is one line with its path and the remedy."""
+    """The folder can't be created or written, is in use by another run, or is not a run's; the message is one line with its path and
+    the remedy."""
 
 
 def unlockable(error: OSError) -> str:
-    """What a file system that refuses flock(2) itself lacks, and the remedy."""
+    """Return the message for a file system that refuses flock(2) itself, with the remedy."""
     return (
         f"files can't be locked there ({error.strerror or error}), and two runs in one folder would mix their lines; mount it with locks "
         "(Lustre: -o flock; NFS: without nolock), or set run.dir to another file system: checkpoint.dir may stay on this one"
@@ -58,7 +59,7 @@ def unlockable(error: OSError) -> str:
 
 
 class RunFolder:
-    """Readers and writers of one run's files. Holds nothing but the path: any number may exist, in any process."""
+    """Readers and writers of one run's files. Holds only the path, so any number may exist, in any process."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
@@ -72,7 +73,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints lie unless the configuration names another folder."""
+        """Folder of the checkpoints, unless the configuration names another one."""
         return self.path / "checkpoints"
 
     @property
@@ -82,10 +83,10 @@ class RunFolder:
     # ------------------------------------------------------------------------------------------------------------- writing
 
     def create(self) -> RunFolder:
-        """Make the folder, and prove that it can be written.
+        """Create the folder, and check that it can be written.
 
         Raises:
-            RunFolderError: it can't.
+            RunFolderError: it can't be created or written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -96,7 +97,7 @@ class RunFolder:
         return self
 
     def discard(self) -> None:
-        """Remove a folder in which no run has begun; one that holds anything but the lock and an empty ``checkpoints/`` stays."""
+        """Remove a folder in which no run has begun. The folder stays if it holds more than the lock and an empty ``checkpoints/``."""
         try:
             if self.checkpoints.is_dir():
                 self.checkpoints.rmdir()
@@ -104,19 +105,18 @@ class RunFolder:
                 (self.path / "lock").unlink(missing_ok=True)
                 self.path.rmdir()
         except OSError:
-            pass  # something is in it: it is somebody's
+            pass  # The folder is not empty, so it belongs to somebody.
 
     def claim(self) -> IO[str]:
-        """Take the run for this process: two runs in one folder would mix their lines. Held until the file returned is closed
-        or the process ends, however it ends (a lock of the kernel's).
+        """Lock the folder, so that no other run mixes its lines in. The lock lasts until the file is closed or the process ends.
 
         Raises:
-            RunFolderError: another live process has it, or no file can be locked there.
+            RunFolderError: another live process holds the lock, or the file system has no locks.
         """
         handle = open(self.path / "lock", "a+", encoding="utf-8")
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # the second in CIFS
+        except (BlockingIOError, PermissionError):  # CIFS raises PermissionError
             handle.seek(0)
             owner = handle.read().strip() or "unknown"
             handle.close()
@@ -133,8 +133,8 @@ class RunFolder:
         return handle
 
     def owner(self) -> str | None:
-        """The process id and the machine of the live driver that has the run, as it has written them; None when there is none that a lock
-        shows: of a driver on another machine, only a network file system shows it."""
+        """Return the process id and machine of the live driver with the lock; None if no lock is visible. Only network file systems show
+        locks of other machines."""
         try:
             with open(self.path / "lock", encoding="utf-8") as handle:
                 try:
@@ -146,19 +146,19 @@ class RunFolder:
         return None
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
-        """One line of a committed step; ``step`` counts completed steps, from 1."""
+        """Append the line of a committed step; ``step`` counts completed steps, from 1."""
         self._append("metrics.jsonl", record)
 
     def append_event(self, record: Mapping[str, Any]) -> None:
-        """One event; ``time`` is filled in when it is missing."""
+        """Append one event; a missing ``time`` is filled in."""
         self._append("events.jsonl", {"time": time.time(), **record})
 
     def write_hang(self, name: str, text: str) -> Path:
-        """Keep a report of a hang, beside those of the same name; its path."""
+        """Write a report of a hang without replacing one of the same name; return its path."""
         return self._keep("hangs", name, text)
 
     def write_failure(self, name: str, text: str) -> Path:
-        """Keep what is known of the failures that ended a run; its path."""
+        """Write a report of the failures that ended a run; return its path."""
         return self._keep("failures", name, text)
 
     def _keep(self, kind: str, name: str, text: str) -> Path:
@@ -170,22 +170,22 @@ class RunFolder:
         return path
 
     def append_samples(self, step: int, generation: int, ids: Iterable[int]) -> None:
-        """The ids that 0-based ``step`` consumed, of all ranks."""
+        """Append the sample ids of all ranks that 0-based ``step`` consumed."""
         self._append("samples.jsonl", {"step": step, "generation": generation, "ids": [int(one) for one in ids]})
 
     def write_state(self, record: Mapping[str, Any]) -> None:
-        """Replace run.json: a reader sees the old object or the new one, never a part."""
+        """Replace run.json atomically: a reader sees the old object or the new one."""
         self._replace("run.json", json.dumps(plain(record), indent=1) + "\n", mode=0o644)
 
     def write_control(self, url: str, token: str) -> None:
-        """Replace control.json, readable by the owner only: the token lets its holder stop and rescale the run. With the name of this
-        machine, by which a reader on another one knows that a loopback address is not its own."""
+        """Replace control.json, readable by the owner only, because the token permits stopping and rescaling the run. Its ``host`` tells
+        readers on other machines that a loopback address is not theirs."""
         self._replace("control.json", json.dumps({"url": url, "token": token, "host": socket.gethostname()}) + "\n", mode=0o600)
 
     def write_discovery(self, url: str) -> None:
-        """Replace vescale_service_discovery.json, which tells Prometheus (``file_sd_configs``) to scrape the server at ``url``.
+        """Replace vescale_service_discovery.json, which makes Prometheus (``file_sd_configs``) scrape the server at ``url``.
 
-        Without a label for the run: the metrics have one.
+        It has no label for the run, because the metrics have one.
         """
         found = [{"labels": {"job": "vescale-ray"}, "targets": [url.partition("://")[2].rstrip("/")]}]
         self._replace(DISCOVERY, json.dumps(found) + "\n", mode=0o644)
@@ -195,16 +195,16 @@ class RunFolder:
         self._replace("config.yaml", text, mode=0o644)
 
     def clear_discovery(self) -> None:
-        """Remove the service discovery: a run that ends is to be scraped no more."""
+        """Remove the service discovery of a run that ends, so that Prometheus stops scraping it."""
         (self.path / DISCOVERY).unlink(missing_ok=True)
 
     def clear_control(self) -> None:
-        """Remove control.json and the service discovery: nothing listens any more."""
+        """Remove control.json and the service discovery, because no server listens any more."""
         for name in ("control.json", DISCOVERY):
             (self.path / name).unlink(missing_ok=True)
 
     def clear_leftovers(self) -> None:
-        """Remove what a writer that was killed has left of files that it was about to replace. Only while nobody writes."""
+        """Remove temporary files that killed writers left behind. Call it only while nobody writes."""
         for path in self.path.glob(".*"):
             name, _, suffix = path.name.removeprefix(".").rpartition(".")
             if suffix and name in REPLACED:
@@ -212,13 +212,13 @@ class RunFolder:
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         line = json.dumps(plain(record), separators=(",", ":")).encode() + b"\n"
-        # One write in append mode: no other writer's line can lie between. A line that a crash cut short is ended first.
+        # One write in append mode keeps lines of other writers apart. If a crash cut the last line short, a newline ends it first.
         descriptor = os.open(self.path / name, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
                 line = b"\n" + line
-            # A disk that is nearly full takes a part, and only then says so: what was cut short is written again, on a line of its own.
+            # A nearly full disk writes a part first, and fails at the next write. A later append starts a new line.
             while line:
                 line = line[os.write(descriptor, line) :]
         finally:
@@ -238,28 +238,28 @@ class RunFolder:
     # ------------------------------------------------------------------------------------------------------------- reading
 
     def read_state(self) -> Record | None:
-        """run.json, or None when the run has not written it."""
+        """Return run.json, or None if the run has not written it."""
         return self._read_object("run.json")
 
     def read_control(self) -> Record | None:
-        """control.json (``url``, ``token``, ``host``), or None when nothing listens."""
+        """Return control.json (``url``, ``token``, ``host``), or None if no server listens."""
         return self._read_object("control.json")
 
     def read_metrics(self) -> list[Record]:
-        """The line of each committed step, by step."""
+        """Return the line of each committed step, by step."""
         return committed(self.read_all_metrics())
 
     def read_all_metrics(self) -> list[Record]:
-        """Every line as written, undone steps included."""
+        """Return every line of the metrics as written, undone steps included."""
         return self._read_lines("metrics.jsonl")
 
     def each_metrics(self, offset: int = 0) -> Iterator[Record]:
-        """The same, one after the other, from a byte on at which a line begins: the lines of a long run with many ranks are gigabytes."""
+        """Yield every line of the metrics from byte ``offset`` on, where a line must begin. A long run's lines take gigabytes."""
         return self._each_line("metrics.jsonl", offset)
 
     def marked_metrics(self, key: str, least: int) -> int:
-        """Where the last line of the metrics begins that has ``key`` and is followed by ``least`` others or more; 0 if there is none. Reads
-        the file's end alone."""
+        """Return the start of the last metrics line that has ``key`` and is followed by at least ``least`` lines; 0 if there is none. Reads
+        only the end of the file."""
         needle, name = b'"%s":' % key.encode(), "metrics.jsonl"
         try:
             with (self.path / name).open("rb") as file:
@@ -268,7 +268,7 @@ class RunFolder:
                     start = max(0, end - _BLOCK)
                     file.seek(start)
                     raw = file.read(end - start) + rest
-                    # What lies before the first line's end is a part of a line, unless it is the file's beginning.
+                    # The bytes before the first newline are an incomplete line, unless they start the file.
                     whole = raw.find(b"\n") + 1 if start else 0
                     at = start + len(raw)
                     if start and not whole:
@@ -285,40 +285,40 @@ class RunFolder:
         return 0
 
     def read_events(self) -> list[Record]:
-        """All events in the order in which they happened."""
+        """Return all events in the order in which they happened."""
         return self._read_lines("events.jsonl")
 
     def each_samples(self) -> Iterator[Record]:
-        """Every line of consumed ids as written, undone steps included, one after the other."""
+        """Yield every line of consumed ids as written, undone steps included."""
         return self._each_line("samples.jsonl")
 
     def read_samples(self) -> list[Record]:
-        """The line of consumed ids of each committed step, by step."""
+        """Return the line of consumed ids of each committed step, by step."""
         return committed(self.read_all_samples())
 
     def read_all_samples(self) -> list[Record]:
-        """Every line of consumed ids as written, undone steps included."""
+        """Return every line of consumed ids as written, undone steps included."""
         return self._read_lines("samples.jsonl")
 
     def last_samples(self) -> Record | None:
-        """The newest line of consumed ids; None if there is none."""
+        """Return the newest line of consumed ids, or None."""
         return self._last_line("samples.jsonl")
 
     def last_step(self) -> int:
-        """Of the newest line of the metrics; 0 if there is none."""
+        """Return the step of the newest line of the metrics; 0 if there is none."""
         return int((self.last_metrics() or {}).get("step") or 0)
 
     def last_metrics(self) -> Record | None:
-        """The newest line of the metrics; None if there is none."""
+        """Return the newest line of the metrics, or None."""
         return self._last_line("metrics.jsonl")
 
     def size_of(self, name: str) -> int:
-        """Bytes of a file of the folder; 0 if there is none."""
+        """Return the bytes of a file of the folder; 0 if it does not exist."""
         path = self.path / name
         return path.stat().st_size if path.is_file() else 0
 
     def _last_line(self, name: str) -> Record | None:
-        """The newest whole line; None if there is none. Reads the file's end alone, which grows to gigabytes."""
+        """Return the newest whole line, or None. Reads only the end of the file, because the file grows to gigabytes."""
         try:
             with (self.path / name).open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -326,7 +326,7 @@ class RunFolder:
                 while True:
                     start = max(0, size - length)
                     file.seek(start)
-                    # What lies before the first line's end is a part of a line, unless it is the file's beginning.
+                    # The bytes before the first newline are an incomplete line, unless they start the file.
                     raw = file.read(size - start)
                     found = _parse(raw if start == 0 else raw.partition(b"\n")[2], name)
                     if found or start == 0:
@@ -336,12 +336,12 @@ class RunFolder:
             return None
 
     def is_run(self) -> bool:
-        """Whether a run has ever written here."""
+        """Return whether a run has ever written here."""
         return self.config_path.is_file() or (self.path / "run.json").is_file()
 
     def _read_object(self, name: str) -> Record | None:
         try:
-            value = json.loads((self.path / name).read_text(encoding="utf-8"), parse_constant=lambda text: None)  # NaN: not of our writing
+            value = json.loads((self.path / name).read_text(encoding="utf-8"), parse_constant=lambda text: None)  # never NaN
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (ValueError, RecursionError):
@@ -363,11 +363,11 @@ class RunFolder:
             return
 
     def tail_metrics(self, *, skip_old: bool = False) -> Tail:
-        """A reader of the metrics as they come; ``skip_old`` starts it behind what is there."""
+        """Return a reader of new metrics; ``skip_old`` skips the existing lines."""
         return self._tail("metrics.jsonl", skip_old)
 
     def tail_events(self, *, skip_old: bool = False) -> Tail:
-        """A reader of the events as they come."""
+        """Return a reader of new events; ``skip_old`` skips the existing lines."""
         return self._tail("events.jsonl", skip_old)
 
     def _tail(self, name: str, skip_old: bool) -> Tail:
@@ -378,7 +378,7 @@ class RunFolder:
 
 
 class Tail:
-    """Reads a file of JSON lines while it grows: each :meth:`read` gives the records completed since the one before."""
+    """Reader of a growing file of JSON lines: each :meth:`read` returns the records completed since the last one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -397,8 +397,8 @@ class Tail:
 
 
 def committed(lines: Sequence[Record]) -> list[Record]:
-    """The lines that count, by step: a line of step ``s`` undoes every earlier line of a step ``>= s``, because the run went
-    back to before ``s`` when it wrote it."""
+    """Return the lines of committed steps, by step. A line of step ``s`` undoes all earlier lines of steps ``>= s``: a rollback came
+    between."""
     kept: list[Record] = []
     for line in lines:
         while kept and kept[-1]["step"] >= line["step"]:
@@ -408,7 +408,7 @@ def committed(lines: Sequence[Record]) -> list[Record]:
 
 
 def newest_run(folder: str | os.PathLike[str] = "runs") -> RunFolder:
-    """The run folder under ``folder`` whose run.json (or config.yaml) changed last.
+    """Return the run folder under ``folder`` whose run.json (or config.yaml) changed last.
 
     Raises:
         RunFolderError: there is none.
@@ -420,7 +420,7 @@ def newest_run(folder: str | os.PathLike[str] = "runs") -> RunFolder:
 
 
 def list_runs(folder: str | os.PathLike[str] = "runs") -> list[RunFolder]:
-    """All run folders under ``folder``, the newest last."""
+    """Return all run folders under ``folder``, the newest last."""
     root = Path(folder)
     if not root.is_dir():
         return []
@@ -429,20 +429,20 @@ def list_runs(folder: str | os.PathLike[str] = "runs") -> list[RunFolder]:
 
 
 def _parse(raw: bytes, name: str) -> list[Record]:
-    """The whole lines of the file ``name`` that are in ``raw``; what is no line of such a file is left out."""
+    """Parse the whole lines in ``raw`` of the file ``name``; invalid lines are dropped."""
     records = []
     for line in raw.splitlines():
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            continue  # cut short by a crash, or by reading while it is written
+            continue  # cut short by a crash, or read while it is being written
         if isinstance(record, dict) and _is_ours(record, name):
             records.append(record)
     return records
 
 
 def _is_ours(record: Record, name: str) -> bool:
-    """Whether a line has what all lines of its file have: everybody who reads them relies on it."""
+    """Return whether a record has the required fields of its file, which all readers rely on."""
 
     def a(kind: type | tuple[type, ...], key: str, *, there: bool = True) -> bool:
         value = record.get(key)

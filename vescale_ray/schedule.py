@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: nothing to store, nothing to restore."""
+"""The learning rate as a pure function of the step, with no state to save or restore."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ScheduleConfig(Protocol):
 def lr_at(step: int, train: ScheduleConfig) -> float:
     """Learning rate of 0-based ``step``: linear warm-up that ends at ``lr``, then half a cosine down to ``lr * min_lr_ratio``.
 
-    The first step already learns (``lr / warmup_steps``); the last step of the run uses exactly the lowest rate.
+    The first step already trains (at ``lr / warmup_steps``); the last step of the run uses exactly the lowest rate.
 
     Raises:
         ValueError: ``step`` is negative.

@@ -1,16 +1,16 @@
-"""State dicts of models and optimizers with ragged parameters: torch's ``get/set_*_state_dict``, that also load full state dicts.
+"""State dicts of models and optimizers with ragged parameters: torch's ``get/set_*_state_dict``, which also load full state dicts.
 
-torch's own setters can't: with ``full_state_dict`` they cut full tensors for Shard only. Getting, and setting from sharded state dicts,
-is torch's own code. The options are torch's :class:`StateDictOptions`:
+torch's own setters can't load full state dicts, because with ``full_state_dict`` they cut full tensors for Shard only. Getting, and
+setting from sharded state dicts, is torch's own code. The options are torch's :class:`StateDictOptions`:
 
-| option                 | here                                                                                                    |
-|------------------------|---------------------------------------------------------------------------------------------------------|
+| option                 | meaning                                                                                                  |
+|------------------------|----------------------------------------------------------------------------------------------------------|
 | full_state_dict        | plain whole tensors; with cpu_offload on rank 0 only, the other ranks get an empty dict                   |
-| broadcast_from_rank0   | rank 0 has the full state dict (the others give anything), and sends one tensor at a time                 |
+| broadcast_from_rank0   | rank 0 has the full state dict (the others pass anything), and sends one tensor at a time                 |
 | strict                 | every name must be known on both sides; checked on all ranks before anything is written                   |
 
-Memory: of a ragged tensor over all ranks, rank 0 sends each rank its part and nothing else, straight out of the state dict that it was
-given, which is not copied. Of others (replicas, tensor parallelism) a rank holds, beside its shards, one full tensor at a time.
+Memory: for a ragged tensor over all ranks, rank 0 sends each rank only its part, straight from the given state dict, without a copy.
+For other tensors (replicas, tensor parallelism), a rank holds one full tensor at a time beside its shards.
 """
 
 from __future__ import annotations
@@ -43,32 +43,33 @@ Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 
 def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> dict[str, Any]:
-    """The model's parameters and buffers by name, sharded, or whole (``full_state_dict``)."""
+    """Return the model's parameters and buffers by name, sharded, or whole (``full_state_dict``)."""
     _check_model(model)
     return torchs.get_model_state_dict(model, options=_checked(options))
 
 
 def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizers, *, options: StateDictOptions | None = None) -> dict[str, Any]:
-    """The optimizers' state by parameter name: ``{"state": {name: {..}}, "param_groups": [..]}``, sharded or whole.
+    """Return the optimizers' state by parameter name: ``{"state": {name: {..}}, "param_groups": [..]}``, sharded or whole.
 
-    An optimizer that has no state yet gets one, by a step with zero gradients and learning rate (torch's way). Whole states are gathered
-    in the order of the model's parameters, whatever the order in which an optimizer has got them: that may differ by rank.
+    An optimizer without state gets one, by a step with zero gradients and learning rate, as in torch. Whole states are gathered in the
+    order of the model's parameters, because the optimizer's own order may differ by rank.
     """
     options, optimizers = _checked(options), _listed(optimizers)
     _rest(model, optimizers)
     if options is not None and options.full_state_dict:
-        torchs.get_optimizer_state_dict(model, optimizers)  # makes the states that are not there yet; nothing is gathered
+        torchs.get_optimizer_state_dict(model, optimizers)  # creates missing states; gathers nothing
         for optimizer in optimizers:
             in_parameter_order(optimizer.state, model.parameters())
     return torchs.get_optimizer_state_dict(model, optimizers, options=options)
 
 
 def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None) -> Any:
-    """Load a state dict into the model: sharded in any layout, or whole; the ``missing_keys`` and ``unexpected_keys`` as torch's.
+    """Load a state dict into the model: sharded in any layout, or whole; returns ``missing_keys`` and ``unexpected_keys`` as torch
+    does.
 
     Raises:
         ValueError: ``broadcast_from_rank0`` without ``full_state_dict``; a tensor of another shape; a parameter on the meta device;
-            names that are missing or too many (``strict``). On every rank, before anything is written.
+            missing or unexpected names (``strict``). Raised on every rank, before anything is written.
     """
     options = _checked(options)
     _check_model(model)
@@ -77,7 +78,7 @@ def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], 
     mine = torchs.get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=options.ignore_frozen_params))
     source = _Source(model_state_dict, options, _device(mine))
     missing, unexpected = _fill(mine, source, options, "model")
-    # What is written already is loaded once more, from itself: the modules' hooks run, and values that are no tensors get set.
+    # Load the written values once more from the model itself: this runs the modules' hooks, and sets values that are not tensors.
     result = torchs.set_model_state_dict(model, {n: v for n, v in mine.items() if n not in missing}, options=StateDictOptions(strict=False))
     result.unexpected_keys.extend(unexpected)
     return result
@@ -86,7 +87,7 @@ def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], 
 def set_optimizer_state_dict(
     model: nn.Module, optimizers: Optimizers, optim_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
 ) -> None:
-    """Load a state dict, by parameter names as :func:`get_optimizer_state_dict` gives it, into the optimizers.
+    """Load a state dict, by parameter names as :func:`get_optimizer_state_dict` returns it, into the optimizers.
 
     Raises:
         ValueError: as :func:`set_model_state_dict`.
@@ -105,12 +106,12 @@ def set_optimizer_state_dict(
 
 
 def _fill(mine: dict[str, Any], source: _Source, options: StateDictOptions, what: str) -> tuple[list[str], list[str]]:
-    """Write what ``source`` has into ``mine``, once names and shapes are known to fit; the names that are missing and too many."""
+    """Write ``source`` into ``mine`` after checking names and shapes; return the missing and the unexpected names."""
     missing = [name for name in mine if name not in source.items]
     unexpected = [name for name in source.items if name not in mine]
-    _refuse(options, what, missing, unexpected)
+    _refuse(options, what, missing, unexpected, none_fits=len(missing) == len(mine))
     _check({name: (mine[name], entry) for name, entry in source.items.items() if name in mine})
-    for name in source.items:  # rank 0's order where it sends: the order of ``mine`` may differ by rank
+    for name in source.items:  # If rank 0 sends, its order applies, because the order of ``mine`` may differ by rank.
         if name in mine:
             mine[name] = source.into(name, mine[name])
     return missing, unexpected
@@ -132,7 +133,7 @@ def _listed(optimizers: Any) -> tuple[torch.optim.Optimizer, ...]:
 
 
 def _rest(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-    """Units that a forward pass left gathered show the wrong parameters: taking a state dict reshards them (theirs and ours)."""
+    """Reshard the units by taking a state dict, because gathered units show the wrong parameters; check that all parameters are known."""
     _check_model(model)
     model.state_dict(keep_vars=True)
     known = set(map(id, model.parameters()))
@@ -146,7 +147,7 @@ def _rest(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> No
 
 
 class _Source:
-    """A full state dict: names, and for tensors shape and dtype, on every rank; the values there, too, or on rank 0 only."""
+    """A full state dict: names, shapes and dtypes on every rank; the values on every rank, or on rank 0 only."""
 
     def __init__(
         self,
@@ -166,7 +167,7 @@ class _Source:
                     raise TypeError(f"it is a {type(given).__name__}, not a dict")
                 self.given = flattened(given)
                 described = [{n: _sendable(n, _described(n, v)) for n, v in self.given.items()}]
-            except Exception as error:  # the other ranks wait for word of it
+            except Exception as error:  # the other ranks wait for this refusal
                 described, refusal = [_Refused(str(error) or type(error).__name__)], error
         if self.sends:
             dist.broadcast_object_list(described, src=0, device=device)
@@ -175,7 +176,7 @@ class _Source:
         self.items: dict[str, Any] = described[0]
 
     def into(self, name: str, target: Any) -> Any:
-        """``target`` with the value of ``name`` written into it; the value itself where ``target`` is no tensor."""
+        """Write the value of ``name`` into ``target`` and return it; if ``target`` is not a tensor, return the value itself."""
         entry = self.items[name]
         if not isinstance(entry, _TensorEntry):
             return entry
@@ -183,7 +184,7 @@ class _Source:
             return self._whole(name, entry)
         with torch.no_grad():
             if not self.sends and isinstance(target, RaggedDTensor):
-                target.copy_(self.given[name])  # only its part goes to the device
+                target.copy_(self.given[name])  # only this rank's part goes to the device
                 return target
             if isinstance(target, RaggedDTensor) and _over_all_ranks(target):
                 target.copy_(RaggedDTensor.from_spec(self._part(name, entry, target), target._spec))
@@ -195,7 +196,7 @@ class _Source:
         return target
 
     def _part(self, name: str, entry: _TensorEntry, target: RaggedDTensor) -> Tensor:
-        """This rank's part, from rank 0, whose tensor is all parts in rank order: one uneven all-to-all in which only rank 0 sends."""
+        """Receive this rank's part from rank 0, whose tensor is all parts in rank order: one all-to-all in which only rank 0 sends."""
         placement = cast(RaggedShard, target.placements[0])
         size = 1 if entry.dtype in MOVABLE else entry.dtype.itemsize
         counts = [(end - start) * size for start, end in placement.intervals(entry.shape)]
@@ -218,27 +219,27 @@ class _Source:
 
 
 class _TensorEntry:
-    """Shape and dtype of a tensor that is elsewhere."""
+    """Shape and dtype of a tensor on another rank."""
 
     def __init__(self, value: Tensor) -> None:
         self.shape, self.dtype = tuple(value.shape), value.dtype
 
 
 class _Refused:
-    """Why the first rank can't send its state dict."""
+    """The reason why rank 0 can't send its state dict."""
 
     def __init__(self, why: str) -> None:
         self.why = why
 
 
 def _over_all_ranks(tensor: RaggedDTensor) -> bool:
-    """Whether the tensor's parts lie on all ranks, in rank order."""
+    """Return whether the tensor's parts lie on all ranks, in rank order."""
     return tensor.device_mesh.ndim == 1 and tensor.device_mesh.mesh.tolist() == list(range(dist.get_world_size()))
 
 
 def _sendable(name: str, value: Any) -> Any:
     try:
-        pickle.dumps(value)  # as sending it does
+        pickle.dumps(value)  # broadcast_object_list pickles it, too
     except Exception as error:
         raise ValueError(f"{name!r} can't be pickled: {error}") from None
     return value
@@ -263,11 +264,14 @@ def _checked(options: StateDictOptions | None) -> StateDictOptions:
     return options
 
 
-def _refuse(options: StateDictOptions, what: str, missing: list[str], unexpected: list[str]) -> None:
+def _refuse(options: StateDictOptions, what: str, missing: list[str], unexpected: list[str], none_fits: bool) -> None:
     if options.strict and (missing or unexpected):
+        how = "load what fits with StateDictOptions(strict=False)"
+        if none_fits:
+            how = f"rename its entries, as the {what} calls them" if unexpected else "set broadcast_from_rank0=True if rank 0 has one"
         raise ValueError(
             f"the {what} state dict lacks {missing[:5]}{'..' if len(missing) > 5 else ''} and has {unexpected[:5]}"
-            f"{'..' if len(unexpected) > 5 else ''} that the {what} doesn't know; load what fits with StateDictOptions(strict=False)"
+            f"{'..' if len(unexpected) > 5 else ''} that the {what} doesn't know; {how}"
         )
 
 
@@ -284,12 +288,12 @@ def _check(pairs: dict[str, tuple[Any, Any]]) -> None:
 
 
 def _device(state: Mapping[str, Any]) -> torch.device:
-    """The device that the tensors are on, CPU if there are none."""
+    """Return the device of the tensors; the CPU if there are none."""
     return next((v.device for v in state.values() if isinstance(v, Tensor) and v.ndim and not v.is_meta), torch.device("cpu"))
 
 
 def _flattened(given: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer state dict as ``{"state.NAME.KEY": .., "param_groups.NAME.KEY": ..}``, torch's flat form; one that is flat stays."""
+    """Return an optimizer state dict in torch's flat form ``{"state.NAME.KEY": .., "param_groups.NAME.KEY": ..}``."""
     if "state" not in given:
         return dict(given)
     if "param_groups" not in given:

@@ -1,4 +1,4 @@
-"""A running job, live on a terminal: ``vescale-ray top``. Where there is no terminal, one picture of it."""
+"""The live terminal view of a run: ``vescale-ray top``. Without a terminal, it prints one picture."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from vescale_ray.runfolder import Record, RunFolder, RunFolderError
 
 EVENTS = 8
 RANKS = 32
-"""As many rows are drawn of them where there is no terminal."""
+"""Number of rows of ranks if there is no terminal."""
 COLUMNS = {"rank": 4, "worker": 6, "node": 12, "memory": 10, "slots": 5, "own time for a slot": 8, "slowness": 8}
-"""Of the ranks; and how many characters each needs, beside 4 between two."""
+"""Columns of the ranks' table, and the characters that each needs, besides 4 between two."""
 DISPENSABLE = ("node", "slots", "worker", "memory")
-"""Of these, those that come first are left out first where a terminal is narrow."""
+"""Columns that a narrow terminal leaves out, the first one first."""
 COLOURS = {"RUNNING": "green", "DONE": "green", "FAILED": "red", "RESCALING": "yellow", "STOPPING": "yellow"}
 
 
 def show(folder: RunFolder, interval_s: float, console: Console, *, once: bool) -> str:
-    """Draw the run until it ends (or is no longer reached); what there is to say then.
+    """Draw the run until it ends (or is no longer reachable); return the final message.
 
     Args:
-        interval_s: between two looks.
-        once: draw it once and return; so also where ``console`` is no terminal.
+        interval_s: seconds between two updates.
+        once: draw once and return; implied if ``console`` is not a terminal.
 
     Raises:
-        client.RunNotAlive: it is not running now.
-        RunFolderError: what it tells is not what this version of a run tells.
+        client.RunNotAlive: the run is not alive.
+        RunFolderError: the status is not one of this version of vescale-ray.
     """
     try:
         return _show(folder, interval_s, console, once)
@@ -47,7 +47,7 @@ def show(folder: RunFolder, interval_s: float, console: Console, *, once: bool) 
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         said = f"{type(error).__name__}: {one_line(error)}"
         raise RunFolderError(
-            f"{folder.path}: it tells what can't be shown ({said}); is it a run of another version of vescale-ray?"
+            f"{folder.path}: its status can't be shown ({said}); is it a run of another version of vescale-ray?"
         ) from error
 
 
@@ -86,8 +86,10 @@ def picture(
     note: str = "",
     width: int = 120,
 ) -> RenderableType:
-    """One look at the run: its head, ``ranks`` of its ranks (the slow ones first), its newest ``rows`` events; above them ``note``. In
-    less than ``width`` characters of a terminal's line, of each rank only what there is room for."""
+    """Return one picture of the run: ``note``, its head, ``ranks`` of its ranks (slow ones first), its newest ``rows`` events.
+
+    If the terminal has fewer than ``width`` columns, the ranks' table leaves out columns.
+    """
     parts: list[RenderableType] = [Text(note, "yellow"), _head(status, now), _ranks(status, ranks, width)]
     if not note:
         del parts[0]
@@ -142,7 +144,7 @@ def _head(s: Mapping[str, Any], now: float) -> RenderableType:
 
 
 def _waiting(s: Mapping[str, Any]) -> str:
-    """How much of the steps goes into waiting for other ranks, and for what most; empty where nobody has told."""
+    """Return the share of step time spent waiting for other ranks, with the largest kinds of waits; empty if unknown."""
     phases = {name: seconds for name, seconds in (s.get("phase_seconds") or {}).items() if name != "checkpoint"}
     whole = sum(phases.values())
     ops = {op: sum(by.values()) for op, by in (s.get("waited") or {}).items() if op != "reshard"}
@@ -155,7 +157,7 @@ def _waiting(s: Mapping[str, Any]) -> str:
 
 
 def _memory(s: Mapping[str, Any]) -> str:
-    """What the fullest rank's memory is used for, and how much of a GPU's is."""
+    """Return the uses of the fullest rank's memory, and the used part of a GPU's memory."""
     kinds = {kind: max(by.values()) for kind, by in (s.get("memory_kinds") or {}).items() if by}
     largest = sorted(kinds.items(), key=lambda item: -item[1])
     parts = [f"{kind} {nbytes / (1 << 20):,.0f} MiB" for kind, nbytes in largest if nbytes >= 1 << 20]
@@ -177,13 +179,13 @@ def _ranks(s: Mapping[str, Any], most: int, width: int) -> RenderableType:
     of = {name: s.get(name) or {} for name in ("workers", "memory", "slots", "slot_seconds", "slowness")}
     slow = {str(one.get("rank")) for one in (s.get("stragglers") or {}).values()}
     everyone = sorted(set(of["workers"]) | set(of["memory"]), key=int)
-    # Of many: the slow ones, then those that take longest.
+    # If there are many, show the slow ones, then those that take longest.
     first = sorted(everyone, key=lambda rank: (rank not in slow, -(of["slowness"].get(rank) or 0.0)))[:most]
     for rank in sorted(first, key=int):
         who, memory, seconds = of["workers"].get(rank, {}), of["memory"].get(rank), of["slot_seconds"].get(rank)
         cells: dict[str, RenderableType] = {
             "rank": str(rank),
-            "worker": Text(str(who.get("worker", "-"))),  # a text alone would be read as rich's markup
+            "worker": Text(str(who.get("worker", "-"))),  # Text prevents rich from reading markup
             "node": Text(str(who.get("node", "-"))[:12]),
             "memory": "-" if memory is None else f"{memory / (1 << 20):,.0f} MiB",
             "slots": str(of["slots"].get(rank, "-")),
@@ -200,7 +202,7 @@ def _shown(value: Any) -> str:
 
 
 def _span(seconds: float) -> str:
-    """How long, in the two largest units."""
+    """Return a duration in its two largest units."""
     whole = max(0, round(seconds))
     if whole < 120:
         return f"{whole} s"

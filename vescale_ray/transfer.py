@@ -1,6 +1,8 @@
-"""The single steps of a redistribution, each at most one collective: between two ragged layouts, to and from the whole, boxes between
-any layouts. ``redistribute.py`` says when which. Nothing here knows autograd. Every step can be asynchronous: a :class:`Transfer` is
-complete when it was waited for. gloo has no collectives over uneven lists, hence the all-to-all.
+"""Single steps of a redistribution, each with at most one collective.
+
+The steps move a tensor between two ragged layouts, to and from the whole, and as boxes between any layouts. ``redistribute.py``
+chooses among them. They do not know autograd. Every step can be asynchronous: a :class:`Transfer` is complete after its wait. gloo has
+no collectives over uneven lists, so uneven parts use an all-to-all.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_ray import collectives
 from vescale_ray.collectives import all_gather, all_to_all, broadcast
-from vescale_ray.compat.core import run_as_is, tree_map_only
+from vescale_ray.compat.core import disable_current_modes, run_as_is, tree_map_only
 from vescale_ray.compat.distributed import AsyncCollectiveTensor
 from vescale_ray.dtensor_spec import Placements, Sharding, holding, ragged_mesh_dim, section
 from vescale_ray.geometry import Box, Shape
@@ -26,7 +28,7 @@ from vescale_ray.placement import RaggedShard
 
 Slices = tuple[slice, ...]
 
-# What every backend moves as it is. The rest (bool, float8, int16, complex, ..) travels as bytes: gloo rejects them.
+# Dtypes that every backend accepts. The others (bool, float8, int16, complex, ..) travel as bytes, because gloo rejects them.
 MOVABLE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8})
 
 COMBINE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -39,7 +41,7 @@ COMBINE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Transfer:
-    """A local tensor that is on its way: ``out`` is complete after :meth:`wait`, which may be called again."""
+    """A local tensor in flight: ``out`` is complete after :meth:`wait`, which may be called again."""
 
     __slots__ = ("_finish", "_source", "_work", "out")
 
@@ -48,7 +50,7 @@ class Transfer:
         self._source: tuple[torch.Tensor, int] | None = None
 
     def watch(self, source: torch.Tensor) -> None:
-        """Refuse the result if ``source``, which the collective reads, is written before it was waited for."""
+        """Make :meth:`wait` raise if ``source``, which the collective reads, is written before the wait."""
         self._source = source, writes_of(source)
 
     @property
@@ -73,7 +75,7 @@ class Transfer:
 class ArrivingTensor(AsyncCollectiveTensor):
     """The local tensor of a redistribution with ``async_op=True``: its first use waits for the transfer.
 
-    torch's AsyncCollectiveTensor waits for a collective only; what arrives here may still have to be put in its place.
+    torch's AsyncCollectiveTensor only waits for a collective. Here a transfer may also have to move received elements into place.
     """
 
     __slots__ = ["transfer"]
@@ -81,7 +83,7 @@ class ArrivingTensor(AsyncCollectiveTensor):
 
     @staticmethod
     def of(transfer: Transfer) -> torch.Tensor:
-        """``transfer``'s result, not waited for; the plain tensor if it is there already."""
+        """Return ``transfer``'s result without a wait; the plain tensor if it is complete."""
         if transfer.done:
             return transfer.out
         result = AsyncCollectiveTensor.__new__(ArrivingTensor, transfer.out)
@@ -106,26 +108,26 @@ class ArrivingTensor(AsyncCollectiveTensor):
 
 
 def writes_of(tensor: Any) -> int:
-    """How often a ragged tensor was written: in place, through a list, through its local tensor, or that of the tensor it is a view of."""
+    """Count the writes of a ragged tensor: in place, through a list, through its local tensor, or through that of a view's base."""
     try:
         through = getattr(tensor, "_written_through", ())
         return int(tensor._version + tensor._local_tensor._version + sum(t._version for t in through))
-    except RuntimeError:  # tensors made in inference mode don't count
+    except RuntimeError:  # tensors made in inference mode have no version counter
         return 0
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor, waited for if it was still on its way."""
+    """Return the plain tensor, after a wait if it is still in flight."""
     return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
-# -- one mesh dimension, the ragged one: the others stay as they are, so all happens inside one section -----------------------
+# -- one mesh dimension, the ragged one: the others stay as they are, so all steps stay inside one section -------------------
 
 
 def gather(local: torch.Tensor, sharding: Sharding) -> Transfer:
-    """The whole section, fresh memory. Collective over the ragged mesh dimension.
+    """Gather the whole section into new memory. Collective over the ragged mesh dimension.
 
-    Even parts: one all-gather without copies. A single owner: one broadcast. Uneven parts: one uneven all-to-all.
+    Even parts take one all-gather without copies, a single owner one broadcast, and uneven parts one uneven all-to-all.
     """
     shape, numel, world = sharding.section, sharding.section_numel, sharding.world
     flat = flat_of(local)
@@ -147,12 +149,12 @@ def gather(local: torch.Tensor, sharding: Sharding) -> Transfer:
 
 
 def take(full: torch.Tensor, sharding: Sharding) -> torch.Tensor:
-    """This rank's part of the whole tensor, fresh memory; no communication."""
+    """Return this rank's part of the whole tensor in new memory; no communication."""
     return view_of(full, sharding).clone()
 
 
 def view_of(full: torch.Tensor, sharding: Sharding) -> torch.Tensor:
-    """This rank's part of the whole tensor as a view (of a copy, if its section of ``full`` is not contiguous)."""
+    """Return this rank's part of the whole tensor as a view (of a copy, if its section of ``full`` is not contiguous)."""
     if full.shape != sharding.shape:
         raise ValueError(f"{sharding.describe()} can't take its part of a tensor of shape {tuple(full.shape)}")
     if tuple(sharding.section) != tuple(sharding.shape):
@@ -161,10 +163,10 @@ def view_of(full: torch.Tensor, sharding: Sharding) -> torch.Tensor:
 
 
 def reduce_scatter(full: torch.Tensor, sharding: Sharding, op: str) -> Transfer:
-    """This rank's part of the ranks' ``full`` sections reduced by ``op``: a key of ``COMBINE``. One collective.
+    """Reduce the ranks' ``full`` sections by ``op``, a key of ``COMBINE``, and return this rank's part. One collective.
 
-    Even parts, sum or mean: a reduce-scatter (the mean is a sum divided by the ranks: gloo has no AVG). Everything else: each part
-    goes to its owner, who reduces in rank order.
+    If parts are even and ``op`` is sum or mean, it is a reduce-scatter. The mean is a sum divided by the ranks, because gloo has no
+    AVG. Otherwise each part goes to its owner, which reduces in rank order.
     """
     world, flat = sharding.world, flat_of(full)
     if sharding.section_numel == 0 or world == 1:
@@ -183,10 +185,10 @@ def reduce_scatter(full: torch.Tensor, sharding: Sharding, op: str) -> Transfer:
 
 
 def exchange(local: torch.Tensor, source: Sharding, target: Sharding) -> Transfer:
-    """From one ragged layout of a tensor to another on the same mesh dimension: only elements whose owner changes travel.
+    """Move between two ragged layouts of a tensor on the same mesh dimension; only elements whose owner changes travel.
 
-    Both are intervals of the same elements in rank order, so the collective reads and writes the parts themselves. If no
-    element changes owner (the layouts differ in dims only) there is none.
+    Both layouts are intervals of the same elements in rank order, so the collective reads and writes the parts themselves. If no
+    element changes owner (the layouts differ in dims only), there is no collective.
     """
     before, after = source.placement.intervals(source.section), target.placement.intervals(target.section)
     flat = flat_of(local)
@@ -205,7 +207,7 @@ def exchange(local: torch.Tensor, source: Sharding, target: Sharding) -> Transfe
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What one rank sends and receives: (its box's index, the part of that box), by rank of the group, in the same order on both sides."""
+    """Sends and receives of one rank: (index of its box, part of that box), by rank of the group, in the same order on both sides."""
 
     sends: tuple[tuple[tuple[int, Slices], ...], ...]
     receives: tuple[tuple[tuple[int, Slices], ...], ...]
@@ -215,10 +217,10 @@ class _Plan:
 def exchange_boxes(
     local: torch.Tensor, mesh: DeviceMesh, source: Placements, target: Placements, shape: Shape, dim: int | None
 ) -> Transfer:
-    """From any layout to any other, with one all-to-all over mesh dimension ``dim``, or over all ranks (None).
+    """Move between any two layouts, with one all-to-all over mesh dimension ``dim``, or over all ranks (None).
 
-    Where several ranks hold an element, it comes from the one that shares the receiver's coordinates on the replicated dimensions: itself,
-    if it has it.
+    If several ranks hold an element, it comes from the one with the receiver's coordinates on the replicated dimensions. If the
+    receiver has it, nothing is sent.
     """
     sizes, me = tuple(mesh.shape), coordinate_of(mesh)
     before, after = holding(sizes, source, shape, me), holding(sizes, target, shape, me)
@@ -266,7 +268,7 @@ def _plan(sizes: Shape, source: Placements, target: Placements, shape: Shape, me
 
 
 def _common(source: Sequence[Box], target: Sequence[Box]) -> Iterable[tuple[int, int, Slices, Slices]]:
-    """The boxes that two holdings share, as (source box, target box, where in the one, where in the other)."""
+    """Yield the boxes that two holdings share, as (source box, target box, slices of the source, slices of the target)."""
     for i, (a, m) in enumerate(source):
         for k, (b, n) in enumerate(target):
             low = tuple(map(max, a, b))
@@ -281,7 +283,7 @@ def _common(source: Sequence[Box], target: Sequence[Box]) -> Iterable[tuple[int,
 
 
 def _views(local: torch.Tensor, placements: Placements, held: Sequence[Box]) -> list[torch.Tensor]:
-    """Each box of a holding as a view of the local tensor."""
+    """Return each box of a holding as a view of the local tensor."""
     if ragged_mesh_dim(placements) is None:
         return [local] if held else []
     flat, views, position = local.contiguous().view(-1), [], 0
@@ -293,16 +295,17 @@ def _views(local: torch.Tensor, placements: Placements, held: Sequence[Box]) -> 
 
 
 def _members(mesh: DeviceMesh, me: Shape, dim: int | None, group: dist.ProcessGroup | None) -> tuple[Shape, ...]:
-    """The coordinates of the ranks of a group, in its order."""
+    """Return the mesh coordinates of a group's ranks, in its order."""
     if dim is not None:
         return tuple((*me[:dim], i, *me[dim + 1 :]) for i in range(mesh.size(dim)))
-    ranks = mesh.mesh.flatten().tolist()
+    with disable_current_modes():  # torch.compile traces with fake tensors, and the mesh's is none
+        ranks = mesh.mesh.flatten().tolist()
     where = dict(zip(ranks, product(*(range(n) for n in mesh.shape)), strict=True))
     return tuple(where[r] for r in range(len(ranks)))
 
 
 def local_shape(mesh: DeviceMesh, placements: Placements, shape: Shape) -> Shape:
-    """Shape of this rank's local tensor."""
+    """Return the shape of this rank's local tensor."""
     sizes = section(tuple(mesh.shape), placements, shape, coordinate_of(mesh))[1]
     dim = ragged_mesh_dim(placements)
     if dim is None:
@@ -316,13 +319,15 @@ def local_shape(mesh: DeviceMesh, placements: Placements, shape: Shape) -> Shape
 
 
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements in row-major order, contiguous (``reshape(-1)`` of one column would be a strided view), as they are in memory: torch
-    conjugates and negates lazily, which no collective knows."""
+    """Return the elements in row-major order, contiguous, with lazy conjugation and negation resolved, which collectives ignore.
+
+    (``reshape(-1)`` of one column would be a strided view.)
+    """
     return arrived(tensor).detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def movable(flat: torch.Tensor) -> torch.Tensor:
-    """What the backend is given: the elements, or their bytes where it doesn't know the dtype."""
+    """Return the elements, or their bytes if the backend doesn't know the dtype."""
     return flat if flat.dtype in MOVABLE else flat.view(torch.uint8)
 
 

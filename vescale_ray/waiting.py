@@ -1,9 +1,11 @@
-"""What each thread waits for in a collective, for whoever asks why nothing goes on: its kind, of what, how many bytes, how many ranks; how
-many it has come to; and for how long it has waited so far in those that nothing else counts.
+"""Notes on the collective that each thread waits for, so that a hang can be explained.
 
-A back end can't always tell: messages between two ranks leave no trace in torch's flight recorder on gloo. So whoever waits says so
-first. By thread, since several ranks may live in one process; a note costs next to nothing and stays when the wait fails: it is read
-only of threads that are seen to wait.
+A note has the kind, the tensors, the bytes and the ranks. The module also counts collectives by thread, and the seconds spent in those
+that are measured nowhere else.
+
+A backend can't always tell: on gloo, messages between two ranks leave no trace in torch's flight recorder. A waiting thread therefore
+leaves a note first. Notes are kept by thread, because several ranks may live in one process. A note costs next to nothing and stays if
+the wait fails, because it is read only for threads that are seen to wait.
 """
 
 from __future__ import annotations
@@ -19,24 +21,24 @@ _PASSED: dict[int, int] = {}
 
 
 def begin(kind: str, of: str, nbytes: int, ranks: int) -> None:
-    """This thread waits now: for an all-gather, say, ``of`` some parameters."""
+    """Note that this thread now waits for a collective of ``kind``, for example an all-gather, ``of`` some parameters."""
     thread = get_ident()
     _NOTES[thread] = (kind, of, nbytes, ranks)
     _PASSED[thread] = _PASSED.get(thread, 0) + 1
 
 
 def end() -> None:
-    """It does not any more."""
+    """Remove this thread's note."""
     _NOTES.pop(get_ident(), None)
 
 
 def passed(thread: int) -> int:
-    """How many collectives ``thread`` has come to so far: a few in every unit of a step, so that a thread that is slow is seen to go on."""
+    """Return how many collectives ``thread`` has started: a few per unit of a step, so that a slow thread shows progress."""
     return _PASSED.get(thread, 0)
 
 
 def awaited(thread: int) -> str | None:
-    """What ``thread`` waits for, in words; None: it has not said."""
+    """Return what ``thread`` waits for, in words; None if it left no note."""
     note = _NOTES.get(thread)
     if note is None:
         return None
@@ -46,9 +48,9 @@ def awaited(thread: int) -> str | None:
 
 @contextmanager
 def counted(kind: str) -> Iterator[None]:
-    """The seconds inside are time that this thread waits for others, in a collective of this ``kind``. Not those of one that fails. 1 us.
+    """Count the seconds inside as this thread's wait in a collective of this ``kind``, unless it fails. Costs about 1 us.
 
-    On an accelerator a collective returns when it is put on its stream: then this counts next to nothing.
+    On an accelerator a collective returns once it is queued on its stream, so this counts next to nothing.
     """
     began, thread = perf_counter(), get_ident()
     _PASSED[thread] = _PASSED.get(thread, 0) + 1
@@ -58,5 +60,5 @@ def counted(kind: str) -> Iterator[None]:
 
 
 def counted_s() -> Mapping[str, float]:
-    """Seconds of this thread in :func:`counted` so far, by kind."""
+    """Return this thread's seconds in :func:`counted` so far, by kind."""
     return dict(_SPENT.get(get_ident(), ()))

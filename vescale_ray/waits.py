@@ -1,17 +1,17 @@
-"""Waits for messages between the ranks of a gloo group, which another thread can end.
+"""Waits for messages between the ranks of a gloo group; another thread can end them.
 
-When a peer dies while a message to or from it is half way, gloo closes the connection but tells nobody who waits for that message
-(``Pair::signalException`` in ``gloo/transport/tcp/pair.cc`` passes over the operations that are under way): the wait ends with the
-group's time limit. Breaking the connections changes nothing about it, and a wait with a limit of its own breaks the group when it runs
-out. What ends such a wait is ``abort()`` of the message's ``Work``, which torch has in C++ (``ProcessGroupGloo::RecvWork::abort``, virtual
-in ``c10d::Work``) and does not offer to Python. It is called here by its symbol, on a pointer that pybind11's conduit gives out
-(``_pybind11_conduit_v1_``, meant for such use between extension modules). Where one of the two is missing (another platform or
-compiler) :func:`can_end` says so, and a wait ends with the group's time limit.
+If a peer dies in the middle of a message, gloo closes the connection but does not wake the waiting thread
+(``Pair::signalException`` in ``gloo/transport/tcp/pair.cc`` skips operations in progress). The wait then lasts until the group's
+timeout. Breaking the connections does not help, and a wait with a shorter limit breaks the group when the limit passes.
 
-Who waits in one of gloo's own collectives is told of a broken connection mostly, but not where its send is half way.
+``abort()`` of the message's ``Work`` ends such a wait. torch has it in C++ (``ProcessGroupGloo::RecvWork::abort``, virtual in
+``c10d::Work``), but not in Python. This module calls it by its symbol, on a pointer from pybind11's conduit
+(``_pybind11_conduit_v1_``, meant for such use between extension modules). If either is missing (another platform or compiler),
+:func:`can_end` returns False, and a wait lasts until the group's timeout.
 
-So everything of ours that waits for point-to-point messages does it by :func:`wait`, and whoever learns that a peer is gone (a worker, from
-its controller) calls :func:`give_up` once the group's connections are broken.
+A wait in one of gloo's own collectives usually ends when a connection breaks, but not if its send is in progress. All waits for
+point-to-point messages in this package therefore use :func:`wait`. When a worker learns from its controller that a peer is gone, and
+the group's connections are broken, it calls :func:`give_up`.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _under_way: dict[int, Any] = {}
 
 
 class Waited(RuntimeError):
-    """A wait that was ended by :func:`give_up`; of the same kind as what gloo itself raises when a peer is gone."""
+    """A wait that :func:`give_up` ended. It is a RuntimeError, as gloo's own error for a lost peer."""
 
 
 def mark() -> int:
-    """The present; for :func:`wait`. Take it when messages are posted: those of before a :func:`give_up` are not waited for after it."""
+    """Return the current time mark for :func:`wait`. Take it when messages are posted: :func:`give_up` ends waits of earlier marks."""
     return _given_up
 
 
 def bound(group: Any) -> timedelta:
-    """The time limit of the collectives of a gloo group, be it one that ``torch.distributed`` knows or a back end of its own.
+    """Return the timeout of the collectives of a gloo group, either of ``torch.distributed`` or a backend object.
 
-    A message that is waited for without a limit has another one, that which the group was made with: ``set_timeout()`` does not reach it
-    (``ProcessGroupGloo::setTimeout`` leaves the contexts alone, and ``RecvWork::wait`` takes theirs).
+    A wait without a limit would use the timeout that the group was made with. ``set_timeout()`` does not change that one
+    (``ProcessGroupGloo::setTimeout`` leaves the contexts alone, and ``RecvWork::wait`` uses theirs).
     """
-    import torch  # here: a worker's control threads answer before it is there
+    import torch  # imported here, because a worker's control threads answer before torch is loaded
     import torch.distributed as dist
 
     backend = group._get_backend(torch.device("cpu")) if isinstance(group, dist.ProcessGroup) else group
@@ -53,18 +53,18 @@ def bound(group: Any) -> timedelta:
 
 
 def wait(work: Any, since: int, limit: timedelta) -> None:
-    """Wait for a message that was posted at ``since``, no longer than its group's time limit (:func:`bound`).
+    """Wait for a message that was posted at mark ``since``, at most for ``limit`` (see :func:`bound`).
 
     Raises:
         Waited: :func:`give_up` was called since then.
-        RuntimeError: of gloo: the peer is gone, or the time limit is over.
+        RuntimeError: from gloo: the peer is gone, or the timeout has passed.
     """
     with _lock:
         if since != _given_up:
             raise Waited(_TEXT)
         _under_way[id(work)] = work
     try:
-        # False: aborted. (What other back ends return for a message is not said.)
+        # False means aborted. Other backends document no return value for a message.
         arrived = work.wait(limit)
     finally:
         with _lock:
@@ -77,10 +77,10 @@ _TEXT = "gloo: a message to or from a peer was given up: its connections were br
 
 
 def give_up() -> int:
-    """End every :func:`wait` of this process, now and to come, for messages that were posted so far; how many were under way.
+    """End every present and future :func:`wait` of this process for messages posted so far; return how many waits were woken.
 
-    Only when nothing of these groups is wanted any more and their connections are broken: what arrives afterwards is lost. May be called
-    from any thread.
+    Call it only if these groups are no longer needed and their connections are broken, because later arrivals are lost. Any thread may
+    call it.
     """
     global _given_up
     with _lock:
@@ -89,17 +89,17 @@ def give_up() -> int:
 
 
 def can_end() -> bool:
-    """Whether :func:`give_up` can wake a wait that is under way."""
+    """Return whether :func:`give_up` can wake a wait in progress."""
     return _symbols() is not None
 
 
 def _abort(work: Any) -> bool:
-    """Wake whoever waits for this message; False if it is none of gloo's, or can't be done here."""
+    """Wake the thread that waits for this message; return False if it is not a gloo message, or the symbols are missing."""
     symbols = _symbols()
     if symbols is None:
         return False
     pointer = symbols.pointer(work)
-    # The dynamic type is told by the address in an object's first word: a Work of another kind is left alone.
+    # The address in an object's first word identifies its dynamic type; a Work of another kind is left alone.
     abort = symbols.aborts.get(ctypes.c_void_p.from_address(pointer).value or 0) if pointer else None
     if abort is None:
         return False
@@ -108,7 +108,7 @@ def _abort(work: Any) -> bool:
 
 
 class _Symbols:
-    """What is needed of torch's libraries."""
+    """The symbols of torch's libraries that aborting needs."""
 
     def __init__(self, library: ctypes.CDLL, platform: bytes) -> None:
         self._platform = platform
@@ -117,7 +117,7 @@ class _Symbols:
         for kind in kinds:
             abort = getattr(library, f"_Z{kind}5abortEv")
             abort.argtypes, abort.restype = [ctypes.c_void_p], None
-            # An object points behind its table's two leading words: offset to top, and type information.
+            # An object points past the first two words of its virtual table: offset to top, and type information.
             self.aborts[_address(library, f"_ZTV{kind}E") + 2 * ctypes.sizeof(ctypes.c_void_p)] = abort
         new = ctypes.pythonapi.PyCapsule_New
         new.argtypes, new.restype = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p], ctypes.py_object
@@ -128,13 +128,13 @@ class _Symbols:
         self._wanted = new(_address(library, "_ZTIN4c10d4WorkE"), _TYPE_INFO, None)
 
     def pointer(self, work: Any) -> int:
-        """The ``c10d::Work`` behind ``work``, good while that lives; 0 if it is none."""
+        """Return the address of the ``c10d::Work`` behind ``work``, valid while that lives; 0 if there is none."""
         capsule = work._pybind11_conduit_v1_(self._platform, self._wanted, b"raw_pointer_ephemeral")
         return 0 if capsule is None else self._pointer_of(capsule, self._name_of(capsule)) or 0
 
 
 _TYPE_INFO = b"St9type_info"
-"""``typeid(std::type_info).name()``, which the conduit expects as its capsule's name. Kept: a capsule does not copy it."""
+"""``typeid(std::type_info).name()``, which the conduit expects as its capsule's name. A capsule does not copy it, so it is kept."""
 
 
 def _address(library: ctypes.CDLL, name: str) -> int:
@@ -145,13 +145,13 @@ def _address(library: ctypes.CDLL, name: str) -> int:
 def _symbols() -> _Symbols | None:
     if not sys.platform.startswith("linux"):
         return None
-    import torch  # here: a worker's control threads answer before it is there
+    import torch  # imported here, because a worker's control threads answer before torch is loaded
 
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         platform = f"system_libstdcpp_gxx_abi_1xxx_use_cxx11_abi_{int(torch.compiled_with_cxx11_abi())}"
         symbols = _Symbols(library, platform.encode())
-        # One that is no gloo message shows whether the conduit is as expected.
+        # A Work that is not a gloo message shows whether the conduit works as expected.
         return symbols if symbols.pointer(torch.distributed.Work()) else None
     except (OSError, AttributeError, ValueError, TypeError, RuntimeError):
         return None

@@ -1,13 +1,13 @@
-"""The life of process groups on a worker that outlives them: form, use, and after a failure let go at once.
+"""Process groups on a worker that outlives them: form, use, and dissolve them promptly after a failure.
 
-Two facts of torch's gloo back end shape this file (measured in `research/elastic.md` 0, findings 3 to 5):
+Two facts about torch's gloo back end shape this module:
 
-- A gloo collective can't be aborted. Only ranks that wait on the dead peer itself see an error, in milliseconds; the
-  others learn when *these* close their sockets. So a rank that got an error destroys its group before it does anything else.
-- ``destroy_process_group`` alone does not close the sockets while a traceback's frames, or a reference cycle through
-  them, keep the group alive. So the error is turned into a string, its frames are cleared, and the garbage is collected.
+- A gloo collective cannot be aborted. Only ranks that wait for the dead peer itself see an error, in milliseconds. The other ranks see one
+  when those ranks close their sockets. Therefore a rank that gets an error destroys its group before it does anything else.
+- ``destroy_process_group`` alone does not close the sockets. A traceback's frames, or a reference cycle through them, keep the group alive.
+  Therefore this module turns the error into a string, clears its frames and collects garbage.
 
-Without the second, survivors that are no neighbours of the dead rank hang to the full timeout (30 s instead of 0.03 s).
+Without the second step, survivors that are no neighbours of the dead rank hang until the timeout (30 s instead of 0.03 s).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 # torch.distributed.nn.functional has `group=group.WORLD` as default arguments, and the first DTensor of a process imports it. If that
-# happens while a group exists, the function objects keep that group, and its sockets, for ever. So: now, before any group.
+# happens while a group exists, the functions keep the group and its sockets for ever. Import it now, before any group.
 import torch.distributed.nn.functional
 
 from vescale_ray import gloo
@@ -37,23 +37,24 @@ from vescale_ray.messages import Messages
 from vescale_ray.workers.lines import Lines
 
 FORM_SECONDS = 15.0
-"""Default bound of forming a group; the bound of its collectives is another."""
+"""Default time limit for forming a group, in seconds. The group's collectives have a limit of their own."""
 
 MOST_TRACE = 8000
 
 NCCL = {
-    # 1 and 3 (the default) end the process of whoever notices that a peer is gone, and with it the shards in its memory.
+    # With 1 and 3 (the default), a process that notices a lost peer ends itself, and the shards in its memory are lost.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # nor does an error of CUDA in NCCL's own threads
-    # A dump puts off the abort by 15 s, and its writer then ends the process. Hang reports have the flight recorder's entries anyway.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # a CUDA error in NCCL's own threads must not end the process either
+    # A dump delays the abort by 15 s, and its writer then ends the process. Hang reports read the flight recorder anyway.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "NCCL_NVLS_ENABLE": "0",  # multicast memory of aborted communicators: NVIDIA's in-process restart asks for this, too
+    "NCCL_NVLS_ENABLE": "0",  # frees multicast memory of aborted communicators; NVIDIA's in-process restart requires this too
 }
-"""Environment with which a process outlives its NCCL communicators; what is set already is left. (torch's ``ProcessGroupNCCL.hpp``; the
-requirements of NVIDIA's resiliency extension.) Who waits for a collective that is aborted learns nothing: ``Trainer`` proves them."""
+"""Environment with which a process outlives its NCCL communicators. Variables that are already set keep their values. Sources: torch's
+``ProcessGroupNCCL.hpp`` and the requirements of NVIDIA's resiliency extension. A rank that waits for an aborted collective sees no error,
+so ``Trainer`` verifies its collectives."""
 
 _MOVE = 7003
-"""The tag of its messages."""
+"""Tag of the messages of moved shards."""
 
 _COLLECTIVE_ERROR = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out|process group", re.IGNORECASE)
 
@@ -65,14 +66,15 @@ class GroupFailed(Exception):
     """
 
     trace: traceback.TracebackException | None = None
-    """Where the collective was that failed: file names and lines, no frames."""
+    """Call stack of the failed collective: file names and lines, without frames."""
 
 
 def prepare() -> None:
-    """Call once per process, off any critical path: imports what the first step would import, and takes it out of the collector's sight.
+    """Import the modules that the first step needs, and exempt them from garbage collection. Call it once per process, off any critical
+    path.
 
-    The first makes a joiner's first step as fast as its others; the second makes the ``gc.collect`` of :func:`dissolve` take
-    4 to 15 ms instead of 120 to 580 ms with torch loaded.
+    The imports make a joiner's first step as fast as its later ones. The exemption makes the ``gc.collect`` of :func:`dissolve` take 4 to
+    15 ms instead of 120 to 580 ms with torch loaded.
     """
     for module in ("numpy.ma", "vescale_ray.compat.fsdp", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.utils.checkpoint"):
         importlib.import_module(module)
@@ -93,25 +95,26 @@ def form(
     closed: Callable[[], bool] | None = None,
     lines: Lines | None = None,
 ) -> Lines:
-    """Initialise the default process group of one attempt of one generation; its connections, for whoever may have to break them.
+    """Initialise the default process group of one attempt of one generation, and return its connections.
 
     Args:
-        store_host: where the run's ``TCPStore`` listens; it lives outside the workers, since workers die.
-        store_port: its port.
-        prefix: unique per attempt, such as ``run/generation/attempt``: gloo can't meet twice under one prefix.
-        rank: of this worker in the new world.
-        world: ranks that will meet.
-        backend: ``gloo``; or ``nccl``, which gets gloo beside it for CPU tensors (records, copies and moved shards are
-            exchanged through the host).
-        timeout_s: bound of every collective in the group.
-        form_timeout_s: bound of the meeting itself.
-        closed: whether the attempt was given up meanwhile, as somebody is known to be lost who has not come yet: then nobody waits for it.
-        lines: what is returned. Who has it can end the forming by :meth:`Lines.cut`, also where a rank was lost after it had come.
+        store_host: host of the run's ``TCPStore``, which lives outside the workers, since workers die.
+        store_port: port of that store.
+        prefix: store prefix, unique per attempt, such as ``run/generation/attempt``. gloo cannot form two groups under one prefix.
+        rank: rank of this worker in the new group.
+        world: number of ranks in the new group.
+        backend: ``gloo`` or ``nccl``. With ``nccl``, gloo handles CPU tensors: records, copies and moved shards are exchanged through the
+            host.
+        timeout_s: time limit of every collective in the group, in seconds.
+        form_timeout_s: time limit for forming the group, in seconds.
+        closed: returns whether the attempt was given up meanwhile because a rank is known to be lost; then the wait ends.
+        lines: connections object to fill and return. Its owner can end the forming by :meth:`Lines.cut`, even if a rank is lost after it
+            joined.
 
     Raises:
-        GroupFailed: not all ranks came in time, or the attempt was ``closed`` or cut; nothing stays initialised, and a new prefix is
-            needed.
-        ValueError: a group is still initialised: dissolve it first.
+        GroupFailed: not all ranks joined in time, or the attempt was ``closed`` or cut. No group stays initialised; the next attempt needs
+            a new prefix.
+        ValueError: a group is still initialised, or ``rank`` is out of range.
     """
     if dist.is_initialized():
         raise ValueError("this process still has a process group: call groups.dissolve() before forming the next one")
@@ -149,15 +152,15 @@ def form(
 
 
 def dissolve() -> None:
-    """Destroy the default process group, if any, and collect, so that its sockets close now. Never raises.
+    """Destroy the default process group, if any, and collect garbage, so that its sockets close now. Never raises.
 
-    Drop what refers to the group (trainer, device mesh, pending works) first: sockets close when the last reference goes.
+    First drop the objects that refer to the group: trainer, device mesh, pending works. The sockets close with the last reference.
     """
     if dist.is_initialized():
         try:
             group = get_default_group()
             if "nccl" in str(dist.get_backend_config(group)):
-                # NCCL can be aborted, and without an abort destroy waits for kernels that never finish.
+                # NCCL can be aborted; without an abort, destroy waits for kernels that never finish.
                 abort_process_group()
             del group
         except Exception as error:
@@ -173,11 +176,11 @@ def dissolve() -> None:
 class collectives:
     """Turn failures of collectives inside the block into :class:`GroupFailed`; let every other exception pass.
 
-    The original exception is reduced to its text: frames cleared (they hold tensors and works), traceback and causes
-    cut. Frames that are still running, such as the caller's own, are the caller's to drop.
+    The original exception is reduced to its text. Its frames are cleared, since they hold tensors and works, and its traceback and causes
+    are cut. Frames that are still running, such as the caller's own, remain for the caller to drop.
 
-    An exception that passes is this rank's own (a bug in the model, out of memory): its peers still wait for it, so
-    the caller must :func:`describe` it, drop its trainer and :func:`dissolve` all the same.
+    Other exceptions are this rank's own, such as a model bug or lack of memory. Its peers still wait for it. Therefore the caller must
+    :func:`describe` the exception, drop its trainer and :func:`dissolve` the group.
     """
 
     def __init__(self, doing: str) -> None:
@@ -192,15 +195,15 @@ class collectives:
         found = trace_of(error)
         failure = GroupFailed(f"{self._doing}: {describe(error)}")
         failure.trace = found
-        # The with statement makes the original the new one's context; describe() has emptied it.
+        # The with statement sets the original exception as the new one's context; describe() has emptied it.
         del error, trace
         raise failure
 
 
 def is_collective_error(error: BaseException) -> bool:
-    """Whether ``error`` came from a process group or its store rather than from the rank's own code.
+    """Whether ``error`` comes from a process group or its store rather than from the rank's own code.
 
-    gloo raises plain ``RuntimeError``, so that the message decides.
+    gloo raises plain ``RuntimeError``, so the message decides.
     """
     if isinstance(error, dist.DistError):
         return True
@@ -210,20 +213,22 @@ def is_collective_error(error: BaseException) -> bool:
 
 
 def trace_of(error: BaseException) -> traceback.TracebackException:
-    """Where ``error`` was raised, for :func:`tell` to print later: files and lines only, read from no source yet, so that a recovery does
-    not wait for it. Call it before :func:`describe`."""
+    """The traceback of ``error``, for :func:`tell` to print later. Call it before :func:`describe`.
+
+    It records only files and lines and reads no source yet, so that a recovery does not wait for it.
+    """
     kept = error.trace if isinstance(error, GroupFailed) else None
     return kept or traceback.TracebackException.from_exception(error, lookup_lines=False)
 
 
 def tell(found: traceback.TracebackException) -> str:
-    """The traceback as text; the middle of a very long one is left out."""
+    """The traceback as text. A text over ``MOST_TRACE`` characters loses its middle."""
     text = "".join(found.format())
     return text if len(text) <= MOST_TRACE else f"{text[: MOST_TRACE // 4]}\n  ..\n{text[-3 * MOST_TRACE // 4 :]}"
 
 
 def describe(error: BaseException) -> str:
-    """The error in one line; afterwards it holds no frames, tensors or further exceptions."""
+    """The error in one line. Afterwards the error holds no frames, tensors or further exceptions."""
     text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".strip()
     seen: BaseException | None = error
     while seen is not None:
@@ -249,16 +254,16 @@ def open_transfer(
     closed: Callable[[], bool] | None = None,
     lines: Lines | None = None,
 ) -> Any:
-    """A second (gloo) group beside the default one, for a move of shards that workers take part in who leave afterwards.
+    """Open a second (gloo) group beside the default one, to move shards together with workers that leave afterwards.
 
-    The new generation's ranks keep their numbers here, the leavers follow. It is known to nobody but the caller: pass it
-    to :func:`vescale_ray.workers.reshard.execute`, then to :class:`Closing`.
+    The ranks of the new generation keep their numbers; the leavers follow. torch does not register this group: pass it to
+    :func:`vescale_ray.workers.reshard.execute`, then to :class:`Closing`.
 
     Args:
-        meet_timeout_s: bound of the wait for the others to come; the rest is as for :func:`form`.
+        meet_timeout_s: time limit for all ranks to join, in seconds. The other arguments are as for :func:`form`.
 
     Raises:
-        GroupFailed: not all came in time, or the attempt was ``closed`` or cut, as for :func:`form`.
+        GroupFailed: not all ranks joined in time, or the attempt was ``closed`` or cut, as for :func:`form`.
     """
     failure, lines = None, lines or Lines()
     try:
@@ -276,15 +281,15 @@ def open_transfer(
 
 
 class Closing:
-    """This rank is done with the transfer group. It has to stay until all are: what was sent may be lost with the connection.
+    """Barrier at the end of a transfer group: each rank must stay until all are done, since closing a connection may lose sent data.
 
-    A leaver waits for that (:meth:`wait`), and is free to go. Who trains on does not: it keeps this beside its first steps, until
-    :meth:`is_over`.
+    A leaver waits for the barrier (:meth:`wait`) and may then exit. A rank that trains on does not wait: it keeps this object during its
+    first steps, until :meth:`is_over`.
     """
 
     def __init__(self, group: Any, lines: Lines, bound_s: float | None = None) -> None:
-        """``bound_s``: for so long the others may take to be done (gloo breaks the connections of who waits in vain); None: for as long as
-        a collective of the group."""
+        """``bound_s``: seconds that the other ranks may take; None means the timeout of the group's collectives. After that time gloo
+        breaks the connections of the waiting ranks."""
         self._group, self._lines = group, lines
         options = BarrierOptions()
         if bound_s is not None:
@@ -293,30 +298,30 @@ class Closing:
             self._work = group.barrier(options)
 
     def wait(self) -> None:
-        """Until every rank is done.
+        """Wait until every rank is done.
 
         Raises:
-            GroupFailed: one was lost before.
+            GroupFailed: a rank was lost before it was done.
         """
         with collectives("close the transfer group"):
             self._work.wait()
 
     def is_over(self) -> bool:
-        """Whether all are done, or one is lost: it may be dropped, and the sockets close."""
+        """Whether all ranks are done or one is lost. Then this object may be dropped, which closes the sockets."""
         return bool(self._work.is_completed())
 
     def give_up(self) -> None:
-        """Wait no longer for a rank that stands still: dropping this would."""
+        """Break the connections if a rank is still not done; otherwise dropping this object would wait for that rank."""
         if not self.is_over():
             self._lines.cut()
 
 
 _FIRST_BYTES = 32 << 10
-"""Of each rank's payload that go with its length. A collective costs milliseconds where ranks share cores, as much as moving more."""
+"""Bytes of each rank's payload sent along with its length. If ranks share cores, a second collective costs as much as moving more bytes."""
 
 
 def all_gather_bytes(payload: bytes, group: Any = None) -> list[bytes]:
-    """Every rank's ``payload``, in rank order: one collective, or a second for what is longer than 32 KiB, padded to the longest."""
+    """Every rank's ``payload``, in rank order. One collective suffices; payloads over 32 KiB need a second, padded to the longest."""
     group = _group(group)
     heads = _all_gather(len(payload).to_bytes(8, "little") + payload[:_FIRST_BYTES], 8 + _FIRST_BYTES, group)
     lengths = [int.from_bytes(head[:8], "little") for head in heads]
@@ -326,10 +331,10 @@ def all_gather_bytes(payload: bytes, group: Any = None) -> list[bytes]:
 
 
 def barrier(bound_s: float | None = None) -> None:
-    """All ranks of the default group have come here. Their processes have: nothing is asked of an accelerator.
+    """Wait until all ranks of the default group are here. Only the host processes meet; accelerators are not synchronised.
 
     Args:
-        bound_s: for so long it is waited for the last one; None: for as long as in any collective of the group.
+        bound_s: seconds to wait for the last rank; None means the timeout of the group's collectives.
     """
     _all_gather(b"", 1, _group(None), bound_s)
 
@@ -341,33 +346,34 @@ def _all_gather(part: bytes, width: int, group: Any, bound_s: float | None = Non
     everyone = [torch.empty(width, dtype=torch.uint8) for _ in range(group.size())]
     options = AllgatherOptions()
     if bound_s is not None:
-        options.timeout = timedelta(seconds=bound_s)  # of this one, whatever the group's is
+        options.timeout = timedelta(seconds=bound_s)  # overrides the group's timeout for this collective
     group.allgather([everyone], [mine], options).wait()
     return [row.numpy().tobytes() for row in everyone]
 
 
 def messages(group: Any = None) -> Messages:
-    """Messages of moved shards, between this rank and others of the group."""
+    """Message channel for moved shards, between this rank and others of the group."""
     return Messages(_group(group), _MOVE)
 
 
 def _group(group: Any) -> Any:
-    """The back end's own methods serve the default group and a transfer group alike; ``torch.distributed``'s need a registered group."""
+    """The back end's own process group. Its methods also serve a transfer group; ``torch.distributed`` functions need a registered
+    group."""
     return get_default_group() if group is None else group
 
 
 def _meet(store: Any, world: int, bound_s: float, closed: Callable[[], bool] | None) -> None:
-    """Wait until all ranks are at the store. What gloo does there next can't be ended when one of them is lost before it comes."""
+    """Wait until all ranks are at the store, since gloo's own rendezvous cannot be ended if a rank is lost before it joins."""
     began = time.monotonic()
     if store.add("here", 1) >= world:
         store.set("all here", b"1")
     while not store.check(["all here"]):
         waited = time.monotonic() - began
         if closed is not None and closed():
-            raise RuntimeError(f"it was closed while {store.add('here', 0)} of {world} ranks were there")
+            raise RuntimeError(f"the attempt was closed when {store.add('here', 0)} of {world} ranks had joined")
         if waited > bound_s:
-            raise RuntimeError(f"{store.add('here', 0)} of {world} ranks came in time")
-        # At most a twentieth is lost; many ranks ask less often, together as often as a few.
+            raise RuntimeError(f"only {store.add('here', 0)} of {world} ranks joined in time")
+        # The pause adds at most 5% to the wait. With many ranks each asks less often, so that the store's load stays constant.
         time.sleep(min(0.02 * max(1.0, world / 64), max(0.0005, waited / 20)))
 
 

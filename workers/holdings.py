@@ -1,5 +1,5 @@
-"""What workers hold of a state in memory, and the decision where to resume from it: pure values, no torch, so that a controller that was
-just restarted decides before torch is imported. How they come to hold it: :mod:`vescale_ray.workers.snapshot`."""
+"""Shards that workers hold in memory, and the choice of the state to resume from. Pure values, without torch, so that a restarted
+controller decides before it imports torch. :mod:`vescale_ray.workers.snapshot` makes the copies."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Holding:
 
 @dataclass(frozen=True)
 class Resume:
-    """Where to go on: the state after ``step`` steps as ``generation`` (of ``world`` ranks) held it.
+    """The state to resume from: after ``step`` steps, as ``generation`` of ``world`` ranks held it.
 
     Attributes:
-        suppliers: for each old rank the worker that gives its shards.
+        suppliers: for each old rank, the worker that gives its shards.
     """
 
     generation: int
@@ -37,13 +37,12 @@ class Resume:
 
 
 def choose_resume(held: Mapping[str, Iterable[Holding]], prefer: Collection[str] = ()) -> Resume | None:
-    """The newest step of which the living workers together hold every old rank's shards; None: go to the checkpoint.
+    """The newest step for which the living workers together hold every old rank's shards; None if only a checkpoint can help.
 
     Args:
-        held: per living worker, what :meth:`vescale_ray.workers.snapshot.Snapshots.held` reported after its last group was dissolved. The
-            dead are left out.
-        prefer: workers of the next generation. They supply whatever they can, so that leavers are needed only for the rest; and
-            of two states at the same step, the one that needs fewer others is taken, then the later generation's.
+        held: per living worker, the report of :meth:`vescale_ray.workers.snapshot.Snapshots.held` after its last group was dissolved.
+        prefer: workers of the next generation. They supply all they can, so that few leavers are needed. Of two states at one step, the one
+            that needs fewer other workers wins, then the later generation.
     """
     holders: dict[tuple[int, int, int], dict[int, list[str]]] = {}
     for worker in sorted(held):

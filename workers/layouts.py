@@ -1,8 +1,8 @@
-"""Who owns what at any world size, from shapes alone: what the numbering of a new generation is computed from.
+"""Ownership of elements by rank at any world size, computed from shapes alone. Rank assignment for a new generation uses it.
 
-A worker tells once what its engine planned its buffers from (:func:`outline_of`): shapes, blocks, and the bytes of each tensor's states.
-None of that depends on the world size. So the controller can plan for any, with the engine's own arithmetic, without the model's code:
-some milliseconds for each world size, in a thread of its own while the workers train (:class:`Layouts`).
+A worker reports once what its engine plans buffers from (:func:`outline_of`): shapes, blocks, and bytes of each tensor's states. None of
+that depends on the world size. Therefore the controller can plan any world size with the engine's own arithmetic, without the model's code.
+Each world size takes a few milliseconds, in a separate thread while the workers train (:class:`Layouts`).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _log = logging.getLogger(__name__)
 Positions = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 WAIT_S = 0.1
-"""Longest wait for a layout that is being planned when it is needed: a rescale is under way then."""
+"""Longest wait, in seconds, for a layout that is still being planned, since a rescale is under way then."""
 
 
 @dataclass(frozen=True)
 class Outline:
-    """All that the layouts of a model depend on but the number of ranks. Picklable.
+    """Everything that a model's layouts depend on except the number of ranks. Picklable.
 
     Attributes:
-        bundles: what is planned together, one after another.
+        bundles: groups of tensors that are planned together, in order.
         weights: for each tensor of each bundle, bytes of the parameter and its sharded optimizer states, over all ranks.
     """
 
@@ -48,11 +48,11 @@ class Outline:
 
 @dataclass(frozen=True)
 class Parts:
-    """Which rank owns what: all tensors one after another, cut where the owner changes and where a tensor begins.
+    """The owner of every element. All tensors are laid end to end, and cut where the owner changes or a tensor begins.
 
     Attributes:
-        starts: of the pieces, in elements, ascending.
-        owners: the rank of each.
+        starts: first element of each piece, ascending.
+        owners: rank that owns each piece.
     """
 
     starts: Positions
@@ -60,7 +60,7 @@ class Parts:
 
 
 def outline_of(trainer: Trainer) -> Outline | None:
-    """What ``trainer``'s engine planned from; None if something is not cut by the planner (a plain ``Shard`` placement)."""
+    """The inputs that ``trainer``'s engine plans from; None if the planner does not cut every tensor (a plain ``Shard`` placement)."""
     from vescale_ray.fsdp.division import Cuts
     from vescale_ray.fsdp.schedule import unit_of
     from vescale_ray.workers.shards import collect_sizes
@@ -74,7 +74,7 @@ def outline_of(trainer: Trainer) -> Outline | None:
                 return None
             bundle = group.division.bundle
             weights = bundles.setdefault(id(bundle), (bundle, {}))[1]
-            # A tensor that an earlier unit holds, too, is moved with that one.
+            # A tensor that an earlier unit also holds moves with that unit.
             weights.update((param.name, sizes.pop(param.sharded, 0)) for param in group.params)
     return Outline(
         tuple(bundle for bundle, _ in bundles.values()),
@@ -83,12 +83,12 @@ def outline_of(trainer: Trainer) -> Outline | None:
 
 
 def packed(outline: Outline | None) -> bytes | None:
-    """As :meth:`Layouts.take` takes it."""
+    """The outline as bytes, for :meth:`Layouts.take`."""
     return None if outline is None else pickle.dumps(outline)
 
 
 def parts_of(outline: Outline, world: int) -> Parts:
-    """What each of ``world`` ranks owns. Pure.
+    """The elements that each of ``world`` ranks owns. Pure.
 
     Raises:
         ValueError: as :func:`vescale_ray.planner.plan_buffers`.
@@ -110,8 +110,10 @@ def parts_of(outline: Outline, world: int) -> Parts:
 
 
 def overlap(outline: Outline, old: Parts, new: Parts, before: int, after: int) -> Weights:
-    """[``before``, ``after``]: bytes that a rank of ``old`` and one of ``new`` both own. States of another shape than their parameter's
-    (scales, factors) count as if they were spread over its elements. Pure."""
+    """Bytes that each rank of ``old`` and each rank of ``new`` both own, as a matrix of [``before``, ``after``]. Pure.
+
+    States whose shape differs from their parameter's (scales, factors) count as if they were spread over its elements.
+    """
     numels = [prod(spec.shape) for bundle in outline.bundles for spec in bundle.specs]
     weights = [weight for of in outline.weights for weight in of]
     ends = np.array(list(accumulate(numels)), dtype=np.int64)
@@ -131,10 +133,10 @@ def overlap(outline: Outline, old: Parts, new: Parts, before: int, after: int) -
 
 
 class Layouts:
-    """The layouts of a run by world size, planned ahead in a thread. For one thread's use.
+    """The layouts of a run by world size, planned ahead in a thread. Use it from one thread only.
 
     Args:
-        most: the largest world size that can be.
+        most: largest possible world size.
     """
 
     def __init__(self, most: int) -> None:
@@ -144,13 +146,13 @@ class Layouts:
         self._planned: dict[int, Future[Parts]] = {}
         self._thread: ThreadPoolExecutor | None = None
         self.told = False
-        """Whether a worker has said what is planned, or that nothing can be said."""
+        """Whether a worker has reported its outline, or that there is none."""
         self.exact = False
-        """Whether the overlap that was last asked for was that of the planned layouts."""
+        """Whether the last answer of :meth:`overlap` came from the planned layouts."""
 
     def take(self, packed: bytes | None) -> None:
-        """What the layouts follow from: an :class:`Outline`, pickled. It is read in the thread, since it brings torch along, which takes
-        seconds to import where nobody has."""
+        """Set the pickled :class:`Outline`, or None if there is none. The thread unpickles it, since that may import torch, which takes
+        seconds."""
         self.told = True
         if packed != self._packed:
             self._packed, self._outline, self._planned = packed, None, {}
@@ -158,7 +160,7 @@ class Layouts:
                 self._outline = self._in_thread(pickle.loads, packed)
 
     def ahead(self, worlds: Iterable[int]) -> None:
-        """Plan for these, in this order, if that was not done."""
+        """Start to plan the layouts of these world sizes, in this order, unless they are planned already."""
         outline = self._outline
         if outline is None:
             return
@@ -167,16 +169,17 @@ class Layouts:
                 self._planned[world] = self._in_thread(lambda world=world: parts_of(outline.result(), world))
 
     def planned(self, *worlds: int) -> bool:
-        """Whether their layouts are known, or can't be."""
+        """Whether the layouts of these world sizes are known, or never will be."""
         if self._outline is None:
             return self.told
         self.ahead(worlds)
         return all(future.done() for world in worlds if (future := self._planned.get(world)) is not None)
 
     def overlap(self, before: int, after: int) -> Weights:
-        """Bytes that each rank of ``before`` and each of ``after`` both own; while that is not known, the overlap of equal intervals.
+        """Bytes that each rank of ``before`` and each of ``after`` both own. If the layouts are not known, it is the overlap of equal
+        intervals.
 
-        Takes at most :data:`WAIT_S` seconds longer than the arithmetic.
+        It takes at most :data:`WAIT_S` longer than the arithmetic.
         """
         self.ahead((before, after))
         self.exact = False
@@ -184,13 +187,13 @@ class Layouts:
         if outline is None or old is None or new is None:
             return even(before, after)
         if wait((old, new), WAIT_S).not_done:
-            _log.warning("the layouts of %d and %d ranks are not planned yet: ranks are numbered as if all parts were equal", before, after)
+            _log.warning("the layouts of %d and %d ranks are not planned yet; rank assignment assumes equal parts", before, after)
             return even(before, after)
         try:
             found = overlap(outline.result(), old.result(), new.result(), before, after)
             self.exact = True
             return found
-        except Exception:  # whatever a plan raises, the members raise as well when they build theirs: nothing to stop for here
+        except Exception:  # members raise the same error when they plan, so the controller need not stop here
             _log.exception("the layouts of %d and %d ranks could not be planned", before, after)
         return even(before, after)
 
@@ -199,7 +202,7 @@ class Layouts:
         return self._thread.submit(work, *given)
 
     def close(self) -> None:
-        """Plan nothing more: a process that ends would wait for what is still to be planned."""
+        """Cancel all planning; otherwise the process would wait for it at exit."""
         self._packed, self._outline, self._planned = None, None, {}
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,19 +1,19 @@
-"""The connections of a process group, so that another thread can break them.
+"""The connections of a process group, for another thread to break.
 
-A gloo collective can't be aborted; it ends when the connection to the rank that it waits for does. A peer whose process dies takes care of
-that. One whose machine has stopped or whose network is gone does not: without this the survivors would wait for the collective's bound,
-and so would the run. Breaking our own ends of the connections looks to gloo as if the peer had died, here and on the peer. Who waits for a
-message that was half way is not told, either way: those waits are ended by :func:`vescale_ray.waits.give_up`.
+A gloo collective cannot be aborted; it ends when the connection to the awaited rank ends. If the peer's process dies, its kernel closes the
+connection. If the peer's machine stops or its network fails, nothing does, and the survivors wait until the collective's timeout. Therefore
+:meth:`Lines.cut` breaks this process's ends of the connections. To gloo, on both sides, this looks as if the peer had died. A wait for a
+half-received message gets no error either way; :func:`vescale_ray.waits.give_up` ends those waits.
 
-While a group is still being formed its ranks wait for each other in two ways more: for the others' addresses at the store, which ends with
-the connection to the store, and for whoever is to connect to them. Nothing breaks the latter, so it is brought to its end: every
-connection that gloo may wait for is made, and closed again, as if that rank had come and died. (For a rank whose machine is gone gloo
-would wait five times as long as it was told to, 75 s.)
+While a group is formed, its ranks wait in two more ways. They wait at the store for the others' addresses, which ends with the connection
+to the store. And they accept connections from the others, which nothing can break. Therefore :meth:`Lines.cut` itself makes and closes each
+connection that gloo may accept, as if that rank had come and died. (If a rank's machine is gone, gloo would wait five times its timeout, 75
+s.)
 
-NCCL's communicators can be aborted, and have to be: the kernel of a collective whose peer has gone runs on, and who waits for the device
-waits with it. What an aborted collective leaves must not be used, and nobody is told: ``Trainer`` proves a step's collectives at its end.
+NCCL communicators can and must be aborted. The kernel of a collective whose peer is gone runs on, and blocks every wait for the device. The
+result of an aborted collective is invalid, but no error reports that, so ``Trainer`` verifies a step's collectives at its end.
 
-Linux only (``/proc``); elsewhere no connection is recorded, and the collective's bound counts.
+This works on Linux only (``/proc``). Elsewhere no connection is recorded, and the collective's timeout applies.
 """
 
 from __future__ import annotations
@@ -33,37 +33,38 @@ from vescale_ray import waits
 _log = logging.getLogger(__name__)
 
 CALL_S = 0.5
-"""A call of this process to itself."""
+"""Time limit, in seconds, of a connection from this process to itself."""
 TRIES, TRY_S = 10, 0.02
-"""gloo tries four times to connect to a rank, without a pause."""
+"""Number and interval (seconds) of attempts to break connections: gloo tries four times to connect to a rank, without a pause."""
 
 
 class Communicator(Protocol):
-    """Of a back end that can be aborted, from any thread and more than once: ``torch.distributed.ProcessGroupNCCL``."""
+    """Communicator that any thread may abort, any number of times: ``torch.distributed.ProcessGroupNCCL``."""
 
     def abort(self) -> None: ...
 
 
 class Lines:
-    """The sockets that a group has opened, and its NCCL communicators. :meth:`cut` may be called from any thread, while the group is formed
-    and afterwards, also after it is gone."""
+    """The sockets that a group has opened, and its NCCL communicators. Any thread may call :meth:`cut`, during or after the group's
+    life."""
 
     def __init__(self) -> None:
         self._sockets: frozenset[tuple[int, str]] = frozenset()
         self._forming: tuple[frozenset[tuple[int, str]], int] | None = None
-        """What was open before the group, and its ranks, while it is formed."""
+        """While the group is formed: the sockets that were open before, and the number of ranks."""
         self._ended = self._paused = False
         self._held: tuple[Communicator, ...] = ()
         self._lock = threading.Lock()
-        """Of whether it is paused, and was ended meanwhile."""
+        """Guards the communicators, and the pause together with its end."""
 
     @contextmanager
     def recorded(self, ranks: int = 0) -> Iterator[None]:
-        """While the group, of so many ranks, is formed: what is opened meanwhile is its own. (A connection of Ray's that is made in the
-        same moment is taken along: Ray makes it anew.)
+        """Record the sockets opened inside the block, while a group of ``ranks`` ranks is formed, as the group's own.
+
+        If Ray opens a connection at the same moment, it is recorded too; Ray reconnects if it is broken.
 
         Raises:
-            RuntimeError: the lines were cut meanwhile; some of the group's connections are none.
+            RuntimeError: :meth:`cut` was called meanwhile, so some of the group's connections are broken.
         """
         self._forming = _open_sockets(), ranks
         try:
@@ -75,11 +76,11 @@ class Lines:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within :meth:`recorded`, while nothing of the group's is opened: connections that are made to this process meanwhile are none of
-        its own. :meth:`cut` breaks nothing here; the block is to end for the same reason by itself.
+        """Exclude sockets opened inside the block, within :meth:`recorded`, since the group opens none there. :meth:`cut` breaks nothing
+        meanwhile: the block must end by itself for the same reason.
 
         Raises:
-            RuntimeError: the lines were cut meanwhile.
+            RuntimeError: :meth:`cut` was called meanwhile.
         """
         assert self._forming is not None, "nothing is recorded"
         before, ranks = self._forming
@@ -93,19 +94,19 @@ class Lines:
             raise RuntimeError("the group was given up before it was formed")
 
     def hold(self, communicator: Communicator) -> None:
-        """One that :meth:`cut` is to abort."""
+        """Register a communicator for :meth:`cut` to abort."""
         with self._lock:
             self._held = (*self._held, communicator)
 
     def let_go(self) -> None:
-        """Of the communicators: whoever uses them dissolves the group now, which ends them."""
+        """Forget the communicators: the caller is about to dissolve the group, which ends them."""
         with self._lock:
             self._held = ()
 
     def cut(self) -> int:
-        """Break the connections that are open; how many. Whoever waits on one gets an error at once, or is woken: see
-        :mod:`vescale_ray.waits`. In the middle of forming, that ends. Communicators are aborted in a thread of their own, which may take
-        as long as it takes them."""
+        """Break the open connections and return their number. A wait on one of them fails at once or is woken (see
+        :mod:`vescale_ray.waits`). If the group is being formed, the forming fails. Each communicator is aborted in its own thread, since an
+        abort may block."""
         with self._lock:
             held, self._held = self._held, ()
         for communicator in held:
@@ -123,7 +124,7 @@ class Lines:
             if forming is None:
                 self._sockets = frozenset()
                 break
-            ranks = 0  # told once
+            ranks = 0  # only the first attempt connects as the missing ranks
             time.sleep(TRY_S)
         waits.give_up()
         return broken
@@ -137,40 +138,40 @@ def _abort(communicator: Communicator) -> None:
 
 
 def _break(descriptor: int, name: str, ranks: int, forming: bool) -> bool:
-    """Break the socket ``name``, if it still has that number; whether there was a connection."""
+    """Break the socket ``name`` if the descriptor still refers to it; return whether a connection was broken."""
     try:
         copy = os.dup(descriptor)
     except OSError:
-        return False  # closed by now
+        return False  # already closed
     try:
-        # The number may have been given to another file since. That of the copy can't be.
+        # The descriptor may refer to another file by now; that of the copy cannot change.
         if os.readlink(f"/proc/self/fd/{copy}") != name:
             return False
         with socket.socket(fileno=os.dup(copy)) as end:
             if end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                _come_and_go(end, ranks)  # gloo would end the process if this one broke
+                _come_and_go(end, ranks)  # if the listening socket broke, gloo would end the process
                 return False
             if not forming:
-                end.getpeername()  # raises where there is no connection; one that is just made is broken, too
+                end.getpeername()  # raises if there is no connection; while forming, new connections are broken too
             end.shutdown(socket.SHUT_RDWR)
             return True
     except OSError:
-        return False  # not connected, or broken already
+        return False  # not connected, or already broken
     finally:
         os.close(copy)
 
 
 def _come_and_go(end: socket.socket, ranks: int) -> None:
-    """Connect to ``end`` as each of ``ranks`` would, and close again."""
+    """Connect to ``end`` once as each of ``ranks`` ranks, and close again."""
     for number in range(ranks):
         with socket.socket(end.family) as caller:
             caller.settimeout(CALL_S)
             caller.connect(end.getsockname())
-            caller.sendall(number.to_bytes(8, sys.byteorder))  # what gloo tells the ranks apart by
+            caller.sendall(number.to_bytes(8, sys.byteorder))  # gloo identifies a rank by these bytes
 
 
 def _open_sockets() -> frozenset[tuple[int, str]]:
-    """Number and name (with the inode) of each socket of this process."""
+    """Descriptor and name (which contains the inode) of each socket of this process."""
     found = set()
     try:
         descriptors = os.listdir("/proc/self/fd")

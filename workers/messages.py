@@ -1,7 +1,7 @@
-"""What the controller and a worker say to each other: frozen values, small, picklable. No Ray, no torch at import.
+"""Messages between the controller and a worker: frozen, small, picklable values. Importing this module imports neither Ray nor torch.
 
-Every order carries a :class:`Ticket`. A worker takes an order only if its ticket is newer than all before, so that nothing
-that belongs to an older generation can start, stop or write anything; every report and item says which ticket it is of.
+Every order carries a :class:`Ticket`. A worker takes an order only if its ticket is newer than all earlier ones. Therefore an order of an
+older generation cannot start, stop or write anything. Every report and item names its ticket.
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ if TYPE_CHECKING:
     from vescale_ray.workers.pace import View
 
 STOP, RESCALE, CHECKPOINT = 1, 2, 4
-"""Names for the flag bits that a controller asks for; ``Trainer.step`` only ORs them over the ranks."""
+"""Flag bits that a controller requests. ``Trainer.step`` only ORs them over the ranks."""
 BUSY = 8
-"""The flag bit of a rank that has no room for another checkpoint: then none begins one at the boundary that follows."""
+"""Flag bit of a rank that cannot stage another checkpoint. If any rank sets it, no checkpoint begins at the next boundary."""
 
 
 @dataclass(frozen=True, order=True)
 class Ticket:
-    """``generation`` goes up with every new set of workers and every new try, and is never used twice; ``attempt`` counts the
-    tries in a row since the last completed step, from 1."""
+    """Identifies one attempt to form a generation.
+
+    Attributes:
+        generation: goes up with every new set of workers and every new attempt; never reused.
+        attempt: number of attempts since the last completed step, from 1.
+    """
 
     generation: int
     attempt: int
@@ -34,22 +38,22 @@ class Ticket:
 
 
 NO_TICKET = Ticket(0, 0)
-"""Of a worker that has not been in any generation."""
+"""Ticket of a worker that has not been in any generation."""
 
 
 class Phase(StrEnum):
-    """What a worker's training thread does.
+    """State of a worker's training thread.
 
-    ======== ===================================================================== ======================
-    WARMING  imports, reads the corpus, makes its CUDA context                     then IDLE
-    IDLE     has never been in a generation                                        an order is expected
-    FORMING  meets the others, builds its trainer, fills it                        then TRAINING or PARKED
-    TRAINING steps and evaluates                                                   then PARKED or FINISHED
-    SAVING   parked, writes a checkpoint of what it holds                          then what it was before
-    PARKED   out of its group, which is destroyed; holds what it holds             an order is expected
-    FINISHED as PARKED, after the last step of the run                             an order is expected
-    GIVING   a leaver gives its shards to those that stay                          then PARKED
-    ======== ===================================================================== ======================
+    ======== ===================================================== =======================
+    WARMING  imports, reads the corpus, creates its CUDA context   then IDLE
+    IDLE     has never been in a generation                        waits for an order
+    FORMING  joins its group, builds its trainer, loads its state  then TRAINING or PARKED
+    TRAINING steps and evaluates                                   then PARKED or FINISHED
+    SAVING   parked, writes a checkpoint of what it holds          then the phase before
+    PARKED   out of its group, which is destroyed; keeps shards    waits for an order
+    FINISHED as PARKED, after the last step of the run             waits for an order
+    GIVING   sends its shards to the ranks that stay, as a leaver  then PARKED
+    ======== ===================================================== =======================
     """
 
     WARMING = "warming"
@@ -63,7 +67,7 @@ class Phase(StrEnum):
 
 
 class Origin(StrEnum):
-    """Where a generation's state comes from."""
+    """Source of a generation's state."""
 
     FRESH = "fresh"
     CHECKPOINT = "checkpoint"
@@ -71,21 +75,21 @@ class Origin(StrEnum):
 
 
 class FaultKind(StrEnum):
-    """Whose fault it is that a generation ended before its time."""
+    """Cause of a generation's early end."""
 
     PEER = "peer"
     """A collective failed: another worker is gone, hung or slow."""
     OWN = "own"
-    """This worker raised: a bug, out of memory."""
+    """This worker raised an exception, such as a bug or lack of memory."""
     DATA = "data"
-    """The checkpoint that it was told to read is damaged: an older one may do."""
+    """The checkpoint to read is damaged; an older one may work."""
     INPUT = "input"
-    """What the person gave can't be used: trying again would not help."""
+    """The user's input is invalid, so another attempt would fail too."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a worker left its generation; ``text`` is one line, ``trace`` the traceback."""
+    """Reason why a worker left its generation. ``text`` is one line, ``trace`` the traceback."""
 
     kind: FaultKind
     text: str
@@ -94,8 +98,12 @@ class Fault:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Who a warm worker is. ``born``: the kernel's start time of the process, so that a process id that is used again is noticed; ``pod``:
-    name of its host, which in Kubernetes is its pod's."""
+    """Identity of a warm worker.
+
+    Attributes:
+        born: the kernel's start time of the process, which tells it from a later process with the same id.
+        pod: host name of the worker; in Kubernetes, its pod's name.
+    """
 
     worker: str
     pid: int
@@ -106,16 +114,17 @@ class WorkerInfo:
     warm_seconds: float
     pod: str = ""
     stacks: int = -1
-    """File descriptor of the process through which its stacks can be had (``pulse.offer_stacks``)."""
+    """File descriptor from which another process reads this worker's stacks (``pulse.offer_stacks``); -1 if there is none."""
     thread: int = 0
-    """The system's number of its training thread."""
+    """Operating system's id of the training thread."""
     address: str = ""
-    """``host:port`` of its door, on the network of its process groups (:mod:`vescale_ray.workers.reach`); empty: it has none."""
+    """``host:port`` of the worker's probe port, on the network of its process groups (:mod:`vescale_ray.workers.reach`); empty if it has
+    none."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """A place in a process group: where the store is, under which prefix they meet, and as whom."""
+    """One rank's place in a process group: the store's address, the store prefix, the rank and the world size."""
 
     store_host: str
     store_port: int
@@ -126,15 +135,15 @@ class Seat:
 
 @dataclass(frozen=True)
 class Join:
-    """Order: form the generation, get the state, train until the end of the run or until told to leave.
+    """Order: form the generation, load the state, and train until the run ends or the worker is told to leave.
 
     Attributes:
-        seat: in the generation's group.
-        transfer: in the group that moves shards, when others than its members must give some; ranks as in ``seat``.
+        seat: place in the generation's group.
+        transfer: place in the transfer group, if workers outside the generation must give shards; numbered as in ``seat``.
         commit: name of the checkpoint to read, for ``Origin.CHECKPOINT``.
-        resume: what the workers hold and start from, for ``Origin.MEMORY``.
-        evaluate: evaluate before the first step.
-        save_prefix: of the identifiers under which periodic checkpoints are written; the same on every rank.
+        resume: state that the workers hold and resume from, for ``Origin.MEMORY``.
+        evaluate: whether to evaluate before the first step.
+        save_prefix: prefix of the ids of periodic checkpoints; the same on every rank.
     """
 
     ticket: Ticket
@@ -149,7 +158,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Give:
-    """Order to a worker that is not in the new generation: give the shards of ``resume`` that it holds."""
+    """Order to a worker outside the new generation: give the shards of ``resume`` that it holds."""
 
     ticket: Ticket
     transfer: Seat
@@ -158,7 +167,7 @@ class Give:
 
 @dataclass(frozen=True)
 class Save:
-    """Order: write held shards of the old ``ranks`` of the state ``resume`` as the checkpoint ``attempt``."""
+    """Order: write the held shards of the old ranks ``ranks`` of the state ``resume`` as checkpoint attempt ``attempt``."""
 
     ticket: Ticket
     resume: Resume
@@ -172,19 +181,19 @@ Order = Join | Give | Save
 
 @dataclass(frozen=True)
 class Usage:
-    """What a step took of one worker. Only for those who watch; small, since every worker tells of every step.
+    """Time and memory that one worker used in a step. Monitoring alone reads it. It is small, since every worker sends one per step.
 
     Attributes:
-        waited: seconds of the step for which its training thread stood still for other ranks, by what it waited for: ``all_gather``,
-            ``reduce_scatter``, ``all_reduce``, ``all_to_all`` (Muon's), ``peer_copy`` (the exchange of copies that began after the step
-            before), ``step_end`` (where every rank waits for the slowest).
-        phases: all seconds of the step, by what they went into: ``data``, ``forward_backward``, ``comm`` (the sum of ``waited``),
-            ``optimizer``, ``other``.
-        memory: bytes by kind: of ``fsdp.held_bytes``, ``optimizer`` (states) and ``copies`` (of shards, for peers and checkpoints).
-        device_memory: bytes of the accelerator, by kind: ``allocated``, ``reserved``, ``peak_allocated``, ``capacity``. Empty on the CPU.
-        alloc_retries: times that the accelerator's allocator had to give memory back and try again.
-        token_flops: floating-point operations of the model for a token, forward and backward; 0: not known.
-        peak_flops: most operations that this worker's device does in a second; None: not known.
+        waited: seconds for which the training thread waited for other ranks, by cause: ``all_gather``, ``reduce_scatter``, ``all_reduce``,
+            ``all_to_all`` (of Muon), ``peer_copy`` (exchange of the copies of the step before), ``step_end`` (the step's last collective).
+        phases: all seconds of the step, by activity: ``data``, ``forward_backward``, ``comm`` (the sum of ``waited``), ``optimizer``,
+            ``other``.
+        memory: bytes by kind: the kinds of ``fsdp.held_bytes``, ``optimizer`` (states) and ``copies`` (of shards, for peers and
+            checkpoints).
+        device_memory: bytes of the accelerator by kind: ``allocated``, ``reserved``, ``peak_allocated``, ``capacity``. Empty on the CPU.
+        alloc_retries: times that the accelerator's allocator freed its cache and tried again.
+        token_flops: floating-point operations of the model per token, forward and backward; 0 if unknown.
+        peak_flops: peak operations per second of this worker's device; None if unknown.
     """
 
     waited: Mapping[str, float] = field(default_factory=dict)
@@ -198,25 +207,27 @@ class Usage:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step did, over all ranks. Every rank has the same record but for its own seconds, so that any survivor can account for it.
+    """Result of one step over all ranks. Only ``seconds`` and ``alone_seconds`` differ between ranks, so that any survivor can report the
+    step.
 
     Attributes:
         index: 0-based step; ``step`` is the number of completed steps after it.
         loss: mean negative log-likelihood per token, nats, over the global batch.
         tokens: tokens of the global batch.
-        ids: sample ids that were fed, in slot order.
+        ids: ids of the samples, in slot order.
         grad_norm: norm of the whole gradient before clipping.
         seconds: wall time of the step on this rank.
         flags: OR of the ranks' flags.
-        clipped: the gradient was larger than ``train.grad_clip``, and scaled.
-        skipped: the optimizer did not take the step, since gradients were not finite.
-        rank_seconds: per rank, from the step's start until its gradients were complete, which they are on all at about the same time.
+        clipped: whether the gradient was larger than ``train.grad_clip`` and was scaled.
+        skipped: whether the optimizer skipped the step because gradients were not finite.
+        rank_seconds: per rank, seconds from the step's start until its gradients were complete. All ranks complete them at about the same
+            time.
         memory: resident bytes of each rank's process.
-        slot_seconds: per rank, its own time for a slot, without waiting for others; 0 where that is not measured (on an accelerator).
-        pace: who is slow, and how the slots of the next step are spread.
-        alone_seconds: of this rank's ``seconds`` those before the last rank had begun the step. The first step of a generation is begun by
-            each rank as soon as it has its state. (By each rank's own time from its begin to the norm, which all have at once: hosts'
-            clocks may differ.)
+        slot_seconds: per rank, mean seconds of its own per slot, without waits for others; 0 where it is not measured (on an accelerator).
+        pace: which ranks are slow, and how many slots each rank has in the next step.
+        alone_seconds: part of this rank's ``seconds`` before the last rank began the step. In a generation's first step each rank begins as
+            soon as it has its state. It compares each rank's time from its begin to the gradient norm, which all ranks reach together,
+            since hosts' clocks may differ.
     """
 
     index: int
@@ -244,9 +255,12 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Stepped:
-    """A step was completed at ``ended`` (seconds since the epoch, this worker's clock).
+    """A completed step.
 
-    ``between``: seconds that this worker spent between the step before and this one, by what (``goodput.Loss``).
+    Attributes:
+        ended: when the step ended, in seconds since the epoch, by this worker's clock.
+        between: seconds that this worker spent between the step before and this one, by cause (``goodput.Loss``).
+
     """
 
     ticket: Ticket
@@ -258,8 +272,8 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Outlined:
-    """Answer of a worker: what the layouts at every world size follow from; None where they don't follow from anything but themselves.
-    ``outline``: pickled, for ``Layouts.take``."""
+    """A worker's answer about its layouts. ``outline`` is pickled, for ``Layouts.take``; None if the layouts cannot be planned
+    elsewhere."""
 
     outline: bytes | None
 
@@ -276,9 +290,14 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Filled:
-    """The generation has its state, of ``step``: seconds of each phase on this worker, and bytes that changed workers.
+    """The generation has loaded the state of ``step``.
 
-    ``lower_bound``: bytes that no plan could have spared; ``read_bytes``: that this worker has read of a checkpoint.
+    Attributes:
+        phases: seconds of each phase on this worker.
+        moved_bytes: bytes that moved between workers.
+        lower_bound: bytes that any plan would have to move.
+        read_bytes: bytes that this worker read from a checkpoint.
+
     """
 
     ticket: Ticket
@@ -292,10 +311,15 @@ class Filled:
 
 @dataclass(frozen=True)
 class Saved:
-    """This worker's part (old rank ``rank`` of ``world``) of checkpoint ``attempt``: its vote as JSON, or why there is none.
+    """Result of this worker's part (old rank ``rank`` of ``world``) of checkpoint ``attempt``.
 
-    ``seconds``: since the state was copied, or the writing of a held one began (hosts' clocks may differ by days); ``stall_s``: how long
-    training waited for the copy.
+    Attributes:
+        vote: description of the written object, as JSON; None if the write failed.
+        error: reason of the failure; None if the write succeeded.
+        seconds: time since the state was copied, or since the write of a held state began. It is a duration, since hosts' clocks may
+            differ.
+        stall_s: seconds that training waited for the copy.
+
     """
 
     ticket: Ticket
@@ -312,7 +336,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Damaged:
-    """What this worker had written and voted for, of checkpoint ``attempt``, is not what can be read back."""
+    """An object of checkpoint ``attempt`` that this worker wrote and voted for cannot be read back as written."""
 
     ticket: Ticket
     attempt: str
@@ -322,7 +346,7 @@ class Damaged:
 
 @dataclass(frozen=True)
 class Skipped:
-    """The checkpoint of ``step`` was due and not begun: some rank still writes the ones before."""
+    """The checkpoint of ``step`` was due but did not begin, since some rank is still writing earlier ones."""
 
     ticket: Ticket
     step: int
@@ -336,14 +360,14 @@ class Report:
     """A worker's answer to a poll.
 
     Attributes:
-        items: (number, item) in order, those after the number that the poll named; they are kept until a later poll names theirs.
-        held: what it could resume from; final only once it is parked.
-        fault: why it left the generation of ``ticket``; None while it is in it, and when it left as it was told to.
-        beats: of the training thread so far; several in every step.
-        starved_s: seconds so far for which it could have run, and others had the processors.
-        where: its innermost frames; ``waiting``: for other ranks, in a collective (``pulse.where``).
-        unhurried: it does, or compiles, what may take longer than any step.
-        writing: beside all this it writes its part of a checkpoint.
+        items: (number, item) in order, after the number that the poll named. The worker keeps them until a later poll acknowledges them.
+        held: states that it can resume from; final only once it is parked.
+        fault: why it left the generation of ``ticket``; None while it is in it, or if it left as ordered.
+        beats: heartbeats of the training thread so far; several per step.
+        starved_s: seconds so far in which the thread was runnable but had no processor.
+        where: the training thread's innermost frames. ``waiting``: whether it waits for other ranks in a collective (``pulse.where``).
+        unhurried: whether it does, or compiles, something that may take longer than any step.
+        writing: whether it is also writing its part of a checkpoint.
     """
 
     worker: str
@@ -363,5 +387,5 @@ class Report:
 
     @property
     def out(self) -> bool:
-        """Whether it has no group any more and waits for an order."""
+        """Whether it has no process group and waits for an order."""
         return self.phase in (Phase.PARKED, Phase.FINISHED, Phase.IDLE)

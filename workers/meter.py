@@ -1,7 +1,7 @@
-"""Where a step's seconds and a rank's memory go, for whoever watches. Costs some 20 us a step (benchmarks/metrics_cost.py tells).
+"""Times of a step and memory of a rank, for monitoring. The cost is about 20 us a step (see benchmarks/metrics_cost.py).
 
-Seconds of waiting are those for which the training thread stands still for other ranks: of a collective that is hidden behind compute
-nothing counts. On an accelerator it is a stream that stands still, and this thread does not: there only what the host waits for is told.
+Waiting time is the time in which the training thread waits for other ranks. A collective hidden behind compute adds none. On an accelerator
+the stream waits, not this thread, so only the host's waits are counted.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
 
 COUNTED = ("all_reduce", "peer_copy", "step_end")
-"""What is counted by :func:`vescale_ray.waiting.counted`."""
+"""Kinds of waits measured by :func:`vescale_ray.waiting.counted`."""
 
 
 class Meter:
-    """Of one trainer: :meth:`begin`, :meth:`computed`, :meth:`stepping`, :meth:`stepped`, :meth:`end` in every step, in this order.
+    """Measures one trainer. Call :meth:`begin`, :meth:`computed`, :meth:`stepping`, :meth:`stepped`, :meth:`end` in every step, in this
+    order.
 
     Attributes:
         data_s: seconds that batches took in this step; the trainer adds to it.
-        skipped: the optimizer did not take this step.
+        skipped: whether the optimizer skipped this step.
     """
 
     def __init__(self, config: RunConfig, model: Any, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -51,7 +52,7 @@ class Meter:
         self._skips = self._skip_count()
 
     def computed(self, loop_s: float) -> None:
-        """All forwards and backwards are done, since ``loop_s`` seconds, with their batches."""
+        """All forward and backward passes are done. They took ``loop_s`` seconds, batches included."""
         self._loop_s, self._loop_waited_s = loop_s, self._since_begin()
 
     def stepping(self) -> None:
@@ -62,7 +63,7 @@ class Meter:
         self.skipped = self._skip_count() > self._skips
 
     def end(self, seconds: float) -> Usage:
-        """The step took ``seconds``: all of it."""
+        """The whole step took ``seconds``."""
         waited = {kind: max(0.0, now - self._waited[kind]) for kind, now in self._now().items()}
         phases = {
             "data": self.data_s,
@@ -76,7 +77,7 @@ class Meter:
         return Usage(waited, phases, self._memory(), device, retries, self._token_flops, self._peak)
 
     def _now(self) -> dict[str, float]:
-        """Seconds waited so far, by what for."""
+        """Seconds waited so far, by cause."""
         counted = waiting.counted_s()
         return {**self._model.waited_by_collective, **{kind: counted.get(kind, 0.0) for kind in self._counted}}
 
@@ -89,13 +90,13 @@ class Meter:
     def _memory(self) -> dict[str, int]:
         if self._still is None:
             self._still = {**self._held_bytes(self._model), "optimizer": state_bytes(self._optimizer)}
-        # Only the pool's most can still change.
+        # Only the peak of the buffer pool can still change.
         return {**self._still, "buffers": self._model.peak_buffer_bytes}
 
     def _device_memory(self) -> tuple[dict[str, int], int]:
         if self._device.type != "cuda":
             return {}, 0
-        stats = torch.cuda.memory_stats(self._device)  # one call: each of torch's own functions for a figure makes it, too
+        stats = torch.cuda.memory_stats(self._device)  # one call, since each of torch's functions for one figure makes it too
         names = {"allocated": "allocated_bytes.all.current", "reserved": "reserved_bytes.all.current"}
         names["peak_allocated"] = "allocated_bytes.all.peak"
         figures = {name: int(stats.get(key, 0)) for name, key in names.items()}

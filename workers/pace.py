@@ -1,13 +1,14 @@
-"""Who is slow, and who should do how many slots: pure arithmetic on what every rank hears in the step's exchange.
+"""Find slow ranks and assign slots by speed: pure arithmetic on numbers that every rank gets in the step's exchange.
 
-A *straggler* is a rank that takes longer for a slot than the others do, step after step. All wait for it: the collectives within a step
-keep the ranks in lockstep, so that a round of slots takes as long as its slowest rank.
+A *straggler* is a rank that takes longer for a slot than the others, step after step. All ranks wait for it: collectives within a step keep
+them in lockstep, so a round of slots takes as long as its slowest rank.
 
-What is compared is each rank's own time for a slot, without the time in which it waited for others; so neither an uneven number of slots
-nor the waiting of the others, which look as slow as the straggler, matters. It is set in relation to the usual rank *of the same step*, so
-that what slows all of them down changes nothing. And the median over a window of steps counts, so that one odd step does not either.
+The module compares each rank's own time for a slot, without its waits for others. So neither uneven slot counts nor the waits of the other
+ranks distort it. Each time is relative to the median rank *of the same step*, so that a slowdown of all ranks cancels out. The median over
+a window of steps counts, so that one odd step does not matter.
 
-All ranks hear the same numbers and compute the same from them, bit for bit. So they agree on another spread of the slots without a word.
+All ranks get the same numbers and compute the same results, bit for bit. Therefore they agree on a new slot assignment without further
+communication.
 """
 
 from __future__ import annotations
@@ -21,32 +22,32 @@ import numpy as np
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 SLOW = 1.4
-"""A rank is slow that takes so many times as long as the usual one in :data:`OFTEN` of the window's steps."""
+"""A rank is slow if its slot time is this multiple of the median rank's in at least :data:`OFTEN` of the window's steps."""
 OFTEN = 0.75
 WELL = 1.2
-"""It no longer is when it takes less than this in the median."""
+"""A slow rank has recovered once the median of its relative slot time is below this."""
 LEAST_STEPS, LEAST_S, MOST_STEPS = 12, 2.0, 128
-"""The window: so many steps, and more of them until they have taken so many seconds, at most so many. A neighbour that takes a processor
-for a second makes no straggler."""
+"""The window: at least this many steps and this many seconds, but at most ``MOST_STEPS``. A process that takes a processor for one second
+does not make a straggler."""
 FIRST = 2
-"""Steps of a generation that don't count: they compile, allocate and fill caches."""
+"""Leading steps of a generation that are ignored: they compile, allocate and fill caches."""
 GAIN = 0.1
-"""Slots are spread anew only if that is expected to shorten the step by this part."""
+"""Least relative gain in step time for which slots are reassigned."""
 PATIENCE, LONGEST = 2, 64
-"""Windows between two new spreads, doubled with each up to so many: whoever is slow in turns moves slots less and less often."""
+"""Windows between two reassignments. The number doubles with each one, up to a factor of ``LONGEST``. If ranks take turns at being slow,
+slots move less and less often."""
 
 
 def even(slots: int, world: int) -> tuple[int, ...]:
-    """How many slots each rank has when all are alike: as many, or one fewer."""
+    """Number of slots of each rank if all ranks are equally fast: equal, or one fewer."""
     return tuple(slots // world + (rank < slots % world) for rank in range(world))
 
 
 def deal(shares: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The slots of each rank that is to have ``shares[rank]`` of them. Round t has the next slots in the order of the ranks, one for each
-    rank that has more than t: whoever adds up round by round and rank by rank adds up slot by slot.
+    """The slots of each rank, where rank ``r`` gets ``shares[r]`` of them.
 
-    >>> deal((1, 3, 2))
-    ((0,), (1, 3, 5), (2, 4))
+    Round ``t`` takes the next slots in rank order, one for each rank with more than ``t`` slots. A sum round by round and rank by rank
+    therefore adds up slot by slot.
     """
     found: list[list[int]] = [[] for _ in shares]
     slot = 0
@@ -59,24 +60,24 @@ def deal(shares: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def spread(slots: int, per_slot: Sequence[float], per_round: float) -> tuple[int, ...]:
-    """How many slots each rank should have for the step to be shortest; every rank has one at least, so that its speed stays known.
+    """Number of slots of each rank that makes the step shortest. Each rank has at least one, so that its speed stays known.
 
-    A round in which the j fastest take part takes as long as the j-th of them, and does j slots: to do all slots in the least time is a
+    A round of the ``j`` fastest ranks takes as long as the ``j``-th of them, and does ``j`` slots. To do all slots in the least time is a
     covering knapsack, solved exactly in O(slots * world).
 
     Args:
         per_slot: seconds of each rank for a slot.
-        per_round: seconds that a round takes besides.
+        per_round: overhead of a round, in seconds.
     """
     world = len(per_slot)
     order = sorted(range(world), key=lambda rank: (per_slot[rank], rank))
     cost = np.array([per_slot[rank] + per_round for rank in order])
-    left = slots - world  # after the round in which all take part
+    left = slots - world  # after the round in which all ranks take part
     best = np.zeros(left + 1)
     fastest = np.zeros(left + 1, dtype=np.int64)
     for count in range(1, left + 1):
         most = min(world, count)
-        # The fewest rounds among equals: the last minimum.
+        # Among equal costs, take the fewest rounds: the last minimum.
         options = best[count - 1 :: -1][:most] + cost[:most]
         pick = most - 1 - int(np.argmin(options[::-1]))
         best[count], fastest[count] = options[pick], pick + 1
@@ -89,18 +90,18 @@ def spread(slots: int, per_slot: Sequence[float], per_round: float) -> tuple[int
 
 
 def seconds(shares: Sequence[int], per_slot: Sequence[float], per_round: float) -> float:
-    """How long the slots of a step take: each round as long as the slowest rank in it."""
+    """Seconds that a step's slots take: each round lasts as long as its slowest rank."""
     return math.fsum(max(p for p, share in zip(per_slot, shares, strict=True) if share > turn) + per_round for turn in range(max(shares)))
 
 
 @dataclass(frozen=True)
 class View:
-    """What is known of the ranks' speed.
+    """Known speed of the ranks.
 
     Attributes:
-        factors: of each rank, how many times as long as the usual one it takes for a slot; empty until a window is full.
-        since: of each rank, the step (0-based index) since which it is slow, or -1.
-        shares: slots of each rank in the next step.
+        factors: per rank, its slot time relative to the median rank's; empty until a window is full.
+        since: per rank, the step (0-based index) since which it is slow, or -1.
+        shares: per rank, its slots in the next step.
     """
 
     factors: tuple[float, ...]
@@ -112,8 +113,8 @@ class Pace:
     """Watches the ranks of one generation.
 
     Args:
-        slots, world: of the run, and of this generation.
-        relieve: spread the slots by speed.
+        slots, world: slots of the run, and ranks of this generation.
+        relieve: whether to assign slots by speed.
     """
 
     def __init__(self, slots: int, world: int, *, relieve: bool) -> None:
@@ -129,11 +130,11 @@ class Pace:
         self.view = View((), (-1,) * world, even(slots, world))
 
     def stepped(self, index: int, per_slot: Sequence[float], loop: float, whole: float) -> View:
-        """A step was done. A few microseconds; some 50 more whenever a quarter of a window is new.
+        """Record a step and return the new view. It takes a few microseconds, and about 50 more each time a quarter of a window is new.
 
         Args:
-            per_slot: each rank's own seconds for a slot; what is not above 0 was not measured.
-            loop, whole: seconds of the longest rank, in the slots and in all.
+            per_slot: each rank's own seconds for a slot; a value of 0 or less means that it was not measured.
+            loop, whole: seconds of the slowest rank, for the slots and for the whole step.
         """
         self._steps += 1
         if self._steps <= FIRST or not all(0.0 < seconds < math.inf for seconds in per_slot):
@@ -153,7 +154,7 @@ class Pace:
         return self.view
 
     def _window(self) -> int:
-        """Steps that count now; 0 if there are not enough."""
+        """Number of steps in the window; 0 if there are not enough steps yet."""
         times = self._times[max(0, self._filled - MOST_STEPS) : self._filled][::-1]
         long = int(np.searchsorted(np.cumsum(times), LEAST_S)) + 1
         window = min(max(long, LEAST_STEPS), MOST_STEPS)
@@ -161,7 +162,7 @@ class Pace:
 
     def _judge(self, index: int, window: int) -> None:
         rows = self._rows[self._filled - window : self._filled]
-        # The usual rank is the middle one; of an even number the faster of the two, so that of two ranks the slower can be told.
+        # The median rank; of an even number the faster middle one, so that the slower of two ranks stands out.
         usual = np.partition(rows, (self._world - 1) // 2, axis=1)[:, (self._world - 1) // 2]
         ordered = np.sort(rows / usual[:, None], axis=0)
         factors = ordered[window // 2]
@@ -176,7 +177,7 @@ class Pace:
         if shares != self.view.shares:
             self._changes += 1
             self._changed = self._steps
-            self._filled, self._look = 0, LEAST_STEPS  # what follows is another kind of step
+            self._filled, self._look = 0, LEAST_STEPS  # steps with another assignment are not comparable
         self.view = View(tuple(factors.tolist()), tuple(since), shares)
 
     def _shares(self, window: int, since: tuple[int, ...]) -> tuple[int, ...]:
@@ -188,7 +189,7 @@ class Pace:
             return now
         last = slice(self._filled - window, self._filled)
         per_slot = [float(one) for one in np.median(self._rows[last], axis=0)]
-        # What the slots took beyond their ranks' own time is communication, once for every round.
+        # Time in the slots beyond the ranks' own is communication, once per round.
         loop, whole = float(np.median(self._loops[last])), float(np.median(self._times[last]))
         per_round = max(0.0, loop - seconds(now, per_slot, 0.0)) / max(now)
         rest = max(0.0, whole - loop)

@@ -1,10 +1,10 @@
-"""How far a worker's training thread is, for whoever watches it: beats that it counts, and where it stands now. No Ray.
+"""Heartbeats and current position of a worker's training thread, for monitoring. No Ray.
 
-A rank that hangs is not the one that others notice first: they wait for it in a collective, and look as stuck as it does. What tells them
-apart is where each stands. So a report says whether the training thread waits for others, by its innermost Python frame.
+When a rank hangs, its peers wait for it in a collective and look just as stuck. Their positions tell them apart. So a report says, by its
+innermost Python frame, whether the training thread waits for other ranks.
 
-For a thread that holds the interpreter's lock nobody in its process can look. :func:`offer_stacks` lets another process have all stacks
-written by a signal handler that needs no lock (:mod:`faulthandler`), into memory that it reads through ``/proc``.
+If a thread holds the interpreter lock, no other thread of its process can inspect it. :func:`offer_stacks` lets another process get all
+stacks. A signal handler that needs no lock (:mod:`faulthandler`) writes them to memory that the other process reads through ``/proc``.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from vescale_ray.waiting import awaited, passed
 
 IN = "in: "
 RECORDER = {"TORCH_FR_BUFFER_SIZE": "256"}
-"""Environment, set before torch is imported, with which torch notes the last collectives. Costs less than can be measured."""
+"""Environment that makes torch record its last collectives. It must be set before torch is imported; its cost is not measurable."""
 STACKS_SIGNAL = signal.SIGUSR2
 _COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _COMPILER = os.path.join("torch", "_dynamo", "convert_frame.py")
-"""On the stack while a frame is compiled, not while compiled code runs."""
+"""On the stack while torch compiles a frame, but not while compiled code runs."""
 _WAITS = re.compile(r"\.wait\(|\bdist\.\w+\(|\.(allgather|alltoall_base|allreduce|barrier)\(")
 _OWN = re.compile(r"(?:vescale_ray|workers|controller|checkpoint)/(.+)$")
 
 
 @dataclass(frozen=True)
 class Where:
-    """Where a thread stands.
+    """Position of a thread.
 
     Attributes:
-        text: innermost first, such as ``wait (fsdp/comm.py:53) < reduce (fsdp/gradients.py:234)``.
-        waiting: it waits for other ranks, in a collective.
-        compiling: torch makes code for what it has not met before, which takes as long as it takes.
+        text: the innermost frames first, such as ``wait (fsdp/comm.py:53) < reduce (fsdp/gradients.py:234)``.
+        waiting: whether it waits for other ranks in a collective.
+        compiling: whether torch compiles code, which takes an unknown time.
     """
 
     text: str
@@ -58,31 +58,31 @@ NOWHERE = Where("", False)
 
 
 class Pulse:
-    """Counts what the thread that made it does. ``beat`` is called by that thread, everything else by others."""
+    """Heartbeats of the thread that creates this object. Only that thread calls ``beat``; other threads call everything else."""
 
     def __init__(self) -> None:
         self.unhurried = False
-        """Within :meth:`without_hurry`."""
+        """Whether the thread is inside :meth:`without_hurry`."""
         self._thread = threading.get_ident()
         self._beats = -passed(self._thread)
         self.native = threading.get_native_id()
-        """The system's number of the thread."""
+        """Operating system's id of the thread."""
 
     def beat(self) -> None:
         self._beats += 1
 
     @property
     def beats(self) -> int:
-        """Those that the thread made, and the collectives that it came to: it goes on as long as they grow."""
+        """Calls of ``beat`` plus collectives that the thread has reached. While the number grows, the thread makes progress."""
         return self._beats + passed(self._thread)
 
     def starved_s(self) -> float:
-        """As :func:`starved_s` tells of the thread."""
+        """Seconds in which the thread was runnable but had no processor, as :func:`starved_s`."""
         return starved_s(os.getpid(), self.native)
 
     @contextmanager
     def without_hurry(self) -> Iterator[None]:
-        """What is done inside may take longer than any step, here or on another rank: a copy of all shards, for example."""
+        """Mark work that may take longer than any step, here or on another rank, such as a copy of all shards."""
         self.unhurried = True
         try:
             yield
@@ -90,7 +90,7 @@ class Pulse:
             self.unhurried = False
 
     def collective(self) -> str:
-        """The collective that the thread waits in, if it does: which, of what, how large, on how many ranks; else empty."""
+        """The collective in which the thread waits: operation, subject, size and number of ranks. Empty if it waits in none."""
         frame = sys._current_frames().get(self._thread)
         if frame is None or not where(frame).waiting:
             return ""
@@ -102,13 +102,13 @@ class Pulse:
 
 
 _PASSED_OVER = {waits.__file__, os.path.join(os.path.dirname(waits.__file__), "messages.py")}
-"""Files that only pass a wait on: who called them tells more. (The second can't be imported here: it imports torch.)"""
+"""Files that only forward a wait, so that their callers tell more. (The second imports torch, so it cannot be imported here.)"""
 
 
 def where(frame: FrameType, depth: int = 4) -> Where:
-    """Where a thread with this innermost ``frame`` stands: the innermost frame, then the next few of other files."""
+    """The position of a thread with this innermost ``frame``: that frame, then the next few of other files."""
     code = frame.f_code
-    # Between two instructions of a running thread a frame may have no line.
+    # A running thread's frame may have no line between two instructions.
     line = linecache.getline(code.co_filename, frame.f_lineno or 0)
     waiting = _COLLECTIVES in code.co_filename or bool(_WAITS.search(line))
     parts: list[str] = []
@@ -125,7 +125,7 @@ def where(frame: FrameType, depth: int = 4) -> Where:
 
 
 def recorded() -> str | None:
-    """The newest collective of torch's own that this process has begun and not ended, as its flight recorder tells (:data:`RECORDER`)."""
+    """The newest unfinished collective of torch's own in this process, from its flight recorder (:data:`RECORDER`)."""
     dump = flight_record()
     entries = json.loads(dump()).get("entries", []) if dump is not None else []
     for entry in reversed(entries):
@@ -147,8 +147,8 @@ def stacks() -> str:
 
 
 def starved_s(pid: int, thread: int) -> float:
-    """Seconds so far for which a thread of this machine could have run and others had the processors (or its container had used up what it
-    may): what the kernel calls run delay. 0 where it doesn't tell."""
+    """Seconds in which a thread of this machine was runnable but had no processor, or its container had used up its quota. The kernel calls
+    this run delay. 0 if the kernel does not report it."""
     try:
         with open(f"/proc/{pid}/task/{thread}/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9
@@ -157,8 +157,8 @@ def starved_s(pid: int, thread: int) -> float:
 
 
 def offer_stacks() -> int:
-    """Have :data:`STACKS_SIGNAL` write all stacks into anonymous memory; its file descriptor, to be read as ``/proc/PID/fd/N``. -1 where
-    the system has no such thing."""
+    """Make :data:`STACKS_SIGNAL` write all stacks to anonymous memory. Returns its file descriptor, readable as ``/proc/PID/fd/N``, or -1
+    if the system has no such memory."""
     if not hasattr(os, "memfd_create"):
         return -1
     descriptor = os.memfd_create("stacks")
@@ -167,10 +167,11 @@ def offer_stacks() -> int:
 
 
 def take_stacks(pid: int, descriptor: int, wait_s: float) -> str:
-    """The stacks of another process of this machine that called :func:`offer_stacks`; or why there are none (it is stopped, or gone)."""
+    """The stacks of another process of this machine that called :func:`offer_stacks`. If there are none, the reason (the process is stopped
+    or gone)."""
     path = f"/proc/{pid}/fd/{descriptor}"
     if descriptor < 0:
-        return "(this system lets no other process have the stacks)"
+        return "(this system cannot share the stacks with other processes)"
     try:
         before = os.stat(path).st_size
         os.kill(pid, STACKS_SIGNAL)
@@ -191,7 +192,7 @@ def take_stacks(pid: int, descriptor: int, wait_s: float) -> str:
 
 
 def state_of(pid: int) -> str:
-    """The kernel's word for a process' state, such as ``T (stopped)``; empty if there is none."""
+    """The kernel's name of a process's state, such as ``T (stopped)``; empty if the process does not exist."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8") as file:
             return next((line.split(None, 1)[1].strip() for line in file if line.startswith("State:")), "")

@@ -1,9 +1,9 @@
-"""Whether workers reach each other over the network that their process groups use. Standard library and psutil only.
+"""Check whether workers reach each other over the network of their process groups. Uses the standard library and psutil only.
 
-A collective does not tell why it does not end. Where the network between two nodes is gone (a cable, a port, a firewall's rule) and both
-still answer the controller, all wait for each other and nobody is to blame. So each worker has a door, a port on which connections are
-taken and closed again; whoever is asked to tries the doors of others. A connection is made by the kernel: a worker that is stopped, or
-computes, is reached all the same.
+A hung collective does not tell its cause. If the network between two nodes fails (cable, port, firewall rule), both may still answer the
+controller. All ranks then wait for each other, and none is at fault. Therefore each worker has a probe port, which accepts connections and
+closes them. On request, a worker connects to the probe ports of others. The kernel completes a connection, so a worker that is stopped or
+busy still counts as reached.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ import psutil
 _log = logging.getLogger(__name__)
 
 AT_ONCE = 500
-"""Connections that are tried at a time: a process may have 1,024 files open."""
+"""Connections tried at a time, since a process may have only 1,024 open files."""
 GLOO = "GLOO_SOCKET_IFNAME"
 
 
 def choose_interface(node: str) -> str | None:
-    """Have gloo use the interface that has the address ``node``, by which the cluster's nodes know this one, where this machine's name has
-    no address but the loopback's, which no other machine reaches; the interface, if it was chosen here.
+    """Point gloo to the interface with address ``node``, the cluster's address of this node, and return the interface's name.
 
-    What is set in ``GLOO_SOCKET_IFNAME`` is left.
+    This happens only if this machine's host name resolves to nothing but the loopback address, which other machines cannot reach. An
+    existing ``GLOO_SOCKET_IFNAME`` stays. Returns None if the choice is not needed or no interface has the address.
+
     """
     named = _named()
     if os.environ.get(GLOO) or (named is not None and not ipaddress.ip_address(named).is_loopback) or named == node:
@@ -44,8 +45,7 @@ def choose_interface(node: str) -> str | None:
 
 
 def group_address(node: str) -> str:
-    """The address at which process groups meet this process: of gloo's interface, else of this machine's name; ``node``, where it is not
-    known."""
+    """Address at which process groups reach this process: of gloo's interface, else of this machine's host name, else ``node``."""
     wanted = os.environ.get(GLOO, "").split(",")[0].strip()
     if not wanted:
         return _named() or node
@@ -61,10 +61,10 @@ def _named() -> str | None:
 
 
 class Door:
-    """A port on ``host`` that can be tried, for as long as the process lives.
+    """Probe port on ``host``, open for the life of the process.
 
     Attributes:
-        address: ``host:port``; empty where none could be had: then nobody can tell whether this process is reached.
+        address: ``host:port``; empty if no port could be opened. Then nobody can tell whether others reach this process.
     """
 
     def __init__(self, host: str) -> None:
@@ -73,7 +73,7 @@ class Door:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._socket = socket.create_server((host, 0), family=family, backlog=4096)
         except OSError as error:
-            _log.warning("no port can be had on %s (%s): whether others reach this worker can't be told", host, error.strerror)
+            _log.warning("no probe port on %s (%s): the run cannot check whether others reach this worker", host, error.strerror)
             return
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         threading.Thread(target=self._answer, name="vescale-door", daemon=True).start()
@@ -84,14 +84,14 @@ class Door:
                 caller, _ = self._socket.accept()
                 caller.close()
             except OSError:
-                time.sleep(0.1)  # no file to be had for it, say: the kernel has answered
+                time.sleep(0.1)  # for example no free file descriptor; the kernel has completed the connection anyway
 
 
 def unreached(addresses: Mapping[str, str], wait_s: float) -> tuple[str, ...]:
-    """Those whose address (``host:port``) answers nothing within ``wait_s`` seconds.
+    """Names of the workers whose address (``host:port``) does not answer within ``wait_s`` seconds.
 
-    A host that refuses the connection is reached: the process is gone, which others will find. One whose SYN was lost is tried again by the
-    kernel after a second: give it more.
+    A host that refuses the connection counts as reached: only the process is gone, which other checks find. The kernel resends a lost SYN
+    after one second, so ``wait_s`` should be longer.
     """
     names = [name for name, address in addresses.items() if address]
     found: list[str] = []
@@ -114,13 +114,13 @@ def _unreached(addresses: Mapping[str, str], wait_s: float) -> list[str]:
             line.close()
             if not _is_reached(code):
                 found.append(name)
-        # From now on: where other threads are busy, to begin all that takes its time.
+        # Start the clock only now: if other threads are busy, starting the connections takes time too.
         deadline = time.monotonic() + wait_s
         while waiting.get_map():
             left = deadline - time.monotonic()
             there = waiting.select(max(0.0, left))
             if not there and left <= 0:
-                break  # looked at after the time was over: what had come by then counts, though this thread was late to see it
+                break  # checked after the deadline: answers that came in time count even if this thread is late
             for key, _ in there:
                 tried = key.fileobj
                 assert isinstance(tried, socket.socket)

@@ -1,7 +1,7 @@
-"""Two generations of one rank, of a model of some ten thousand elements, before a worker's first order comes.
+"""Warm up torch before a worker's first order: two generations of one rank, with a model of about ten thousand elements.
 
-Much of torch is made ready when it is first used: the dispatch of each operation, autograd's thread, a device's libraries. Who joins a
-world would do that while all others wait for it.
+torch initialises much on first use: operator dispatch, autograd's thread, device libraries. Without this warm-up a joining worker would do
+that while all others wait.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _SEQ_LEN = 8
 
 
 def rehearse(config: RunConfig, device: torch.device) -> None:
-    """Build, take a step and copy it, and build again from what is held: leaves nothing behind but what torch has made ready.
+    """Build a trainer, take a step, copy it, and build another trainer from the copy. Only torch's initialised state remains.
 
-    The model is always a small Llama: what a run's own model needs is known to its factory alone. Never raises: what can't be done in
-    this process is told by the first order, which has somebody who hears of it.
+    The model is always a small Llama, since only the run's factory knows the needs of its own model. Never raises: the first order meets
+    the same error and reports it.
     """
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             _rehearse(_small(config), device)
     except Exception as error:
-        _log.info("the rehearsal came to nothing: %s", groups.describe(error))
+        _log.info("the warm-up before the first order failed: %s", groups.describe(error))
     finally:
         groups.dissolve()
 
 
 def _small(config: RunConfig) -> RunConfig:
     sizes = {"factory": None, "dim": 64, "layers": 2, "heads": 2, "kv_heads": 2, "ffn": 128, "units": ["layers.*"]}
-    # Nothing is checked anew: what a person has to be told of the whole configuration has been told.
+    # Skip validation: the full configuration is already validated.
     return config.model_copy(
         update={
             "model": config.model.model_copy(update=sizes),
@@ -56,7 +56,7 @@ def _small(config: RunConfig) -> RunConfig:
 
 
 def _rehearse(config: RunConfig, device: torch.device) -> None:
-    # A store of this process, and gloo, which has nothing to set up on a device.
+    # A store in this process, and gloo, which needs no device setup.
     gloo.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     text = np.arange(4 * _SEQ_LEN, dtype=np.uint8)
     corpus = Corpus(text, text[:0], _SEQ_LEN, "rehearsal", 1, len(text), "", 0)

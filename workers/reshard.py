@@ -1,9 +1,8 @@
-"""Fill a new trainer's shards: from what the workers hold in memory, or from a checkpoint. And give shards to a checkpoint.
+"""Reshard: fill a new trainer's shards from the workers' memory or from a checkpoint, and give shards to a checkpoint.
 
-From memory: every participant tells what it holds (old shards, its own and copies) and wants (its new shards); all of them
-compute the same plan, by interval arithmetic in one space of elements; then messages from rank to rank move what one does not
-have itself, and nothing else. The same code serves a shrink, a growth, a replacement and a death: they differ only in who
-holds what. What a rank sends another carries a checksum.
+From memory, every participant announces the shards it holds (its own and copies) and the shards it wants. All compute the same plan, by
+interval arithmetic in one index space. Each rank then receives only the elements that it does not hold itself. The same code serves a
+shrink, a growth, a replacement and a death; only the holders differ. Each transfer carries a checksum.
 """
 
 from __future__ import annotations
@@ -40,25 +39,25 @@ if TYPE_CHECKING:
     from vescale_ray.workers.trainer import Trainer
 
 _DIGEST_BYTES = 16
-"""8 bytes of xxh3 and 8 of padding, so that the message after it stays aligned."""
+"""8 bytes of xxh3 and 8 bytes of padding, so that the message after it stays aligned."""
 
 ROUND_BYTES = 256 << 20
-"""Most bytes that a rank sends, or receives, at a time: bounds the extra memory of a move, whatever the model's size."""
+"""Most bytes that a rank sends, or receives, in one round. It bounds the extra memory of a move for any model size."""
 
 DIRECT_BYTES = 64 << 10
-"""Of a move that is a message of its own, at least. A message costs as much as packing and unpacking about so many bytes."""
+"""Least size, in bytes, of a move with a message of its own. A message costs as much as packing and unpacking about this many bytes."""
 
 
 class ReshardError(ValueError):
-    """The workers' shards can't fill the new layout: something is missing, or belongs to another state or model."""
+    """The workers' shards cannot fill the new layout: elements are missing, or belong to another state or model."""
 
 
 class TransferCorrupt(GroupFailed):
-    """Bytes arrived that are not those that were sent: the attempt is over, as after a lost peer."""
+    """The received bytes differ from those sent. The attempt ends, as after a lost peer."""
 
 
 class Move(NamedTuple):
-    """``numel`` elements of tensor ``(name, kind)`` from ``src``'s piece to ``dst``'s; pieces by index, offsets in elements."""
+    """Transfer of ``numel`` elements of one tensor from ``src``'s piece to ``dst``'s. Pieces are given by index, offsets in elements."""
 
     src: int
     dst: int
@@ -79,10 +78,10 @@ class Plan:
     """Moves that fill every wanted span exactly once, in the same order on every rank.
 
     Attributes:
-        rounds: the moves between ranks, cut so that no rank sends or gets more than a bound in one round.
-        local: the copies within one rank.
-        moved_bytes: that go from one rank to another.
-        lower_bound: bytes wanted by a rank that holds no copy of them: no plan can move fewer.
+        rounds: moves between ranks, cut so that no rank sends or receives more than a bound in one round.
+        local: copies within one rank.
+        moved_bytes: bytes that go from one rank to another.
+        lower_bound: bytes wanted by ranks that hold no copy of them; no plan can move fewer.
     """
 
     rounds: tuple[tuple[Move, ...], ...]
@@ -93,10 +92,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class ReshardReport:
-    """What a move did; the same on every rank but for ``seconds``.
+    """Result of a move; the same on every rank except ``seconds``.
 
     Attributes:
-        words: what each participant had to say, by its rank in the move's group.
+        words: each participant's message, by its rank in the move's group.
     """
 
     generation: int
@@ -109,13 +108,13 @@ class ReshardReport:
 
 
 def plan(sources: Sequence[Sequence[Strip]], wanted: Sequence[Sequence[Strip]], *, round_bytes: int = ROUND_BYTES) -> Plan:
-    """Plan the move from ``sources[i]``, what participant i holds, to ``wanted[j]``, what participant j needs. Pure.
+    """Plan the move from ``sources[i]``, the shards of participant i, to ``wanted[j]``, the shards that participant j needs. Pure.
 
-    A rank's own memory is preferred, then the lowest holder.
+    The plan prefers a rank's own memory, then the lowest rank that holds the elements.
 
     Raises:
-        ReshardError: naming the tensor, when the wanted strips don't tile each tensor exactly, when nobody holds an element, or
-            when the same tensor has another shape or dtype here and there.
+        ReshardError: the wanted strips do not tile a tensor exactly, an element has no holder, or a tensor's shape or dtype differs. The
+            message names the tensor.
     """
     if not _alike((*sources, *wanted)):
         sources, wanted = _apart(sources), _apart(wanted)
@@ -126,10 +125,10 @@ def plan(sources: Sequence[Sequence[Strip]], wanted: Sequence[Sequence[Strip]], 
             key = _key(strip)
             expected = tensors.get(key)
             if expected is None:
-                raise ReshardError(f"the held state has {_told(key)}, the new one has not: another model or optimizer")
+                raise ReshardError(f"the held state has {_told(key)}, the new one does not: the model or optimizer has changed")
             if expected != (strip.shape, strip.kinds):
                 here, there = _form(strip.shape, strip.kinds), _form(*expected)
-                raise ReshardError(f"{_told(key)} is held as {here}, wanted as {there}: another model or optimizer")
+                raise ReshardError(f"{_told(key)} is held as {here}, wanted as {there}: the model or optimizer has changed")
     held = [_Owned(strips, space) for strips in sources]
     wants = [_Owned(strips, space) for strips in wanted]
     held_extents, want_extents = [one.extents for one in held], [one.extents for one in wants]
@@ -148,27 +147,27 @@ def plan(sources: Sequence[Sequence[Strip]], wanted: Sequence[Sequence[Strip]], 
 def execute(
     held: Sequence[Shards], trainer: Trainer | None, group: Any = None, *, word: bytes = b"", round_bytes: int = ROUND_BYTES
 ) -> ReshardReport:
-    """Collective: fill ``trainer`` from all that the participants hold of one state.
+    """Fill ``trainer`` from all shards that the participants hold of one state. Collective.
 
-    A rank returns when it has what it wants and has sent what others want of it: these may not be there yet.
+    A rank returns once it has its shards and has sent those that others want. The others may not have received theirs yet.
 
     Args:
         held: this worker's shards of the state to resume (``snapshots.shards(..)``); empty on a joiner.
-        trainer: the new generation's; None on a worker that only gives.
-        group: None, the default group; or a transfer group, whose first ranks are the new generation's, in order.
-        word: for the others to know, beside what is moved: who needs them to agree on something more does not have to meet them again.
+        trainer: the new generation's trainer; None on a worker that only gives.
+        group: None for the default group, or a transfer group, whose first ranks are the new generation's, in order.
+        word: extra message to all participants, which saves them another collective.
         round_bytes: see :data:`ROUND_BYTES`.
 
     Raises:
         ReshardError: on every rank alike, before anything is written.
         TransferCorrupt: a checksum does not match.
-        GroupFailed: a peer was lost on the way. ``held`` is untouched, ``trainer`` is not to be used.
+        GroupFailed: a peer was lost during the move. ``held`` is unchanged; ``trainer`` must not be used.
     """
     begin = time.perf_counter()
     pieces = _filled(held)
     wants = _filled([export_shards(trainer)]) if trainer is not None else []
     with collectives("move shards"):
-        # The word is a line of its own: it may be long, and is the receiver's to read, or not.
+        # The word is a separate line, since it may be long and only its receiver may need to parse it.
         told = [text.partition(b"\n") for text in all_gather_bytes(_describe(held, pieces, wants) + b"\n" + word, group)]
         everyone = [json.loads(text) for text, _, _ in told]
         state = _agree(everyone)
@@ -187,7 +186,7 @@ def execute(
             copy_own()
         idle = 0
         for turn, moves in enumerate(planned.rounds):
-            # Who had nothing to do in the rounds before is here before the others: each round has the bound of a collective.
+            # A rank without moves in the last rounds arrives early, so the wait is the timeout of a collective for each of those rounds.
             _exchange(moves, me, len(everyone), pieces, wants, group, copy_own if turn == 0 else lambda: None, rounds=1 + idle)
             idle = 0 if any(me in (move.src, move.dst) for move in moves) else idle + 1
             if trainer is not None:
@@ -200,14 +199,15 @@ def execute(
 
 
 def restore_from_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> int:
-    """Fill ``trainer`` from a checkpoint of any world size and layout, reading only this rank's ranges; returns the bytes that were read.
+    """Fill ``trainer`` from a checkpoint of any world size and layout, and return the number of bytes read. Reads only this rank's ranges.
 
-    No collective. Each piece that has come is a beat: it may take minutes.
+    Not a collective. It may take minutes, so each piece read counts as a heartbeat.
 
     Raises:
-        CheckpointMismatch: it is of another model or optimizer; before anything is changed.
-        CheckpointCorrupt: naming object, block and tensors; the trainer is not to be used then.
-        ValueError: it was saved with another global batch, states of other blocks, or not by a trainer; before anything is changed.
+        CheckpointMismatch: the checkpoint is of another model or optimizer. Raised before anything is changed.
+        CheckpointCorrupt: names the object, block and tensors. The trainer must not be used afterwards.
+        ValueError: the global batch or the optimizer states' blocks differ, or no training run saved the checkpoint. Raised before anything
+            is changed.
     """
     pieces = export_shards(trainer).pieces
     checkpoint.require(
@@ -216,24 +216,24 @@ def restore_from_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> int:
     )
     scalars = checkpoint.aux(0)
     if not isinstance(scalars, Mapping) or not {"step", "consumed", "optimizer"} <= set(scalars):
-        raise ValueError(f"{checkpoint} holds no training state (step, consumed samples, optimizer): it was not saved by a training run")
-    check_scalars(trainer, scalars)  # before anything is read
+        raise ValueError(f"{checkpoint} holds no training state (step, consumed samples, optimizer): no training run saved it")
+    check_scalars(trainer, scalars)
     read = checkpoint.read_ranges([(p.name, p.kind, p.start, p.end, p.data) for p in pieces], progress=lambda: trainer.beat())
     import_scalars(trainer, scalars)
     return read.planned
 
 
 def write_checkpoint_shard(shards: Shards, root: Any, attempt: str, *, epoch: int | None = None) -> Vote:
-    """Write this rank's object of a checkpoint and return its vote; the controller commits all votes. No collective.
+    """Write this rank's object of a checkpoint and return its vote. Not a collective: the controller commits all votes.
 
     Args:
-        shards: the live ones (:func:`export_shards`), or a held copy; they must not change until this returns.
-        root: the checkpoint folder, or a store.
+        shards: live shards (:func:`export_shards`) or a held copy; they must not change until this returns.
+        root: checkpoint folder, or a store.
         attempt: ``checkpoint.new_attempt()``, the same on all ranks of this save.
-        epoch: orders and fences writers; the generation by default.
+        epoch: number that orders and fences writers; the generation by default.
 
     Raises:
-        SaveFailed: the storage refused; earlier checkpoints are untouched.
+        SaveFailed: the storage failed; earlier checkpoints are untouched.
     """
     from vescale_ray.checkpoint import write_shard
 
@@ -243,7 +243,7 @@ def write_checkpoint_shard(shards: Shards, root: Any, attempt: str, *, epoch: in
 
 
 def stored_aux(rank: int, scalars: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A rank's aux object of a checkpoint: the scalars are the same everywhere, so one rank's word is enough."""
+    """A rank's auxiliary object of a checkpoint. The scalars are the same on all ranks, so only rank 0 writes them."""
     return dict(scalars) if rank == 0 else None
 
 
@@ -267,18 +267,18 @@ def _form(shape: tuple[int, ...], kinds: _Kinds) -> str:
 
 
 def _alike(participants: Sequence[Sequence[Strip]]) -> bool:
-    """Whether every strip of a tensor has the same kinds, so that they are planned together."""
+    """Whether every strip of a tensor has the same kinds, so that they can be planned together."""
     known: dict[str, _Kinds] = {}
     return all(known.setdefault(strip.name, strip.kinds) == strip.kinds for strips in participants for strip in strips)
 
 
 def _apart(participants: Sequence[Sequence[Strip]]) -> list[list[Strip]]:
-    """Each span a strip of its own."""
+    """The strips split so that each has one kind."""
     return [[strip._replace(kinds=(kind,)) for strip in strips for kind in strip.kinds] for strips in participants]
 
 
 def _check_tiling(wanted: Sequence[Sequence[Strip]]) -> dict[_Key, tuple[tuple[int, ...], _Kinds]]:
-    """Shape and dtypes of each tensor, after checking that its wanted strips cover it without gap or overlap."""
+    """Shape and dtypes of each tensor, after a check that its wanted strips cover it without gap or overlap."""
     tensors: dict[_Key, tuple[tuple[int, ...], _Kinds]] = {}
     found: dict[_Key, list[tuple[int, int]]] = {}
     for strips in wanted:
@@ -299,11 +299,11 @@ def _check_tiling(wanted: Sequence[Sequence[Strip]]) -> dict[_Key, tuple[tuple[i
 
 
 class _Owned:
-    """A participant's strips as extents of the space; its own offsets count through its strips, one after another.
+    """A participant's strips as extents of the index space. Its own offsets run through its strips, one after another.
 
     Attributes:
         starts: own offset of each strip.
-        first: which piece each strip's first span is.
+        first: piece index of each strip's first span.
     """
 
     def __init__(self, strips: Sequence[Strip], space: FlatSpace) -> None:
@@ -321,13 +321,13 @@ class _Owned:
             piece += len(strip.kinds)
 
     def strip_at(self, offset: int) -> int:
-        # A route stays within one extent on each side, so it belongs to one strip; empty ones share a start with the next one, which
-        # bisect_right passes over.
+        # A route stays within one extent on each side, so it belongs to one strip. An empty strip shares its start with the next one;
+        # bisect_right skips it.
         return bisect_right(self.starts, offset) - 1
 
 
 def _moves(route: Route, held: _Owned, wants: _Owned) -> Iterator[Move]:
-    """One for each kind."""
+    """The moves of a route, one for each kind."""
     src, dst = held.strip_at(route.src_offset), wants.strip_at(route.dst_offset)
     src_offset, dst_offset = route.src_offset - held.starts[src], route.dst_offset - wants.starts[dst]
     for k, (_, dtype) in enumerate(wants.strips[dst].kinds):
@@ -335,7 +335,8 @@ def _moves(route: Route, held: _Owned, wants: _Owned) -> Iterator[Move]:
 
 
 def _side_by_side(moves: list[Move]) -> list[Move]:
-    """In an order in which all receivers get on together: by what each has got before. (Routes come receiver by receiver.)"""
+    """The moves ordered by the bytes that their receiver got before, so that all receivers progress together. Routes come receiver by
+    receiver."""
     got: dict[int, int] = {}
     keyed = []
     for index, move in enumerate(moves):
@@ -346,13 +347,14 @@ def _side_by_side(moves: list[Move]) -> list[Move]:
 
 
 def _rounds(moves: list[Move], limit: int) -> tuple[tuple[Move, ...], ...]:
-    """Each move in the first round in which its sender and its receiver have room. In the order of the moves alone a rank that has its
-    part of a round waits for the others to be through with theirs, one after another: with 64 ranks 900 rounds instead of 70.
+    """Put each move in the first round in which its sender and its receiver have room.
+
+    If rounds followed the order of the moves alone, ranks would wait for each other in turn: with 64 ranks, 900 rounds instead of 70.
     """
     rounds: list[list[Move]] = []
     sent: list[dict[int, int]] = []
     got: list[dict[int, int]] = []
-    first: dict[tuple[bool, int], int] = {}  # the first round in which a sender (or receiver) is not as good as full
+    first: dict[tuple[bool, int], int] = {}  # the first round in which this sender or receiver is not almost full
     full = limit - limit // 16
     for whole in moves:
         for move in _cut(whole, limit):
@@ -376,7 +378,7 @@ def _rounds(moves: list[Move], limit: int) -> tuple[tuple[Move, ...], ...]:
 
 
 def _cut(move: Move, limit: int) -> list[Move]:
-    """The move in parts of at most ``limit`` bytes."""
+    """The move split into parts of at most ``limit`` bytes."""
     step = max(1, limit // dtype_of(move.dtype).itemsize)
     if move.numel <= step:
         return [move]
@@ -396,7 +398,7 @@ def _cut(move: Move, limit: int) -> list[Move]:
 
 
 def _lower_bound(held: list[list[Extent]], want: list[list[Extent]], wanted: Sequence[Sequence[Strip]]) -> int:
-    """Bytes that their new owner does not hold: by subtracting intervals, not by counting routes."""
+    """Bytes that their new owner does not hold, by subtraction of intervals rather than a count of routes."""
     total = 0
     for rank, extents in enumerate(want):
         own = sorted((e.start, e.end) for e in held[rank] if e.end > e.start) if rank < len(held) else []
@@ -417,7 +419,7 @@ def _lower_bound(held: list[list[Extent]], want: list[list[Extent]], wanted: Seq
 
 
 def _missing(sources: Sequence[Sequence[Strip]], wanted: Sequence[Sequence[Strip]]) -> str:
-    """A sentence on the first wanted tensor that the sources don't cover."""
+    """A sentence on the first wanted tensor that the sources do not cover."""
     for participant in wanted:
         for want in participant:
             position = want.start
@@ -429,14 +431,14 @@ def _missing(sources: Sequence[Sequence[Strip]], wanted: Sequence[Sequence[Strip
                     f"{_told(_key(want))}: element {position} of {prod(want.shape)} is held by no worker; "
                     "resume from a state that choose_resume returns, or from a checkpoint"
                 )
-    return "the held shards don't cover the wanted ones"
+    return "the held shards do not cover the wanted ones"
 
 
 # ------------------------------------------------------------------------------------------------------------------ execution
 
 
 def _filled(shards: Sequence[Shards]) -> list[Piece]:
-    """The pieces that hold something: of the tensors of a unit a rank has a few, and the more ranks there are the fewer."""
+    """The pieces that are not empty. A rank holds few of a unit's tensors, and fewer the more ranks there are."""
     return [piece for one in shards for piece in one.pieces if piece.end > piece.start]
 
 
@@ -453,7 +455,7 @@ def _describe(held: Sequence[Shards], pieces: Sequence[Piece], wants: Sequence[P
 
 
 def _agree(everyone: Sequence[Mapping[str, Any]]) -> tuple[int, int, int]:
-    """The one state (generation, world, step) that all shards are of."""
+    """The one state (generation, world, step) that all shards belong to."""
     states = {tuple(state) for one in everyone for state in one["states"]}
     if not states:
         raise ReshardError("no worker holds any shard: initialize, or restore a checkpoint")
@@ -483,8 +485,8 @@ def _exchange(
     meanwhile: Callable[[], None],
     rounds: int,
 ) -> None:
-    """One round: large moves go from memory to memory, small ones together in a message, which ends with the checksum. The others may
-    come to it after ``rounds`` of them."""
+    """Run one round. A large move is a message of its own, from memory to memory; small moves share a message, which ends with the
+    checksum. A peer may be up to ``rounds`` rounds late."""
     posted = messages(group)
     arriving: dict[int, list[Move]] = {}
     leaving: dict[int, list[Move]] = {}
@@ -513,10 +515,10 @@ def _exchange(
 
 
 class _Batch:
-    """What one rank sends another in a round.
+    """Moves from one rank to another in one round.
 
     Attributes:
-        large: moves that are a message each, straight from and to the shards where these are in host memory.
+        large: moves with a message of their own, directly from and to shards in host memory.
         small: moves that share the last message, each aligned, before the checksum of everything.
     """
 
@@ -527,7 +529,7 @@ class _Batch:
         self._parts: list[Tensor] = []
 
     def filled(self, of: Callable[[Move], Tensor]) -> Iterator[Tensor]:
-        """The messages, as bytes, with the values ``of`` the moves. What is large is on its way before all is counted."""
+        """The messages, as bytes, with the values ``of`` the moves. Large messages are sent before the checksum is complete."""
         if not self.nbytes:
             return
         for move in self.large:
@@ -540,7 +542,7 @@ class _Batch:
         yield last
 
     def opened(self, targets: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Memory for the messages, as bytes: ``targets`` for the large ones, where these are in host memory."""
+        """Memory for the messages, as bytes. A target in host memory receives its large message directly."""
         if not self.nbytes:
             return
         self._parts = [(t if t.device.type == "cpu" else torch.empty_like(t, device="cpu")).view(torch.uint8) for t in targets]
@@ -548,11 +550,11 @@ class _Batch:
         yield self._last()
 
     def is_whole(self) -> bool:
-        """Whether what has arrived is what was sent."""
+        """Whether the received bytes match the checksum."""
         return not self.nbytes or bytes(self._parts[-1][-_DIGEST_BYTES : -_DIGEST_BYTES + 8].numpy()) == self._digest()
 
     def deliver(self, to: Callable[[Move], Tensor]) -> None:
-        """Values to where they are wanted, if they are not there yet."""
+        """Copy the values to their targets, unless they were received there."""
         if not self.nbytes:
             return
         for move, part in zip(self.large, self._parts, strict=False):
@@ -563,7 +565,7 @@ class _Batch:
             to(move).copy_(view)
 
     def _last(self) -> Tensor:
-        # Zeros: what is between the values is counted, too.
+        # Zeroed, since the checksum covers the gaps between values.
         self._parts.append(torch.zeros(sum(aligned(move.nbytes) for move in self.small) + _DIGEST_BYTES, dtype=torch.uint8))
         return self._parts[-1]
 

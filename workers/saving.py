@@ -1,9 +1,9 @@
-"""Writing a staged checkpoint beside the training: one thread of the worker's process, for one generation after another.
+"""Write a staged checkpoint beside the training: one thread per worker process, for all its generations.
 
-Training stages (a copy in memory, or the copy that the buddy was given), this thread writes and votes. At most one is written and one
-is staged; more are skipped, by all ranks together (``trainer.BUSY``). When a generation fails, or the next one begins, what is still
-being written is given up: the controller counts no vote of it any more. What was voted for is read back when nothing is to be written, and
-noted if it is right: only then the controller deletes older checkpoints for it.
+Training stages a copy in memory, or reuses the copy sent to the buddy. This thread writes it and votes. At most one checkpoint is being
+written and one is staged; all ranks together skip further ones (``trainer.BUSY``). When a generation fails or the next one begins,
+unfinished writes are abandoned, since the controller no longer counts their votes. When the thread is idle, it reads voted objects back and
+records those that are right. Only then does the controller delete older checkpoints.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 MOST = 2
-"""Checkpoints of this process under way: one written, one staged."""
+"""Checkpoints of this process in progress: one being written, one staged."""
 
 
 _Voted = tuple["Vote", Ticket, int]
-"""With the generation and step that it is of."""
+"""A vote with its generation's ticket and its step."""
 
 
 @dataclass
@@ -48,9 +48,9 @@ class Writer:
     """Writes staged shards and publishes the votes.
 
     Args:
-        root: folder of the checkpoints, or a store.
-        publish: takes the vote, or the reason why there is none, and later the news that it is damaged; called from this object's thread.
-        read_back: read each object back after its vote, when nothing is to be written.
+        root: checkpoint folder, or a store.
+        publish: receives the vote or the reason of a failure, and later a report of damage. This object's thread calls it.
+        read_back: whether to read each object back after its vote, when nothing is to be written.
     """
 
     def __init__(self, root: Any, publish: Callable[[Saved | Damaged], None], *, read_back: bool) -> None:
@@ -58,37 +58,37 @@ class Writer:
         self._lock = threading.Lock()
         self._jobs: list[_Job] = []
         self._queue: queue.SimpleQueue[_Job | _Voted] = queue.SimpleQueue()
-        # Daemon: storage that hangs must not keep the process from ending.
+        # Daemon, so that hung storage does not keep the process from exiting.
         self._thread = threading.Thread(target=self._live, name="vescale-checkpoint", daemon=True)
         self._thread.start()
 
     @property
     def busy(self) -> bool:
-        """Whether there is no room for another one."""
+        """Whether no further checkpoint can be staged."""
         with self._lock:
             return len(self._jobs) >= MOST
 
     @property
     def writing(self) -> bool:
-        """Whether there is any that is not voted for yet."""
+        """Whether any checkpoint is still being written."""
         with self._lock:
             return any(not job.cancelled for job in self._jobs)
 
     def submit(self, staged: Staged, ticket: Ticket, attempt: str, stall_s: float) -> None:
-        """Write it, when those before are written. ``stall_s``: how long training waited for the copy."""
+        """Queue ``staged`` to be written after the earlier ones. ``stall_s``: seconds that training waited for the copy."""
         job = _Job(staged, ticket, attempt, time.monotonic(), stall_s)
         with self._lock:
             self._jobs.append(job)
         self._queue.put(job)
 
     def abandon(self) -> None:
-        """Give up all that is not voted for: after this returns, nothing of it is published. Does not wait for the storage."""
+        """Abandon all checkpoints without a vote; none of them is published after this returns. Does not wait for the storage."""
         with self._lock:
             for job in self._jobs:
                 job.cancelled = True
 
     def wrote(self, vote: Vote, ticket: Ticket, step: int) -> None:
-        """Read back, in time, what another thread has written and voted for."""
+        """Queue an object that another thread has written and voted for, to be read back."""
         if self._read_back:
             self._queue.put((vote, ticket, step))
 
@@ -110,7 +110,7 @@ class Writer:
 
         try:
             problem = prove(store_of(self._root), vote.object, vote.aux)
-        except Exception as error:  # it says nothing about the object: the controller reads it when it needs to know
+        except Exception as error:  # this says nothing about the object; the controller reads it when it needs to know
             _log.warning("%s could not be read back: %s", vote.object.key, describe(error))
         else:
             if problem is not None:

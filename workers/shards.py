@@ -1,15 +1,15 @@
-"""One rank's part of the whole training state: flat ranges of named tensors, and a few scalars.
+"""One rank's part of the training state: flat ranges of named tensors, and a few scalars.
 
-A piece is ``(name, kind, [start, end))``: elements of a global tensor. There are three sorts:
+A piece is ``(name, kind, [start, end))``: a range of elements of a global tensor. There are three sorts:
 
-    name                     kind                 elements of
-    the parameter's          param                the parameter itself
-    the parameter's          exp_avg, ..          an optimizer state of the parameter's shape: whatever the optimizer keeps
-    parameter's/state's      state                an optimizer state of another shape, a RaggedDTensor of its own: the scales of 8-bit
+    name                     kind                 contents
+    the parameter's          param                elements of the parameter
+    the parameter's          exp_avg, ..          elements of an optimizer state of the parameter's shape
+    parameter's/state's      state                an optimizer state of another shape, its own RaggedDTensor: scales of 8-bit
                                                   states, Shampoo's factors (``layers.0.wq.weight/exp_avg_scale``)
 
-That is all that a copy, a move to another layout, or a checkpoint needs to know: none of them knows the model, the optimizer or the
-engine. Checkpoints name the tensors of :mod:`vescale_ray.checkpoint` in the same way.
+Copies, resharding and checkpoints need nothing else; none of them knows the model, the optimizer or the engine.
+:mod:`vescale_ray.checkpoint` names tensors in the same way.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 PARAM, STATE = "param", "state"
 _ALIGN = 16
-"""Bytes: pieces in a message start at multiples, so that each can be viewed in its own dtype."""
+"""Alignment, in bytes, of pieces in a message, so that each can be viewed in its own dtype."""
 
 
 class Span(NamedTuple):
-    """Elements ``[start, end)`` of the tensor ``(name, kind)``: what a holder has, or wants, without the data."""
+    """Elements ``[start, end)`` of the tensor ``(name, kind)``, without the data."""
 
     name: str
     kind: str
@@ -53,12 +53,12 @@ class Span(NamedTuple):
 
 
 class Strip(NamedTuple):
-    """Spans that differ in kind and dtype alone, one after another: elements of a parameter, and the same of its states. JSON-able.
+    """Consecutive spans that differ in kind and dtype alone: elements of a parameter, and the same elements of its states. JSON-able.
 
-    With AdamW a third as many, and what is told of one, or planned for it, holds for all of its spans.
+    With AdamW there are a third as many strips as spans, and a plan for a strip holds for all of its spans.
 
     Attributes:
-        kinds: kind and dtype of each.
+        kinds: kind and dtype of each span.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Strip(NamedTuple):
 
 
 def strips_of(spans: Iterable[Span | Piece]) -> list[Strip]:
-    """The spans, in their order, as few strips as can be."""
+    """The spans, in their order, as few strips as possible."""
     return [Strip(*at, tuple((span.kind, span.dtype) for span in alike)) for at, alike in groupby(spans, _place)]
 
 
@@ -93,7 +93,7 @@ def _place(span: Span | Piece) -> tuple[str, tuple[int, ...], int, int]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A span with its elements: ``data`` is flat, ``end - start`` long, on any device."""
+    """A span with its elements. ``data`` is flat, ``end - start`` long, on any device."""
 
     name: str
     kind: str
@@ -105,7 +105,7 @@ class Piece:
     def __post_init__(self) -> None:
         if self.data.dim() != 1 or self.data.numel() != self.end - self.start or not 0 <= self.start <= self.end <= math.prod(self.shape):
             raise ValueError(
-                f"{self.name} ({self.kind}): {tuple(self.data.shape)} elements can't be [{self.start}, {self.end}) of shape {self.shape}"
+                f"{self.name} ({self.kind}): {tuple(self.data.shape)} elements cannot be [{self.start}, {self.end}) of shape {self.shape}"
             )
 
     @property
@@ -119,11 +119,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shards:
-    """What rank ``rank`` of ``world`` held in ``generation`` after ``step`` steps.
+    """Shards that rank ``rank`` of ``world`` held in ``generation`` after ``step`` steps.
 
     Attributes:
-        pieces: disjoint; together with the other ranks' they tile every tensor.
-        scalars: JSON-able, the same on every rank: ``step``, ``consumed``, and the optimizer's scalars by parameter.
+        pieces: disjoint pieces; together with the other ranks' they tile every tensor.
+        scalars: JSON-able values, the same on every rank: ``step``, ``consumed``, and the optimizer's scalars by parameter.
     """
 
     generation: int
@@ -139,7 +139,7 @@ class Shards:
 
 
 class Views:
-    """Pieces of sharded tensors, each made once: a copy of each step asks for all of them, and a rescale three times in its pause."""
+    """Cache of pieces of sharded tensors. Each copy asks for all of them, and a rescale does so three times in its pause."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], tuple[Tensor, Any, Piece]] = {}
@@ -148,11 +148,11 @@ class Views:
         """The piece of ``tensor``, a RaggedDTensor. Call it without autograd."""
         local, spec = tensor.to_local(), tensor._spec
         known = self._known.get((name, kind))
-        # The same tensor may be given other memory (to_empty(), .to(), a state that is replaced in a step), or another layout.
+        # The tensor may get other memory (to_empty(), .to(), a state that a step replaces) or another layout.
         if known is None or known[0] is not local or known[1] is not spec:
             start, end = tensor.local_interval()
-            # Not tensor.detach(): below autograd that makes a view with a version counter of its own, and the engine would not see
-            # that the parameters were written, and go on with an older low-precision copy.
+            # Not tensor.detach(): below autograd it makes a view with its own version counter. The engine would then miss writes to the
+            # parameters and use an outdated low-precision copy.
             flat = (local.detach() if local.requires_grad else local).view(-1)
             known = local, spec, Piece(name, kind, tuple(tensor.shape), start, end, flat)
             self._known[name, kind] = known
@@ -160,7 +160,7 @@ class Views:
 
 
 def export_shards(trainer: Trainer) -> Shards:
-    """The trainer's state as views: writing to them writes to the trainer. Nothing is copied."""
+    """The trainer's state as views. Nothing is copied; a write to a view writes to the trainer."""
     pieces, optimizer_scalars = collect(trainer.parameters, trainer.optimizer, trainer.views)
     scalars: dict[str, Any] = {"step": trainer.completed, "consumed": trainer.consumed, "optimizer": optimizer_scalars}
     if trainer.formats:
@@ -169,8 +169,7 @@ def export_shards(trainer: Trainer) -> Shards:
 
 
 def formats_of(parameters: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
-    """By parameter, what its states mean beside their shapes: the block that they belong to, as text, and the codec's version. Parameters
-    whose optimizer has neither are left out."""
+    """Format of the optimizer states, by parameter: the block as text, and the codec's version. Parameters without either are left out."""
     formats = {
         id(parameter): [group.get("block"), group.get("codec_version")]
         for group in optimizer.param_groups
@@ -181,10 +180,10 @@ def formats_of(parameters: Iterable[tuple[str, Tensor]], optimizer: torch.optim.
 
 
 def check_scalars(trainer: Trainer, scalars: Mapping[str, Any]) -> None:
-    """Whether a state with these scalars can become the trainer's, as far as they tell.
+    """Check whether a state with these scalars fits the trainer, as far as they tell.
 
     Raises:
-        ValueError: they are those of another batch size, another optimizer, or of states in another format.
+        ValueError: the scalars are of another batch size, another optimizer, or states in another format.
     """
     step, consumed = int(scalars["step"]), int(scalars["consumed"])
     batch = trainer.config.global_batch
@@ -198,21 +197,21 @@ def check_scalars(trainer: Trainer, scalars: Mapping[str, Any]) -> None:
         state, given = trainer.optimizer.state.get(parameter, {}), named.get(name, {})
         missing = [key for key, value in state.items() if not _is_sharded(value, parameter) and key not in given]
         if missing:
-            raise ValueError(f"the state has no {missing[0]!r} of {name}: another optimizer than {trainer.config.train.optimizer} saved it")
-    formats: Mapping[str, Sequence[Any]] = scalars.get("formats", trainer.formats)  # none: an older checkpoint, which does not tell
+            raise ValueError(f"the state lacks {missing[0]!r} of {name}: an optimizer other than {trainer.config.train.optimizer} saved it")
+    formats: Mapping[str, Sequence[Any]] = scalars.get("formats", trainer.formats)  # missing in an older checkpoint
     for name, mine in trainer.formats.items():
         if (theirs := list(formats.get(name, ()))) != mine:
             raise ValueError(
-                f"the optimizer's state of {name} is of (block, codec) {theirs}, and train.optimizer_options make it {mine}: keep the "
-                "block that it was saved with"
+                f"the optimizer state of {name} has (block, codec) {theirs}, but train.optimizer_options give {mine}: "
+                "keep the block with which it was saved"
             )
 
 
 def import_scalars(trainer: Trainer, scalars: Mapping[str, Any]) -> None:
-    """Set the trainer's step and its optimizer's scalars; the tensors are written through :func:`export_shards`.
+    """Set the trainer's step and its optimizer's scalars. The tensors are written through :func:`export_shards`.
 
     Raises:
-        ValueError: as :func:`check_scalars`. Nothing is changed then.
+        ValueError: as :func:`check_scalars`, before anything is changed.
     """
     check_scalars(trainer, scalars)
     named: Mapping[str, Mapping[str, float]] = scalars["optimizer"]
@@ -230,7 +229,7 @@ def import_scalars(trainer: Trainer, scalars: Mapping[str, Any]) -> None:
 def collect(
     parameters: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer, views: Views
 ) -> tuple[tuple[Piece, ...], dict[str, dict[str, float]]]:
-    """Pieces of sharded parameters and of their sharded optimizer states; and the other states' values by parameter.
+    """Pieces of sharded parameters and their sharded optimizer states, and the values of the other states by parameter.
 
     Raises:
         ValueError: an optimizer state is neither sharded nor one number.
@@ -241,14 +240,15 @@ def collect(
         pieces.append(views.piece(name, PARAM, parameter))
         for kind, value in optimizer.state.get(parameter, {}).items():
             if _is_sharded(value, parameter):
-                # Of the parameter's shape it is one of the tensor's kinds; a checkpoint's tensor has one shape, so others have a name.
+                # A state of the parameter's shape is a kind of its tensor. Others need a name of their own, since a checkpoint's tensor has
+                # one shape.
                 where: tuple[str, str] = (name, kind) if value.shape == parameter.shape else (f"{name}/{kind}", STATE)
                 pieces.append(views.piece(*where, value))
             elif value is None or (isinstance(value, Tensor) and value.numel() != 1):
                 what = "None" if value is None else f"a plain tensor of shape {tuple(value.shape)}"
                 raise ValueError(
-                    f"optimizer state {kind!r} of {name} is {what}: only numbers and sharded states (RaggedDTensor, of any shape) can be "
-                    "moved to other workers; make it a RaggedDTensor on the parameter's mesh"
+                    f"optimizer state {kind!r} of {name} is {what}, which cannot move to other workers: "
+                    "make it a number, or a RaggedDTensor (of any shape) on the parameter's mesh"
                 )
             else:
                 scalars.setdefault(name, {})[kind] = value.item() if isinstance(value, Tensor) else value
@@ -256,7 +256,7 @@ def collect(
 
 
 def collect_sizes(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> dict[Tensor, int]:
-    """Bytes of each sharded parameter with its sharded optimizer states, of all ranks together."""
+    """Bytes of each sharded parameter with its sharded optimizer states, over all ranks."""
     return {
         parameter: sum(
             t.numel() * t.element_size()
@@ -267,8 +267,8 @@ def collect_sizes(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer
 
 
 def _is_sharded(value: Any, parameter: Tensor) -> bool:
-    # By its type, not its shape: a parameter of one element has a sharded state of one element; `step` is a plain tensor.
-    # A sharded parameter is of its data's class; `parameter.data` would make a tensor of it each time.
+    # The type decides, not the shape: a one-element parameter has a one-element sharded state, but `step` is a plain tensor. A sharded
+    # parameter is of its data's class; `parameter.data` would make a tensor on each call.
     return isinstance(value, Tensor if type(parameter) is torch.nn.Parameter else type(parameter))
 
 
@@ -285,7 +285,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def stored_pieces(shards: Shards) -> list[ShardPiece]:
-    """The same pieces as a checkpoint names them."""
+    """The same pieces under the names of the checkpoint format."""
     from vescale_ray.checkpoint import ShardPiece
 
     return [ShardPiece(p.name, p.kind, p.start, p.end, p.shape, p.data.dtype, p.data) for p in shards.pieces]

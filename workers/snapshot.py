@@ -1,27 +1,25 @@
-"""Copies of the training state in the workers' memory. Where to resume from them: :mod:`vescale_ray.workers.holdings`.
+"""In-memory copies of the training state. :mod:`vescale_ray.workers.holdings` chooses the state to resume from.
 
-Every ``every`` steps each rank copies its shards into a buffer of its own (*take*) and sends the same bytes to its *buddy*, both in a
-thread of their own while the next step computes (*settle*: before that step's last collective, and so before its optimizer writes to
-what is being copied; training waits for what is left then, and for nothing else). When rank ``r`` dies, its
-shards of that step are with its buddy, everyone else's are at home. The buddy is on another node wherever there are enough
-others, so that a node may be lost with all its ranks. A rank and its buddy lost together lose a shard; then the newest checkpoint is
-the way back.
+Every ``every`` steps, each rank copies its shards into a buffer (*take*) and sends the same bytes to its *buddy*. Both happen in a thread
+while the next step computes. *settle* waits for the rest. It runs before that step's last collective, and so before the optimizer
+overwrites the source. If rank ``r`` dies, its shards of that step are with its buddy, and everyone else's are at home. If enough other
+ranks exist, the buddy is on another node, so that a whole node may be lost. If a rank and its buddy are lost together, a shard is lost, and
+only the newest checkpoint helps.
 
-The buffer is laid out as a checkpoint's object, and has the checkpoint's block checksums. So a checkpoint of a step that was copied
-is written from the copy itself, and a copy that was damaged, on the way or in memory, is found before it is used: the copy before is.
+The buffer has the layout of a checkpoint's object, and its block checksums. Therefore a checkpoint of a copied step is written from the
+copy itself. Checksums find a copy that was damaged in transit or in memory before it is used; the copy before it is used instead.
 
-When may a copy be overwritten? A rank that has finished the exchange of step ``s`` does not know that the others have; one that
-dies in the middle of it leaves step ``s`` incomplete. So two steps are kept, and the copy of ``s`` goes only when ``s + 2k`` is
-taken. By then a collective has passed that everyone enters only after its own exchange of ``s + k``: the last of the step after it
-(``Trainer.step`` calls :meth:`Snapshots.settle` before it). The same holds from one generation to the next: what an older generation
-held is dropped when the new one's first copy is known to be complete everywhere. So at any moment some step is covered by any
-set of survivors that lost no rank together with its buddy.
+Two steps are kept, for this reason. A rank that finishes the exchange of step ``s`` does not know that the others have. If one dies during
+the exchange, step ``s`` is incomplete. So the copy of ``s`` goes only when ``s + 2k`` is taken. By then every rank has finished its
+exchange of ``s + k``, since the last collective of the following step comes after it (``Trainer.step`` calls :meth:`Snapshots.settle`
+before that collective). The same holds across generations: an older generation's copies are dropped once the new one's first copy is
+complete everywhere. So at any moment, any set of survivors that lost no rank together with its buddy can restore some step.
 
-| event | resumes at |
+| event | resumed state |
 |---|---|
-| planned stop (all ranks at a boundary) | that boundary: the live shards are *parked*, nothing is copied |
-| a rank dies in a step | the last copied step; a rank that dies before its bytes are sent: the copy before |
-| a rank dies while a new generation is formed or filled | as before it: the old holdings are still there |
+| planned stop (all ranks at a boundary) | that boundary; the live shards are *parked*, without a copy |
+| a rank dies in a step | the last copied step; the copy before it if the rank dies before it sends its bytes |
+| a rank dies while a new generation is formed or filled | the same as before, since the old copies are kept |
 | a copy is damaged | the copy before it |
 """
 
@@ -57,16 +55,16 @@ _log = logging.getLogger(__name__)
 
 
 def buddies(nodes: Sequence[str]) -> list[int]:
-    """For each rank the one that gets its copy; every rank gets one copy, and none its own if there is another rank.
+    """For each rank, the rank that gets its copy. Every rank gets one copy, and not its own if there is another rank.
 
-    As many ranks as can have their buddy on another node do: all, unless more than half of the ranks are on one node. Ranks are lined up by
-    node, the fullest first, and each one's buddy stands so many places further as the fullest node has ranks.
+    As many ranks as possible have their buddy on another node: all, unless one node has more than half of the ranks. Ranks are lined up by
+    node, the fullest first. Each rank's buddy stands as many places further as the fullest node has ranks.
     """
     world = len(nodes)
     by_node: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         by_node.setdefault(node, []).append(rank)
-    # Stable: nodes of one size stay in the order of their first rank, and a single node gives each rank its neighbour.
+    # Stable: nodes of one size stay in the order of their first rank. With a single node, each rank's buddy is its neighbour.
     groups = sorted(by_node.values(), key=len, reverse=True)
     line = [rank for group in groups for rank in group]
     shift = len(groups[0]) % world or 1
@@ -78,10 +76,10 @@ def buddies(nodes: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True)
 class Staged:
-    """A rank's shards of one step, copied, as a checkpoint's object in memory. ``slab`` is the receiver's to release, once.
+    """A copy of one rank's shards of one step, laid out as a checkpoint's object. The receiver releases ``slab`` once.
 
     Attributes:
-        shared: it is the copy that the buddy was given, too: nothing was copied for it.
+        shared: whether it is the copy that the buddy also got, so that no further copy was made.
     """
 
     generation: int
@@ -94,17 +92,17 @@ class Staged:
 
 
 class Snapshots:
-    """What one worker process holds for itself and for another rank, across generations.
+    """Copies that one worker process holds for itself and for another rank, across generations.
 
-    Driven by the thread that trains; :meth:`held` may be called from another one, but is only final once the group is dissolved.
+    The training thread drives it. Another thread may call :meth:`held`, but the result is final only once the group is dissolved.
 
     Args:
         every: steps between copies; 0 makes none (planned stops still park the live shards).
-        pin: keep the buffers in page-locked memory, for shards that live on a GPU.
-        node: where this process runs; the same text on every process of the node.
+        pin: keep the buffers in page-locked memory, for shards on a GPU.
+        node: id of this process's node; the same text on every process of the node.
 
-    Memory: two steps, each the rank's own shards and another's; host memory, that of the generation before where it is large enough.
-    While a checkpoint is written from a copy for longer than the copy would be kept, one buffer more.
+    Memory: two steps, each with the rank's own shards and another rank's, in host memory. Buffers of the generation before are reused if
+    they are large enough. One more buffer is needed while a checkpoint is written from a copy that would otherwise be overwritten.
     """
 
     def __init__(self, every: int, *, pin: bool = False, node: str = "") -> None:
@@ -116,17 +114,17 @@ class Snapshots:
         self._layouts = LayoutMemo()
         self._current: _Generation | None = None
         self._before: list[_Generation] = []
-        """Earlier generations whose copies are kept until the current one is known to be safe everywhere."""
+        """Earlier generations whose copies are kept until the current one's are complete on every rank."""
         self._kept_parked: list[Shards] = []
         self._parked: Shards | None = None
 
     @property
     def nbytes(self) -> int:
-        """Of all buffers: copies of this rank's shards and of another's, and those that checkpoints are written from."""
+        """Bytes of all buffers: copies of this rank's shards and of another's, and checkpoint buffers."""
         return self._pool.nbytes
 
     def held(self) -> list[Holding]:
-        """What is complete in this process, ordered by step and generation."""
+        """Complete copies in this process, ordered by step and generation."""
         by_state: dict[tuple[int, int, int], set[int]] = {}
         for part in self._generations():
             for rank, step in part.complete():
@@ -136,8 +134,7 @@ class Snapshots:
         return [Holding(generation, world, step, tuple(sorted(ranks))) for (step, generation, world), ranks in sorted(by_state.items())]
 
     def shards(self, generation: int, step: int) -> list[Shards]:
-        """The held shards of that state, by old rank; empty on a worker that has none (a joiner). Copies are verified first, and left out
-        if they are damaged."""
+        """The held shards of that state, by old rank; empty on a joiner. Copies are verified first, and damaged ones are left out."""
         found: dict[int, Shards] = {}
         for part in self._generations():
             if part.generation == generation:
@@ -147,23 +144,23 @@ class Snapshots:
         return [found[rank] for rank in sorted(found)]
 
     def word(self, trainer: Trainer) -> bytes:
-        """What all ranks have to know of this one before :meth:`begin`: where it runs, and what its shards are (not their values)."""
-        # A line for the node, one for the strips: all nodes are needed at once, and later the strips of one rank.
+        """This rank's message to all ranks before :meth:`begin`: its node, and its shards without their values."""
+        # One line for the node, one for the strips: all nodes are needed at once, but only one rank's strips, later.
         return b"\n".join(json.dumps(said).encode() for said in (self._node, strips_of(export_shards(trainer).pieces)))
 
     def begin(self, trainer: Trainer, source: int | None = None, words: Sequence[bytes] | None = None) -> None:
-        """Once the new generation's trainer is filled: take the first copy. Collective, unless the ranks' words are known.
+        """Take the first copy of a new generation whose trainer is filled. Collective, unless ``words`` is given.
 
-        Of older generations the state that this one started from stays, and copies of steps before it, until :meth:`after_step` has
-        proved that every rank has got past its first copy: of live shards that were parked for a change there is no copy. So do those of
-        the last generation, but not of each that came to nothing before it: in a storm of failures they would take all memory.
+        The state that this generation started from is kept, with copies of earlier steps, until :meth:`after_step` has shown that every
+        rank has finished its first copy. Live shards that were parked have no copy. The last generation's copies are kept too. Those of
+        earlier, failed generations go, since repeated failures would fill the memory.
 
         Args:
-            source: generation that the state was held by; None: it was not in memory.
-            words: of all ranks, if they came with something else, such as the move of shards; None: they are exchanged here.
+            source: generation that held the state in memory; None if the state came from elsewhere.
+            words: messages of all ranks, if they came with another exchange, such as the move of shards; None exchanges them here.
         """
         if words is not None and len(words) != trainer.world:
-            raise ValueError(f"{len(words)} words of {trainer.world} ranks: give each rank's, in rank order")
+            raise ValueError(f"{len(words)} words of {trainer.world} ranks: give one word per rank, in rank order")
         step = trainer.completed
         parked = self._all_parked()
         before = self._generations()
@@ -186,34 +183,33 @@ class Snapshots:
             self._current.take(trainer)
 
     def copied(self) -> None:
-        """Wait for what this rank itself has to do for its last copy: nobody else is waited for. Of large shards that may take longer than
-        a step, above all when memory for them is fresh."""
+        """Wait for this rank's own part of the last copy, and for no other rank. With large shards and fresh memory it may take longer than
+        a step."""
         if self._current is not None:
             self._current.made()
 
     def settle(self) -> None:
-        """Wait for the copy that was begun last, and for its exchange, if they are not over yet. Pass it to every ``Trainer.step``.
+        """Wait for the last copy and its exchange. Pass it to every ``Trainer.step``.
 
         Raises:
-            MemoryError, ..: it could not be made.
-            RuntimeError: of the process group: another rank is gone or hung.
+            MemoryError, ..: the copy could not be made.
+            RuntimeError: the process group failed: another rank is gone or hung.
         """
         if self._current is not None:
             self._current.settle()
 
     def after_step(self, trainer: Trainer, *, rescale: bool = False) -> bool:
-        """After each whole step: drop what is safely superseded, and copy if it is time. Returns whether it copied.
+        """Call after each whole step: drop superseded copies, and copy if one is due. Returns whether it copied.
 
-        ``rescale``: all ranks stop here, to move what they hold to other ranks. That would have to wait until a copy has reached the
-        buddies, as long as the move itself takes, or longer: so none is begun. A rank that is lost on the way is replaced from the copies
-        of the step before, which cost that step.
+        ``rescale``: all ranks stop here to move their shards. A copy would delay the move by as long as the move itself takes, so none
+        begins. If a rank is lost on the way, the copies of the step before replace it, at the cost of that step.
         """
         if self._current is not None and self._current.pending:
-            raise AssertionError("Trainer.step was not given Snapshots.settle: nobody knows whether the last copy is complete")
-        # A collective has passed since everyone's exchange was over.
+            raise AssertionError("Trainer.step got no Snapshots.settle, so the last copy may be incomplete: pass it")
+        # A collective has passed since all ranks finished their exchange.
         self._drop_older()
         if rescale and self._current is not None:
-            self._current.keep_newest()  # the live shards take the older one's place
+            self._current.keep_newest()  # the live shards replace the older copy
             return False
         if self._current is None or trainer.completed % self._every:
             return False
@@ -221,7 +217,8 @@ class Snapshots:
         return True
 
     def stage(self, trainer: Trainer) -> Staged:
-        """The live shards, copied for a checkpoint; from the copy of this step if there is one, else in a buffer of its own."""
+        """The live shards, copied for a checkpoint. If this step's copy exists it is shared; otherwise the shards go to a separate
+        buffer."""
         current = self._current
         slab = current.copy_of(trainer.completed) if current is not None else None
         shared = slab is not None
@@ -234,9 +231,9 @@ class Snapshots:
         return Staged(live.generation, live.world, live.rank, live.step, live.scalars, slab, shared)
 
     def park(self, trainer: Trainer) -> None:
-        """At a boundary that all ranks agreed on: hold the live shards themselves, without a copy.
+        """Hold the live shards themselves, without a copy, at a boundary that all ranks agreed on.
 
-        Not after a failure: a failed step may have left them half written.
+        Do not call it after a failure, since a failed step may have left them half written.
         """
         self.settle()
         live = export_shards(trainer)
@@ -247,18 +244,18 @@ class Snapshots:
             self._parked = live
 
     def let_go(self) -> None:
-        """Give up what is left of an exchange: it holds the process group, which is to be dissolved. Takes milliseconds after
+        """Abandon what is left of an exchange, since it holds the process group, which is about to be dissolved. Takes milliseconds after
         :meth:`copied`."""
         if self._current is not None:
             self._current.let_go()
 
     def verify(self) -> None:
-        """After a failure, when copies are about to be used: compare every copy with its checksums, and forget the damaged ones."""
+        """Compare every copy with its checksums and drop the damaged ones. Call it after a failure, before copies are used."""
         for part in self._generations():
             part.verify()
 
     def clear(self) -> None:
-        """Let go of everything held."""
+        """Release everything held."""
         self._drop_older()
         if self._current is not None:
             self._current.release()
@@ -278,11 +275,11 @@ class Snapshots:
 
 
 _EXCHANGE, _SUMS = 7001, 7002
-"""Tags of the two messages of an exchange: the step that computes meanwhile may send messages of its own."""
+"""Tags of the two messages of an exchange. The step that computes meanwhile may send messages of its own."""
 
 
 class _Generation:
-    """The two slots of one generation on one rank."""
+    """The two copies of one generation on one rank."""
 
     def __init__(self, trainer: Trainer, pool: SlabPool, words: Sequence[bytes]) -> None:
         self.generation, self.world, self.rank = trainer.generation, trainer.world, trainer.rank
@@ -294,16 +291,16 @@ class _Generation:
         self._strips = strips[self.rank], strips[self._ward]
         self._planned: tuple[_Planned, _Planned] | None = None
         self._slots: list[_Slot] = []
-        """Two at most. The second is made at the second copy: in the pause of a rescale its memory would have to be fresh, and touched;
-        later there is that of the generation before."""
+        """At most two. The second is made for the second copy: by then the buffers of the generation before are free. In the pause of a
+        rescale its memory would be fresh and slow."""
         self.pending: list[_Exchange] = []
-        """The exchange that is under way; it holds the process group."""
+        """The exchange in progress; it holds the process group."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
 
     def take(self, trainer: Trainer) -> None:
         """Begin to copy the live shards into the older slot, and then to exchange it: one message out, one in.
 
-        They must not change before :meth:`settle` has returned.
+        The live shards must not change before :meth:`settle` returns.
         """
         if len(self._slots) < 2:
             self._slots.append(_Slot(_Copy(), _Copy()))
@@ -319,8 +316,8 @@ class _Generation:
         slot.own.sums = self._thread.submit(self._send, exchange)
 
     def _copy(self, exchange: _Exchange, pieces: Sequence[ShardPiece], after: Any) -> None:
-        """In the thread, as all that follows: also what is laid out for the first copy, and the fresh memory that it touches, is not waited
-        for in the pause of a rescale. ``pieces`` are alive as long as they are read."""
+        """Copy the shards, in the copy thread. The first copy's layout and fresh memory also cost time here, not in the pause of a rescale.
+        ``pieces`` keeps the tensors alive while they are read."""
         own = exchange.slot.own
         if self._planned is None:
             mine, theirs = ([Strip.from_json(row) for row in json.loads(strips)] for strips in self._strips)
@@ -330,10 +327,11 @@ class _Generation:
         own.step = exchange.step
 
     def _send(self, exchange: _Exchange) -> np.ndarray:
-        """The copy, then its checksums, as soon as they are known; and the same from the ward."""
+        """Send the copy, then its checksums once they are known, and post receives of the ward's. The ward is the rank whose copy this one
+        keeps."""
         own, theirs = exchange.slot.own, exchange.slot.theirs
         assert own.copied is not None
-        own.copied.result()  # over by now; if it failed, so does this
+        own.copied.result()  # already done; raises if the copy failed
         if self.world == 1:
             return own.count()
         assert self._planned is not None
@@ -359,7 +357,7 @@ class _Generation:
 
     def settle(self) -> None:
         for exchange in self.pending:
-            exchange.slot.own.expected()  # bounded: memory is copied and messages are posted, nobody else is waited for
+            exchange.slot.own.expected()  # bounded: it waits for copied memory and posted messages, not for other ranks
             limit = waits.bound(dist.group.WORLD)
             for work in (*exchange.sends, *exchange.receives):
                 waits.wait(work, exchange.since, limit)
@@ -368,16 +366,16 @@ class _Generation:
         self.pending = []
 
     def let_go(self) -> None:
-        """The exchange will not be completed: keep what has come whole, and let go of the process group."""
+        """Abandon the exchange: keep the complete copies, and release the process group."""
         for exchange in self.pending:
             own = exchange.slot.own
             try:
                 own.expected()
             except Exception as error:
-                describe(error)  # the group was gone when something was to be sent: the checksums are counted anew; or nothing was copied
+                describe(error)  # Either the group failed during a send, and the checksums are computed again, or nothing was copied.
                 own.copied, own.sums = None, self._thread.submit(own.count) if own.step is not None else None
             try:
-                # False: a wait for it was given up.
+                # False: the wait was given up.
                 came = [work.wait(timedelta(milliseconds=5)) is not False for work in exchange.receives]
             except Exception as error:
                 describe(error)
@@ -387,25 +385,25 @@ class _Generation:
         self.pending = []
 
     def copy_of(self, step: int) -> Slab | None:
-        """The buffer of this rank's own copy of ``step``, with a holder more; once it is copied, if it is being copied."""
+        """The buffer of this rank's own copy of ``step``, retained for the caller; None if there is none. Waits for a copy in progress."""
         for exchange in self.pending:
             if exchange.step == step and exchange.slot.own.copied is not None:
                 exchange.slot.own.copied.result()
         return next((slot.own.room.retain() for slot in self._slots if slot.own.step == step), None)
 
     def keep_newest(self) -> None:
-        """Give back the buffers of the older copy. Only when every rank is known to have the newer one."""
+        """Release the buffers of the older copy. Call it only when every rank is known to have the newer one."""
         by_age = sorted(self._slots, key=_step_of)
         self._slots = by_age[-1:]
         for slot in by_age[:-1]:
             slot.release()
 
     def complete(self) -> list[tuple[int, int]]:
-        """Rank and step of each copy that is whole."""
+        """Rank and step of each complete copy."""
         return [(rank, step) for rank, _, copy in self._copies() if (step := copy.step) is not None]
 
     def shards(self, step: int) -> list[Shards]:
-        """The copies of that step."""
+        """The copies of ``step``."""
         copies = [(rank, slot, copy) for rank, slot, copy in self._copies() if copy.step == step]
         return [Shards(self.generation, self.world, rank, step, copy.pieces(), slot.scalars) for rank, slot, copy in copies]
 
@@ -414,13 +412,13 @@ class _Generation:
         return own if self.world == 1 else [*own, *((self._ward, slot, slot.theirs) for slot in self._slots)]
 
     def verify(self, step: int | None = None) -> None:
-        """Compare the copies (of ``step``) that were not yet compared with their checksums; forget the damaged."""
+        """Compare the copies (of ``step``) not yet verified with their checksums, and drop the damaged ones."""
         for rank, _, copy in self._copies():
             if copy.step is not None and (step is None or copy.step == step) and not copy.verified:
                 bad = copy.damaged()
                 if bad:
                     _log.error(
-                        "the copy of rank %d's shards of step %d in this worker's memory is damaged (%d of %d blocks): it is not used",
+                        "the copy of rank %d's shards of step %d in this worker's memory is damaged (%d of %d blocks) and will not be used",
                         rank,
                         copy.step,
                         bad,
@@ -430,7 +428,7 @@ class _Generation:
                 copy.verified = True
 
     def release(self) -> None:
-        """The buffers are no longer needed here."""
+        """Release the buffers."""
         self.pending = []
         self._thread.shutdown(wait=False)
         for slot in self._slots:
@@ -439,7 +437,7 @@ class _Generation:
 
 
 class _Planned:
-    """What a rank's shards are, and where each stands in a copy."""
+    """Spans of a rank's shards, and their places in a copy."""
 
     def __init__(self, strips: Sequence[Strip]) -> None:
         self.spans = [span for strip in strips for span in strip.spans]
@@ -447,7 +445,7 @@ class _Planned:
 
 
 class _Copy:
-    """One rank's shards of one step. ``step`` is ``None`` until they are copied, and where they were found damaged."""
+    """One rank's shards of one step. ``step`` is None until they are copied, and if they are damaged."""
 
     def __init__(self) -> None:
         self._planned: _Planned | None = None
@@ -458,7 +456,7 @@ class _Copy:
         self.verified = False
 
     def make_room(self, pool: SlabPool, planned: _Planned) -> None:
-        """See that there is memory of its own to copy to."""
+        """Ensure that there is a buffer to copy to, which no checkpoint uses."""
         self._planned = planned
         if self.slab is not None and self.slab.shared:  # a checkpoint is still being written from it
             self.slab.release()
@@ -479,7 +477,7 @@ class _Copy:
 
     @property
     def data(self) -> Tensor:
-        """The object without its header, which a checkpoint that is written from here fills in."""
+        """The object without its header, which a checkpoint fills in."""
         return self.room.buffer[self.layout.header_bytes : self.layout.bytes]
 
     @property
@@ -496,11 +494,11 @@ class _Copy:
         return self.sums
 
     def damaged(self) -> int:
-        """How many blocks are not what was copied."""
+        """Number of blocks whose checksum differs."""
         return int(np.count_nonzero(self.count() != self.expected()))
 
     def over(self) -> None:
-        """Wait until the thread no longer reads or writes the buffer, whether it came to a good end or not."""
+        """Wait until the thread no longer uses the buffer, whether it succeeded or not."""
         if isinstance(self.sums, Future):
             self.sums.exception()
 
@@ -530,7 +528,7 @@ class _Exchange:
     sends: list[Any] = field(default_factory=list)
     receives: list[Any] = field(default_factory=list)
     awaited: bool = False
-    """All that is to come is in ``receives``: nothing, of a ward that owns nothing."""
+    """Whether ``receives`` is complete; it stays empty if the ward owns nothing."""
     own_sums: Tensor | None = None
     since: int = field(default_factory=waits.mark)
 

@@ -1,28 +1,27 @@
-"""Everything one rank does in one generation: build the sharded model, step, evaluate. No Ray, and nothing that outlives the group.
+"""One rank's work in one generation: build the sharded model, step, evaluate. No Ray, and no state that outlives the group.
 
-The batch is cut into *slots*, a fixed number of logical data-parallel positions, and the slots are spread over the ranks
-that are there, unevenly if need be. So the global batch, the samples of step ``s`` and each slot's random numbers are functions
-of the step alone, never of the world size::
+The batch is cut into *slots*, a fixed number of logical data-parallel positions. The slots are assigned to the ranks, unevenly if need be.
+So the global batch, the samples of step ``s`` and each slot's random numbers depend on the step alone, never on the world size::
 
-    slots 0..6, world 3:     rank 0 | slot 0   slot 3   slot 6        three rounds: every rank runs as many forwards and
-                             rank 1 | slot 1   slot 4   filler        backwards, since their collectives must match; a
-                             rank 2 | slot 2   slot 5   filler        filler is one token with weight 0
+    slots 0..6, world 3:     rank 0 | slot 0   slot 3   slot 6        three rounds: every rank runs equally many forwards
+                             rank 1 | slot 1   slot 4   filler        and backwards, since their collectives must match;
+                             rank 2 | slot 2   slot 5   filler        a filler is a minimal input with weight 0
 
-With ``elastic.straggler: relieve`` a slow rank has fewer of them (:mod:`vescale_ray.workers.pace`); rounds are filled in the same way::
+With ``elastic.straggler: relieve`` a slow rank gets fewer slots (:mod:`vescale_ray.workers.pace`). Rounds are filled in the same way::
 
-    slots 0..6, rank 0 slow: rank 0 | slot 0   filler   filler        so that the slots' order, of which samples and losses and in
-                             rank 1 | slot 1   slot 3   slot 5        deterministic mode sums are functions, is that of the rounds
-                             rank 2 | slot 2   slot 4   slot 6        and in them of the ranks, at every spread
+    slots 0..6, rank 0 slow: rank 0 | slot 0   filler   filler        slots are numbered round by round and, within a
+                             rank 1 | slot 1   slot 3   slot 5        round, by rank; samples, losses and deterministic
+                             rank 2 | slot 2   slot 4   slot 6        sums follow this order for every assignment
 
-Gradients accumulate without communication until the last round; what a slot does not use adds zeros. The loss of a slot is
-divided by the *global* number of tokens, so that the plain sum over rounds and ranks is the mean's gradient, whatever the spread.
+Gradients accumulate without communication until the last round; a filler adds zeros. The loss of a slot is divided by the *global* number
+of tokens. So the plain sum over rounds and ranks is the gradient of the mean, for every assignment.
 
-With ``elastic.deterministic`` every round is reduced, and the sum goes from slot to slot: ((g0 + g1) + g2) + ..., at every world
-size. All else is the same bits anyway, since no operation works across the elements of different ranks: the gradient norm is
-summed exactly, matrices that an optimizer works on as a whole are whole on one rank.
+With ``elastic.deterministic`` every round is reduced, and the sum runs from slot to slot: ((g0 + g1) + g2) + ..., at every world size.
+Everything else is bitwise equal anyway, since no operation combines elements of different ranks. The gradient norm is summed exactly, and a
+matrix that an optimizer needs whole is whole on one rank.
 
-A step writes parameters and optimizer states only after its last collective: whoever fails before that still has step
-``s``, whoever passed it has complete gradients of ``s + 1``. (Muon communicates in its step, and keeps to this, too.)
+A step writes parameters and optimizer states only after its last collective. A rank that fails before it still has step ``s``. A rank that
+passes it has complete gradients of ``s + 1``. This also holds for Muon, whose optimizer step communicates.
 """
 
 from __future__ import annotations
@@ -62,33 +61,33 @@ if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
     from vescale_ray.data.corpus import Corpus
 
-_HEADER = 7  # flags, memory, slots that follow; seconds: in all, in the slots, of its own for a slot, until all had their gradients
+_HEADER = 7  # flags, memory, number of slots; then seconds: whole step, slots, own mean per slot, until the gradient norm
 
 
 class Trainer:
     """One rank of one generation, on the default process group.
 
-    The model is built on the meta device, sharded, given storage and an optimizer whose states all exist; its values come from
-    :meth:`initialize`, or from :mod:`vescale_ray.workers.reshard`. Drop it (:meth:`close`) before the group is dissolved.
+    The model is built on the meta device, sharded, and given storage and an optimizer whose states all exist. Its values come from
+    :meth:`initialize` or :mod:`vescale_ray.workers.reshard`. :meth:`close` it before the group is dissolved.
 
     Args:
-        config: the run's configuration; the same on every rank.
-        rank, world, generation: of this worker now.
-        device: where the shards live.
+        config: configuration of the run, the same on every rank.
+        rank, world, generation: place of this worker now.
+        device: device of the shards.
         corpus: the text, the same on every rank.
-        blank: the model that becomes this trainer's, made ahead; None: it is made now.
-        filled: all of its values will come from elsewhere, so the optimizer's states need none either. Not with :meth:`initialize`.
+        blank: unsharded model for this trainer, built ahead; None builds it now.
+        filled: whether all values will come from elsewhere, so that optimizer states stay uninitialised. Not with :meth:`initialize`.
 
     Attributes:
-        completed: steps done so far, which is also the next step's index.
+        completed: number of completed steps, which is also the next step's index.
         model, optimizer: of this rank; parameters are ``RaggedDTensor``.
-        pace: watches how fast the ranks are, and spreads the slots.
-        beat: called several times in a step and in an evaluation, and while the values come: whoever watches sees that it goes on.
-        usage: what the last step took of this rank.
-        views: of the model's and the optimizer's tensors, as they are exported.
+        pace: watches the ranks' speed and assigns the slots.
+        beat: heartbeat callback; called several times in a step and in an evaluation, and while values are loaded.
+        usage: time and memory that the last step took on this rank.
+        views: cached views of the model's and the optimizer's tensors, for export.
 
     Raises:
-        ValueError: more ranks than slots, no module matches ``model.units``, or the model is none that can be trained
+        ValueError: there are more ranks than slots, no module matches ``model.units``, or the model cannot be trained
             (:func:`build_model`).
     """
 
@@ -114,15 +113,16 @@ class Trainer:
         torch.set_num_threads(config.train.threads)
         self.model, self.optimizer = _build(config, self.device, world, blank or Blank(config), filled=filled)
         self.parameters = tuple(self.model.named_parameters())
-        """The sharded ones with their names, listed once: to ask the model takes 2 ms for a hundred, several times in a rescale's pause."""
+        """Sharded parameters with their names, listed once. Listing takes 2 ms per hundred parameters, several times in a rescale's
+        pause."""
         self.formats = formats_of(self.parameters, self.optimizer)
-        """What the states of the optimizer mean, by parameter."""
+        """Format of the optimizer states, by parameter."""
         self.pace = Pace(config.train.slots, world, relieve=config.elastic.straggler == "relieve")
         self.beat: Callable[[], None] = lambda: None
         self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.usage = Usage()
         self.views = Views()
-        # A rank without a slot in a round has to call the units all the same, on as little as the model takes.
+        # A rank without a slot in a round must still call the units, on the smallest input that the model takes.
         shortest = int(getattr(self.model, "shortest_input", config.data.seq_len))
         self._filler = (torch.zeros(1, shortest, dtype=torch.int64),) * 2
         self._meter = Meter(config, self.model, self.optimizer, self.device)
@@ -130,12 +130,12 @@ class Trainer:
 
     @property
     def consumed(self) -> int:
-        """Samples used up: the stream's whole state."""
+        """Samples consumed so far: the stream's whole state."""
         return self.completed * self.config.train.slots * self.config.train.slot_batch
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Fill every parameter from a generator seeded by (run.seed, name): the same values at every world size."""
+        """Fill every parameter from a generator seeded by (run.seed, name), so that values are the same at every world size."""
         for name, parameter in self.parameters:
             generator = torch.Generator().manual_seed(_seed(self.config.run.seed, name))
             full = torch.empty(parameter.shape, dtype=parameter.dtype)
@@ -144,10 +144,10 @@ class Trainer:
             self.beat()
 
     def step(self, flags: int = 0, settle: Callable[[], None] | None = None) -> StepRecord:
-        """One optimizer step on the global batch. ``flags`` (0 <= flags < 2**62) are ORed over the ranks.
+        """Run one optimizer step on the global batch. ``flags`` (0 <= flags < 2**62) are ORed over the ranks.
 
-        ``settle`` is called after backward, before the last collective: what it finishes on this rank is then finished on all
-        when the step returns (:meth:`vescale_ray.workers.snapshot.Snapshots.settle`).
+        ``settle`` is called after backward, before the last collective. When the step returns, every rank has finished its ``settle``
+        (:meth:`vescale_ray.workers.snapshot.Snapshots.settle`).
         """
         begin = time.perf_counter()
         meter = self._meter
@@ -182,11 +182,12 @@ class Trainer:
         norm, clipped = self._clip()
         if self._proves:
             self._prove()
-        together = time.perf_counter() - begin  # the norm is a sum over all ranks: here they are at the same point, and not after settle
+        # the norm is a sum over all ranks, so all ranks are at the same point here, but not after settle
+        together = time.perf_counter() - begin
         if settle is not None:
             with waiting.counted("peer_copy"):
                 settle()
-        # The last round has the sums to do, whoever has a slot in it: not comparable with others, if there are any.
+        # The last round includes the gradient reduction, so it is not comparable; skip it if there are other rounds.
         timed = own[: rounds - 1] or own
         per_slot = sum(timed) / len(timed) if self.device.type == "cpu" else 0.0
         told = self._exchange(flags, nlls, fed, (time.perf_counter() - begin, loop, per_slot, together), table)
@@ -197,7 +198,7 @@ class Trainer:
         meter.stepping()
         self.optimizer.step()
         if self._proves:
-            self._prove()  # Muon's step has collectives of its own
+            self._prove()  # Muon's step runs collectives of its own
         meter.stepped()
         self.optimizer.zero_grad(set_to_none=True)
         self.completed = index + 1
@@ -225,9 +226,9 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, int]:
-        """Mean nats per token on the held-out samples, and how many samples; ``(nan, 0)`` where none are held out.
+        """Mean nats per token on the held-out samples, and their number; ``(nan, 0)`` if none are held out. Collective.
 
-        The same ``data.eval_samples`` windows, evenly spaced, at every call and world size. A collective.
+        It uses the same ``data.eval_samples`` windows, evenly spaced, at every call and world size.
         """
         available = self.corpus.heldout_samples
         count = min(self.config.data.eval_samples, available)
@@ -253,7 +254,7 @@ class Trainer:
         return float(total) / (count * self.config.data.seq_len), count
 
     def close(self) -> None:
-        """Let go of model, optimizer and mesh, so that buffers are freed and a dissolved group's sockets can close. Idempotent."""
+        """Release model, optimizer and mesh, so that buffers are freed and a dissolved group's sockets can close. Idempotent."""
         self.__dict__.pop("model", None)
         self.__dict__.pop("parameters", None)
         self.__dict__.pop("optimizer", None)
@@ -261,7 +262,7 @@ class Trainer:
         self.__dict__.pop("views", None)
 
     def _reshard(self) -> None:
-        """Shard what a forward without backward left unsharded (the root), so that parameters are sharded ones again."""
+        """Reshard units that a forward without backward left unsharded (the root), so that parameters are sharded again."""
         from vescale_ray.fsdp import FSDPModule
 
         for module in self.model.modules():
@@ -273,7 +274,7 @@ class Trainer:
         return self._stream.ids((index * train.slots + slot) * train.slot_batch, train.slot_batch)
 
     def _seed_generators(self, seed: int) -> None:
-        """As ``torch.manual_seed``, which on a machine without accelerators takes 0.7 ms to note that it has seeded none."""
+        """As ``torch.manual_seed``, which on a machine without accelerators spends 0.7 ms to find that it has none to seed."""
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
@@ -284,24 +285,23 @@ class Trainer:
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.to(self.device, non_blocking=True).flatten(), reduction="sum")
 
     def _prove(self) -> None:
-        """That all collectives so far have come to their end.
+        """Verify that all collectives so far completed. Waits for the device.
 
-        One of NCCL's that is aborted, by the fence or by torch after an error, ends without any for whoever waits for it, and leaves what
-        should not be used. A communicator runs one after another: if this one, begun after the others, sums up right, none of them was.
-        Waits for the device.
+        If NCCL aborts a collective, by the fence or by torch after an error, its waiters see no error and its output is invalid. A
+        communicator runs collectives in order. So if this later all-reduce gives the right sum, no earlier collective was aborted.
 
         Raises:
-            RuntimeError: one was aborted.
+            RuntimeError: a collective was aborted.
         """
         word = torch.ones(1, device=self.device)
         dist.all_reduce(word)
         if (ranks := float(word)) != self.world:
-            raise RuntimeError(f"NCCL: a collective of step {self.completed + 1} was aborted: {ranks:g} of {self.world} ranks add up")
+            raise RuntimeError(f"NCCL: a collective of step {self.completed + 1} was aborted: {ranks:g} of {self.world} ranks contributed")
 
     def _clip(self) -> tuple[float, bool]:
-        """Clip what AdamW or SGD step; the norm of the whole gradient before that, and whether it was clipped.
+        """Clip the gradients that AdamW or SGD use. Returns the norm of the whole gradient before that, and whether it was clipped.
 
-        Muon's update does not depend on the size of the gradient, and clipping could shrink it below what Newton-Schulz tells from zero.
+        Muon's gradients are not clipped: its update does not depend on their size, and very small ones would vanish in Newton-Schulz.
         """
         from vescale_ray.optim import Muon, clip_grad_norm_, total_norm
 
@@ -320,10 +320,10 @@ class Trainer:
     ) -> _Told:
         """One all-gather of a few int64 words per rank (floats as their bits): losses and ids by slot, flags, seconds, memory.
 
-        It is also the step's commit point: nobody passes it before every rank has all of its gradients.
+        It is also the step's commit point: no rank passes it before every rank has all of its gradients.
 
         Args:
-            seconds: in all, in the slots, of this rank's own for a slot, until all had their gradients.
+            seconds: of this rank: whole step, slots, own mean per slot, and until the gradient norm.
             table: each rank's slots.
         """
         batch, rounds = self.config.train.slot_batch, max(map(len, table))
@@ -356,7 +356,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class _Told:
-    """What all ranks told each other at the end of a step: by slot, merged, and by rank."""
+    """Data that all ranks exchange at the end of a step: by slot, merged, and by rank."""
 
     nlls: list[float]
     ids: tuple[int, ...]
@@ -369,7 +369,7 @@ class _Told:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process, 0 where the system does not tell."""
+    """Resident memory of this process in bytes; 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -377,11 +377,11 @@ def resident_bytes() -> int:
 
 
 def build_model(config: RunConfig) -> nn.Module:
-    """The plain model of ``config.model``, on the meta device.
+    """The unsharded model of ``config.model``, on the meta device.
 
     Raises:
-        ValueError: the factory can't be imported; its model lacks ``init_parameter``, has persistent buffers, or others and no
-            ``init_buffer``; with ``elastic.deterministic`` also parameters of 16 bits that another optimizer than AdamW would step.
+        ValueError: the factory cannot be imported, or its model lacks ``init_parameter``, has persistent buffers, or has other buffers but
+            no ``init_buffer``. With ``elastic.deterministic``, also if an optimizer other than AdamW would step 16-bit parameters.
     """
     model = config.model
     with torch.device("meta"), _NoValues():
@@ -403,32 +403,33 @@ def build_model(config: RunConfig) -> nn.Module:
         except (ImportError, AttributeError) as error:
             raise ValueError(f"model.factory = {model.factory}: {error}; give an importable pkg.mod:function") from None
     if not callable(getattr(built, "init_parameter", None)):
-        raise ValueError(f"model.factory = {model.factory}: its {type(built).__name__} has no init_parameter(name, full, generator)")
+        raise ValueError(f"model.factory = {model.factory}: its {type(built).__name__} has no method init_parameter(name, full, generator)")
     kept = set(built.state_dict()) - {name for name, _ in built.named_parameters(remove_duplicate=False)}
     if kept:
         raise ValueError(
-            f"model.factory = {model.factory}: persistent buffers {sorted(kept)[:3]} would not survive sharding on the meta device; "
-            "register them with persistent=False and fill them in a method init_buffer(name, full)"
+            f"model.factory = {model.factory}: persistent buffers {sorted(kept)[:3]} have no values on the meta device; "
+            "register them with persistent=False and fill them in init_buffer(name, full)"
         )
     buffers = [name for name, _ in built.named_buffers()]
     if buffers and not callable(getattr(built, "init_buffer", None)):
         raise ValueError(
-            f"model.factory = {model.factory}: buffers {buffers[:3]} are built on the meta device, without values; "
-            f"give {type(built).__name__} a method init_buffer(name, full) that fills one, or compute them in forward"
+            f"model.factory = {model.factory}: buffers {buffers[:3]} have no values on the meta device; "
+            f"give {type(built).__name__} a method init_buffer(name, full), or compute them in forward"
         )
     if config.elastic.deterministic and config.train.optimizer != "adamw":
         short = next((name for name, p in built.named_parameters() if p.requires_grad and p.dtype.itemsize < 4), None)
         if short is not None:
             raise ValueError(
-                f"elastic.deterministic = true with train.optimizer = {config.train.optimizer}: {short} has less than 32 bits an element, "
-                "and those at the end of a shard are rounded otherwise than those before; make the parameters float32 "
-                "(train.param_dtype = bfloat16 computes with fewer bits all the same), or take adamw"
+                f"elastic.deterministic = true with train.optimizer = {config.train.optimizer}: {short} has fewer than 32 bits per "
+                "element, so its rounding depends on its place in the shard; make the parameters float32 "
+                "(train.param_dtype = bfloat16 still computes in bfloat16), or use adamw"
             )
     return built
 
 
 class _NoValues(TorchFunctionMode):
-    """Passes over what :mod:`torch.nn.init` does to tensors on the meta device: nothing, in half of the time of a model's construction."""
+    """Skip the functions of :mod:`torch.nn.init` for tensors on the meta device. They do nothing there, in half of a model's construction
+    time."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -440,10 +441,10 @@ class _NoValues(TorchFunctionMode):
 
 
 def select_units(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
-    """Modules whose dotted name matches a pattern part by part (``layers.*`` is ``layers.0``, not ``layers.0.ffn``), children first.
+    """Modules whose dotted name matches a pattern part by part, children first. ``layers.*`` matches ``layers.0``, not ``layers.0.ffn``.
 
     Raises:
-        ValueError: naming a pattern that matches nothing.
+        ValueError: a pattern, which the message names, matches nothing.
     """
     named = [(name.split("."), module) for name, module in model.named_modules() if name]
     found: dict[int, tuple[int, nn.Module]] = {}
@@ -457,14 +458,14 @@ def select_units(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
 
 
 class Blank:
-    """What a trainer begins with at any rank of any world: the plain model on the meta device, and which parameter is optimized how.
-    For one trainer, which shards it.
+    """The unsharded model on the meta device and the optimizer of each parameter, independent of rank and world size. One trainer consumes
+    it.
 
     Args:
-        model: what :func:`build_model` has made; None: it is made now.
+        model: result of :func:`build_model`; None builds it now.
 
     Raises:
-        ValueError: as :func:`build_model`; or the optimizer fits no parameter.
+        ValueError: as :func:`build_model`, or the optimizer fits no parameter.
     """
 
     def __init__(self, config: RunConfig, model: nn.Module | None = None) -> None:
@@ -476,12 +477,13 @@ class Blank:
         self.routing = route_parameters(self.model, self.chosen)
 
     def copied(self) -> Blank:
-        """Another one, of a copy of the model. Raises what the model's :func:`copy.deepcopy` does, if it can't be copied."""
+        """Another blank with a copy of the model. If the model cannot be copied, raises the error of :func:`copy.deepcopy`."""
         return Blank(self._config, copy.deepcopy(self.model))
 
 
 def _build(config: RunConfig, device: torch.device, world: int, blank: Blank, *, filled: bool) -> tuple[Any, torch.optim.Optimizer]:
-    """The sharded model, without values, and its optimizer, whose states all exist: they can be filled or given away before a step."""
+    """The sharded model, without values, and its optimizer. All optimizer states exist, so they can be loaded or given away before a
+    step."""
     from vescale_ray.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
     from vescale_ray.optim import build_optimizer
 
@@ -498,17 +500,16 @@ def _build(config: RunConfig, device: torch.device, world: int, blank: Blank, *,
     units = select_units(model, config.model.units)
     for unit in units:
         if train.activation_checkpointing:
-            # On the instance, inside of the sharding hooks: names stay as they are, and the recomputation in backward runs
-            # while the unit is unsharded.
+            # Set on the instance, inside the sharding hooks: names stay the same, and backward recomputes while the unit is unsharded.
             unit.forward = functools.partial(recompute, unit.forward, use_reentrant=False)
         fully_shard(unit, reshard_after_forward=train.reshard_after_forward, **shared)
-    # The root stays unsharded between forward and backward: its backward begins right away.
+    # The root stays unsharded between forward and backward, since its backward begins at once.
     fully_shard(model, reshard_after_forward=False, **shared)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_ordered_reduction(config.elastic.deterministic, recurse=False)
-            # Of a model that is not used whole by every token (experts) each slot may use other parameters, and each rank has other slots.
+            # With experts, each slot may use other parameters, and each rank has other slots.
             module.set_reduce_scatter_unused_params(True, recurse=False)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         model.to_empty(device=device)

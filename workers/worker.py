@@ -1,12 +1,13 @@
-"""The worker actor: one process that lives through many generations. A plain class; ``actor_class`` makes the Ray actor of it.
+"""The worker actor: one process that lives through many generations. :class:`Worker` is a plain class; ``actor_class`` makes it a Ray
+actor.
 
-Two kinds of threads meet here. The *training thread* alone touches torch, the process group, the trainer and the
-snapshots: it takes one order after another and reports by publishing items. The actor's *control threads* answer polls and take
-orders; they never wait for the training thread, so that a worker answers within milliseconds whatever it computes.
-``self._change`` (a condition) guards everything that both sides see.
+Two kinds of threads meet here. The *training thread* alone uses torch, the process group, the trainer and the snapshots. It executes one
+order after another and reports by publishing items. The actor's *control threads* answer polls and accept orders. They never wait for the
+training thread, so a worker answers within milliseconds whatever it computes. ``self._change`` (a condition) guards everything that both
+sides use.
 
-A worker decides nothing. When its group breaks it lets go of it at once, because the other survivors wait for its sockets to
-close (``groups``), and waits for an order; whether it goes on, with whom, and from which step is the controller's matter.
+A worker decides nothing. When its group breaks, it dissolves the group at once, because the other survivors wait for its sockets to close
+(``groups``). It then waits for an order. The controller decides whether it goes on, with which workers, and from which step.
 """
 
 from __future__ import annotations
@@ -66,26 +67,27 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 LEAVER_SECONDS = 600.0
-"""Longest wait of a leaver for the others, who first form the new generation and build their trainers, however long that takes; a fence
-ends it. Who has built waits for the others as in any collective."""
+"""Longest wait, in seconds, of a leaver for the others, who first form the new generation and build their trainers. A fence ends it early.
+A member that has built its trainer waits for the others only as long as in any collective."""
 
 FILL_SECONDS = 3600.0
-"""Longest wait of who has its values (read from a checkpoint, moved, or filled in) for the others; a fence ends it. Who makes no beat in
-that for long is ended by the controller."""
+"""Longest wait, in seconds, of a rank that has its values (read, moved or initialised) for the other ranks. A fence ends it early. If a
+rank sends no heartbeat for long, the controller ends it."""
 COPIED_SECONDS = 0.5
-"""A model that takes longer to be made is made once in a worker, and copied for each generation. (A Llama takes milliseconds.)"""
+"""If a model takes more seconds than this to build, the worker builds it once and copies it for each generation. (A Llama takes
+milliseconds.)"""
 
 
 class Refused(ValueError):
-    """An order or request is not of this worker's time; the message says why. Nothing was changed."""
+    """An order or request does not fit the worker's state; the message says why. Nothing was changed."""
 
 
 class Worker:
     """One worker of a run.
 
     Args:
-        worker: its id in the run; never used again for another process.
-        config: the run's resolved configuration as nested plain values.
+        worker: id in the run, never reused for another process.
+        config: resolved configuration of the run, as nested plain values.
     """
 
     def __init__(self, worker: str, config: Mapping[str, Any]) -> None:
@@ -106,15 +108,15 @@ class Worker:
         self._lifeline = 0
         self._outlined: Outlined | None = None
         self._lines: tuple[Lines, ...] = ()
-        """Of the groups that the training thread is in, or forms."""
+        """Connections of the groups that the training thread is in or forms."""
         self._pulse: Pulse | None = None
         self._blank: Blank | None = None
-        """What the next generation's trainer begins with: made while nothing is to be done."""
+        """Unsharded model for the next generation's trainer, built while the worker is idle."""
         self._template: Blank | None = None
-        """Of a model that takes long to be made: what the next ones are copies of."""
+        """Original of a model that is slow to build; later blanks are copies of it."""
         self._closing: Closing | None = None
-        """Of the move that this generation began with, while others are not done with it."""
-        # Daemon: a hung collective must not keep the process from ending.
+        """Barrier of the move that this generation began with, until every rank has passed it."""
+        # Daemon, so that a hung collective does not keep the process from exiting.
         self._thread = threading.Thread(target=self._live, name="vescale-train", daemon=True)
         self._thread.start()
 
@@ -122,10 +124,10 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def hello(self, wait_s: float) -> WorkerInfo | None:
-        """Who this is, once it is warm; None if it is still warming after ``wait_s`` seconds.
+        """Identity of this worker once it is warm; None if it is still warming up after ``wait_s`` seconds.
 
         Raises:
-            RuntimeError: it can't become warm; the message is one line.
+            RuntimeError: the worker cannot start; the message is one line.
         """
         with self._change:
             self._change.wait_for(lambda: self._info or self._warm_error, wait_s)
@@ -135,11 +137,11 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def poll(self, seen: int, known: tuple[Phase, Ticket] | None, wait_s: float) -> Report:
-        """What happened after item ``seen``: at once if something did, or if phase and ticket are not the ``known`` ones of the last
-        report; else after ``wait_s`` seconds.
+        """Report the items after ``seen``. Returns at once if there are any, or if phase and ticket differ from ``known``, those of the
+        last report; otherwise after ``wait_s`` seconds.
 
-        ``seen`` also acknowledges: items up to it are dropped. A controller that was restarted asks with -1 and gets whatever is
-        still kept; the last vote for a checkpoint always is.
+        ``seen`` also acknowledges: items up to it are dropped. A restarted controller passes -1 and gets all items still kept, which always
+        include the last vote for a checkpoint.
         """
         with self._change:
             self._change.wait_for(lambda: self._last_item > seen or (self._phase, self._ticket) != known, wait_s)
@@ -159,37 +161,37 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def outlined(self) -> Outlined | None:
-        """What the layouts at every world size follow from; None before this worker has first built a model, or, if it joined
-        others, taken a step. All keep it, so that a controller that was restarted can have it again."""
+        """Inputs of the layouts at every world size. None until this worker has first built a model or, if it joined a running group, taken
+        a step. All workers keep them for a restarted controller."""
         return self._outlined
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> str:
-        """The Python stacks of all threads of this process; before them the collective that it waits in, if it does, as ``in: ..``."""
+        """The Python stacks of all threads. If the training thread waits in a collective, a first line ``in: ..`` names it."""
         collective = self._pulse.collective() if self._pulse is not None else ""
         return (f"{IN}{collective}\n\n" if collective else "") + stacks()
 
     @ray.method(concurrency_group="control")
     def unreached(self, addresses: Mapping[str, str], wait_s: float) -> tuple[str, ...]:
-        """Those whose door, at this address, this process does not reach within ``wait_s`` seconds."""
+        """The workers whose probe port, at this address, this process does not reach within ``wait_s`` seconds."""
         return unreached(addresses, wait_s)
 
     @ray.method(concurrency_group="control")
     def give_order(self, order: Order) -> None:
-        """Take an order; it is carried out by the training thread.
+        """Accept an order; the training thread executes it.
 
         Raises:
-            Refused: it is older than what was ordered or fenced before, or the worker is busy.
+            Refused: the order is older than an earlier order or fence, or the worker is busy.
         """
         with self._change:
             newest = max(self._ticket, self._fenced)
             if order.ticket < self._ticket or (not isinstance(order, Save) and order.ticket <= newest):
-                raise Refused(f"{self._worker}: an order of {order.ticket} comes too late, {newest} is over or going on")
+                raise Refused(f"{self._worker}: an order of {order.ticket} comes too late: {newest} has ended or is running")
             if self._order is not None or self._phase not in (Phase.PARKED, Phase.FINISHED, Phase.IDLE):
-                raise Refused(f"{self._worker}: is {self._phase} in {self._ticket}; it takes an order of {order.ticket} when it is parked")
+                raise Refused(f"{self._worker} is {self._phase} in {self._ticket}: it takes an order of {order.ticket} once it is parked")
             self._order = order
-            # From now on, not from when the training thread comes to it: who asks next shall know. And that thread may be making a model:
-            # whoever watches gives it the time of one that forms, and finds it if it hangs.
+            # Set the phase now, not when the training thread starts, so that the next poll sees it. The training thread may still be
+            # building a model. In this phase the controller allows it the time to form a group, and detects if it hangs.
             if isinstance(order, Save):
                 self._resting, self._phase = self._phase, Phase.SAVING
             else:
@@ -198,20 +200,20 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def ask(self, ticket: Ticket, flags: int) -> None:
-        """Carry ``flags`` into the next step's exchange, where all ranks see them: so all act at the same boundary.
+        """Add ``flags`` to the next step's exchange. All ranks see them there and act at the same boundary.
 
         Raises:
-            Refused: the worker is not in that generation (any more).
+            Refused: the worker is not, or no longer, in that generation.
         """
         with self._change:
             if ticket != self._ticket or self._phase not in (Phase.FORMING, Phase.TRAINING, Phase.SAVING):
-                raise Refused(f"{self._worker}: is {self._phase} in {self._ticket}; nothing can be asked of {ticket}")
+                raise Refused(f"{self._worker} is {self._phase} in {self._ticket}: it takes no request for {ticket}")
             self._asked |= flags
 
     @ray.method(concurrency_group="control")
     def fence(self, ticket: Ticket) -> None:
-        """Take no more orders up to ``ticket``; leave its generation now, if it is still in it: who waits for a rank that can't be reached
-        would wait for long. (A step is not committed by half for it: that is what the copies are for.)"""
+        """Refuse orders up to ``ticket``, and leave its generation if the worker is in it, so that a wait for an unreachable rank ends.
+        Resumption uses the copies, so an interrupted step is not half committed."""
         with self._change:
             self._fenced = max(self._fenced, ticket)
             if self._ticket <= ticket:
@@ -220,11 +222,11 @@ class Worker:
 
     @ray.method(concurrency_group="lifeline")
     def lifeline(self, call: int) -> None:
-        """Returns when a later call comes, so that only the newest controller holds one; fails when the process dies, in milliseconds."""
+        """Block until a later call, so that only the newest controller holds one. Fails within milliseconds if the process dies."""
         with self._change:
             self._lifeline = call
             self._change.notify_all()
-            # No bound: this call is the bound of others. It ends with the process, or with the next call.
+            # No time limit: the call ends with the process or with the next call.
             self._change.wait_for(lambda: self._lifeline != call)
 
     # ---------------------------------------------------------------------------------------------------- training thread
@@ -233,10 +235,10 @@ class Worker:
         self._pulse = Pulse()
         try:
             info = self._warm_up()
-            self._make_blank()  # imports what the model's factory needs: others would wait for that where they meet
+            self._make_blank()  # imports what the model's factory needs, so that other ranks do not wait for it
         except BaseException as error:
             with self._change:
-                self._warm_error = f"worker {self._worker} can't start: {type(error).__name__}: {' '.join(str(error).split())}"
+                self._warm_error = f"worker {self._worker} cannot start: {type(error).__name__}: {' '.join(str(error).split())}"
                 self._change.notify_all()
             return
         with self._change:
@@ -245,8 +247,8 @@ class Worker:
         try:
             self._take_orders()
         except BaseException:
-            # Else the process would answer every poll, and be waited for by all.
-            _log.exception("worker %s is of no use any more: what it should have survived has ended its training thread", self._worker)
+            # Otherwise the process would still answer polls, and all ranks would wait for it.
+            _log.exception("worker %s exits: an unexpected error ended its training thread", self._worker)
             os._exit(1)
 
     def _take_orders(self) -> None:
@@ -256,9 +258,9 @@ class Worker:
                 self._change.wait_for(lambda: self._order is not None)
                 order, self._order = self._order, None
                 if order is not None and not isinstance(order, Save) and order.ticket <= self._fenced:
-                    # Closed between the order and now. The controller waits until this worker is out of that generation: it is.
+                    # A fence came between the order and now. The controller waits until this worker is out of that generation, and it is.
                     self._enter(order.ticket, Phase.PARKED)
-                    self._settle(Phase.PARKED, Fault(FaultKind.PEER, f"generation {order.ticket} was closed before it was begun"))
+                    self._settle(Phase.PARKED, Fault(FaultKind.PEER, f"generation {order.ticket} was closed before it began"))
                     continue
             if isinstance(order, Join):
                 self._join(order)
@@ -268,7 +270,7 @@ class Worker:
                 self._save(order)
 
     def _warm_up(self) -> WorkerInfo:
-        """All that takes long and needs no peer: imports, corpus, device."""
+        """Do the slow work that needs no peer: imports, corpus, device."""
         begin = time.perf_counter()
         for name, value in RECORDER.items():
             os.environ.setdefault(name, value)
@@ -287,10 +289,10 @@ class Worker:
         torch.set_num_threads(config.train.threads)
         wanted = config.train.device == "cuda" or (config.train.device == "auto" and config.ray.gpus_per_worker > 0)
         if wanted and not torch.cuda.is_available():
-            raise RuntimeError("train.device wants a GPU, this process sees none; set ray.gpus_per_worker or train.device=cpu")
+            raise RuntimeError("train.device needs a GPU, but this process sees none: set ray.gpus_per_worker or train.device=cpu")
         device = torch.device("cuda", 0) if wanted else torch.device("cpu")
         if wanted and config.elastic.deterministic:
-            # Read when cuBLAS is first used: two streams may otherwise take its workspace in any order.
+            # cuBLAS reads this at first use. Otherwise two streams may take its workspace in any order.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -325,16 +327,16 @@ class Worker:
     def _join(self, order: Join) -> None:
         from vescale_ray.workers import groups
 
-        # What is still being written would be a checkpoint of a generation that is over.
+        # An unfinished write would be a checkpoint of a generation that is over.
         self._writer.abandon()
-        waiting.end()  # what a failed wait of the last generation has left
+        waiting.end()  # left over from a failed wait of the last generation
         self._enter(order.ticket, Phase.FORMING)
         phase, fault, found = Phase.PARKED, None, None
         try:
             phase = self._generation(order)
         except BaseException as error:
             found = groups.trace_of(error)
-            # describe() empties the frames: they hold what keeps the group's sockets open.
+            # describe() empties the frames, which keep the group's sockets open.
             fault = Fault(_kind(error), groups.describe(error))
         with self._without_hurry():
             self._snapshots.copied()
@@ -346,17 +348,17 @@ class Worker:
         if closing is not None:
             closing.give_up()
         groups.dissolve()
-        del closing  # its end may wait for a thread of gloo's: after the group that the others wait to see closed
+        del closing  # may wait for a gloo thread, so drop it after the group, whose closing the other ranks wait for
         if fault is not None:
             assert found is not None
             fault = replace(fault, trace=groups.tell(found))
             self._writer.abandon()
-            with self._without_hurry():  # they may be tens of gigabytes, and are all that is left of the lost
+            with self._without_hurry():  # the copies may be tens of gigabytes, and are all that is left of lost ranks
                 self._snapshots.verify()
         self._settle(phase, fault)
 
     def _generation(self, order: Join) -> Phase:
-        """One generation from meeting to parting; the phase to be in afterwards."""
+        """Run one generation, from forming its group to leaving it. Returns the phase afterwards."""
         from vescale_ray.workers import groups
         from vescale_ray.workers.messages import RESCALE, STOP
 
@@ -384,10 +386,9 @@ class Worker:
                 trainer = self._build(order)
                 built = clock()
                 moved, read_bytes = self._fill(trainer, order)
-                # Minutes may lie between the first that has its part of a checkpoint, or of what is moved, and the last: in the step's
-                # collectives that would be a rank that is gone.
+                # Ranks may finish loading minutes apart. In a step's collective such a delay would count as a lost rank.
                 groups.barrier(FILL_SECONDS)
-                # The new generation's ranks are the first of those that move shards.
+                # The new generation's ranks come first among the participants of the move.
                 words = moved.words[: seat.world] if moved is not None else None
                 self._snapshots.begin(trainer, order.resume.generation if order.resume is not None else None, words)
                 self._publish(
@@ -403,7 +404,7 @@ class Worker:
                     Phase.TRAINING,
                     trainer.completed,
                 )
-                moved = words = None  # of a thousand ranks they are megabytes
+                moved = words = None  # megabytes, with a thousand ranks
                 if order.origin is not Origin.MEMORY:
                     self._outline(trainer)
                 if order.evaluate:
@@ -415,8 +416,8 @@ class Worker:
                         self._closing = None
                     usage = replace(trainer.usage, memory={**trainer.usage.memory, "copies": self._snapshots.nbytes})
                     self._publish(Stepped(order.ticket, record, time.time(), between, usage), None, record.step)
-                    self._outline(trainer)  # who has joined others does it only now: it would have kept them waiting
-                    # After the last step, and when the run stops, the copies are kept: the last checkpoint is made of what is held then.
+                    self._outline(trainer)  # a joiner reports its outline only now; earlier the other ranks would have waited for it
+                    # After the last step, and at a stop, the copies stay: the last checkpoint is made from them.
                     rescale = bool(record.flags & RESCALE) and not record.flags & STOP and record.step < config.train.steps
                     with self._without_hurry():
                         before = clock()
@@ -430,7 +431,7 @@ class Worker:
         finally:
             if trainer is not None:
                 trainer.close()
-        raise AssertionError("unreachable")  # for the type checker: the context manager swallows nothing
+        raise AssertionError("unreachable")  # for the type checker: the context manager suppresses nothing
 
     def _outline(self, trainer: Trainer) -> None:
         if self._outlined is None:
@@ -439,7 +440,7 @@ class Worker:
             self._outlined = Outlined(packed(outline_of(trainer)))  # the same at every world size
 
     def _make_blank(self) -> None:
-        """While the controller asks all workers what they hold, and plans: not in the time that they then all wait for."""
+        """Build the next unsharded model while the controller plans. Later all ranks would wait for it."""
         from vescale_ray.workers.trainer import Blank
 
         if self._blank is None and self._phase is not Phase.FINISHED:
@@ -453,10 +454,10 @@ class Worker:
                     self._template = made
                 try:
                     self._blank = self._template.copied()
-                except Exception:  # a model that can't be copied is made each time
+                except Exception:  # a model that cannot be copied is built each time
                     self._blank, self._template = self._template, None
-            except BaseException:  # told when there is an order that needs it; a factory may also call sys.exit()
-                _log.debug("worker %s can't build its model ahead", self._worker, exc_info=True)
+            except BaseException:  # the next order that needs the model reports the error; a factory may also call sys.exit()
+                _log.debug("worker %s cannot build its model ahead", self._worker, exc_info=True)
 
     def _settle_copies(self) -> None:
         with self._without_hurry():
@@ -488,7 +489,7 @@ class Worker:
         return trainer
 
     def _fill(self, trainer: Trainer, order: Join) -> tuple[ReshardReport | None, int]:
-        """Give the new trainer its values: what was moved for that, and the bytes that were read of a checkpoint."""
+        """Load the new trainer's values. Returns the report of the move, if there was one, and the bytes read from a checkpoint."""
         from vescale_ray import checkpoint
         from vescale_ray.workers.reshard import restore_from_checkpoint
 
@@ -507,9 +508,9 @@ class Worker:
 
     @contextmanager
     def _unless_fenced(self, trainer: Trainer, ticket: Ticket) -> Iterator[None]:
-        """What is done inside takes minutes, and waits for no rank: at each beat of it, see whether the generation is over already.
+        """At each heartbeat of the block, leave if the generation is fenced. The block takes minutes and waits for no rank.
 
-        (The beats of a step are none to leave at: some come after its last collective.)
+        A step's heartbeats are not used for this, since some come after its last collective.
         """
         from vescale_ray.workers.groups import GroupFailed
 
@@ -518,7 +519,7 @@ class Worker:
         def beat_or_leave() -> None:
             beat()
             if ticket <= self._fenced:
-                raise GroupFailed(f"generation {ticket} ended while its values were still being filled in")
+                raise GroupFailed(f"generation {ticket} ended while its values were still being loaded")
 
         trainer.beat = beat_or_leave
         try:
@@ -555,18 +556,18 @@ class Worker:
         if trainer is None:
             closing.wait()
         else:
-            self._closing = closing  # what is wanted here is here, and has been proved: the others are not waited for
+            self._closing = closing  # this rank's shards have arrived and are verified, so it does not wait for the others
         return report
 
     def _connected_by(self) -> Lines:
-        """Lines for one group more, which is about to be formed."""
+        """Register and return connections for one more group, which is about to be formed."""
         lines = Lines()
         with self._change:
             self._lines = (*self._lines, lines)
         return lines
 
     def _cut_if_fenced(self, lines: Lines, ticket: Ticket) -> None:
-        """A fence that came while the group was formed has cut what was open by then."""
+        """Cut the connections if a fence came while the group was formed; that fence cut only those open by then."""
         with self._change:
             if ticket <= self._fenced:
                 lines.cut()
@@ -577,10 +578,10 @@ class Worker:
             self._publish(Evaluated(ticket, trainer.completed, loss, samples), None, trainer.completed)
 
     def _at_boundary(self, trainer: Trainer, record: StepRecord, order: Join) -> dict[str, float]:
-        """What is due between two steps, by the step's number alone, so that all ranks agree; the seconds that it took, by what.
+        """Do what the step's number and flags, equal on all ranks, make due between two steps. Returns its seconds by activity.
 
-        The checkpoint after the last step, and when the run is stopped, is not made here: then the workers are parked, and the
-        controller orders it from what they hold, which survives the loss of one of them.
+        The checkpoint after the last step, or at a stop, is not made here. For it the controller orders the parked workers to save what
+        they hold, which survives the loss of one of them.
         """
         from vescale_ray.workers.groups import describe
         from vescale_ray.workers.messages import BUSY, CHECKPOINT
@@ -602,7 +603,7 @@ class Worker:
             attempt, began = f"{order.save_prefix}-s{step}", time.perf_counter()
             try:
                 staged = self._snapshots.stage(trainer)
-            except Exception as error:  # no memory for the copy, for example: that costs the checkpoint, not the training
+            except Exception as error:  # for example no memory for the copy: this loses the checkpoint, but training goes on
                 problem = f"the state could not be copied: {describe(error)}"
                 world, generation = trainer.world, trainer.generation
                 self._publish(Saved(order.ticket, attempt, step, generation, trainer.rank, world, None, problem, 0.0), None, None)
@@ -630,8 +631,8 @@ class Worker:
         missing = f"worker {self._worker} holds no shard of rank {{}} at step {order.resume.step}"
         try:
             held = {shards.rank: shards for shards in self._snapshots.shards(order.resume.generation, order.resume.step)}
-        except Exception as error:  # no memory for the checksums, for example: that costs this checkpoint, and not the worker
-            missing = f"worker {self._worker} can't tell whether the copy of rank {{}} is right: {describe(error)}"
+        except Exception as error:  # for example no memory for the checksums: this loses the checkpoint, but not the worker
+            missing = f"worker {self._worker} cannot verify its copy of rank {{}}: {describe(error)}"
         for rank in order.ranks:
             if rank in held:
                 self._write(held[rank], ticket, order.attempt, order.epoch)
@@ -643,7 +644,7 @@ class Worker:
             self._change.notify_all()
 
     def _write(self, shards: Shards, ticket: Ticket, attempt: str, epoch: int) -> None:
-        """Write one rank's object and publish the vote, or the reason why there is none: training goes on either way."""
+        """Write one rank's object and publish the vote, or the reason of a failure. Training goes on either way."""
         from vescale_ray.workers.groups import describe
         from vescale_ray.workers.reshard import write_checkpoint_shard
 
@@ -693,14 +694,14 @@ class Worker:
             self._change.notify_all()
 
     def _forget(self, seen: int) -> None:
-        """Drop acknowledged items, but keep the newest vote: a controller that was restarted before it committed needs it again."""
+        """Drop acknowledged items except the newest vote, which a controller that restarts before its commit needs again."""
         votes = [number for number, item in self._items if isinstance(item, Saved)]
         last_vote = votes[-1] if votes else 0
         self._items = deque(entry for entry in self._items if entry[0] > seen or entry[0] == last_vote)
 
 
 class _BadInput(Exception):
-    """What the person gave can't be used; found only where the generation was built."""
+    """The user's input is invalid, which only building the generation showed."""
 
 
 def _kind(error: BaseException) -> FaultKind:
@@ -718,9 +719,9 @@ def _kind(error: BaseException) -> FaultKind:
 
 
 def born(pid: int) -> int:
-    """The kernel's start time of a process, in clock ticks since boot; 0 if there is none of that id."""
+    """The kernel's start time of a process, in clock ticks since boot; 0 if there is no such process."""
     try:
-        # The name in parentheses may hold anything, so count from its end: start time is field 22.
+        # The name in parentheses may contain anything, so count from its end: the start time is field 22.
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, IndexError, ValueError):
         return 0
@@ -733,6 +734,6 @@ def _memory() -> int:
 
 
 def actor_class() -> Any:
-    """:class:`Worker` as a Ray actor class. ``max_restarts=0``: a restarted process would be empty, under the old name."""
+    """:class:`Worker` as a Ray actor class. ``max_restarts=0``, since a restarted process would be empty but keep the old name."""
     options: Any = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"control": 4, "lifeline": 2}}
     return ray.remote(**options)(Worker)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from vescale_ray import checkpoint as ckpt
@@ -21,6 +22,10 @@ loose: Any = ckpt
 def hf(root: Any) -> Path:
     """A safetensors file: that of the checkpoint in ``root``."""
     return next(Path(root).rglob("*.safetensors"))
+
+
+def zeros() -> dict[str, Any]:
+    return {"model": {"w": torch.zeros(10)}}
 
 
 W = {"model": {"w": torch.ones(10)}}
@@ -41,7 +46,7 @@ SAVES: list[tuple[dict[str, Any], str]] = [
     ({"metrics": [1]}, "metrics is a list; give a dict"),
     ({"meta": "x"}, "meta is a str; give a dict"),
     ({"state": None}, 'the state is a NoneType; give its parts by name, as {"model": model'),
-    ({"state": {}}, "the state is empty, and so would the checkpoint be; give its parts by name"),
+    ({"state": {}}, "the state is empty: give its parts by name"),
     ({"state": nn.Linear(1, 1)}, "the state is a Linear"),
     ({"state": {1: nn.Linear(1, 1)}}, "the state's key 1 is a int; give text"),
     ({"root": None}, "checkpoint root is None; give a folder's path, a URL or a store"),
@@ -103,6 +108,15 @@ def root(tmp_path_factory):
         (lambda root: loose.load(W, root, rename=[1]), "rename is a list; give a table"),
         (lambda root: loose.load(W, root, device="nosuch"), "device is 'nosuch'; give 'cpu'"),
         (lambda root: loose.open(root, 3), "no checkpoint 3 in"),
+        (lambda root: loose.load(W, root, group="gloo"), "group is a str; give a process group, as new_group() makes it, or none"),
+        (lambda root: loose.save(root, {"model": torch.nn.Linear(1, 1)}, 1), "checkpoint root is a dict; give a folder's path"),
+        (lambda root: loose.save(W, Path("s3://bucket/run"), 1), "'s3:/bucket/run': a URL has two slashes, of which pathlib"),
+        (lambda root: loose.save(W, "/data/$USER/run", 1), "$USER is a variable of the shell, which is not replaced here; give its value"),
+        (lambda root: loose.save(W, "~nobody-of-this-name/run", 1), "~nobody-of-this-name is nobody's home folder here"),
+        (lambda root: loose.load(W, f"{root}/commits"), "/commits: it is a part of a checkpoint's folder; give "),
+        (lambda root: loose.load(W, next(root.glob("commits/*"))), "it is a file; give the folder that was saved to"),
+        (lambda root: loose.load(W, f"{root}/nothing"), "/nothing: there is no such folder"),
+        (lambda root: loose.load(W, hf(root).parent), "it has files of safetensors; import_hf() reads them"),
         (lambda root: loose.verify(root, 3), "no checkpoint 3 in"),
         (lambda root: loose.open(root).to_state_dict(dtype="bf16"), "dtype is a str; give a dtype of torch"),
         (lambda root: loose.open(root).to_state_dict(device="zzz"), "device is 'zzz'"),
@@ -160,3 +174,22 @@ def test_a_state_of_the_random_generators_that_can_not_be_taken_changes_none_of_
     assert loose.capture_rng() == now
     loose.restore_rng(good)
     assert loose.capture_rng() == good
+
+
+def test_what_a_folder_is_instead_of_a_checkpoint_tells_what_loads_it(tmp_path):
+    run, stock = tmp_path / "run", tmp_path / "stock"
+    ckpt.save(W, run / "checkpoints", 1)
+    with pytest.raises(ckpt.NoCheckpoint, match=f"it is a run's folder; give {run}/checkpoints"):
+        ckpt.load(zeros(), run)
+    assert ckpt.load(zeros(), run / "checkpoints").step == 1
+    dcp.save({"model": W["model"]}, checkpoint_id=stock)
+    with pytest.raises(ckpt.NoCheckpoint, match=r"torch.distributed.checkpoint has written it; import_dcp\(\) reads that"):
+        ckpt.load(zeros(), stock)
+    assert ckpt.import_dcp(stock, zeros()).tensors
+
+
+def test_a_home_folder_is_found_by_its_sign(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    ckpt.save(W, "~/run", 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"] and ckpt.load(zeros(), tmp_path / "run").step == 1

@@ -263,6 +263,7 @@ def within(seconds, work):
     return result
 
 
+@pytest.mark.fault("K24")
 def test_a_store_that_never_answers_holds_up_no_training_and_is_told_of_as_an_error(root, monkeypatch):
     """Every call of the training returns at once; after the bound one of them says what is wrong; closing ends, too."""
     monkeypatch.setattr(saver_module, "EXIT_S", 0.3)
@@ -289,6 +290,7 @@ def test_a_store_that_never_answers_holds_up_no_training_and_is_told_of_as_an_er
     assert [c.step for c in ckpt.ls(root)] == [1]
 
 
+@pytest.mark.fault("K24")
 def test_a_synchronous_save_to_a_store_that_stands_still_ends_with_an_error_and_is_never_committed(root, monkeypatch):
     monkeypatch.setattr(api_module, "HANG_S", 0.3)
     ckpt.save({"model": {"w": torch.zeros(3)}}, root, 1)
@@ -339,6 +341,7 @@ def test_ctrl_c_in_a_synchronous_save_leaves_at_once_and_commits_nothing(root, i
     assert not ckpt.ls(root) and not list(root.rglob("*.safetensors"))
 
 
+@pytest.mark.fault("K6")
 def test_ctrl_c_at_any_line_that_hands_a_save_to_the_writers_thread_leaves_a_saver_that_comes_to_its_end():
     """The lines of ``_Writer.put`` and of what it calls, starting the thread included."""
     within = {_Writer.put.__code__, _Writer._move.__code__, threading.Thread.start.__code__}

@@ -58,6 +58,7 @@ def points() -> list[str]:
 
 
 @pytest.mark.parametrize("point", points())
+@pytest.mark.fault("S1", "K1")
 def test_killed_at_any_point_the_right_checkpoint_loads_bit_for_bit_and_the_debris_goes(root, point):
     assert in_subprocess(save_then_collect, str(root), point) == -9, f"nothing was killed at {point}"
     done = point.split("#")[0] in VISIBLE
@@ -95,6 +96,7 @@ def test_a_failing_disk_makes_no_commit_and_says_so_in_one_line(root, monkeypatc
         assert not list(root.glob("data/*/r00000.safetensors.*")) and not any(p.stat().st_size == 0 for p in root.rglob("*.safetensors"))
 
 
+@pytest.mark.fault("K7")
 def test_a_disk_that_fills_up_at_any_byte_leaves_no_torn_object(root, monkeypatch):
     real = os.pwrite
     for room in (0, 100, 4096, 9000, 20000):

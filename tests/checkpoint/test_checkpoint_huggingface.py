@@ -205,7 +205,7 @@ def test_a_disk_that_stores_something_else_is_noticed(folder, monkeypatch):
         return real(fd, raw)
 
     monkeypatch.setattr(huggingface.os, "write", flipped)
-    with pytest.raises(ckpt.ExportFailed, match="what was read back is not what was written"):
+    with pytest.raises(ckpt.ExportFailed, match="the data read back differs from the data written"):
         ckpt.export_hf(folder / "a", None, folder / "hf")
     monkeypatch.undo()
     assert not (folder / "hf").exists()
@@ -230,21 +230,21 @@ MALFORMED = {
     "no JSON": (file_of(b"{]", b""), "no JSON"),
     "deep": (file_of(b"[" * 100_000, b""), "no JSON"),
     "a list": (file_of([], b""), "no JSON object"),
-    "twice": (file_of(b'{"a":1,"a":2}', b""), "stands there twice"),
+    "twice": (file_of(b'{"a":1,"a":2}', b""), "a key occurs twice"),
     "overlap": (file_of({"a": entry(0, 8), "b": entry(4, 12)}, b"0" * 12), "'b' begins at byte 4 of the data, before 8"),
     "hole": (file_of({"a": entry(0, 8), "b": entry(12, 16)}, b"0" * 16), "'b' begins at byte 12 of the data, after 8"),
     "same bytes": (file_of({"a": entry(0, 8), "b": entry(0, 8)}, b"0" * 8), "'b' begins at byte 0 of the data, before 8"),
     "beyond the end": (file_of({"a": entry(0, 80)}, b"0" * 8), "its tensors end at byte"),
     "trailing": (file_of({"a": entry(0, 8)}, b"0" * 9), "its tensors end at byte"),
     "negative": (file_of({"a": entry(-4, 0)}, b""), "data_offsets"),
-    "huge shape": (file_of({"a": entry(0, 4, shape=[2**61, 2**61])}, b"0" * 4), "has a shape that no tensor has"),
-    "digits without end": (file_of({"a": entry(0, 4, shape=[2**61] * 300)}, b"0" * 4), "has a shape that no tensor has"),
-    "a million dimensions": (file_of({"a": entry(0, 4, shape=[2**61] * 1_000_000)}, b"0" * 4), "has a shape that no tensor has"),
-    "an empty tensor of a shape that overflows": (file_of({"a": entry(0, 0, shape=[0, 2**61, 2**61])}, b""), "has a shape that no"),
+    "huge shape": (file_of({"a": entry(0, 4, shape=[2**61, 2**61])}, b"0" * 4), "has an invalid shape"),
+    "digits without end": (file_of({"a": entry(0, 4, shape=[2**61] * 300)}, b"0" * 4), "has an invalid shape"),
+    "a million dimensions": (file_of({"a": entry(0, 4, shape=[2**61] * 1_000_000)}, b"0" * 4), "has an invalid shape"),
+    "an empty tensor of a shape that overflows": (file_of({"a": entry(0, 0, shape=[0, 2**61, 2**61])}, b""), "has an invalid shape"),
     "a name of a megabyte": (file_of({"a" * 1_000_000: 3}, b""), "the entry of 'aaa.* is no object"),
     "no name": (file_of({"": entry(0, 4)}, b"0" * 4), "without a name"),
-    "true for one": (file_of({"a": entry(0, 4, shape=[True])}, b"0" * 4), "has a shape that no tensor has"),
-    "unknown dtype": (file_of({"a": entry(0, 4, "F31")}, b"0" * 4), "dtype 'F31', which is not known"),
+    "true for one": (file_of({"a": entry(0, 4, shape=[True])}, b"0" * 4), "has an invalid shape"),
+    "unknown dtype": (file_of({"a": entry(0, 4, "F31")}, b"0" * 4), "dtype 'F31', which is unknown"),
     "dtype a list": (file_of({"a": {"dtype": [], "shape": [1], "data_offsets": [0, 4]}}, b"0" * 4), "dtype"),
     "size": (file_of({"a": entry(0, 4, shape=[2])}, b"0" * 4), "takes 8 bytes, not 4"),
     "metadata": (file_of({"__metadata__": {"a": 1}}, b""), "__metadata__ holds more than texts"),
@@ -292,18 +292,18 @@ def test_no_change_of_a_header_makes_a_read_go_astray(folder):
 @pytest.mark.parametrize(
     ("index", "words"),
     [
-        ({"weight_map": {"a": "../x.safetensors"}}, "which is no safetensors file beside the index"),
-        ({"weight_map": {"a": "/etc/x.safetensors"}}, "which is no safetensors file beside the index"),
-        ({"weight_map": {"a": "d/x.safetensors"}}, "which is no safetensors file beside the index"),
-        ({"weight_map": {"a": "x.bin"}}, "which is no safetensors file beside the index"),
-        ({"weight_map": {"a": 3}}, "which is no safetensors file beside the index"),
-        ({"weight_map": {"a": "..\\x.safetensors"}}, "which is no safetensors file beside the index"),
+        ({"weight_map": {"a": "../x.safetensors"}}, "which is no safetensors file in its folder"),
+        ({"weight_map": {"a": "/etc/x.safetensors"}}, "which is no safetensors file in its folder"),
+        ({"weight_map": {"a": "d/x.safetensors"}}, "which is no safetensors file in its folder"),
+        ({"weight_map": {"a": "x.bin"}}, "which is no safetensors file in its folder"),
+        ({"weight_map": {"a": 3}}, "which is no safetensors file in its folder"),
+        ({"weight_map": {"a": "..\\x.safetensors"}}, "which is no safetensors file in its folder"),
         ({"weight_map": {"a": "missing.safetensors"}}, "can't be opened"),
         ({"weight_map": {"b": "x.safetensors"}}, "the index has tensor 'b' in x.safetensors, which does not hold it"),
         ({"weight_map": {}}, "no weight_map"),
         ([], "no weight_map"),
-        ({"weight_map": {"a": "x\0.safetensors"}}, "which is no safetensors file beside the index"),
-        ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "no JSON: a key stands there twice"),
+        ({"weight_map": {"a": "x\0.safetensors"}}, "which is no safetensors file in its folder"),
+        ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "no JSON: a key occurs twice"),
         ("[" * 100_000, "no index: no JSON"),
     ],
 )
@@ -326,6 +326,7 @@ def test_a_tensor_in_two_files_and_an_empty_folder_are_refused(folder):
         ckpt.import_hf(folder, folder / "root")
 
 
+@pytest.mark.fault("K33")
 def test_an_import_that_fails_or_is_interrupted_leaves_no_object(folder):
     """An import may write as much as the disk has: what failed must not lie there until a collection, a day later."""
     save_file({"a": torch.ones(3000), "b": torch.ones(3000)}, folder / "model.safetensors")
@@ -366,6 +367,7 @@ def test_files_whose_names_begin_with_a_dot_are_no_part_of_a_model(folder):
 
 
 @pytest.mark.parametrize("export", [ckpt.export_hf, ckpt.export_dcp])
+@pytest.mark.fault("K33")
 def test_an_export_whose_last_steps_fail_leaves_nothing_and_may_be_tried_again(folder, monkeypatch, export):
     """Each rename and each sync of the folder in turn: an index without its files would be taken for a whole, and what it was to be renamed
     from would stand in a second try's way."""

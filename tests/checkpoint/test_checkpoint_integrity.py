@@ -217,7 +217,7 @@ def test_stock_safetensors_reads_our_objects(root):
 
 
 def test_a_stranger_can_read_a_tensor_with_the_manifest_alone(root):
-    """docs/checkpoint-format.md, followed with json, base64 and hashlib only."""
+    """docs/reference/checkpoint-format.md, followed with json, base64 and hashlib only."""
     tensors = adam_like(seed=10)
     save_in_process(root, tensors, random_layout(tensors, 4, seed=4))
     raw = sorted(root.glob("commits/*.json"))[-1].read_bytes()

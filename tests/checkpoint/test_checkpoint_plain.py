@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import datetime
 import decimal
+import enum
 import json
 import math
 import random
 import tracemalloc
-from collections import Counter, deque
-from typing import Any
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -83,7 +84,9 @@ ARRAYS = st.builds(
 SCALARS = ARRAYS.filter(lambda array: array.size > 0 and array.dtype.kind != "S" and array.dtype.str[0] != ">").map(
     lambda a: a.reshape(-1)[0]
 )
+TEXT_SCALARS = st.one_of(st.text(st.characters(exclude_categories=())).map(np.str_), st.binary(max_size=300).map(np.bytes_))
 ATOMS = st.one_of(
+    TEXT_SCALARS,
     st.none(),
     st.booleans(),
     st.integers(),
@@ -97,7 +100,7 @@ ATOMS = st.one_of(
     ARRAYS,
     SCALARS,
 )
-PLAIN_KEYS = st.one_of(st.text(), st.integers(), st.binary(), st.booleans(), st.floats(allow_nan=False), st.none())
+PLAIN_KEYS = st.one_of(TEXT_SCALARS, st.text(), st.integers(), st.binary(), st.booleans(), st.floats(allow_nan=False), st.none())
 KEYS = st.one_of(
     PLAIN_KEYS, st.tuples(PLAIN_KEYS, PLAIN_KEYS), st.sampled_from(["float", "items", "counter", "tensor", "$tuple", "$x", "$"])
 )
@@ -167,6 +170,16 @@ class Odd:
     pass
 
 
+def _scheduler() -> torch.optim.lr_scheduler.StepLR:
+    return torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), 1)
+
+
+def _in_itself() -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    value["a"] = value
+    return value
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [
@@ -184,7 +197,15 @@ class Odd:
         ({"a": np.ma.masked_array([1, 2], [True, False])}, "state.x.a is a MaskedArray, .*give a plain numpy.ndarray"),
         ({"t": [torch.zeros(2, 2).to_sparse()]}, r"'state.x.t\[0\]' has layout"),
         ({"t": [torch.zeros(2, device="meta")]}, r"'state.x.t\[0\]' is on the meta device"),
+        ({"r": np.random.RandomState(1)}, r"state.x.r is a RandomState, .*give its get_state\(\)"),
+        ({"r": random.Random(1)}, r"state.x.r is a Random, .*give its getstate\(\)"),
+        ([torch.nn.Linear(1, 1)], r"state.x\[0\] is a Linear, .*give it as an entry of the state itself"),
+        ({"l": _scheduler()}, r"state.x.l is a StepLR, .*give its state_dict\(\), or the object as an entry"),
+        (torch.nn.Linear, "state.x is a type"),
         ({"k": {torch.tensor(1): 2}}, "state.x.k has a Tensor as a key"),
+        ({"k": {frozenset([1]): 2}}, "state.x.k has a frozenset as a key; give texts, numbers, bytes or tuples of them"),
+        ({"k": {(1, datetime.date(2026, 1, 1)): 2}}, "state.x.k has a tuple as a key; give texts"),
+        (_in_itself(), "state.x.a.a.*is nested more than 100 deep, or holds itself"),
         (
             {"opt": {"state": {0: {"exp_avg": torch.zeros(2)}}, "param_groups": []}},
             r"state.x.opt is an optimizer's state_dict\(\); give the",
@@ -198,6 +219,45 @@ def test_what_can_not_be_stored_is_refused_by_its_path_before_anything_is_writte
     with pytest.raises(ValueError, match=words.replace("state.x", "aux.x")):
         ckpt.save({"model": {"w": torch.ones(2)}}, root, 1, aux={"x": value})
     assert not list(root.iterdir())
+
+
+class Pair(NamedTuple):
+    x: int
+    y: str
+
+
+class Texts(list[str]):
+    pass
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+@pytest.mark.parametrize(
+    ("value", "base"),
+    [
+        (Pair(1, "a"), (1, "a")),
+        (Texts(["a"]), ["a"]),
+        (OrderedDict(b=1, a=2), {"b": 1, "a": 2}),
+        (defaultdict(list, {"a": [1]}), {"a": [1]}),
+        (Level.HIGH, 3),
+        (torch.Size([2, 3]), (2, 3)),
+    ],
+)
+def test_of_a_subclass_its_base_comes_back(root, value, base):
+    ckpt.save({"model": {"w": torch.ones(2)}, "x": [value]}, root, 1)
+    state: dict[str, Any] = {"x": None}
+    ckpt.load(state, root)
+    assert same(state["x"], [base]) and state["x"][0] == value
+
+
+def test_each_remedy_of_an_object_within_a_value_works(root):
+    made = {"x": [_scheduler().state_dict(), random.Random(3).getstate(), np.random.RandomState(3).get_state()]}
+    ckpt.save({"model": {"w": torch.ones(2)}, **made, "head": torch.nn.Linear(1, 1), "lr": _scheduler()}, root, 1)
+    state: dict[str, Any] = {"x": None, "head": torch.nn.Linear(1, 1), "lr": _scheduler()}
+    ckpt.load(state, root)
+    assert same(state["x"], made["x"])
 
 
 def test_large_values_lie_with_the_tensors_and_not_in_the_manifest(root):
@@ -216,9 +276,9 @@ def test_large_values_lie_with_the_tensors_and_not_in_the_manifest(root):
 
 def test_ranks_with_values_of_their_own_get_rank_0s_and_are_told_so_once(root):
     told = run_gloo(2, save_rank, str(root), True)
-    warned = [text for _, records in told for text in records if "is not the same on ranks" in text]
+    warned = [text for _, records in told for text in records if "differs between ranks" in text]
     assert warned == [
-        "the plain value 'loader' is not the same on ranks 0 and 1: rank 0's is stored for all ranks; if it is a rank's own (a data "
+        "the plain value 'loader' differs between ranks 0 and 1, and rank 0's is stored for all ranks; if each rank has its own (a data "
         "loader's position, a random state), give it as aux={'loader': ..}, which each rank gets back"
     ]
     first = digest(loader_state(0))

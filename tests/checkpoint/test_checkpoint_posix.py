@@ -53,6 +53,7 @@ def test_a_large_object_is_written_and_read_past_the_page_cache_where_the_disk_a
 
 
 @pytest.mark.parametrize("where", ["open", "first write", "first read"])
+@pytest.mark.fault("K10")
 def test_a_file_system_without_o_direct_gets_buffered_calls(tmp_path, monkeypatch, where):
     real_open, real_pwrite, real_preadv = os.open, os.pwrite, os.preadv
 
@@ -82,6 +83,7 @@ def test_a_file_system_without_o_direct_gets_buffered_calls(tmp_path, monkeypatc
     assert ckpt.verify(tmp_path).ok
 
 
+@pytest.mark.fault("K10")
 def test_short_writes_and_reads_are_continued(tmp_path, monkeypatch):
     real_pwrite, real_preadv = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real_pwrite(fd, data[: max(1, len(data) // 3 // 4096 * 4096) or 1], offset))
@@ -495,6 +497,7 @@ def save_with_a_limit(root, limit):
 
 
 @pytest.mark.parametrize("limit", [0, 1, 4096, 8192, 20_000])
+@pytest.mark.fault("K7")
 def test_a_file_that_may_grow_no_further_leaves_the_checkpoint_before(tmp_path, limit):
     """The kernel's own refusal, at several bytes, of data, aux or commit object: RLIMIT_FSIZE."""
     save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=1), step=1)
@@ -524,6 +527,7 @@ def test_a_file_that_may_not_be_created_fails_the_save_in_one_line(tmp_path, mon
 
 
 @pytest.mark.parametrize("call", ["pwrite", "close", "fsync"])
+@pytest.mark.fault("K7")
 def test_an_error_while_writing_leaves_no_file_of_that_name(tmp_path, monkeypatch, call):
     real = getattr(os, call)
     strikes = []
@@ -545,6 +549,7 @@ def test_an_error_while_writing_leaves_no_file_of_that_name(tmp_path, monkeypatc
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
+@pytest.mark.fault("K10")
 def test_signals_during_a_save_do_no_harm(tmp_path):
     """EINTR at any call: a timer of the training script, a profiler."""
     hits = []
@@ -559,6 +564,7 @@ def test_signals_during_a_save_do_no_harm(tmp_path):
     assert hits
 
 
+@pytest.mark.fault("K9")
 def test_a_link_whose_answer_nfs_lost_is_known_as_ours(tmp_path, monkeypatch):
     real = os.link
 
@@ -581,6 +587,7 @@ def test_a_file_system_without_hard_links_is_refused_with_the_remedy(tmp_path, m
     assert [p.name for p in tmp_path.glob("commits/*")] == []
 
 
+@pytest.mark.fault("K8")
 def test_a_commit_that_is_linked_but_not_synced_fails_and_may_be_repeated(tmp_path, monkeypatch):
     """Its fate is open until the folder is synced; whichever it is, the same attempt committed again is the same commit."""
     vote = ckpt.write_shard(tmp_path, "a", 0, [], step=1, epoch=0)
@@ -601,6 +608,7 @@ def test_a_commit_that_is_linked_but_not_synced_fails_and_may_be_repeated(tmp_pa
     assert ckpt.latest(tmp_path) == made and [p.name for p in tmp_path.glob("commits/*")] == [f"{made.name}.json"]
 
 
+@pytest.mark.fault("K32")
 def test_files_that_people_put_into_the_folder_stay_and_disturb_nothing(tmp_path):
     save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=1), step=1)
     names = ["commits/read me.txt", "data/my notes", ".DS_Store", "data/.DS_Store", "data/x~/a b", "commits/e0000-s000000000009.json.part"]
@@ -614,6 +622,7 @@ def test_files_that_people_put_into_the_folder_stay_and_disturb_nothing(tmp_path
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.fault("K32")
 def test_pipes_devices_and_links_to_nowhere_are_no_objects_and_nobody_waits_for_them(tmp_path):
     made = save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=1), step=1)
     newer = save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=1), step=2)

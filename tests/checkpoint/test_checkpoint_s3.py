@@ -82,6 +82,7 @@ READS = ("GET", "HEAD", "LIST")
         pytest.param(("GET",), "drip", {"seconds": 0.01, "key": "*safetensors"}, id="dripping"),
     ],
 )
+@pytest.mark.fault("K11")
 def test_what_passes_is_tried_again_and_the_checkpoint_is_right(store, fake, operations, action, options):
     rules = [fake.fail(operation, action, **options) for operation in operations]
     began = time.monotonic()
@@ -118,6 +119,7 @@ PLACES = ["START", "PART", "COMPLETE", "commit"]
         for k, where in enumerate(PLACES)
     ],
 )
+@pytest.mark.fault("K12")
 def test_what_does_not_pass_fails_at_once_with_the_remedy_and_leaves_nothing(store, fake, where, options, words):
     operation, key = ("PUT", "*/commits/*") if where == "commit" else (where, "*")
     rule = fake.fail(operation, "status", key=key, times=99, after=1 if where == "PART" else 0, **options)
@@ -139,6 +141,7 @@ def test_what_does_not_pass_fails_at_once_with_the_remedy_and_leaves_nothing(sto
         for action in ("status", "hang", "reset")
     ],
 )
+@pytest.mark.fault("K13")
 def test_a_service_that_stays_down_fails_the_save_by_the_deadline(store, fake, where, action):
     hasty = s3_store(fake, retry_s=0.5, timeout_s=0.5)
     operation, key = ("PUT", "*/commits/*") if where == "commit" else (where, "*")
@@ -152,6 +155,7 @@ def test_a_service_that_stays_down_fails_the_save_by_the_deadline(store, fake, w
     assert_untouched(store, fake)
 
 
+@pytest.mark.fault("K14")
 def test_a_commit_whose_every_answer_is_lost_is_still_known_as_ours(store, fake):
     fake.fail("PUT", "lost", key="*/commits/*", times=10_000)
     hasty = s3_store(fake, retry_s=0.3)
@@ -187,6 +191,7 @@ def test_identical_content_of_another_creator_is_not_ours(fake):
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.fault("K18")
 def test_six_writers_race_on_a_bad_day_and_one_wins(fake, rounds):
     for step in range(1, rounds + 1):
         stores = [s3_store(fake) for _ in range(6)]
@@ -201,6 +206,7 @@ def test_six_writers_race_on_a_bad_day_and_one_wins(fake, rounds):
 
 
 @pytest.mark.parametrize("how", ["ignored", "501"])
+@pytest.mark.fault("K16")
 def test_a_service_without_conditional_writes_is_refused_for_commits_unless_told(fake, how, caplog):
     fake.conditional = False
     if how == "501":
@@ -263,6 +269,7 @@ def test_without_checksums_damage_on_the_way_up_is_found_by_verify(fake):
     assert not [h for h in fake.log if h[0] == "x-amz-checksum-crc32"]
 
 
+@pytest.mark.fault("K29")
 def test_a_listing_that_is_behind_hides_no_committed_data_and_names_no_lost_one(store, fake):
     attempt = ckpt.latest(store).attempt  # type: ignore[union-attr]
     fake.hidden = {k for k in fake.objects if attempt in k}
@@ -334,6 +341,7 @@ def test_a_service_without_batches_gets_single_requests(store, fake, status, cod
     assert len({k.split("/")[3] for k in fake.objects if k.startswith(f"{TOP}data/")}) == 1
 
 
+@pytest.mark.fault("K28")
 def test_collection_goes_by_the_services_clock_whatever_this_hosts_says(store, fake, monkeypatch):
     real = time.time
     for skew in (-86400.0, 86400.0):
@@ -390,6 +398,7 @@ QUICK_POINTS = {"data.chunk#1", "data.written", "commit.validated", "commit.link
 
 
 @pytest.mark.parametrize("point", [p if p in QUICK_POINTS else pytest.param(p, marks=pytest.mark.slow) for p in S3_POINTS])
+@pytest.mark.fault("K2")
 def test_killed_at_any_point_of_a_save_to_s3_the_right_checkpoint_loads_and_the_debris_goes(store, fake, point):
     ckpt.write_shard(store, "dead", 0, [], step=15, epoch=0)
     assert in_subprocess(killed_on_s3, fake.url, point, timeout=60) == -9, f"nothing was killed at {point}"
@@ -422,6 +431,7 @@ def run_script(fake: FakeS3, body: str, timeout_s: float = 2.0) -> subprocess.Po
 
 
 @pytest.mark.slow
+@pytest.mark.fault("K5")
 def test_ctrl_c_in_the_middle_of_an_upload_aborts_it_and_ends_soon(fake):
     fake.fail("PART", "hang", seconds=20.0, after=1, times=99)
     # The signal has to come before the first of the requests that hang is given up.

@@ -261,7 +261,7 @@ def test_copies_are_compared_in_whatever_order_they_were_counted(tmp_path: Path,
 
 
 def test_a_stranger_can_read_tiles_with_the_manifest_alone(tmp_path: Path) -> None:
-    """docs/checkpoint-format.md, followed with json, numpy and hashlib only: section 2, tiles."""
+    """docs/reference/checkpoint-format.md, followed with json, numpy and hashlib only: section 2, tiles."""
     full = random_bits((5, 7, 6), torch.int32, 3)
     save_tiled(tmp_path, full, [{1: [3, 4], 2: [2, 2, 2]}] * 3, [60, 100])
     raw = next(tmp_path.glob("commits/*.json")).read_bytes()

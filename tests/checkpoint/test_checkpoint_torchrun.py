@@ -137,6 +137,7 @@ def one_is_killed(victim, function, *arguments):
 @pytest.mark.parametrize(
     ("point", "committed"), [("data.written", False), pytest.param("aux.written", False, marks=pytest.mark.slow), ("vote.written#1", True)]
 )
+@pytest.mark.fault("K4")
 def test_a_rank_that_dies_before_its_vote_stops_the_commit_within_the_timeout(tmp_path, point, committed):
     ckpt.save({"model": {"w": torch.ones(10)}}, tmp_path / "ckpt", 7)
     report = str(tmp_path / "report")
@@ -160,6 +161,7 @@ def test_saved_beside_the_training_on_two_ranks_loads_on_three_bit_for_bit(tmp_p
             assert_same(truth, back[0][2])
 
 
+@pytest.mark.fault("K26", "K27")
 def test_a_failing_slow_unfit_or_missing_rank_means_the_same_to_all_ranks_without_a_collective(tmp_path):
     told = run_gloo(3, async_failing_rank, str(tmp_path / "ckpt"))
     for rank, heard in enumerate(told):
@@ -167,14 +169,14 @@ def test_a_failing_slow_unfit_or_missing_rank_means_the_same_to_all_ranks_withou
         assert (heard["after"], heard["sync"]) == (2, "e0000-s000000000003")
         assert heard["skipped"] == [False, False, True] and heard["steps"] == [2, 3, 10, 11, 20, 33, 34]
         assert heard["skipped at once"] == (rank == 1)
-        assert heard["single"] == [20, "the checkpoint of step 21 is skipped: ranks [1] are still writing the ones before", True]
+        assert heard["single"] == [20, "the checkpoint of step 21 is skipped: ranks [1] are still writing earlier checkpoints", True]
         assert "rank 1: " * (rank != 1) in heard["unfit"] and "a checkpoint can't hold" in heard["unfit"]
         assert heard["unfit sync"].startswith("ValueError") and "a checkpoint can't hold" in heard["unfit sync"]
         assert heard["back"] == [33, 34] and heard["files"] == 7, "what failed, or was skipped, has left no object on any rank"
         assert heard["outside"] == (
-            "nothing" if rank < 2 else "rank 2 is not in the process group that was given; only its members save or load with it"
+            "nothing" if rank < 2 else "rank 2 is not in the given process group: only its members can save or load with it"
         )
-        assert "process group of 3 ranks that this saver saved with is no more" in heard["gone"] and heard["anew"] == [42, 43]
+        assert "process group of 3 ranks that this saver used was destroyed" in heard["gone"] and heard["anew"] == [42, 43]
         assert heard["two"] == told[0]["two"] and all(any(ends) for ends in heard["two"]), "savers of one folder: all ranks hear the same"
     two = [ckpt.verify(tmp_path / "ckpt-two", commit) for commit in ckpt.ls(tmp_path / "ckpt-two")]
     assert len(two) >= 2 and all(report.ok for report in two)

@@ -64,6 +64,7 @@ def test_both_ranks_come_to_the_one_commit_and_it_loads():
 
 
 @pytest.mark.parametrize("action", ["lost", "error"])
+@pytest.mark.fault("K15")
 def test_when_the_answer_to_the_commit_is_lost_no_rank_deletes_what_it_may_need(action):
     inner = ckpt.MemoryStore()
     store = ckpt.FaultyStore(inner, [ckpt.Fault("put", action, "commits/*", times=None)])
@@ -120,6 +121,7 @@ def test_a_save_that_is_given_up_when_all_votes_are_in_is_not_committed(world):
         assert json.loads(store.get("attempts/mine/outcome.json"))["dead"], "so that rank 1 clears up as well"
 
 
+@pytest.mark.fault("K15")
 def test_a_follower_waits_twice_as_long_as_rank_0_may_and_then_keeps_its_data():
     store = ckpt.MemoryStore()
     vote = written(store, 1)

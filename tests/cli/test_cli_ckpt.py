@@ -194,7 +194,7 @@ def test_a_table_of_names_comes_from_a_file(run, capsys):
     assert {name.split(".")[0] for name in load_file("hf/model.safetensors")} == {"blocks"}
     Path("bad.json").write_text("[1]")
     assert "give one JSON object of names" in refused(capsys, "export-hf", "x", "hf2", "--names", "bad.json")
-    assert "none of llama, and no file that can be read" in refused(capsys, "export-hf", "x", "hf2", "--names", "lama")
+    assert "not one of llama, and no readable file" in refused(capsys, "export-hf", "x", "hf2", "--names", "lama")
     Path("odd.json").write_text(json.dumps({"a*": "b*c*"}))
     assert "has 1 stars on one side and 2 on the other" in refused(capsys, "export-hf", "x", "hf2", "--names", "odd.json")
     assert "give a size such as 5GB" in refused(capsys, "export-hf", "x", "hf2", "--max-shard", "5 parsecs")
@@ -394,7 +394,7 @@ def test_every_command_takes_a_url(elsewhere, capsys, monkeypatch, kind):
         if kind == "moto":  # the other knows no buckets
             for args in (["ls"], ["show"], ["verify"], ["gc", "--keep", "1"]):
                 err = refused(capsys, args[0], "s3://nowhere/x", *args[1:], code=1)
-                assert err == "vescale-ray: bucket 'nowhere' does not exist; create it, checkpoints never do\n"
+                assert err == "vescale-ray: bucket 'nowhere' does not exist; create it, since saves never do\n"
 
 
 def test_a_url_that_leads_nowhere_is_one_sentence(elsewhere, capsys, monkeypatch):

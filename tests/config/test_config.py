@@ -77,7 +77,7 @@ def test_what_takes_text_takes_whatever_yaml_would_make_of_it() -> None:
 def test_credentials_in_a_url_are_refused_and_not_shown(url: str) -> None:
     """They would stand in the run's folder, in a rendered ConfigMap, in the job's log; the refusal itself showed them there."""
     said = refusal(f"checkpoint.dir={url}")
-    assert said.startswith("checkpoint.dir: credentials do not belong into a URL") and "hush" not in said
+    assert said.startswith("checkpoint.dir: credentials do not belong in a URL") and "hush" not in said
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_credentials_in_a_url_are_refused_and_not_shown(url: str) -> None:
 )
 def test_credentials_in_other_addresses_are_not_shown_either(given: str) -> None:
     said = refusal(given)
-    assert said.startswith(f"{given.partition('=')[0]}: credentials do not belong into a URL") and "hush" not in said
+    assert said.startswith(f"{given.partition('=')[0]}: credentials do not belong in a URL") and "hush" not in said
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_rates_and_times_must_be_positive_and_finite(key: str, value: str) -> No
         (["model.units=[]"], "model.units = []"),
         (["train.device=cuda"], "ray.gpus_per_worker=1"),
         (["ray.gpus_per_worker=1.5"], "ray.gpus_per_worker = 1.5: above 1 Ray takes whole GPUs only"),
-        (["checkpoint.dir=memory://x"], "checkpoint.dir = memory://x: each process has such a memory of its own"),
+        (["checkpoint.dir=memory://x"], "checkpoint.dir = memory://x: each process has its own memory"),
         (["train.betas=[0.9]"], "train.betas.1"),
         (["train.betas=[0.9, 1.0]"], "train.betas.1 = 1.0: give less than 1"),
         (["train.optimizer=adam"], "train.optimizer = adam: give one of adamw, adamw8bit, muon, shampoo, soap or sgd"),
@@ -321,5 +321,5 @@ def test_every_key_is_documented() -> None:
 
 
 def test_the_reference_page_is_what_the_code_says() -> None:
-    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert page == reference(), "run: python -m vescale_ray.config > docs/configuration.md"
+    page = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
+    assert page == reference(), "run: python -m vescale_ray.config > docs/reference/configuration.md"

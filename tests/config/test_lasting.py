@@ -92,6 +92,30 @@ def test_the_remedy_of_a_refused_folder_works(package, tmp_path):
     assert found.config.run_folder == tmp_path / "shared" / "j1" and found.warnings == ()
 
 
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("s3:/bucket/runs", "a URL has two slashes"),
+        ("file:/mnt/runs", "a URL has two slashes"),
+        ("$SCRATCH/runs", r"\$SCRATCH is a variable of the shell, which is not replaced here; give its value"),
+        ("/scratch/${USER}/runs", r"\$\{USER\} is a variable"),
+        ("~nobody-of-this-name/runs", "~nobody-of-this-name is nobody's home folder here; give an absolute path"),
+    ],
+)
+def test_a_path_that_means_another_folder_is_refused(path, words):
+    for key in ("run.dir", "checkpoint.dir", "data.corpus"):
+        with pytest.raises(BadInput, match=f"{key} = .*{words}") as caught:
+            load_config(None, [f"{key}={path}"])
+        assert "\n" not in str(caught.value)
+    with pytest.raises(BadInput, match=words):
+        lasting.check_lasting("--out", path)
+
+
+@pytest.mark.parametrize("path", ["/data/a$b", "s3://bucket/x", "a:/b", "~/runs", "host:6379", "C:/x", "/data/$", "runs~"])
+def test_a_path_that_means_what_it_says_is_taken(path):
+    assert lasting.misread(path) is None
+
+
 def test_a_url_as_the_runs_folder_is_refused_with_what_takes_one(package):
     with pytest.raises(
         RunRefused, match=r"run.dir = s3://bucket/runs: run folders are no URLs; give an absolute path .* as checkpoint.dir"

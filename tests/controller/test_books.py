@@ -135,6 +135,7 @@ def run(tmp_path: Path) -> Recorded:
     return recorded(tmp_path)
 
 
+@pytest.mark.fault("W5")
 def test_a_step_is_written_once_though_every_rank_tells_of_it_and_an_older_generations_never(run: Recorded) -> None:
     first = generation(1, 0, "a", "b", origin=Origin.FRESH)
     run.open(first)
@@ -542,6 +543,7 @@ class Hung:
         self._back.set()
 
 
+@pytest.mark.fault("S3")
 def test_a_disk_that_does_not_answer_holds_nobody_up_and_the_lines_are_written_later_each_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -641,6 +643,7 @@ def test_a_process_ends_though_a_disk_does_not_answer() -> None:
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
+@pytest.mark.fault("S3")
 def test_a_run_whose_disk_does_not_answer_takes_everything_down_and_writes_its_end_if_the_disk_comes_back(
     comes_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -667,6 +670,7 @@ def test_a_run_whose_disk_does_not_answer_takes_everything_down_and_writes_its_e
     back.set()
 
 
+@pytest.mark.fault("S6")
 def test_a_storage_that_says_nothing_is_one_that_is_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run's thread stood still for as long as it said nothing: it was neither given up nor stopped. Later for a minute each time: then
     a `vescale-ray stop`, which waits for eight seconds, was hardly ever taken."""
@@ -698,6 +702,7 @@ def test_a_storage_that_says_nothing_is_one_that_is_out_of_reach(tmp_path: Path,
     assert keeps.newest() == newest, "what it says late is heard"
 
 
+@pytest.mark.fault("S3")
 def test_the_nursery_keeps_the_state_while_the_disk_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A generation's number is noted somewhere before it is used; and what the disk takes late replaces nothing newer."""
     disk, kept = Hung(monkeypatch), [""]
@@ -760,6 +765,7 @@ def begun_again(
     return lambda: controller.Controller(pickle.dumps(spec), "nursery:r1"), conducted
 
 
+@pytest.mark.fault("S4")
 def test_a_controller_that_can_not_read_the_runs_folder_says_so_and_begins_when_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -767,9 +773,11 @@ def test_a_controller_that_can_not_read_the_runs_folder_says_so_and_begins_when_
     start, conducted = begun_again(tmp_path, monkeypatch)
     back, told = threading.Event(), controller.read_state
     monkeypatch.setattr(controller, "read_state", lambda folder: told(folder) if back.wait(60) else None)
-    one = start()
-    status = one.status()
-    assert (status["outcome"], status["waits"], status["warnings"], conducted) == (None, True, (), [])
+    with monkeypatch.context() as patient:
+        patient.setattr(controller, "TELL_S", 60.0)
+        one = start()
+        status = one.status()
+        assert (status["outcome"], status["waits"], status["warnings"], conducted) == (None, True, (), [])
     until(lambda: bool(one.status()["warnings"]), 10, "the word of it")
     (text,) = one.status()["warnings"]
     assert text.startswith(str(tmp_path)) and "could not be read by the controller" in text and "the workers train on" in text
@@ -809,6 +817,7 @@ def test_what_keeps_a_controller_from_coming_up_late_is_told_as_if_it_had_been_a
         assert outcome["refused"] and outcome["error"] == "the controller can't start: RequestRefused: metrics.host: can't be listened on"
 
 
+@pytest.mark.fault("S4")
 def test_a_controller_whose_folder_answers_with_errors_does_not_take_its_run_for_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -829,6 +838,7 @@ def test_a_controller_whose_folder_answers_with_errors_does_not_take_its_run_for
     one.close()
 
 
+@pytest.mark.fault("S4")
 def test_a_controller_whose_state_is_gone_does_not_begin_the_run_anew_beside_the_workers_that_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -854,6 +864,7 @@ def test_a_controller_that_was_killed_before_it_had_a_state_begins_the_run(tmp_p
     one.close()
 
 
+@pytest.mark.fault("S4")
 def test_books_that_can_not_be_read_to_their_end_are_read_again_and_nothing_is_counted_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -899,6 +910,7 @@ def test_books_that_can_not_be_read_to_their_end_are_read_again_and_nothing_is_c
 
 
 @pytest.mark.parametrize("orphaned", [False, True])
+@pytest.mark.fault("S3")
 def test_a_run_that_has_ended_does_not_ask_a_disk_that_does_not_answer_whether_it_was_to_stop(
     orphaned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -920,6 +932,7 @@ def test_a_run_that_has_ended_does_not_ask_a_disk_that_does_not_answer_whether_i
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
+@pytest.mark.fault("S4")
 def test_a_run_whose_controller_can_not_read_its_books_goes_on_for_as_long_as_for_a_storage(
     comes_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -977,6 +990,7 @@ print(len(run.log.journal.warnings), run.log.journal.warnings[0])
 """
 
 
+@pytest.mark.fault("S2")
 def test_lines_are_whole_and_in_order_though_the_disk_took_a_part_of_one_and_then_none(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FILLING, str(tmp_path)]
     root = Path(__file__).resolve().parents[2]
@@ -1044,6 +1058,7 @@ def log_of(kept: int | None, path: str | None = None, world: World | None = None
 
 
 @pytest.mark.parametrize("in_memory", [41, 30, None], ids=["as new as any", "older", "nothing"])
+@pytest.mark.fault("S5")
 def test_a_recovery_needs_no_storage_where_the_workers_hold_a_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: int | None
 ) -> None:
@@ -1071,6 +1086,7 @@ def test_a_recovery_needs_no_storage_where_the_workers_hold_a_state(
     assert newest is not None and newest.path == "/c/e4-s40", "what the end of the run tells is not worth failing for"
 
 
+@pytest.mark.fault("S6")
 def test_a_storage_that_shows_none_of_the_checkpoints_that_were_made_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
     """Its mount was gone: the run that needed a checkpoint began from its first step, and the one that stopped said so of its resume."""
     crew = SimpleNamespace(alive=lambda w: True, report=lambda w: None)

@@ -167,6 +167,7 @@ CODES = {"success": 0, "failure": 1, "stop": 0, "SIGINT to the group": 130, "SIG
 @pytest.mark.parametrize(
     "endings", [("failure", "SIGKILL"), pytest.param(tuple(CODES), marks=pytest.mark.slow)], ids=["two", "all"]
 )
+@pytest.mark.fault("E1", "E4")
 def test_nothing_is_left_of_a_run_within_15_s_whatever_ends_it(tmp_path: Path, drivers: list[Driver], endings: tuple[str, ...]) -> None:
     # All at once: most of a start is waiting, and they must not get in each other's way either.
     by_ending: dict[str, Driver] = {}
@@ -218,6 +219,7 @@ def test_nothing_is_left_of_a_run_within_15_s_whatever_ends_it(tmp_path: Path, d
 
 
 @pytest.mark.slow
+@pytest.mark.fault("E4")
 def test_nothing_is_left_either_where_the_driver_is_killed_while_the_controller_is_dead(tmp_path: Path, drivers: list[Driver]) -> None:
     driver = Driver(tmp_path, elastic_workers=1, train_steps=100_000, checkpoint_every=0)
     drivers.append(driver)
@@ -230,6 +232,7 @@ def test_nothing_is_left_either_where_the_driver_is_killed_while_the_controller_
 
 
 @pytest.mark.slow
+@pytest.mark.fault("E2")
 def test_a_signal_while_ray_starts_stops_the_run_and_does_not_fail_it(tmp_path: Path, drivers: list[Driver]) -> None:
     """Ray takes SIGTERM for itself while it starts, and ends the process with it: FAILED, for the reason "15"."""
     driver = Driver(tmp_path, elastic_workers=1, train_steps=100_000)
@@ -242,6 +245,7 @@ def test_a_signal_while_ray_starts_stops_the_run_and_does_not_fail_it(tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.fault("E2")
 def test_a_signal_while_a_large_model_is_filled_in_does_not_wait_for_all_of_it(tmp_path: Path, drivers: list[Driver]) -> None:
     """Its four parameters take eight seconds each; whoever is told leaves after the one under way."""
     model: dict[str, Any] = {"model_factory": "tests.controller.hanging:slowly_filled_model", "model_units": ["body"]}

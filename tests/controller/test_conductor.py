@@ -183,6 +183,7 @@ def test_who_answers_nothing_is_ended_only_when_its_machine_was_asked_whether_it
     assert set(hung) == {"b"} and when - 51.0 == pytest.approx(LEAST_S + 3.0, abs=4 * TICK_S) and not crew.starve
 
 
+@pytest.mark.fault("W15")
 def test_a_leaver_whose_machine_stops_before_it_has_given_its_shards_is_not_waited_for() -> None:
     """No connection breaks: the members would wait in the move until the bound of the collectives is over."""
     crew = Crew(report("a", Phase.FORMING), report("b", Phase.FORMING), report("l", Phase.GIVING))
@@ -439,6 +440,7 @@ def test_a_restarted_controller_waits_for_no_checkpoint_of_a_generation_that_is_
     [(2, {"replace_lost": True}, True), (3, {"grow": True}, True), (100, {"replace_lost": True}, False), (1, {}, False)],
     ids=["two die", "three die", "all die", "nobody is hired anew"],
 )
+@pytest.mark.fault("W16")
 def test_who_dies_on_the_way_to_a_run_that_waits_for_it_is_hired_anew_as_often_as_in_the_beginning(
     deaths: int, elastic: dict[str, Any], comes: bool
 ) -> None:
@@ -535,6 +537,7 @@ def decided(stage: Stage) -> list[policy.Decision]:
     return made
 
 
+@pytest.mark.fault("W8")
 def test_a_leaver_that_still_lives_takes_part_again_where_a_worker_that_was_to_stay_is_lost_in_the_move() -> None:
     """Three were to become two. The run failed, or waited for a replacement without end, with two warm workers there."""
     crew = Crew(report("a", Phase.FORMING), report("b", Phase.FORMING), report("l", Phase.GIVING))
@@ -609,6 +612,7 @@ def test_a_state_that_is_incomplete_after_the_last_step_counts_as_no_failure_mor
 
 
 @pytest.mark.parametrize(("out_s", "state"), [(20.0, "begun"), (1e9, "FAILED"), (1e9, "STOPPED")], ids=["comes back", "stays away", "stop"])
+@pytest.mark.fault("S6")
 def test_where_nobody_holds_a_state_a_storage_that_is_out_of_reach_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, out_s: float, state: str
 ) -> None:
@@ -718,6 +722,7 @@ def test_a_change_that_can_wait_lets_a_checkpoint_be_written_and_a_drain_does_no
 
 
 @pytest.mark.parametrize(("warming", "hiring", "wanted"), [("", 0, 2), ("x", 0, 3), ("xy", 0, 4), ("x", 1, 4), ("xy", 3, 5)])
+@pytest.mark.fault("N7")
 def test_a_drain_leaves_alone_whoever_is_on_the_way(warming: str, hiring: int, wanted: int) -> None:
     """Of three that were to be five one had to go as the two were still warming: the run stayed at two, and they were sent away."""
     crew: Any = Crew(*(report(w, Phase.TRAINING) for w in "abc"))
@@ -827,6 +832,7 @@ def test_warm_workers_that_die_before_they_join_are_hired_less_and_less_often(tm
     assert run.stats.lost == 2, "who never came up is not lost: checkpoints are made no more often for that"
 
 
+@pytest.mark.fault("N8")
 def test_what_parked_workers_hold_is_kept_where_the_node_of_one_is_to_go_while_they_wait_for_another(tmp_path: Path) -> None:
     """Nobody trained, and the notice was not heard: the node went with the only copies."""
     crew: Any = Crew(*(report(w, Phase.PARKED) for w in "ab"))

@@ -64,6 +64,7 @@ NOT_IN_A_SAVE = ("raise", "collective", "sleep")
 
 
 @pytest.mark.parametrize("way", ["kill", "exit", "raise", "collective", "stop", "lock", "sleep", "controller and worker", "controller"])
+@pytest.mark.fault("W1", "W7", "W10", "C3")
 def test_at_whatever_moment_a_worker_fails_in_whatever_way_the_run_ends_with_the_same_bits(way: str, home: Path, calm: Finished) -> None:
     moments = ["start", "first", "rebuild", "last", *(["save"] if way not in NOT_IN_A_SAVE else [])]
     # Of 6 workers one is gone after each of the first three moments: 3 are left for the last step, with two slots each.
@@ -117,6 +118,7 @@ def is_the_same(finished: Finished, calm: Finished) -> None:
 
 
 @pytest.mark.parametrize("ranks", [(0, 2), (1, 2)], ids=["apart", "neighbours"])
+@pytest.mark.fault("W10")
 def test_two_workers_that_are_killed_at_once_in_the_first_and_in_the_last_step_cost_no_bit(
     ranks: tuple[int, int], home: Path, calm_of_many: Finished
 ) -> None:
@@ -136,6 +138,7 @@ def test_two_workers_that_are_killed_at_once_in_the_first_and_in_the_last_step_c
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.fault("N1")
 def test_a_node_that_is_lost_in_the_first_step_and_another_in_the_last_cost_no_bit(tmp_path: Path, calm_of_many: Finished) -> None:
     parts = [Cue("node", 1, 1, rank=0), Cue("node", 2, 3 * STEPS, rank=0)]
     stage, output = tmp_path / "cues", tmp_path / "nodes.txt"
@@ -156,6 +159,7 @@ def test_a_node_that_is_lost_in_the_first_step_and_another_in_the_last_cost_no_b
 
 
 @pytest.mark.parametrize("acts", [(Act(4, "stop"), Act(4, "kill", 0)), (Act(4, "kill", 1), Act(4, "stop"))], ids=["then", "before"])
+@pytest.mark.fault("E1")
 def test_a_stop_makes_its_checkpoint_though_a_worker_is_killed_in_the_same_step(acts: tuple[Act, ...], home: Path) -> None:
     config = config_of(home, f"stop-{acts[0].action}", elastic_workers=3, train_steps=400)
     finished = carry_out(config, *acts)
@@ -165,6 +169,7 @@ def test_a_stop_makes_its_checkpoint_though_a_worker_is_killed_in_the_same_step(
     nothing_left(finished)
 
 
+@pytest.mark.fault("W10")
 def test_with_copies_every_fifth_step_a_death_in_the_last_checkpoint_costs_the_steps_since_and_no_bit(home: Path, calm: Finished) -> None:
     """The copies that are left are of step 10 of 12: that was called DONE."""
     with cues(Cue("kill", save=True)):
@@ -177,6 +182,7 @@ def test_with_copies_every_fifth_step_a_death_in_the_last_checkpoint_costs_the_s
 
 
 @pytest.mark.parametrize(("forward", "fewest"), [(1, 1), (0, 3)], ids=["in the first step", "in the move"])
+@pytest.mark.fault("W8", "W9")
 def test_a_death_around_a_planned_change_goes_back_to_no_checkpoint_and_the_leaver_stays_in_its_place(
     forward: int, fewest: int, home: Path, calm: Finished
 ) -> None:
@@ -261,6 +267,7 @@ KILLS = 20
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.fault("C1")
 def test_a_controller_that_is_killed_twenty_times_stops_no_worker_and_answers_again_within_five_seconds(home: Path) -> None:
     config = config_of(home, "twenty", elastic_workers=3, train_steps=1_000_000, model_factory="tests.controller.hanging:model")
     took: list[float] = []
@@ -301,6 +308,7 @@ def test_a_controller_that_is_killed_twenty_times_stops_no_worker_and_answers_ag
 
 
 @pytest.mark.parametrize("earlier", [True, False], ids=["since a while", "since the beginning"])
+@pytest.mark.fault("S7")
 def test_a_controller_that_is_killed_while_the_disk_is_full_is_followed_by_one_that_knows_what_it_knew(earlier: bool, home: Path) -> None:
     """All that it could not write down is a generation, a wish and lines of steps. (It alone can add no byte to a file.)"""
     model = {"model_factory": "tests.controller.hanging:model"}
@@ -355,6 +363,7 @@ def wait_for(value: Callable[[], int | None], what: str, seconds: float = 60.0) 
 
 
 @pytest.mark.parametrize("besides", ["", "the controller"])
+@pytest.mark.fault("C5")
 def test_a_nursery_that_is_killed_takes_the_workers_along_and_the_run_begins_anew_from_its_checkpoint(besides: str, home: Path) -> None:
     """A machine's memory monitor chooses as it likes. Whoever waits for the run need not notice."""
     model = {"model_factory": "tests.controller.hanging:model"}
@@ -385,6 +394,7 @@ def test_a_nursery_that_is_killed_takes_the_workers_along_and_the_run_begins_ane
     nothing_left(finished)
 
 
+@pytest.mark.fault("C5")
 def test_a_nursery_that_is_killed_again_and_again_ends_the_run_with_a_line_that_says_so_and_it_resumes(home: Path) -> None:
     model = {"model_factory": "tests.controller.hanging:model", "elastic_max_recoveries_without_progress": 1}
     config = config_of(home, "nursery", elastic_workers=2, train_steps=100_000, checkpoint_every=10, **model)
@@ -410,6 +420,7 @@ def test_a_nursery_that_is_killed_again_and_again_ends_the_run_with_a_line_that_
     nothing_left(resumed)
 
 
+@pytest.mark.fault("W10")
 def test_workers_that_are_killed_before_they_are_warm_are_replaced_and_the_run_begins(home: Path, calm: Finished) -> None:
     config = config_of(home, "cold", elastic_workers=2)
     killed: list[int] = []

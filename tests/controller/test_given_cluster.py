@@ -67,6 +67,7 @@ def test_a_stopped_worker_on_another_node_is_killed_there_and_the_cluster_outliv
     print(f"\nworkers gone {seconds:.1f} s after the SIGKILL of the driver", end="")
 
 
+@pytest.mark.fault("N6")
 def test_a_node_that_is_about_to_go_is_left_in_time_and_no_step_is_lost(tmp_path: Path) -> None:
     with cluster(2, 2) as nodes:
         changes = {"elastic_workers": 3, "train_steps": 3000, "ray_cpus_per_worker": 1.0, "checkpoint_every": 0}
@@ -99,6 +100,7 @@ def test_a_node_that_is_about_to_go_is_left_in_time_and_no_step_is_lost(tmp_path
         goes_on_and_stops(driver, folder)
 
 
+@pytest.mark.fault("N8")
 def test_where_training_can_not_do_without_the_node_a_checkpoint_is_made_and_a_replacement_awaited(tmp_path: Path) -> None:
     with cluster(2, 2) as nodes:
         elastic = {"elastic_workers": 2, "elastic_min_workers": 2, "elastic_replace_lost": True}

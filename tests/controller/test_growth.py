@@ -62,6 +62,7 @@ class Driven:
 
 
 @pytest.mark.slow
+@pytest.mark.fault("G1", "G2")
 def test_a_run_grows_into_nodes_that_stay_asks_for_more_and_heeds_a_rescale(tmp_path: Path) -> None:
     elastic = {"workers": 2, "max_workers": 4, "grow": True, "grow_after_s": AFTER_S, "grow_gap_s": GAP_S, "demand": 1}
     changes: dict[str, Any] = {f"elastic_{key}": value for key, value in elastic.items()}
@@ -124,6 +125,7 @@ def test_a_run_grows_into_nodes_that_stay_asks_for_more_and_heeds_a_rescale(tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.fault("G3")
 def test_room_that_another_job_waits_for_goes_to_it_and_what_waits_for_more_than_there_is_holds_nothing(tmp_path: Path) -> None:
     """Ray gives a place to whoever has waited for it before a run that grows has seen it free for long enough; it reserves none for a job
     whose places are not all there."""
@@ -178,6 +180,7 @@ def test_places_that_were_asked_for_go_with_the_run_also_when_its_controller_or_
 
 
 @pytest.mark.slow
+@pytest.mark.fault("N9")
 def test_a_lost_node_with_two_workers_is_one_failure_and_no_crash_and_the_spare_on_another_steps_in(tmp_path: Path) -> None:
     with cluster(2, 2) as nodes:
         changes: dict[str, Any] = {"ray_address": nodes.address, "ray_cpus_per_worker": 1.0, "train_steps": 100_000}
@@ -204,6 +207,7 @@ def test_a_lost_node_with_two_workers_is_one_failure_and_no_crash_and_the_spare_
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_here")
+@pytest.mark.fault("W13")
 def test_a_spare_takes_the_place_of_a_lost_worker_at_once_and_another_comes_after_it(tmp_path: Path) -> None:
     import ray
 

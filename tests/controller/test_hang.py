@@ -63,6 +63,7 @@ class Play:
         return {}
 
 
+@pytest.mark.fault("W2")
 def test_a_worker_that_stands_still_while_the_others_wait_is_hung_and_its_place_is_named():
     play = Play()
     assert play.go(5) == {}
@@ -71,6 +72,7 @@ def test_a_worker_that_stands_still_while_the_others_wait_is_hung_and_its_place_
     assert LEAST_S <= play.since < 1.5
 
 
+@pytest.mark.fault("W2")
 def test_one_that_answers_nothing_is_hung():
     play = Play()
     play.go(1)
@@ -236,6 +238,7 @@ def test_what_only_every_hundredth_step_does_is_taken_for_a_hang_once():
 
 
 @pytest.mark.parametrize("where", [Phase.FORMING, Phase.TRAINING])
+@pytest.mark.fault("W4")
 def test_a_worker_that_is_alone_and_hangs_before_any_step_was_seen_is_found_at_last(where):
     """Nothing ended it: one that read its checkpoint from a file system that does not answer trained "soon", for ever."""
     play = Play(members=("a",), steps=0)
@@ -265,6 +268,7 @@ def test_what_may_take_longer_than_any_step_and_never_ends_is_found_at_last_and_
     assert play.go(2 * bound - 2.0, **acts) == {} and set(play.go(5, **acts)) == set(members)
 
 
+@pytest.mark.fault("W4")
 def test_who_waits_for_others_while_the_group_forms_is_left_to_the_collectives_and_who_builds_is_not():
     play = Play()
     play.watch.patience_s = 20.0
@@ -335,6 +339,7 @@ def test_the_first_steps_and_other_phases_have_other_bounds():
     assert play.go(30, phase=Phase.FORMING, a="waits", b="stuck", c="waits") == {}
 
 
+@pytest.mark.fault("C2")
 def test_a_controller_that_was_held_up_itself_listens_before_it_accuses_anybody():
     play = Play()
     play.go(1)

@@ -74,6 +74,7 @@ def stand_still(seconds: float) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.fault("C2")
 def test_a_controller_that_stood_still_itself_blames_nobody_for_it(tmp_path: Path) -> None:
     play = Play(tmp_path, 3, elastic_collective_timeout_s=3)
     for _ in range(3):
@@ -90,6 +91,7 @@ def test_ranks_that_have_their_values_at_very_different_times_wait_for_each_othe
     assert not finished.of("worker_lost", "hang", "generation_failed", "cut_off") and len(finished.generations()) == 1
 
 
+@pytest.mark.fault("W12")
 def test_a_worker_that_is_lost_as_the_others_wait_for_values_is_not_waited_for(tmp_path: Path) -> None:
     """Neither is it by who fills in: it leaves at its next piece, here the last but one."""
     play = Play(tmp_path, 3, elastic_collective_timeout_s=LATE_S / 4, model_factory="tests.controller.hanging:late_model")
@@ -112,6 +114,7 @@ def test_a_worker_that_is_lost_as_the_others_wait_for_values_is_not_waited_for(t
     assert [len(members) for members in finished.generations()] == [3, 2]
 
 
+@pytest.mark.fault("W3")
 def test_a_worker_that_hangs_as_something_else_happens_is_found_as_soon_as_ever(tmp_path: Path) -> None:
     """Rank 0 is whom the controller would ask to carry a wish to the others."""
     play = Play(tmp_path, 5)
@@ -137,6 +140,7 @@ def test_a_worker_that_hangs_as_something_else_happens_is_found_as_soon_as_ever(
     assert not finished.left_behind
 
 
+@pytest.mark.fault("W3")
 def test_a_worker_that_is_stopped_while_the_next_generation_forms_holds_it_up_for_seconds_only(tmp_path: Path) -> None:
     """It looks as if it formed a group, which may take long, and every other waits for it: only its silence tells."""
     fixed: dict[str, Any] = {"train_steps": 60, "checkpoint_every": 0, "data_eval_samples": 0}
@@ -219,6 +223,7 @@ def control_store() -> int:
     raise AssertionError("there is none")
 
 
+@pytest.mark.fault("C4")
 def test_a_recovery_does_not_wait_for_rays_control_store_and_a_replacement_comes_when_that_is_back(tmp_path: Path) -> None:
     """It stands still for 15 s. What gives a worker's place back waits for it, and so does a new place."""
     play = Play(tmp_path, 3, elastic_replace_lost=True)

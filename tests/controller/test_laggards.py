@@ -121,12 +121,14 @@ def test_where_another_takes_its_place_and_nothing_is_lost_whoever_waits_is_ende
     assert Scene(WAITS, {**elastic, "min_workers": 3}, spares=spares).ended() == late, "the others are too few"
 
 
+@pytest.mark.fault("W11")
 def test_who_does_what_only_some_steps_do_as_another_is_lost_is_given_the_time_that_those_take() -> None:
     """With steps of half a second, of which each tenth took ten, a third of all losses took every survivor along."""
     assert Scene(report(Phase.TRAINING), longest=10.0).ended() == pytest.approx(15.0 + AFTER)
     assert Scene(report(Phase.TRAINING), longest=1.5).ended() == pytest.approx(PARK_S + AFTER)
 
 
+@pytest.mark.fault("W11")
 def test_where_all_that_are_left_compute_and_answer_none_of_them_is_taken_for_hung_at_once() -> None:
     """They are at something longer than any step so far. All were ended in one moment, and with them all that was left of the lost one."""
     patient = pytest.approx(COLLECTIVE_S + PARK_S + AFTER)

@@ -98,6 +98,7 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
     return found[0]
 
 
+@pytest.mark.fault("C4")
 def test_a_worker_is_ended_at_once_while_the_agent_of_another_node_waits_for_the_control_store(nursery: Any, store: Store) -> None:
     """It was started under the lock that every dismissal takes: the controller waited 10 s, and gave the run up."""
     workers = [nursery.hire()[0] for _ in range(2)]
@@ -270,6 +271,7 @@ class Rack:
         return ref[1]
 
 
+@pytest.mark.fault("N3")
 def test_a_rack_that_is_lost_with_all_its_nodes_takes_the_time_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The controller waited a second for each of them, one after another, and with it everybody who is left."""
     rack = Rack(monkeypatch)
@@ -282,6 +284,7 @@ def test_a_rack_that_is_lost_with_all_its_nodes_takes_the_time_of_one(monkeypatc
     assert rack.now <= 1.0 and rack.crew.ready() == ("w7",) and sorted(rack.asked) == [f"w{n}" for n in range(7)]
 
 
+@pytest.mark.fault("N3")
 def test_of_a_zone_that_is_lost_each_node_is_asked_for_one_worker_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """The nursery learns of a node by its first call, within a second, and has 16 threads: in the order of hiring they were at two nodes of
     eight at a time, 40 nodes took 44 s, and from 50 on the nursery was called lost."""

@@ -91,6 +91,7 @@ def told(run: Parted, began: float) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("others", [(0, 1), (0,)], ids=["one from two", "two from each other"])
+@pytest.mark.fault("N4")
 def test_a_host_that_others_do_not_reach_is_left_though_all_answer_the_controller_and_no_step_is_lost(
     others: tuple[int, ...], tmp_path: Path
 ) -> None:
@@ -123,6 +124,7 @@ def test_a_host_that_others_do_not_reach_is_left_though_all_answer_the_controlle
 
 
 @pytest.mark.slow
+@pytest.mark.fault("N2")
 def test_a_host_whose_network_is_gone_is_left_and_let_in_nowhere_when_it_is_back(tmp_path: Path) -> None:
     with network(3) as net, cluster(2, 2, 2, system=TUNED, net=net) as nodes, parted(net, nodes, tmp_path, "cut") as run:
         until(lambda: run.steps() >= 20, 150, "step 20")
@@ -145,6 +147,7 @@ def test_a_host_whose_network_is_gone_is_left_and_let_in_nowhere_when_it_is_back
 
 
 @pytest.mark.slow
+@pytest.mark.fault("N4")
 def test_those_that_are_lost_with_a_parted_host_are_replaced_on_another_though_there_is_room_on_it(tmp_path: Path) -> None:
     with network(4) as net, cluster(2, 2, 2, 2, system=TUNED, net=net) as nodes:
         with parted(net, nodes, tmp_path, "replaced", elastic_replace_lost=True) as run:
@@ -162,6 +165,7 @@ def test_those_that_are_lost_with_a_parted_host_are_replaced_on_another_though_t
 
 
 @pytest.mark.slow
+@pytest.mark.fault("N5")
 def test_a_worker_that_the_others_do_not_reach_is_not_let_in_and_nobody_stops_for_it(tmp_path: Path) -> None:
     elastic = {"workers": 4, "grow": True, "grow_after_s": 2.0, "grow_gap_s": 1.0}
     with network(3) as net, cluster(2, 2, system=TUNED, net=net) as nodes:
@@ -183,6 +187,7 @@ def test_a_worker_that_the_others_do_not_reach_is_not_let_in_and_nobody_stops_fo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("told", [False, True], ids=["nothing gets there", "connections are refused"])
+@pytest.mark.fault("N4")
 def test_a_run_that_begins_on_hosts_of_which_one_is_not_reached_trains_on_the_others(told: bool, tmp_path: Path) -> None:
     with network(3) as net, cluster(2, 2, 2, system=TUNED, net=net) as nodes:
         for other in (0, 2):

@@ -88,6 +88,7 @@ def spent(used: Budget) -> str | None:
     return answer.error if isinstance(answer, GiveUp) else None
 
 
+@pytest.mark.fault("B1")
 def test_recoveries_without_progress_are_forgiven_as_often_as_configured_and_then_end_the_run_with_their_causes() -> None:
     used = budget(2).progressed(10)
     for cause in (Cause.KILLED, Cause.HANG):

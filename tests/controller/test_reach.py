@@ -180,6 +180,7 @@ def test_a_joiner_is_let_in_once_its_node_and_all_others_reach_each_other() -> N
     assert hosts.reach.admitted(["c3"], ["a1", "b1"])[0] == [] and len(hosts.asked) == 2, "a spare that has waited for long"
 
 
+@pytest.mark.fault("N5")
 def test_a_joiner_that_one_member_does_not_reach_is_refused_after_two_looks_with_all_of_its_node() -> None:
     hosts = Hosts("ac bd")  # b and d are no matter of c's
     assert admitted(hosts, "b2 c1 c2 d1", "a1 b1", 1) == (["b2"], NOBODY)
@@ -234,6 +235,7 @@ NODES = "abcdefg"
     st.sets(st.sampled_from(list(itertools.combinations(NODES, 2))), min_size=1),
     st.lists(st.integers(1, 5), min_size=len(NODES), max_size=len(NODES)),
 )
+@pytest.mark.fault("N4")
 def test_the_nodes_to_do_without_are_those_with_the_fewest_workers_as_brute_force_finds(
     broken: set[tuple[str, str]], sizes: list[int]
 ) -> None:

@@ -49,6 +49,7 @@ def test_a_place_counts_when_it_was_seen_free_for_as_long_as_is_wanted() -> None
 
 
 @pytest.mark.parametrize("period", [1.0, 3.0, 8.0])
+@pytest.mark.fault("G2")
 def test_nodes_that_appear_and_disappear_are_never_steady_room_though_there_is_always_one(period: float) -> None:
     room, rng, at = Room(10.0), random.Random(1), 0.0
     for turn in range(40):
@@ -118,7 +119,7 @@ def test_a_run_that_is_nearly_done_does_not_grow() -> None:
 @pytest.mark.parametrize(
     ("elastic", "ray", "words"),
     [
-        ({"demand": 2}, {}, "elastic.demand = 2 with elastic.grow = false: nobody would use what is asked for; set elastic.grow=true"),
+        ({"demand": 2}, {}, "elastic.demand = 2 with elastic.grow = false: requested capacity would not be used; set elastic.grow=true"),
         ({"grow": True}, {"cpus_per_worker": 0}, "elastic.grow = true with ray.cpus_per_worker = 0 and ray.gpus_per_worker = 0"),
         ({"spares": 1}, {"cpus_per_worker": 0}, "elastic.spares = 1 with ray.cpus_per_worker = 0"),
         ({"spares": -1}, {}, "elastic.spares = -1: give at least 0"),

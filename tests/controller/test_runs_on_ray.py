@@ -80,6 +80,7 @@ def test_every_state_follows_one_that_the_table_allows(undisturbed: Finished) ->
 
 
 @pytest.mark.slow
+@pytest.mark.fault("W1")
 def test_workers_killed_at_random_steps_cost_no_sample_and_leave_the_loss_curve_as_it_was(home: Path, undisturbed: Finished) -> None:
     seed = 20261121
     rng = random.Random(seed)
@@ -127,6 +128,7 @@ def time_is_accounted_for(finished: Finished) -> None:
     assert event["productive"] == told["productive"], "told when the last step was done"
 
 
+@pytest.mark.fault("G4", "C1")
 def test_a_run_shrinks_and_grows_on_request_while_its_controller_is_killed(home: Path, undisturbed: Finished) -> None:
     import ray
 
@@ -167,6 +169,7 @@ def test_a_run_shrinks_and_grows_on_request_while_its_controller_is_killed(home:
 
 
 @pytest.mark.slow
+@pytest.mark.fault("S9")
 def test_a_stopped_run_resumes_with_another_number_of_workers_as_if_it_had_not_stopped(home: Path, undisturbed: Finished) -> None:
     stopped = carry_out(tiny(home, "stopped", elastic_workers=2), Act(17, "stop"))
     step = stopped.result.step
@@ -196,6 +199,7 @@ def test_a_stopped_run_resumes_with_another_number_of_workers_as_if_it_had_not_s
 
 
 @pytest.mark.slow
+@pytest.mark.fault("S2", "S8")
 def test_a_checkpoint_that_can_not_be_written_is_a_loud_event_and_training_goes_on_to_the_next(home: Path) -> None:
     """Where the object of the first checkpoint would go there is something already: its write fails, once. Besides, the disk takes no line
     at first, and the port for the metrics is another process'."""
@@ -314,6 +318,7 @@ def pid_of(config: RunConfig, status: Mapping[str, Any], rank: int) -> int:
 @pytest.mark.parametrize(
     "ways", [("lock", "stop"), pytest.param(("sleep", "lock", "stop"), marks=pytest.mark.slow)], ids=["two ways", "all ways"]
 )
+@pytest.mark.fault("W2")
 def test_workers_that_hang_in_any_way_are_found_within_two_seconds_named_and_ended(home: Path, ways: tuple[str, ...]) -> None:
     """Code that never returns, code that never returns and holds the interpreter's lock, a stopped process: one after the other. Their
     sockets stay open, so that the others' collectives would wait for the collectives' bound."""
@@ -397,6 +402,7 @@ def test_a_survivor_that_waits_on_for_a_lost_rank_is_ended_early_only_where_that
 
 
 @pytest.mark.slow
+@pytest.mark.fault("B1")
 def test_a_run_that_fails_again_and_again_says_why_with_the_tracebacks_of_all_workers(home: Path) -> None:
     model = {"model_factory": "tests.controller.hanging:model", "model_units": ["body"]}
     limits = {"elastic_workers": 2, "elastic_max_recoveries_without_progress": 1}
@@ -436,6 +442,7 @@ def test_a_run_that_fails_again_and_again_says_why_with_the_tracebacks_of_all_wo
 
 
 @pytest.mark.slow  # by hand of the fleet: tests/workers/test_elastic.py
+@pytest.mark.fault("W6")
 def test_two_neighbours_lost_at_once_cost_the_steps_since_the_checkpoint_and_no_sample(home: Path, undisturbed: Finished) -> None:
     """Neighbours: a shard and its copy are both gone."""
     config = tiny(home, "neighbours")

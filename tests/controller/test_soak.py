@@ -39,6 +39,7 @@ def carried_on(config: RunConfig, output: Path, until_step: int) -> RunFolder:
 
 @pytest.mark.slow
 @pytest.mark.timeout(60 * MINUTES * 2.5 + 900)
+@pytest.mark.fault("B2")
 def test_half_an_hour_of_everything_at_once_costs_no_sample_changes_no_bit_and_leaks_nothing(tmp_path: Path) -> None:
     print(f"\nseed {SEED}, {MINUTES:g} minutes")
     soak = Soak(tmp_path, SEED, GAP_S)

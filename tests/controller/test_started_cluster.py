@@ -52,6 +52,7 @@ class Jobs:
         return [group.name for group in list_placement_groups(address=self._client.get_address()) if group.state != "REMOVED"]
 
 
+@pytest.mark.fault("E1", "E3")
 def test_a_job_that_is_stopped_has_made_a_checkpoint_and_the_next_submission_goes_on_there_and_after_a_kill_from_the_one_before(
     tmp_path: Path,
 ) -> None:
@@ -127,6 +128,7 @@ NOTICE_S = 20
 
 
 @pytest.mark.parametrize("wanted", ["the others go on", "a replacement is awaited"])
+@pytest.mark.fault("N6")
 def test_a_node_that_is_told_to_go_with_sigterm_is_left_before_it_goes_and_no_step_is_lost(wanted: str, tmp_path: Path) -> None:
     """`ray start --block` gives notice of itself, waits for ``RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S`` at most, and takes its node along."""
     needed = wanted == "a replacement is awaited"

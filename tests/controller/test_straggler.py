@@ -144,6 +144,7 @@ def test_the_figures_are_those_of_the_generation_and_nothing_of_an_older_one_sta
     assert set(of("vescale_worker_slots")) == {"0", "1"} and of("vescale_stragglers") == {"": 0.0}
 
 
+@pytest.mark.fault("W14")
 def test_a_replacement_is_hired_first_and_the_slowest_leaves_when_it_is_warm(tmp_path: Path) -> None:
     table = Table(tmp_path, "replace")
     table.open("a", "b", "c")

@@ -55,6 +55,7 @@ def run_with_a_slow_worker(home: Path, name: str, over: str, **changes: Any) -> 
     return finished, victim[0][0]
 
 
+@pytest.mark.fault("W14")
 def test_slots_move_away_from_a_slow_worker_or_another_one_takes_its_place_and_the_losses_keep_every_bit(tmp_path: Path) -> None:
     relieved, slow = run_with_a_slow_worker(tmp_path, "relieved", "slots_spread", elastic_straggler="relieve")
     told = relieved.of("straggler")

@@ -30,7 +30,7 @@ TESTS = [test for path in CASES for test in yaml.safe_load(path.read_text())["te
 RENDERED = {rule["alert"] for group in RULES for rule in group["rules"] if "alert" in rule}
 ALERTS = {rule["alert"]: rule for group in (*RULES, *GPU_RULES) for rule in group["rules"] if "alert" in rule}
 RECORDED = {rule["record"] for group in RULES for rule in group["rules"] if "record" in rule}
-RUNBOOKS = (ROOT / "docs" / "runbooks.md").read_text()
+RUNBOOKS = (ROOT / "docs" / "how-to" / "runbooks.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_where_the_runbooks_are_can_be_chosen() -> None:
 
     assert links(Options(runbooks=wanted)) == {f"{wanted}#{alert.lower()}" for alert in RENDERED}
     assert links(Options()) == {f"{PLACE}#{alert.lower()}" for alert in RENDERED}
-    for wrong in ("docs/runbooks.md", "https://x/runbooks.md#there", "https://", "ftp://x/y"):
-        with pytest.raises(BadInput, match="--runbooks .*: give the URL of docs/runbooks.md"):
+    for wrong in ("docs/how-to/runbooks.md", "https://x/runbooks.md#there", "https://", "ftp://x/y"):
+        with pytest.raises(BadInput, match="--runbooks .*: give the URL of docs/how-to/runbooks.md"):
             documents(RunConfig(), Options(runbooks=wrong), "monitor")
     command = re.search(r"sed -i 's\|(.*?)\|", (ROOT / "deploy" / "alerts.yml").read_text())
     assert command and command[1] == PLACE

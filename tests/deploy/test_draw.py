@@ -134,7 +134,7 @@ def test_values_are_shown_in_their_unit(value: float, unit: str, text: str) -> N
 
 
 def test_what_can_not_be_drawn_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(DrawError, match=r"panel 'Loss' is of type 'canvas'; what is drawn here is timeseries, stat"):
+    with pytest.raises(DrawError, match=r"panel 'Loss' has type 'canvas': only timeseries, stat"):
         draw.draw({**BOARD, "panels": [{**board("Loss")["panels"][0], "type": "canvas"}]}, Answers(), SPAN)
 
     def refuse(path: str, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""docs/kuberay.md, walked over as a newcomer would: every command parses or runs, and speaks of things that are there."""
+"""docs/how-to/kuberay.md, walked over as a newcomer would: every command parses or runs, and speaks of things that are there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vescale_ray.cli_k8s import k8s
 from vescale_ray.k8s import Options
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = (ROOT / "docs" / "kuberay.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "how-to" / "kuberay.md").read_text(encoding="utf-8")
 OTHERS = {"pods", "secret", "svc", "workloads"}
 """Kinds that the manifests lead to: made by the operators, or by hand."""
 
@@ -211,4 +211,4 @@ def test_every_option_that_the_guide_names_exists() -> None:
 def test_the_guide_says_plainly_that_it_was_not_tried_on_a_cluster() -> None:
     assert "**Not verified: none of this was applied to a cluster by us" in TEXT
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "docs/kuberay.md" in readme and "not yet run by us" in readme
+    assert "docs/how-to/kuberay.md" in readme and "not yet run by us" in readme

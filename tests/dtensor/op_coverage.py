@@ -1,7 +1,7 @@
 """What every operation of torch does with ragged tensors: torch's own sample inputs (OpInfo), run and compared.
 
     python -m tests.dtensor.op_coverage --results build/op-coverage.jsonl              # restartable: done operations are kept
-    python -m tests.dtensor.op_coverage --results build/op-coverage.jsonl --render docs/op-coverage.md
+    python -m tests.dtensor.op_coverage --results build/op-coverage.jsonl --render docs/reference/generated/op-coverage.md
 
 Each sample's tensors become ragged in three layouts on threads (:data:`LAYOUTS`), and tensors with a reduction pending in three ways
 (:data:`PENDING`); the operation is called as a function, in place and with ``out=``, and its results, and what it left of its arguments,

@@ -118,6 +118,20 @@ def test_pending_reductions_that_meet_are_reduced_once() -> None:
     run_gloo(2, _joins, timeout=250)
 
 
+def _on_two_dimensions(rank: int, world: int) -> None:
+    """Reductions of parts of sections need elements of all ranks of the mesh, whose coordinates are read while torch traces."""
+    mesh, a = init_device_mesh("cpu", (2, 2)), full(1)
+    functions: list[Any] = [lambda t: t.sum(0), lambda t: torch.cat([t.sum(1), t.sum(1)]), lambda t: t @ t.t()]
+    placements: list[Placement] = [RaggedShard((0,), (1, 2)), Shard(0)]
+    for function in functions:
+        torch._dynamo.reset()
+        close(torch.compile(function, backend=BACKEND)(ragged(a, mesh, placements)), function(a), function)
+
+
+def test_a_compiled_function_may_move_elements_over_two_mesh_dimensions() -> None:
+    run_gloo(4, _on_two_dimensions, timeout=250)
+
+
 def _arguments(rank: int, world: int) -> None:
     """A pending tensor enters a compiled function, is written there, and is differentiated."""
     mesh = init_device_mesh("cpu", (world,))

@@ -1,4 +1,4 @@
-"""docs/op-coverage.md is true: a part of the sweep that made it, run again."""
+"""docs/reference/generated/op-coverage.md is true: a part of the sweep that made it, run again."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 from tests.dtensor.op_compiled import compiled
 from tests.dtensor.op_coverage import DTYPES, ORDER, SAMPLES, VARIANTS, Warned, database, difference, sweep
-from tests.dtensor.op_page import cell
+from tests.dtensor.op_page import cell, table_lines
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "op-coverage.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "generated" / "op-coverage.md"
 # Element-wise, reductions, views, joins, indexing, matrices, norms, losses; one of each way an operation can go.
 CORE = (
     "abs add addcdiv addcmul amax bmm cat chunk clamp clone copysign cumsum diagonal div.no_rounding_mode eq erf expand "
@@ -30,10 +30,11 @@ def documented() -> dict[str, dict[str, set[str]]]:
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         if line.startswith("| operation |"):
             columns = line.strip("| ").split(" | ")[1:]
-        match = re.match(r"\| `([^`]+)` \| (.+) \|$", line)
+        match = re.match(r"\| (`[^|]+`) \| (.+) \|$", line)
         if match:
             cells = [set() if c == "-" else set(c.split(", ")) for c in match[2].split(" | ")]
-            found[match[1]] = dict(zip(columns, cells, strict=True))
+            for op in match[1].split(", "):
+                found[op.strip("`")] = dict(zip(columns, cells, strict=True))
     return found
 
 
@@ -43,6 +44,11 @@ def test_the_page_covers_all_of_torchs_operations_and_none_is_silently_wrong() -
     assert not [op for op, cells in table.items() for c in cells.values() if c & {"WRONG", "HUNG", "CRASHED"}]
     known = {*ORDER, *(f"warned {name}" for name in ORDER)}
     assert not {name for cells in table.values() for c in cells.values() for name in c} - known
+
+
+def test_operations_with_equal_outcomes_share_a_row() -> None:
+    table = [("abs", "exact", "-"), ("cat", "close, raised", "-"), ("neg", "exact", "-")]
+    assert table_lines(table) == ["| `abs`, `neg` | exact | - |", "| `cat` | close, raised | - |"]
 
 
 def sums(outcomes: Iterable[str]) -> set[str]:

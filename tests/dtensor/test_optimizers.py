@@ -21,7 +21,7 @@ from vescale_ray.dtensor import RaggedDTensor, RaggedFallbackWarning, RaggedShar
 
 # Cuts at odd elements, an empty rank, a whole tensor on one rank, a scalar.
 LAYOUTS = (Case((12, 7), 2, (5, 0, 79)), Case((33,), 1, (11, 11, 11)), Case((4, 3, 5), 0, (0, 1, 0)), Case((), 0, (1, 0, 0)))
-# Cuts at multiples of 16 elements, where fused kernels have no vector tails (research/optim.md, table c).
+# Cuts at multiples of 16 elements, where fused kernels have no vector tails (a difference of up to 3.7e-9 was measured at others).
 ALIGNED = (Case((8, 16), 1, (3, 0, 5)), Case((64,), 1, (16, 32, 16)), Case((4, 4, 8), 0, (0, 1, 0)))
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -322,7 +322,7 @@ def test_a_compiled_optimizer_step_equals_the_compiled_step_on_whole_tensors() -
 
 
 def _sharding_is_kept(rank: int, world: int) -> None:
-    """bfloat16 parameters, AdamW: optim.md allows one unit in the last place at cuts that are no multiple of 64."""
+    """bfloat16 parameters, AdamW: vector tails may cost one unit in the last place at cuts that are no multiple of 64."""
     mesh = one_dim_mesh(world)
     sharded, plain = parameters(LAYOUTS, mesh, rank, torch.bfloat16)
     ours, theirs = torch.optim.AdamW(sharded, lr=0.1, foreach=True), torch.optim.AdamW(plain, lr=0.1, foreach=True)

@@ -162,5 +162,5 @@ def _base_dtensor_meets_ragged(rank: int, world: int) -> list[str]:
 
 
 def test_no_public_way_of_torchs_own_dtensor_takes_it_silently() -> None:
-    """Without the raising ``dim`` and hooks, ``Replicate -> ragged`` keeps the whole tensor on each rank (research/fsdp.md 6.1)."""
+    """Without the raising ``dim`` and hooks, ``Replicate -> ragged`` keeps the whole tensor on each rank."""
     assert run_threads(3, _base_dtensor_meets_ragged) == [[], [], []]

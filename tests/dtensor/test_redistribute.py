@@ -322,7 +322,7 @@ def _errors(rank: int, world: int) -> None:
     mine = torch.ones(rank + 1, 2)
     for says, bad in (
         ("units for 2 ranks", lambda: a.redistribute(placements=[RaggedShard((0,), (1, 2))])),
-        ("no multiple of 5", lambda: a.redistribute(placements=[RaggedShard((0,), (1, 2, 2))])),
+        ("not a multiple of 5", lambda: a.redistribute(placements=[RaggedShard((0,), (1, 2, 2))])),
         ("can't redistribute to _NormP", lambda: a.redistribute(placements=[_NormPartial(2)])),
         ("pending reduction", lambda: distribute_tensor(torch.ones(6, 2), other, [placement, Partial()])),
         ("no dimension 2", lambda: a.redistribute(placements=[Shard(2)])),

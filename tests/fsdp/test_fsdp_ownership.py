@@ -414,6 +414,21 @@ def remedies(rank: int, world: int) -> None:
         for model in (ours, alone):
             train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=3)
         assert_same(ours, alone)
+        # An adapter around a layer of an outer unit: shard its new modules, each by itself.
+        _, alone = models()
+        ours = fully_shard(copy.deepcopy(alone))
+        for model in (ours, alone):
+            mine = copy.deepcopy(adapter)
+            mine.inner = model.layers[0]
+            model.layers[0] = mine
+            if model is ours:
+                with pytest.raises(ValueError, match="adapters. each by itself"):
+                    fully_shard(mine)
+                fully_shard(mine.up)
+                fully_shard(mine.down)
+        for model in (ours, alone):
+            train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=3)
+        assert_same(ours, alone)
         # Frozen, what was added is the same on every rank for good.
         ours, alone = models()
         for model in (ours, alone):
@@ -430,3 +445,23 @@ def remedies(rank: int, world: int) -> None:
 
 def test_each_remedy_that_the_refusals_name_works() -> None:
     run_threads(2, remedies)
+
+
+def hooks(rank: int, world: int) -> None:
+    _, ours = models()
+    called: list[str] = []
+    ours.head.weight.register_hook(lambda grad: called.append("before") or grad)
+    ours.layers[0].weight.register_post_accumulate_grad_hook(lambda p: called.append("before"))
+    with pytest.warns(UserWarning, match="has gradient hooks.*register_post_accumulate_grad_hook") as told:
+        fully_shard(ours)
+    assert sorted(str(one.message).split("'")[1] for one in told) == ["head.weight", "layers.0.weight"]
+    # Hooks on tensors see no gradient of a sharded parameter.
+    ours.layers[1].weight.register_hook(lambda grad: called.append("tensor") or grad)
+    ours.head.weight.register_post_accumulate_grad_hook(lambda p: called.append(f"after {p.grad is not None}"))
+    with pytest.warns(UserWarning, match=r"'layers.1.weight' has a hook of register_hook\(\)"):
+        ours(batch()).sum().backward()
+    assert called == ["after True"]
+
+
+def test_a_hook_that_is_never_called_is_told_of() -> None:
+    run_gloo(2, hooks)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.ranks import run_threads
+from tests.ranks import run_gloo, run_threads
 from vescale_ray import RaggedShard, fully_shard, register_fsdp_forward_method
 from vescale_ray import distribute_tensor as distribute_ragged
 from vescale_ray.fsdp import Sharding, explain, share_comm_ctx
@@ -185,6 +186,18 @@ def lazy(make: Callable[..., Any], *args: Any) -> Callable[[], Any]:
 def first_forward(model: Any) -> Any:
     model(batch(0, 0))
     return fill(model)
+
+
+def inferring(model: Any) -> Any:
+    with torch.inference_mode():
+        model(batch(0, 0))
+    return model
+
+
+def elsewhere() -> DeviceMesh:
+    """A mesh of devices that this machine lacks."""
+    kind = next(kind for kind in ("xpu", "mtia", "cuda") if not torch.get_device_module(kind).is_available())
+    return DeviceMesh(kind, list(range(WORLD)), _init_backend=False)
 
 
 def materialize(model: Net) -> Any:
@@ -409,6 +422,34 @@ CALLS: dict[str, Case] = {
     ),
     "mp_policy: whole numbers": argument(
         ValueError, "reduce_dtype of mp_policy is torch.int32", mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.int32)
+    ),
+    "mp_policy: float8": argument(
+        ValueError,
+        "param_dtype of mp_policy is torch.float8_e4m3fn",
+        "needs scales",
+        "give torch.bfloat16",
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.float8_e4m3fn),
+    ),
+    "mp_policy: float8 gradients": argument(
+        ValueError,
+        "reduce_dtype of mp_policy is torch.float8_e5m2",
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float8_e5m2),
+    ),
+    "mp_policy: a switch as a string": argument(
+        TypeError,
+        "cast_forward_inputs of mp_policy = 'no'",
+        "True or False",
+        mp_policy=MixedPrecisionPolicy(cast_forward_inputs="no"),  # type: ignore[arg-type]
+        right={"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)},
+    ),
+    "mesh: of a device that is not here": argument(
+        ValueError, "devices of type", "and this process has none", "'cpu'", mesh=lazy(elsewhere), right={"mesh": lazy(names, "dp")}
+    ),
+    "inference mode": Case(
+        torch.inference_mode()(fully_shard),
+        ValueError,
+        ("torch.inference_mode()", "call it before that begins"),
+        lambda m: inferring(fully_shard(m)),
     ),
     "offload_policy: True": argument(
         TypeError,
@@ -781,6 +822,7 @@ METHODS: dict[str, Case] = {
         after(lambda m: register_fsdp_forward_method(m, "forward")),
         one_unit,
     ),
+    "explain: a list": Case(lambda m: explain([m]), TypeError, ("module must be a Module", "the model itself"), after(explain), one_unit),  # type: ignore[arg-type]
     "explain: not sharded": Case(lambda m: explain(nn.Linear(2, 2)), ValueError, ("Linear is not sharded",), after(explain), one_unit),
     "state dict in forward": Case(
         hooked(lambda m: m.head, lambda m: m.state_dict()),
@@ -844,6 +886,21 @@ def meshes_of_others(rank: int, world: int) -> None:
 
 def test_a_mesh_without_this_process_is_refused() -> None:
     run_threads(WORLD, meshes_of_others)
+
+
+def mesh_of_a_lost_group(rank: int, world: int) -> None:
+    model, plain = fill(Net()), fill(Net())
+    before, group = snapshot(model), dist.new_group()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    dist.destroy_process_group(group)
+    with pytest.raises(ValueError, match=r"has no process groups \(.*\): make the mesh anew") as error:
+        fully_shard(model, mesh=mesh)
+    assert snapshot(model) == before and "\n" not in str(error.value)
+    trains_as_plain(rank, fully_shard(model, mesh=init_device_mesh("cpu", (world,))), plain)
+
+
+def test_a_mesh_whose_groups_are_gone_is_refused() -> None:
+    run_gloo(WORLD, mesh_of_a_lost_group)
 
 
 def pending_parameters(rank: int, world: int) -> None:

@@ -29,6 +29,8 @@ class Moe(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
 
     def forward(self, x: torch.Tensor, which: tuple[int, ...]) -> torch.Tensor:
+        if not which:
+            return x * 0.5
         share = self.gate(x).softmax(-1)
         return torch.stack([self.experts[i](x) * share[..., i : i + 1] for i in which]).sum(0)
 
@@ -324,7 +326,7 @@ def asks(rank: int, world: int) -> None:
         tower = fully_shard(nn.Sequential(*(fully_shard(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(2))))
         asked.clear()
         tower(torch.ones(2, WIDTH)).sum().backward()
-        assert asked == [], "units of one parameter"
+        assert asked == [[2, 2]], "units of one parameter: some rank may not have used it"
 
 
 def test_ranks_ask_once_a_backward_and_wait_only_for_what_they_lack() -> None:
@@ -372,18 +374,55 @@ def test_debug_mode_names_a_gradient_that_is_there_on_some_ranks_only() -> None:
     run_gloo(2, drops_a_gradient)
 
 
-def uses_nothing_of_a_unit(rank: int, world: int) -> None:
-    """The one case that is left: see docs/fully-shard.md."""
+class Partly(Model):
+    """A forward in which rank 1 uses no parameter of a block that it goes through, and none of the root's own."""
+
+    def forward(self, x: torch.Tensor, which: tuple[int, ...], rank: int = 0) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            x = x + block(x, () if (rank, i) == (1, 1) else which)
+        return x if rank == 1 else torch.stack([self.heads[i](x) for i in which]).sum(0)
+
+
+def uses_nothing_of_units(rank: int, world: int) -> None:
+    """With one forward and with two before a backward: then some gradients come in the second part of it, which ones differs by rank."""
+    for forwards in (1, 2):
+        ours, alone = model(), model()
+        ours.__class__ = alone.__class__ = Partly
+        plain(ours)
+
+        def loss(made: Any, r: int, forwards: int = forwards) -> torch.Tensor:
+            outs = [made(data(i, 0, r).requires_grad_(), chosen(i, 0, r), r) for i in range(forwards)]
+            return torch.stack([out.square().mean() for out in outs]).sum()
+
+        loss(ours, rank).backward()
+        for r in range(world):
+            (loss(alone, r) / world).backward()
+        for (key, p), q in zip(ours.named_parameters(), alone.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), (forwards, key)
+            assert q.grad is None or torch.allclose(whole(p.grad), q.grad, rtol=1e-9, atol=1e-9), (forwards, key)
+        x = data(0, 0, rank).requires_grad_()
+        ours.zero_grad()
+        torch.autograd.grad(ours(x, (0,)).sum(), [x])
+        assert all(p.grad is None for p in ours.parameters())
+
+
+def test_a_rank_that_uses_nothing_of_a_unit_takes_part_in_its_reduction() -> None:
+    run_gloo(2, uses_nothing_of_units)
+
+
+def leaves_a_unit_out(rank: int, world: int) -> None:
+    """The one case that is left: see docs/reference/fully-shard.md."""
     set_debug(True)
     try:
         ours = plain(model())
         if rank == 1:
-            ours.blocks[1].forward = lambda x, which: x * 1.0
-        with pytest.raises(OrderError, match=r"different collectives: rank 0 of the group the reduce-scatter of 'blocks.1 .*, rank 1 the "):
+            ours.blocks[1].forward = lambda x, which: x.detach()
+            ours.blocks[2].forward = lambda x, which: x.detach()
+        with pytest.raises(OrderError, match=r"different collectives: rank 0 of the group the .*, rank 1 the "):
             ours(data(0, 0, rank), (0,)).square().mean().backward()
     finally:
         set_debug(False)
 
 
-def test_debug_mode_names_a_unit_of_which_a_rank_used_nothing() -> None:
-    run_gloo(2, uses_nothing_of_a_unit)
+def test_debug_mode_names_a_unit_that_a_rank_left_out_of_its_graph() -> None:
+    run_gloo(2, leaves_a_unit_out)

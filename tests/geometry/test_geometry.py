@@ -128,7 +128,7 @@ def test_routes_move_nothing_that_its_destination_has_and_else_prefer_the_lowest
 
 
 def test_routes_name_the_first_element_that_nobody_holds() -> None:
-    with pytest.raises(ValueError, match=r"elements from 4 on \(wanted up to 8 by holder 1\)"):
+    with pytest.raises(ValueError, match=r"no source holds elements from 4 on \(holder 1 wants them up to 8\)"):
         routes([[Extent(0, 4, 0)]], [[Extent(0, 2, 0)], [Extent(2, 8, 0)]])
 
 

@@ -256,7 +256,7 @@ def test_with_the_plain_dynamic_map_for_v_updates_explode(monkeypatch: pytest.Mo
 
 
 def test_states_stay_within_published_bounds_of_fp32s_when_synchronized_each_step() -> None:
-    # research/optim.md, table c (bitsandbytes' own thresholds): 50 steps, lr 1e-3, g ~ 0.01 N(0, 1), parameters re-synced each step.
+    # Thresholds of bitsandbytes' tests/test_optim.py: 50 steps, lr 1e-3, g ~ 0.01 N(0, 1), parameters re-synced each step.
     ours, theirs = nn.Parameter(noise((256, 256), "p", 0)), nn.Parameter(noise((256, 256), "p", 0))
     optimizers = (AdamW8bit([ours], lr=1e-3, block=256), torch.optim.AdamW([theirs], lr=1e-3))
     errors, relative = [], []

@@ -148,7 +148,7 @@ def test_a_checkpoint_of_other_blocks_with_as_many_scales_can_not_be_stepped(tmp
     checkpoint.load({"model": model, "optimizer": other}, tmp_path)
     give_gradients(model, 2)
     before = full_state(model, other)
-    with pytest.raises(RuntimeError, match=r"param group 0 .*\('tile 40x32', 1\).*\('tile 32x32', 1\).*block that it was saved with"):
+    with pytest.raises(RuntimeError, match=r"param group 0 .*\('tile 40x32', 1\).*\('tile 32x32', 1\).*block of the checkpoint"):
         other.step()
     assert not same(full_state(model, other), before)
 

@@ -147,7 +147,7 @@ def test_the_table_is_printed_and_patterns_overrule_roles(capsys: pytest.Capture
     }
     for bad, message in (
         ({"routes": {"nothing.*": "adamw"}}, "matches no parameter"),
-        ({"routes": {"norm.*": "muon"}}, "is no matrix"),
+        ({"routes": {"norm.*": "muon"}}, "is not a matrix"),
         ({"routes": {"square.*": "sgd"}}, "the optimizers of this run are muon and adamw"),
         ({"routes": {"square.*": "adam"}}, "no optimizer 'adam': known are adamw"),
         ({"options": {"nesterof": True}}, "muon has no option 'nesterof': it takes momentum, nesterov"),

@@ -172,7 +172,7 @@ def test_the_other_scaling_rules_are_their_formulas() -> None:
         torch.testing.assert_close(moved[1], moved[0] * factor, rtol=1e-6, atol=0)
 
 
-# (sigma, f^5(sigma)) in FP64 arithmetic: research/optim.md, "Oracles".
+# (sigma, f^5(sigma)): five iterations of the scalar polynomial, computed in FP64 by a program that shares no code with this one.
 SCALAR = {
     "keller-jordan": [
         (1e-4, 0.048473085),
@@ -204,7 +204,7 @@ def test_results_are_close_to_orthogonal_and_to_fp64(name: str, shape: tuple[int
     for a, b, c in rounds.triples:
         s = a * s + b * s**3 + c * s**5
     expected = u @ torch.diag(s) @ v
-    assert (got - expected).norm() / expected.norm() < 2e-2  # research/optim.md (c): Gaussian matrices
+    assert (got - expected).norm() / expected.norm() < 2e-2  # BF16 to FP64, Gaussian matrices: 1.0e-2 to 1.3e-2 was measured
     assert 0.6 < s.min() and s.max() < 1.2
 
 

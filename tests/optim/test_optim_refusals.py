@@ -14,7 +14,17 @@ from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_threads
 from vescale_ray import fully_shard
-from vescale_ray.optim import AdamW, AdamW8bit, CombinedOptimizer, Flat, OptimizerConfig, build_optimizer, clip_grad_norm_, route_parameters
+from vescale_ray.optim import (
+    AdamW,
+    AdamW8bit,
+    CombinedOptimizer,
+    Flat,
+    Muon,
+    OptimizerConfig,
+    build_optimizer,
+    clip_grad_norm_,
+    route_parameters,
+)
 from vescale_ray.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
 
 WORLD = 2
@@ -83,6 +93,12 @@ OPTIMIZERS: dict[str, Case] = {
         lambda m: build_optimizer(m, adamw(lr=1e-2), log=None),
     ),
     "a decay below 0": Case(lambda m: OptimizerConfig(weight_decay=-0.1), ValueError, ("weight_decay = -0.1", "at least 0")),
+    "one beta": Case(
+        lambda m: build_optimizer(m, adamw(betas=(0.9,)), log=None),
+        ValueError,
+        ("betas = (0.9,)", "two numbers in [0, 1)"),
+        lambda m: build_optimizer(m, adamw(betas=(0.9, 0.99)), log=None),
+    ),
     "parameters for the model": Case(
         lambda m: build_optimizer(m.parameters(), "adamw", log=None),  # type: ignore[arg-type]
         TypeError,
@@ -104,6 +120,37 @@ OPTIMIZERS: dict[str, Case] = {
         ValueError,
         ("lr = '1e-2'", "give a number"),
         lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
+    ),
+    "AdamW8bit of a model": Case(
+        lambda m: AdamW8bit(m),
+        TypeError,
+        ("AdamW8bit got a Sequential", "model.parameters()"),
+        lambda m: AdamW8bit(m.parameters()),
+    ),
+    "Flat of nothing": Case(
+        lambda m: Flat(None),  # type: ignore[arg-type]
+        TypeError,
+        ("Flat got a NoneType", "model.parameters()"),
+        lambda m: Flat(m.parameters()),
+    ),
+    "Muon of a set": Case(lambda m: Muon({m[0].weight, m[2].weight}), TypeError, ("Muon got a set", "differs by rank")),
+    "a group that is a set": Case(
+        lambda m: AdamW([{"params": set(m.parameters())}]),
+        TypeError,
+        ("a param group got a set", "differs by rank"),
+        lambda m: AdamW([{"params": list(m.parameters())}]),
+    ),
+    "a group without parameters": Case(
+        lambda m: AdamW([{"param": list(m.parameters()), "lr": 0.1}]),
+        TypeError,
+        ("no 'params', only 'param', 'lr'", "under that key"),
+        lambda m: AdamW([{"params": list(m.parameters()), "lr": 0.1}]),
+    ),
+    "Flat of an optimizer": Case(
+        lambda m: Flat(m.parameters(), torch.optim.AdamW(m.parameters())),  # type: ignore[arg-type]
+        TypeError,
+        ("optimizer_class is a AdamW:", "as torch.optim.AdamW"),
+        lambda m: Flat(m.parameters(), torch.optim.AdamW),
     ),
     "Flat of a name": Case(
         lambda m: Flat(m.parameters(), "adamw"),  # type: ignore[arg-type]
@@ -179,6 +226,27 @@ def clip_case(rank: int, world: int, what: str) -> None:
         torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
 
 
+def clip_complex(rank: int, world: int, norm_type: float) -> None:
+    model, plain = (nn.Linear(4, 3).to(torch.complex128) for _ in range(2))
+    with torch.no_grad():
+        for module in (model, plain):
+            for param in module.parameters():
+                param.copy_(torch.arange(param.numel()).mul(1 + 2j).sin().view(param.shape))
+    fully_shard(model)
+    for module in (model, plain):
+        module(torch.ones(2, 4, dtype=torch.complex128) * (1 - 1j)).abs().square().sum().backward()
+    mine = clip_grad_norm_(model.parameters(), 1e-3, norm_type)
+    torch.testing.assert_close(mine.double(), nn.utils.clip_grad_norm_(plain.parameters(), 1e-3, norm_type), rtol=1e-6, atol=0)
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert expected.grad is not None and isinstance(param.grad, DTensor)
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_complex_gradients_are_clipped_by_their_magnitudes(norm_type: float) -> None:
+    run_threads(WORLD, clip_complex, norm_type)
+
+
 @pytest.mark.parametrize("what", CLIPS)
 def test_clipping_refuses_before_it_scales(what: str) -> None:
     run_threads(WORLD, clip_case, what)
@@ -198,6 +266,17 @@ LOADS: dict[str, tuple[Callable[[Any, Any], Any], type[BaseException], tuple[str
         ("SGD holds a parameter of shape (8, 8) that is not in the model", "model.parameters()"),
     ),
     "None": (lambda m, o: set_model_state_dict(m, None, options=FULL), ValueError, ("it is a NoneType, not a dict",)),  # type: ignore[arg-type]
+    "names of a wrapper": (
+        lambda m, o: set_model_state_dict(m, {f"module.{name}": value for name, value in other().items()}, options=FULL),
+        ValueError,
+        ("has ['module.0.weight'", "rename its entries, as the model calls them"),
+    ),
+    "nothing": (lambda m, o: set_model_state_dict(m, {}, options=FULL), ValueError, ("has []", "set broadcast_from_rank0=True")),
+    "one entry too many": (
+        lambda m, o: set_model_state_dict(m, {**other(), "x": torch.ones(1)}, options=FULL),
+        ValueError,
+        ("has ['x']", "StateDictOptions(strict=False)"),
+    ),
     "one array among tensors": (
         lambda m, o: set_model_state_dict(m, {**other(), "2.bias": other()["2.bias"].numpy()}, options=FULL),
         ValueError,

@@ -28,7 +28,7 @@ BLOCKS: list[Any] = ["tile 8x8", "tile 5x12", "rows 16", "tensor"]
 
 
 def waves(m: int, n: int, k: int) -> Tensor:
-    """research/optim.md, table c: gradients without a random generator."""
+    """Gradients without a random generator: ``sin(0.37 i + 0.2 + k) + 0.5 cos(0.11 i^2 + k)``."""
     i = torch.arange(m * n, dtype=torch.float64)
     return (torch.sin(0.37 * i + 0.2 + k) + 0.5 * torch.cos(0.11 * i * i + k)).view(m, n).float()
 
@@ -38,7 +38,7 @@ def waves(m: int, n: int, k: int) -> Tensor:
     [((4, 4), 4, -0.331637746396, 0.675424237157), ((6, 4), 2, -1.278941508825, 1.069402927303)],
 )
 def test_three_steps_of_shampoo_give_the_published_numbers(shape: tuple[int, int], side: int, total: float, norm: float) -> None:
-    # Measured in float64 by another program: research/optim.md, table c.
+    # Computed in float64 by a program that shares no code with this one.
     param = nn.Parameter(0.1 * waves(*shape, 9))
     how: dict[str, Any] = {"weight_decay": 0.0, "precondition_frequency": 1, "grafting": None}
     optimizer = Shampoo([param], lr=0.1, betas=(0.9, 0.99), block=Block.tile(side, side), **how)
@@ -284,7 +284,7 @@ def test_where_fp32_fails_fp64_takes_over_and_where_both_fail_the_last_good_root
     np.testing.assert_allclose(by_fp64["w"], undisturbed["w"], rtol=0, atol=1e-5)
     assert same(by_fp64, undisturbed), "FP64 was not used"
     before, _ = run(2, 9, ())
-    with pytest.warns(PreconditionerWarning, match="the last good one is used") as caught:
+    with pytest.warns(PreconditionerWarning, match="the last good one stays in use") as caught:
         kept, optimizer = run(5, 3, (torch.float32, torch.float64))
     assert len(caught) == 1 and optimizer.kept_roots == 6, "loud once, counted always"
     for side in ("left", "right"):
@@ -306,7 +306,7 @@ def test_a_factor_that_is_not_finite_keeps_the_last_good_root() -> None:
 
 def test_inverse_roots_are_as_exact_as_their_condition_allows_and_ignore_noise() -> None:
     q = torch.linalg.qr(noise((24, 24), "q", 0).double())[0]
-    # research/optim.md, table c: FP32 errors by condition number.
+    # FP32 errors of `eigh`, measured by condition number: 2e-6 at 1e2, 2e-4 at 1e4. The bounds leave a factor of ten.
     for condition, bound in ((1e2, 2e-5), (1e4, 2e-3)):
         values = torch.logspace(0, -math.log10(condition), 24, dtype=torch.float64)
         exact = (q * values**-0.25) @ q.T

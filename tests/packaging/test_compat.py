@@ -219,5 +219,5 @@ def test_the_range_is_the_same_for_pip_and_in_the_docs() -> None:
     after = f"{newest.split('.')[0]}.{int(newest.split('.')[1]) + 1}"
     assert f'"torch>={oldest},<{after}",' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert [int(release.split(".")[1]) for release in compat.RELEASES] == list(range(int(oldest[2:]), int(newest[2:]) + 1))
-    for page in ("README.md", "docs/fully-shard.md"):
+    for page in ("README.md", "docs/reference/compatibility.md"):
         assert f"torch {', '.join(compat.RELEASES[:-1])} and {newest}" in (ROOT / page).read_text(encoding="utf-8"), page

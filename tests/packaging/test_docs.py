@@ -16,24 +16,80 @@ from vescale_ray.controller.snapshot import DRIVER_ONLY, Snapshot
 from vescale_ray.runfolder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
-def test_every_link_to_a_file_leads_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
-    missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
-    assert not missing, missing
+def prose(text: str) -> str:
+    """The text without its code blocks, in which nothing is a link or a heading."""
+    return re.sub(r"^( *)```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def anchors(text: str) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them: lower case, without punctuation, spaces as dashes, repeated ones numbered."""
+    found: dict[str, int] = {}
+    for heading in re.findall(r"^#+ +(.+?) *$", prose(text), re.MULTILINE):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+        name = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+        found[name] = found.get(name, -1) + 1
+        if found[name]:
+            found[f"{name}-{found[name]}"] = 0
+    return set(found)
+
+
+def broken(page: Path) -> list[str]:
+    """Relative links of a page to files or headings that are not there."""
+    missing = []
+    for link in re.findall(r"\]\(([^)\s]+)[^)]*\)", prose(page.read_text(encoding="utf-8"))):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if "://" in link:
+            continue
+        if not target.exists() or (anchor and (target.suffix != ".md" or anchor not in anchors(target.read_text(encoding="utf-8")))):
+            missing.append(link)
+    return missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    assert not broken(page)
+
+
+@pytest.mark.parametrize(
+    ("link", "works"),
+    [
+        ("[a](other.md)", True),
+        ("[a](other.md#two-words)", True),
+        ("[a](#here-its-code)", True),
+        ("[a](https://nowhere.example/x.md#y)", True),
+        ("`[a](none.md)` in code is a link, too", False),
+        ("[a](none.md)", False),
+        ("[a](other.md#three-words)", False),
+        ("[a](other.md#in-code)", False),
+        ("[a](#there)", False),
+        ("![a](none.png)", False),
+    ],
+)
+def test_a_broken_link_is_found(link: str, works: bool, tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("# Two words\n\n```\n# In code\n```\n")
+    (tmp_path / "page.md").write_text(f"## Here: it's `code`\n\n{link}\n")
+    assert (broken(tmp_path / "page.md") == []) is works
+
+
+def test_the_index_names_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:]} - {"README.md", "reference/generated/op-coverage.md"}
+    assert not {page for page in pages if f"]({page})" not in index}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_every_path_in_code_style_exists(page: Path) -> None:
     folders = "vescale_ray|controller|workers|checkpoint|deploy|tests|benchmarks"
     paths = re.findall(rf"`((?:{folders})/[\w./-]*)`", page.read_text(encoding="utf-8"))
     assert not [path for path in paths if not (ROOT / path).exists()]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_every_command_exists(page: Path) -> None:
     for line in re.findall(r"(?:^|`|-- )vescale-ray ([a-z0-9]+(?: [a-z]+(?:-[a-z]+)*)?)", page.read_text(encoding="utf-8"), re.MULTILINE):
         command, _, second = line.partition(" ")
@@ -57,7 +113,8 @@ def exported() -> set[str]:
 
 def test_the_documents_name_every_metric_and_no_other() -> None:
     documented: set[str] = set()
-    for row in re.findall(r"^\| (`vescale_[^|]*)\|", (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8"), re.MULTILINE):
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
+    for row in re.findall(r"^\| (`vescale_[^|]*)\|", page, re.MULTILINE):
         first = ""
         for name in re.findall(r"`(\w+)(?:\{[^}]*\})?`", row):
             # `vescale_world_size`, `_target`: the rest of the name of a member of the same family
@@ -76,7 +133,7 @@ def test_every_figure_of_the_snapshot_has_a_use() -> None:
 
 
 def test_the_documents_name_every_file_of_a_run(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "run-folder.md").read_text(encoding="utf-8")
     run = RunFolder(tmp_path).create()
     run.append_metrics({"step": 1})
     run.append_event({"event": "x"})

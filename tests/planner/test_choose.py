@@ -132,7 +132,7 @@ def test_a_group_must_divide_the_devices() -> None:
 def test_sizes_are_read_as_people_write_them() -> None:
     assert [size_of(t) for t in ("80GiB", "80G", "1.5TB", "512 MiB", "1024")] == [80 << 30, 80 * 10**9, 1_500_000_000_000, 512 << 20, 1024]
     for bad in ("", "80Q", "-1GiB", "0", "GiB"):
-        with pytest.raises(BadInput, match="is no size: give it as 80GiB"):
+        with pytest.raises(BadInput, match="is not a size: give it as 80GiB"):
             size_of(bad)
 
 
@@ -168,7 +168,7 @@ def test_the_command_prints_tables_and_writes_json_and_a_page(capsys: pytest.Cap
         (["--model", "llama-3-8b", "--devices", "8", "--optimizer", "adam"], 2, "did you mean adamw?"),
         (["--model", "llama-3-8b", "--devices", "8", "--dtype", "fp4"], 2, "dtype 'fp4' is unknown"),
         (["--model", "llama-3-8b", "--devices", "8", "--blocks", "-2"], 2, "blocks of -2 rows"),
-        (["--model", "llama-3-8b", "--devices", "8", "--memory", "lots"], 2, "memory 'lots' is no size"),
+        (["--model", "llama-3-8b", "--devices", "8", "--memory", "lots"], 2, "memory 'lots' is not a size"),
         (["--model", "llama-3-8b", "--devices", "8", "--html", "/no/such/folder/x.html"], 2, "can't be written"),
         (["--model", "kimi-k2", "--devices", "8"], 1, ""),
     ],

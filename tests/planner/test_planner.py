@@ -133,7 +133,7 @@ def test_without_a_block_requirement_llama3_70b_needs_almost_no_padding(shards: 
 
 
 def test_row_blocks_of_two_lengths_cost_their_common_multiple_as_the_paper_sheet_says() -> None:
-    """research/perf.md 3.3: 1-row blocks on Llama-3-70B at 512 ranks need 2.94 %, and no order needs less."""
+    """1-row blocks on Llama-3-70B at 512 ranks need 2.94 %, and no order needs less."""
     specs = [TensorSpec(s.name, s.shape, Block.rows(1) if len(s.shape) == 2 else None, s.dtype) for s in _llama3_70b_layer()]
     layout = plan_layout(specs, 512)
     assert layout.optimal and 0.0293 < layout.padding_ratio < 0.0295
@@ -166,7 +166,7 @@ def test_the_narrowest_dtype_decides_the_alignment_in_elements() -> None:
         ([TensorSpec("a", (4,)), TensorSpec("a", (5,))], 2, {}, "'a' is listed twice"),
         ([TensorSpec("a", (4,))], 2, {"order": "best"}, "order 'best' is unknown"),
         ([TensorSpec("a", (4,))], 2, {"align": 100}, "align is 100 bytes"),
-        ([TensorSpec("experts", (4, 10, 3), Block.rows(4))], 2, {}, "10 rows of each matrix are no multiple of 4"),
+        ([TensorSpec("experts", (4, 10, 3), Block.rows(4))], 2, {}, "10 rows of each matrix are not a multiple of 4"),
     ],
 )
 def test_bad_input_is_told_in_one_sentence_with_the_value(specs: list[TensorSpec], shards: int, options: dict[str, str], says: str) -> None:

@@ -117,10 +117,10 @@ def test_a_factory_is_called_on_the_meta_device() -> None:
         ("zzz", "'zzz' is unknown: known are llama-3-8b"),
         ("no/such/config.json", "no/such/config.json: can't be read"),
         ("tests.planner.test_shapes:Missing", "can't be built on the meta device: AttributeError"),
-        ("tests.planner.test_shapes:math", "gave a module, not an nn.Module"),
+        ("tests.planner.test_shapes:math", "returned a module, not an nn.Module"),
         ({"model_type": "rwkv"}, "model_type 'rwkv' is not known: known are llama"),
         ({"model_type": "llama", "hidden_size": 8}, "num_hidden_layers is missing"),
-        ({**PUBLISHED["llama-3-8b"][1], "hidden_size": "big"}, "hidden_size is 'big': an integer is needed"),
+        ({**PUBLISHED["llama-3-8b"][1], "hidden_size": "big"}, "hidden_size is 'big': give an integer of at least 0"),
     ],
 )
 def test_what_can_not_be_used_is_told_in_one_line(model: object, says: str) -> None:
@@ -130,7 +130,7 @@ def test_what_can_not_be_used_is_told_in_one_line(model: object, says: str) -> N
 
 
 def test_a_file_that_holds_no_config_is_told(tmp_path: Path) -> None:
-    for text, says in (("{", "not JSON"), ("[1]", "holds no object")):
+    for text, says in (("{", "not JSON"), ("[1]", "not a JSON object")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(BadInput, match=says):
             model_shapes(tmp_path / "config.json")

@@ -1,4 +1,4 @@
-"""Plans of published models against the tables of research/perf.md 3.3 and 3.4, other systems' rules, and the clock."""
+"""Plans of published models against tables of another program, other systems' rules, and the clock."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def specs(unit: UnitShape, rows: int | None, on: str = "matrices", *, stacks: bo
 
 
 def transposed(unit: UnitShape) -> UnitShape:
-    """GPT-OSS as perf.md 3.3 has it: gate_up ``[E, 5760, 2880]``."""
+    """GPT-OSS with gate_up turned: ``[E, 5760, 2880]``."""
     turned = (replace(p, shape=(128, 5760, 2880)) if p.name == "experts.gate_up_proj" else p for p in unit.params)
     return replace(unit, params=tuple(turned))
 
 
-# perf.md 3.3 and 3.4: padding in percent at the GROUPS, "planner" rows.
+# Padding in percent at the GROUPS, found by a planner that shares no code with this one.
 FIGURES = {
     ("llama-3-70b", "fused", "matrices", 1): (0.04, 0.37, 0.37, 1.22, 2.94, 2.94, 9.80, 9.80, 9.80),
     ("llama-3-70b", "fused", "matrices", 16): (0.37, 2.94, 9.80, 9.80, 9.80, 9.80, 120, 339, 1657),
@@ -112,7 +112,7 @@ def test_default_blocks_meet_the_bound_and_cut_at_rows_where_that_is_free(model:
 
 
 def test_other_systems_need_what_their_published_rules_say() -> None:
-    """perf.md 3.3: FSDP2 doubles the experts at 256 ranks; Megatron's row of a fused tensor is a whole expert."""
+    """FSDP2 doubles the experts at 256 ranks; Megatron's row of a fused tensor is a whole expert."""
     unit = layer("gpt-oss-120b")
     stacks = specs(unit, None, stacks=True)
     total = sum(s.numel for s in stacks)

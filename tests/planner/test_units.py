@@ -58,7 +58,7 @@ def test_every_lever_gives_valid_plans_whose_experts_keep_their_blocks(lever: Le
 
 
 def test_experts_of_128_rows_stay_below_three_percent_where_a_lever_of_up_to_four_layers_can_do_it() -> None:
-    """perf.md 3.4 has 5.7 % at 512 and 17.5 % at 2048 ranks for GPT-OSS, 31 % at 2048 for DeepSeek-V3, with one layer and buffer."""
+    """Without levers padding is 5.7 % at 512 and 17.5 % at 2048 ranks for GPT-OSS, 31 % at 2048 for DeepSeek-V3."""
     for experts in ("fused", "separate"):
         for group in (8, 64, 128, 256, 512, 1024):
             found = advise(experts_layer("gpt-oss-120b", experts), group, Blocks(128, "experts"))

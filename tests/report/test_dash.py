@@ -115,7 +115,7 @@ def test_a_run_of_one_step_without_a_loss_has_a_page(tmp_path: Path) -> None:
     figures = {"loss": float("nan"), "bpb": None, "tokens_per_second": 5.0, "world": 1, "memory": {"0": 1}}
     run.append_metrics({"step": 1, "time": BEGAN, **figures})
     text = render(dash.from_folder(run))
-    assert "nothing is known of it" in text and "nan" not in text and all(len(svg) for svg in drawing(text))
+    assert ">no data<" in text and "nan" not in text and all(len(svg) for svg in drawing(text))
 
 
 @pytest.mark.parametrize(
@@ -317,15 +317,15 @@ def test_a_rescale_that_is_undone_before_the_next_point_is_seen(age: float, befo
 
 
 def test_wrong_calls_are_one_sentence(prometheus: str, tmp_path: Path, folder: RunFolder) -> None:
-    with pytest.raises(BadInput, match="has nothing of run 'other' in the last 1 hours; it knows there"):
+    with pytest.raises(BadInput, match="has no data of run 'other' in the last 1 hours; it knows there"):
         dash.from_prometheus(prometheus, "other", 1.0)
-    with pytest.raises(BadInput, match="has nothing of run 'other', namespace 'y', in the last 1 hours; it knows there"):
+    with pytest.raises(BadInput, match="has no data of run 'other', namespace 'y', in the last 1 hours; it knows there"):
         dash.from_prometheus(prometheus, "other", 1.0, {"namespace": "y"})
     with pytest.raises(
         BadInput, match="knows 2 runs named 'two': with --cluster '' --namespace 'x'; with --cluster '' --namespace 'y'. Name"
     ):
         dash.from_prometheus(prometheus, "two", 1.0)
-    with pytest.raises(BadInput, match="has nothing of run 'two' there in the last 1 hours, but with --cluster '' --namespace 'x'; with"):
+    with pytest.raises(BadInput, match="has no data of run 'two' there in the last 1 hours, but with --cluster '' --namespace 'x'; with"):
         dash.from_prometheus(prometheus, "two", 1.0, {"namespace": "y", "cluster": "z"})
     with pytest.raises(BadInput, match="refuses the query"):
         dash.from_prometheus(f"{prometheus}/refuse", "there", 1.0)

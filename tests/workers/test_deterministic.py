@@ -75,6 +75,7 @@ MANY: tuple[tuple[dict[str, Any], tuple[int, ...]], ...] = ((ODD, (1, 2, 6, 7)),
         *("many: odd sizes", "many: small", "many: bf16"),
     ],
 )
+@pytest.mark.fault("I1")
 def test_every_number_of_workers_computes_the_same_bits(text: str, changes: dict[str, Any], worlds: tuple[int, ...]) -> None:
     config = tiny(text, elastic_deterministic=True, **changes)
     with Fleet(max(worlds)) as fleet:
@@ -102,6 +103,7 @@ def is_what_it_says(got: Facts, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "changes", [ADAM8, *(pytest.param(changes, marks=pytest.mark.slow) for changes in ({}, MUON))], ids=["8-bit", "adamw", "muon"]
 )
+@pytest.mark.fault("I1")
 def test_rescales_and_a_death_leave_no_trace_in_the_bits(text: str, changes: dict[str, Any]) -> None:
     with Fleet(4) as fleet:
         run = Run(fleet, tiny(text, elastic_deterministic=True, **changes))
@@ -132,6 +134,7 @@ def three() -> Iterator[Fleet]:
 
 
 @pytest.mark.slow
+@pytest.mark.fault("W14")
 def test_a_straggler_is_found_by_its_own_time_and_relieved_and_leaves_no_trace_in_the_bits(text: str, three: Fleet) -> None:
     run, steps = Run(three, tiny(text, elastic_deterministic=True, elastic_straggler="relieve")), 16
     run.fresh([0])

@@ -122,6 +122,7 @@ def test_a_rank_that_failed_to_form_a_group_one_that_has_formed_it_and_one_that_
 
 
 @pytest.mark.slow
+@pytest.mark.fault("W5")
 def test_survivors_of_a_rank_that_answers_nothing_are_out_when_their_lines_are_cut_and_it_is_when_it_wakes() -> None:
     """A machine that has stopped: no socket closes, and every collective would wait for its bound, 30 s."""
     with Fleet(3) as fleet:
@@ -258,9 +259,9 @@ def test_nobody_waits_for_who_has_not_come_once_the_attempt_is_closed() -> None:
         threading.Timer(0.3, closed.set).start()
         began = time.monotonic()
         words = ("gloo", 30.0) if form is groups.form else (30.0,)
-        with pytest.raises(GroupFailed, match="it was closed while 1 of 2 ranks were there"):
+        with pytest.raises(GroupFailed, match="the attempt was closed when 1 of 2 ranks had joined"):
             form(HOST, store.port, f"test/closed{number}", 0, 2, *words, closed=closed.is_set)  # type: ignore[operator]
-        assert 0.2 < time.monotonic() - began < 2.0 and not dist.is_initialized()
+        assert 0.2 < time.monotonic() - began < 7.5 and not dist.is_initialized()
 
 
 @pytest.mark.parametrize("how", ["its address is awaited", "it was to connect", "it does not answer"])

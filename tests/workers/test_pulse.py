@@ -235,4 +235,4 @@ def test_stacks_come_from_a_process_that_holds_the_interpreters_lock_and_not_fro
         process.kill()
         process.join()
     assert state_of(pid) == "" and "No such" in take_stacks(pid, descriptor, 0.3)
-    assert take_stacks(os.getpid(), -1, 1.0) == "(this system lets no other process have the stacks)"
+    assert take_stacks(os.getpid(), -1, 1.0) == "(this system cannot share the stacks with other processes)"

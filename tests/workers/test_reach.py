@@ -140,4 +140,4 @@ def test_gloo_takes_the_interface_by_which_the_nodes_know_each_other_where_the_n
 
 def test_where_no_port_can_be_had_there_is_no_door_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert Door("203.0.113.1").address == ""
-    assert [record.levelname for record in caplog.records] == ["WARNING"] and "can't be told" in caplog.text
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "cannot check" in caplog.text

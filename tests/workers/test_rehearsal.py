@@ -48,7 +48,7 @@ def test_nothing_is_left_of_it() -> None:
 def test_what_can_not_be_rehearsed_is_told_by_the_first_order(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vescale_ray")
     rehearse(tiny("stdlib", train_optimizer="adamw", train_optimizer_options={"no_such_option": 1}), CPU)
-    assert "the rehearsal came to nothing" in caplog.text and not dist.is_initialized()
+    assert "the warm-up before the first order failed" in caplog.text and not dist.is_initialized()
 
 
 def test_a_model_of_the_users_own_is_not_touched() -> None:

@@ -240,14 +240,14 @@ def test_a_layout_that_leaves_out_or_repeats_elements_is_refused() -> None:
 
 def test_the_state_of_another_model_or_optimizer_is_refused() -> None:
     here = [[Span("w", "param", (4, 4), "float32", 0, 16)]]
-    with pytest.raises(ReshardError, match="exp_avg of w.*another model or optimizer"):
+    with pytest.raises(ReshardError, match="exp_avg of w.*the model or optimizer has changed"):
         plan([[Span("w", "exp_avg", (4, 4), "float32", 0, 16)]], here)
     with pytest.raises(ReshardError, match="held as .*2, 8.*wanted as"):
         plan([[Span("w", "param", (2, 8), "float32", 0, 16)]], here)
-    with pytest.raises(ReshardError, match="held as .*bfloat16, wanted as .*float32: another model or optimizer"):
+    with pytest.raises(ReshardError, match="held as .*bfloat16, wanted as .*float32: the model or optimizer has changed"):
         plan([[Span("w", "param", (4, 4), "bfloat16", 0, 16)]], here)
     both = [[*here[0], Span("w", "exp_avg", (4, 4), "float32", 0, 16)]]
-    with pytest.raises(ReshardError, match="exp_avg of w, the new one has not: another model or optimizer"):
+    with pytest.raises(ReshardError, match="exp_avg of w, the new one does not: the model or optimizer has changed"):
         plan(both, here)
     with pytest.raises(ReshardError, match="exp_avg of w: element 0 of 16 is held by no worker"):
         plan(here, both)

@@ -168,7 +168,7 @@ def test_what_can_not_be_trained_is_refused_by_name(text: str) -> None:
         Trainer(tiny(text), 0, 6, 1, "cpu", text_of(tiny(text)))
     with pytest.raises(ValueError, match=r"model\.factory = tests\.workers\.tiny:nothing"):
         build_model(tiny(text, model_factory="tests.workers.tiny:nothing"))
-    with pytest.raises(ValueError, match="Linear has no init_parameter"):
+    with pytest.raises(ValueError, match="Linear has no method init_parameter"):
         build_model(tiny(text, model_factory="tests.workers.tiny:without_init"))
     with pytest.raises(ValueError, match=r"persistent buffers \['seen'\]"):
         build_model(tiny(text, model_factory="tests.workers.tiny:with_buffer"))
@@ -180,7 +180,7 @@ def test_parameters_of_16_bits_that_deterministic_mode_would_not_keep_to_the_bit
     changes = {"model_factory": "tests.workers.tiny:of_16_bits", "model_units": ["body"]}
     for deterministic, optimizer in ((False, "sgd"), (True, "adamw")):
         build_model(tiny(text, elastic_deterministic=deterministic, train_optimizer=optimizer, **changes))
-    with pytest.raises(ValueError, match=r"train\.optimizer = sgd: embed\.weight has less than 32 bits"):
+    with pytest.raises(ValueError, match=r"train\.optimizer = sgd: embed\.weight has fewer than 32 bits"):
         build_model(tiny(text, elastic_deterministic=True, train_optimizer="sgd", **changes))
 
 
@@ -334,7 +334,7 @@ def test_states_of_other_blocks_are_refused_though_their_shapes_are_the_same(tmp
         other, same = trainer_of("tile 4x56"), trainer_of("rows 4")
         other.initialize()
         before = [piece.data.clone() for piece in export_shards(other).pieces]
-        with pytest.raises(ValueError, match=r"is of \(block, codec\) \['rows 4', 1\].*train.optimizer_options"):
+        with pytest.raises(ValueError, match=r"has \(block, codec\) \['rows 4', 1\].*train.optimizer_options"):
             restore_from_checkpoint(other, kept)
         after = [piece.data for piece in export_shards(other).pieces]
         assert other.completed == 0 and all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "before anything is changed"

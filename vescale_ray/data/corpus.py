@@ -1,9 +1,9 @@
-"""Text files as one array of bytes, cut into windows; a part of the files is held out by their hash.
+"""Text files as one array of bytes, cut into windows; hashes select the held-out files.
 
-The default corpus is the library sources of the Python that runs: about 11 MB of real text on every machine, no download.
-A file belongs to the held-out part if the hash of its content says so, not by its place in the list: adding files never
-moves another one across. The order of files is sorted by relative path and the whole is named by one sha256, so that two
-runs can say whether they read the same text; losses on different texts are not comparable.
+The default corpus is the library sources of the running Python: about 11 MB of real text on every machine, without a download. The
+hash of a file's content decides whether it is held out, so adding files never moves another one. Files are sorted by relative path,
+and one sha256 names the whole corpus. Two runs can thus tell whether they read the same text; losses on different texts are not
+comparable.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vescale_ray.errors import BadInput
 STDLIB_SKIPPED = frozenset(
     {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "site-packages", "dist-packages", "__pycache__"}
 )
-"""Folders that some distributions strip, or that are not the standard library: skipped everywhere, for the same text."""
+"""Folders that are not the standard library, or that some distributions strip. All are skipped, for the same text everywhere."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -36,15 +36,15 @@ class CorpusError(BadInput):
 
 @dataclass(frozen=True)
 class Corpus:
-    """The text of a run. Sample ``i`` reads the bytes ``[i * seq_len, (i + 1) * seq_len + 1)``: each byte is predicted once an epoch.
+    """The text of a run. Sample ``i`` is the bytes ``[i * seq_len, (i + 1) * seq_len + 1)``, so each byte is predicted once per epoch.
 
     Attributes:
-        train, heldout: uint8, all files of that part one after another, each ended by a zero byte.
+        train, heldout: uint8; all files of that part one after another, each ended by a zero byte.
         name: the specification it was loaded from.
         files: number of files of both parts.
         bytes: number of bytes of both parts, end marks included.
-        sha256: of every file's path and content, in order.
-        heldout_files: how many of the files are held out.
+        sha256: hash of every file's path and content, in order.
+        heldout_files: number of held-out files.
     """
 
     train: Bytes
@@ -58,16 +58,16 @@ class Corpus:
 
     @cached_property
     def num_samples(self) -> int:
-        """Windows of the training part."""
+        """Number of windows of the training part."""
         return _windows(self.train, self.seq_len)
 
     @cached_property
     def heldout_samples(self) -> int:
-        """Windows of the held-out part; may be 0."""
+        """Number of windows of the held-out part; may be 0."""
         return _windows(self.heldout, self.seq_len)
 
     def batch(self, ids: npt.ArrayLike) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and their successors, int64 ``[n, seq_len]`` each, of the training samples ``ids``.
+        """Return tokens and their successors of the training samples ``ids``, int64 ``[n, seq_len]`` each.
 
         Raises:
             IndexError: an id is not in ``[0, num_samples)``.
@@ -75,27 +75,27 @@ class Corpus:
         return _gather(self.train, self.seq_len, self.num_samples, ids)
 
     def heldout_batch(self, ids: npt.ArrayLike) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :meth:`batch`, of the held-out samples."""
+        """Return tokens and their successors of the held-out samples ``ids``, as :meth:`batch` does."""
         return _gather(self.heldout, self.seq_len, self.heldout_samples, ids)
 
     def describe(self) -> dict[str, str | int]:
-        """What run.json and a checkpoint record of the text: JSON-able, a few words."""
+        """Return the JSON-compatible description of the text that run.json and checkpoints record."""
         return {"name": self.name, "files": self.files, "heldout_files": self.heldout_files, "bytes": self.bytes, "sha256": self.sha256}
 
 
 def load_corpus(spec: str, seq_len: int, heldout_fraction: float) -> Corpus:
-    """Read the corpus ``spec``: ``stdlib``, or the path of a file or of a folder (all its files, hidden ones apart).
+    """Read the corpus ``spec``: ``stdlib``, or the path of a file or of a folder (all its files except hidden ones).
 
-    A single file has no other file to hold out, so its last part is held out instead.
+    If the corpus is a single file, its last part is held out.
 
     Raises:
-        CorpusError: nothing there, not readable, or too little text for one training window.
+        CorpusError: the path does not exist, can't be read, or holds too little text for one training window.
         ValueError: ``seq_len`` or ``heldout_fraction`` is out of range.
     """
     if seq_len < 1:
         raise ValueError(f"seq_len = {seq_len}: give at least 1")
     if not 0 <= heldout_fraction < 1:
-        raise ValueError(f"heldout_fraction = {heldout_fraction}: give a part of 1, below 1")
+        raise ValueError(f"heldout_fraction = {heldout_fraction}: give a fraction of at least 0 and below 1")
     digest = hashlib.sha256()
     parts: tuple[list[Bytes], list[Bytes]] = ([], [])
     files = 0
@@ -120,7 +120,7 @@ def load_corpus(spec: str, seq_len: int, heldout_fraction: float) -> Corpus:
 
 
 def _contents(spec: str) -> Iterator[tuple[str, bytes]]:
-    """Relative name and content of each file that is not empty, in sorted order."""
+    """Yield the relative name and the content of each non-empty file, in sorted order."""
     root = Path(sysconfig.get_paths()["stdlib"]) if spec == "stdlib" else Path(spec).expanduser()
     try:
         if root.is_file():

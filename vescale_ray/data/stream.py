@@ -1,12 +1,12 @@
 """The order of samples: an endless sequence of epochs, each a seeded permutation, addressed by position.
 
-The whole state is one integer, the number of samples consumed. Where a sample lies in its epoch is computed, not stored: a
-Feistel network permutes ``[0, 4 ** k)``, the smallest such range that holds all ids, and whatever falls outside ``[0, n)`` is
-permuted again until it falls inside (cycle walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The
-range is less than four times ``n``, so that takes fewer than four rounds on average. O(1) memory for any number of
-samples; a batch of positions is one vectorised pass.
+The whole state is one integer, the number of consumed samples. A sample's place in its epoch is computed, not stored. A Feistel
+network permutes ``[0, 4 ** k)``, the smallest such range that holds all ids. An id outside ``[0, n)`` is permuted again until it
+falls inside (cycle walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The range is less than four times
+``n``, so this takes fewer than four rounds on average. Memory is O(1) for any number of samples; a batch of positions is one
+vectorised pass.
 
-Quality: six Feistel rounds of a 64-bit mixing function are far more than a shuffle of training data needs; this is not a cipher.
+Six Feistel rounds of a 64-bit mixing function are far more than a shuffle of training data needs. The permutation is not a cipher.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _mix(value: int) -> int:
 
 
 def _mix_words(words: _Words) -> _Words:
-    """The same on an array; unsigned arithmetic wraps modulo 2**64."""
+    """:func:`_mix` on an array; unsigned arithmetic wraps modulo 2**64."""
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -40,9 +40,9 @@ def _mix_words(words: _Words) -> _Words:
 
 
 class SampleStream:
-    """Sample ids at positions ``0, 1, 2, ..``: positions ``[e * n, (e + 1) * n)`` are epoch ``e``, each id of ``[0, n)`` once.
+    """Sample ids at positions ``0, 1, 2, ..``: positions ``[e * n, (e + 1) * n)`` are epoch ``e``, a permutation of ``[0, n)``.
 
-    A value: it holds no cursor. The same ``(num_samples, seed)`` gives the same ids in every process and at any world size.
+    The stream holds no cursor. The same ``(num_samples, seed)`` gives the same ids in every process and at any world size.
 
     Raises:
         BadInput: there is no sample, or the seed is negative.
@@ -58,7 +58,7 @@ class SampleStream:
         self._half_bits = max(1, ((num_samples - 1).bit_length() + 1) // 2)
 
     def ids(self, start: int, count: int) -> Ids:
-        """Ids at positions ``[start, start + count)``, int64 ``[count]``. O(count) time wherever ``start`` is.
+        """Return the ids at positions ``[start, start + count)``, int64 ``[count]``, in O(count) time.
 
         Raises:
             ValueError: ``start`` or ``count`` is negative.
@@ -75,7 +75,7 @@ class SampleStream:
         return out
 
     def epoch(self, consumed: int) -> int:
-        """Epoch that the next sample belongs to when ``consumed`` samples are used up."""
+        """Return the epoch of the next sample after ``consumed`` samples."""
         return consumed // self.num_samples
 
     def _permute(self, epoch: int, positions: _Words) -> Ids:

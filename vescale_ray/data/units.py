@@ -1,4 +1,4 @@
-"""Units of a loss on bytes. Without torch, so that a process that only keeps the books starts fast."""
+"""Units of a loss on bytes. Imports no torch, so that the control process starts fast."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import math
 
 
 def bits_per_byte(nats: float) -> float:
-    """A mean loss in nats per byte as bits per byte; 8 is what guessing gives."""
+    """Convert a mean loss from nats per byte to bits per byte; a random guess gives 8."""
     return nats / math.log(2.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -95,6 +96,12 @@ def check_policies(mixed: Any, offload: Any) -> None:
         check_type(f"{name} of mp_policy", dtype, torch.dtype, "torch.bfloat16")
         if not dtype.is_floating_point and not dtype.is_complex:
             raise ValueError(f"{name} of mp_policy is {dtype}: give a floating-point dtype, as torch.bfloat16")
+        if dtype.itemsize == 1 and name != "output_dtype":
+            raise ValueError(
+                f"{name} of mp_policy is {dtype}, which needs scales beside it: give torch.bfloat16, and float8 weights as tensors with "
+                f"fsdp_pre_all_gather"
+            )
+    check_flag("cast_forward_inputs of mp_policy", mixed.cast_forward_inputs)
 
 
 def check_functions(shard_placement_fn: Any, block_policy: Any, allow_gaps: Any) -> None:
@@ -132,12 +139,19 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raise TypeError for what is no mesh; ValueError if this process is not part of it, or its devices are none to train on."""
+    """Raise TypeError for what is no mesh; ValueError if this process is not part of it, its devices are none to train on, or not here,
+    or its process groups are gone."""
     check_type("mesh", mesh, DeviceMesh, "init_device_mesh('cpu', (world_size,))")
     if mesh.get_coordinate() is None:
         raise ValueError(f"this process is not part of {mesh}: call fully_shard on the ranks of its mesh only, or give another mesh")
     if mesh.device_type != "cpu" and not hasattr(torch, mesh.device_type):
         raise ValueError(f"{mesh} has devices of type {mesh.device_type!r}, which can't hold parameters: give a mesh of 'cpu' or 'cuda'")
+    if mesh.device_type != "cpu" and not torch.get_device_module(mesh.device_type).is_available():
+        raise ValueError(f"{mesh} has devices of type {mesh.device_type!r}, and this process has none: give a mesh of 'cpu'")
+    try:
+        mesh.get_all_groups()
+    except RuntimeError as error:
+        raise ValueError(f"{mesh} has no process groups ({error}): make the mesh anew after the last init_process_group") from None
 
 
 def ignored_of(params: Any) -> set[nn.Parameter]:
@@ -163,8 +177,10 @@ def unit_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
     Raises:
         TypeError: something else than modules.
-        ValueError: no module, a container, or one that has a unit already.
+        ValueError: no module, a container, or one that has a unit already; in inference mode, whose tensors can't be trained.
     """
+    if torch.is_inference_mode_enabled():
+        raise ValueError("fully_shard was called in torch.inference_mode(): call it before that begins; the model may be called within")
     if isinstance(module, nn.Module):
         modules = [module]
     elif isinstance(module, Iterable) and not isinstance(module, torch.Tensor | str | dict):
@@ -221,11 +237,11 @@ def managed_modules(roots: Sequence[nn.Module]) -> set[nn.Module]:
 
 
 def check_parameter(fqn: str, module: nn.Module, attribute: str, param: nn.Parameter) -> None:
-    """Raise ValueError for a parameter that is sharded already, or has no dense storage to share out."""
+    """Raise ValueError for a parameter that is sharded already, or has no dense storage to share out; warn if it has gradient hooks."""
     if is_managed(module, attribute):
         raise ValueError(
             f"parameter {fqn!r} is sharded already, with a module around this {type(module).__name__}: apply fully_shard to inner modules "
-            f"first, to the whole model last"
+            f"first, to the whole model last, and to modules that were added afterwards (adapters) each by itself"
         )
     if getattr(module, "_is_fsdp_managed_module", False) and isinstance(param, DTensor):
         raise ValueError(
@@ -241,6 +257,13 @@ def check_parameter(fqn: str, module: nn.Module, attribute: str, param: nn.Param
         raise ValueError(
             f"parameter {fqn!r} is a {kind.removeprefix('_')} tensor, and fully_shard shares out dense ones: make it dense, or leave it to "
             f"every rank with ignored_params={{that parameter}}"
+        )
+    if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+        warnings.warn(
+            f"parameter {fqn!r} has gradient hooks, which no backward calls any more: fully_shard puts a sharded parameter in its place. "
+            f"Register them after fully_shard, with register_post_accumulate_grad_hook() on that one",
+            UserWarning,
+            stacklevel=4,
         )
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
+from torch.autograd.graph import get_gradient_edge
+
 from vescale_ray.compat.core import current_graph_task_id
+from vescale_ray.fsdp.linear import will_accumulate
 from vescale_ray.fsdp.phases import Phase
 
 if TYPE_CHECKING:
+    from vescale_ray.fsdp.group import Group
     from vescale_ray.fsdp.unit import Unit
 
 
@@ -18,7 +22,6 @@ def listen(unit: Unit) -> None:
     for group in unit.groups:
         group.grads.on_first = lambda: _prefetch_at_first_gradient(mine)
         group.grads.on_most = lambda: _prefetch_at_most_gradients(mine)
-        group.grads.on_complete = lambda: _reduce_if_complete(mine)
 
 
 def in_backward() -> bool:
@@ -26,17 +29,10 @@ def in_backward() -> bool:
     return current_graph_task_id() != -1
 
 
-def _reduce_if_complete(unit_ref: weakref.ref[Unit]) -> None:
-    """The unit's only trainable parameter has its gradient: send it off, if no mark on an input is still to come. With several
-    parameters, those that a rank uses may differ, and no rank knows when another one has all of its gradients.
-
-    The unit stays open: frozen parameters of it, units inside, or a reentrant checkpoint may still need its parameters.
-    """
-    unit = unit_ref()
-    if unit is None or unit.phase is not Phase.BACKWARD or unit._awaited_marks or unit.reduce_unused:
-        return
-    if unit.trainable_count == 1:
-        unit.reduce()
+def will_come(group: Group) -> bool:
+    """Whether the backward that runs will add to the gradient of a parameter of ``group``."""
+    leaves = (param.unsharded for param in group.params if param.sharded.requires_grad)
+    return any(leaf.requires_grad and will_accumulate(get_gradient_edge(leaf).node) for leaf in leaves if leaf is not None)
 
 
 def _prefetch_at_first_gradient(unit_ref: weakref.ref[Unit]) -> None:

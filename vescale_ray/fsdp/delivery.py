@@ -6,6 +6,7 @@ at once. The rest stays here until the ranks have told each other what they used
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,9 +100,16 @@ class Delivery:
         return out
 
     def call_hooks(self, used: Sequence[int]) -> None:
-        """What the user hung on the sharded parameters: an optimizer step in backward, for example."""
+        """Call the user's hooks on the sharded parameters: an optimizer step in backward, for example. Hooks on tensors are not called."""
         for index in used:
             sharded = self.params[index].sharded
+            if sharded._backward_hooks:
+                warnings.warn(
+                    f"parameter {self.params[index].fqn!r} has a hook of register_hook(), which sharded parameters do not call: use "
+                    f"register_post_accumulate_grad_hook(), which gets the parameter with its gradient",
+                    UserWarning,
+                    stacklevel=2,
+                )
             hooks: dict[int, Any] = getattr(sharded, "_post_accumulate_grad_hooks", None) or {}
             for hook in hooks.values():
                 hook(sharded)

@@ -101,8 +101,6 @@ class Gradients:
         """Called before the first gradient of a backward is taken in."""
         self.on_most: Callable[[], None] | None = None
         """Called when three quarters of the elements of the gradients of a backward have come."""
-        self.on_complete: Callable[[], None] | None = None
-        """Called when every trainable parameter has its gradient of this backward."""
 
     @property
     def awaits_claimed(self) -> bool:
@@ -212,8 +210,6 @@ class Gradients:
             self._seen_numel += leaf.numel()
             if self.on_most is not None and before < most <= self._seen_numel:
                 self.on_most()
-            if self.on_complete is not None and self.seen_count == self.trainable_count:
-                self.on_complete()
 
     def _arrives(self, index: int, *, counts: bool = True) -> None:
         """The gradient of unsharded parameter ``index`` is in the buffer."""

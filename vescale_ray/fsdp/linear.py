@@ -130,7 +130,7 @@ class _Linear(torch.autograd.Function):
         of_input = grad @ weight if wants_input else None
         rows = grad.reshape(-1, grad.shape[-1])
         of_bias = rows.sum(0) if wants_bias else None
-        accumulates = wants_weight and _will_accumulate(ctx.next_functions[1][0])
+        accumulates = wants_weight and will_accumulate(ctx.next_functions[1][0])
         if accumulates is False:
             return of_input, None, of_bias, None, None
         columns = input.reshape(-1, input.shape[-1])
@@ -143,7 +143,7 @@ class _Linear(torch.autograd.Function):
         return of_input, place.view_as(place), of_bias, None, None
 
 
-def _will_accumulate(node: Any) -> bool | None:
+def will_accumulate(node: Any) -> bool | None:
     """Whether the backward that runs will add to ``.grad`` of the leaf behind ``node``; None: it hands the gradient to its caller."""
     try:
         return bool(will_engine_execute_node(node))

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from vescale_ray.compat.core import disable_dynamo, run_as_is
-from vescale_ray.fsdp.linear import adopt_linear
+from vescale_ray.fsdp.linear import adopt_linear, will_accumulate
 from vescale_ray.fsdp.tree import Copies, grad_tensors, map_tensors
 
 if TYPE_CHECKING:
@@ -36,12 +36,12 @@ class Call:
     must not change the order of its collectives.
     """
 
-    __slots__ = ("__weakref__", "consumed", "earlier", "forward", "loads", "marked", "previous", "reachable", "unit")
+    __slots__ = ("__weakref__", "consumed", "earlier", "exit", "forward", "loads", "previous", "reachable", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = weakref.ref(unit)
-        self.marked = False
-        """Whether the inputs have an exit mark."""
+        self.exit: weakref.ref[Any] | None = None
+        """The exit mark on the inputs, if they have one."""
         self.previous: Call | None = None
         self.earlier: Call | None = None
         """The call of the same unit before this one, in the same forward of the outermost unit."""
@@ -64,6 +64,20 @@ class Call:
         while earlier is not None and earlier.consumed:
             earlier = earlier.earlier
         return earlier is None
+
+    @property
+    def is_nearly_first(self) -> bool:
+        """Whether backward needs no unit that is not gathered already: this is the first forward's, or only that one comes after it."""
+        earlier = self.previous
+        if earlier is None:
+            return True
+        unit = earlier.unit()
+        return earlier.previous is None and unit is not None and unit.gathered
+
+    def is_to_come(self) -> bool:
+        """Whether the backward that runs will lead through this call, and out of it again, but has not reached it yet."""
+        node = None if self.consumed or self.exit is None else self.exit()
+        return node is not None and bool(will_accumulate(node))
 
     def mark(self, tensors: Iterable[torch.Tensor]) -> None:
         """Let a backward that reaches one of ``tensors`` enter the unit."""
@@ -97,17 +111,18 @@ class Call:
 
 def mark_inputs(
     unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], copies: Copies
-) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """The inputs with an exit mark, and whether there was a tensor to mark."""
+) -> tuple[tuple[Any, ...], dict[str, Any], weakref.ref[Any] | None]:
+    """The inputs with an exit mark, and the mark's node, if there was a tensor to mark."""
     tensors = grad_tensors(args) + grad_tensors(kwargs) if kwargs else grad_tensors(args)
     if not tensors:
-        return args, kwargs, False
-    marked = iter(_InputMark.apply(weakref.ref(unit), *tensors))
+        return args, kwargs, None
+    outputs = _InputMark.apply(weakref.ref(unit), *tensors)
+    exit, marked = weakref.ref(outputs[0].grad_fn), iter(outputs)
 
     def replace(tensor: torch.Tensor) -> torch.Tensor:
         return next(marked) if tensor.requires_grad else tensor
 
-    return map_tensors(replace, args, copies), map_tensors(replace, kwargs, copies), True
+    return map_tensors(replace, args, copies), map_tensors(replace, kwargs, copies), exit
 
 
 def watch_modules(unit: Unit, managed: Iterable[nn.Module]) -> None:

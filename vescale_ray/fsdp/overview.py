@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from vescale_ray.fsdp.arguments import check_type
 from vescale_ray.fsdp.group import Group
 from vescale_ray.fsdp.phases import Retain
 from vescale_ray.fsdp.schedule import unit_of
@@ -116,8 +117,10 @@ def explain(module: nn.Module, *, state_bytes: float | None = None) -> Report:
         state_bytes: of the optimizer, for each trainable element; None: two states in the parameter's dtype, as AdamW has.
 
     Raises:
+        TypeError: it is no module.
         ValueError: no ``fully_shard`` was applied to the module or below it.
     """
+    check_type("module", module, nn.Module, "the model itself")
     units, seen, own = [], set(), []
     for name, one in module.named_modules():
         unit = unit_of(one)

@@ -16,6 +16,7 @@ from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vescale_ray.compat.core import disable_current_modes, disable_dynamo
+from vescale_ray.fsdp.arrivals import will_come
 from vescale_ray.fsdp.checks import (
     check_hooks,
     check_materialized,
@@ -67,6 +68,8 @@ class Schedule:
         self._repeats = False
         """Whether the forward that is running has been the same as the last one so far."""
         self._in_backward = False
+        self.accumulates = False
+        """The backward that is running adds to gradients of parameters: none of ``torch.autograd.grad`` for inputs alone, for example."""
         self._below_root = False
         """Whether the backward that is running has reached a unit other than the root."""
         self._creates_graph = False
@@ -260,6 +263,7 @@ class Schedule:
             self._in_backward, self._creates_graph = True, torch.is_grad_enabled()
             self.ending.begin()
             self._below_root = False
+            self.accumulates = any(will_come(group) for unit in self.units for group in unit.groups)
             Variable._execution_engine.queue_callback(self.end_backward)
         first = not self._below_root and not unit.is_root
         self._below_root = self._below_root or first

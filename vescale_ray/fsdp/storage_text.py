@@ -54,7 +54,7 @@ def _allocate() -> Callable[[int], int] | None:
     if not sys.platform.startswith("linux"):
         return None
     try:
-        new = ctypes.CDLL("libstdc++.so.6")._Znwm
+        new = ctypes.CDLL("libstdc++.so.6")["_Znwm"]
     except (OSError, AttributeError):
         return None
     new.argtypes, new.restype = [ctypes.c_size_t], ctypes.c_void_p

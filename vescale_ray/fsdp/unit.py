@@ -44,8 +44,6 @@ def outside_transforms() -> Any:
 _NO_TRANSFORM: Any = nullcontext()
 
 
-
-
 class Unit:
     """The modules and groups of one ``fully_shard`` call. The modules own the unit; it knows them weakly."""
 
@@ -98,12 +96,16 @@ class Unit:
         self._prefetch_after: Call | None = None
         self._prefetches_late = False
         self._entering: Call | None = None
-        self._marked = False
-        """Whether the inputs of the forward that is running were marked."""
+        self._exit: weakref.ref[Any] | None = None
+        """The exit mark on the inputs of the forward that is running."""
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        """Those that a backward may still reach."""
         self._awaited_marks = 0
         """Marks of the calls that this backward has reached, whose turn is still to come."""
         self.reduced = False
         """Whether a reduction was started in the backward that is running."""
+        self._owes = False
+        """A backward that adds to gradients has reached the unit since its last reduction: it takes part in the next one, whatever came."""
         self.keeps_graph = False
         """A backward with ``create_graph`` went through: its graph reads the parameters, in a backward that is still to come."""
         self.loads = 0
@@ -152,14 +154,14 @@ class Unit:
         if dtype is not None and self.policy.cast_forward_inputs:
             args, kwargs = cast_floating(args, dtype, copies), cast_floating(kwargs, dtype, copies)
         if mark:
-            self._marked = False
+            self._exit = None
             if torch.is_grad_enabled():
-                args, kwargs, self._marked = mark_inputs(self, args, kwargs, copies)
+                args, kwargs, self._exit = mark_inputs(self, args, kwargs, copies)
         if self._depth == 1:
             self._copies = copies
         if self._depth == 1 and torch.is_grad_enabled():
             self.call = Call(self)
-            self.call.marked = self._marked
+            self.call.exit = self._exit
         return args, kwargs
 
     @disable_dynamo  # type: ignore[untyped-decorator]
@@ -244,6 +246,7 @@ class Unit:
             assert self.schedule is not None
             call.follow(self.schedule.last_call, self.last_call)
             self.last_call = self.schedule.last_call = call
+            self._calls.add(call)
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -275,10 +278,12 @@ class Unit:
         if self.phase is not Phase.BACKWARD:
             self.set_phase(Phase.BACKWARD)
         assert self.schedule is not None
-        if call.marked and not call.consumed:
+        if call.exit is not None and not call.consumed:
             self._awaited_marks += 1
         self.open_call, call.consumed = call, True
+        self._calls.discard(call)
         first = self.schedule.enter_backward(self)
+        self._owes = self._owes or self.schedule.accumulates
         self._prefetches_late = first and self.schedule.lanes.pool.spares(sum(group.unsharded_bytes for group in self.groups))
         self.unshard(backward=True)
         self._prefetch_after = call
@@ -320,9 +325,9 @@ class Unit:
         if self.reshard_after_backward:
             with span("post_backward_reshard", self.fqn):
                 self._each(lambda group: group.rest(after_forward=False, keep=self.keeps_graph))
-        if call is not None and self.schedule is not None and _is_nearly_first(call):
+        if call is not None and self.schedule is not None and call.is_nearly_first:
             self.schedule.trim(scratch=False)  # no unit is to come that could gather into what this one has given back
-        if call is not None and not call.is_first:
+        if call is not None and not (call.is_first and not any(other.is_to_come() for other in self._calls)):
             return
         if self.reduce_unused and (self.gradient_sync or not self.hold_gradients):
             self._open_unused()
@@ -342,23 +347,23 @@ class Unit:
                 group.grads.open_unused()
 
     def reduce(self) -> None:
-        """Start to reduce the gradients that have come, unless they are only to be added up for now."""
+        """Start to reduce the gradients that have come, unless they are only to be added up for now.
+
+        If none has come, others may have some: every rank takes part that a backward has led through the unit.
+        """
         if not self.gradient_sync and self.hold_gradients:
             return
         self.prefetch_backward()
         assert self.schedule is not None
-        if not any(group.grads.arrived_count for group in self.groups):
+        owes, self._owes = self._owes, False
+        if not owes and not any(group.grads.arrived_count for group in self.groups):
             return
         for group in reversed(self.groups):
             # A group of which this rank used nothing, too: another rank may have used it.
             if (group.grads.arrived_count or group.grads.trainable_count) and not group.grads.awaits_claimed:
                 with span("post_backward_reduce", self.fqn):
-                    self.schedule.reduce(group, asks=self.trainable_count > 1 and not self.reduce_unused)
+                    self.schedule.reduce(group, asks=not self.reduce_unused)
                 self.reduced = True
-
-    @property
-    def trainable_count(self) -> int:
-        return sum(group.grads.trainable_count for group in self.groups)
 
     def end_backward(self, *, creates_graph: bool) -> None:
         """The whole backward is over: close what is still open. ``creates_graph``: another one may follow, through its graph."""
@@ -372,7 +377,8 @@ class Unit:
             group.grads.end_backward()
         if self.reduce_unused and (self.gradient_sync or not self.hold_gradients) and not self.reduced:
             self._open_unused()
-        if self.phase is Phase.BACKWARD or any(g.grads.arrived_count or g.residency is not g.residency.SHARDED for g in self.groups):
+        left = any(g.grads.arrived_count or g.residency is not g.residency.SHARDED for g in self.groups)
+        if self.phase is Phase.BACKWARD or self._owes or left:
             self.close()
         for group in self.groups:
             group.grads.end_window()
@@ -424,20 +430,9 @@ class Unit:
         self.phase, self._depth = Phase.RESTING, 0
         self._waiting.clear()
         self.call = self.open_call = self._prefetch_after = self._entering = self.last_call = None
-        self._awaited_marks, self.reduced = 0, False
+        self._awaited_marks, self.reduced, self._owes = 0, False, False
         for group in self.groups:
             group.discard()
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {len(self.groups)} groups, {self.phase.value})"
-
-
-def _is_nearly_first(call: Call) -> bool:
-    """Whether backward needs no unit that is not gathered already: this is the first forward's, or only that one comes after it."""
-    earlier = call.previous
-    if earlier is None:
-        return True
-    unit = earlier.unit()
-    return earlier.previous is None and unit is not None and unit.gathered
-
-

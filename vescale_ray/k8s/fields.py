@@ -1,7 +1,7 @@
 """The fields of Ray's and the Prometheus operator's own resources, as far as a manifest of ours may use them.
 
 Kubernetes refuses a field that it does not know in its own kinds; in a custom resource a mistyped one is dropped without a word, therefore
-this table. Written from KubeRay's ``ray.io/v1`` types (``research/deploy.md`` 1.2; without what is behind feature gates that are off) and
+this table. Written from KubeRay's ``ray.io/v1`` types of August 2026 (without what is behind feature gates that are off) and
 from ``monitoring.coreos.com/v1``. What is Kubernetes' own inside of them (a pod template, a volume mount) is named by
 :class:`Core` and checked by whoever has Kubernetes' schemas.
 """

@@ -63,7 +63,7 @@ def _accounts(o: Options, s: Sizes) -> Iterator[Document]:
 
 
 def _config_map(c: RunConfig, o: Options, s: Sizes) -> Document:
-    data = Why({pods.CONFIG_FILE: c.to_yaml()}, "The resolved run; docs/configuration.md lists every key.")
+    data = Why({pods.CONFIG_FILE: c.to_yaml()}, "The resolved run; docs/reference/configuration.md lists every key.")
     return _document("v1", "ConfigMap", pods.config_map(s), o, _of_run(s), data=data)
 
 

@@ -79,7 +79,7 @@ class Options:
         monitoring: namespace that Prometheus runs in.
         monitor_label: ``KEY=VALUE`` that the Prometheus operator selects PodMonitors by.
         prometheus, grafana: URLs that Ray's dashboard shows its figures from.
-        runbooks: URL of docs/runbooks.md, as people who get an alert can open it.
+        runbooks: URL of docs/how-to/runbooks.md, as people who get an alert can open it.
         volume_size, storage_class: of the claim that ``--kind setup`` makes.
     """
 
@@ -298,7 +298,7 @@ def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
         if url is not None and not re.fullmatch(r"https?://[^\s/]+\S*", url):
             yield f"{flag} {url}: give a URL, for example http://{flag.removeprefix('--')}.monitoring:9090"
     if not re.fullmatch(r"https?://[^\s/#]+[^\s#]*", o.runbooks):
-        yield f"--runbooks {o.runbooks}: give the URL of docs/runbooks.md, without a #"
+        yield f"--runbooks {o.runbooks}: give the URL of docs/how-to/runbooks.md, without a #"
     if o.redis is not None and not re.fullmatch(r"(rediss?://)?[\w.-]+:\d+", o.redis):
         yield f"--redis {o.redis}: give HOST:PORT"
     if o.has("kueue") and o.queue is None:

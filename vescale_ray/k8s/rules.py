@@ -1,7 +1,7 @@
 """What KubeRay's operator refuses although its schema takes it, and what we demand of every pod.
 
-The operator's rules are those of its ``validation.go`` (``research/deploy.md`` 1.2); it would report a breach in the resource's status,
-after the manifest was applied. Ours are the ones whose breach is found at the worst time: at a pre-emption, or by an intruder.
+The operator's rules are those of its ``ray-operator/controllers/ray/utils/validation.go``; it would report a breach in the resource's
+status, after the manifest was applied. Ours are the ones whose breach is found at the worst time: at a pre-emption, or by an intruder.
 """
 
 from __future__ import annotations

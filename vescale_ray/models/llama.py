@@ -2,11 +2,11 @@
 
     tokens [B, S] -> embed -> layers -> norm -> head -> logits [B, S, vocab]
 
-Each layer adds two things to the residual stream: what attention reads from earlier positions, and what the SwiGLU makes of
-each position alone; both see a normalized copy of the stream (Touvron et al. 2023, arXiv 2302.13971). No biases anywhere.
+Each layer adds two outputs to the residual stream: attention over earlier positions, and a SwiGLU of each position alone. Both read a
+normalized copy of the stream (Touvron et al. 2023, arXiv 2302.13971). There are no biases.
 
-The module holds parameters only, no buffers: it can be built on the meta device, given storage with ``to_empty`` and filled
-parameter by parameter through :meth:`Llama.init_parameter`, and nothing else is left to restore.
+The module holds parameters only, no buffers. It can be built on the meta device, given storage with ``to_empty`` and filled parameter
+by parameter with :meth:`Llama.init_parameter`.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Tensor, theta: float) -> Tensor:
-    """Turn each pair of elements ``(x[i], x[i + D/2])`` by an angle that grows with the position (Su et al., arXiv 2104.09864).
+    """Rotate each pair of elements ``(x[i], x[i + D/2])`` by an angle that grows with the position (Su et al., arXiv 2104.09864).
 
-    ``x`` is ``[B, heads, S, D]``, positions count from 0, pair ``i`` turns by ``position * theta ** (-2i / D)``. The angles
-    are made in float32 at every call: that costs ``S * D`` elementary operations against ``S * dim * dim`` multiplications of
-    the projections, and leaves neither a buffer to shard nor a table that mixed precision could round.
+    ``x`` is ``[B, heads, S, D]``, positions count from 0, and pair ``i`` turns by ``position * theta ** (-2i / D)``. Every call
+    computes the angles in float32. This costs ``S * D`` elementary operations against ``S * dim * dim`` multiplications of the
+    projections. It leaves no buffer to shard and no table that mixed precision could round.
     """
     seq, half = x.shape[-2], x.shape[-1] // 2
     frequency = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
@@ -88,7 +88,7 @@ def rotate(x: Tensor, theta: float) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal attention in which ``heads // kv_heads`` query heads share one key and value head (Ainslie et al., arXiv 2305.13245)."""
+    """Causal attention with ``heads // kv_heads`` query heads per key and value head (Ainslie et al., arXiv 2305.13245)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -139,13 +139,13 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """The language model: ``forward(tokens [B, S] int64) -> logits [B, S, vocab]``, of which position ``s`` predicts token ``s + 1``.
+    """The language model: ``forward(tokens [B, S] int64) -> logits [B, S, vocab]``; logits of position ``s`` predict token ``s + 1``.
 
     Its parameters have PyTorch's default values until :meth:`reset_parameters` or :meth:`init_parameter` is called.
     """
 
     shortest_input = 1
-    """Tokens of a sequence that ``forward`` takes at least: what a worker without a slot in a round computes on."""
+    """Least number of tokens in a sequence; a worker without a slot in a round computes on such a sequence."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Llama(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of each position's successor.
+        """Return the logits of each position's successor.
 
         Raises:
             ValueError: the sequence is longer than ``config.max_seq``.
@@ -171,18 +171,18 @@ class Llama(nn.Module):
         return self.head(self.norm(x))
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Operations of the matrix products for one token of a sequence of ``seq_len``, forward and backward (twice the forward's)."""
+        """Operations of the matrix products for one token of a sequence of ``seq_len``: forward, and backward at twice the cost."""
         c = self.config
         projections = c.dim * (2 * c.dim + 2 * c.kv_heads * c.head_dim)
-        attention = 2 * seq_len * c.dim  # scores and sums over all positions, the masked ones included
+        attention = 2 * seq_len * c.dim  # scores and weighted sums over all positions, masked ones included
         return 3 * 2 * (c.layers * (projections + attention + 3 * c.dim * c.ffn) + c.dim * c.vocab)
 
     @torch.no_grad()
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
-        """Fill ``full``, the whole parameter ``name`` as a plain tensor, in place; the same bits for the same generator state.
+        """Fill ``full``, the whole parameter ``name`` as a plain tensor, in place; equal generator states give equal bits.
 
-        Norm weights are ones. Matrices are normal with deviation 0.02, cut off at three deviations; those that write to the
-        residual stream (two per layer) are smaller by ``sqrt(2 * layers)``, so that its variance does not grow with depth
+        Norm weights are ones. Matrices are normal with standard deviation 0.02, cut off at three deviations. The two matrices per
+        layer that write to the residual stream are smaller by ``sqrt(2 * layers)``. Its variance then does not grow with depth
         (GPT-2, section 2.3).
         """
         if full.dim() < 2:
@@ -194,7 +194,7 @@ class Llama(nn.Module):
         nn.init.trunc_normal_(full, std=std, a=-3 * std, b=3 * std, generator=generator)
 
     def reset_parameters(self, seed: int = 0) -> None:
-        """Initialize every parameter of an unsharded model, in order, from one generator: for use without the trainer."""
+        """Initialize every parameter of an unsharded model, in order, from one generator; for use without the trainer."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             full = torch.empty(parameter.shape)

@@ -1,5 +1,8 @@
-"""Optimizers and gradient clipping for sharded parameters. Any element-wise ``torch.optim`` optimizer works on them as it is;
-here is what needs to know about shards and blocks. Imports torch, :mod:`vescale_ray.dtensor` and geometry; never Ray."""
+"""Optimizers and gradient clipping for sharded parameters.
+
+Element-wise ``torch.optim`` optimizers work on sharded parameters unchanged. This package holds those that depend on shards and
+blocks. Imports torch, :mod:`vescale_ray.dtensor` and geometry; never Ray.
+"""
 
 from vescale_ray.optim.adamw import AdamW
 from vescale_ray.optim.adamw8bit import AdamW8bit

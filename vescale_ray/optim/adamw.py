@@ -1,4 +1,4 @@
-"""AdamW: torch's, refusing parameters that it would train in vain, and state dicts that would silently reset it."""
+"""AdamW: torch's own, with checks for replaced parameters and for incomplete state dicts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from vescale_ray.optim.parameters import take_sharded
 
 
 class AdamW(StrictLoading, torch.optim.AdamW):
-    """``torch.optim.AdamW``, with two checks: parameters that ``fully_shard`` has replaced are refused, and so are state dicts without the
-    states that are there (``StrictLoading``).
+    """``torch.optim.AdamW`` with two checks.
+
+    It refuses parameters that ``fully_shard`` has replaced, because training them has no effect. It refuses state dicts that lack
+    existing states, because they would silently reset them (``StrictLoading``).
 
     Raises:
-        ValueError: naming how many parameters are such originals.
+        ValueError: some parameters are such originals; the message gives their number.
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

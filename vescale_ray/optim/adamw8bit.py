@@ -1,15 +1,15 @@
-"""AdamW with block-wise 8-bit states: 2.01 bytes of state for each parameter instead of 8, and nothing communicated.
+"""AdamW with block-wise 8-bit states: 2.01 bytes of state for each parameter instead of 8, and no communication.
 
-For each 8-bit parameter there are four states, plain tensors that are placed as it is:
+Each 8-bit parameter has four states, plain tensors that are sharded like it:
 
     exp_avg_code      uint8, of the parameter's shape         m = map[code] * scale          (signed map)
     exp_avg_scale     FP32, one per block
     exp_avg_sq_code   uint8, of the parameter's shape         v = (map[code] * scale) ** 2   (map without a zero: see ``codec.py``)
     exp_avg_sq_scale  FP32, one per block
 
-The step is [Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv 1711.05101] in FP32: a block's m and v are decoded,
-moved on, used for the update as they are, and only then coded again. What a block's states become depends on its own numbers alone;
-since no block is cut, codes and scales are the same on any number of ranks [veScale-FSDP, section 4].
+The step is [Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv 1711.05101] in FP32. It decodes a block's m and v,
+advances them, uses them for the update, and then encodes them. A block's new states depend on its own numbers alone. No block is
+cut, so codes and scales are the same on any number of ranks [veScale-FSDP, section 4].
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from vescale_ray.optim.codec import FORMAT_VERSION, root_codebook, signed_codebo
 from vescale_ray.optim.parameters import check_number, local_of
 
 DEFAULT_BLOCK = 1024
-"""Elements in memory order; with two FP32 scales for each: 2 + 8 / 1024 bytes of state per parameter."""
+"""Default block, in elements in memory order; each has two FP32 scales, so a parameter takes 2 + 8 / 1024 bytes of state."""
 MIN_NUMEL = 4096
-"""Smaller tensors keep FP32 states: all of a model's together are a fraction of a percent of it."""
+"""Tensors with fewer elements keep FP32 states; all such tensors of a model together are a fraction of a percent of it."""
 CHUNK_NUMEL = 1 << 17
-"""Elements that the torch path works on at a time: 5 to 7 MiB of temporary memory were measured, whatever the parameter's size (one
-band of blocks, if that is more)."""
+"""Elements that the torch path processes at a time, at least one band of blocks. Temporary memory was measured at 5 to 7 MiB for
+any parameter size."""
 
 _CODES = ("exp_avg_code", "exp_avg_scale", "exp_avg_sq_code", "exp_avg_sq_scale")
 
 
 class Hyper(NamedTuple):
-    """The numbers of one step of one parameter, as the formula needs them."""
+    """Scalars of one step of one parameter, as the formula needs them."""
 
     beta1: float
     beta2: float
@@ -66,15 +66,15 @@ class Hyper(NamedTuple):
 
 
 def keeps_fp32(name: str, numel: int, ndim: int, min_numel: int = MIN_NUMEL) -> bool:
-    """Whether a parameter's states stay in FP32: vectors, small tensors, and by name embeddings and output heads.
+    """Return whether a parameter's states stay in FP32: vectors, small tensors, and by name embeddings and output heads.
 
-    (An embedding's rows are updated when their token occurs: most of a block's v decays, a few rows' grow.)
+    An embedding's rows are updated when their token occurs, so most of a block's v decays while a few rows' values grow.
     """
     return ndim < 2 or numel < min_numel or is_embedding_or_head(name)
 
 
 class Held(NamedTuple):
-    """What a rank holds of a parameter, flat; all but ``grad`` are changed in place. Scales: of the blocks, in order."""
+    """A rank's flat part of a parameter and its states. A step changes all but ``grad`` in place. Scales are per block, in order."""
 
     param: Tensor
     grad: Tensor
@@ -89,23 +89,23 @@ class Held(NamedTuple):
 
 
 class AdamW8bit(BlockOptimizer):
-    """AdamW whose m and v are kept in 8 bits each, block by block.
+    """AdamW that keeps m and v in 8 bits each, with one scale per block.
 
     Args:
-        params: parameters, param groups, or ``model.named_parameters()``: with names, embeddings and output heads keep FP32 states.
-            Sharded parameters must not be cut inside a block: give ``fully_shard`` the ``block_policy`` of :meth:`block_policy`.
-        lr, betas, eps, weight_decay: as of ``torch.optim.AdamW``. A tensor ``lr`` is read in each step.
-        block: what shares a scale: a number of elements in memory order, ``Block.tile(r, c)``, ``Block.rows(r)``, or their text
-            (``"tile 32x32"``); None: FP32 states for the whole group, with ``torch.optim.AdamW``'s own arithmetic.
+        params: parameters, param groups, or ``model.named_parameters()``. With names, embeddings and output heads keep FP32 states.
+            No shard may cut a block: pass the result of :meth:`block_policy` to ``fully_shard``.
+        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``. Each step reads a tensor ``lr``.
+        block: elements that share a scale: a number of elements in memory order, ``Block.tile(r, c)``, ``Block.rows(r)``, or their
+            text (``"tile 32x32"``). None: FP32 states for the whole group, with ``torch.optim.AdamW``'s own arithmetic.
         min_8bit_numel: parameters with fewer elements (of the whole tensor) keep FP32 states.
         nonfinite: ``propagate``, ``skip`` or ``raise``: see :class:`~vescale_ray.optim.base.BlockOptimizer`.
 
-    Per param group all of them can differ. What a parameter's states look like depends on its global shape, its name and ``block``, never
-    on how it is sharded. BF16 parameters are updated in FP32 and rounded once.
+    Each param group may set these differently. The format of a parameter's states depends on its global shape, its name and ``block``,
+    never on its sharding. BF16 parameters are updated in FP32 and rounded once.
 
     Raises:
-        ValueError: a parameter is cut inside a block, is on the meta device, or was replaced by ``fully_shard``; a hyperparameter is
-            out of range.
+        ValueError: a parameter is cut inside a block, is on the meta device, or was replaced by ``fully_shard``; or a hyperparameter
+            is out of range.
     """
 
     def __init__(
@@ -135,10 +135,10 @@ class AdamW8bit(BlockOptimizer):
     def block_policy(
         block: BlockSpec | str | None = DEFAULT_BLOCK, min_8bit_numel: int = MIN_NUMEL
     ) -> Callable[[str, nn.Parameter], Block | None]:
-        """The ``block_policy`` for ``fully_shard`` that keeps this optimizer's blocks whole.
+        """Return the ``block_policy`` for ``fully_shard`` that keeps this optimizer's blocks whole.
 
-        By shape alone, also for embeddings and heads: ``fully_shard`` knows a parameter by its name inside of a unit, which does not
-        tell the model's ``output`` from an attention's.
+        It goes by shape alone, also for embeddings and heads. ``fully_shard`` passes a parameter's name inside its unit, which does not
+        distinguish the model's ``output`` from an attention's.
         """
         return lambda name, param: block_of("", tuple(param.shape), block, min_8bit_numel)
 
@@ -193,12 +193,12 @@ class AdamW8bit(BlockOptimizer):
 def block_of(
     name: str, shape: tuple[int, ...], block: BlockSpec | str | None = DEFAULT_BLOCK, min_8bit_numel: int = MIN_NUMEL
 ) -> Block | None:
-    """What :class:`AdamW8bit` needs of a parameter's sharding: the piece that must not be cut; None: cut it anywhere.
+    """Return the piece of a parameter that :class:`AdamW8bit` must not have cut; None: cut it anywhere.
 
     Args:
-        name: "" if it has none: embeddings and heads are known by name only.
-        shape: of the whole parameter.
-        block, min_8bit_numel: as the optimizer's.
+        name: the parameter's full name, or "" if unknown; only the name identifies embeddings and heads.
+        shape: shape of the whole parameter.
+        block, min_8bit_numel: as in the optimizer.
     """
     if block is None or keeps_fp32(name, math.prod(shape), len(shape), min_8bit_numel):
         return None
@@ -211,13 +211,13 @@ def _regions(section: tuple[int, ...], block: str, span: tuple[int, int]) -> tup
 
 
 def step_blocks(held: Held, regions: Sequence[Region], hyper: Hyper) -> None:
-    """One step of the elements that ``held`` has, whose blocks ``regions`` describe."""
+    """Step the elements of ``held``; ``regions`` describes their blocks."""
     step_region: Callable[[Held, Region, Hyper], None] = step_region_torch
     if held.param.is_cuda and has_triton():
         from vescale_ray.optim.adamw8bit_triton import step_region_triton
 
         step_region = step_region_triton
-    with torch.cuda.device(held.param.device) if held.param.is_cuda else nullcontext():  # Triton launches on the current one
+    with torch.cuda.device(held.param.device) if held.param.is_cuda else nullcontext():  # Triton launches on the current device
         for region in regions:
             numel, blocks = region.bands * region.band_numel, region.bands * region.columns
             whole = numel == held.param.numel()
@@ -226,13 +226,16 @@ def step_blocks(held: Held, regions: Sequence[Region], hyper: Hyper) -> None:
 
 @lru_cache(maxsize=1)
 def has_triton() -> bool:
-    """Whether the fused kernel can be built here; without it CUDA tensors take the torch path."""
+    """Whether the fused kernel can be built here; without it, CUDA tensors take the torch path."""
     return importlib.util.find_spec("triton") is not None
 
 
 def step_region_torch(held: Held, region: Region, hyper: Hyper) -> None:
-    """The reference, in torch. Every operation is one IEEE operation per element (no fused multiply-add, whose use depends on
-    an element's place in a vector register), so that results don't depend on where a shard or a chunk begins."""
+    """The reference step, in torch.
+
+    Every operation is one IEEE operation per element. A fused multiply-add would depend on the element's place in a vector register,
+    so results would depend on where a shard or a chunk begins.
+    """
     per_chunk = max(1, CHUNK_NUMEL // region.band_numel)
     for first in range(0, region.bands, per_chunk):
         bands = min(per_chunk, region.bands - first)
@@ -254,18 +257,18 @@ def _step_chunk(held: Held, region: Region, hyper: Hyper) -> None:
     for x, codebook, code, scale in ((m, signed, held.m_code, held.m_scale), (v, root, held.v_code, held.v_scale)):
         largest = _largest(x, region)
         scale.copy_(largest)
-        # A block of zeros has scale 0: any divisor but 0 will do.
+        # A block of zeros has scale 0, so any nonzero divisor is right.
         x.mul_(_spread(largest.clamp_(min=torch.finfo(torch.float32).tiny).reciprocal_(), region))
         code.copy_(codebook.encode(x.view(-1)))
 
 
 def _unscaled(x: Tensor, scales: Tensor, region: Region) -> Tensor:
-    """``x`` (flat, whole bands) times its blocks' scales: ``(bands, rows, cols)``."""
+    """Multiply ``x`` (flat, whole bands) by its blocks' scales and return it as ``(bands, rows, cols)``."""
     return x.view(-1, region.rows, region.cols).mul_(_spread(scales, region))
 
 
 def _spread(scales: Tensor, region: Region) -> Tensor:
-    """The scales of whole bands, so that they broadcast against ``(bands, rows, cols)``."""
+    """Expand the scales of whole bands so that they broadcast against ``(bands, rows, cols)``."""
     columns = region.columns
     if columns == 1:
         return scales.view(-1, 1, 1)
@@ -274,7 +277,7 @@ def _spread(scales: Tensor, region: Region) -> Tensor:
 
 
 def _largest(x: Tensor, region: Region) -> Tensor:
-    """The largest magnitude of each block of ``x`` ``(bands, rows, cols)``, in order; NaN if there is one."""
+    """Return the largest magnitude of each block of ``x`` ``(bands, rows, cols)``, in order; NaN if the block holds one."""
     by_column = x.abs().amax(dim=1)
     columns = region.columns
     missing = columns * region.block_cols - region.cols

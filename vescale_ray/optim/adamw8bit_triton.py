@@ -1,11 +1,12 @@
-"""The step of 8-bit AdamW as one Triton kernel per region: the arithmetic of ``adamw8bit.step_region_torch``, read and written once.
+"""The step of 8-bit AdamW as one Triton kernel per region, with the arithmetic of ``adamw8bit.step_region_torch``.
 
-Imported only where Triton and a GPU are. One program is one block: it decodes its m and v, moves them on, updates the parameters, finds
-the two scales, and encodes; in one pass where the block fits into registers, else in two over the same memory (the second reads
-what the first left in the cache). Per element of a BF16-gradient, FP32-parameter step it moves 4 + 4 + 2 + 2 + 2 bytes.
+This module is imported only if Triton and a GPU are present. One program handles one block: it decodes m and v, advances them,
+updates the parameters, finds the two scales, and encodes. A block that fits into registers takes one pass. A larger one takes two
+over the same memory; the second reads from the cache. A step with BF16 gradients and FP32 parameters moves 4 + 4 + 2 + 2 + 2 bytes
+per element.
 
-Every operation is the reference's, in its order, rounded alike (``div_rn``, ``sqrt_rn``, no fused multiply-add), so that codes are equal.
-Functions under ``triton.jit`` have no type annotations: Triton reads those, and knows none of Python's.
+Every operation matches the reference in order and rounding (``div_rn``, ``sqrt_rn``, no fused multiply-add), so codes are equal.
+Functions under ``triton.jit`` have no type annotations, because Triton gives annotations its own meaning.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from vescale_ray.optim.blocks import Region
 from vescale_ray.optim.codec import CELL_SHIFT, root_codebook, signed_codebook
 
 ONE_PASS = 4096
-"""Elements of the largest block that is worked on in one pass, and of a piece of a larger one."""
+"""Elements of the largest block that is handled in one pass, and of one piece of a larger block."""
 _TINY_BITS = 0x00800000
-"""torch.finfo(torch.float32).tiny"""
+"""Bits of torch.finfo(torch.float32).tiny."""
 
 
 @triton.jit
@@ -36,7 +37,7 @@ def _moved(
     element, mask, grad, m_code, v_code, m_old, v_old, m_values, v_values,
     beta1, rest1, beta2, rest2,
 ):  # fmt: skip
-    """m and sqrt(v) with this step's gradient in them; 0 where masked."""
+    """Return m and sqrt(v) advanced by this step's gradient; 0 where masked."""
     g = tl.load(grad + element, mask=mask, other=0.0).to(tl.float32)
     m = tl.load(m_values + tl.load(m_code + element, mask=mask, other=0).to(tl.int32), mask=mask, other=0.0) * m_old
     s = tl.load(v_values + tl.load(v_code + element, mask=mask, other=0).to(tl.int32), mask=mask, other=0.0) * v_old
@@ -47,8 +48,8 @@ def _moved(
 
 @triton.jit
 def _place(k, rows, cols, block_cols, columns, block, FLAT: tl.constexpr):
-    """Elements (in the region) of positions ``k`` of a block, and which of the positions are in it."""
-    if FLAT:  # said apart, so that the compiler sees consecutive elements and loads several at a time
+    """Return the elements (in the region) at positions ``k`` of a block, and a mask of the positions that lie in it."""
+    if FLAT:  # a separate branch, so that the compiler sees consecutive elements and loads several at a time
         return block.to(tl.int64) * cols + k, k < cols
     band, column = block // columns, block % columns
     row, col = k // block_cols, column * block_cols + k % block_cols
@@ -72,7 +73,7 @@ def _step(
     for piece in range(pieces):
         element, mask = _place(piece * PIECE + at, rows, cols, block_cols, columns, block, FLAT)
         m, s = _moved(element, mask, grad, m_code, v_code, m_old, v_old, m_values, v_values, beta1, rest1, beta2, rest2)
-        # Magnitudes are compared as integers: the same order, and NaN is the largest, as in torch's amax.
+        # Magnitudes are compared as integers. The order is the same, and NaN is the largest, as in torch's amax.
         m_new = tl.maximum(m_new, tl.max(tl.abs(m).to(tl.int32, bitcast=True), 0))
         v_new = tl.maximum(v_new, tl.max(tl.abs(s).to(tl.int32, bitcast=True), 0))
     m_by = tl.div_rn(1.0, tl.maximum(m_new, TINY_BITS).to(tl.float32, bitcast=True))
@@ -91,7 +92,7 @@ def _step(
 
 
 def step_region_triton(held: Held, region: Region, hyper: Hyper) -> None:
-    """As :func:`vescale_ray.optim.adamw8bit.step_region_torch`, for CUDA tensors."""
+    """:func:`vescale_ray.optim.adamw8bit.step_region_torch` for CUDA tensors."""
     signed, root = signed_codebook(held.param.device), root_codebook(held.param.device)
     numel = region.rows * region.block_cols
     piece = min(triton.next_power_of_2(numel), ONE_PASS)

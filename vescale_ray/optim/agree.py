@@ -1,19 +1,19 @@
-"""What all ranks have to see alike before a step: which parameters have gradients, and whether the gradients are finite.
+"""Agreement of all ranks before a step: which parameters have gradients, and whether all gradients are finite.
 
-A rank sees its own part only. If a parameter's gradient is missing on one rank, or one rank's part of it holds a NaN, ranks that
-decide for themselves part ways: those that communicate wait for each other for ever, and those that don't train different models.
-So the ranks tell each other, in one all-reduce of two bytes a parameter::
+A rank sees only its own part. One rank may lack a parameter's gradient, or its part may hold a NaN. If each rank decided for
+itself, ranks that communicate would wait forever, and the others would train different models. One all-reduce of two bytes per
+parameter therefore gives all ranks the same answer::
 
-    a parameter's gradient is ..          then, on every rank alike, it is ..
-    there wherever there are elements     stepped
-    there nowhere                         left out (frozen, or not used in this step)
-    there on some ranks only              left out, and named in Decision.split: this is a fault of the training loop
+    a parameter's gradient is ..             then, on every rank, it is ..
+    present on all ranks with elements       stepped
+    present on no rank                       left out (frozen, or not used in this step)
+    present on some ranks only               left out, and listed in Decision.split: this is a fault of the training loop
 
-A rank that holds no elements of a parameter (an empty shard) has no say: with or without a gradient, it follows the others.
+A rank that holds no elements of a parameter (an empty shard) has no vote: with or without a gradient, it follows the others.
 
-Who communicates in the step (Muon) has to agree. Purely local optimizers (AdamW, AdamW8bit, Shampoo, SOAP) promise not to
-communicate and never agree on their own; in a :class:`~vescale_ray.optim.build.CombinedOptimizer` with Muon they follow its decision, and
-one with ``agree=True`` makes them agree.
+Optimizers that communicate in the step (Muon) always agree first. Purely local ones (AdamW8bit, Shampoo, SOAP) agree only if
+``nonfinite`` is ``skip`` or ``raise``; AdamW never does. In a :class:`~vescale_ray.optim.build.CombinedOptimizer` with Muon all follow
+its decision; ``agree=True`` makes any combination agree.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from vescale_ray import waiting
 from vescale_ray.compat.core import foreach_norm
 from vescale_ray.optim.parameters import local_of
 
-_HERE, _MISSING = 0, 1  # columns of what is reduced; both set: on some ranks only
+_HERE, _MISSING = 0, 1  # columns of the all-reduced tensor; both set: present on some ranks only
 
 
 class DisagreementError(RuntimeError):
-    """The ranks do not take the step together: their optimizers differ, or one of them did not come."""
+    """The ranks cannot take the step together: their optimizers differ, or one rank did not take part."""
 
 
 class NonFiniteGradients(RuntimeError):
-    """A gradient holds NaN or Inf on some rank; raised on all of them."""
+    """A gradient holds NaN or Inf on some rank. All ranks raise this error."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What every rank of the mesh does in this step.
+    """The ranks' common decision about one step.
 
     Attributes:
-        active: per parameter of the agreement, in its order: whether to step it.
-        split: indices of parameters whose gradient was there on some ranks and missing on others: left out everywhere.
-        finite: whether every element of every gradient that is there, on any rank, is finite; True where that was not asked for.
+        active: whether to step each parameter, in the agreement's order.
+        split: indices of parameters with a gradient on some ranks only; all ranks leave them out.
+        finite: whether every gradient element on every rank is finite; True if that was not checked.
     """
 
     active: tuple[bool, ...]
@@ -62,30 +62,32 @@ class Decision:
 
 
 def goes_on(decision: Decision, nonfinite: str) -> bool:
-    """Whether the step is taken, on every rank alike: not, where gradients are not finite and ``nonfinite`` is ``skip``; with a warning.
+    """Return whether to take the step; all ranks get the same answer.
+
+    If gradients are not finite and ``nonfinite`` is ``skip``, warn and return False.
 
     Raises:
-        NonFiniteGradients: they are not, and ``nonfinite`` is ``raise``.
+        NonFiniteGradients: gradients are not finite, and ``nonfinite`` is ``raise``.
     """
     if decision.finite or nonfinite == "propagate":
         return True
     if nonfinite == "raise":
-        raise NonFiniteGradients("a gradient holds NaN or Inf on some rank: no rank has taken the step (nonfinite='skip' goes on)")
+        raise NonFiniteGradients("a gradient holds NaN or Inf on some rank: no rank has taken the step (nonfinite='skip' skips such steps)")
     warnings.warn("a gradient holds NaN or Inf on some rank: all ranks skip this optimizer step", stacklevel=3)
     return False
 
 
 class Agreement:
-    """The question, put to the ranks of the parameters' meshes once a step.
+    """Collective vote before each step over the ranks of the parameters' meshes.
 
     Args:
-        parameters: DTensors (ragged or torch's) and plain tensors, in an order that all ranks share. Plain tensors have no
-            mesh: each rank decides for itself, and the finite flag covers them where a DTensor is present, too.
-        also: what else has to be equal on all ranks; compared with the parameters' shapes, before the first decision.
-        timeout: seconds to wait for the other ranks; None: as long as a process group waits for any collective, its own timeout.
+        parameters: DTensors (ragged or torch's) and plain tensors, in an order that all ranks share. Plain tensors have no mesh, so
+            each rank decides for itself. If a DTensor is present, the finite flag covers them, too.
+        also: further text that must be equal on all ranks; compared with the parameters' shapes before the first decision.
+        timeout: seconds to wait for the other ranks; None: the process group's own timeout.
 
-    Where parameters live on several meshes, each is asked, smaller ones first: a decision is then the same on all ranks of the
-    largest mesh, if that holds the others.
+    If parameters live on several meshes, each mesh votes, smaller ones first. If the largest mesh contains the others, its ranks all
+    get the same decision.
     """
 
     def __init__(self, parameters: Sequence[Tensor], *, also: str = "", timeout: float | None = None) -> None:
@@ -105,14 +107,14 @@ class Agreement:
 
     @torch.no_grad()
     def decide(self, *, check_finite: bool = True, fault: Exception | None = None) -> Decision:
-        """The decision for the gradients that are there now. Collective: one all-reduce per mesh dimension of more than one rank.
+        """Decide about the current gradients. Collective: one all-reduce per mesh dimension of more than one rank.
 
         Args:
             check_finite: read all gradients for NaN and Inf (one pass over this rank's part).
-            fault: why this rank can't take the step. It is raised here, and a DisagreementError on the other ranks.
+            fault: the reason why this rank can't take the step. This rank raises it; the other ranks raise DisagreementError.
 
         Raises:
-            DisagreementError: ranks hold different lists of parameters, did not all come within the timeout, or one has a fault.
+            DisagreementError: ranks hold different parameters, some did not arrive within the timeout, or one has a fault.
         """
         if not self._compared and self.communicates:
             self._compare()
@@ -130,7 +132,7 @@ class Agreement:
         if fault is not None:
             raise fault
         if faulty:
-            raise DisagreementError("another rank can't take this optimizer step, and tells why: no rank has taken it")
+            raise DisagreementError("another rank can't take this optimizer step (its own error says why): no rank has taken it")
         return Decision(
             active=tuple(bool(s[_HERE]) and not s[_MISSING] for s in said),
             split=tuple(i for i, s in enumerate(said) if s[_HERE] and s[_MISSING]),
@@ -138,7 +140,7 @@ class Agreement:
         )
 
     def _largest(self, words: Tensor, mesh: DeviceMesh) -> Tensor:
-        """The element-wise maximum over all ranks of ``mesh``, on the CPU."""
+        """Return the element-wise maximum over all ranks of ``mesh``, on the CPU."""
         words = words.to(mesh.device_type)
         for dim in range(mesh.ndim):
             if mesh.size(dim) == 1:
@@ -147,7 +149,7 @@ class Agreement:
             try:
                 with waiting.counted("all_reduce"):
                     work = dist.all_reduce(words, op=dist.ReduceOp.MAX, group=mesh.get_group(dim), async_op=True)
-                    # Some groups (the threaded one) know no bound and are done by now.
+                    # Some process groups (the threaded one) support no timeout, and are done by now.
                     work.wait() if self._timeout is None or work.is_completed() else work.wait(timedelta(seconds=self._timeout))
             except RuntimeError as error:
                 raise DisagreementError(
@@ -157,7 +159,7 @@ class Agreement:
         return words.cpu()
 
     def _compare(self) -> None:
-        """Once: that all ranks hold the same parameters, or the bits above would be taken for each other's."""
+        """Check that all ranks hold the same parameters; the votes are matched by position."""
         for mesh, indices in self._meshes:
             if mesh.size() == 1:
                 continue
@@ -173,7 +175,7 @@ class Agreement:
 
 
 def _evidence(parameter: Tensor) -> tuple[int, int]:
-    """(a gradient is here, it is missing here); neither where this rank holds no elements of a tensor that others hold."""
+    """Return (a gradient is here, a gradient is missing here); both are 0 if only other ranks hold elements of the tensor."""
     held = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     if held.numel() == 0 and parameter.numel() > 0:
         return 0, 0
@@ -182,14 +184,14 @@ def _evidence(parameter: Tensor) -> tuple[int, int]:
 
 
 def _all_finite(grads: Sequence[Tensor]) -> bool:
-    """Whether every element that this rank holds is finite. One pass; one wait for the device."""
+    """Return whether every element that this rank holds is finite. Takes one pass and one wait for the device."""
     kinds: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         local = local_of(grad)
         if local.numel() and (local.is_floating_point() or local.is_complex()):
             kinds.setdefault(local.device, []).append(local)
     for held in kinds.values():
-        # The largest magnitude is NaN if there is one. (A sum or an L2 norm could overflow without any fault.)
+        # The largest magnitude is NaN if any element is. A sum or an L2 norm could overflow although all elements are finite.
         largest = torch.stack([norm.to(torch.float32) for norm in foreach_norm(held, float("inf"))])
         if not bool(torch.isfinite(largest).all()):
             return False
@@ -197,7 +199,7 @@ def _all_finite(grads: Sequence[Tensor]) -> bool:
 
 
 def largest_of_ranks(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The maximum over the ranks; NaN if there is one. (gloo's own loses it, depending on the rank that has it.)"""
+    """Return the maximum over the ranks; NaN if any rank has one. (gloo's maximum may lose NaN, depending on the rank that has it.)"""
     both = torch.stack([part.nan_to_num(nan=0.0, posinf=torch.inf), part.isnan().to(part.dtype)])
     with waiting.counted("all_reduce"):
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)

@@ -1,4 +1,4 @@
-"""What the optimizers over blocks share: states made at construction, loading that keeps every bit, refusals that say what to do."""
+"""Base class of the block-wise optimizers: eager states, loading that keeps every bit, and errors that name a remedy."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.dtensor_spec import sharding_of
 from vescale_ray.optim.agree import Agreement, Decision, goes_on
 from vescale_ray.optim.loading import InPlaceLoading
-from vescale_ray.optim.parameters import check_number, local_of, named_of, refuse_switches, take_sharded
+from vescale_ray.optim.parameters import check_betas, check_number, in_order, local_of, named_of, refuse_switches, take_sharded
 
 
 class BlockOptimizer(InPlaceLoading, ABC):
-    """A local optimizer: each rank steps what it holds, and no step communicates, unless it is told to agree with the others first.
+    """A local optimizer: each rank steps its own elements, and a step communicates only if ``nonfinite`` makes the ranks agree first.
 
-    Subclasses say in :meth:`_new_state` which states a parameter has, and in :meth:`_update` what a step does to one. All states exist
-    from construction on, zero, with the same keys on every rank, also where a rank holds no elements; each is placed as its
-    parameter is. Parameters without a gradient are left out of a step.
+    Subclasses define a parameter's states in :meth:`_new_state` and its step in :meth:`_update`. The constructor makes all states, as
+    zeros, with the same keys on every rank, even if a rank holds no elements. Each state is sharded like its parameter. A step leaves
+    out parameters without a gradient.
 
     Args:
-        nonfinite: what is done about NaN and Inf in gradients: ``propagate``, as torch does: nothing, each rank for itself. ``skip``
-            or ``raise``: the ranks agree before each step, in one all-reduce of two bytes a parameter, and all of them skip it, or all
-            raise, if a gradient of any of them isn't finite; parameters with a gradient on some ranks only are left out on all.
+        nonfinite: policy for NaN and Inf in gradients. ``propagate``: no check, as in torch. ``skip`` or ``raise``: before each step
+            the ranks agree in one all-reduce of two bytes per parameter. If a gradient on any rank isn't finite, all ranks skip the
+            step or all raise. Parameters with a gradient on some ranks only are left out on all.
     """
 
     skipped_steps = 0
-    """Not taken so far, for gradients that were not finite."""
+    """Number of steps skipped so far because gradients were not finite."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], nonfinite: str) -> None:
         if nonfinite not in ("propagate", "skip", "raise"):
             raise ValueError(f"nonfinite = {nonfinite!r}: give propagate, skip or raise")
         self.nonfinite = nonfinite
         self._agreement: Agreement | None = None
-        super().__init__(params, defaults)
+        super().__init__(in_order(type(self).__name__, params), defaults)
 
     @abstractmethod
     def _new_state(self, param: Tensor, name: str, group: dict[str, Any]) -> dict[str, Tensor]:
-        """All states but ``step``, zero. ``name`` is "" if it isn't known. Raises ValueError if there can be none."""
+        """Return all states but ``step``, as zeros. ``name`` is "" if it isn't known. Raises ValueError if none is possible."""
 
     @abstractmethod
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        """Step ``params``, those of the group with a gradient (checked: dense, placed as the parameter); without autograd."""
+        """Step ``params``, those of the group with a (checked) gradient: dense, sharded like the parameter; without autograd."""
 
     @abstractmethod
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raise ValueError for hyperparameters that make no sense; may bring them into their stored form."""
+        """Raise ValueError for invalid hyperparameters; may convert them into their stored form."""
 
     # -- construction ------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the states of the new parameters are made at once.
+        """Add a group as torch does, and make the states of its parameters at once.
 
         Raises:
-            ValueError: a parameter that can't be stepped here; then no group was added.
+            ValueError: a parameter can't be stepped by this optimizer; no group was added.
         """
         take_sharded(param_group)
         super().add_param_group(param_group)
@@ -87,7 +87,7 @@ class BlockOptimizer(InPlaceLoading, ABC):
     def _initial(self, param: Tensor, name: str, group: dict[str, Any]) -> dict[str, Tensor]:
         known = "" if name.startswith("#") else name
         if param.is_meta:
-            raise ValueError(f"parameter {name} is on the meta device, where nothing can be stepped: call to_empty() on the model first")
+            raise ValueError(f"parameter {name} is on the meta device, it has no storage: call to_empty() on the model first")
         if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
                 f"parameter {name} is {param.dtype}: {type(self).__name__} computes in FP32, for parameters of at most 32 bits; cast the "
@@ -103,15 +103,16 @@ class BlockOptimizer(InPlaceLoading, ABC):
 
     @torch.no_grad()
     def step(self, closure: Any = None, *, decision: Decision | None = None) -> Any:
-        """One step; ``closure`` computes the loss anew, which is returned. Communicates only if ``nonfinite`` says so.
+        """Take one step; ``closure`` recomputes the loss, which is returned. Communicates only if ``nonfinite`` says so.
 
         Args:
-            decision: what the ranks agreed on already, for these parameters in this order; they don't agree again.
+            decision: an earlier decision for these parameters, in this order; the ranks don't agree again.
 
         Raises:
-            RuntimeError: a gradient is sparse, or is not placed as its parameter; or a param group's ``block`` is no more that of its
-                states. Before anything is changed.
-            NonFiniteGradients: with ``nonfinite="raise"``; DisagreementError: see :mod:`vescale_ray.optim.agree`. Likewise.
+            RuntimeError: a gradient is sparse, or is not placed like its parameter; or a param group's ``block`` no longer matches
+                its states. Nothing was changed.
+            NonFiniteGradients: a gradient is not finite, with ``nonfinite="raise"``. Nothing was changed.
+            DisagreementError: see :mod:`vescale_ray.optim.agree`. Nothing was changed.
         """
         loss = None
         if closure is not None:
@@ -123,7 +124,7 @@ class BlockOptimizer(InPlaceLoading, ABC):
         if decision is None and self.nonfinite != "propagate":
             if self._agreement is None or [*map(id, self._agreement.parameters)] != [*map(id, params)]:
                 self._agreement = Agreement(params)
-            decision = self._agreement.decide(fault=fault)  # the others wait to hear of it
+            decision = self._agreement.decide(fault=fault)  # the other ranks wait for the fault
             if not goes_on(decision, self.nonfinite):
                 self.skipped_steps += 1
                 return loss
@@ -131,7 +132,7 @@ class BlockOptimizer(InPlaceLoading, ABC):
             raise fault
         if decision is not None:
             for p, mine, all_ranks in zip(params, active, decision.active, strict=True):
-                if all_ranks and not mine:  # this rank holds nothing of it, and counts along
+                if all_ranks and not mine:  # this rank holds none of it, but counts the step
                     self.state[p]["step"] += 1
             active = [mine and all_ranks for mine, all_ranks in zip(active, decision.active, strict=True)]
         position = 0
@@ -143,7 +144,7 @@ class BlockOptimizer(InPlaceLoading, ABC):
         return loss
 
     def fault(self) -> RuntimeError | None:
-        """Why this rank could not take a step now."""
+        """Return the error that would prevent this rank from taking a step now, or None."""
         try:
             self._check_step()
         except RuntimeError as error:
@@ -151,12 +152,12 @@ class BlockOptimizer(InPlaceLoading, ABC):
         return None
 
     def _check_step(self) -> None:
-        """Raise RuntimeError if this rank can't take a step with what it has."""
+        """Raise RuntimeError if this rank can't take a step in its present state."""
         for index, (group, format) in enumerate(zip(self.param_groups, self._formats, strict=True)):
             if _format(group) != format:
                 raise RuntimeError(
-                    f"param group {index} says that its states are of (block, codec) {_format(group)}, but they were made as {format}: a "
-                    "loaded checkpoint is of other blocks; build the optimizer, and shard the model, with the block that it was saved with"
+                    f"param group {index} has (block, codec) {_format(group)}, but its states have {format}: a checkpoint of other blocks "
+                    "was loaded; build the optimizer, and shard the model, with the block of the checkpoint"
                 )
             for name, param in named_of(group, index):
                 if param.grad is not None:
@@ -165,7 +166,7 @@ class BlockOptimizer(InPlaceLoading, ABC):
     # -- loading -----------------------------------------------------------------------------------------------------
 
     def _check_loaded_group(self, group: Mapping[str, Any], theirs: dict[str, Any]) -> None:
-        """Raise ValueError if the loaded group's states mean something else than this one's, or its numbers make no sense."""
+        """Raise ValueError if the loaded group's states have another format than this group's, or its hyperparameters are invalid."""
         refuse_switches(theirs, type(self).__name__)
         self._check_group(theirs)
         if _format(theirs) != _format(group):
@@ -175,7 +176,7 @@ class BlockOptimizer(InPlaceLoading, ABC):
 
 
 def _format(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What the states' meaning depends on, beside the parameter's shape."""
+    """Return the settings that, with the parameter's shape, define the states' format."""
     return group.get("block"), group.get("codec_version")
 
 
@@ -183,9 +184,7 @@ def check_common(group: Mapping[str, Any]) -> None:
     """Raise ValueError for a learning rate, betas, eps or weight decay out of range."""
     for key in ("lr", "eps", "weight_decay"):
         check_number(group, key)
-    betas = group["betas"]
-    if not isinstance(betas, Sequence) or len(betas) != 2 or not all(isinstance(b, int | float | Tensor) and 0.0 <= b < 1.0 for b in betas):
-        raise ValueError(f"betas = {betas}: give two numbers in [0, 1)")
+    check_betas(group["betas"])
 
 
 def _check_gradient(name: str, param: Tensor) -> None:
@@ -205,7 +204,7 @@ def _check_gradient(name: str, param: Tensor) -> None:
 
 
 def is_embedding_or_head(name: str) -> bool:
-    """Whether a parameter's name says that it is an embedding or the output head; "" says nothing."""
+    """Return whether a parameter's name marks it as an embedding or the output head; "" never does."""
     parts = name.lower().split(".")[:-1]
     return any("embed" in part or part in ("wte", "wpe", "lm_head") for part in parts) or parts in (["head"], ["output"])
 
@@ -213,7 +212,7 @@ def is_embedding_or_head(name: str) -> bool:
 def step_adamw(
     items: list[tuple[Tensor, dict[str, Tensor]]], lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
 ) -> None:
-    """torch's own AdamW on local tensors; BF16 parameters through FP32 copies."""
+    """Run torch's own AdamW on local tensors; BF16 parameters go through FP32 copies."""
     params = [local_of(p) for p, _ in items]
     wide = [p if p.dtype == torch.float32 else p.float() for p in params]
     grads = []
@@ -241,8 +240,11 @@ def step_adamw(
 
 
 def sqrt_(x: Tensor) -> None:
-    """The correctly rounded root, in place. torch's on a CPU is not (2.13, AVX-512: one unit off for 20 % of numbers, by vector
-    instructions that tails may not take); a GPU's is, and so is numpy's, as fast."""
+    """Take the correctly rounded square root, in place.
+
+    torch's root on a CPU is not correctly rounded: torch 2.13 with AVX-512 is one unit off for 20 % of numbers. Vector tails may
+    take other instructions, too. A GPU's root is, and so is numpy's, at the same speed.
+    """
     if x.device.type == "cpu":
         np.sqrt(x.numpy(), out=x.numpy())
     else:

@@ -1,18 +1,18 @@
-"""Where the blocks of a tensor lie, and states that have one entry per block, placed as the tensor is.
+"""Position of a tensor's blocks, and states with one entry per block, sharded like the tensor.
 
-A tensor is seen as matrices: one of 2 dimensions; a stack of them in 3 dimensions (the experts of a fused tensor, each for itself);
-with 4 dimensions or more one matrix of ``shape[0]`` rows (a convolution's filters). A matrix is cut into *bands*, runs of
-consecutive elements, and each band into *columns* of blocks; the last of each may be smaller, none runs into the next matrix::
+A tensor counts as one or more matrices. With 2 dimensions it is one matrix. With 3 it is a stack of them (a fused tensor's
+experts). With 4 or more it is one matrix of ``shape[0]`` rows (a convolution's filters). A matrix is cut into *bands*, runs of
+consecutive elements, and each band into *columns* of blocks. The last of each may be smaller, and none runs into the next matrix::
 
     Block.tile(r, c)    a band is r rows,           ceil(cols / c) blocks each
     Block.rows(r)       a band is r rows,           one block each
-    n (flat)            a band is n elements,       one block each       (n elements in memory order, whatever the rows)
+    n (flat)            a band is n elements,       one block each       (n elements in memory order, across rows)
     Block.tensor()      a band is a whole matrix,   one block each
 
 A shard may end between bands.
 
-The blocks depend on the tensor's shape alone. A shard has to hold whole bands: then everything per block is local, and the same on
-any number of ranks.
+The blocks depend on the tensor's shape alone. If every shard holds whole bands, everything per block is local, and the same on any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from vescale_ray.optim.parameters import local_of
 from vescale_ray.placement import RaggedShard
 
 BlockSpec = Block | int
-"""A block, or the number of elements of a flat one."""
+"""A block, or the number of elements of a flat block."""
 
 
 def block_text(block: BlockSpec) -> str:
-    """The block as it stands in a param group, and so in checkpoints: ``"flat 1024"``, ``"tile 32x32"``, ``"rows 32"``, ``"tensor"``."""
+    """Return the text of a block for param groups and checkpoints: ``"flat 1024"``, ``"tile 32x32"``, ``"rows 32"``, ``"tensor"``."""
     if isinstance(block, int):
         return f"flat {block}"
     if block.kind == "tile":
@@ -47,10 +47,10 @@ def block_text(block: BlockSpec) -> str:
 
 
 def parse_block(block: BlockSpec | str) -> BlockSpec:
-    """A block from its text; blocks and numbers as they are.
+    """Parse a block from its text; return blocks and numbers unchanged.
 
     Raises:
-        ValueError: naming what is no block.
+        ValueError: the value is not a block; the message shows it.
     """
     fault = ValueError(f"block = {block!r}: give a number of elements (1024), Block.tile(32, 32), Block.rows(32), or text as 'tile 32x32'")
     if isinstance(block, bool) or (isinstance(block, int) and block < 1):
@@ -76,12 +76,12 @@ def parse_block(block: BlockSpec | str) -> BlockSpec:
 
 
 class Region(NamedTuple):
-    """Bands of one form in a row: ``bands`` bands of ``rows`` x ``cols`` elements, in blocks of ``rows`` x ``block_cols``."""
+    """A run of equal bands: ``bands`` bands of ``rows`` x ``cols`` elements, in blocks of ``rows`` x ``block_cols``."""
 
     element: int
-    """First element, counted from the first that the shard holds."""
+    """First element, counted from the start of the shard."""
     block: int
-    """First block, counted likewise."""
+    """First block, counted from the start of the shard."""
     bands: int
     rows: int
     cols: int
@@ -93,7 +93,7 @@ class Region(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Blocks of one band."""
+        """Number of blocks in one band."""
         return -(-self.cols // self.block_cols)
 
 
@@ -104,9 +104,9 @@ class Grid:
     Attributes:
         lead: dimensions before the matrix: () or (experts,).
         matrix_numel: elements of one matrix.
-        row_numel: columns of the matrix; of flat blocks n.
-        band_rows, block_cols: of a block that is not at an edge.
-        per_row: flat blocks in a row of the matrix, where it has a whole number of them; else 0.
+        row_numel: columns of the matrix; for flat blocks, elements of a block.
+        band_rows, block_cols: rows and columns of a block that is not at an edge.
+        per_row: number of flat blocks in a row of the matrix, if that is a whole number; else 0.
     """
 
     shape: Shape
@@ -120,7 +120,7 @@ class Grid:
 
     @classmethod
     def of(cls, shape: Sequence[int], block: BlockSpec) -> Grid:
-        """Raises ValueError for a tensor of fewer than 2 dimensions, or without elements."""
+        """Build the grid; raises ValueError for a tensor with fewer than 2 dimensions or without elements."""
         shape = tuple(int(n) for n in shape)
         if len(shape) < 2 or 0 in shape:
             raise ValueError(f"a tensor of shape {shape} has no matrix to cut into blocks")
@@ -140,37 +140,37 @@ class Grid:
 
     @property
     def bands(self) -> int:
-        """Of one matrix."""
+        """Number of bands in one matrix."""
         return -(-self.matrix_numel // self.band_numel)
 
     @property
     def columns(self) -> int:
-        """Blocks of one band."""
+        """Number of blocks in one band."""
         return -(-self.row_numel // self.block_cols)
 
     @property
     def state_shape(self) -> Shape:
-        """Of a state with one entry per block: ``(*lead, bands, columns)``; flat blocks as they lie in rows, where they do."""
+        """Shape of a state with one entry per block: ``(*lead, bands, columns)``; flat blocks that fill rows are counted per row."""
         if self.per_row:
             return (*self.lead, self.bands // self.per_row, self.per_row)
         return (*self.lead, self.bands, self.columns)
 
     @property
     def band_dims(self) -> int:
-        """Leading dimensions of ``state_shape`` that together count bands."""
+        """Number of leading dimensions of ``state_shape`` that together count bands."""
         return len(self.lead) + (2 if self.per_row else 1)
 
     def allows_cut(self, element: int) -> bool:
-        """Whether a shard may end before ``element`` of the tensor: no block is cut there."""
+        """Return whether a shard may end before ``element`` of the tensor without cutting a block."""
         return element % self.matrix_numel % self.band_numel == 0
 
     def band_of(self, element: int) -> int:
-        """Bands before ``element``, a position that may be cut, or the tensor's end."""
+        """Return the number of bands before ``element``, which must be a position that may be cut, or the tensor's end."""
         return element // self.matrix_numel * self.bands + element % self.matrix_numel // self.band_numel
 
     def regions(self, start: int, end: int) -> Iterator[Region]:
-        """The bands of elements ``[start, end)``, a shard that cuts no block, in memory order: as few regions as their forms allow."""
-        if self.matrix_numel % self.band_numel == 0:  # bands of all matrices follow each other without a short one
+        """Yield the bands of elements ``[start, end)`` in memory order, in as few regions as possible; the range cuts no block."""
+        if self.matrix_numel % self.band_numel == 0:  # no matrix ends in a short band, so all bands are alike
             if end > start:
                 yield self._region(0, 0, end - start)
             return
@@ -193,7 +193,7 @@ class Grid:
         return Region(element, band * self.columns, numel // self.band_numel, self.band_rows, self.row_numel, self.block_cols)
 
     def policy_block(self) -> Block:
-        """What ``fully_shard``'s ``block_policy`` has to say of this tensor, so that no block is cut."""
+        """Return the block that ``block_policy`` must give for this tensor, so that ``fully_shard`` cuts no block."""
         if len(self.shape) >= 4:
             return Block.tensor()
         rows, cols = self.shape[-2:]
@@ -203,12 +203,12 @@ class Grid:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor is shared out over ranks.
+    """Division of a tensor over ranks.
 
     Attributes:
-        spans: elements ``[start, end)`` of the section that each rank of the cut dimension holds; one for a plain tensor.
-        rank: this one's index among them.
-        section: the shape of what is shared out: the tensor's own, or what tensor or expert parallelism leaves to this rank.
+        spans: elements ``[start, end)`` of the section on each rank of the cutting dimension; one span for a plain tensor.
+        rank: index of this rank's span.
+        section: shape of the divided part: the whole tensor, or the part that tensor or expert parallelism leaves to this rank.
         like: the DTensor itself; None for a plain tensor.
         dim: the mesh dimension that cuts; None if none does.
     """
@@ -225,7 +225,7 @@ class Cut:
 
 
 def cut_of(param: Tensor) -> Cut:
-    """Raises ValueError for a DTensor whose parts are no intervals of its elements."""
+    """Return the tensor's division; raises ValueError for a DTensor whose parts are not intervals of its elements."""
     shape = tuple(int(n) for n in param.shape)
     whole = ((0, math.prod(shape)),)
     if not isinstance(param, DTensor):
@@ -239,7 +239,7 @@ def cut_of(param: Tensor) -> Cut:
         return Cut(whole, 0, shape, param, None)
     placement = param.placements[cutting[0]]
     if len(cutting) > 1 or type(placement) is not Shard or placement.dim != 0:
-        raise ValueError(f"its placements {param.placements} give ranks no interval of its elements: shard it with vescale_ray.fully_shard")
+        raise ValueError(f"{param.placements} give a rank no single interval of elements: shard it with vescale_ray.fully_shard")
     ranks, inner = param.device_mesh.size(cutting[0]), math.prod(shape[1:])
     rows = [chunk(shape[0], ranks, rank) for rank in range(ranks)]
     spans = tuple((start * inner, end * inner) for start, end in rows)
@@ -247,10 +247,10 @@ def cut_of(param: Tensor) -> Cut:
 
 
 def section_grid(param: Tensor, cut: Cut, block: BlockSpec) -> Grid:
-    """The blocks of what is shared out here; they are those of the whole tensor.
+    """Return the blocks of this rank's section; they are also blocks of the whole tensor.
 
     Raises:
-        ValueError: a shard boundary, or a cut by tensor parallelism, runs through a block. The same on every rank.
+        ValueError: a shard boundary, or a cut by tensor parallelism, runs through a block. All ranks raise the same error.
     """
     whole = Grid.of(param.shape, block)
     grid = Grid.of(cut.section, block)
@@ -265,7 +265,7 @@ def section_grid(param: Tensor, cut: Cut, block: BlockSpec) -> Grid:
 
 
 def _check_parallel(param: RaggedDTensor, whole: Grid) -> None:
-    """Tensor or expert parallelism may cut between blocks only, on every rank, and as it cuts the states."""
+    """Raise ValueError unless tensor or expert parallelism cuts between blocks on every rank, and divides the states alike."""
     mesh_shape, shape = tuple(param.device_mesh.mesh.shape), tuple(int(n) for n in param.shape)
     others = tuple(Replicate() if isinstance(p, RaggedShard) else p for p in param.placements)
     steps = (1,) * len(whole.lead) + (whole.band_rows, whole.block_cols)
@@ -287,9 +287,9 @@ def _check_parallel(param: RaggedDTensor, whole: Grid) -> None:
 
 
 def block_state(param: Tensor, cut: Cut, grid: Grid, tail: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros with one entry of shape ``tail`` per block, ``(*lead, bands, columns, *tail)``, each on the rank that holds the block.
+    """Return zeros with one entry of shape ``tail`` per block, ``(*lead, bands, columns, *tail)``, each on the block's rank.
 
-    A RaggedDTensor on the parameter's mesh where that is a DTensor. ``grid`` is that of the section (:func:`section_grid`).
+    The result is a DTensor on the parameter's mesh if the parameter is one. ``grid`` is that of the section (:func:`section_grid`).
     """
     tail = tuple(tail)
     local = local_of(param)
@@ -311,7 +311,7 @@ def block_state(param: Tensor, cut: Cut, grid: Grid, tail: Sequence[int], dtype:
 
 
 def like_state(param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros of the parameter's shape and placement, without gradient, in ``dtype``."""
+    """Return zeros of the parameter's shape and placement in ``dtype``, without gradient."""
     if isinstance(param, RaggedDTensor):
         return RaggedDTensor.from_spec(torch.zeros_like(local_of(param), dtype=dtype), param._spec)
     return torch.zeros_like(param, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)

@@ -1,8 +1,8 @@
-"""One optimizer for a whole model: parameters routed by role, several optimizers behind one ``torch.optim.Optimizer``.
+"""One optimizer for a whole model: parameters routed by role to several optimizers, behind one ``torch.optim.Optimizer``.
 
-routing = route_parameters(model, config)                       # from global shapes: before or after sharding
-fully_shard(layer, block_policy=routing.block_policy)           # the blocks that the optimizers need stay whole
-optimizer = build_optimizer(model, config)                      # prints the routing; all states exist
+routing = route_parameters(model, config)                       # needs global shapes only: before or after sharding
+fully_shard(layer, block_policy=routing.block_policy)           # keeps the optimizers' blocks whole
+optimizer = build_optimizer(model, config)                      # prints the routing and creates all states
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ def build_optimizer(
     agree: bool = False,
     zeroed: bool = True,
 ) -> torch.optim.Optimizer:
-    """The optimizer of ``model``'s trainable parameters, after sharding; all its states exist, and are zero.
+    """Build the optimizer of ``model``'s trainable parameters, after sharding; all of its states exist, as zeros.
 
     Args:
-        config: an :class:`OptimizerConfig`, or what :meth:`OptimizerConfig.of` makes one of: a run's configuration, a mapping, a name.
-        routing: from :func:`route_parameters`; None: routed now, which gives the same.
-        log: gets the routing table, on rank 0; None: nobody.
-        agree: agree with the other ranks before each step even where no optimizer communicates (with Muon they always do): the same
-            parameters everywhere, and no step where a gradient of any rank is NaN or Inf. Costs one small all-reduce.
-        zeroed: the states are zero. False: where their values are to come from elsewhere, some have none yet, and their memory is not
-            touched twice.
+        config: an :class:`OptimizerConfig`, or an input of :meth:`OptimizerConfig.of`: a run's configuration, a mapping, a name.
+        routing: result of :func:`route_parameters`; None: compute it now, with the same result.
+        log: called on rank 0 with the routing table; None: no log.
+        agree: agree with the other ranks before each step even if no optimizer communicates (with Muon they always agree). All ranks
+            then step the same parameters, and skip a step if any gradient is NaN or Inf. Costs one small all-reduce.
+        zeroed: fill the states with zeros. False: some states stay uninitialized, for a caller that fills them; this saves one write.
 
     Returns:
-        The one optimizer that steps everything, or a :class:`CombinedOptimizer`.
+        The only optimizer if it steps everything, or a :class:`CombinedOptimizer`.
 
     Raises:
-        ValueError: as :func:`route_parameters`; no trainable parameter; one on the meta device; what the optimizers themselves refuse.
+        ValueError: as :func:`route_parameters`; also if there is no trainable parameter, one is on the meta device, or an optimizer
+            refuses one.
     """
     chosen = OptimizerConfig.of(config)
     if log is not None and not callable(log):
@@ -70,7 +70,7 @@ def build_optimizer(
     by_optimizer: dict[Name, list[Route]] = {}
     for name in named:
         by_optimizer.setdefault(routing[name].optimizer, []).append(routing[name])
-    # What communicates in its step comes first: nothing is written yet if it fails.
+    # Optimizers that communicate in their step come first, so nothing is written yet if that fails.
     order = sorted(by_optimizer, key=lambda name: name != "muon")
     made = [_made(name, by_optimizer[name], named, chosen) for name in order]
     for optimizer in made:
@@ -86,7 +86,7 @@ def _made(name: Name, routes: Sequence[Route], named: Mapping[str, nn.Parameter]
     pairs = [(route.name, named[route.name]) for route in routes]
     made = optimizer_class(name)
     if name == "muon":
-        options.setdefault("adjust_lr_fn", "match_rms_adamw")  # so that one learning rate serves AdamW and Muon
+        options.setdefault("adjust_lr_fn", "match_rms_adamw")  # one learning rate then serves AdamW and Muon
         groups: dict[str, dict[str, Any]] = {}
         for route, pair in zip(routes, pairs, strict=True):
             group = groups.setdefault(repr(route.row_blocks), {"params": [], "row_blocks": route.row_blocks})
@@ -101,19 +101,19 @@ def _made(name: Name, routes: Sequence[Route], named: Mapping[str, nn.Parameter]
 
 @torch.no_grad()
 def create_states(optimizer: torch.optim.Optimizer, *, zeroed: bool = True) -> None:
-    """Let ``optimizer`` make the states that it would make in its first step; parameters and gradients stay.
+    """Create the states that ``optimizer`` would create in its first step; parameters and gradients stay.
 
-    ``zeroed``: they are zero, and not just there; False holds for Adam's family alone.
+    ``zeroed``: fill the states with zeros. False leaves them uninitialized, for Adam's family only.
 
-    States that exist from the start can be checkpointed, moved to other ranks, and filled before the first step. Optimizers that make
-    theirs at construction are left alone. Adam's family is asked for the states of a parameter of each kind, which the rest are made like.
-    Others take a step with zero gradients and a rate of zero, after which their states are set to zero, as torch's
-    ``get_optimizer_state_dict`` does; that takes several times as long, in the pause of each rescale.
+    Eager states can be checkpointed, moved to other ranks, and filled before the first step. Optimizers that create theirs at
+    construction are left alone. Adam's family creates states for one parameter of each kind, and the rest copy their form. Others take
+    a step with zero gradients and a learning rate of zero; their states are then zeroed, as in torch's ``get_optimizer_state_dict``.
+    Such a step takes several times as long, in the pause of each rescale.
     """
     without = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
     if not without:
         return
-    if isinstance(optimizer, torch.optim.Adam):  # AdamW is one, too
+    if isinstance(optimizer, torch.optim.Adam):  # includes AdamW
         for group in optimizer.param_groups:
             _ask_for_states(optimizer, group, zeroed)
         return
@@ -137,8 +137,11 @@ def create_states(optimizer: torch.optim.Optimizer, *, zeroed: bool = True) -> N
 
 
 def _ask_for_states(optimizer: torch.optim.Optimizer, group: dict[str, Any], zeroed: bool) -> None:
-    """Torch takes 60 us for each sharded state, which counts where there are hundreds, in the pause of a rescale: so it makes those of one
-    parameter of a kind."""
+    """Create the states of one group.
+
+    torch takes 60 us for each sharded state, and a rescale pauses for hundreds of them. torch therefore creates the states of one
+    parameter of each kind only.
+    """
     first: dict[tuple[torch.dtype, torch.device], RaggedDTensor] = {}
     for p in group["params"]:
         if not p.requires_grad or optimizer.state.get(p):
@@ -151,14 +154,14 @@ def _ask_for_states(optimizer: torch.optim.Optimizer, group: dict[str, Any], zer
                 continue
         grad = p.grad
         try:
-            p.grad = p.detach()  # it only looks whether there is one: any tensor of the shape will do
+            p.grad = p.detach()  # Adam only checks for None, so any tensor of the shape will do
             optimizer._init_group({**group, "params": [p]}, [], [], [], [], [], [])  # type: ignore[attr-defined]
         finally:
             p.grad = grad
 
 
 def _like(states: Mapping[str, Any], of: RaggedDTensor, p: RaggedDTensor, zeroed: bool) -> dict[str, Tensor] | None:
-    """States of ``p`` like fresh ones of ``of``; None: what these are is not known here."""
+    """Return states of ``p`` in the form of fresh ones of ``of``; None if a state is of an unknown kind."""
     made: dict[str, Tensor] = {}
     for key, value in states.items():
         if isinstance(value, RaggedDTensor) and value.shape == of.shape:
@@ -175,16 +178,15 @@ def _like(states: Mapping[str, Any], of: RaggedDTensor, p: RaggedDTensor, zeroed
 class CombinedOptimizer(torch.optim.Optimizer):
     """Several optimizers over different parameters as one: their param groups, states, state dicts and steps, one after the other.
 
-    Where one of them agrees with the other ranks before a step (Muon, or one that is told to by ``nonfinite``), all follow that one
-    decision: on the same parameters, and all of them skip a step whose gradients are not finite, or whatever the strictest ``nonfinite``
-    among them says.
+    If one of them agrees with the other ranks before a step (Muon, or one with ``nonfinite`` set), all follow that decision. They step
+    the same parameters, and the strictest ``nonfinite`` decides about gradients that are not finite.
 
     Args:
-        agree: agree also where none of them does by itself.
+        agree: agree even if no optimizer does so by itself.
 
     Attributes:
-        optimizers: in the order of their steps; groups and states are theirs.
-        skipped_steps: not taken so far, for gradients that were not finite.
+        optimizers: the parts, in the order of their steps; groups and states belong to them.
+        skipped_steps: number of steps skipped so far because gradients were not finite.
     """
 
     skipped_steps = 0
@@ -210,7 +212,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
     def _parameters(self) -> list[Tensor]:
         return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
 
-    # torch's Optimizer assigns these two in its constructor; here they are views of what the parts have.
+    # torch's Optimizer assigns these two in its constructor. Here they are views of the parts' values.
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -228,7 +230,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         pass
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not here: add it to one of ``optimizers``. (torch's constructor calls this once.)"""
+        """Raise ValueError: add the group to one of ``optimizers`` instead. (torch's constructor calls this once.)"""
         if self._built:
             raise ValueError(
                 "a combined optimizer does not know which part should step new parameters: add the group to one of .optimizers"
@@ -236,11 +238,11 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of every part. Collective if one of them communicates.
+        """Step every part. Collective if one of them communicates.
 
         Raises:
-            NonFiniteGradients, DisagreementError: as :meth:`Muon.step`; RuntimeError, ValueError: a gradient that a part can't step. Then
-                no part has stepped.
+            NonFiniteGradients, DisagreementError: as :meth:`Muon.step`. No part has stepped.
+            RuntimeError, ValueError: a part can't step a gradient. No part has stepped.
         """
         loss = None
         if closure is not None:
@@ -250,7 +252,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         fault = next((found for found in faults if found is not None), None)
         policy = self._policy()
         if policy is None:
-            if fault is not None:  # before another part has stepped
+            if fault is not None:  # raised before any part has stepped
                 raise fault
             for optimizer in self.optimizers:
                 optimizer.step()
@@ -285,7 +287,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _policy(self) -> str | None:
-        """What is done about NaN and Inf: the strictest that a part asks for. None: the ranks don't agree, nothing communicates."""
+        """Return the strictest ``nonfinite`` of the parts; None if the ranks don't agree, and nothing communicates."""
         asked = [part.nonfinite for part in self.optimizers if isinstance(part, Muon | BlockOptimizer)]
         strictest = next((policy for policy in ("raise", "skip") if policy in asked), None)
         if strictest is None and any(isinstance(part, Muon) for part in self.optimizers):
@@ -293,10 +295,10 @@ class CombinedOptimizer(torch.optim.Optimizer):
         return strictest or ("skip" if self._agree else None)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, each part by its own rules (checks, dtypes).
+        """Load as torch does, each part by its own rules (checks, dtypes).
 
         Raises:
-            ValueError: other groups, or a state that a part refuses. Nothing is changed then.
+            ValueError: the groups differ, or a part refuses a state. Nothing is changed then.
         """
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
@@ -314,13 +316,13 @@ class CombinedOptimizer(torch.optim.Optimizer):
             theirs.append(completed(optimizer, {"state": {i: unknown.pop(i) for i in ids}, "param_groups": own}))
         if unknown:
             raise ValueError(f"the state dict has states of parameters {list(unknown)[:3]}, which are in none of its param groups")
-        for optimizer, own_dict in zip(self.optimizers, theirs, strict=True):  # nothing is left to refuse
+        for optimizer, own_dict in zip(self.optimizers, theirs, strict=True):  # all checks have passed
             optimizer.load_state_dict(own_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def adopt_states(self) -> None:
-        """States were put in from outside: tell those optimizers that keep them elsewhere."""
+        """Notify the optimizers that keep states elsewhere that their states were replaced from outside."""
         for optimizer in self.optimizers:
             adopt = getattr(optimizer, "adopt_states", None)
             if adopt is not None:

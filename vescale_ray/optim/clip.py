@@ -1,7 +1,7 @@
 """Clipping by the global gradient norm, with the same result on any number of ranks.
 
-torch's ``clip_grad_norm_`` works on sharded parameters, too; its FP32 partial norms depend on where tensors are cut. Here
-partial sums are FP64: whatever the cuts, they agree to about 1e-15 relative, so that the FP32 norm that comes out is the same.
+torch's ``clip_grad_norm_`` also works on sharded parameters, but its FP32 partial norms depend on the cuts between ranks. Here
+partial sums are FP64. For any cuts they agree to about 1e-15 relative, so the resulting FP32 norm is the same.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ def clip_grad_norm_(
     leave_out: Iterable[torch.Tensor] = (),
     exact: bool = False,
 ) -> torch.Tensor:
-    """Scale all gradients so that their norm, taken together, is at most ``max_norm``. Collective: one all-reduce per mesh of
-    ``parameters``, whether this rank has gradients there or not.
+    """Scale all gradients so that their global norm is at most ``max_norm``.
+
+    Collective: one all-reduce per mesh of ``parameters``, even if this rank has no gradients there.
 
     Args:
-        parameters: sharded, plain, or both; those without a gradient are left out.
-        foreach: accepted for compatibility; the fused kernels are used where they exist.
-        leave_out: of ``parameters``, those that are neither counted nor scaled: Muon's, for example. Muon's update does not depend on
-            the size of its gradients, until clipping makes them so small that Newton-Schulz takes them for zero.
-        exact: sum without any rounding that depends on where tensors are cut (:func:`total_norm`); one all-reduce more.
+        parameters: sharded or plain tensors, or both; those without a gradient are left out.
+        foreach: accepted for compatibility; fused kernels are used if they exist.
+        leave_out: members of ``parameters`` that are neither counted nor scaled, for example Muon's. Muon's update does not depend on
+            the size of its gradients, unless clipping makes them so small that Newton-Schulz takes them for zero.
+        exact: sum without any rounding that depends on the cuts (:func:`total_norm`); costs one more all-reduce.
 
     Returns:
         The norm before clipping: a plain FP32 tensor of shape (), the same on all ranks.
 
     Raises:
         RuntimeError: the norm is NaN or infinite and ``error_if_nonfinite`` is set.
-        TypeError: ``parameters`` holds something else than tensors.
-        ValueError: a gradient still has a pending sum (Partial); ``max_norm`` is negative or NaN; ``norm_type`` is not above 0, or
+        TypeError: ``parameters`` holds something other than tensors.
+        ValueError: a gradient still has a pending sum (Partial); ``max_norm`` is negative or NaN; ``norm_type`` is not above 0, or is
             neither 2 nor infinite with ``exact``.
     """
     if not _is_number(max_norm) or not max_norm >= 0:
@@ -71,16 +72,21 @@ def clip_grad_norm_(
 
 
 def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0, *, exact: bool = False) -> torch.Tensor:
-    """The norm of all elements of ``tensors`` together, FP64, shape (), the same on all ranks. Collective, as :func:`clip_grad_norm_`.
+    """Return the norm of all elements of ``tensors`` together: FP64, shape (), the same on all ranks.
 
-    ``exact``: the same bits for every division of the elements among ranks and buffers (:mod:`vescale_ray.optim.exact_sum`).
+    Collective, as :func:`clip_grad_norm_`.
+
+    ``exact``: the same bits for every division of the elements over ranks and buffers (:mod:`vescale_ray.optim.exact_sum`).
     """
     return _norm([(tensor, True) for tensor in tensors], norm_type, exact)
 
 
 def _norm(tensors: list[tuple[torch.Tensor, bool]], norm_type: float | str, exact: bool = False) -> torch.Tensor:
-    """Of the tensors that are marked True. The others only tell of meshes whose ranks are asked: each rank may lack other gradients."""
-    number = math.inf if norm_type == "inf" else norm_type  # torch takes the name, too
+    """Return the norm of the tensors marked True.
+
+    The others only name meshes whose ranks take part, because ranks may lack different gradients.
+    """
+    number = math.inf if norm_type == "inf" else norm_type  # torch accepts the name, too
     if isinstance(number, str) or not _is_number(number) or not number > 0:
         raise ValueError(f"norm_type = {norm_type!r}: give a number above 0 (inf: the largest magnitude)")
     norm_type = float(number)
@@ -97,7 +103,7 @@ def _norm(tensors: list[tuple[torch.Tensor, bool]], norm_type: float | str, exac
     total = torch.zeros((), dtype=torch.float64, device=device)
     with torch.no_grad():
         for mesh, dims, locals_ in kinds.values():
-            held = [t for t in locals_ if t.numel()]
+            held = [t.abs() if t.is_complex() else t for t in locals_ if t.numel()]
             groups = [mesh.get_group(dim) for dim in dims if mesh.size(dim) > 1] if mesh is not None else []
             if exact and not infinite:
                 total = total + sum_of_squares(held, groups, device)
@@ -123,7 +129,7 @@ def _sum(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _sharded_over(tensor: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
-    """The mesh dimensions over which the ranks hold different elements."""
+    """Return the mesh, and its dimensions over which the ranks hold different elements."""
     if not isinstance(tensor, DTensor):
         return None, ()
     if any(p.is_partial() for p in tensor.placements):

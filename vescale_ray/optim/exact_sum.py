@@ -1,10 +1,12 @@
-"""The sum of squares of all elements of a set of tensors, as bits that don't depend on where the tensors are cut.
+"""Sum of squares of all elements of a set of tensors, with bits that don't depend on the cuts between ranks.
 
-Floating-point addition rounds, so that a sum depends on its order, and the order on which rank holds what. Here nothing rounds: each
-square is cut to a multiple of a fixed fraction of the largest one (that is elementwise, and the largest is a maximum), and multiples of
-one quantum add up exactly in any order as long as they stay below 2^53 of them. Two quanta, 2^-28 and 2^-56 of the largest square, keep
-56 bits of each: n elements make an error of n * 2^-57 of the largest square at most. The idea is Demmel's and Nguyen's (Fast reproducible
-floating-point summation, ARITH 2013); what is ours is that sums over ranks are of integers.
+A floating-point sum rounds, so it depends on its order, and the order depends on the sharding. Here no addition rounds. Each square
+is first rounded to a multiple of a quantum, a fixed fraction of the largest square. This is element-wise, and the largest is a
+maximum. Fewer than 2^53 multiples of one quantum add up exactly in any order.
+
+Two quanta, 2^-28 and 2^-56 of the largest square, keep 56 bits of each square. The error of n elements is at most n * 2^-57 of the
+largest square. The idea is Demmel's and Nguyen's (Fast reproducible floating-point summation, ARITH 2013). Unlike theirs, sums over
+ranks here are sums of integers.
 """
 
 from __future__ import annotations
@@ -21,17 +23,18 @@ from vescale_ray.optim.agree import largest_of_ranks
 
 _BITS, _LEVELS = 28, 2
 _CHUNK = 1 << 16
-"""Elements at a time: stays in the cache in FP64, and 2^16 multiples below 2^28 stay exact."""
+"""Elements per chunk. A chunk stays in the cache in FP64, and 2^16 multiples below 2^28 add up exactly."""
 
 
 def sum_of_squares(tensors: Sequence[torch.Tensor], groups: Sequence[dist.ProcessGroup], device: torch.device) -> torch.Tensor:
-    """FP64, shape (), the same on all ranks of ``groups``; NaN or infinite where an element or its square is. Collective: two
-    all-reduces per group.
+    """Return the sum: FP64, shape (), the same on all ranks of ``groups``; NaN or infinite if an element or its square is.
+
+    Collective: two all-reduces per group.
 
     Args:
-        tensors: of floating point, on any device; what this rank has.
-        groups: over whose ranks to sum, one after the other (those of a mesh's dimensions).
-        device: of the result and the collectives.
+        tensors: this rank's floating-point tensors, on any device.
+        groups: process groups to sum over, one after the other (those of a mesh's dimensions).
+        device: device of the result and the collectives.
     """
     largest = torch.zeros((), dtype=torch.float64, device=device)
     tensors = [t.detach() for t in tensors if t.numel()]
@@ -48,9 +51,9 @@ def sum_of_squares(tensors: Sequence[torch.Tensor], groups: Sequence[dist.Proces
     counts = torch.zeros(_LEVELS, dtype=torch.int64, device=device)
     for tensor in tensors:
         for chunk in tensor.reshape(-1).split(_CHUNK):
-            # A copy, also of FP64: the counting takes away from it.
+            # Copy even FP64 tensors, because _counts subtracts in place.
             counts += torch.stack(_counts(chunk.to(torch.float64, copy=True).square_(), quanta)).to(device)
-    # Two words each: the total of a large model may not fit into one.
+    # Each count travels as two words, because the total of a large model may overflow one.
     words = torch.stack([counts >> 32, counts & 0xFFFFFFFF])
     for group in groups:
         with waiting.counted("all_reduce"):
@@ -61,10 +64,10 @@ def sum_of_squares(tensors: Sequence[torch.Tensor], groups: Sequence[dist.Proces
 
 
 def _counts(rest: torch.Tensor, quanta: Sequence[float]) -> list[torch.Tensor]:
-    """How many of each quantum the elements of ``rest`` have together, int64; what is below the last is rounded."""
+    """Return the number of each quantum in the sum of ``rest``, int64; the part below the last quantum is rounded."""
     counts = []
     for quantum in quanta:
-        # Adding this and taking it away rounds to the nearest multiple of the quantum.
+        # Adding and subtracting this shift rounds to the nearest multiple of the quantum.
         shift = 1.5 * 2.0**52 * quantum
         multiple = (rest + shift).sub_(shift)
         counts.append((multiple.sum() / quantum).to(torch.int64))

@@ -1,7 +1,7 @@
-"""Matrices to their roots, orthogonalized, and back: the communication of Muon.
+"""Communication of Muon: matrices travel to their root ranks, are orthogonalized, and travel back.
 
-A *bucket* of matrices makes one round trip, in BF16, which loses nothing (Newton-Schulz rounds to BF16 before it does anything, and
-its result is BF16)::
+A *bucket* of matrices makes one round trip in BF16. This loses nothing, because Newton-Schulz rounds its input to BF16 and returns
+BF16::
 
     depart    every rank writes its pieces, ordered by root, into one buffer               -> one uneven all-to-all
     compute   a root joins the pieces in rank order, which is memory order; Newton-Schulz;
@@ -9,11 +9,11 @@ its result is BF16)::
     land      every rank has the updates of its pieces                                         (replicas share: one more)
 
     bucket 0   depart ~~~~~~~> compute ~~~~~~~~~~~~~~~~~~~~~~> land          ~~~ on the wire
-    bucket 1            depart ~~~~~~~~~~~> compute ~~~~~~~~~~~~~~~~~~> land     two buckets are under way at a time
+    bucket 1            depart ~~~~~~~~~~~> compute ~~~~~~~~~~~~~~~~~~> land     two buckets are in flight at a time
     bucket 2                               depart ~~~~~~~~~~~> ..
 
-What a rank roots and holds itself is not sent; a bucket of which nothing has to be sent needs no collective. Nothing is written to
-parameters or states here: if a collective fails, the step has not happened.
+A rank's own pieces of matrices that it roots are not sent. A bucket that sends nothing needs no collective. This module writes
+neither parameters nor states, so if a collective fails, no part of the step has happened.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from vescale_ray.optim.roots import Roots, assign_buckets, assign_roots
 
 WIRE = torch.bfloat16
 _TAG = 0x56530003
-"""Of our messages on gloo, apart from the engine's and a user's."""
+"""Tag of these messages on gloo, distinct from the engine's and from users' tags."""
 BUCKET_BYTES = 64 << 20
-"""Of BF16 that a root receives in one bucket, about. Large enough to hide a collective's latency, small against the states of a rank."""
+"""Approximate BF16 bytes that a root receives in one bucket. Large enough to hide a collective's latency, small against a rank's
+states."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ class Job:
     """One matrix.
 
     Attributes:
-        param: its parameter's index in the optimizer.
-        span: where in the parameter's section it lies.
-        cuts: rank -> elements of the matrix ``[begin, end)`` that it holds, in rank order, which is memory order.
-        offsets: rank -> where in its local tensor these begin.
-        rounds, eps: of Newton-Schulz.
+        param: index of its parameter in the optimizer.
+        span: its position in the parameter's section.
+        cuts: rank -> elements ``[begin, end)`` of the matrix on that rank, in rank order, which is memory order.
+        offsets: rank -> start of these elements in the rank's local tensor.
+        rounds, eps: parameters of Newton-Schulz.
     """
 
     param: int
@@ -65,20 +66,21 @@ class Job:
         return cls(param, span, cuts, offsets, rounds, eps)
 
     def local(self, rank: int) -> slice:
-        """Its elements in the flat local tensor of ``rank``."""
+        """Return its elements in the flat local tensor of ``rank``."""
         begin, end = self.cuts[rank]
         return slice(self.offsets[rank], self.offsets[rank] + end - begin)
 
 
 @dataclass(frozen=True)
 class Itinerary:
-    """Who orthogonalizes what, and when, in one domain (parameters that the same ranks share): the same on all its ranks.
+    """Plan of one domain (parameters that the same ranks share): the root of each matrix, and the buckets. All ranks have the same plan.
 
     Attributes:
         jobs: all matrices, in model order.
-        roots: by job: ``replica * world + rank``; replica 0 only (of every replica, then) where replicas don't share the work.
-        buckets: indices of jobs.
-        world, replicas: ranks that share a parameter, replicas that share the work (1: each does all of it).
+        roots: root of each job, as ``replica * world + rank``; if replicas don't share the work, replica is 0 and stands for each.
+        buckets: indices of the jobs in each bucket.
+        world: number of ranks that share a parameter.
+        replicas: number of replicas that share the work (1: each replica does all of it).
     """
 
     jobs: tuple[Job, ...]
@@ -88,11 +90,11 @@ class Itinerary:
     replicas: int
 
     def where(self, index: int) -> tuple[int, int]:
-        """(replica, rank) of a job's root."""
+        """Return (replica, rank) of a job's root."""
         return divmod(self.roots.root[index], self.world)
 
     def sent_bytes(self) -> tuple[int, ...]:
-        """Bytes that each rank sends in a step, both ways, in each replica's own group; by ``replica * world + rank``."""
+        """Return the bytes that each rank sends in a step, both ways, in each replica's own group, by ``replica * world + rank``."""
         sent = [0] * (self.world * self.replicas)
         for index, job in enumerate(self.jobs):
             replica, root = self.where(index)
@@ -103,24 +105,24 @@ class Itinerary:
         return tuple(sent)
 
     def travels(self, bucket: Sequence[int], replica: int) -> bool:
-        """Whether anything of a bucket has to be sent in a replica's group."""
+        """Return whether any piece of a bucket must be sent in a replica's group."""
         found = ((self.where(i), self.jobs[i].cuts) for i in bucket)
         return any(rank != root for (where, root), cuts in found if where == replica for rank in cuts)
 
     @property
     def collectives(self) -> int:
-        """All-to-alls of a step in a replica's group (the busiest one's): two per bucket of which something has to be sent."""
+        """Number of all-to-alls of a step in the busiest replica's group: two per bucket that sends anything."""
         return 2 * max(sum(self.travels(bucket, q) for bucket in self.buckets) for q in range(self.replicas))
 
     def fingerprint(self) -> str:
-        """Equal where the plan is."""
+        """Return a text that is equal for equal plans."""
         return repr(
             (self.world, self.replicas, self.roots.root, self.buckets, [(j.param, j.span, tuple(j.cuts.items())) for j in self.jobs])
         )
 
 
 def plan(jobs: Sequence[Job], world: int, *, replicas: int = 1, bucket_bytes: int = BUCKET_BYTES) -> Itinerary:
-    """Choose roots by cost and locality over all jobs, then buckets. Pure; the same on every rank."""
+    """Choose roots by cost and locality over all jobs, then buckets. A pure function with the same result on every rank."""
     costs = [flops(job.span.rows, job.span.cols, len(job.rounds.triples)) for job in jobs]
     held = [{replica * world + rank: numel for replica in range(replicas) for rank, numel in held_numel(job.cuts).items()} for job in jobs]
     roots = assign_roots(costs, held, world * replicas)
@@ -129,16 +131,16 @@ def plan(jobs: Sequence[Job], world: int, *, replicas: int = 1, bucket_bytes: in
 
 
 Update = Callable[[Job, slice], Tensor]
-"""Flat elements of what is to be orthogonalized, any dtype: of a job, this slice of the local tensor."""
+"""Function that returns the input of the orthogonalization, flat and of any dtype, for a job and a slice of the local tensor."""
 
 
 class Exchange:
-    """Carries an :class:`Itinerary` out, on one rank.
+    """Executor of an :class:`Itinerary` on one rank.
 
     Args:
-        held: any of the domain's parameters' holding: they share the groups.
-        device: of the buffers and of Newton-Schulz.
-        home: of the parameters, where updates are wanted: another one with CPU offload.
+        held: the holding of any parameter of the domain; all share the groups.
+        device: device of the buffers and of Newton-Schulz.
+        home: device of the parameters and of the returned updates; it differs with CPU offload.
     """
 
     def __init__(
@@ -153,7 +155,7 @@ class Exchange:
         self._legs: tuple[frozenset[int], list[_Leg]] | None = None
 
     def run(self, update: Update, active: frozenset[int]) -> dict[int, Tensor]:
-        """Orthogonalized updates of this rank's pieces, flat BF16, by job index; of the jobs whose parameters are ``active``.
+        """Return the orthogonalized updates of this rank's pieces, flat BF16, by job index, for jobs whose parameters are ``active``.
 
         Collective over the domain; every rank calls it with the same ``active``.
         """
@@ -177,14 +179,14 @@ class Exchange:
 
     def _send(self, buffer: Tensor, given: Sequence[int], wanted: Sequence[int], group: dist.ProcessGroup | None) -> tuple[Tensor, Any]:
         arriving = buffer.new_empty(sum(wanted))
-        if group is not None and is_pairwise(group, buffer.device):  # as fast as gloo's own; a wait ends when a peer dies half way
+        if group is not None and is_pairwise(group, buffer.device):  # as fast as gloo's own, and the wait ends if a peer dies meanwhile
             return arriving, all_to_all(arriving, buffer, wanted, given, group, _TAG)
         return arriving, dist.all_to_all_single(arriving, buffer, list(wanted), list(given), group=group, async_op=True)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Elements ``[begin, end)`` of a job's matrix, which are elements ``[at, at + end - begin)`` of a message."""
+    """Elements ``[begin, end)`` of a job's matrix, at elements ``[at, at + end - begin)`` of a message."""
 
     job: int
     begin: int
@@ -193,14 +195,14 @@ class _Piece:
 
 
 class _Leg:
-    """What one rank sends, receives and computes of a bucket; found once, used in every step.
+    """One rank's part of a bucket: its sends, receives and matrices; computed once, used in every step.
 
     Attributes:
-        mine: jobs that are rooted here.
-        own: of these, which elements this rank holds itself.
-        outgoing, incoming: pieces in the message to the roots, by root; and in that from the holders, by holder.
+        mine: jobs whose root is this rank.
+        own: for each of these, the elements that this rank holds itself.
+        outgoing, incoming: pieces in the message to the roots, by root; pieces in the message from the holders, by holder.
         given, wanted: elements of these messages, by rank.
-        theirs: with shared replicas: by replica, this rank's pieces that are rooted there; with their sizes.
+        theirs: by replica, this rank's pieces whose root is in that replica; ``sizes`` has their elements.
     """
 
     def __init__(self, exchange: Exchange, chosen: Sequence[int]) -> None:
@@ -226,7 +228,7 @@ class _Leg:
             elif rank in cuts:
                 by_root[root].append(i)
         self.travels = plan.travels(chosen, exchange.replica)
-        """Whether anything has to be sent, by any rank of the group: all of them know."""
+        """Whether any rank of the group must send anything; the same on all ranks."""
         self.outgoing, self.given = _message(by_root, lambda i, _: plan.jobs[i].cuts[rank])
         self.incoming, self.wanted = _message(by_holder, lambda i, holder: plan.jobs[i].cuts[holder])
         self.sizes = [sum(_numel(plan.jobs[i], rank) for i in indices) for indices in self.theirs]
@@ -237,7 +239,7 @@ class _Leg:
 
 
 def _message(by_rank: Sequence[Sequence[int]], cut: Callable[[int, int], tuple[int, int]]) -> tuple[list[_Piece], list[int]]:
-    """Pieces one after the other, and how many elements are of each rank."""
+    """Return the pieces in message order, and the number of elements for each rank."""
     pieces: list[_Piece] = []
     sizes: list[int] = []
     position = 0
@@ -252,7 +254,7 @@ def _message(by_rank: Sequence[Sequence[int]], cut: Callable[[int, int], tuple[i
 
 
 class _Bucket:
-    """One bucket of one step, on its way."""
+    """One bucket of one step, in flight."""
 
     def __init__(self, exchange: Exchange, leg: _Leg) -> None:
         self._exchange, self._leg, self._jobs = exchange, leg, exchange.itinerary.jobs
@@ -285,7 +287,7 @@ class _Bucket:
         for piece in leg.incoming:
             buffer[piece.at : piece.at + piece.end - piece.begin] = whole[piece.job][piece.begin : piece.end]
         for i, (begin, end) in leg.own.items():
-            # A copy of a part, so that the matrix does not stay alive for it.
+            # Clone a part, so that it does not keep the whole matrix alive.
             self._own[i] = whole[i] if end - begin == whole[i].numel() else whole[i][begin:end].clone()
         if leg.travels:
             self._arriving, self._work = self._exchange._send(buffer, leg.wanted, leg.given, self._exchange.group)
@@ -298,7 +300,7 @@ class _Bucket:
         return self._shared_with_replicas(landed) if self._exchange.shared else landed
 
     def _shared_with_replicas(self, landed: dict[int, Tensor]) -> dict[int, Tensor]:
-        """The updates of this rank's pieces that other replicas computed, for ours: one all-to-all between the replicas."""
+        """Exchange with the other replicas the updates that each computed of this rank's pieces: one all-to-all."""
         leg, me, replicas = self._leg, self._exchange.replica, self._exchange.itinerary.replicas
         mine = [landed[i] for i in leg.theirs[me]]
         packed = torch.cat(mine) if mine else torch.empty(0, dtype=WIRE, device=self._exchange.device)
@@ -314,7 +316,7 @@ class _Bucket:
         return landed
 
     def _joined(self, index: int) -> Tensor:
-        """The matrix with this rank's own part in its place."""
+        """Return the matrix with this rank's own part filled in."""
         span, own = self._jobs[index].span, self._own.get(index)
         if own is not None and own.numel() == span.numel:
             return own.view(span.rows, span.cols)
@@ -342,7 +344,7 @@ def _numel(job: Job, rank: int) -> int:
 
 
 def domains(holdings: Iterable[tuple[int, Holding]]) -> dict[tuple[str, str], list[int]]:
-    """Indices of parameters by domain, in the order of the parameters, which is the same on every rank."""
+    """Return the indices of parameters by domain, in the order of the parameters, which is the same on every rank."""
     found: dict[tuple[str, str], list[int]] = {}
     for index, held in holdings:
         found.setdefault(held.domain, []).append(index)

@@ -1,8 +1,8 @@
 """Flat: an element-wise optimizer with one tensor per buffer instead of one per parameter.
 
-The sharded parameters of a group are neighbours in one flat shard, and so are their gradients. An optimizer that treats every element
-alike (SGD, Adam, AdamW, RMSprop, Lion, ..) need not know where one ends and the next begins: it gets the flat pieces, and takes one kernel
-where it would take one for each parameter, and no dispatch of DTensors at all.
+The sharded parameters of a group are adjacent in one flat shard, and so are their gradients. An element-wise optimizer (SGD, Adam,
+AdamW, RMSprop, Lion, ..) does not depend on the borders between parameters. It gets the flat pieces and launches one kernel per
+piece instead of one per parameter, without any DTensor dispatch.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch.distributed.tensor import DTensor
 from vescale_ray.collectives import in_parameter_order
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.optim.loading import StrictLoading
-from vescale_ray.optim.parameters import local_of, take_sharded
+from vescale_ray.optim.parameters import in_order, local_of, take_sharded
 from vescale_ray.planner import START_BYTES
 
 _SCALARS = {"step", "mu_product", "eta", "mu"}
-"""States of one element of torch's optimizers, whatever the parameter's shape."""
+"""Names of torch's one-element states; their shape does not depend on the parameter."""
 
 NOT_ELEMENTWISE = {"Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP", "AdamW8bit", "SparseAdam"}
 
 
 class _Piece:
-    """Neighbours of one param group: ``flat`` is the memory from the first one's start to the last one's end."""
+    """Adjacent parameters of one param group; ``flat`` is the memory from the start of the first to the end of the last."""
 
     def __init__(self, members: list[torch.Tensor]) -> None:
         self.members = members
@@ -39,7 +39,7 @@ class _Piece:
         self._from = (base.untyped_storage()._cdata, base.storage_offset())
 
     def check(self) -> None:
-        """The parameters are still where they were.
+        """Check that the parameters are still at their addresses.
 
         Raises:
             RuntimeError: they were moved (``model.to(..)``, ``to_empty``) since the optimizer was built.
@@ -49,13 +49,15 @@ class _Piece:
             raise RuntimeError("the model's parameters were moved or cast since the Flat optimizer was built: build it again")
 
     def runs(self, label: Callable[[torch.Tensor], Any]) -> list[tuple[int, _Piece]]:
-        """Neighbours of the same ``label``, each with the start of its memory in this piece's."""
+        """Split into runs of equal ``label``; return each with its offset in this piece."""
         found = [list(run) for _, run in groupby(range(len(self.members)), key=lambda index: label(self.members[index]))]
         return [(int(self.starts[run[0]]), _Piece([self.members[index] for index in run]) if len(found) > 1 else self) for run in found]
 
     def gradient(self) -> torch.Tensor | None:
-        """The gradients of all members, as one: where they lie if they lie as the parameters do, else copied together. None: there are
-        none."""
+        """Return the gradients of all members as one tensor, or None if there are none.
+
+        If the gradients lie like the parameters, the result is a view; otherwise it is a copy.
+        """
         grads = [p.grad for p in self.members]
         locals_ = [local_of(grad) for grad in grads if grad is not None]
         if not locals_:
@@ -74,11 +76,11 @@ class _Piece:
         return whole
 
     def holds(self, state: Any) -> bool:
-        """Whether a state has an element for each of ``flat``'s."""
+        """Return whether a state has one element for each element of ``flat``."""
         return isinstance(state, torch.Tensor) and state.shape == self.flat.shape
 
     def view(self, state: torch.Tensor, index: int) -> torch.Tensor:
-        """Member ``index``'s part of a state of ``flat``'s shape, as a tensor like that parameter."""
+        """Return member ``index``'s part of a state of ``flat``'s shape, shaped and placed like the parameter."""
         param, start = self.members[index], self.starts[index]
         local = local_of(param)
         part = state[start : start + local.numel()].view(local.shape)
@@ -88,30 +90,31 @@ class _Piece:
 class Flat(StrictLoading):
     """``optimizer_class`` over the flat shards of ``params``.
 
-    An ``Optimizer`` like any other: param groups (parameters of several groups in one buffer are several pieces), learning-rate
-    schedulers, hooks, closures, and a ``state_dict`` with a state for each parameter, as ``optimizer_class`` would have.
+    It has the full ``Optimizer`` interface: param groups, learning-rate schedulers, hooks, closures, and a ``state_dict`` with a state
+    for each parameter. If one buffer holds parameters of several groups, it forms several pieces.
 
     Args:
-        params: as for any optimizer; sharded by ``fully_shard``, or plain tensors. The order does not matter.
-        optimizer_class: of ``torch.optim``, or with its interface; element-wise, with states shaped like the parameter or of one
-            element.
-        options: for ``optimizer_class``.
+        params: parameters or param groups, in any order; sharded by ``fully_shard``, or plain tensors.
+        optimizer_class: a class of ``torch.optim``, or one with its interface. It must be element-wise; each state has the
+            parameter's shape or one element.
+        options: options for ``optimizer_class``.
 
     Raises:
-        TypeError: something else than the class of an optimizer.
-        ValueError: an optimizer that is known not to be element-wise; parameters that ``fully_shard`` has replaced.
+        TypeError: ``optimizer_class`` is not the class of an optimizer.
+        ValueError: the optimizer is known not to be element-wise, or ``fully_shard`` has replaced a parameter.
     """
 
     def __init__(self, params: Iterable[Any], optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> None:
         if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
-            raise TypeError(f"optimizer_class is {optimizer_class!r}: give the class of an optimizer, as torch.optim.AdamW")
+            shown = repr(optimizer_class) if isinstance(optimizer_class, str | type) else f"a {type(optimizer_class).__name__}"
+            raise TypeError(f"optimizer_class is {shown}: give the class of an optimizer, as torch.optim.AdamW")
         if optimizer_class.__name__ in NOT_ELEMENTWISE:
             raise ValueError(f"{optimizer_class.__name__} is not element-wise: it needs to know where a parameter begins; use it by itself")
         self._class, self._options = optimizer_class, options
         self._inner: torch.optim.Optimizer | None = None
         self._pieces: list[list[_Piece]] = []
-        # The class knows the defaults of its options, and checks them.
-        super().__init__(params, optimizer_class([torch.nn.Parameter(torch.zeros(1))], **options).defaults)
+        # The class itself supplies and checks the defaults of its options.
+        super().__init__(in_order(type(self).__name__, params), optimizer_class([torch.nn.Parameter(torch.zeros(1))], **options).defaults)
         self._build()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -135,7 +138,7 @@ class Flat(StrictLoading):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_pieces" not in self.__dict__:  # unpickled or copied: parameters and states are elsewhere now
+        if "_pieces" not in self.__dict__:  # unpickled or copied: parameters and states have new addresses
             states = {index: dict(self.state[p]) for index, p in enumerate(self._parameters()) if p in self.state}
             self._build()
             self._fill(states)
@@ -165,7 +168,7 @@ class Flat(StrictLoading):
         return loss
 
     def _split(self, label: Callable[[torch.Tensor], Any]) -> None:
-        """Cut the pieces whose members differ in ``label``, and their states with them: what is not stepped together is no one tensor."""
+        """Split pieces whose members differ in ``label``, with their states, because one tensor is stepped as a whole."""
         assert self._inner is not None
         for pieces, group in zip(self._pieces, self._inner.param_groups, strict=True):
             runs = [(piece, piece.runs(label)) for piece in pieces]
@@ -184,10 +187,10 @@ class Flat(StrictLoading):
         self._show()
 
     def _show(self) -> None:
-        """Let :attr:`state` of every parameter look into the states of its piece; once, since these stay where they are.
+        """Fill :attr:`state` of every parameter with views of its piece's states; once is enough, because these never move.
 
-        The states come in the order of the parameters. Which of these are neighbours in memory differs by rank, and whoever gathers
-        states goes through them in this order.
+        The states come in the order of the parameters. Adjacency in memory differs by rank, and collectives over states follow this
+        order.
         """
         assert self._inner is not None
         changed = False
@@ -202,8 +205,10 @@ class Flat(StrictLoading):
             in_parameter_order(self.state, self._parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        """A state for each parameter, as ``optimizer_class`` over the parameters would have it. Tensors are the states themselves, but
-        for those of one element (``step``), which parameters of a piece share here: each gets its own."""
+        """Return a state for each parameter, as ``optimizer_class`` over the parameters would.
+
+        Tensors are the states themselves, except one-element states (``step``). A piece's parameters share those, so each gets a copy.
+        """
         found: dict[str, Any] = super().state_dict()
         ordered = self._parameters()
         for index, states in found["state"].items():
@@ -214,7 +219,7 @@ class Flat(StrictLoading):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Takes the state dict of a Flat optimizer, or of ``optimizer_class`` over the same parameters.
+        """Load the state dict of a Flat optimizer, or of ``optimizer_class`` over the same parameters.
 
         Raises:
             ValueError: as :meth:`StrictLoading.load_state_dict`.
@@ -223,14 +228,14 @@ class Flat(StrictLoading):
         self._fill({index: dict(self.state[p]) for index, p in enumerate(self._parameters()) if p in self.state})
 
     def adopt_states(self) -> None:
-        """What stands in :attr:`state` (and in the param groups) was put there from outside, by a checkpoint: from now on step from it."""
+        """Take over the contents of :attr:`state` and of the param groups after a checkpoint has replaced them."""
         states = {index: dict(self.state[p]) for index, p in enumerate(self._parameters()) if self.state.get(p)}
-        self._build()  # parameters that were on the meta device are others now
+        self._build()  # parameters from the meta device have new memory now
         self._fill(states)
 
     @torch.no_grad()
     def _fill(self, states: dict[int, dict[str, Any]]) -> None:
-        """States by the position of the parameter, written into the pieces."""
+        """Write ``states``, by the position of the parameter, into the pieces."""
         assert self._inner is not None
         position = {id(p): index for index, p in enumerate(self._parameters())}
         self._split(lambda p: _signature(states.get(position[id(p)], {}), p))
@@ -257,7 +262,7 @@ class Flat(StrictLoading):
 
 
 def _is_like(key: str, values: list[Any], params: list[torch.Tensor]) -> bool:
-    """Whether a state has an element for each of its parameter's. Of a plain parameter without dimensions its name has to tell."""
+    """Return whether a state has one element for each element of its parameter; for a plain 0-d parameter the name decides."""
     for value, param in zip(values, params, strict=True):
         if not isinstance(value, torch.Tensor) or value.shape != param.shape or isinstance(value, DTensor) != isinstance(param, DTensor):
             return False
@@ -267,7 +272,7 @@ def _is_like(key: str, values: list[Any], params: list[torch.Tensor]) -> bool:
 
 
 def _signature(states: dict[str, Any], param: torch.Tensor) -> list[Any]:
-    """What parameters must have in common to be stepped as one: the kinds of their states, and those that are no tensors like them."""
+    """Return the properties that parameters must share to be stepped as one: state names, and values of states not shaped like them."""
     return [(key, None if _is_like(key, [value], [param]) else _number(value)) for key, value in states.items()]
 
 
@@ -280,17 +285,20 @@ def _number(value: Any) -> Any:
 
 
 def _next_start(param: torch.Tensor, end: int) -> int:
-    """Where a parameter can begin at the earliest in a shard, behind one that ends at ``end``: what lies before is padding, zero and
-    without gradient. A small parameter of another param group, or of none, may lie behind that. Of plain tensors nothing is known."""
+    """Return the earliest start of a parameter behind one that ends at ``end`` in a shard.
+
+    The space before it is zero padding without gradient. A small parameter of another param group, or of none, may lie behind it. Plain
+    tensors have no padding.
+    """
     quantum = START_BYTES // param.element_size() if isinstance(param, DTensor) else 1
     return -(-end // quantum) * quantum
 
 
 def _pieces(params: list[torch.Tensor]) -> list[_Piece]:
-    """Neighbours in memory, together. Parameters of which this rank has nothing are pieces of no elements, so that they have states."""
+    """Group parameters that are adjacent in memory. Parameters without elements on this rank form empty pieces, so they have states."""
     runs: list[list[torch.Tensor]] = []
     end, where = -1, None
-    buffers: dict[int, int] = {}  # in the order of the parameters: addresses differ by rank
+    buffers: dict[int, int] = {}  # in the order of the parameters, because addresses differ by rank
     for param in params:
         buffers.setdefault(local_of(param).untyped_storage()._cdata, len(buffers))
     for param in sorted(params, key=lambda p: (buffers[local_of(p).untyped_storage()._cdata], local_of(p).storage_offset())):

@@ -1,11 +1,11 @@
-"""What Shampoo and SOAP share: two factors per block, kept in FP32, and their roots and bases, which survive failures.
+"""Common part of Shampoo and SOAP: two FP32 factors per block, and their roots and bases, which survive numerical failures.
 
-For a block g of r x c elements there are ``left`` (r x r), a moving average of g g^T, and ``right`` (c x c), of g^T g. Blocks lie in one
-matrix each (:class:`~vescale_ray.optim.blocks.Grid`) and are never cut, so that factors are local. States of blocks are ragged tensors of
-shape ``(*lead, bands, columns, r, r)``; a smaller block at an edge uses the upper left corner of its entry.
+A block g of r x c elements has the factors ``left`` (r x r), a moving average of g g^T, and ``right`` (c x c), of g^T g. Each block
+lies in one matrix (:class:`~vescale_ray.optim.blocks.Grid`) and is never cut, so factors are local. States of blocks are ragged
+tensors of shape ``(*lead, bands, columns, r, r)``; a smaller block at an edge uses the upper left corner of its entry.
 
-Each block is worked on by itself, from a copy of its elements: a matrix product or decomposition then gets the same numbers in the
-same memory layout on any number of ranks, and gives the same bits.
+Each block is processed by itself, on a copy of its elements. A matrix product or decomposition then gets the same numbers in the same
+memory layout on any number of ranks, and gives the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vescale_ray.optim.parameters import check_number, local_of
 
 DEFAULT_BLOCK = Block.tile(256, 256)
 MAX_SIDE = 8192
-"""Of a block: a factor of this side takes 256 MiB, and its decomposition minutes on a CPU."""
+"""Largest side of a block. A factor of this side takes 256 MiB, and its decomposition takes minutes on a CPU."""
 
 Factors = dict[str, Tensor]
 
@@ -35,10 +35,10 @@ class PreconditionerWarning(UserWarning):
 
 
 class BlockView(NamedTuple):
-    """One block of a parameter: where its elements lie in the rank's flat part, and its entry in the states of blocks."""
+    """One block of a parameter: its elements in the rank's flat part, and its entry in the states of blocks."""
 
     elements: Callable[[Tensor], Tensor]
-    """Of a flat tensor the block's elements, a view of shape ``(rows, cols)``."""
+    """Function that returns the block's elements of a flat tensor, as a view of shape ``(rows, cols)``."""
     entry: int
     rows: int
     cols: int
@@ -51,7 +51,7 @@ class BlockView(NamedTuple):
 
 
 def block_views(grid: Grid, span: tuple[int, int]) -> Iterator[BlockView]:
-    """The blocks of elements ``span``, in order."""
+    """Yield the blocks of elements ``span``, in order."""
     for region in grid.regions(*span):
         for band in range(region.bands):
             start = region.element + band * region.band_numel
@@ -66,33 +66,33 @@ def block_views(grid: Grid, span: tuple[int, int]) -> Iterator[BlockView]:
 
 
 class KroneckerOptimizer(BlockOptimizer):
-    """Steps matrices block by block with two factors each, and everything else by AdamW.
+    """Optimizer that steps matrices block by block with two factors each, and all other parameters by AdamW.
 
     Attributes:
-        kept_roots: how often a root or basis could not be computed, in FP32 nor in FP64, and the last good one was kept.
+        kept_roots: number of times that a root or basis failed in FP32 and in FP64, and the last good one was kept.
     """
 
     kept_roots: int = 0
 
     _block_states: tuple[str, str]
-    """The two states beside ``left`` and ``right`` that have an entry per block, and are the identity at first."""
+    """The two further per-block states beside ``left`` and ``right``; they start as the identity."""
 
     @classmethod
     def block_policy(cls, block: Block | str = DEFAULT_BLOCK) -> Callable[[str, nn.Parameter], Block | None]:
-        """The ``block_policy`` for ``fully_shard`` that keeps this optimizer's blocks whole.
+        """Return the ``block_policy`` for ``fully_shard`` that keeps this optimizer's blocks whole.
 
-        By shape alone, also for embeddings and heads: ``fully_shard`` knows a parameter by its name inside of a unit, which does not
-        tell the model's ``output`` from an attention's.
+        It goes by shape alone, also for embeddings and heads. ``fully_shard`` passes a parameter's name inside its unit, which does not
+        distinguish the model's ``output`` from an attention's.
         """
         return lambda name, param: block_of("", tuple(param.shape), block)
 
     @abstractmethod
     def _element_states(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The states of a matrix that have its shape."""
+        """Return the names of a matrix's states that have its shape."""
 
     @abstractmethod
     def _step_block(self, block: BlockView, group: dict[str, Any], step: int, flat: dict[str, Tensor], factors: Factors) -> Tensor:
-        """The block's update, to be subtracted times lr. ``flat``: gradient and element states; ``factors``: the states of blocks."""
+        """Return the block's update, to be scaled by lr. ``flat`` holds gradient and element states, ``factors`` the states of blocks."""
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_common(group)
@@ -159,7 +159,7 @@ class KroneckerOptimizer(BlockOptimizer):
                 target.copy_(values.view(target.shape))
 
     def _move_factors(self, block: BlockView, grad: Tensor, group: dict[str, Any], factors: Factors) -> tuple[Tensor, Tensor]:
-        """Add the block's gradient to its factors; copies of them."""
+        """Add the block's gradient to its factors, and return copies of them."""
         beta = float(group["betas"][1] if group["factor_beta"] is None else group["factor_beta"])
         weight = 1.0 if beta == 1.0 else 1.0 - beta
         moved = []
@@ -170,14 +170,14 @@ class KroneckerOptimizer(BlockOptimizer):
         return moved[0], moved[1]
 
     def _refresh(self, stored: Tensor, made: Tensor | None) -> None:
-        """Keep a new root or basis; or, where there is none, the last good one."""
+        """Store a new root or basis; if there is none, keep the last good one and warn once."""
         if made is not None:
             stored.copy_(made)
             return
         if not self.kept_roots:
             warnings.warn(
                 f"{type(self).__name__}: a preconditioner could not be computed in FP32 nor in FP64 (its factor is not finite, or the "
-                "decomposition failed); the last good one is used from now on, here and wherever it happens again (counted in kept_roots)",
+                "decomposition failed); the last good one stays in use. kept_roots counts such failures; this is the only warning",
                 PreconditionerWarning,
                 stacklevel=2,
             )
@@ -185,22 +185,22 @@ class KroneckerOptimizer(BlockOptimizer):
 
 
 def own(x: Tensor) -> Tensor:
-    """A copy in memory of its own: contiguous, and aligned as every other."""
+    """Return a contiguous copy in new memory, so that all copies have the same alignment."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def has_factors(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a parameter is stepped in blocks: matrices and stacks of matrices that are no embedding and no head (by name)."""
+    """Return whether a parameter is stepped in blocks: matrices and stacks of matrices, except embeddings and heads (by name)."""
     return len(shape) in (2, 3) and 0 not in shape and not is_embedding_or_head(name)
 
 
 def block_of(name: str, shape: tuple[int, ...], block: Block | str = DEFAULT_BLOCK) -> Block | None:
-    """What :class:`KroneckerOptimizer` needs of a parameter's sharding: the piece that must not be cut; None: cut it anywhere."""
+    """Return the piece of a parameter that :class:`KroneckerOptimizer` must not have cut; None: cut it anywhere."""
     return Grid.of(shape, parse_block(block)).policy_block() if has_factors(name, shape) else None
 
 
 def in_fp32_then_fp64(make: Callable[[torch.dtype], Tensor]) -> Tensor | None:
-    """``make(torch.float32)``, or, if that fails or is not finite, ``make(torch.float64)`` as FP32; None if both fail."""
+    """Return ``make(torch.float32)``; if it fails or is not finite, ``make(torch.float64)`` as FP32; None if both fail."""
     for dtype in (torch.float32, torch.float64):
         try:
             made = make(dtype).to(torch.float32)
@@ -212,10 +212,10 @@ def in_fp32_then_fp64(make: Callable[[torch.dtype], Tensor]) -> Tensor | None:
 
 
 def inverse_root(factor: Tensor, root: float, eps: float) -> Tensor | None:
-    """``(factor + eps) ** (-1 / root)`` of a symmetric positive semi-definite matrix, or None if it can't be computed.
+    """Return ``(factor + eps) ** (-1 / root)`` of a symmetric positive semi-definite matrix, or None if it can't be computed.
 
-    Eigenvalues below what FP32 resolves beside the largest (``n * 2**-23`` of it) are noise, and count as that much: else a rank-deficient
-    factor would blow up directions in which no gradient has ever been.
+    FP32 resolves eigenvalues down to ``n * 2**-23`` of the largest. Smaller ones are noise, and are raised to this floor. Otherwise a
+    rank-deficient factor would amplify directions that never had a gradient.
     """
     if not bool(torch.isfinite(factor).all()):
         return None
@@ -229,14 +229,14 @@ def inverse_root(factor: Tensor, root: float, eps: float) -> Tensor | None:
 
 
 def eigenbasis(factor: Tensor) -> Tensor | None:
-    """Eigenvectors of a symmetric matrix as columns, largest eigenvalue first, or None."""
+    """Return the eigenvectors of a symmetric matrix as columns, largest eigenvalue first, or None."""
     if not bool(torch.isfinite(factor).all()):
         return None
     return in_fp32_then_fp64(lambda dtype: torch.linalg.eigh(factor.to(dtype))[1].flip(1))
 
 
 def refined_basis(factor: Tensor, basis: Tensor) -> Tensor | None:
-    """One step of orthogonal iteration from ``basis``: the Q of ``factor @ basis``; or None. Columns keep their places."""
+    """Take one step of orthogonal iteration: return the Q of ``factor @ basis``, or None. Columns keep their places."""
     if not bool(torch.isfinite(factor).all()):
         return None
     return in_fp32_then_fp64(lambda dtype: torch.linalg.qr(factor.to(dtype) @ basis.to(dtype))[0])

@@ -1,8 +1,8 @@
-"""Loading optimizer states: all of what is there is replaced, or nothing is. No state starts from zero because a file had none.
+"""Loading of optimizer states: either all existing states are replaced, or none.
 
-torch's own ``load_state_dict`` takes what it finds. A state dict without a parameter's state leaves that parameter without one, and the
-next step makes it anew, from zero, as if nothing had happened; states of another shape fail in that step, or broadcast. And an older state
-dict without some key of a param group fails there, too.
+torch's own ``load_state_dict`` accepts incomplete state dicts. If a parameter's state is missing, the next step silently recreates
+it from zero. States of another shape fail in that step, or broadcast. If an older state dict lacks a key of a param group, the
+step fails, too. The classes here check first.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _OF_THE_MODEL = ("params", "param_names")
 
 
 class StrictLoading(torch.optim.Optimizer):
-    """An optimizer whose ``load_state_dict`` refuses what does not fit the states that are there. To be inherited from before torch's."""
+    """An optimizer whose ``load_state_dict`` refuses states that do not match the existing ones. Inherit from it before torch's class."""
 
     def _check_loaded_group(self, group: Mapping[str, Any], theirs: dict[str, Any]) -> None:
-        """Raise ValueError if a loaded param group, completed by this one's own values, can't take this one's place."""
+        """Raise ValueError if a loaded param group, completed by this group's values, can't replace this group."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """As torch's; keys that a loaded param group does not have keep their value.
+        """Load as torch does; keys that a loaded param group lacks keep their value.
 
         Raises:
-            ValueError: the state of a parameter that has one here is missing, or has other keys, shapes or placements; states of unknown
-                parameters; other param groups. Before anything is changed.
+            ValueError: a parameter's state is missing, or has other keys, shapes or placements than here; a state belongs to an
+                unknown parameter; or the param groups differ. Nothing was changed.
         """
-        # The last hook before torch's own work: the user's have seen, and may have changed, what is loaded.
+        # This hook runs last before torch's own work, so it sees the changes of the user's hooks.
         hook = self.register_load_state_dict_pre_hook(lambda _, given: completed(self, given))
         try:
             super().load_state_dict(_as_dict(state_dict))
@@ -43,14 +43,16 @@ class StrictLoading(torch.optim.Optimizer):
 
 
 class InPlaceLoading(StrictLoading):
-    """Loaded values are copied into the states that are there, which keep their dtype. (torch casts to the parameter's, FP32 scales of a
-    BF16 parameter, too.)"""
+    """Loading that copies values into the existing states, which keep their dtype.
+
+    torch would cast to the parameter's dtype, even the FP32 scales of a BF16 parameter.
+    """
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """As torch's; keys that a loaded param group does not have keep their value, states their dtype.
+        """Load as torch does; keys that a loaded param group lacks keep their value, and states keep their dtype.
 
         Raises:
-            ValueError: as :meth:`StrictLoading.load_state_dict`. Before anything is changed.
+            ValueError: as :meth:`StrictLoading.load_state_dict`. Nothing was changed.
         """
         before = {param: states for param, states in self.state.items() if states}
         loaded: dict[Tensor, Mapping[str, Any]] = {}
@@ -87,7 +89,7 @@ def _as_dict(state_dict: Any) -> dict[str, Any]:
 
 
 def completed(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> dict[str, Any]:
-    """``given``, with what its param groups lack taken from the optimizer's.
+    """Return ``given``, with missing keys of its param groups taken from the optimizer's.
 
     Raises:
         ValueError: it can't be loaded (see :meth:`StrictLoading.load_state_dict`).
@@ -122,7 +124,7 @@ def completed(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> dic
 
 
 def _pairs(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> Iterator[tuple[Tensor, Any]]:
-    """Each parameter, and what it is called in the state dict."""
+    """Yield each parameter with its key in the state dict."""
     for group, theirs in zip(optimizer.param_groups, given["param_groups"], strict=True):
         yield from zip(group["params"], theirs["params"], strict=True)
 
@@ -130,14 +132,14 @@ def _pairs(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> Iterat
 def _check(optimizer: str, name: str, here: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     if set(found) != set(here):
         raise ValueError(
-            f"the state of parameter {name} has {sorted(found) or 'nothing'}, but {optimizer} keeps {sorted(here)}: what is missing would "
+            f"the state of parameter {name} has {sorted(found) or 'nothing'}, but {optimizer} keeps {sorted(here)}: missing states would "
             f"start from zero. Load a state dict of this optimizer with the same routing of parameters, or build a new one to start anew"
         )
     for kind, value in found.items():
         if not _fits(value, here[kind]):
             raise ValueError(
-                f"{kind} of parameter {name} is {_shown(value)}, here {_shown(here[kind])}: it is of another parameter, of other blocks, "
-                f"or cut otherwise (vescale_ray.state_dict.set_optimizer_state_dict and checkpoints cut states anew)"
+                f"{kind} of parameter {name} is {_shown(value)}, here {_shown(here[kind])}: it belongs to another parameter, has other "
+                f"blocks, or is sharded differently (vescale_ray.state_dict.set_optimizer_state_dict and checkpoints reshard states)"
             )
 
 

@@ -1,8 +1,8 @@
-"""From parameters to the matrices that an optimizer sees, and which rank holds which elements of them.
+"""Mapping from parameters to the matrices that an optimizer sees, and to the ranks that hold their elements.
 
-A parameter [.., m, n] is a stack of matrices: experts ``[E, m, n]`` are E of them. A fused matrix falls into *row blocks*: query, key
-and value rows of a fused projection, or the heads. Each of these is one run of consecutive elements in row-major memory, as is what
-a rank holds, so that everything here is intervals::
+A parameter [.., m, n] is a stack of matrices: experts ``[E, m, n]`` are E of them. A fused matrix consists of *row blocks*: the
+query, key and value rows of a fused projection, or the heads. Each matrix is one run of consecutive elements in row-major memory,
+and so is each rank's part. Everything here is therefore intervals::
 
     elements of a parameter    |------ matrix 0 ------|------ matrix 1 ------|------ matrix 2 ------|
     held by                    |-- rank 0 --|---------- rank 1 ----------|-- rank 3 --|--- rank 4 --|        (rank 2: nothing)
@@ -24,19 +24,19 @@ from vescale_ray.dtensor_spec import chunk, sharding_of
 from vescale_ray.optim.parameters import local_of
 
 RowBlocks = int | Sequence[int] | None
-"""Rows of each block: one number (as heads), or all of them in order (as query, key and value); None: the matrix is not fused."""
+"""Rows of each block: one number (for heads), or all numbers in order (for query, key and value); None: the matrix is not fused."""
 
 
 @dataclass(frozen=True)
 class Holding:
-    """How a parameter lies on the ranks that share it.
+    """Division of a parameter over the ranks that share it.
 
     Attributes:
-        shape: of what they share: the parameter, or its section where expert parallelism sharded it first.
-        intervals: flat elements of it per rank of ``group``.
-        rank: this one, in ``group``.
-        group: None: this rank holds everything.
-        replica, replicas, replicate_group: of HSDP: who else holds the same part.
+        shape: shape of the shared tensor: the parameter, or its section if expert parallelism shards it first.
+        intervals: flat elements of it on each rank of ``group``.
+        rank: this rank's index in ``group``.
+        group: process group of the sharing ranks; None: this rank holds everything.
+        replica, replicas, replicate_group: HSDP: this replica's index, the number of replicas, and the ranks that hold the same part.
     """
 
     shape: tuple[int, ...]
@@ -49,16 +49,16 @@ class Holding:
 
     @property
     def domain(self) -> tuple[str, str]:
-        """Parameters of one domain are exchanged together."""
+        """Key of the parameters that are exchanged together."""
         names = [group.group_name if group is not None else "" for group in (self.group, self.replicate_group)]
         return names[0], names[1]
 
 
 def holding(param: Tensor, name: str) -> Holding:
-    """How ``param`` is shared out: a plain tensor, a RaggedDTensor, or torch's DTensor under ``Shard(0)`` on one mesh dimension (FSDP2).
+    """Return the division of a plain tensor, a RaggedDTensor, or torch's DTensor under ``Shard(0)`` on one mesh dimension (FSDP2).
 
     Raises:
-        ValueError: its matrices are cut in a way that one group of ranks can't put together; with the remedy.
+        ValueError: no single group of ranks can put its matrices together; the message gives the remedy.
     """
     if not isinstance(param, DTensor):
         return Holding(tuple(param.shape), ((0, param.numel()),), 0, None)
@@ -73,7 +73,7 @@ def holding(param: Tensor, name: str) -> Holding:
     ragged = isinstance(param, RaggedDTensor)
     if not ragged and any(type(placements[i]) is not Shard for i in shards):
         raise ValueError(f"{shown}: only RaggedShard, Shard and Replicate can be put together for a matrix optimizer")
-    # The dimension whose ranks put matrices together: ours, else the last one that cuts rows or experts.
+    # The ranks of dimension ``across`` put matrices together: the ragged one, else the last that cuts rows or experts.
     across = sharding_of(param._spec).mesh_dim if ragged else next((i for i in reversed(shards) if _dim(placements[i]) == 0), None)
     inner = [i for i in shards if i != across and _dim(placements[i]) >= len(shape) - 2]
     if inner or (across is None and shards):
@@ -123,17 +123,17 @@ class MatrixSpan:
         return self.rows * self.cols
 
     def cuts(self, intervals: Sequence[tuple[int, int]]) -> dict[int, tuple[int, int]]:
-        """By rank, in order: which of the matrix's elements it holds; ranks without any are left out."""
+        """Return the matrix's elements on each rank, in rank order; ranks without any are left out."""
         end = self.start + self.numel
         found = {r: (max(a, self.start) - self.start, min(b, end) - self.start) for r, (a, b) in enumerate(intervals)}
         return {r: (a, b) for r, (a, b) in found.items() if a < b}
 
 
 def matrices(shape: Sequence[int], row_blocks: RowBlocks, name: str) -> tuple[MatrixSpan, ...]:
-    """The matrices of a parameter of ``shape``, in memory order.
+    """Return the matrices of a parameter of ``shape``, in memory order.
 
     Raises:
-        ValueError: not 2 or 3 dimensions; row blocks that don't fill the rows.
+        ValueError: the shape has not 2 or 3 dimensions, or the row blocks don't fill the rows.
     """
     if len(shape) not in (2, 3):
         raise ValueError(
@@ -164,7 +164,7 @@ def _row_blocks(rows: int, given: RowBlocks, name: str) -> list[int]:
 
 
 def flat_local(tensor: Tensor) -> Tensor:
-    """What this rank holds, as a flat view that shares memory; of a DTensor its local part."""
+    """Return this rank's elements as a flat view that shares memory; of a DTensor, its local part."""
     local = local_of(tensor)
     if not local.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous: optimizers of blocks need row-major memory")
@@ -172,12 +172,12 @@ def flat_local(tensor: Tensor) -> Tensor:
 
 
 def flat_values(tensor: Tensor) -> Tensor:
-    """What this rank holds, flat, to read only: a copy where it is not contiguous (gradients of plain tensors may be transposed)."""
+    """Return this rank's elements, flat and read-only: a copy if they are not contiguous (plain gradients may be transposed)."""
     return local_of(tensor).reshape(-1)
 
 
 def check_gradient(param: Tensor, name: str) -> None:
-    """Raises RuntimeError or ValueError if the gradient of ``param`` is sparse or laid out in another way than the parameter."""
+    """Raise RuntimeError or ValueError if the gradient of ``param`` is sparse or is placed unlike the parameter."""
     grad = param.grad
     assert grad is not None
     if grad.is_sparse:
@@ -190,10 +190,10 @@ def check_gradient(param: Tensor, name: str) -> None:
 
 
 def held_numel(cuts: Mapping[int, tuple[int, int]]) -> dict[int, int]:
-    """Elements per rank."""
+    """Return the number of elements on each rank."""
     return {rank: end - begin for rank, (begin, end) in cuts.items()}
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compute in: FP32 at least. (Arithmetic in BF16 rounds differently at vector tails, so with the cut.)"""
+    """Return the dtype to compute in: FP32 at least. (BF16 arithmetic rounds differently at vector tails, and so depends on the cut.)"""
     return torch.promote_types(dtype, torch.float32)

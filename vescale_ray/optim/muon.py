@@ -1,11 +1,11 @@
-"""Muon on sharded parameters: every matrix orthogonalized whole, on one rank, wherever its pieces lie.
+"""Muon on sharded parameters: each matrix is orthogonalized whole, on one rank, wherever its pieces lie.
 
-``torch.optim.Muon`` (torch 2.13) on ragged shards, bit for bit for FP32 parameters, at any world size and any cut: momentum lives on
-the shard, BF16 pieces go to the matrix's root, Newton-Schulz runs there, the result comes back (``exchange.py``; [veScale-FSDP],
-section 4). Jordan et al. 2024; Liu et al. 2025 (arXiv 2502.16982) for the update's size.
+This is ``torch.optim.Muon`` (torch 2.13) on ragged shards, bit for bit for FP32 parameters, at any world size and any cut. Momentum
+stays on the shard. BF16 pieces go to the matrix's root rank, Newton-Schulz runs there, and the result comes back (``exchange.py``;
+[veScale-FSDP], section 4). Sources: Jordan et al. 2024; Liu et al. 2025 (arXiv 2502.16982) for the update's size.
 
-A step has two halves: the first agrees, communicates and computes, and writes nothing; the second writes momentum and parameters and
-can't fail for want of a peer. So whoever fails in a step still holds the state before it.
+A step has two halves. The first agrees, communicates and computes, and writes nothing. The second writes momentum and parameters
+without any communication. A rank that fails in a collective therefore still holds the state before the step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vescale_ray.optim.loading import InPlaceLoading
 from vescale_ray.optim.matrices import Holding, MatrixSpan, RowBlocks, check_gradient, flat_local, flat_values, holding, matrices, wide
 from vescale_ray.optim.newton_schulz import KELLER_JORDAN, NewtonSchulz, coefficients
 from vescale_ray.optim.normuon import RowMoments
-from vescale_ray.optim.parameters import check_number, named_of, refuse_switches, take_sharded
+from vescale_ray.optim.parameters import check_number, in_order, named_of, refuse_switches, take_sharded
 
 __all__ = ["SCALES", "Muon", "NonFiniteGradients"]
 
@@ -37,37 +37,37 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, cols: math.sqrt(max(rows, cols)),
     "spectral_unclamped": lambda rows, cols: math.sqrt(rows / cols),
 }
-"""Factor on the learning rate of an ``rows x cols`` matrix: of Jordan et al.; Liu et al. (as large as AdamW's update); NVIDIA's
-Emerging-Optimizers; torchtitan and dion."""
+"""Rules for the factor on the learning rate of a ``rows x cols`` matrix. Sources, in order: Jordan et al.; Liu et al. (as large as
+AdamW's update); NVIDIA's Emerging-Optimizers; torchtitan and dion."""
 
 
 class Muon(InPlaceLoading):
-    """Muon. The arguments of ``torch.optim.Muon`` mean the same; the rest is by keyword.
+    """Muon. The arguments of ``torch.optim.Muon`` have the same meaning; the others are keyword-only.
 
     Args:
         params: matrices ``[m, n]`` and stacks of them ``[E, m, n]`` (experts; each is orthogonalized alone): RaggedDTensors, torch's
             DTensors under Shard(0), or plain tensors.
         lr, weight_decay, momentum, nesterov: per group. The decay is decoupled: ``lr * weight_decay``, without the scaling rule.
-        ns_coefficients, ns_steps, eps: of Newton-Schulz, per group; the name of a set, one triple or several
+        ns_coefficients, ns_steps, eps: settings of Newton-Schulz, per group; coefficients are a set's name, one triple or several
             (:func:`~vescale_ray.optim.newton_schulz.coefficients`).
-        adjust_lr_fn: per group: a rule of :data:`SCALES`; None: ``original``. Rows and columns are those of the matrix as it is
-            orthogonalized: an expert, a row block, never a shard.
-        row_blocks: per group: rows that are orthogonalized alone: of each head (a number), or of each part of a fused projection
-            (all of them, in order).
-        normuon: per group: decay of the second moment of each row (NorMuon, Li et al. 2025, arXiv 2510.05491; 0.95 is theirs); None:
+        adjust_lr_fn: per group: a rule of :data:`SCALES`; None: ``original``. Rows and columns are those of the orthogonalized
+            matrix: an expert or a row block, never a shard.
+        row_blocks: per group: sizes of row blocks that are orthogonalized alone: the rows of each head (a number), or of each part of
+            a fused projection (all of them, in order).
+        normuon: per group: decay of the second moment of each row (NorMuon, Li et al. 2025, arXiv 2510.05491; they use 0.95); None:
             off. Needs cuts at whole rows.
-        nonfinite: what all ranks do when a gradient of any of them holds NaN or Inf: ``skip`` the step, with a warning; ``raise``
-            :class:`NonFiniteGradients`; or ``propagate`` it, as torch does (and save one pass over the gradients).
+        nonfinite: policy if a gradient on any rank holds NaN or Inf: ``skip`` the step with a warning; ``raise``
+            :class:`NonFiniteGradients`; or ``propagate`` it, as torch does (this saves one pass over the gradients).
         share_replicas: with replicated shards (HSDP), let each replica do a part of the Newton-Schulz, at the cost of one more
             exchange between replicas.
         batched: see :class:`~vescale_ray.optim.newton_schulz.NewtonSchulz`.
-        bucket_bytes: BF16 bytes that a root gets in one bucket, about.
+        bucket_bytes: approximate BF16 bytes that a root receives in one bucket.
 
-    Every rank of the parameters' meshes has to call :meth:`step` equally often. All states exist from the start.
+    Every rank of the parameters' meshes must call :meth:`step` equally often. All states exist from the start.
 
     Raises:
-        ValueError: a parameter that is no matrix, is complex, is cut in a way that isn't supported, or was replaced by
-            ``fully_shard``; a number outside of its range. With the remedy.
+        ValueError: a parameter is not a matrix, is complex, is cut in an unsupported way, or was replaced by ``fully_shard``; or a
+            number is out of range. The message gives the remedy.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class Muon(InPlaceLoading):
             "row_blocks": row_blocks,
             "normuon": normuon,
         }
-        super().__init__(params, defaults)
+        super().__init__(in_order(type(self).__name__, params), defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; checks the parameters and makes their states."""
+        """Add a group as torch does; checks the parameters and creates their states."""
         take_sharded(param_group)
         group = {**self.defaults, **param_group}
         refuse_switches(group, "Muon")
@@ -119,7 +119,7 @@ class Muon(InPlaceLoading):
         for index, entry in enumerate(param_group["params"]):
             name, parameter = entry if isinstance(entry, tuple) else (f"parameter {index}", entry)
             if not isinstance(parameter, Tensor):
-                continue  # torch says what it thinks of it
+                continue  # torch raises its own error for it
             if parameter.is_complex() or not parameter.is_floating_point():
                 raise ValueError(f"Muon does not support {parameter.dtype} parameters such as {name}: give it to AdamW")
             if parameter.is_meta:
@@ -140,23 +140,24 @@ class Muon(InPlaceLoading):
             state[RowMoments.KEY] = RowMoments.zeros(parameter)
 
     skipped_steps = 0
-    """Not taken so far, for gradients that were not finite."""
+    """Number of steps skipped so far because gradients were not finite."""
 
     @property
     def itineraries(self) -> tuple[Itinerary, ...]:
-        """The plan of the communication, one for each set of ranks that share parameters: roots, buckets, balance, bytes."""
+        """Plans of the communication, one for each set of ranks that share parameters: roots, buckets, balance, bytes."""
         return tuple(exchange.itinerary for exchange in self._routed().exchanges)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, decision: Decision | None = None) -> Any:  # type: ignore[override]
-        """One step. Collective over the parameters' meshes.
+        """Take one step. Collective over the parameters' meshes.
 
         Args:
-            decision: what the ranks agreed on already, for these parameters in this order; None: they agree now.
+            decision: an earlier decision for these parameters, in this order; None: the ranks agree now.
 
         Raises:
-            NonFiniteGradients: as ``nonfinite`` says. DisagreementError: ranks with other parameters, or that did not come.
-            ValueError: a gradient that is laid out in another way than its parameter. Whatever is raised: nothing was written.
+            NonFiniteGradients: a gradient is not finite, with ``nonfinite="raise"``. Nothing was written.
+            DisagreementError: ranks have different parameters, or a rank did not take part. Nothing was written.
+            ValueError: a gradient is placed unlike its parameter. Nothing was written.
         """
         loss = None
         if closure is not None:
@@ -193,7 +194,10 @@ class Muon(InPlaceLoading):
         return loss
 
     def fault(self) -> Exception | None:
-        """Why this rank could not take a step now: a gradient that is sparse, or laid out in another way than its parameter."""
+        """Return the error that would prevent this rank from taking a step now, or None.
+
+        A gradient that is sparse, or is placed unlike its parameter, prevents it.
+        """
         route = self._routed()
         for parameter, name in zip(route.parameters, route.names, strict=True):
             if parameter.grad is not None:
@@ -204,7 +208,7 @@ class Muon(InPlaceLoading):
         return None
 
     def _check_loaded_group(self, group: Mapping[str, Any], theirs: dict[str, Any]) -> None:
-        """Raise ValueError if the loaded numbers make no sense for this group's parameters."""
+        """Raise ValueError if the loaded hyperparameters are invalid for this group's parameters."""
         refuse_switches(theirs, "Muon")
         _check_numbers(theirs)
         for name, parameter in named_of(group, 0):
@@ -212,7 +216,7 @@ class Muon(InPlaceLoading):
 
     def __getstate__(self) -> dict[str, Any]:
         settings = {key: self.__dict__[key] for key in ("nonfinite", "_share_replicas", "_bucket_bytes", "_newton_schulz")}
-        return {**super().__getstate__(), **settings}  # not the route: it holds process groups, and is found again
+        return {**super().__getstate__(), **settings}  # without the route, which holds process groups and can be rebuilt
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -221,7 +225,7 @@ class Muon(InPlaceLoading):
     # -- inside ----------------------------------------------------------------------------------------------------------
 
     def _routed(self) -> _Route:
-        if self._route is None or self._route.settings != _settings(self.param_groups):  # a group's may be changed between steps
+        if self._route is None or self._route.settings != _settings(self.param_groups):  # users may change a group between steps
             self._route = _Route(self.param_groups, self._newton_schulz, self._bucket_bytes, self._share_replicas)
         return self._route
 
@@ -236,7 +240,7 @@ class Muon(InPlaceLoading):
 
 
 class _Route:
-    """What is derived from the param groups once: the matrices, and who orthogonalizes them."""
+    """Data derived once from the param groups: the matrices, and the ranks that orthogonalize them."""
 
     def __init__(self, param_groups: Sequence[dict[str, Any]], newton_schulz: NewtonSchulz, bucket_bytes: int, share: bool) -> None:
         self.settings = _settings(param_groups)
@@ -264,21 +268,24 @@ class _Route:
             itinerary = plan(jobs, len(first.intervals), replicas=replicas, bucket_bytes=bucket_bytes)
             one = self.parameters[indices[0]]
             home = flat_local(one).device
-            # With CPU offload the group, and with it the exchange, is the accelerator's.
+            # With CPU offload, the process group and the exchange are on the accelerator.
             device = torch.device(one.device_mesh.device_type) if isinstance(one, DTensor) and home.type == "cpu" else home
             self.exchanges.append(Exchange(itinerary, first, device, newton_schulz, home=home))
         self.agreement = Agreement(self.parameters, also="".join(e.itinerary.fingerprint() for e in self.exchanges))
 
 
 class _Part:
-    """One parameter's elements on this rank, during a step. FP32 parameters are written in place; narrower ones through a FP32 copy
-    with one rounding, since BF16 arithmetic rounds differently at vector tails."""
+    """One parameter's elements on this rank, during a step.
+
+    FP32 parameters are written in place. Narrower ones go through an FP32 copy with one rounding, because BF16 arithmetic rounds
+    differently at vector tails.
+    """
 
     def __init__(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         self.group, self._parameter = group, parameter
         self._value, self._momentum = flat_local(parameter), flat_local(state[MOMENTUM])
         dtype = wide(self._value.dtype)
-        # A rank that holds nothing of it may have no gradient.
+        # A rank without elements of it may have no gradient.
         self._gradient = flat_values(parameter.grad).to(dtype) if parameter.grad is not None else self._value.new_zeros(0, dtype=dtype)
         self._wide = self._value
         self.moments: Tensor | None = flat_local(state[RowMoments.KEY]) if group["normuon"] is not None else None
@@ -286,7 +293,7 @@ class _Part:
         self._lr = float(lr.item() if isinstance(lr, Tensor) else lr)
 
     def direction(self, where: slice) -> Tensor:
-        """What is to be orthogonalized of these elements; nothing is written."""
+        """Return the input of the orthogonalization for these elements; writes nothing."""
         gradient, mu = self._gradient[where], self.group["momentum"]
         new = self._momentum[where].to(gradient.dtype).lerp(gradient, 1 - mu)
         return gradient.lerp(new, mu) if self.group["nesterov"] else new
@@ -315,7 +322,7 @@ def _update(part: _Part, where: slice) -> Tensor:
 
 
 def _matrices(parameter: Tensor, name: str, group: Mapping[str, Any]) -> tuple[Holding, tuple[MatrixSpan, ...]]:
-    """How a parameter lies on the ranks, and the matrices in it. Raises ValueError for what can't be stepped with the group's settings."""
+    """Return a parameter's division over the ranks, and its matrices; raises ValueError if the group's settings can't step it."""
     held = holding(parameter, name)
     spans = matrices(held.shape, group["row_blocks"], name)
     if group["normuon"] is not None:
@@ -324,7 +331,7 @@ def _matrices(parameter: Tensor, name: str, group: Mapping[str, Any]) -> tuple[H
 
 
 def _settings(groups: Iterable[Mapping[str, Any]]) -> str:
-    """What the plan was made for, beside the parameters."""
+    """Return the settings that the plan depends on, besides the parameters."""
     return repr([[group[key] for key in ("ns_coefficients", "ns_steps", "eps", "row_blocks", "normuon")] for group in groups])
 
 

@@ -1,8 +1,9 @@
 """Newton-Schulz: the nearest (semi-)orthogonal matrix of a gradient, by matrix products in BF16 alone.
 
-``X <- a X + (b A + c A A) X`` with ``A = X X^T`` acts on the singular values of X alone: ``s <- a s + b s^3 + c s^5``. A few rounds
-push all of them towards 1 (Jordan et al. 2024, kellerjordan.github.io/posts/muon). Order of operations, dtypes and the
-short side first are those of ``torch.optim.Muon`` (torch 2.13, ``optim/_muon.py``), so that results are the same bits.
+A round is ``X <- a X + (b A + c A A) X`` with ``A = X X^T``. It acts on the singular values of X alone: ``s <- a s + b s^3 + c
+s^5``. A few rounds push all of them towards 1 (Jordan et al. 2024, kellerjordan.github.io/posts/muon). The order of operations, the
+dtypes and the transposition to the short side follow ``torch.optim.Muon`` (torch 2.13, ``optim/_muon.py``), so results have the same
+bits.
 
 Coefficient sets by name (values: microsoft/dion 0a059a45, ``newton_schulz_triton.py``):
 
@@ -29,18 +30,19 @@ Triple = tuple[float, float, float]
 KELLER_JORDAN: Triple = (3.4445, -4.7750, 2.0315)
 
 MOST_BATCHED = 1 << 24
-"""Elements of one batch: beyond it a matrix alone keeps any device busy, and a batch would only take memory."""
+"""The most elements in one batch. A larger matrix keeps any device busy by itself, and a batch would only take memory."""
 LEAST_SIDE = 32
-"""Shorter matrices are never batched unasked. For products of at most 16^3 multiplications torch takes other kernels on a CPU (not
-oneDNN's), and counts those of a batch together. Then a batch differs from its matrices alone, but now and then only: 2 % of batches of
-16 x 16."""
+"""Matrices with a shorter side are batched only on request. For products of at most 16^3 multiplications, torch on a CPU uses other
+kernels (not oneDNN's), and counts those of a batch together. A batch then sometimes differs from its matrices alone: 2 % of batches
+of 16 x 16 do."""
 EVIDENCE = 1 << 18
-"""Elements that have to come out the same before batches are used: of small matrices one batch is no evidence."""
+"""Number of elements that must agree before batches are used; one batch of small matrices is too little evidence."""
 
 
 @dataclass(frozen=True)
 class Coefficients:
-    """One triple per round. The input is divided by ``safety`` times its norm: sets that are tuned up to 1 exactly leave room for BF16."""
+    """One triple per round. The input is divided by ``safety`` times its norm; sets tuned for singular values up to 1 need a margin for
+    BF16."""
 
     triples: tuple[Triple, ...]
     safety: float = 1.0
@@ -71,11 +73,11 @@ SETS: dict[str, Coefficients] = {
 
 
 def coefficients(given: str | Sequence[float] | Sequence[Sequence[float]], steps: int) -> Coefficients:
-    """The rounds that ``given`` (a name, one triple, or several) stands for: ``steps`` of them; the last triple repeats.
+    """Return ``steps`` rounds of ``given`` (a name, one triple, or several); the last triple repeats.
 
     Raises:
-        ValueError: an unknown name, not triples of finite numbers, fewer steps than triples (a set is tuned as a whole), or not 1 .. 99
-            steps.
+        ValueError: the name is unknown, ``given`` holds no triples of finite numbers, there are fewer steps than triples (a set is
+            tuned as a whole), or ``steps`` is not 1 .. 99.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 100:
         raise ValueError(f"ns_steps = {steps}: give 1 to 99")
@@ -98,13 +100,13 @@ def coefficients(given: str | Sequence[float] | Sequence[Sequence[float]], steps
 
 
 def flops(rows: int, cols: int, steps: int) -> int:
-    """Floating-point operations of one matrix: ``steps (4 s^2 l + 2 s^3)``, s the short side, l the long one."""
+    """Return the floating-point operations of one matrix: ``steps (4 s^2 l + 2 s^3)``, with s the short side and l the long one."""
     short, long = min(rows, cols), max(rows, cols)
     return steps * (4 * short * short * long + 2 * short**3)
 
 
 def orthogonalize(matrix: Tensor, rounds: Coefficients, eps: float = 1e-7) -> Tensor:
-    """``matrix`` [m, n] with its singular values moved to about 1; BF16, fresh memory, row-major or (m > n) transposed."""
+    """Move the singular values of ``matrix`` [m, n] to about 1; returns BF16 in new memory, row-major or (m > n) transposed."""
     rows, cols = matrix.shape
     scaled = matrix.bfloat16()
     scaled = scaled / _scale(scaled, rounds, eps)
@@ -118,11 +120,13 @@ def orthogonalize(matrix: Tensor, rounds: Coefficients, eps: float = 1e-7) -> Te
 
 
 def orthogonalize_batch(matrices: Tensor, rounds: Coefficients, eps: float = 1e-7) -> Tensor:
-    """:func:`orthogonalize` of each of ``matrices`` [k, m, n], in batched products. Whether it gives the same bits as one at a time
-    depends on the device's kernels: see :class:`NewtonSchulz`."""
+    """Apply :func:`orthogonalize` to each of ``matrices`` [k, m, n], in batched products.
+
+    The device's kernels decide whether the bits equal those of one matrix at a time: see :class:`NewtonSchulz`.
+    """
     _, rows, cols = matrices.shape
     scaled = matrices.bfloat16()
-    # Norms one by one: a reduction over rows of a batch may add up in another order.
+    # Take norms one by one, because a reduction over rows of a batch may add in another order.
     scaled = scaled / torch.stack([_scale(matrix, rounds, eps) for matrix in scaled]).view(-1, 1, 1)
     if rows > cols:
         scaled = scaled.mT.contiguous()
@@ -139,14 +143,14 @@ def _scale(matrix: Tensor, rounds: Coefficients, eps: float) -> Tensor:
 
 
 class NewtonSchulz:
-    """Orthogonalizes many matrices of one shape, in batches where that is allowed and pays.
+    """Orthogonalizer of many matrices of one shape, in batches if that is allowed and faster.
 
     Args:
-        batched: True: always; False: never; None: where it gives the same bits as one matrix at a time, and takes less time. Both are
-            found out by doing both, at first use of each number and shape of matrices on a device: kernels are chosen by shape, not by
-            value. (Only with the same bits does a matrix's update not depend on which others happen to have the same root, and with that
-            on the number of ranks. Which is faster is the machine's business: batches of 512 x 512 took 2.8x on one CPU and 0.6x on
-            another.)
+        batched: True: always; False: never; None: if a batch gives the same bits as one matrix at a time, and takes less time.
+
+    With None, the first use of each number and shape of matrices on a device tries both ways. Kernels are chosen by shape, not by
+    value. A matrix's update must not depend on the other matrices at its root, and thus on the number of ranks; only equal bits
+    ensure this. The faster way depends on the machine: batches of 512 x 512 took 2.8x on one CPU and 0.6x on another.
     """
 
     def __init__(self, batched: bool | None = None) -> None:
@@ -154,7 +158,7 @@ class NewtonSchulz:
         self._pays: dict[tuple[object, ...], bool] = {}
 
     def __call__(self, matrices: Sequence[Tensor], rounds: Coefficients, eps: float) -> list[Tensor]:
-        """The orthogonalized ``matrices``, all of one shape and device, in their order."""
+        """Return the orthogonalized ``matrices``, all of one shape and device, in their order."""
         size = max(1, MOST_BATCHED // max(1, matrices[0].numel()))
         out: list[Tensor] = []
         for first in range(0, len(matrices), size):
@@ -177,13 +181,13 @@ class NewtonSchulz:
         alone = [orthogonalize(matrix, rounds, eps) for matrix in matrices]
         end = _now(one.device)
         same = all(torch.equal(a, b) for a, b in zip(batch, alone, strict=True))
-        if same or all(bool(a.isfinite().all()) for a in alone):  # NaN is equal to nothing: no evidence
+        if same or all(bool(a.isfinite().all()) for a in alone):  # NaN never equals itself, so it is no evidence
             self._pays[key] = same and middle - began < end - middle and _same_bits(len(matrices), one, rounds, eps)
         return alone
 
 
 def _same_bits(count: int, like: Tensor, rounds: Coefficients, eps: float) -> bool:
-    """Whether batches of ``count`` random matrices come out as the matrices alone, :data:`EVIDENCE` elements of them."""
+    """Return whether batches of ``count`` random matrices equal the matrices alone, over :data:`EVIDENCE` elements."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(EVIDENCE // (count * like.numel())):
         some = torch.randn(count, *like.shape, generator=generator).to(like.device, torch.bfloat16)
@@ -194,7 +198,7 @@ def _same_bits(count: int, like: Tensor, rounds: Coefficients, eps: float) -> bo
 
 
 def _now(device: torch.device) -> float:
-    """Seconds, when everything on ``device`` is done."""
+    """Return the time in seconds, after all work on ``device`` is done."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
     return time.perf_counter()

@@ -1,10 +1,10 @@
-"""NorMuon: rows of the orthogonalized update made equally large (Li et al. 2025, arXiv 2510.05491).
+"""NorMuon: rows of the orthogonalized update are made equally large (Li et al. 2025, arXiv 2510.05491).
 
     v <- beta2 v + (1 - beta2) mean_row(U^2)        one number per row, kept on the row's rank
-    U <- U / (sqrt(v) + 1e-8) * |U| / |U / ..|       the matrix's norm stays what Newton-Schulz made it
+    U <- U / (sqrt(v) + 1e-8) * |U| / |U / ..|       the matrix's norm stays as Newton-Schulz made it
 
-Rows are never cut, so that v needs no communication; the two norms of a matrix are summed over its ranks, one small all-reduce a step
-for all matrices. (dion takes the norms on local shards: there the result depends on the number of ranks.)
+Rows are never cut, so v needs no communication. The two norms of a matrix are summed over its ranks, in one small all-reduce per step
+for all matrices. (dion takes the norms on local shards, so its result depends on the number of ranks.)
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class RowMoments:
     """The second moments of a step's rows, and the factor of each matrix; by job, on this rank."""
 
     KEY = "row_second_moment"
-    """State of a parameter [.., m, n]: [.., m], FP32, its rows where the parameter's are."""
+    """Name of the state of a parameter [.., m, n]: [.., m], FP32; each row's entry is on the row's rank."""
 
     @staticmethod
     def check(spans: Sequence[MatrixSpan], held: Holding, name: str) -> None:
-        """Raise ValueError where a rank's part ends inside a row."""
+        """Raise ValueError if a rank's part ends inside a row."""
         cols = spans[0].cols if spans else 1
         bad = next((end for _, end in held.intervals if end % cols), None)
         if bad is not None:
@@ -45,7 +45,7 @@ class RowMoments:
 
     @staticmethod
     def zeros(parameter: Tensor) -> Tensor:
-        """The state of ``parameter`` at the start, laid out like it."""
+        """Return the initial state of ``parameter``, sharded like it."""
         shape = tuple(parameter.shape[:-1])
         if isinstance(parameter, RaggedDTensor):
             sharding = sharding_of(parameter._spec)
@@ -66,11 +66,12 @@ class RowMoments:
     def of(
         cls, exchange: Exchange, updates: Mapping[int, Tensor], moments: Mapping[int, Tensor], beta2: Mapping[int, float]
     ) -> RowMoments | None:
-        """New moments and factors for the updates that this rank got; None if no parameter of the exchange wants them. Collective.
+        """Return new moments and factors for this rank's updates, or None if no parameter of the exchange uses NorMuon. Collective.
 
         Args:
-            updates: flat, BF16, by job.
-            moments, beta2: by parameter: this rank's rows, flat; the decay.
+            updates: flat BF16 updates, by job.
+            moments: flat moments of this rank's rows, by parameter.
+            beta2: the decay, by parameter.
         """
         jobs = exchange.itinerary.jobs
         wanted = [i for i, job in enumerate(jobs) if job.param in beta2]
@@ -103,7 +104,7 @@ class RowMoments:
         return index in self._rows
 
     def scaled(self, index: int, update: Tensor) -> Tensor:
-        """The normalized update of a job, flat, FP32. Writes the new moments into the state."""
+        """Return the normalized update of a job, flat, FP32, and write the new moments into the state."""
         held, new, factor = self._rows[index]
         held.copy_(new)
         rows = update.view(-1, self._exchange.itinerary.jobs[index].span.cols)

@@ -1,9 +1,9 @@
-"""What every optimizer here does with the parameters that it is given: takes this rank's part, and refuses what would train in vain."""
+"""Handling of parameters in all optimizers: take this rank's part, and refuse parameters that training would not change."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor
@@ -15,28 +15,39 @@ from vescale_ray.redistribute import arrived
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part, without autograd, sharing memory."""
+    """Return this rank's part, without autograd; shares memory."""
     return arrived(tensor._local_tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def sharded_of(parameter: Any) -> Any:
-    """The sharded parameter that a gathered one belongs to; any other tensor itself."""
+    """Return the sharded parameter of a gathered one; any other tensor is returned unchanged."""
     owner = getattr(parameter, GATHERED_OF, None)
     param = None if owner is None else owner()
     return parameter if param is None else param.sharded
 
 
-def parameter_list(what: str, params: Any) -> list[Tensor]:
-    """``params`` as a list.
+def in_order(what: str, params: Any) -> Any:
+    """``params`` itself, if it can be looped over in an order that all ranks have.
 
     Raises:
-        TypeError: something else than parameters: a model, names, pairs of names and parameters.
+        TypeError: a model, a text, a set, or what is no list at all.
+    """
+    if isinstance(params, str | Module) or not isinstance(params, Iterable):
+        raise TypeError(f"{what} got a {type(params).__name__.removeprefix('FSDP')}: give a list of parameters, as model.parameters()")
+    if isinstance(params, Set):
+        raise TypeError(f"{what} got a set, whose order differs by rank: give a list of parameters, as model.parameters()")
+    return params
+
+
+def parameter_list(what: str, params: Any) -> list[Tensor]:
+    """Return ``params`` as a list.
+
+    Raises:
+        TypeError: ``params`` holds something other than parameters: a model, names, pairs of names and parameters.
     """
     if isinstance(params, Tensor):
         return [params]
-    if isinstance(params, str | Module) or not isinstance(params, Iterable):
-        raise TypeError(f"{what} got a {type(params).__name__.removeprefix('FSDP')}: give a list of parameters, as model.parameters()")
-    found = list(params)
+    found = list(params if isinstance(params, Set) else in_order(what, params))
     for one in found:
         if not isinstance(one, Tensor):
             raise TypeError(f"{what} got a list with a {type(one).__name__}: give parameters only, as model.parameters()")
@@ -44,15 +55,18 @@ def parameter_list(what: str, params: Any) -> list[Tensor]:
 
 
 def take_sharded(param_group: dict[str, Any]) -> None:
-    """Make ``param_group["params"]`` a list, with sharded parameters in the place of gathered ones.
+    """Make ``param_group["params"]`` a list, with gathered parameters replaced by their sharded ones.
 
-    Parameters that ``fully_shard`` has replaced are refused: they would train nothing.
+    Parameters that ``fully_shard`` has replaced are refused, because training them has no effect.
 
     Raises:
-        ValueError: naming how many parameters are such originals.
+        TypeError: the group has no parameters, or a set of them.
+        ValueError: some parameters are such originals; the message gives their number.
     """
+    if "params" not in param_group:
+        raise TypeError(f"a param group has no 'params', only {', '.join(map(repr, param_group))}: give its parameters under that key")
     params = param_group["params"]
-    params = [params] if isinstance(params, Tensor) else list(params)
+    params = [params] if isinstance(params, Tensor) else list(in_order("a param group", params))
     tensors = [p[1] if isinstance(p, tuple) else p for p in params]
     stale = sum(bool(getattr(p, REPLACED, False)) for p in tensors)
     if stale:
@@ -64,9 +78,15 @@ def take_sharded(param_group: dict[str, Any]) -> None:
 
 
 def named_of(group: Mapping[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter of a group with its name, or with ``#<group>.<position>`` if the optimizer was given none."""
+    """Return pairs of name and parameter of a group; without names, the name is ``#<group>.<position>``."""
     names = group.get("param_names") or [f"#{index}.{position}" for position in range(len(group["params"]))]
     return zip(names, group["params"], strict=True)
+
+
+def check_betas(betas: Any) -> None:
+    """Raise ValueError unless ``betas`` are two numbers in [0, 1)."""
+    if not isinstance(betas, Sequence) or len(betas) != 2 or not all(isinstance(b, int | float | Tensor) and 0.0 <= b < 1.0 for b in betas):
+        raise ValueError(f"betas = {betas}: give two numbers in [0, 1)")
 
 
 _OTHERS = ("maximize", "amsgrad", "differentiable", "capturable")
@@ -78,7 +98,7 @@ def check_number(group: Mapping[str, Any], key: str, *, most: float = math.inf, 
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{key} is a tensor of {value.numel()} elements: give one number")
     try:
-        number = math.nan if isinstance(value, str) else float(value)  # "1e-3", as YAML reads 1e-3
+        number = math.nan if isinstance(value, str) else float(value)  # rejects "1e-3", which YAML reads as text
     except (TypeError, ValueError):
         number = math.nan
     if not 0.0 <= number < math.inf or number > most or (whole and number != int(number)):
@@ -87,7 +107,7 @@ def check_number(group: Mapping[str, Any], key: str, *, most: float = math.inf, 
 
 
 def refuse_switches(group: Mapping[str, Any], optimizer: str) -> None:
-    """Raise ValueError for what torch's optimizers do if a param group says so, and ``optimizer`` does not: it would pass unnoticed."""
+    """Raise ValueError for switches of torch's optimizers that ``optimizer`` would silently ignore."""
     given = next((key for key in _OTHERS if group.get(key)), None)
     if given is not None:
         remedy = "negate the loss" if given == "maximize" else "leave it out"

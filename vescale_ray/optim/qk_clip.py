@@ -1,11 +1,11 @@
-"""QK-clip: attention logits that grow without bound under Muon, held by scaling query and key weights (Kimi K2, arXiv 2507.20534).
+"""QK-clip: limits attention logits that grow without bound under Muon, by scaling query and key weights (Kimi K2, arXiv 2507.20534).
 
 After a step, for each head whose largest logit of that step exceeded ``tau``::
 
     eta = tau / largest        W_q <- eta^alpha W_q        W_k <- eta^(1 - alpha) W_k        so that q k^T shrinks by eta
 
-Heads are rows of the projections, so that this is a scaling of rows: local on every shard, however it is cut. The largest logits of
-all ranks are needed, which is the only communication: one all-reduce of a number per head.
+Heads are rows of the projections, so the scaling acts on rows: it is local on every shard, for any cut. The only communication is one
+all-reduce of a number per head, for the largest logits over all ranks.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ def qk_clip_(
 
     Args:
         query: projection ``[heads * rows_q, d]``, sharded or plain; the heads one after the other.
-        key: projection ``[kv_heads * rows_k, d]``; each key head serves ``heads / kv_heads`` query heads, and is scaled for the largest
-            logit of all of them, and they with it.
+        key: projection ``[kv_heads * rows_k, d]``. Each key head serves ``heads / kv_heads`` query heads; the largest logit of all of
+            them scales it and them.
         max_logits: ``[heads]``: the largest scaled logit of each head that this rank saw in the step.
-        rope_rows: the last rows of each query head that meet a key shared by all heads (MLA): scaled by eta, since that key is not.
-        value_rows: the last rows of each key head that are no key (MLA's fused up-projection of key and value): left alone.
+        rope_rows: number of last rows of each query head that meet a key shared by all heads (MLA); they are scaled by eta, since
+            that key is not scaled.
+        value_rows: number of last rows of each key head that are values (MLA's fused up-projection of key and value); they are not
+            scaled.
 
     Returns:
-        eta per key head, ``[kv_heads]``, FP32, the same on all ranks; 1 where nothing was scaled.
+        eta per key head, ``[kv_heads]``, FP32, the same on all ranks; 1 for heads that were not scaled.
 
     Raises:
-        ValueError: sizes that don't fit, a logit that is NaN or infinite on some rank (on all ranks; nothing is scaled), tau or alpha out
-            of range, or rows that are also cut by another mesh dimension.
+        ValueError: sizes don't match, a logit is NaN or infinite on some rank (raised on all ranks; nothing is scaled), tau or alpha
+            is out of range, or another mesh dimension also cuts the rows.
     """
     if not tau > 0 or not 0 <= alpha <= 1:
         raise ValueError(f"tau = {tau}, alpha = {alpha}: give tau above 0 and alpha between 0 and 1")
@@ -54,16 +56,16 @@ def qk_clip_(
         raise ValueError(f"max_logits has shape {tuple(max_logits.shape)}: give one number for each head; query has {rows_q} rows")
     if query.ndim != 2 or key.ndim != 2:
         raise ValueError(f"query and key have shapes {tuple(query.shape)} and {tuple(key.shape)}: give matrices")
-    # A head's keys are as long as the part of its queries that meets them.
+    # The length of a head's keys is that of the part of its queries that meets them.
     head_rows = rows_q // heads
     key_rows = head_rows - rope_rows + value_rows
     if not 0 <= rope_rows < head_rows or value_rows < 0 or rows_k % key_rows or heads % (rows_k // key_rows):
         raise ValueError(
-            f"query has {heads} heads of {head_rows} rows, {rope_rows} of them for rotation; key has {rows_k} rows, which are no heads of "
-            f"{key_rows} that divide them: give rope_rows and value_rows as they are in the projections"
+            f"query has {heads} heads of {head_rows} rows, {rope_rows} of them for rotation; key has {rows_k} rows, which do not form "
+            f"heads of {key_rows} rows that divide the query heads: give rope_rows and value_rows as they are in the projections"
         )
     kv_heads = rows_k // key_rows
-    for matrix, name in ((query, "query"), (key, "key")):  # before either is scaled
+    for matrix, name in ((query, "query"), (key, "key")):  # check both before scaling either
         holding(matrix, name)
         flat_local(matrix)
     largest = max_logits.detach().float()
@@ -86,7 +88,7 @@ def qk_clip_(
 
 
 def _scale_rows(matrix: Tensor, factors: Tensor, name: str) -> None:
-    """Multiply row i by ``factors[i]``, on whatever of it this rank holds."""
+    """Multiply row i by ``factors[i]``, on this rank's elements."""
     held = holding(matrix, name)
     start, end = held.intervals[held.rank]
     flat = flat_local(matrix)

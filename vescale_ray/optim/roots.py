@@ -1,14 +1,14 @@
-"""Which rank orthogonalizes which matrix, and in which bucket it travels. Pure integers: the same on every rank.
+"""Assignment of matrices to the ranks that orthogonalize them, and to buckets. Pure integers: the same on every rank.
 
-Every matrix has one *root*. Its pieces go there before Newton-Schulz and come back after. Two things make a good choice:
+Every matrix has one *root*. Its pieces go there before Newton-Schulz and come back after. A good choice has two properties:
 
-- balance: the step ends when the last rank is done. Matrices are placed by falling cost on the least loaded rank (LPT; Graham 1969:
-  at most 4/3 of the best possible), over the whole model at once. Choosing layer by layer, or in turn, is up to 17x off (research).
-- locality: what the root holds already need not travel. Among the ranks that hold a piece and would not be loaded more than 5 %
+- balance: the step ends with the slowest rank. Matrices are placed by falling cost on the least loaded rank (LPT; Graham 1969: at
+  most 4/3 of the optimum), over the whole model at once. A choice layer by layer, or round robin, is up to 17x worse.
+- locality: pieces that the root already holds need not travel. Of the ranks that hold a piece, and whose load would stay within 5 %
   above the mean, the one that holds most is taken.
 
-Roots are chosen first and buckets after them: each root works through its matrices in model order, and a bucket is the same part of
-every root's work. So each bucket is as balanced as the whole, and no rank waits for another's large matrix in the middle of a step.
+Roots are chosen first and buckets after them. Each root processes its matrices in model order, and a bucket is the same part of every
+root's work. Each bucket is then as balanced as the whole, and no rank waits for another's large matrix in the middle of a step.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ SLACK = 0.05
 
 @dataclass(frozen=True)
 class Roots:
-    """The choice.
+    """The assignment of matrices to roots.
 
     Attributes:
-        root: per matrix.
-        load: per rank, summed cost.
-        cost: per matrix, as given.
+        root: rank of each matrix's root.
+        load: summed cost of each rank.
+        cost: cost of each matrix, as given.
     """
 
     root: tuple[int, ...]
@@ -42,16 +42,16 @@ class Roots:
 
     @property
     def lower_bound(self) -> float:
-        """Balance that no choice can beat: a matrix is not divided."""
+        """Balance that no assignment can beat, since a matrix is not divided."""
         total = sum(self.cost)
         return max(1.0, max(self.cost) * len(self.load) / total) if total else 1.0
 
 
 def assign_roots(costs: Sequence[int], held: Sequence[Mapping[int, int]], world: int, *, slack: float = SLACK) -> Roots:
-    """Choose roots for matrices of ``costs``, of which rank r holds ``held[i].get(r, 0)`` elements of matrix i.
+    """Choose roots for matrices of ``costs``; rank r holds ``held[i].get(r, 0)`` elements of matrix i.
 
-    A matrix that is whole on one rank stays there, unless that would make the slowest rank slower, and others are on the move anyway.
-    Else locality never makes the slowest rank slower than ``1 + slack`` times the mean, or than it is without locality.
+    A matrix that is whole on one rank stays there, unless that slows the slowest rank down and other matrices travel anyway. For other
+    matrices, locality may raise the largest load to ``1 + slack`` times the mean, or to the largest load without locality. Cost:
     O(n (log world + holders)).
     """
     if len(costs) != len(held):
@@ -75,7 +75,7 @@ def _greedy(
     for i, rank in fixed.items():
         root[i] = rank
         load[rank] += costs[i]
-    heap = [(load[rank], rank) for rank in range(world)]  # with stale entries: an entry counts if it tells the rank's load
+    heap = [(load[rank], rank) for rank in range(world)]  # may hold stale entries; an entry counts if it equals the rank's load
     heapq.heapify(heap)
     for i in (i for i in order if i not in fixed):
         fits = [(-n, load[r], r) for r, n in held[i].items() if n and load[r] + costs[i] <= bound]
@@ -95,11 +95,11 @@ def assign_buckets(roots: Roots, nbytes: Sequence[int], limit: int) -> tuple[tup
     """Cut every root's work into the same number of parts of about equal cost; bucket k is the k-th part of all of them.
 
     Args:
-        nbytes: per matrix, on the wire.
-        limit: bytes that a root should get in one bucket; a matrix is never divided.
+        nbytes: bytes of each matrix on the wire.
+        limit: bytes that a root should receive in one bucket; a matrix is never divided.
 
     Returns:
-        Matrices per bucket, ascending; every matrix once, no bucket empty.
+        Matrices of each bucket, ascending; each matrix appears once, and no bucket is empty.
     """
     world = len(roots.load)
     share = [0] * world

@@ -1,17 +1,17 @@
-"""Which optimizer a parameter gets, by its role in the model; and the block that this optimizer needs of the sharding.
+"""Routing of each parameter to an optimizer, by its role in the model, with the block that this optimizer needs.
 
-| role      | which parameters                                                     | muon, shampoo, soap | adamw8bit |
+| role      | parameters                                                           | muon, shampoo, soap | adamw8bit |
 |-----------|----------------------------------------------------------------------|---------------------|-----------|
 | matrix    | 2-D, of hidden layers (routers and gates, too)                       | it                  | 8 bits    |
 | expert    | 3-D: a stack of matrices; not of a convolution                       | it                  | 8 bits    |
 | embedding | of ``nn.Embedding``, or named so; also when it is tied to the head   | adamw               | FP32      |
 | head      | named so, or the last projection, with as many rows as an embedding  | adamw               | FP32      |
 | norm      | of a module whose class is a norm                                    | adamw               | FP32      |
-| vector    | what else has fewer than two dimensions, or is [1, 1, n] (a token)   | adamw               | FP32      |
+| vector    | all others of fewer than two dimensions, and [1, 1, n] (a token)     | adamw               | FP32      |
 | other     | convolutions of any number of dimensions; four dimensions and more   | adamw               | FP32      |
 
-Roles follow from modules, names and *global* shapes, so that they are the same before and after sharding, on every rank, at every world
-size. (Roles from local shapes once made every parameter 1-D, and Muon silently AdamW: DeepSpeed issue 8438.)
+Roles follow from modules, names and *global* shapes, so they are the same before and after sharding, on every rank, at every world
+size. (Roles from local shapes would make every parameter 1-D, and Muon silently AdamW: DeepSpeed issue 8438.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from vescale_ray.compat.core import ConvNd
 from vescale_ray.geometry import Block
 from vescale_ray.optim.matrices import RowBlocks
-from vescale_ray.optim.parameters import check_number
+from vescale_ray.optim.parameters import check_betas, check_number
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig, TrainSection
@@ -40,7 +40,7 @@ Role = Literal["matrix", "expert", "embedding", "head", "norm", "vector", "other
 Name = Literal["adamw", "adamw8bit", "muon", "shampoo", "soap", "sgd"]
 
 MATRIX_OPTIMIZERS = frozenset({"muon", "shampoo", "soap", "adamw8bit"})
-"""Those that take matrices and experts; AdamW steps the rest beside them."""
+"""Optimizers of matrices and experts; AdamW steps the other parameters beside them."""
 CLASSES = {"adamw": "AdamW", "muon": "Muon", "adamw8bit": "AdamW8bit", "shampoo": "Shampoo", "soap": "SOAP"}
 _OURS = frozenset({"params", "lr", "weight_decay", "betas", "eps", "row_blocks"})
 _HEADS = frozenset({"head", "lm_head", "output", "unembed", "classifier", "score"})
@@ -48,18 +48,18 @@ _HEADS = frozenset({"head", "lm_head", "output", "unembed", "classifier", "score
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Which optimizer, and its numbers.
+    """Choice of an optimizer, with its hyperparameters.
 
     Attributes:
-        name: ``adamw`` and ``sgd`` step everything; the others matrices and experts, and AdamW the rest.
-        lr: of AdamW (or SGD), and of the others unless ``matrix_lr`` is given.
-        matrix_lr: learning rate of matrices and experts where another optimizer than AdamW steps them; None: ``lr``.
-        weight_decay: decoupled (SGD: added to the gradient), of all parameters.
-        betas, eps: of AdamW and what derives from it. SGD's momentum is the first of ``betas``.
+        name: the optimizer; ``adamw`` and ``sgd`` step everything, the others step matrices and experts, and AdamW steps the rest.
+        lr: learning rate of AdamW (or SGD), and of the others unless ``matrix_lr`` is given.
+        matrix_lr: learning rate of matrices and experts if another optimizer than AdamW steps them; None: ``lr``.
+        weight_decay: decoupled weight decay of all parameters (SGD adds it to the gradient).
+        betas, eps: for AdamW and its derivatives. SGD's momentum is the first of ``betas``.
         options: further keyword arguments of the optimizer ``name``, as its docstring names them (``{"normuon": 0.95}``).
-        routes: optimizer by pattern of parameter names, before roles count: ``{"*.router.weight": "adamw"}``.
-        row_blocks: of Muon, by pattern of parameter names: rows of each head, or of the parts of a fused projection.
-        whole_matrices: let the planner keep matrices (and each expert) whole on a rank: Muon then sends nothing. Costs padding.
+        routes: optimizer by pattern of parameter names, with precedence over roles: ``{"*.router.weight": "adamw"}``.
+        row_blocks: Muon's row blocks by pattern of parameter names: rows of each head, or of the parts of a fused projection.
+        whole_matrices: keep each matrix (and each expert) whole on a rank. Muon then sends nothing; costs padding.
     """
 
     name: Name = "adamw"
@@ -80,12 +80,13 @@ class OptimizerConfig:
         for key in ("lr", "matrix_lr", "weight_decay", "eps"):
             if getattr(self, key) is not None:
                 check_number({key: getattr(self, key)}, key)
+        check_betas(self.betas)
         if self.row_blocks and self.name != "muon":
             raise ValueError(f"row_blocks are Muon's, but the optimizer is {self.name}: leave them out, or use muon")
 
     @classmethod
     def of(cls, given: OptimizerConfig | RunConfig | TrainSection | Mapping[str, Any] | str) -> OptimizerConfig:
-        """From a run's configuration or its ``train`` section, from the fields as a mapping, or from just a name."""
+        """Build from a run's configuration or its ``train`` section, from the fields as a mapping, or from just a name."""
         if isinstance(given, OptimizerConfig):
             return given
         if isinstance(given, str):
@@ -112,7 +113,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class Route:
-    """One parameter's way. ``shape`` is the global one; ``block``: what no shard boundary may cut, None: anything may be."""
+    """Route of one parameter. ``shape`` is global; no shard boundary may cut a ``block`` (None: any cut is allowed)."""
 
     name: str
     role: Role
@@ -123,12 +124,12 @@ class Route:
 
 
 class Routing:
-    """All parameters' ways, and the ``block_policy`` that follows from them. ``print(routing)`` shows the table."""
+    """Routes of all parameters, and the resulting ``block_policy``. ``print(routing)`` shows the table."""
 
     def __init__(self, routes: tuple[Route, ...], parameters: Mapping[str, nn.Parameter]) -> None:
         self.routes = routes
         self._by_name = {route.name: route for route in routes}
-        # fully_shard knows a parameter by its name inside of the unit, which is not its name in the model: so by itself.
+        # fully_shard passes a parameter's name inside its unit, not in the model, so the key is the parameter itself.
         self._by_parameter: Any = WeakIdKeyDictionary({parameters[route.name]: route for route in routes})
 
     def __getitem__(self, name: str) -> Route:
@@ -137,10 +138,10 @@ class Routing:
         return self._by_name[name]
 
     def block_policy(self, name: str, parameter: nn.Parameter) -> Block | None:
-        """For ``fully_shard(.., block_policy=routing.block_policy)``. Frozen parameters may be cut anywhere.
+        """Return the parameter's block, for ``fully_shard(.., block_policy=routing.block_policy)``. Frozen parameters have none.
 
         Raises:
-            ValueError: a trainable parameter that the model did not have when it was routed.
+            ValueError: the model did not have this trainable parameter when it was routed.
         """
         if not parameter.requires_grad:
             return None
@@ -163,15 +164,15 @@ class Routing:
 
 
 def route_parameters(model: nn.Module, config: OptimizerConfig | Mapping[str, Any] | str) -> Routing:
-    """Route the trainable parameters of ``model``, sharded, on the meta device, or neither.
+    """Route the trainable parameters of ``model``, which may be sharded or on the meta device.
 
     Args:
-        config: an :class:`OptimizerConfig`, or what :meth:`OptimizerConfig.of` makes one of.
+        config: an :class:`OptimizerConfig`, or an input of :meth:`OptimizerConfig.of`.
 
     Raises:
-        TypeError: something else than a module, or a configuration.
-        ValueError: a pattern of ``routes`` or ``row_blocks`` that matches nothing, a matrix optimizer for what is no matrix, or options
-            that the optimizer doesn't have.
+        TypeError: ``model`` is not a module, or ``config`` is not a configuration.
+        ValueError: a pattern of ``routes`` or ``row_blocks`` matches nothing, a matrix optimizer gets something other than a matrix,
+            or an option is unknown.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is a {type(model).__name__}: give the module itself, not its parameters")
@@ -198,7 +199,7 @@ def route_parameters(model: nn.Module, config: OptimizerConfig | Mapping[str, An
         if optimizer != config.name and optimizer != rest:
             raise ValueError(f"routes: {name} to {optimizer}, but the optimizers of this run are {config.name} and {rest}")
         if optimizer in MATRIX_OPTIMIZERS and not 2 <= len(shape) <= 3:
-            raise ValueError(f"routes: {name} of shape {shape} is no matrix, which {optimizer} needs: route it to adamw")
+            raise ValueError(f"routes: {name} of shape {shape} is not a matrix, which {optimizer} needs: route it to adamw")
         blocks = next((b for pattern, b in config.row_blocks.items() if fnmatch.fnmatchcase(name, pattern)), None)
         block = _block(name, parameter, optimizer, config)
         routes.append(Route(name, role, optimizer, shape, block, blocks if optimizer == "muon" else None))
@@ -206,7 +207,7 @@ def route_parameters(model: nn.Module, config: OptimizerConfig | Mapping[str, An
 
 
 def _block(name: str, parameter: nn.Parameter, optimizer: Name, config: OptimizerConfig) -> Block | None:
-    """What the optimizer needs to keep whole of a parameter."""
+    """Return the block that the optimizer needs whole, or None."""
     shape = tuple(parameter.shape)
     if optimizer == "muon":
         if config.whole_matrices:
@@ -221,10 +222,10 @@ def _block(name: str, parameter: nn.Parameter, optimizer: Name, config: Optimize
 
 
 def optimizer_class(name: Name) -> Any:
-    """The class that ``name`` stands for.
+    """Return the class of optimizer ``name``.
 
     Raises:
-        ValueError: this installation does not have it.
+        ValueError: this installation lacks it.
     """
     if name == "sgd":
         return torch.optim.SGD
@@ -237,7 +238,7 @@ def optimizer_class(name: Name) -> Any:
 
 
 def _roles(model: nn.Module) -> dict[str, Role]:
-    """Every parameter's role, by its first name in the model."""
+    """Return every parameter's role, by its first name in the model."""
     owners: dict[int, list[tuple[str, nn.Module]]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module._parameters.items():
@@ -262,7 +263,7 @@ def _role(parameter: Tensor, owners: list[tuple[str, nn.Module]]) -> Role:
     if parameter.ndim < 2:
         return "norm" if any(type(module).__name__.lower().rstrip("123d").endswith("norm") for _, module in owners) else "vector"
     if any(isinstance(module, ConvNd) for _, module in owners):
-        return "other"  # a filter [out, in, k] is no stack of matrices
+        return "other"  # a filter [out, in, k] is not a stack of matrices
     if parameter.ndim == 2 and any(_is_head(name) for name, _ in owners):
         return "head"
     if parameter.ndim == 3 and tuple(parameter.shape[:2]) == (1, 1):
@@ -271,7 +272,7 @@ def _role(parameter: Tensor, owners: list[tuple[str, nn.Module]]) -> Role:
 
 
 def _is_head(name: str) -> bool:
-    """A module of a telling name, at the top of the model; ``lm_head`` anywhere."""
+    """Return whether the parameter's module has a head's name at the top of the model, or is a ``lm_head`` anywhere."""
     modules = name.split(".")[:-1]
     return modules[-1:] == ["lm_head"] or (len(modules) == 1 and modules[0] in _HEADS)
 

@@ -1,15 +1,15 @@
-"""Shampoo over blocks that are never cut: each rank preconditions what it holds, and nothing is communicated.
+"""Shampoo over blocks that are never cut: each rank preconditions its own blocks, without communication.
 
-For every block, with gradient g, step t [Gupta et al., arXiv 1802.09568; Shi et al., arXiv 2309.06497, whose conventions these are]::
+For every block, with gradient g at step t (conventions of Shi et al., arXiv 2309.06497; after Gupta et al., arXiv 1802.09568)::
 
-    left  = b left  + w g g^T          b = factor_beta, w = 1 - b (sums, w = 1, where b = 1)
+    left  = b left  + w g g^T          b = factor_beta, w = 1 - b (sums with w = 1, if b = 1)
     right = b right + w g^T g
     every precondition_frequency steps: left_root = (left / (1 - b^t)) ^ (-1 / root), right_root likewise
     f = m / (1 - beta1^t)              m = beta1 m + (1 - beta1) g
     u = left_root f right_root, scaled to the norm of the grafted optimizer's update of the block
     p = p (1 - lr weight_decay) - lr u
 
-Shi et al.'s PyTorch Shampoo cuts its blocks from whatever part a rank has under FSDP2, so that its result depends on the number of ranks.
+Shi et al.'s PyTorch Shampoo cuts its blocks from a rank's part under FSDP2, so its result depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ class Shampoo(KroneckerOptimizer):
     """Shampoo for matrices, AdamW for the rest (vectors, embeddings and heads by name, 4 dimensions and more).
 
     Args:
-        params: parameters, param groups, or ``model.named_parameters()``. Sharded ones must not be cut inside a block: give
-            ``fully_shard`` the ``block_policy`` of :meth:`block_policy`. Of a 3-dimensional parameter each matrix stands for itself.
-        lr, betas, eps, weight_decay: as AdamW's; betas[0] also of the momentum, eps also of the grafted update.
+        params: parameters, param groups, or ``model.named_parameters()``. No shard may cut a block: pass the result of
+            :meth:`block_policy` to ``fully_shard``. Each matrix of a 3-dimensional parameter counts separately.
+        lr, betas, eps, weight_decay: as in AdamW; betas[0] also serves the momentum, and eps the grafted update.
         block: ``Block.tile(r, c)``, ``Block.rows(r)``, ``Block.tensor()`` or their text.
         precondition_frequency: steps between roots.
-        start_preconditioning_step: the grafted optimizer's own updates before; None: ``precondition_frequency``.
-        grafting: whose step size each block takes: "adamw", "rmsprop" (no bias correction of v), "sgd" (the momentum's), None: u's own.
-        root: of both factors; 4 is Shampoo's, 2 the more aggressive choice.
-        factor_beta: of the factors; None: betas[1]; 1: sums.
-        factor_eps: added to eigenvalues.
+        start_preconditioning_step: first step with preconditioning; steps before it are the grafted optimizer's. None:
+            ``precondition_frequency``.
+        grafting: source of each block's step size: "adamw", "rmsprop" (no bias correction of v), "sgd" (the momentum's), None: u's own.
+        root: root of both factors; 4 is Shampoo's, 2 the more aggressive choice.
+        factor_beta: decay of the factors; None: betas[1]; 1: sums.
+        factor_eps: constant added to eigenvalues.
         nonfinite: ``propagate``, ``skip`` or ``raise``: see :class:`~vescale_ray.optim.base.BlockOptimizer`.
 
-    State per parameter of square blocks, bytes: 8 factors, 8 roots, 4 momentum, 4 grafting (adamw, rmsprop).
+    With square blocks, the state takes these bytes per parameter: 8 factors, 8 roots, 4 momentum, 4 grafting (adamw, rmsprop).
 
     Raises:
-        ValueError: a parameter is cut inside a block, is on the meta device, or was replaced by ``fully_shard``; a hyperparameter is
-            out of range.
+        ValueError: a parameter is cut inside a block, is on the meta device, or was replaced by ``fully_shard``; or a hyperparameter
+            is out of range.
     """
 
     _block_states = ("left_root", "right_root")

@@ -1,19 +1,19 @@
-"""SOAP over blocks that are never cut: Adam in the eigenbasis of Shampoo's factors, with nothing communicated.
+"""SOAP over blocks that are never cut: Adam in the eigenbasis of Shampoo's factors, without communication.
 
-For every block, with gradient g, step t [Vyas et al., arXiv 2409.11321; the order of the steps and where m lives are those of Shi et al.'s
-eigenvalue-corrected Shampoo, not of Vyas et al.'s code, which steps in the basis of the step before and skips the first update]::
+For every block, with gradient g at step t [Vyas et al., arXiv 2409.11321]. The order of operations and the space of m follow Shi et
+al.'s eigenvalue-corrected Shampoo. Vyas et al.'s code instead uses the basis of the step before, and skips the first update::
 
     left  = b left  + (1 - b) g g^T        right = b right + (1 - b) g^T g          b = factor_beta
     before start_preconditioning_step: no bases, which makes this AdamW
     at it: left_basis = eigenvectors of left, largest eigenvalue first               (and the same on the right)
     then every precondition_frequency steps: left_basis = Q of QR(left left_basis)
     m = beta1 m + (1 - beta1) g                                                      in the parameter's own space
-    v = beta2 v + (1 - beta2) (left_basis^T g right_basis)^2                         in the basis of the time; not rotated later
+    v = beta2 v + (1 - beta2) (left_basis^T g right_basis)^2                         in the current basis; not rotated later
     n = (left_basis^T m right_basis / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
     p = p (1 - lr weight_decay) - lr left_basis n right_basis^T
 
-Columns of a basis keep their places in a refresh, so that v needs no permutation. The first step can't be preconditioned: in the eigenbasis
-of its own factors a gradient is diagonal, and the rest of it rounding noise, which v would scale up to full updates.
+Columns of a basis keep their places in a refresh, so v needs no permutation. The first step can't be preconditioned. In the
+eigenbasis of its own factors a gradient is diagonal, and v would scale the remaining rounding noise up to full updates.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ class SOAP(KroneckerOptimizer):
     """SOAP for matrices, AdamW for the rest (vectors, embeddings and heads by name, 4 dimensions and more).
 
     Args:
-        params: parameters, param groups, or ``model.named_parameters()``. Sharded ones must not be cut inside a block: give
-            ``fully_shard`` the ``block_policy`` of :meth:`block_policy`. Of a 3-dimensional parameter each matrix stands for itself.
-        lr, betas, eps, weight_decay: as AdamW's.
+        params: parameters, param groups, or ``model.named_parameters()``. No shard may cut a block: pass the result of
+            :meth:`block_policy` to ``fully_shard``. Each matrix of a 3-dimensional parameter counts separately.
+        lr, betas, eps, weight_decay: as in AdamW.
         block: ``Block.tile(r, c)``, ``Block.rows(r)``, ``Block.tensor()`` or their text.
         precondition_frequency: steps between refreshes of the bases.
-        start_preconditioning_step: at least 2; None: ``precondition_frequency``, or 2 if that is 1.
-        factor_beta: of the factors; None: betas[1].
+        start_preconditioning_step: first step with preconditioning, at least 2; None: ``precondition_frequency``, or 2 if that is 1.
+        factor_beta: decay of the factors; None: betas[1].
         nonfinite: ``propagate``, ``skip`` or ``raise``: see :class:`~vescale_ray.optim.base.BlockOptimizer`.
 
-    State per parameter of square blocks, bytes: 8 factors, 8 bases, 8 moments.
+    With square blocks, the state takes these bytes per parameter: 8 factors, 8 bases, 8 moments.
 
     Raises:
-        ValueError: a parameter is cut inside a block, is on the meta device, or was replaced by ``fully_shard``; a hyperparameter is
-            out of range.
+        ValueError: a parameter is cut inside a block, is on the meta device, or was replaced by ``fully_shard``; or a hyperparameter
+            is out of range.
     """
 
     _block_states = ("left_basis", "right_basis")
@@ -112,5 +112,5 @@ class SOAP(KroneckerOptimizer):
 
 
 def _into(x: Tensor, bases: tuple[Tensor, Tensor] | None) -> Tensor:
-    """``x`` in the bases; itself where there are none yet."""
+    """Return ``x`` in the bases, or ``x`` itself if there are none yet."""
     return x if bases is None else bases[0].T @ x @ bases[1]

@@ -1,17 +1,17 @@
-"""Structure-aware planning: where every tensor of a group lies in the global buffer ([veScale-FSDP], section on planning).
+"""Structure-aware planning: the position of every tensor of a group in the global buffer ([veScale-FSDP], section on planning).
 
-The global buffer has ``num_shards`` equal parts of ``shard_numel`` elements. Tensors lie in it one after another, each
-contiguous, padding only between them or at the end, and no shard boundary cuts a block:
+The global buffer has ``num_shards`` equal parts of ``shard_numel`` elements. Each tensor is contiguous. Padding lies only between
+tensors or at the end, and no shard boundary cuts a block:
 
     tensors  |--- q_proj ---|--- o_proj ---| |-------- up_proj --------|..|
     ranks    |      0      |      1      |      2      |      3      |       boundaries at multiples of shard_numel
 
-A layout: ``layout`` says what it is, ``search`` finds the smallest one (``place``: a fixed order; ``orders``: all of them;
-``bounds``: what none can beat), a pure function of its inputs: the same on every rank and in every process.
+Layouts: ``layout`` defines the result and ``search`` finds the smallest one. ``place`` handles one fixed order, ``orders`` handles
+all orders, and ``bounds`` proves lower bounds. The search is a pure function: every rank and process gets the same layout.
 
-A model: ``shapes`` and ``architectures`` (what it is made of), ``units`` (a unit's buffers, and the levers against padding),
-``advice`` (which lever), ``cost`` (memory and time), ``choose`` (which sharding), ``request`` and ``report`` (for people),
-``baselines`` (other systems, to compare). Imports torch, ``errors`` and ``geometry`` only.
+Models: ``shapes`` and ``architectures`` describe a model's tensors. ``units`` plans a unit's buffers, with levers against padding;
+``advice`` picks the lever. ``cost`` predicts memory and time, and ``choose`` picks the sharding. ``request`` and ``report`` serve
+the command line; ``baselines`` models other systems for comparison. Imports torch, ``errors`` and ``geometry`` only.
 """
 
 from vescale_ray.planner.choose import Choice, Option, choose_sharding

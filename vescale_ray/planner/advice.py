@@ -1,4 +1,4 @@
-"""advise: the simplest lever that brings a unit's padding below a goal, and what to do where none does."""
+"""advise: the simplest lever that brings a unit's padding below a goal, and remedies if no lever does."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from vescale_ray.planner.shapes import UnitShape
 from vescale_ray.planner.units import Blocks, Lever, UnitPlan, plan_unit
 
 GOAL = 0.03
-"""Padding that is worth a lever, as a fraction of the parameters."""
+"""Padding above which a lever is worth its cost, as a fraction of the parameters."""
 
 TENSORS = 2500
-"""Units of more tensors are not tried: they would take seconds to plan."""
+"""Largest number of tensors in a unit that is tried; a larger unit would take seconds to plan."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A lever and what it gave."""
+    """A lever and its result."""
 
     lever: Lever
     padding_ratio: float
     gathered_numel: int
-    """Elements of the gathered unit: what several layers per unit cost."""
+    """Elements of the gathered unit; this is the cost of several layers per unit."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do about a unit's padding at a group size.
+    """Advice on a unit's padding at one group size.
 
     Attributes:
-        best: the plan with the simplest lever below the goal; without one, the plan with the least padding.
-        attempts: every lever that was tried, in the order of what it costs.
-        remedies: where no lever reaches the goal: the smaller group (HSDP), the larger unit, the smaller blocks that do; a line each.
+        best: the plan with the simplest lever below the goal; if there is none, the plan with the least padding.
+        attempts: every lever that was tried, the cheapest first.
+        remedies: if no lever reaches the goal, one line for each change that does: a smaller group (HSDP), larger units, smaller
+            blocks.
     """
 
     best: UnitPlan
@@ -57,13 +58,13 @@ def advise(
     most_layers: int = 4,
     strided: bool = True,
 ) -> Advice:
-    """Try the levers from the cheapest on until the padding is below ``goal``; where none is enough, say what is.
+    """Try the levers, the cheapest first, until the padding is below ``goal``; if none is enough, look for remedies.
 
     Args:
-        most_layers: a unit of more layers than this is not tried (its gathered parameters need the memory).
+        most_layers: the most layers per unit that are tried; gathered parameters take memory in proportion.
         strided: the model tolerates experts that are strided views.
 
-    Cost: up to 16 plans of the unit; as many for each remedy that is tried.
+    Cost: up to 16 plans of the unit, and as many for each remedy that is tried.
     """
 
     def reach(ranks: int, rule: Blocks, layers: range) -> Advice:
@@ -92,7 +93,7 @@ def advise(
 
 
 def _first(unit: UnitShape, num_shards: int, blocks: Blocks, dtype: torch.dtype, goal: float, layers: range, strided: bool) -> Advice:
-    """The first lever below the goal, else the best one. ``layers``: at least one of them is tried, even if the unit has fewer."""
+    """Return the first lever below the goal, or else the best one. At least one of ``layers`` is tried, even if the unit has fewer."""
     attempts: list[Attempt] = []
     best: UnitPlan | None = None
     for lever in _levers(unit, blocks, layers, strided):
@@ -108,7 +109,7 @@ def _first(unit: UnitShape, num_shards: int, blocks: Blocks, dtype: torch.dtype,
 
 
 def _levers(unit: UnitShape, blocks: Blocks, layers: range, strided: bool) -> Iterator[Lever]:
-    """From what costs nothing to what costs memory."""
+    """Yield the levers, from those that cost nothing to those that cost memory."""
     stacked = any(len(p.shape) >= 3 and blocks.applies(p) for p in unit.params)
     for count in layers:
         if count > 1 and (count > unit.count or count * len(unit.params) > TENSORS or (count > 4 and unit.count % count)):

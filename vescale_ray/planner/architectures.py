@@ -1,7 +1,7 @@
-"""From the figures of a published ``config.json`` to the tensors of a model; the figures of well-known models.
+"""The tensors of a model from a published ``config.json``, and the configs of well-known models.
 
-The tensors are those of the architectures in Hugging Face transformers, fused experts included (``[E, n, m]``); what a config
-leaves out has that library's default where it is plain (head_dim, tied embeddings), and is asked for otherwise.
+The tensors follow the architectures in Hugging Face transformers, with fused experts ``[E, n, m]``. If a config leaves out
+head_dim or tied embeddings, that library's default applies. Any other missing figure is an error.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 from vescale_ray.errors import BadInput
 from vescale_ray.planner.shapes import Kind, ModelShapes, ParamShape, UnitShape
 
-# The published config.json of each model, as of its release; sources behind each. tests/planner/test_shapes.py checks the totals
-# against the parameter counts that the publishers give.
+# The published config.json of each model, as of its release, with its sources. tests/planner/test_shapes.py checks the totals against
+# the publishers' parameter counts.
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     # The Llama 3 Herd of Models, arXiv 2407.21783, table 3; vocabulary 128,256 from the released config.json.
     "llama-3-8b": (
@@ -75,10 +75,10 @@ _ALIASES = {"deepseek-v3-671b": "deepseek-v3", "llama-3.1-405b": "llama-3-405b"}
 
 
 def published(name: str) -> ModelShapes:
-    """A well-known model by its name.
+    """Return a well-known model by its name.
 
     Raises:
-        BadInput: unknown, with the nearest known name.
+        BadInput: the name is unknown; the message suggests the nearest known name.
     """
     key = name.lower().replace("_", "-")
     key = _ALIASES.get(key, key)
@@ -92,7 +92,7 @@ def published(name: str) -> ModelShapes:
 
 
 class _Figures:
-    """A config's figures; one that is missing or no positive integer is told by its name."""
+    """A config's figures. A missing figure, or one that is not a non-negative integer, raises BadInput with its name."""
 
     def __init__(self, config: dict[str, Any], where: str) -> None:
         self.config, self.where = config, where
@@ -102,7 +102,7 @@ class _Figures:
             value = self.config.get(key)
             if value is not None:
                 if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                    raise BadInput(f"{self.where}: {key} is {value!r}: an integer is needed")
+                    raise BadInput(f"{self.where}: {key} is {value!r}: give an integer of at least 0")
                 return value
         if default is None:
             raise BadInput(f"{self.where}: {keys[0]} is missing: give the full config.json of the model")
@@ -110,7 +110,7 @@ class _Figures:
 
 
 def from_config(config: dict[str, Any], where: str) -> ModelShapes:
-    """The tensors of a config.json. Experts are fused.
+    """Return the tensors of a config.json, with fused experts.
 
     Raises:
         BadInput: the architecture is not known, or a figure is missing.
@@ -118,7 +118,7 @@ def from_config(config: dict[str, Any], where: str) -> ModelShapes:
     kind = str(config.get("model_type", ""))
     if kind not in _LAYERS:
         known = ", ".join(_LAYERS)
-        raise BadInput(f"{where}: model_type {kind!r} is not known: known are {known}; any other model by pkg.mod:factory")
+        raise BadInput(f"{where}: model_type {kind!r} is not known: known are {known}; give any other model as pkg.mod:factory")
     f = _Figures(config, where)
     hidden, layers, vocab = f("hidden_size"), f("num_hidden_layers"), f("vocab_size")
     if not (hidden and layers and vocab):
@@ -174,7 +174,7 @@ def _swiglu(prefix: str, hidden: int, width: int) -> list[ParamShape]:
 
 
 def _experts(count: int, hidden: int, width: int) -> list[ParamShape]:
-    """Fused as in transformers: gate and up in one tensor, output dimension first."""
+    """Fused experts as in transformers: gate and up projections share one tensor, output dimension first."""
     gate_up = ParamShape("experts.gate_up_proj", (count, 2 * width, hidden), "expert", matrices=2)
     return [gate_up, _p("experts.down_proj", count, hidden, width, kind="expert")]
 

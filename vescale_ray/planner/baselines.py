@@ -1,7 +1,7 @@
-"""What other systems would need for the same tensors, by their published rules: elements of each rank's part.
+"""Shard sizes that other systems would need for the same tensors, in elements per rank, by their published rules.
 
-Written from the rules as their authors or sources state them, to compare layouts, not to use them. None of the first three keeps
-blocks whole (``fsdp2`` does, if asked to pad to them), and the first two do not look at blocks at all.
+These functions serve comparison only. ``fsdp1`` and ``deepspeed`` ignore blocks; ``fsdp2`` keeps blocks whole if asked to pad to
+them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vescale_ray.planner.place import Problem, place
 
 
 def fsdp1(specs: Sequence[TensorSpec], num_shards: int) -> int:
-    """FSDP1 and ZeRO stage 1 and 2: all tensors in one flat buffer that is cut into equal parts anywhere (Zhao et al., arXiv
+    """FSDP1 and ZeRO stages 1 and 2: one flat buffer of all tensors, cut into equal parts at any element (Zhao et al., arXiv
     2304.11277, section 3.2.1)."""
     return -(-sum(s.numel for s in specs) // num_shards)
 
@@ -25,9 +25,9 @@ def deepspeed(specs: Sequence[TensorSpec], num_shards: int) -> int:
 
 
 def fsdp2(specs: Sequence[TensorSpec], num_shards: int, *, blocks: bool = False) -> int:
-    """FSDP2: ``Shard(0)`` for each parameter, chunks of ``ceil(shape[0] / N)`` rows (torch ``_fsdp_param.py``).
+    """FSDP2: ``Shard(0)`` for each parameter, in chunks of ``ceil(shape[0] / N)`` rows (torch ``_fsdp_param.py``).
 
-    ``blocks``: chunks are rounded up to whole blocks, as a user would have to pad them to keep these together.
+    ``blocks``: round chunks up to whole blocks; a user must pad parameters this way to keep blocks whole.
     """
     total = 0
     for s in specs:
@@ -44,10 +44,10 @@ def fsdp2(specs: Sequence[TensorSpec], num_shards: int, *, blocks: bool = False)
 
 
 def megatron_fsdp(specs: Sequence[TensorSpec], num_shards: int) -> int:
-    """Megatron-FSDP: every part is a multiple of the least common multiple of all tensors' rows ``shape[1:].numel()`` (here: of
-    their blocks, where these are longer), and tensors start at multiples of their own.
+    """Megatron-FSDP: every part is a multiple of one chunk, the least common multiple of all tensors' rows ``shape[1:].numel()``.
 
-    Tensors of at least one such chunk follow each other; smaller ones go into the gaps between them, the largest first
+    If a tensor's blocks are longer than its rows, its blocks count instead. Each tensor starts at a multiple of its own row or block.
+    Tensors of at least one chunk follow each other; smaller ones fill the gaps between them, the largest first
     (``GlobalLayout.build`` of ``megatron_fsdp/experimental/layout.py``).
     """
     rows = []
@@ -76,11 +76,11 @@ def megatron_fsdp(specs: Sequence[TensorSpec], num_shards: int) -> int:
 
 
 def algorithm1(specs: Sequence[TensorSpec], num_shards: int, *, align: int = 128) -> int:
-    """The paper's heuristic ([veScale-FSDP], Algorithm 1, as ``paper-facts.md`` tells it).
+    """The paper's heuristic ([veScale-FSDP], Algorithm 1).
 
-    For each of three orders (as given, by block, by shape) and each prefix of the tensors sorted by size, which are those that
-    may contain a whole shard: the shard is a multiple of what the collective prefers and of these tensors' blocks; bisection over
-    the multiples for the smallest that holds all tensors in that order.
+    It tries three orders (as given, by block, by shape) and every prefix of the tensors sorted by size. The tensors of the prefix may
+    contain a whole shard, so the shard is a multiple of their blocks and of the collective's alignment. Bisection over these multiples
+    finds the smallest shard that holds all tensors in that order.
     """
     specs = [s for s in specs if s.numel]
     if not specs:

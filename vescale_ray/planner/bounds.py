@@ -1,14 +1,14 @@
-"""Which shard sizes no order of the tensors can rule in: the proven lower bound, and the sizes that are worth trying above it.
+"""Lower bounds on the shard size, and the sizes above the bound that are worth trying.
 
-Each test below is necessary for *any* layout, in any order, so the first size that passes all of them is a lower bound:
+Each test below is necessary for *any* layout, in any order. The first size that passes all of them is therefore a lower bound:
 
 - **room**: all tensors, each padded to the start alignment, fit into N shards;
-- **counting**: of the ``(k - 1) N + 1`` largest pieces between possible cuts, some rank holds ``k``;
+- **counting**: some rank holds ``k`` of the ``(k - 1) N + 1`` largest pieces between possible cuts;
 - **each tensor alone**: ``e`` elements in blocks of ``g`` can be placed iff ``e <= S``, or ``S mod g == 0``, or
-  ``e <= 2S - S mod g`` (it spans one boundary); with ``e > 2S`` two boundaries lie inside it wherever it is, so ``S mod g == 0``;
-- **full ranks**: take some kinds of tensors, the coarse ones, whose pieces all are multiples of ``d``. A rank that no other tensor
-  touches holds a multiple of ``d``; one other tensor of ``e`` elements touches at most ``(e - 2) // S + 2`` ranks. So the elements
-  must fit into ``T`` full ranks and ``N - T`` ranks of ``S - S mod d``.
+  ``e <= 2S - S mod g`` (the tensor spans one boundary). If ``e > 2S``, two boundaries lie inside it, so ``S mod g == 0``;
+- **full ranks**: take some kinds of tensors, the coarse ones, whose pieces are all multiples of ``d``. A rank without any other
+  tensor holds a multiple of ``d``. One other tensor of ``e`` elements touches at most ``(e - 2) // S + 2`` ranks. The elements
+  must therefore fit into ``T`` full ranks and ``N - T`` ranks of ``S - S mod d``.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from vescale_ray.planner.place import Problem
 
 _FIRST_CHUNK, _LAST_CHUNK = 64, 16384
 LIKELY = 64
-"""Most sizes that :func:`likely_sizes` gives."""
+"""The most sizes that :func:`likely_sizes` returns."""
 
 
 def lower_bound(problem: Problem) -> int:
-    """No layout of these tensors, in any order, has a smaller shard."""
+    """Return a proven bound: no layout of these tensors, in any order, has a smaller shard."""
     return int(next(candidates(problem, _room_and_counting(problem)))[0])
 
 
 def candidates(problem: Problem, size: int, largest: int | None = None) -> Iterator[np.ndarray]:
-    """Every shard size from ``size`` to ``largest`` that no test excludes, ascending, in chunks."""
+    """Yield every shard size from ``size`` to ``largest`` that no test excludes, in ascending chunks."""
     quantum = problem.quantum
     sizes, blocks = problem.distinct
-    largest = -(-problem.total // quantum) * quantum if largest is None else largest  # everything in the first shard
+    largest = -(-problem.total // quantum) * quantum if largest is None else largest  # all tensors in the first shard
     chunk = _FIRST_CHUNK
     while size <= largest:
         forced = sizes > 2 * size
@@ -57,12 +57,12 @@ def candidates(problem: Problem, size: int, largest: int | None = None) -> Itera
 
 
 def is_possible(problem: Problem, shard: int) -> bool:
-    """Whether no test excludes this size."""
+    """Return whether no test excludes this size."""
     return bool(_possible(problem, np.array([shard], dtype=np.int64))[0])
 
 
 def _possible(problem: Problem, shards: np.ndarray) -> np.ndarray:
-    """Which of the sizes pass the tests of each tensor alone and of full ranks."""
+    """Return a mask of the sizes that pass the tests "each tensor alone" and "full ranks"."""
     sizes, blocks = problem.distinct
     rest = shards[:, None] % blocks[None, :]
     possible = ((sizes <= shards[:, None]) | (rest == 0) | (sizes <= 2 * shards[:, None] - rest)).all(axis=1)
@@ -76,7 +76,7 @@ def _possible(problem: Problem, shards: np.ndarray) -> np.ndarray:
 
 
 def _room_and_counting(problem: Problem) -> int:
-    """The first two tests: sizes below this are excluded."""
+    """Return the smallest size that passes the tests "room" and "counting"."""
     n = problem.num_shards
     least = -(-problem.total // n)
     pieces: dict[int, int] = {}
@@ -85,7 +85,7 @@ def _room_and_counting(problem: Problem) -> int:
             whole, rest = divmod(numel, block)
             pieces[block] = pieces.get(block, 0) + whole
             pieces[rest] = pieces.get(rest, 0) + 1
-    runs: list[tuple[int, int]] = []  # of equal pieces, the largest first: (size, how many are at least as large)
+    runs: list[tuple[int, int]] = []  # runs of equal pieces, the largest first: (size, number of pieces at least this large)
     seen = 0
     for size in sorted(pieces, reverse=True):
         seen += pieces[size]
@@ -106,11 +106,11 @@ def _room_and_counting(problem: Problem) -> int:
 
 
 def likely_sizes(problem: Problem, bound: int) -> list[int]:
-    """Sizes from the bound on, ascending, at which many tensors stop to constrain each other; a few dozen, not all.
+    """Return a few dozen ascending sizes from the bound on at which many tensors no longer constrain each other.
 
-    Multiples of what divides the coarse pieces, of the blocks of tensors that may span two boundaries, of their common multiples
-    (the last of which lets every tensor be cut at each of its blocks), and, as the rest of the padding is only there to be had by
-    taking more of it, the bound plus 1/8192, 1/4096, .. of itself.
+    The sizes are multiples of three kinds of numbers: divisors of the coarse pieces, blocks of tensors that may span two boundaries,
+    and common multiples of these blocks. The multiple of all of them lets every tensor be cut at each of its blocks. The bound plus
+    1/8192, 1/4096, .. of itself is added, because more padding is the only other way to fit the rest.
     """
     forced, longer = 1, set()
     for numel, block in sorted(set(zip(problem.sizes, problem.blocks, strict=True))):
@@ -124,7 +124,7 @@ def likely_sizes(problem: Problem, bound: int) -> list[int]:
         everything = math.lcm(everything, block)
     steps |= {math.lcm(a, b) for a in longer for b in longer}
     steps = {math.lcm(problem.quantum, forced, step) for step in steps | {1, everything}}
-    # Of all blocks, too: what Megatron's rule takes.
+    # The common multiple of all blocks is added, too; Megatron's rule uses it.
     common = problem.quantum
     for block in sorted(set(problem.blocks)):
         common = math.lcm(common, block)

@@ -1,4 +1,4 @@
-"""choose_sharding: which shard group, how many replicas, layers per unit and buffers; and why not the others."""
+"""choose_sharding: pick the shard group, replicas, layers per unit and buffers, and say why the others lose."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 SAME = 0.02
-"""Options whose step times differ by less are alike: the one with less memory is better."""
+"""Options whose step times differ by less than this fraction count as equally fast; the one with less memory wins."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Option:
     memory: Memory
     time: Time
     usual_blocks: Blocks
-    """Of the policy, if this is one of several; not named again."""
+    """The policy's default requirement; the option's name leaves it out."""
     reason: str
-    """Why it was rejected; for the one that was chosen, what speaks for it."""
+    """Reason for the rejection or the choice."""
 
     @property
     def padding_ratio(self) -> float:
@@ -49,12 +49,12 @@ class Option:
 
 @dataclass(frozen=True)
 class Choice:
-    """What :func:`choose_sharding` found.
+    """The result of :func:`choose_sharding`.
 
     Attributes:
         best: the fastest option that fits; None if none does.
-        options: all, the best first; those that fit by step time, then those that do not by memory.
-        notes: what else to know: blocks larger than tensors, experts' rows that no block divides, what to do if nothing fits.
+        options: all options, the best first; those that fit by step time, then those that do not by memory.
+        notes: further facts: blocks larger than tensors, experts' rows that no block divides, remedies if nothing fits.
     """
 
     model: ModelShapes
@@ -74,20 +74,20 @@ def choose_sharding(
     *,
     groups: Sequence[int] | None = None,
 ) -> Choice:
-    """Pick the shard group size, HSDP replication, layers per unit and buffers by cost, and say why not the others.
+    """Pick the shard group size, HSDP replication, layers per unit and buffers by cost, and say why the others lose.
 
-    Every option is planned in full: padding, memory and bytes are those of real layouts. Times are estimates
+    Every option is planned in full: padding, memory and bytes come from real layouts. Times are estimates
     (:mod:`vescale_ray.planner.cost`).
 
     Args:
-        model: as for :func:`vescale_ray.planner.shapes.model_shapes`, or its result.
-        num_devices: in all; the group sizes tried are its divisors, from one node (or fewer devices) on.
+        model: a model as for :func:`vescale_ray.planner.shapes.model_shapes`, or its result.
+        num_devices: total number of devices; the group sizes tried are its divisors, from one node (or fewer devices) on.
         hardware: a name of :data:`vescale_ray.planner.cost.HARDWARE`, or a description.
         policy: how the model is trained.
-        groups: the group sizes to try, if not all.
+        groups: the group sizes to try; by default at most about a dozen.
 
     Raises:
-        BadInput: no devices, unknown hardware, a group that does not divide the devices; in one line.
+        BadInput: there are no devices, the hardware is unknown, or a group does not divide the devices; one line.
     """
     shapes = model if isinstance(model, ModelShapes) else model_shapes(model)
     if num_devices < 1:
@@ -113,7 +113,7 @@ def choose_sharding(
 
 
 def _group_sizes(devices: int, node: int) -> list[int]:
-    """Divisors from a node on, powers of two and what is left of the devices: at most about a dozen."""
+    """Return the divisors from a node on; of more than 12, keep about a dozen: powers of two, and large fractions of the devices."""
     divisors = [d for d in range(1, min(devices, 1 << 20) + 1) if devices % d == 0]
     large = [d for d in divisors if d >= min(node, devices)]
     if len(large) > 12:
@@ -144,7 +144,7 @@ def _judge(shapes: ModelShapes, devices: int, hardware: Hardware, policy: Policy
     if fitting:
         fastest = min(o.time.step for o in fitting)
         alike = [o for o in fitting if o.time.step <= fastest * (1 + SAME)]
-        # Of those that are as fast: the simplest lever that keeps padding low, then the least memory.
+        # Of the equally fast options, take the simplest lever that keeps padding low, then the least memory.
         best = min(alike, key=lambda o: (o.padding_ratio >= GOAL, *_complexity(o.lever), o.memory.total))
     judged = [replace(o, reason=_reason(o, best, room, alone=len(fitting) == 1)) for o in options]
     chosen = next((o for o in judged if best is not None and (o.group, o.lever, o.blocks) == (best.group, best.lever, best.blocks)), None)
@@ -204,7 +204,7 @@ def _largest(memory: Memory) -> str:
 
 
 def _cause(time: Time, best: Time) -> str:
-    """What takes longer than in the best option."""
+    """Name the part of the step that grew most over the best option."""
     grown = {
         "gathering parameters": time.gather - best.gather,
         "reducing gradients": time.reduce - best.reduce,

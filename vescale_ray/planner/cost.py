@@ -1,8 +1,8 @@
-"""What a sharding costs: memory on each rank by kind, bytes and time of a step.
+"""Cost of a sharding: memory on each rank by kind, bytes sent and time of a step.
 
-The memory of the engine's own tensors is exact (see the note at the head of ``vescale_ray/fsdp/__init__.py``; a test compares it
-with running ranks). Activations and times are estimates from the formulas below; the constants of :data:`HARDWARE` are the
-vendors' figures, not our measurements.
+The memory of the engine's own tensors is exact: a test compares it with running ranks. The note at the head of
+``vescale_ray/fsdp/__init__.py`` lists these tensors. Activations and times are estimates from the formulas below. The constants of
+:data:`HARDWARE` are the vendors' figures, not measurements.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "adamw8bit", "muon", "sgd")
 
 @dataclass(frozen=True)
 class Hardware:
-    """Devices and what connects them.
+    """Devices and the links between them.
 
     Attributes:
         memory: bytes of one device.
         flops: dense BF16 operations per second of one device.
-        memory_bandwidth, link, network: bytes per second of device memory, of one device to the others of its node, and of its
-            share of the network between nodes (each one way).
+        memory_bandwidth: bytes per second of device memory.
+        link: bytes per second, one way, from one device to the others of its node.
+        network: bytes per second, one way, of one device's share of the network between nodes.
         node: devices of a node.
-        efficiency: the part of ``flops`` that matrix products reach.
-        bus_efficiency: the part of the links' bandwidth that collectives reach.
+        efficiency: fraction of ``flops`` that matrix products reach.
+        bus_efficiency: fraction of the links' bandwidth that collectives reach.
         latency: seconds that a collective takes for each doubling of the group, within a node and between nodes.
     """
 
@@ -51,8 +52,8 @@ class Hardware:
 
 
 _GB = 1_000_000_000
-# Vendors' data sheets: dense BF16 without sparsity; NVLink is quoted for both directions, half of it counts; one network adapter
-# per device of 400 Gb/s (A100: 200 Gb/s), as in the vendors' eight-device systems.
+# Sources are the vendors' data sheets: dense BF16 without sparsity. NVLink is quoted for both directions, so half of it counts. Each
+# device has one network adapter of 400 Gb/s (A100: 200 Gb/s), as in the vendors' eight-device systems.
 HARDWARE: dict[str, Hardware] = {
     "a100": Hardware("a100", 80 << 30, 312e12, 2.0e12, 300 * _GB, 25 * _GB),  # NVIDIA A100 data sheet; DGX A100
     "h100": Hardware("h100", 80 << 30, 989e12, 3.35e12, 450 * _GB, 50 * _GB),  # NVIDIA H100 data sheet; DGX H100
@@ -62,21 +63,21 @@ HARDWARE: dict[str, Hardware] = {
 }
 
 MISALIGNED = 12.0
-"""An all-gather of buffers that are no multiple of 16 bytes is up to so many times slower ([veScale-FSDP]; NVIDIA/nccl#413)."""
+"""Slowdown of an all-gather whose buffers are not a multiple of 16 bytes ([veScale-FSDP]; NVIDIA/nccl#413)."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How the model is trained.
+    """The training setup of a model.
 
     Attributes:
-        tokens: of one device and micro-batch.
-        compute_dtype: of gathered parameters; ``float8_e4m3fn`` for FP8 gathers (with one FP32 scale per 128 x 128 tile).
-        recompute: activations of a layer are recomputed in backward; only the layer's input is kept.
-        blocks: the requirement of the optimizer or quantizer; None: what the optimizer and the dtype need.
+        tokens: tokens per device and micro-batch.
+        compute_dtype: dtype of gathered parameters; ``float8_e4m3fn`` means FP8 gathers (with one FP32 scale per 128 x 128 tile).
+        recompute: backward recomputes the activations of a layer; only the layer's input is kept.
+        blocks: the block requirement; None: the one that the optimizer and the dtype need.
         strided: the model tolerates experts that are strided views.
-        most_layers: layers per unit, at most.
-        reserve: the part of the device's memory that is left free (context, fragmentation, communication library).
+        most_layers: the most layers per unit.
+        reserve: fraction of the device's memory that is left free (context, fragmentation, communication library).
     """
 
     optimizer: Optimizer = "adamw"
@@ -98,23 +99,23 @@ class Policy:
 
     @property
     def block_options(self) -> tuple[Blocks, ...]:
-        """The requirement that was given, or those that the optimizer and the dtype allow for, the first one the usual."""
+        """The given block requirement, or those that the optimizer and the dtype allow, the default first."""
         if self.blocks is not None:
             return (self.blocks,)
         if self.compute_dtype.itemsize == 1:
             return (Blocks(128),)  # FP8 tiles of 128 x 128 (DeepSeek-V3 report, section 3.3.2)
         if self.optimizer == "adamw8bit":
-            # Its usual block of 1024 elements in memory order, or bands of 32 rows (research/optim.md, table of formats).
+            # 8-bit Adam's default block of 1024 elements in memory order, or bands of 32 rows.
             return (Blocks(elements=1024), Blocks(32))
-        # Muon needs whole matrices: sent to one rank for the update, or kept on one by the layout.
+        # Muon needs whole matrices: the update sends them to one rank, or the layout keeps each on one rank.
         return (Blocks(), Blocks(0)) if self.optimizer == "muon" else (Blocks(),)
 
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """Units of the same plan: ``count`` of them, one after another.
+    """``count`` consecutive units with the same plan.
 
-    ``resident``: gathered from its forward to its backward, as the engine does with the root.
+    ``resident``: the unit stays gathered from its forward to its backward, as the engine does with the root.
     """
 
     plan: UnitPlan
@@ -126,7 +127,7 @@ class PlannedUnit:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """All units of a model over one shard group."""
+    """All units of a model, planned over one shard group."""
 
     model: ModelShapes
     group: int
@@ -153,9 +154,9 @@ def plan_model(
     *,
     dtype: torch.dtype = torch.bfloat16,
 ) -> ModelPlan:
-    """Plan every unit over ``group`` ranks: ``lever.layers`` layers together, those that are left over in a smaller unit.
+    """Plan every unit over ``group`` ranks, ``lever.layers`` layers at a time; the remaining layers form a smaller unit.
 
-    Frozen and trainable parameters of a unit are groups of their own, as in the engine.
+    Frozen and trainable parameters of a unit form separate groups, as in the engine.
     """
     units: list[PlannedUnit] = []
     for unit in model.units:
@@ -194,17 +195,17 @@ class Memory:
 
 
 def predict_memory(plan: ModelPlan, policy: Policy, *, backend: str = "nccl", rank: int = 0) -> Memory:
-    """The memory of ``rank`` at the peak of a step.
+    """Predict the memory of ``rank`` at the peak of a step.
 
     Args:
-        backend: ``"gloo"`` for ranks on the CPU, whose pool works otherwise (:mod:`vescale_ray.planner.step_buffers`).
+        backend: ``"gloo"`` for ranks on the CPU, whose buffer pool differs (:mod:`vescale_ray.planner.step_buffers`).
     """
     group, compute = plan.group, policy.compute_dtype
     master = policy.master_dtype.itemsize
     buffers = [(u, layout, layout.kept(rank)) for u in plan.units for layout in u.plan.buffers]
     kept = sum(k.numel * u.count for u, _, k in buffers)
     trained = sum(k.numel * u.count for u, _, k in buffers if u.trainable)
-    # The cast; where gaps are left out of what is kept, also a shard with them to gather from.
+    # This counts the cast shard; if the kept shard leaves out gaps, it also counts the shard with gaps that is gathered from.
     spread = sum(layout.shard_numel * u.count for u, layout, k in buffers if compute != policy.master_dtype or not k.in_place)
     gathered, gradients = (0, 0) if group == 1 else _buffers(plan, policy, backend, rank)
     return Memory(
@@ -219,8 +220,10 @@ def predict_memory(plan: ModelPlan, policy: Policy, *, backend: str = "nccl", ra
 
 
 def _units(plan: ModelPlan) -> tuple[list[list[PlannedUnit]], list[PlannedUnit]]:
-    """The groups of each unit in order of use (of many alike, three), and those of the root: frozen and trainable parameters of a
-    unit are groups of their own, but travel together."""
+    """Return the groups of each unit in order of use (at most three units of one plan), and the groups of the root.
+
+    Frozen and trainable parameters of a unit form separate groups, but are gathered together.
+    """
     units: dict[tuple[str, int], list[PlannedUnit]] = {}
     for u in plan.units:
         if not u.resident:
@@ -230,7 +233,7 @@ def _units(plan: ModelPlan) -> tuple[list[list[PlannedUnit]], list[PlannedUnit]]
 
 
 def _buffers(plan: ModelPlan, policy: Policy, backend: str, rank: int) -> tuple[int, int]:
-    """Most bytes of gathered parameters, and of gradient buffers."""
+    """Return the peak bytes of gathered parameters and of gradient buffers."""
 
     def travels(groups: Sequence[PlannedUnit]) -> list[Travel]:
         cast, wide = policy.compute_dtype.itemsize, policy.reduce_dtype.itemsize
@@ -238,7 +241,7 @@ def _buffers(plan: ModelPlan, policy: Policy, backend: str, rank: int) -> tuple[
         found = []
         for unit, layout in ((u, layout) for u in groups for layout in u.plan.buffers):
             gathered = layout.numel * cast
-            # On gloo the master shard lives in the buffer where it is neither cast nor without gaps, if that is not a small one.
+            # On gloo, a shard without cast or gaps lives in the gathered buffer, unless that buffer is small.
             home = uncast and gathered >= HOST_MAPPED_BYTES and layout.kept(rank).in_place
             found.append(Travel(gathered, layout.numel * wide * unit.trainable, layout.shard_numel * cast * home))
         return found
@@ -250,14 +253,14 @@ def _buffers(plan: ModelPlan, policy: Policy, backend: str, rank: int) -> tuple[
 
 
 def _scales(plan: ModelPlan, dtype: torch.dtype) -> int:
-    """FP8: one FP32 scale for each 128 x 128 tile of the shard, padded to 128 bytes per buffer."""
+    """Bytes of the FP8 scales: one FP32 scale for each 128 x 128 tile of the shard, padded to 128 bytes per buffer."""
     if dtype.itemsize > 1:
         return 0
     return sum(-(-(b.shard_numel // (128 * 128) * 4) // 128) * 128 * u.count for u in plan.units for b in u.plan.buffers)
 
 
 def _optimizer_bytes(plan: ModelPlan, policy: Policy, rank: int) -> int:
-    """States of the elements that the rank holds; padding has none."""
+    """Bytes of optimizer state for the elements that the rank holds; padding has none."""
     total = 0.0
     for u in plan.units:
         if not u.trainable:
@@ -272,7 +275,7 @@ def _optimizer_bytes(plan: ModelPlan, policy: Policy, rank: int) -> int:
 
 
 def _state_bytes(optimizer: Optimizer, kind: str) -> float:
-    """Bytes of states per parameter, in FP32 but for 8-bit Adam (two bytes, and two FP32 scales per block of 1024)."""
+    """Bytes of state per parameter: FP32, or for 8-bit Adam two bytes plus two FP32 scales per block of 1024."""
     if optimizer == "sgd":
         return 4.0  # with momentum
     if optimizer == "muon" and kind in ("matrix", "expert"):
@@ -283,10 +286,12 @@ def _state_bytes(optimizer: Optimizer, kind: str) -> float:
 
 
 def activation_bytes(model: ModelShapes, policy: Policy, layers_per_unit: int = 1) -> int:
-    """An estimate: 34 bytes per token and hidden element in each layer without recomputation (Korthikanti et al., arXiv 2205.05198,
-    section 4.1, with attention that keeps no matrix of scores), times the width of what a token passes relative to a dense layer
-    of 12 hidden^2 parameters; with recomputation 2 bytes for each layer's input, and one layer in full. Plus the logits, in BF16
-    and FP32."""
+    """Estimate the bytes of activations on one rank.
+
+    Without recomputation each layer keeps 34 bytes per token and hidden element (Korthikanti et al., arXiv 2205.05198, section 4.1,
+    with attention that keeps no matrix of scores). This is scaled by the layer's active parameters over the 12 hidden^2 of a dense
+    layer. With recomputation, each layer keeps 2 bytes for its input, and one layer is kept in full. Logits in BF16 and FP32 are added.
+    """
     if not model.hidden or not model.layers:
         return 0
     per_layer = max(model.active - 2 * model.vocab * model.hidden, 0) / model.layers
@@ -298,7 +303,7 @@ def activation_bytes(model: ModelShapes, policy: Policy, layers_per_unit: int = 
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of a step on one rank, and the bytes that it sends."""
+    """Seconds of a step on one rank, and the bytes that the rank sends."""
 
     compute: float
     gather: float
@@ -306,7 +311,7 @@ class Time:
     replicate: float
     """All-reduce of gradient shards over the replicas (HSDP)."""
     update: float
-    """The optimizer's reads and writes, and what it sends (Muon, unless the layout keeps matrices whole)."""
+    """The optimizer's reads and writes, and its communication (Muon, unless the layout keeps matrices whole)."""
     exposed: float
     """Communication that no computation hides."""
     sent: int
@@ -317,11 +322,10 @@ class Time:
 
 
 def collective_time(size: float, group: int, hardware: Hardware, *, rank_bytes: int | None = None, stride: int = 1) -> float:
-    """Seconds of an all-gather or reduce-scatter of ``size`` bytes in all over ``group`` ranks that are ``stride`` devices apart.
+    """Seconds of an all-gather or reduce-scatter of ``size`` bytes in total over ``group`` ranks that are ``stride`` devices apart.
 
-    Latency grows with the logarithm of the group; bandwidth is that of the link inside a node, or of the node's network adapters
-    together, whichever is the narrower. ``rank_bytes``: if this is no multiple of 16, the collective is :data:`MISALIGNED` times
-    slower.
+    Latency grows with the logarithm of the group. The narrower link sets the bandwidth: the link inside a node, or the node's network
+    adapters together. If ``rank_bytes`` is not a multiple of 16, the collective is :data:`MISALIGNED` times slower.
     """
     if group <= 1 or size <= 0:
         return 0.0
@@ -341,12 +345,12 @@ def _has_experts(unit: UnitShape) -> bool:
 
 
 def predict_time(plan: ModelPlan, policy: Policy, hardware: Hardware, replicas: int = 1) -> Time:
-    """Time of a step of one micro-batch.
+    """Estimate the time of a step of one micro-batch.
 
-    A matrix product costs 2 operations per active parameter and token forward, 4 backward, 2 more if it is recomputed; a unit's
-    part is its share of the active parameters (the embedding is looked up, not multiplied). Parameters are gathered for forward
-    and again for backward, the next unit's while this one computes; gradients are reduced while the unit before computes. What a
-    unit's computation does not hide is exposed, and so are the first gather and the last reduction.
+    A matrix product costs 2 operations per active parameter and token in forward, 4 in backward, and 2 more if it is recomputed. A
+    unit's part is its share of the active parameters; the embedding is a lookup and costs nothing. Parameters are gathered for forward
+    and again for backward, while the unit before computes. Gradients are reduced while the next unit of the backward computes. A
+    unit's communication that its computation does not hide is exposed. The first gather and the last reduction are exposed, too.
     """
     compute = gather = reduce = replicate = exposed = 0.0
     sent = 0
@@ -387,7 +391,7 @@ def predict_time(plan: ModelPlan, policy: Policy, hardware: Hardware, replicas: 
     memory = predict_memory(plan, policy)
     update = 2 * (memory.master + memory.optimizer + memory.gradients // 2) / hardware.memory_bandwidth
     if policy.optimizer == "muon" and plan.blocks.rows != 0:
-        # Momentum to the matrix's root and the update back, both in BF16, in one exchange each way (research/optim.md, 0).
+        # One exchange sends momentum to the matrix's root rank and another returns the update, both in BF16.
         matrices = sum(u.unit.numel * u.plan.lever.layers * u.count for u in plan.units if any(p.kind == "matrix" for p in u.unit.params))
         part = 2 * matrices // plan.group * (plan.group - 1) // plan.group
         update += 2 * collective_time(part * plan.group, plan.group, hardware) / max(1, min(plan.group, hardware.node))

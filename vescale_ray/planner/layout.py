@@ -1,4 +1,4 @@
-"""TensorSpec and Layout: what the planner is told and what it answers; frozen, and a Layout proves itself when it is built."""
+"""TensorSpec and Layout: the planner's input and result. Both are frozen, and a Layout validates itself when it is built."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import torch
 from vescale_ray.geometry import Block, Shape, row_numel
 
 START_BYTES = 64
-"""Every tensor starts at a multiple of this (a cache line), so that kernels take their vector path and element cuts fall where
-fused optimizers give the same bits as on the whole tensor (cuts at multiples of 16 FP32 elements)."""
+"""Alignment of every tensor's start, in bytes (a cache line). Kernels then take their vector path. Shard cuts of elements fall at
+multiples of 16 FP32 elements, where fused optimizers give the same bits as on the whole tensor."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What the planner has to know of one tensor.
+    """One tensor, as the planner needs to know it.
 
     Attributes:
-        block: the piece that may not be cut; None: no requirement, the planner cuts at rows or at aligned elements.
+        block: the piece that may not be cut; None: no requirement, so the planner cuts at rows or at aligned elements.
         dtype: the narrowest dtype that the tensor is communicated in; it turns bytes of alignment into elements.
-        stored_rows: for a stack of matrices ``[.., n, m]``: each matrix is stored with this many rows, the first ``n`` of them
-            in use. The stack is then a strided view of what is stored: every matrix contiguous, a constant gap of
-            ``(stored_rows - n) * m`` elements behind each. None: no gap. Only for a consumer that takes strided parameters.
+        stored_rows: rows that each matrix of a stack ``[.., n, m]`` is stored with; the first ``n`` are in use. The parameter is then
+            a strided view: each matrix is contiguous, with a constant gap of ``(stored_rows - n) * m`` elements behind it. None: no
+            gap. Use it only for a consumer that accepts strided parameters.
     """
 
     name: str
@@ -47,23 +47,23 @@ class TensorSpec:
 
     @property
     def stored_shape(self) -> Shape:
-        """The shape in the buffer: ``shape`` with the rows of each matrix padded to ``stored_rows``."""
+        """Shape in the buffer: ``shape`` with the rows of each matrix padded to ``stored_rows``."""
         if self.stored_rows is None:
             return self.shape
         return (*self.shape[:-2], self.stored_rows, self.shape[-1])
 
     @property
     def numel(self) -> int:
-        """Elements in the buffer; those of the tensor itself unless it is stored with gaps."""
+        """Elements in the buffer, gaps included."""
         return math.prod(self.stored_shape)
 
     @property
     def matrix_numel(self) -> tuple[int, int]:
-        """Elements of each matrix of a stack, and from the start of one to the start of the next in the buffer."""
+        """Elements of each matrix of a stack, and the distance between the starts of two matrices in the buffer."""
         return self.shape[-2] * self.shape[-1], self.stored_shape[-2] * self.shape[-1]
 
     def unstored(self, position: int) -> int:
-        """The tensor's own elements before element ``position`` of what is stored."""
+        """Return how many of the tensor's own elements lie before stored element ``position``."""
         if self.stored_rows is None or not self.numel:
             return position
         used, stride = self.matrix_numel
@@ -71,10 +71,10 @@ class TensorSpec:
 
     @property
     def granularity(self) -> int:
-        """Elements of the block that the caller asks for; 1 for no requirement.
+        """Elements of the block that the caller asks for; 1 without a requirement.
 
         Raises:
-            ValueError: the block does not fit the tensor's last dimensions; names the tensor.
+            ValueError: the block does not fit the tensor's last dimensions; the message names the tensor.
         """
         try:
             return (self.block or Block.element()).numel(self.stored_shape)
@@ -83,12 +83,12 @@ class TensorSpec:
 
     @property
     def row_granularity(self) -> int:
-        """Elements of one row: where a tensor without a block requirement is cut if that costs no padding."""
+        """Elements of one row. A tensor without a block requirement is cut at rows if that costs no padding."""
         return max(1, min(row_numel(self.stored_shape), self.numel))
 
     @property
     def note(self) -> str | None:
-        """What the caller may not expect of the block: that it is larger than the tensor (or than each matrix of a stack)."""
+        """A warning if the block is larger than the tensor (or than each matrix of a stack); else None."""
         if self.block is None or self.block.kind not in ("rows", "tile") or not self.numel or not self.shape:
             return None
         rows = self.stored_shape[-2] if len(self.shape) >= 2 else self.shape[0]
@@ -100,22 +100,22 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Kept:
-    """Where a rank keeps its elements of each tensor, contiguous, in a flat buffer of ``numel`` elements."""
+    """Positions of a rank's elements in the flat buffer of ``numel`` elements that it keeps between steps; each tensor is contiguous."""
 
     offsets: dict[str, int]
     lengths: dict[str, int]
     pieces: dict[str, tuple[tuple[int, int], ...]]
-    """Where the same elements are in its part of the buffer that is communicated: ``(start, end)`` each, in order."""
+    """Positions of the same elements in the rank's part of the communicated buffer: ``(start, end)`` pairs in order."""
     numel: int
     in_place: bool
-    """Both are the same memory."""
+    """Whether the kept buffer and the communicated part are the same memory."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A proven layout of one group's tensors: see the module's drawing. Sizes and offsets are in elements.
+    """A proven layout of one group's tensors; the package's docstring has a drawing. Sizes and offsets are in elements.
 
-    Validates itself on construction, independently of how it was found; raises ValueError naming what is wrong.
+    The constructor validates the layout, independently of the search, and raises ValueError with the tensor at fault.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -123,11 +123,11 @@ class Layout:
     shard_numel: int
     """Elements of each rank's part."""
     offsets: dict[str, int] = field(hash=False)
-    """Where each tensor starts in the global buffer."""
+    """Start of each tensor in the global buffer."""
     granularity: dict[str, int] = field(hash=False)
-    """Elements of each tensor's block, as planned: a shard boundary is a multiple of it from the tensor's start."""
+    """Elements of each tensor's block, as planned. A shard boundary lies at a multiple of it from the tensor's start."""
     lower_bound: int
-    """No layout of these tensors, in any order, has a smaller shard."""
+    """Proven bound: no layout of these tensors, in any order, has a smaller shard."""
 
     def __post_init__(self) -> None:
         end, last = 0, ""
@@ -155,7 +155,7 @@ class Layout:
 
     @cached_property
     def order(self) -> tuple[str, ...]:
-        """Names by position in the buffer."""
+        """Names of the tensors by position in the buffer."""
         return tuple(s.name for s in sorted(self.specs, key=lambda s: (self.offsets[s.name], s.numel)))
 
     @cached_property
@@ -164,7 +164,7 @@ class Layout:
 
     @property
     def tensor_numel(self) -> int:
-        """Elements of all tensors, without padding (nor the gaps inside tensors that are stored with ``stored_rows``)."""
+        """Elements of all tensors, without padding and without the gaps of ``stored_rows``."""
         return sum(math.prod(s.shape) for s in self.specs)
 
     @property
@@ -179,52 +179,54 @@ class Layout:
 
     @property
     def gap(self) -> float:
-        """How far the shard is above the proven bound, as a fraction of it; 0 where the layout is optimal."""
+        """Distance of the shard size from the proven bound, as a fraction of the bound; 0 if the layout is optimal."""
         return (self.shard_numel - self.lower_bound) / self.lower_bound if self.lower_bound else 0.0
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One line for each block that was larger than its tensor."""
+        """One line for each block that is larger than its tensor."""
         return tuple(note for spec in self.specs if (note := spec.note) is not None)
 
     def cut(self, name: str) -> str:
-        """Where shard boundaries may cut the tensor: its block, or what was chosen for a tensor without requirement."""
+        """Name the places where shard boundaries may cut the tensor: its block, or the planner's choice if it has no requirement."""
         spec = self._by_name[name]
         if spec.block is not None:
             return str(spec.block)
         return "rows" if 1 < self.granularity[name] or spec.row_granularity == 1 else "aligned elements"
 
     def stored_shape(self, name: str) -> Shape:
-        """The tensor's shape in the buffer: with the rows that each matrix is stored with."""
+        """Return the tensor's shape in the buffer, gaps included."""
         return self._by_name[name].stored_shape
 
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
-        """The whole tensor as a view of the full buffer ``flat`` [numel]: contiguous, or strided with a gap behind each matrix."""
+        """Return the whole tensor as a view of the full buffer ``flat`` [numel]: contiguous, or strided with a gap behind each matrix."""
         spec, start = self._by_name[name], self.offsets[name]
         stored = flat[start : start + spec.numel].view(spec.stored_shape)
         return stored if spec.stored_rows is None else stored.narrow(-2, 0, spec.shape[-2])
 
     def local_range(self, name: str, rank: int) -> tuple[int, int]:
-        """The tensor's flat elements ``[start, end)``, as stored, that ``rank`` holds; ``start == end`` if none."""
+        """Return the stored elements ``[start, end)`` of the flat tensor that ``rank`` holds, gaps counted; ``start == end`` if none."""
         offset, numel = self.offsets[name], self._by_name[name].numel
         low, high = rank * self.shard_numel, (rank + 1) * self.shard_numel
         start = min(max(low - offset, 0), numel)
         return start, min(max(high - offset, start), numel)
 
     def shard_offset(self, name: str, rank: int) -> int:
-        """Where, in ``rank``'s part, its range of the tensor begins; 0 if the rank holds none of it."""
+        """Return the start of the tensor's range in ``rank``'s part; 0 if the rank holds none of it."""
         start, end = self.local_range(name, rank)
         return self.offsets[name] + start - rank * self.shard_numel if end > start else 0
 
     def tensor_range(self, name: str, rank: int) -> tuple[int, int]:
-        """The tensor's own flat elements ``[start, end)``, gaps not counted, that ``rank`` holds; ``start == end`` if none."""
+        """Return the elements ``[start, end)`` of the flat tensor that ``rank`` holds, gaps not counted; ``start == end`` if none."""
         start, end = self.local_range(name, rank)
         spec = self._by_name[name]
         return spec.unstored(start), spec.unstored(end)
 
     def pieces(self, name: str, rank: int) -> tuple[tuple[int, int], ...]:
-        """Where in ``rank``'s part its elements of the tensor are, as ``(start, end)`` in the tensor's order: one piece, or one for
-        each matrix of a stack that is stored with gaps."""
+        """Return the positions of the tensor's elements in ``rank``'s part, as ``(start, end)`` in the tensor's order.
+
+        There is one piece, or one for each matrix of a stack that is stored with gaps.
+        """
         spec, (start, end) = self._by_name[name], self.local_range(name, rank)
         base = self.shard_offset(name, rank) - start
         if end == start or spec.stored_rows is None:
@@ -239,8 +241,8 @@ class Layout:
         return any(s.stored_rows is not None and s.stored_rows > s.shape[-2] and s.numel for s in self.specs)
 
     def kept(self, rank: int) -> Kept:
-        """What ``rank`` keeps between steps: its part of the buffer, unless gaps lie between elements of a tensor there: then
-        without them."""
+        """Return the buffer that ``rank`` keeps between steps: its part, or a copy without gaps if some lie between a tensor's
+        elements."""
         pieces = {name: self.pieces(name, rank) for name in self.order}
         lengths = {name: sum(end - start for start, end in held) for name, held in pieces.items()}
         if all(len(held) <= 1 for held in pieces.values()):
@@ -253,7 +255,7 @@ class Layout:
         return Kept(offsets, lengths, pieces, end, False)
 
     def dims(self, name: str) -> tuple[int, ...]:
-        """The shortest prefix of dimensions (at least one) whose units no shard boundary cuts, for ``RaggedShard(dims, ..)``."""
+        """Return the shortest prefix of dimensions (at least one) whose units no shard boundary cuts, for ``RaggedShard(dims, ..)``."""
         spec = self._by_name[name]
         cuts = {cut for r in self.ranks_of(name) for cut in self.tensor_range(name, r)}
         for k in range(1, len(spec.shape) + 1):
@@ -263,13 +265,13 @@ class Layout:
         return tuple(range(len(spec.shape)))
 
     def units(self, name: str) -> tuple[int, ...]:
-        """Relative units of every rank, gcd-reduced, for ``RaggedShard(dims(name), units)``."""
+        """Return the relative units of every rank, gcd-reduced, for ``RaggedShard(dims(name), units)``."""
         counts = self.counts(name)
         divisor = math.gcd(*counts)
         return tuple(c // divisor for c in counts) if divisor else (1, *(0 for _ in counts[1:]))
 
     def counts(self, name: str) -> list[int]:
-        """How many of the tensor's elements each rank holds."""
+        """Return the number of the tensor's elements on each rank."""
         counts = [0] * self.num_shards
         for rank in self.ranks_of(name):
             start, end = self.tensor_range(name, rank)
@@ -277,7 +279,7 @@ class Layout:
         return counts
 
     def ranks_of(self, name: str) -> range:
-        """The ranks that hold a part of the tensor."""
+        """Return the ranks that hold a part of the tensor."""
         offset, numel = self.offsets[name], self._by_name[name].numel
         if not numel or not self.shard_numel:
             return range(0)
@@ -285,7 +287,7 @@ class Layout:
 
     @cached_property
     def description(self) -> tuple[str, ...]:
-        """Everything that decides who holds what, a line for each tensor: two ranks compare it to find where they differ."""
+        """The layout as text, a line for each tensor; two ranks compare it to find where they differ."""
         head = f"{self.num_shards} shards of {self.shard_numel} elements"
         lines = (
             f"{s.name}: {list(s.stored_shape)} {s.block} {s.dtype} at {self.offsets[s.name]}, cut at {self.granularity[s.name]}"
@@ -295,5 +297,5 @@ class Layout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of :attr:`description`; equal on all ranks or the plan is not the same."""
+        """SHA-256 of :attr:`description`; the ranks compare it to check that they have the same plan."""
         return hashlib.sha256(json.dumps(self.description).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Orders of the tensors: all of them at once where they are of few kinds, one grown by best fit where they are not."""
+"""Search over orders of the tensors: all orders if there are few kinds of tensors, else one order grown by best fit."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from vescale_ray.planner.place import Problem, earliest_many
 
 @dataclass(frozen=True)
 class Kinds:
-    """Tensors of the same size and block are interchangeable: an order is a sequence of kinds."""
+    """Groups of interchangeable tensors (same size, same block). An order is then a sequence of kinds."""
 
     members: tuple[tuple[int, ...], ...]
-    """Indices of the tensors of each kind; without empty tensors."""
+    """Indices of the tensors of each kind, without empty tensors."""
     empty: tuple[int, ...]
 
     MOST_STATES: ClassVar[int] = 1 << 14
-    """Beyond this all orders are not searched."""
+    """The most states for which all orders are searched."""
 
     @classmethod
     def of(cls, problem: Problem) -> Kinds:
@@ -34,12 +34,12 @@ class Kinds:
 
     @property
     def states(self) -> int:
-        """How many multisets of tensors there are."""
+        """Number of multisets of tensors."""
         return math.prod(len(m) + 1 for m in self.members)
 
     @cached_property
     def levels(self) -> list[list[tuple[int, np.ndarray, np.ndarray]]]:
-        """Transitions by the number of tensors placed: for each kind the states before and after one more of it."""
+        """Transitions by the number of tensors placed: for each kind, the states before and after one more tensor of it."""
         counts = np.indices([len(m) + 1 for m in self.members]).reshape(len(self.members), -1)
         placed = counts.sum(axis=0)
         strides = [math.prod(len(m) + 1 for m in self.members[k + 1 :]) for k in range(len(self.members))]
@@ -57,7 +57,7 @@ class Kinds:
 
 @dataclass(frozen=True)
 class Proof:
-    """What the search over all orders found.
+    """Result of the search over all orders.
 
     Attributes:
         shard, order: the smallest shard and an order for it; the order is None if none of the sizes is enough.
@@ -72,16 +72,17 @@ class Proof:
 
 
 WORK = 4_000_000
-"""State-kind-size triples that the search over all orders may cost (about 0.1 s) before it gives up; real units need 1e3 to 1e6."""
+"""The most state-kind-size triples that the search over all orders may cost (about 0.1 s); real units need 1e3 to 1e6."""
 FEW = 8
-"""Up to so many tensors it never gives up."""
+"""Up to this many tensors, the search over all orders has no limit."""
 
 
 def smallest_over_all_orders(problem: Problem, kinds: Kinds, chunks: Iterable[np.ndarray]) -> Proof:
-    """The first of the sizes (ascending, in chunks; each lets every single tensor be placed) for which some order fits.
+    """Find the first of the sizes for which some order fits.
 
-    ``end[state]``: the earliest end of any placement of the tensors that ``state`` counts. Earliest is best (see ``place.py``), so
-    the end of the full state says whether any order fits.
+    ``chunks`` holds ascending sizes, each of which lets every single tensor be placed. ``end[state]`` is the earliest end of any
+    placement of the tensors that ``state`` counts. Earliest is best (see ``place.py``), so some order fits iff the end of the full
+    state does.
     """
     work, last = 0, 0
     limited = sum(len(m) for m in kinds.members) > FEW
@@ -113,7 +114,7 @@ def _earliest_ends(problem: Problem, kinds: Kinds, shards: np.ndarray) -> np.nda
 
 
 def _trace(problem: Problem, kinds: Kinds, ends: np.ndarray, shards: np.ndarray) -> list[int]:
-    """An order of the tensors that reaches the full state's end."""
+    """Return an order of the tensors that reaches the full state's end."""
     state, order = kinds.states - 1, []
     left = [list(m) for m in kinds.members]
     for steps in reversed(kinds.levels):
@@ -132,10 +133,10 @@ def _trace(problem: Problem, kinds: Kinds, ends: np.ndarray, shards: np.ndarray)
 
 
 def best_fit(problem: Problem, kinds: Kinds, shard: int) -> list[int] | None:
-    """Grow an order for this shard size: next comes the kind that wastes the least before it; None if it does not fit.
+    """Grow an order for this shard size; return None if the tensors do not fit.
 
-    Of several that waste nothing to speak of, tensors whose block does not divide the shard come first: they have the fewest
-    places, and those that may be cut anywhere fill what is left.
+    The next tensor is always of the kind that needs the least padding before it. Among kinds that need almost none, those whose block
+    does not divide the shard come first, because they have the fewest places.
     """
     for patience in (0, 1):
         order = _grow(problem, kinds, shard, patience)
@@ -145,7 +146,7 @@ def best_fit(problem: Problem, kinds: Kinds, shard: int) -> list[int] | None:
 
 
 def _grow(problem: Problem, kinds: Kinds, shard: int, patience: int) -> list[int] | None:
-    rows = []  # numel, padded, block, rest, is it hard to place, indices left
+    rows = []  # numel, padded, block, rest, whether it is hard to place, indices left
     for members in kinds.members:
         numel, block = problem.sizes[members[0]], problem.blocks[members[0]]
         rest = shard % block
@@ -166,7 +167,7 @@ def _grow(problem: Problem, kinds: Kinds, shard: int, patience: int) -> list[int
                 waste = (boundary - position) % block
                 if rest and position + waste + numel > boundary + shard:
                     waste = boundary + rest - position
-            # With patience, a shift by less than a block counts as nothing: the hard ones go where they can.
+            # With patience, a shift of less than a block counts as no waste, so hard tensors go where they can.
             key = (waste if not patience or waste >= block else 0, k)
             if key < best_key:
                 best, best_key, best_waste = k, key, waste

@@ -1,7 +1,7 @@
-"""Earliest placement of tensors in a fixed order: is a shard size enough, and where does each tensor lie?
+"""Earliest placement of tensors in a fixed order: checks whether a shard size is enough, and computes each tensor's offset.
 
-Earliest is best: the offsets at which a tensor may start depend on the shard size alone, so what can follow an earlier end
-includes all that can follow a later one.
+The earliest placement is the best one. The allowed offsets of a tensor depend on the shard size alone. An earlier end therefore
+leaves at least the choices of a later one.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Problem:
-    """Tensors as numbers: elements, and elements of the pieces between possible cuts."""
+    """The tensors as numbers. All sizes are in elements."""
 
     sizes: tuple[int, ...]
     blocks: tuple[int, ...]
-    """A tensor starts at a multiple of ``start`` and so does every boundary: a cut at a multiple of ``g`` from it is one of
-    ``lcm(g, start)``."""
+    """Distance between possible cuts of each tensor. Tensors and boundaries start at multiples of ``start``, so a cut at a multiple
+    of ``g`` lies at a multiple of ``lcm(g, start)``."""
     num_shards: int
     quantum: int
-    """The shard is a multiple of this."""
+    """The shard size is a multiple of this."""
     start: int
-    """Every tensor starts at a multiple of this, which divides ``quantum``."""
+    """Alignment of every tensor's start; it divides ``quantum``."""
 
     @classmethod
     def of(cls, sizes: Sequence[int], cuts: Sequence[int], num_shards: int, quantum: int, start: int) -> Problem:
@@ -37,7 +37,7 @@ class Problem:
 
     @cached_property
     def padded(self) -> tuple[int, ...]:
-        """Sizes as multiples of ``start``: what a tensor takes up before the next one."""
+        """Sizes rounded up to multiples of ``start``: the room that each tensor takes up."""
         return tuple(-(-size // self.start) * self.start for size in self.sizes)
 
     @cached_property
@@ -46,14 +46,17 @@ class Problem:
 
     @cached_property
     def distinct(self) -> tuple[np.ndarray, np.ndarray]:
-        """Sizes and blocks of the tensors, each pair once, without empty ones."""
+        """Distinct pairs of size and block, as two arrays, without empty tensors."""
         pairs = sorted({(size, block) for size, block in zip(self.sizes, self.blocks, strict=True) if size})
         return np.array([p[0] for p in pairs], dtype=np.int64), np.array([p[1] for p in pairs], dtype=np.int64)
 
     @cached_property
     def coarse(self) -> list[tuple[int, list[tuple[int, int]]]]:
-        """For the kinds with the most elements, the first one, the first two, ..: what divides all their pieces, and all other
-        tensors as (elements, how many). Only where that is more than the alignment."""
+        """Pairs of a divisor ``d`` and the other tensors, for the bound "full ranks" (``bounds.py``).
+
+        Kinds are sorted by their elements, the largest first. For each prefix of kinds, ``d`` divides all of its pieces. The other
+        tensors are (elements, count). Only divisors above the alignment are listed.
+        """
         counts: dict[tuple[int, int], int] = {}
         for numel, block in zip(self.padded, self.blocks, strict=True):
             if numel:
@@ -70,10 +73,11 @@ class Problem:
 
 
 def earliest(position: int, numel: int, block: int, shard: int) -> int | None:
-    """Where a tensor of ``numel`` elements can start, from ``position`` on (both multiples of the start alignment); None: nowhere.
+    """Return the first start of a tensor of ``numel`` elements from ``position`` on (a multiple of the alignment), or None.
 
-    Cross the next boundary at a block's edge: move right by the rest. If that takes a second boundary, too, and the block does not
-    divide the shard, only a start just behind the boundary is left: ``S mod g`` after it, so that the one after is at an edge.
+    The tensor moves right until the next boundary lies at a block's edge. If it then reaches a second boundary, and the block does
+    not divide the shard, it must start at or behind the first one. A tensor longer than a shard starts ``S mod g`` behind it, which
+    puts the second boundary at an edge.
     """
     boundary = (position // shard + 1) * shard
     if position + numel <= boundary:
@@ -88,7 +92,7 @@ def earliest(position: int, numel: int, block: int, shard: int) -> int | None:
 
 
 def place(problem: Problem, order: Sequence[int], shard: int) -> list[int] | None:
-    """Offsets of the tensors (by index, not by position) if they fit into shards of ``shard`` elements in this order, else None."""
+    """Return offsets of the tensors by index if they fit into shards of ``shard`` elements in this order, else None."""
     offsets = [0] * len(problem.sizes)
     position, limit = 0, problem.num_shards * shard
     if problem.total > limit:
@@ -112,9 +116,9 @@ def place(problem: Problem, order: Sequence[int], shard: int) -> list[int] | Non
 
 
 def fits(problem: Problem, order: Sequence[int], shards: np.ndarray) -> np.ndarray:
-    """:func:`place` for many shard sizes at once, each of which must let every single tensor be placed: which are enough.
+    """Return a mask of the shard sizes for which :func:`place` succeeds; each must let every single tensor be placed.
 
-    Cost: O(n) numpy operations; sizes that have no room left for the remaining tensors are dropped on the way.
+    Cost: O(n) numpy operations; sizes without room for the remaining tensors are dropped on the way.
     """
     enough = np.zeros(len(shards), dtype=bool)
     alive = np.arange(len(shards))
@@ -137,21 +141,21 @@ def fits(problem: Problem, order: Sequence[int], shards: np.ndarray) -> np.ndarr
 
 
 def earliest_many(position: np.ndarray, numel: int, block: int, shards: np.ndarray) -> np.ndarray:
-    """:func:`earliest` for arrays of positions and shard sizes, each of which must let the tensor be placed."""
+    """:func:`earliest` for arrays of positions and shard sizes; each size must let the tensor be placed."""
     boundary = (position // shards + 1) * shards
     shifted = position + (boundary - position) % block
     rest = shards % block
     twice = (shifted + numel > boundary + shards) & (rest != 0)
-    # A tensor of up to one shard never takes a second boundary: shifted <= boundary.
+    # A tensor of at most one shard never reaches a second boundary: shifted <= boundary.
     return np.where(position + numel > boundary, np.where(twice, boundary + rest, shifted), position)
 
 
 def smallest_for_ordered_pieces(problem: Problem, order: Sequence[int], least: int) -> int:
-    """No shard below this holds the tensors in this order, whatever the padding: a bound to start the search from.
+    """Return a lower bound for this order, from which the search can start.
 
-    Forget that a tensor must be contiguous: let padding stand before any boundary inside it. What is left is to fill ranks with
-    pieces in a given order, for which filling each rank as far as it goes is optimal, and a larger shard never needs more ranks.
-    So bisection finds the smallest shard.
+    The bound drops the rule that a tensor is contiguous: padding may stand before any boundary inside it. The tensors are then pieces
+    in a given order. Filling each rank as far as possible is optimal, and a larger shard never needs more ranks. Bisection therefore
+    finds the smallest shard.
     """
     quantum = problem.quantum
     low, high = -(-least // quantum), -(-problem.total // quantum)

@@ -1,4 +1,4 @@
-"""A choice of sharding as text, as JSON and as a page with pictures."""
+"""Output of a sharding choice as text, as JSON and as an HTML page with pictures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vescale_ray.planner.choose import Choice, Option
 from vescale_ray.planner.layout import Layout
 
 SHOWN = 8
-"""Options in the text's table; the JSON has all."""
+"""Options in the text's table; the JSON lists all."""
 _COLORS = tuple("#4e79a7 #f28e2b #76b7b2 #edc948 #b07aa1 #ff9da7 #9c755f #59a14f #e15759 #86bcb6 #d4a6c8 #a0cbe8".split())
 _PADDING = "#d0d0d0"
 
@@ -20,7 +20,7 @@ def _gib(size: float) -> str:
 
 
 def as_text(choice: Choice, width: int = 140) -> str:
-    """Tables for a terminal of ``width`` columns."""
+    """Return the tables as text for a terminal of ``width`` columns."""
     from rich.console import Console
     from rich.table import Table
 
@@ -78,7 +78,7 @@ def _cuts(buffers: tuple[Layout, ...]) -> str:
 
 
 def as_json(choice: Choice) -> dict[str, Any]:
-    """Everything, in plain values; ``options[0]`` is the best one if one fits."""
+    """Return the whole choice in plain values; ``options[0]`` is the best option if one fits."""
     return {
         "model": choice.model.name,
         "parameters": choice.model.numel,
@@ -130,7 +130,7 @@ def _option(option: Option) -> dict[str, Any]:
 
 
 def as_html(choice: Choice) -> str:
-    """One page: the text, memory by kind of the options, and for each unit which rank holds what."""
+    """Return one HTML page: the text, memory by kind for each option, and each unit's layout over the ranks."""
     shown = choice.best or choice.options[0]
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
@@ -177,7 +177,7 @@ def _memory_picture(choice: Choice) -> str:
 
 
 def _layout_picture(layout: Layout) -> str:
-    """A bar for each of the first ranks and the last: tensors in colours, blocks as lines where there is room, padding grey."""
+    """Draw a bar for each of the first ranks and the last: tensors in colours, blocks as lines if there is room, padding grey."""
     ranks = list(range(min(layout.num_shards, 12)))
     if layout.num_shards > 12:
         ranks.append(layout.num_shards - 1)

@@ -1,4 +1,4 @@
-"""What a person asks ``vescale-ray plan`` for, in words and sizes, turned into a choice of sharding."""
+"""Command-line input of ``vescale-ray plan``: words and sizes, turned into a choice of sharding."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def choose(
     tokens: int = 8192,
     recompute: bool = True,
 ) -> Choice:
-    """As :func:`vescale_ray.planner.choose.choose_sharding`, from what stands on a command line.
+    """Call :func:`vescale_ray.planner.choose.choose_sharding` with command-line values.
 
     Raises:
-        BadInput: in one line, with the nearest word that is known.
+        BadInput: a value is unknown or out of range; one line, with the nearest known word.
     """
     machine = HARDWARE[_one_of("hardware", hardware, HARDWARE)]
     if memory is not None:
@@ -65,14 +65,14 @@ def choose(
 
 
 def size_of(text: str) -> int:
-    """Bytes of ``80GiB``, ``80G``, ``1.5TB``, ``1048576``.
+    """Return the bytes of a size such as ``80GiB``, ``80G``, ``1.5TB`` or ``1048576``.
 
     Raises:
-        BadInput: no size.
+        BadInput: the text is not a size.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
     if not found or found[2].lower() not in _SIZES or float(found[1]) <= 0:
-        raise BadInput(f"memory {text!r} is no size: give it as 80GiB")
+        raise BadInput(f"memory {text!r} is not a size: give it as 80GiB")
     return round(float(found[1]) * _SIZES[found[2].lower()])
 
 

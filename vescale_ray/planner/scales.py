@@ -1,9 +1,9 @@
-"""Where the scales of quantized tiles lie when a group's parameters are gathered in FP8.
+"""Positions of the scales of quantized tiles, if a group's parameters are gathered in FP8.
 
-No shard boundary cuts a tile, so each rank has the scales of whole tiles: those of its own blocks, for each of its tensors in the
-order of the layout, at the start of its part. All parts are equally long and multiples of 128 bytes, so that the scales are one
-aligned all-gather beside that of the parameters. (A layout of its own, with scales as tensors, would cut elsewhere than the
-parameters' layout, and ranks would have to send each other scales.)
+No shard boundary cuts a tile, so each rank holds the scales of whole tiles. They lie at the start of the rank's part, for each of
+its tensors in the order of the layout. All parts have the same length, a multiple of 128 bytes, so one aligned all-gather beside
+that of the parameters carries the scales. (A separate layout with scales as tensors would cut elsewhere than the parameters'
+layout, and ranks would have to send each other scales.)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cached_property
 from vescale_ray.planner.layout import Layout
 
 SCALE_BYTES = 4
-"""Scales are FP32."""
+"""Bytes of one scale (FP32)."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ScaleShards:
     rows: int = 128
     columns: int = 128
     align: int = 128
-    """Bytes that each rank's part is a multiple of."""
+    """Alignment of each rank's part, in bytes."""
 
     def __post_init__(self) -> None:
         if not self.names:
@@ -52,7 +52,7 @@ class ScaleShards:
         return tuple(found)
 
     def count(self, name: str, rank: int) -> int:
-        """Scales of the tensor's tiles that ``rank`` holds."""
+        """Return the number of scales of the tensor's tiles that ``rank`` holds."""
         if name not in self.names:
             return 0
         spec = next(s for s in self.layout.specs if s.name == name)
@@ -67,7 +67,7 @@ class ScaleShards:
         return -(-last // self.rows) - first // self.rows if last > first else 0
 
     def offset(self, name: str, rank: int) -> int:
-        """Where the tensor's scales begin in ``rank``'s part."""
+        """Return the offset of the tensor's scales in ``rank``'s part."""
         before = self.names[: self.names.index(name)]
         return sum(self.count(other, rank) for other in before)
 
@@ -83,7 +83,7 @@ class ScaleShards:
 
 
 def _by_matrix(first: int, last: int, height: int) -> list[tuple[int, int]]:
-    """Rows ``[first, last)`` of a stack, as rows of each matrix of ``height`` rows."""
+    """Split rows ``[first, last)`` of a stack into rows of each matrix of ``height`` rows."""
     found = []
     while first < last:
         stop = min(last, (first // height + 1) * height)

@@ -1,16 +1,16 @@
-"""plan_layout: the smallest equal shards that cut no block, and a proof of how small they could be.
+"""plan_layout: the smallest equal shards that cut no block, and a proven lower bound.
 
-The rule behind all of it: a boundary ``kS`` inside a tensor at offset ``o`` with blocks of ``g`` elements needs
-``(kS - o) mod g == 0``. One boundary only fixes the offset; two or more also force ``S mod g == 0``. So only tensors that
-span two boundaries constrain the shard size, and there is never a common multiple over all tensors.
+The search rests on one rule. A boundary ``kS`` inside a tensor at offset ``o`` with blocks of ``g`` elements needs
+``(kS - o) mod g == 0``. One boundary only fixes the offset; two or more also force ``S mod g == 0``. Only tensors that span two
+boundaries therefore constrain the shard size, and no common multiple over all tensors is needed.
 
-Three steps, each of which stops as soon as the bound that holds for every order is met:
+The search has three steps and stops as soon as a shard meets the bound that holds for every order:
 
-1. fixed orders (given, by size, by block, by row length and shape): the exact smallest shard for each, earliest placement;
-2. all orders at once where there are few *kinds* of tensors (same size, same block): dynamic programming over how many of each
-   kind are placed. If it finds nothing below step 1, step 1 is proven optimal, and the bound is raised to it;
-3. otherwise a best-fit order, grown tensor by tensor for each of a few dozen likely sizes: whichever tensor fits behind the last
-   one with the least padding comes next.
+1. Fixed orders (given, by size, by block, by row length): the exact smallest shard for each, by earliest placement.
+2. All orders at once, if there are few *kinds* of tensors (same size, same block): dynamic programming over the number of placed
+   tensors of each kind. If it finds no smaller shard, the result of step 1 is proven optimal, and the bound is raised to it.
+3. Otherwise a best-fit order, grown tensor by tensor for each of a few dozen likely sizes. The next tensor is the one that needs the
+   least padding behind the last.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from vescale_ray.planner.orders import Kinds, best_fit, smallest_over_all_orders
 from vescale_ray.planner.place import Problem, fits, place, smallest_for_ordered_pieces
 
 REFINEMENTS = 6
-"""Bisections between the likely sizes; one costs 0.3 to 3 ms for a DeepSeek-V3 layer of 782 tensors."""
+"""Number of bisections between the likely sizes; one costs 0.3 to 3 ms for a DeepSeek-V3 layer of 782 tensors."""
 
 
 SCAN = 12_000_000
-"""If the sizes between the bound and the one found, times the tensors squared, are fewer, each is tried in the fixed orders: 160
-sizes for 270 tensors, 19 for 782, in up to 15 ms."""
+"""Limit on the exhaustive scan, as sizes between the bound and the best one times the tensors squared. Below it, fixed orders try
+each size: 160 sizes for 270 tensors or 19 for 782, in up to 15 ms."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A shard size, the offsets of the tensors at it (in the order of the specs), and the proven bound."""
+    """A shard size, the tensors' offsets (in the order of the specs), and the proven bound."""
 
     shard: int
     offsets: list[int]
@@ -50,14 +50,14 @@ def plan_layout(specs: Sequence[TensorSpec], num_shards: int, *, align: int = 12
 
     Args:
         specs: the tensors of one group.
-        num_shards: ranks that share the buffer.
+        num_shards: number of ranks that share the buffer.
         align: bytes; every rank's part is a multiple of this in the narrowest dtype of ``specs`` (a multiple of 64).
-        order: ``"given"`` keeps the order of ``specs`` (exact smallest shard for it); ``"auto"`` also searches other orders,
-            prefers the given one, and stops when the lower bound is met.
-        row_slack: a tensor without a block requirement is cut at whole rows where that makes the shard at most this fraction
-            larger, else at aligned elements. 0: rows only where they cost nothing. Decided tensor by tensor, see ``Layout.cut``.
+        order: ``"given"`` keeps the order of ``specs`` and finds the exact smallest shard for it; ``"auto"`` also searches other
+            orders, prefers the given one, and stops when it meets the lower bound.
+        row_slack: the fraction by which the shard may grow so that tensors without a block requirement are cut at whole rows instead
+            of aligned elements. 0: rows only if they cost nothing. ``Layout.cut`` tells each tensor's result.
 
-    Cost: independent of ``num_shards``; 0.1 to 2 ms where the bound is met, below 50 ms for the units of known models.
+    Cost: independent of ``num_shards``; 0.1 to 2 ms if the bound is met, below 50 ms for the units of known models.
 
     Raises:
         ValueError: no ranks, duplicate names, an impossible alignment, an unknown order, a block that does not fit.
@@ -85,7 +85,7 @@ def plan_layout(specs: Sequence[TensorSpec], num_shards: int, *, align: int = 12
     return _plan(specs, num_shards, align, order, float(row_slack))
 
 
-@lru_cache(maxsize=8)  # the layers of a model are planned one after another, and most of them are alike
+@lru_cache(maxsize=8)  # Consecutive layers of a model are mostly alike, so a small cache serves them.
 def _plan(specs: tuple[TensorSpec, ...], num_shards: int, align: int, order: str, row_slack: float) -> Layout:
     cuts = [s.granularity for s in specs]
     itemsize = min((s.dtype.itemsize for s in specs), default=1)
@@ -99,7 +99,7 @@ def _plan(specs: tuple[TensorSpec, ...], num_shards: int, align: int, order: str
 
 
 def _search(problem: Problem, order: str, row_lengths: Sequence[int]) -> Found:
-    """The smallest shard that the three steps find."""
+    """Return the smallest shard that the three steps find."""
     n = len(problem.sizes)
     if not problem.total:
         return Found(0, [0] * n, 0)
@@ -111,7 +111,7 @@ def _search(problem: Problem, order: str, row_lengths: Sequence[int]) -> Found:
         orders.append(sorted(range(n), key=lambda i: (-blocks[i], -sizes[i], i)))
         orders.append(sorted(range(n), key=lambda i: (-row_lengths[i], -sizes[i], i)))
         orders = [o for k, o in enumerate(orders) if o not in orders[:k]]
-    found = _first_fit(problem, orders, bound)  # most often the bound is met at once
+    found = _first_fit(problem, orders, bound)  # the usual case: the bound is met at once
     if found is not None:
         return Found(bound, found, bound)
     if order == "given":
@@ -158,8 +158,10 @@ def _search(problem: Problem, order: str, row_lengths: Sequence[int]) -> Found:
 
 
 def _refine(problem: Problem, attempt: Callable[[int], list[int] | None], low: int, high: int, found: list[int]) -> tuple[int, list[int]]:
-    """Bisect between a size that failed and one that did not. What fits at a size need not fit at a larger one, so this is a search
-    for something better, not for the best."""
+    """Bisect between a size that failed and one that fits.
+
+    A larger size need not fit if a smaller one does, so the result may not be the smallest.
+    """
     for _ in range(REFINEMENTS):
         middle = (low + high) // 2 // problem.quantum * problem.quantum
         if middle <= low or middle >= high:
@@ -173,7 +175,7 @@ def _refine(problem: Problem, attempt: Callable[[int], list[int] | None], low: i
 
 
 def _first_fit(problem: Problem, orders: Sequence[list[int]], shard: int) -> list[int] | None:
-    """Offsets for the first of the orders that fits into shards of this size."""
+    """Return offsets for the first order that fits into shards of this size, or None."""
     for order in orders:
         offsets = place(problem, order, shard)
         if offsets is not None:
@@ -184,10 +186,10 @@ def _first_fit(problem: Problem, orders: Sequence[list[int]], shard: int) -> lis
 def _rows_where_free(
     specs: tuple[TensorSpec, ...], problem: Problem, found: Found, cuts: list[int], free: list[int], order: str, slack: float
 ) -> tuple[Found, list[int]]:
-    """Cut the tensors ``free`` of a requirement at whole rows where the shard stays within ``slack`` of ``found``.
+    """Cut tensors without a requirement (``free``) at whole rows if the shard stays within ``slack`` of ``found``.
 
-    All of them if that is possible; else, at the shard size found, kind by kind, the largest first. The bound stays that of
-    element cuts: rows are our choice, not the caller's.
+    If not all of them can be cut at rows, the largest kinds come first, at the shard size found. The bound stays that of element cuts,
+    because rows are the planner's choice, not the caller's.
     """
     rows = list(cuts)
     for i in free:
@@ -219,7 +221,7 @@ def _rows_where_free(
 
 
 def _smallest_of_orders(problem: Problem, orders: Sequence[list[int]], bound: int) -> tuple[int, list[int]]:
-    """The exact smallest shard of any of these orders."""
+    """Return the exact smallest shard over these orders, and its offsets."""
     start = min(smallest_for_ordered_pieces(problem, order, bound) for order in orders)
     for sizes in candidates(problem, start):
         hits = [fits(problem, order, sizes) for order in orders]

@@ -1,6 +1,6 @@
-"""What a model is made of, as the planner sees it: units of named tensors, repeated; from a name, a config.json or a module.
+"""Shapes of a model for the planner: repeated units of named tensors, from a name, a config.json or a module.
 
-Only shapes: nothing is allocated. :mod:`vescale_ray.planner.architectures` turns the figures of a ``config.json`` into these.
+Nothing is allocated. :mod:`vescale_ray.planner.architectures` turns the figures of a ``config.json`` into these shapes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Kind = Literal["matrix", "expert", "embedding", "vector"]
 
 @dataclass(frozen=True)
 class ParamShape:
-    """One tensor.
+    """Shape and kind of one tensor.
 
     Attributes:
-        kind: what block policies and optimizers tell apart; experts are matrices that only some tokens use.
-        matrices: into how many matrices, along the second last dimension, an expert of this stack falls if experts are separate.
+        kind: category for block policies and optimizers; experts are matrices that only some tokens use.
+        matrices: number of matrices that one expert of this stack splits into along the second last dimension, if experts are separate.
     """
 
     name: str
@@ -43,9 +43,9 @@ class ParamShape:
 
 @dataclass(frozen=True)
 class UnitShape:
-    """The tensors of one layer (or of what lies outside the layers), and how many such layers there are.
+    """The tensors of one layer (or of a part outside the layers), and the number of such layers.
 
-    ``resident``: gathered from its forward to its backward, as the engine does with the root.
+    ``resident``: the unit stays gathered from its forward to its backward, as the engine does with the root.
     """
 
     name: str
@@ -55,19 +55,19 @@ class UnitShape:
 
     @property
     def numel(self) -> int:
-        """Of one layer."""
+        """Elements of one layer."""
         return sum(p.numel for p in self.params)
 
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """A model.
+    """Shapes of a model.
 
     Attributes:
-        units: what is gathered together, in order of use; a tensor that is tied to another is listed once.
+        units: the tensors that are gathered together, in order of use; a tied tensor is listed once.
         hidden: width of the residual stream, for the estimate of activations; 0 if unknown.
-        active: parameters that one token uses.
-        source: where the figures are from.
+        active: number of parameters that one token uses.
+        source: origin of the figures.
     """
 
     name: str
@@ -86,7 +86,7 @@ class ModelShapes:
         return sum(u.count for u in self.units if u.count > 1 or u.name.startswith("layer"))
 
     def with_experts(self, how: Literal["fused", "separate"]) -> ModelShapes:
-        """The experts of a layer as the stacks ``[E, n, m]`` that they are, or as single matrices. Stacks of biases stay stacks."""
+        """Return the model with experts as stacks ``[E, n, m]`` ("fused") or as single matrices. Stacks of biases stay stacks."""
         if how == "fused":
             return self
         return replace(self, units=tuple(replace(u, params=tuple(q for p in u.params for q in _separate(p))) for u in self.units))
@@ -103,15 +103,15 @@ def _separate(param: ParamShape) -> list[ParamShape]:
 
 
 def model_shapes(model: str | Path | dict[str, Any] | nn.Module, *, experts: Literal["fused", "separate"] = "fused") -> ModelShapes:
-    """The shapes of a model.
+    """Return the shapes of a model.
 
     Args:
         model: a known name (``llama-3-8b``, ..), the path of a ``config.json``, its contents, ``pkg.mod:factory`` (a callable that
-            returns a module, or a module class; it is called on the meta device), or a module (on the meta device or not).
-        experts: how the experts of a named model or a config are stored: as in its published code it is a choice of the program.
+            returns a module, or a module class; it is called on the meta device), or a module on any device.
+        experts: storage of the experts of a named model or a config: ``"fused"`` stacks or ``"separate"`` matrices.
 
     Raises:
-        BadInput: in one line: an unknown name (with the nearest known one), an architecture that is not known, a factory that fails.
+        BadInput: an unknown name (with the nearest known one), an unknown architecture, or a factory that fails; one line.
     """
     from vescale_ray.planner import architectures
 
@@ -135,7 +135,7 @@ def _read(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise BadInput(f"{path}: not JSON ({error}): give the config.json of a model") from None
     if not isinstance(config, dict):
-        raise BadInput(f"{path}: holds no object: give the config.json of a model")
+        raise BadInput(f"{path}: not a JSON object: give the config.json of a model")
     return config
 
 
@@ -157,15 +157,16 @@ def _build(path: str) -> nn.Module:
     except Exception as error:
         raise BadInput(f"{path}: the model can't be built on the meta device: {type(error).__name__}: {error}") from None
     if not isinstance(module, nn.Module):
-        raise BadInput(f"{path}: gave a {type(module).__name__}, not an nn.Module")
+        raise BadInput(f"{path}: returned a {type(module).__name__}, not an nn.Module")
     return module
 
 
 def from_module(module: nn.Module, name: str) -> ModelShapes:
-    """The shapes of any module: one unit for each member of its ModuleLists, the rest (embeddings, head, norms) one more.
+    """Return the shapes of any module: one unit for each member of its ModuleLists, and one for the rest (embeddings, head, norms).
 
-    The outermost ModuleLists count; consecutive members with the same parameters are one repeated unit. A tied parameter is listed
-    once, under its first name. Frozen parameters are units' own groups, as in the engine. Stacks of matrices are taken for experts.
+    Only the outermost ModuleLists count. Consecutive members with the same parameters form one repeated unit. A tied parameter is
+    listed once, under its first name. The planner groups a unit's frozen parameters separately, as the engine does. Parameters of more
+    than two dimensions count as experts.
     """
     from torch import nn
 

@@ -1,11 +1,12 @@
-"""The buffers that come and go in a step, followed through forward and backward.
+"""Memory of the temporary buffers of a step, followed through forward and backward.
 
-On an accelerator torch's allocator hands on what is freed (:func:`device_buffers`). On the CPU (:func:`host_buffers`), what the
-pool of ``vescale_ray/fsdp/memory.py`` does in host memory: a buffer of a size that several groups use is kept when it is released, for
-the next one of that size, until the pass needs no further unit; one of a size that a single group uses is freed. The next unit is
-gathered while one computes. A gradient buffer is filled and reduced before the next one is opened, the root's is open from first to last,
-and whole when its last gradient has come; with more than two ranks the exchange that stands for gloo's missing reduce-scatter needs as
-much again.
+On an accelerator, torch's allocator reuses freed memory (:func:`device_buffers`). On the CPU, :func:`host_buffers` follows the pool
+of ``vescale_ray/fsdp/memory.py``. If several groups use buffers of one size, the pool keeps a released buffer for the next group,
+until the pass needs no further unit. If only one group uses a size, its buffer is freed.
+
+The next unit is gathered while one computes. A gradient buffer is filled and reduced before the next one is opened. The root's
+gradient buffer stays open during the whole backward. With more than two ranks, the exchange that replaces gloo's missing
+reduce-scatter needs a second buffer of the same size.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 HOST_MAPPED_BYTES = 1 << 18
-"""Buffers in host memory are address ranges of their own from this size on; a rank's shard may live in such a one."""
+"""Size in bytes from which buffers in host memory are address ranges of their own; a rank's shard may live in such a range."""
 
 
 @dataclass(frozen=True)
 class Travel:
-    """A group's bytes on the way: gathered parameters, and gradients before they are reduced (0: frozen).
+    """Bytes of a group's collectives: gathered parameters, and gradients before they are reduced (0: frozen).
 
-    ``stays``: of what is gathered, the bytes that don't come and go, since the master shard itself is this part of the buffer.
+    ``stays``: the bytes of the gathered buffer that are never freed, because they hold the master shard itself.
     """
 
     gathered: int
@@ -34,8 +35,10 @@ class Travel:
         return _Size(self.gathered, self.stays)
 
     def scratch(self, ranks: int) -> list[_Size]:
-        """Of the gradients: they are filled into one buffer; with more than two ranks the exchange of parts takes another, which
-        leaves out the own part where the buffer of the parameters does, so that it can take over its pages."""
+        """Return the gradient buffers: the one that is filled, and with more than two ranks one for the exchange.
+
+        The exchange buffer leaves out the rank's own part if the parameters' buffer does, so that it can reuse its pages.
+        """
         if not self.gradient:
             return []
         exchange = _Size(self.gradient, self.stays if self.gradient == self.gathered else 0)
@@ -44,7 +47,7 @@ class Travel:
 
 @dataclass(frozen=True)
 class _Size:
-    """Buffers that can take over each other's memory: as long, and with the same part left out."""
+    """Size of a buffer. Buffers of equal size and equal resident part can reuse each other's memory."""
 
     whole: int
     stays: int = 0
@@ -58,10 +61,10 @@ Unit = Sequence[Travel]
 
 
 def host_buffers(units: Sequence[Unit], root: Unit, ranks: int) -> tuple[int, int]:
-    """The most bytes of gathered parameters, and of gradient and exchange buffers, at any time of a step.
+    """Return the peak bytes of gathered parameters, and of gradient and exchange buffers, during a step.
 
     Args:
-        units: in order of use, without the root, which stays gathered from forward to backward.
+        units: the units in order of use, without the root, which stays gathered from forward to backward.
     """
     users = Counter(
         size for unit in [*units, root] for group in unit for size in {group.moving, *group.scratch(ranks)[:1]} if size.nbytes
@@ -70,8 +73,10 @@ def host_buffers(units: Sequence[Unit], root: Unit, ranks: int) -> tuple[int, in
 
 
 def device_buffers(units: Sequence[Unit], root: Unit) -> tuple[int, int]:
-    """The same on an accelerator: the unit that computes and the next one are gathered; one gradient buffer is filled while another
-    is reduced."""
+    """Return the same peaks on an accelerator.
+
+    The computing unit and the next one are gathered. One gradient buffer is filled while another is reduced.
+    """
     gathered = [sum(group.gathered for group in unit) for unit in units]
     trained = sorted(sum(group.gradient for group in unit) for unit in units)
     most = max((sum(gathered[i : i + 2]) for i in range(len(gathered))), default=0)
@@ -79,7 +84,7 @@ def device_buffers(units: Sequence[Unit], root: Unit) -> tuple[int, int]:
 
 
 class _Held:
-    """Memory in use and kept, by size."""
+    """Memory in use and memory kept for reuse, by size."""
 
     def __init__(self, users: Counter[_Size], always: int) -> None:
         self.users, self.always = users, always

@@ -1,16 +1,16 @@
-"""Planning a unit of a model, and the levers against padding where one tensor has too few blocks for the group.
+"""Planning of one unit of a model, and levers against padding if one tensor has too few blocks for the group.
 
-With ``N`` ranks and blocks of ``g`` elements a tensor that spans several ranks gives each a whole number of blocks, so the shard is
-a multiple of ``g``: a few percent of padding at 30 blocks a rank, 20 % and more below five. Four levers, each of which leaves
-every block whole:
+Take ``N`` ranks and blocks of ``g`` elements. A tensor that spans several ranks gives each a whole number of blocks, so the shard
+is a multiple of ``g``. Padding is a few percent at 30 blocks per rank, and 20 % or more below five. Four levers reduce it and
+leave every block whole:
 
 - **several layers per unit** (``layers``): twice the layers are twice the blocks; costs memory for the gathered parameters;
-- **one buffer per row length** (``buffers="per block"``): tensors whose blocks differ no longer force a common multiple on one
-  shard; costs one more collective, which the engine can coalesce with the first;
-- **strided experts** (``strided=True``): a constant gap behind each expert ``[n, m]`` of a stack ``[E, n, m]``, so that experts
-  fall on shard boundaries, and a last block that is shorter than the others stays in its expert; the parameter is then a strided
-  view, which the model must tolerate. Decided tensor by tensor;
-- beyond these: a smaller group (HSDP) or smaller blocks, which :mod:`vescale_ray.planner.advice` names.
+- **one buffer per row length** (``buffers="per block"``): tensors whose blocks differ no longer force a common multiple on one shard;
+  costs one more collective, which the engine can coalesce with the first;
+- **strided experts** (``strided=True``): a constant gap behind each expert ``[n, m]`` of a stack ``[E, n, m]``. Experts then fall on
+  shard boundaries, and a shorter last block stays in its expert. The parameter becomes a strided view, which the model must tolerate.
+  The planner decides tensor by tensor;
+- a smaller group (HSDP) or smaller blocks: :mod:`vescale_ray.planner.advice` suggests them.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ Buffers = Literal["one", "per block"]
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which tensors have a block requirement.
+    """Rule that gives tensors a block requirement.
 
     Attributes:
-        rows: rows of a block; None: no tensor has a requirement; 0: a whole matrix (each expert is one), as Muon likes it.
-        elements: blocks of so many elements in memory order, as 8-bit Adam's: the fewest rows that are a multiple of it.
-        on: all matrices (embeddings included), or experts only. Norms, biases and other vectors never have one.
+        rows: rows of a block; None: no tensor has a requirement; 0: a whole matrix (each expert is one), as Muon needs it.
+        elements: elements of a block in memory order, as in 8-bit Adam; a block is then the fewest rows whose elements are a multiple
+            of this.
+        on: all matrices (embeddings included), or experts only. Norms, biases and other vectors never have a requirement.
     """
 
     rows: int | None = None
@@ -64,7 +65,7 @@ class Blocks:
         return self.any and (param.kind == "expert" or (self.on == "matrices" and param.kind != "vector"))
 
     def rows_of(self, param: ParamShape) -> int:
-        """Rows of a block of a parameter that has the requirement; at least 1."""
+        """Return the rows of a block of a parameter that has the requirement; at least 1."""
         shape = param.shape
         height = shape[-2] if len(shape) >= 2 else shape[0] if shape else 1
         if self.elements is not None:
@@ -81,7 +82,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Lever:
-    """How a unit is laid out; the default is the plain way."""
+    """A way to lay out a unit; the default is the plain one."""
 
     layers: int = 1
     buffers: Buffers = "one"
@@ -99,11 +100,11 @@ class UnitPlan:
     """A unit's buffers: one collective each, which may be coalesced into one call.
 
     Attributes:
-        buffers: their layouts, over the same ranks. A tensor's name is that in the unit, behind ``0.``, ``1.``, .. of its layer if
-            there are several.
-        bound: no layout of these tensors, with gaps between experts or without, in one buffer or in several, has smaller shards
-            in sum, as far as it is proven.
-        across: stacks whose experts' rows are no multiple of the block: blocks run from one expert into the next.
+        buffers: layouts over the same ranks. Tensors have their names in the unit; with several layers, the prefix ``0.``, ``1.``, ..
+            names the layer.
+        bound: proven lower bound on the sum of the shards, over all layouts of these tensors, with or without gaps, in one buffer or
+            several.
+        across: stacks whose experts' rows are not a multiple of the block, so that blocks run from one expert into the next.
     """
 
     name: str
@@ -114,7 +115,7 @@ class UnitPlan:
 
     @property
     def shard_numel(self) -> int:
-        """Elements of each rank's parts."""
+        """Elements of each rank's parts of all buffers."""
         return sum(b.shard_numel for b in self.buffers)
 
     @property
@@ -131,18 +132,18 @@ class UnitPlan:
 
     @property
     def strided(self) -> dict[str, int]:
-        """Gap in rows behind each expert, of the tensors that have one."""
+        """Gap in rows behind each expert, for the tensors that have one."""
         return {s.name: s.stored_rows - s.shape[-2] for b in self.buffers for s in b.specs if s.stored_rows is not None}
 
     @property
     def notes(self) -> tuple[str, ...]:
-        runs = tuple(f"{name}: its experts' rows are no multiple of the block, which runs into the next expert" for name in self.across)
+        runs = tuple(f"{name}: its experts' rows are not a multiple of the block, which runs into the next expert" for name in self.across)
         gaps = tuple(f"{name}: a gap of {rows} rows behind each expert" for name, rows in sorted(self.strided.items()) if rows)
         return (*(note for b in self.buffers for note in b.notes if note.split(":")[0] not in self.strided), *runs, *gaps)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal on all ranks or the plan is not the same."""
+        """Hash of all layouts; the ranks compare it to check that they have the same plan."""
         return hashlib.sha256("".join(b.fingerprint for b in self.buffers).encode()).hexdigest()
 
 
@@ -161,7 +162,7 @@ def plan_unit(
         dtype: the narrowest dtype that the parameters are communicated in.
 
     Raises:
-        ValueError: as :func:`vescale_ray.planner.plan_layout`; a unit of no layers.
+        ValueError: the unit has no layers, or an error of :func:`vescale_ray.planner.plan_layout`.
     """
     if lever.layers < 1:
         raise ValueError(f"a unit of {lever.layers} layers: give at least 1")
@@ -185,14 +186,16 @@ def plan_buffers(
     padding_bytes: int = 1 << 20,
     allow_gaps: Collection[str] = (),
 ) -> tuple[Layout, ...]:
-    """One buffer, or, where that pads more than a few percent, what pads less: gaps behind the matrices of stacks that may have
-    them, one buffer for each length of block, or both. Of plans that pad alike the simpler one.
+    """Plan one buffer; if it pads more than a few percent, return the plan with the least padding.
+
+    The alternatives are gaps behind the matrices of stacks in ``allow_gaps``, one buffer for each length of block, or both. Of plans
+    with equal padding, the simplest wins.
 
     Args:
-        padding_limit: padding over tensors up to which one buffer is kept.
-        padding_bytes: padding in bytes up to which it is kept, too: a further collective costs more than that.
+        padding_limit: ratio of padding to tensors up to which one buffer is kept.
+        padding_bytes: padding in bytes up to which one buffer is kept; a further collective costs more than that.
         allow_gaps: names of stacks ``[.., n, m]`` that may be stored with a gap behind each matrix. Their block need not divide
-            ``n``: the last one of each matrix is stored in full.
+            ``n``: the last block of each matrix is stored in full.
 
     Raises:
         ValueError: as :func:`vescale_ray.planner.plan_layout`.
@@ -213,7 +216,7 @@ def plan_buffers(
 
 @dataclass(frozen=True)
 class Bundle:
-    """Tensors that are planned together, in the order in which they were given: all that a plan for any number of ranks depends on.
+    """Tensors that are planned together, in their given order; a plan for any number of ranks depends on nothing else.
 
     Attributes:
         gaps: names of stacks that may be stored with gaps (``allow_gaps`` of :func:`plan_buffers`).
@@ -223,7 +226,7 @@ class Bundle:
     gaps: frozenset[str] = frozenset()
 
     def layouts(self, num_shards: int) -> tuple[Layout, ...]:
-        """The buffers of ``num_shards`` ranks.
+        """Return the buffers' layouts for ``num_shards`` ranks.
 
         Raises:
             ValueError: as :func:`plan_buffers`.
@@ -232,12 +235,12 @@ class Bundle:
             return ()
         if num_shards > 1:
             return plan_buffers(self.specs, num_shards, allow_gaps=self.gaps)
-        # With one rank nothing is cut, and so no room is needed for a last block that is shorter.
+        # One rank cuts nothing, so a shorter last block needs no extra room.
         return plan_buffers([replace(s, block=None) if s.name in self.gaps else s for s in self.specs], 1)
 
 
 def _room_for_blocks(spec: TensorSpec) -> TensorSpec:
-    """Each matrix of a stack stored with room for whole blocks."""
+    """Pad each matrix of a stack to whole blocks."""
     rows = spec.block.row_count if spec.block is not None and spec.block.kind in ("rows", "tile") else 1
     if len(spec.shape) < 3 or rows >= spec.shape[-2] or not spec.shape[-2] % rows:
         return spec
@@ -264,7 +267,7 @@ def _specs(unit: UnitShape, blocks: Blocks, dtype: torch.dtype, lever: Lever) ->
 
 
 def _bound_with_gaps(specs: Sequence[TensorSpec], num_shards: int, align: int) -> int:
-    """The bound with each matrix of a stack a tensor of its own, which allows for any gaps between them."""
+    """Return the bound with each matrix of a stack as a separate tensor, which allows any gaps between matrices."""
     sizes: list[int] = []
     cuts: list[int] = []
     for spec in specs:
@@ -283,8 +286,9 @@ def _evenly(specs: Sequence[TensorSpec], num_shards: int) -> int:
 
 
 def _strided(specs: Sequence[TensorSpec], num_shards: int, align: int, only: Collection[str] | None = None) -> list[TensorSpec]:
-    """Choose the rows that each stack's experts are stored with: as they are, so that a whole number of experts fills a rank, or so
-    that an expert fills a whole number of ranks; whichever gives the smallest shard in the end.
+    """Choose the stored rows of each stack's experts; the smallest shard wins.
+
+    A stack keeps its rows, or a whole number of experts fills a rank, or one expert fills a whole number of ranks.
 
     ``only``: names of the stacks that may have gaps; None: all.
     """
@@ -347,9 +351,11 @@ def _alike(specs: Sequence[TensorSpec], stacks: Sequence[int]) -> list[tuple[tup
 
 
 def _per_block(specs: Sequence[TensorSpec], num_shards: int, align: int, gaps: Collection[str] | None = ()) -> tuple[Layout, ...]:
-    """One buffer for each length of block; tensors without a requirement fill what is left in these, the rest has a buffer too.
+    """Plan one buffer for each length of block.
 
-    ``gaps``: names of the stacks that may have them; None: all.
+    Tensors without a requirement fill the padding of these buffers; the rest gets another buffer.
+
+    ``gaps``: names of the stacks that may have gaps; None: all.
     """
     quantum = align // min(s.dtype.itemsize for s in specs)
     groups: dict[int, list[TensorSpec]] = {}
@@ -377,7 +383,7 @@ def _per_block(specs: Sequence[TensorSpec], num_shards: int, align: int, gaps: C
     if left:
         own = plan_layout(left, num_shards, align=align)
         if layouts and own.tensor_numel < num_shards * quantum:
-            # Too little for a collective of its own.
+            # This is too little for a separate collective.
             layouts[-1] = plan_layout([*layouts[-1].specs, *left], num_shards, align=align)
         else:
             layouts.append(own)
