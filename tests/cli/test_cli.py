@@ -474,11 +474,17 @@ def test_a_folder_without_checkpoints_has_none_to_list_and_none_to_verify(elsewh
 # ------------------------------------------------------------------------------- bad input that is found before Ray starts
 
 
+def connected() -> bool:
+    """Whether this process has a Ray: one of other tests, for example."""
+    return "ray" in sys.modules and sys.modules["ray"].is_initialized()
+
+
 def refused(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    before = connected()
     Path("run.yaml").write_text("run: {name: x}\ntrain: {steps: 3, device: cpu}\nray: {address: local}\n")
     code, out, err = said(capsys, "train", "run.yaml", *overrides)
     assert code == 2 and len(err.splitlines()) == 1 and not out, (out, err)
-    assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
+    assert connected() == before
     return err
 
 

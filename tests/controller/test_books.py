@@ -677,7 +677,7 @@ def test_a_storage_that_says_nothing_is_one_that_is_out_of_reach(tmp_path: Path,
     back = threading.Event()
     newest = Kept("commit-4", "/runs/checkpoints/commit-4", 30)
     monkeypatch.setattr(keeper, "newest_kept", lambda *_: newest if back.wait(60) else None)
-    monkeypatch.setattr(keeper, "STORAGE_S", 0.8)
+    monkeypatch.setattr(keeper, "STORAGE_S", 4.0)
     monkeypatch.setattr(keeper, "LOOK_S", 0.05)
     monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.3)
     known = CheckpointStats(20, "/runs/checkpoints/commit-3")
@@ -694,6 +694,7 @@ def test_a_storage_that_says_nothing_is_one_that_is_out_of_reach(tmp_path: Path,
     keeps = keeper.Keeper(str(tmp_path), "r1", nobody, log, nothing, nothing, nothing, wait, 1.0, nothing, 4)
     assert keeps.newest() == Kept("commit-3", "/runs/checkpoints/commit-3", 20)
     assert waited, "the loop goes on meanwhile"
+    monkeypatch.setattr(keeper, "STORAGE_S", 0.8)
     with pytest.raises(OSError, match="does not answer"):
         keeps.source(["a"], ["a"])
     threading.Timer(0.3, back.set).start()
@@ -715,7 +716,7 @@ def test_the_nursery_keeps_the_state_while_the_disk_does_not_answer(tmp_path: Pa
         state = store.write(replace(state, last_number=number))
         newest = store.newest("r1")
         assert newest is not None and newest.last_number == number
-    assert time.monotonic() - began < 1.5 and read_state(tmp_path) is None
+    assert time.monotonic() - began < 20 and read_state(tmp_path) is None
     disk.back()
     until(lambda: read_state(tmp_path) is not None, 10, "the disk")
     newest = store.newest("r1")
@@ -1193,7 +1194,7 @@ def test_what_is_lost_while_a_storage_that_says_nothing_is_asked_is_no_reason_to
     """What two workers held, older than the checkpoint, was lost with one of them in that minute: the run began from its first step."""
     back, living = threading.Event(), {"a", "b"}
     monkeypatch.setattr(keeper, "newest_kept", lambda *_: back.wait(60) and None)
-    monkeypatch.setattr(keeper, "STORAGE_S", 0.8)
+    monkeypatch.setattr(keeper, "STORAGE_S", 4.0)
     monkeypatch.setattr(keeper, "LOOK_S", 0.05)
     monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.3)
 
