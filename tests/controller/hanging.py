@@ -85,8 +85,9 @@ def act(way: str) -> None:
         case "raise":
             raise RuntimeError("told to fail")
         case "collective":
-            # One that no other rank enters, with a bound of its own: it fails here alone, as a broken network would have it.
-            dist.monitored_barrier(timeout=timedelta(seconds=0.5))
+            # No other rank enters this collective, so that it fails on this rank alone, as with a broken network. It waits twice for its
+            # time limit, which must end before the rank counts as hung.
+            dist.distributed_c10d._get_default_group().monitored_barrier(timeout=timedelta(seconds=0.2))
         case _:
             raise AssertionError(way)
 
