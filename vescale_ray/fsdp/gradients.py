@@ -1,4 +1,4 @@
-"""Gradients: one group's gradients on their way from autograd to the optimizer.
+"""Gradients: the path of one group's gradients from autograd to the optimizer.
 
     accumulate (a hook per parameter) -> flat buffer [W * S] -> reduce-scatter -> shard [S] -> delivery (``delivery.py``)
 """
@@ -42,8 +42,8 @@ class Gradients:
 
     Args:
         params: in the order of ``division.layout.specs``.
-        in_place: one rank holds everything: gradients are written into their shard at once.
-        offload: shards of gradients are handed over in host memory.
+        in_place: whether one rank holds everything, so that gradients are written into their shard directly.
+        offload: whether gradient shards are delivered in host memory.
     """
 
     def __init__(self, place: Place, division: Division, params: Sequence[GroupParam], *, in_place: bool, offload: bool) -> None:
@@ -54,30 +54,29 @@ class Gradients:
         self.orig_dtype = self.reduce_dtype = torch.float32
         self.pool: Pool | None = None
         self.group = place.shard_group
-        """Of the reduce-scatter."""
+        """Process group of the reduce-scatter."""
         self.trainable_count = sum(p.sharded.requires_grad for p in params)
         self.arrived_count = 0
-        """Parameters whose gradients are in the buffer, of this backward or, without sync, an earlier one."""
+        """Number of parameters whose gradients are in the buffer, from this backward or, without sync, an earlier one."""
         self._arrived = [False] * len(params)
         self._counts: set[int] = set()
-        """The arrived gradients that count: not a stand-in's."""
+        """Indices of the arrived gradients that count. Those of a rank that does not contribute don't."""
         self._used: set[int] = set()
-        """Parameters whose gradients were sent off since the ranks last told each other (:mod:`vescale_ray.fsdp.uses`)."""
+        """Parameters whose gradients this rank has sent since the ranks last exchanged their uses (:mod:`vescale_ray.fsdp.uses`)."""
         self.seen_count = 0
-        """Parameters whose gradient came in the part of a backward that is open."""
+        """Number of parameters whose gradient arrived in the open part of a backward."""
         self._seen = [False] * len(params)
         self._seen_numel = 0
         self._claims: dict[int, int] = {}
-        """Parameters whose gradient was written into the buffer by who computed it, and is on its way through autograd: by index, the
-        graph task."""
+        """Gradients that a linear layer wrote into the buffer and that autograd has not delivered yet: graph task by parameter index."""
         self._aside: dict[int, torch.Tensor] = {}
-        """Gradients of such parameters that came in another graph task meanwhile (reentrant checkpoints)."""
+        """Gradients of claimed parameters that another graph task delivered meanwhile (reentrant checkpoints)."""
         self._views_key = (self.layout.fingerprint, tuple(p.name for p in params))
         self._flat: torch.Tensor | None = None
         self._buffer: Buffer | None = None
         self._views: list[torch.Tensor] = []
         self._written: set[int] = set()
-        """Parameters whose part of a new buffer was written."""
+        """Parameters whose part of a newly allocated buffer has been written."""
         self._reductions: list[Reduction] = []
         self.partial: torch.Tensor | None = None
         self._partial_used: set[int] = set()
@@ -85,26 +84,26 @@ class Gradients:
         # Set by the user through FSDPModule.
         self.divide_factor: float | None = None
         self.leaves_out = False
-        """The buffers of gathered parameters don't have memory for this rank's own part (see ``memory``)."""
+        """Whether buffers of gathered parameters have no memory for this rank's own part (see ``memory``)."""
         self.sum_only = False
         self.ordered = False
-        """Add up in a fixed order, over the ranks and over the reductions of a step."""
+        """Whether to sum in a fixed order, over the ranks and over the reductions of a step."""
         self.contributes = True
-        """What this rank computes counts; else it takes part with nothing."""
+        """Whether this rank's gradients count. If not, it joins the reductions with zeros."""
         self.custom_scatter: ReduceScatter | None = None
         self.all_reduce = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.all_reduce_stream: Any = None
-        """Of the hook; None: the current one."""
-        # Set by the unit. They must not hold it strongly.
+        """Stream of ``all_reduce_hook``; None: the current stream."""
+        # Set by the unit. The callbacks must not hold the unit strongly.
         self.on_first: Callable[[], None] | None = None
-        """Called before the first gradient of a backward is taken in."""
+        """Called before the first gradient of a backward arrives in the buffer."""
         self.on_most: Callable[[], None] | None = None
-        """Called when three quarters of the elements of the gradients of a backward have come."""
+        """Called when gradients of three quarters of the elements have arrived."""
 
     @property
     def awaits_claimed(self) -> bool:
-        """A gradient is written, but has not arrived: its parameter has other uses, in a later part of this backward."""
+        """Whether a claimed gradient has not arrived: a later part of this backward uses its parameter, too."""
         return bool(self._claims)
 
     @property
@@ -113,12 +112,12 @@ class Gradients:
 
     @property
     def delivers(self) -> bool:
-        """Whether what is reduced now becomes ``.grad``, and is not kept for a later sum over the replicas."""
+        """Whether a reduction becomes ``.grad`` at once, instead of waiting for a later sum over the replicas."""
         return self.place.replicate_group is None or self.all_reduce
 
     @property
     def why_unordered(self) -> str | None:
-        """What stands in the way of a sum in a fixed order, if anything."""
+        """The reason why the group can't sum in a fixed order, or None."""
         if self.place.replicate_group is not None:
             return "a mesh of replicas (HSDP): shard over all ranks"
         if self.custom_scatter is not None:
@@ -130,8 +129,8 @@ class Gradients:
     # -- in backward -------------------------------------------------------------------------------------------------
 
     def hook(self, leaf: nn.Parameter, index: int) -> None:
-        """Take in the gradient of unsharded parameter ``index`` whenever it is complete."""
-        mine = weakref.ref(self)  # autograd keeps the hook as long as the leaf, and the leaf is ours
+        """Register a hook that takes the gradient of unsharded parameter ``index`` once autograd has accumulated it."""
+        mine = weakref.ref(self)  # autograd keeps the hook as long as the leaf, and this object keeps the leaf
 
         @disable_dynamo  # type: ignore[untyped-decorator]
         def hook(_: torch.Tensor) -> None:
@@ -144,10 +143,10 @@ class Gradients:
             offer_sink(leaf, mine, index)
 
     def claim(self, index: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Where the gradient of unsharded parameter ``index`` may be written by whoever computes it, of the dtype and device of
-        ``like``, to be handed to autograd as the gradient. None: it is to be computed elsewhere, since some of it is there already,
-        it will not arrive (frozen after forward), it does not count, or a hook of the user's would see it and may keep it longer than the
-        buffer."""
+        """Reserve the place of a gradient in the buffer, for a caller that computes it and hands it to autograd.
+
+        Returns a view with the dtype and device of ``like``. Returns None if some of the gradient has arrived, the parameter is frozen,
+        this rank does not contribute, or a tensor hook of the user might keep the gradient longer than the buffer."""
         leaf = self.params[index].unsharded
         if not self.contributes or self._arrived[index] or index in self._claims:
             return None
@@ -162,13 +161,13 @@ class Gradients:
         return view
 
     def accumulate(self, index: int) -> None:
-        """A gradient is complete for this backward: move it into the flat buffer. Cost: one pass over it (write, or read and write)."""
+        """Move a gradient that autograd has accumulated into the flat buffer: one pass over it (a write, or a read and a write)."""
         leaf = self.params[index].unsharded
         assert leaf is not None
         grad, leaf.grad = leaf.grad, None
         if grad is None:
             return
-        if torch.is_grad_enabled():  # create_graph=True: what is summed over the ranks has no graph, as with FSDP2
+        if torch.is_grad_enabled():  # with create_graph=True, reduced gradients have no graph, as with FSDP2
             with torch.no_grad():
                 leaf.grad = grad.detach()
                 self.accumulate(index)
@@ -181,13 +180,13 @@ class Gradients:
         self._begin()
         view, claim = self._views[index], self._claims.get(index)
         if not self.contributes:
-            # Whatever it is: of a stand-in's, multiplied by zero, NaN and infinity are left.
+            # Write zeros: zero times the gradient of a stand-in batch would keep NaN and infinity.
             if not self._arrived[index]:
                 self._writes(index)
                 view.zero_()
             self._arrives(index, counts=False)
         elif claim is not None and claim != current_graph_task_id():
-            # What was written there is still on its way, maybe already as a part of a sum. Not to be touched.
+            # Autograd still holds the claimed view, maybe as a part of a sum: do not write there.
             held = self._aside.get(index)
             self._aside[index] = grad if held is None else held + grad
         else:
@@ -196,7 +195,7 @@ class Gradients:
             if claim is None and self._arrived[index]:
                 view.add_(grad)
             elif claim is None or not _is_same(grad, view):
-                view.copy_(grad)  # with a claim: a sum of what was written there and gradients from other uses of the parameter
+                view.copy_(grad)  # with a claim, it is the sum of the claimed view and gradients from other uses
             if claim is not None:
                 del self._claims[index]
                 held = self._aside.pop(index, None)
@@ -212,7 +211,7 @@ class Gradients:
                 self.on_most()
 
     def _arrives(self, index: int, *, counts: bool = True) -> None:
-        """The gradient of unsharded parameter ``index`` is in the buffer."""
+        """Record that the gradient of unsharded parameter ``index`` is in the buffer."""
         if counts:
             self._counts.add(index)
         if not self._arrived[index]:
@@ -220,27 +219,27 @@ class Gradients:
             self.arrived_count += 1
 
     def _begin(self) -> None:
-        """A gradient is about to come: the first one opens the buffer."""
+        """Prepare for a gradient: the first one opens the buffer."""
         if self._flat is None:
             if self.on_first is not None:
                 self.on_first()
             self._open()
 
     def _writes(self, index: int) -> None:
-        """The gradient of unsharded parameter ``index`` is about to be written into the buffer."""
+        """Tell the pool that the gradient of unsharded parameter ``index`` is about to be written into a new buffer."""
         if self._buffer is not None and self._buffer.unwritten and index not in self._written:
             assert self.pool is not None
             self._written.add(index)
             self.pool.written(self._buffer, self._views[index].nbytes)
 
     def end_window(self) -> None:
-        """The unit's part of this backward is through: what comes from now on belongs to another."""
+        """End the unit's part of this backward: later gradients belong to another part."""
         if self.seen_count:
             self._seen = [False] * len(self.params)
             self.seen_count = self._seen_numel = 0
 
     def end_backward(self) -> None:
-        """The whole backward is over: what was written for a gradient that never arrived is none, and waits for nothing."""
+        """End the backward: drop claims whose gradients never arrived."""
         claims, self._claims = self._claims, {}
         for index in claims:
             held = self._aside.pop(index, None)
@@ -249,7 +248,7 @@ class Gradients:
                 self._arrives(index)
 
     def open_unused(self) -> None:
-        """Take part in the next reduction with zeros where no gradient came (``set_reduce_scatter_unused_params``)."""
+        """Fill in zeros for missing gradients, so that every parameter counts (``set_reduce_scatter_unused_params``)."""
         self._open()
         for index, param in enumerate(self.params):
             if param.sharded.requires_grad:
@@ -259,9 +258,9 @@ class Gradients:
                 self._arrives(index)
 
     def reduce(self, lane: comm.Lane, *, asks: bool) -> None:
-        """Start to sum the gradients over the ranks into this rank's shard; of those that have not come, this rank's are zero.
+        """Start the reduce-scatter into this rank's shard, with zeros for gradients that have not arrived.
 
-        ``asks``: the ranks will tell each other which parameters they used; if not, all of them count as used.
+        ``asks``: whether the ranks will exchange which parameters they used; if not, all of them count as used.
         """
         self._open()
         assert self.pool is not None and self._flat is not None
@@ -269,7 +268,7 @@ class Gradients:
             self.pool.written(self._buffer, self.buffer_bytes)
         used = sorted(self._counts) if asks else [i for i, param in enumerate(self.params) if param.sharded.requires_grad]
         self._used.update(used if asks else ())
-        # Adding -0.0 changes no number, adding 0.0 changes -0.0: in a fixed order, nothing must not leave a trace.
+        # In a fixed order use -0.0, since adding it changes no number, while adding 0.0 changes -0.0.
         nothing = -0.0 if self.ordered else 0.0
         for index, arrived in enumerate(self._arrived):
             if not arrived or (self.ordered and not self.contributes):
@@ -301,7 +300,7 @@ class Gradients:
         self._reductions.append(Reduction(pending, out, buffer, used))
 
     def _split(self, flat: torch.Tensor, buffer: Buffer | None) -> tuple[torch.Tensor, Buffer]:
-        """Copy the gradients into parts for the ranks; the buffer that they were in is free then."""
+        """Copy the gradients into parts for the ranks, and give their buffer back."""
         assert self.pool is not None
         numel = self.division.part_numel * self.place.world
         nbytes = numel * self.reduce_dtype.itemsize
@@ -315,7 +314,7 @@ class Gradients:
         return parts.flat(self.reduce_dtype), parts
 
     def finish(self) -> None:
-        """Wait for the reductions under way and hand their results to the sharded parameters as ``.grad``."""
+        """Wait for the running reductions and deliver their results as ``.grad`` of the sharded parameters."""
         while self._reductions:
             reduction = self._reductions.pop(0)
             if isinstance(reduction.pending, comm.InOrder):
@@ -334,7 +333,7 @@ class Gradients:
 
     @torch.no_grad()
     def _finish_in_order(self, reduction: Reduction, parts: comm.InOrder) -> None:
-        """Go on with the sum where the reduction before ended, which is in the gradients."""
+        """Continue the sum from the gradients of the reduction before."""
         out = self.delivery.delivered()
         earlier = out is not None and out.device == reduction.out.device
         if out is None or not earlier:
@@ -351,16 +350,16 @@ class Gradients:
         self.delivery.call_hooks(reduction.used)
 
     def uses(self) -> list[bool]:
-        """By parameter, whether a gradient of this rank's was sent off since the ranks last told each other, or needs none."""
+        """For each parameter: whether this rank has sent a gradient since the last exchange of uses, or the parameter is frozen."""
         return [index in self._used or not param.sharded.requires_grad for index, param in enumerate(self.params)]
 
     def deliver_rest(self, used: Sequence[bool]) -> None:
-        """The ranks have told each other which parameters any of them ``used``: deliver those that this rank did not."""
+        """Deliver the gradients of parameters that another rank ``used`` and this one did not."""
         self._used.clear()
         self.delivery.deliver_rest(used, replaces=self.ordered and not self.in_place)
 
     def _over_replicas(self, reduction: Reduction) -> torch.Tensor | None:
-        """HSDP: the sum over the replicas, or nothing yet if the user wants it only later."""
+        """HSDP: the sum over the replicas, or None if the user wants that sum only in a later backward."""
         out = reduction.out
         if self.place.replicate_group is not None:
             if self.partial is not None:
@@ -428,7 +427,7 @@ class Gradients:
     # -- between steps -----------------------------------------------------------------------------------------------
 
     def discard(self) -> None:
-        """Forget everything of an unfinished step."""
+        """Drop the gradients and reductions of an unfinished step."""
         self.end_window()
         reductions, self._reductions = self._reductions, []
         buffer, self.partial, self._partial_used = self._buffer, None, set()

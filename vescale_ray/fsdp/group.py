@@ -1,8 +1,8 @@
-"""Group: the parameters of a unit that travel together; one class, its methods are their life in a step.
+"""Group: one parameter group of a unit. Its methods are the group's life in a step, in this order.
 
     unshard -> wait -> [forward] -> reshard -> unshard -> wait -> [backward] -> reshard        (gradients: ``gradients.py``)
 
-See [Note: the tensors of a group] in ``vescale_ray/fsdp/__init__.py`` for every tensor, its bytes and how long it lives.
+[Note: the tensors of a group] in ``vescale_ray/fsdp/__init__.py`` lists every tensor with its bytes and its lifetime.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from vescale_ray.fsdp.policy import dtypes
 
 
 class Group:
-    """One DBuffer layout, one all-gather and one reduce-scatter.
+    """Parameters that share one DBuffer layout, one all-gather and one reduce-scatter.
 
     Args:
-        name: for messages.
+        name: the name in error messages.
         sources: parameters of one dtype and one ``requires_grad``, in the order of ``division.layout.specs``.
         division: from :func:`~vescale_ray.fsdp.grouping.plan_groups`.
         mesh: 1-D (shard) or 2-D (replicate, shard).
         device: where unsharded parameters live.
-        retain: what of the gathered parameters stays until the next optimizer step.
-        neighbours: size of the subgroup that holds all parameters between forward and backward, if not one rank.
-        to_empty: give parameters that are on the meta device storage, without values.
+        retain: the gathered parameters that stay until the next optimizer step.
+        neighbours: size of the subgroup that keeps all parameters between forward and backward; None: no subgroup.
+        to_empty: allocate storage without values for parameters on the meta device.
     """
 
     hooked = False
-    """Whether the parameters' tensor classes say what is gathered."""
+    """Whether the parameters' tensor classes define the all-gather themselves (:mod:`vescale_ray.fsdp.hooked`)."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Group:
     ) -> None:
         self.name, self.policy, self.place = name, policy, Place(mesh, device)
         self.fqn = ""
-        """Of the unit, for profilers."""
+        """Name of the unit below the root, for profilers."""
         self.offload = isinstance(offload, CPUOffloadPolicy) and device.type != "cpu"
         self.pin_memory = self.offload and bool(getattr(offload, "pin_memory", False))
         self.orig_dtype = sources[0].param.dtype
@@ -71,50 +71,50 @@ class Group:
         self.division, self.layout = division, division.layout
         alone = self.place.world == 1 and not division.copies
         self.in_place = not self.offload and (alone or not division.part_numel)
-        """With one rank (or no elements) the shard is the whole: parameters are views of it, nothing is gathered."""
+        """With one rank (or no elements) the unsharded parameters are views of the shard, and nothing is gathered."""
 
         self.residency = Residency.SHARDED
         self.requested = False
-        """The user asked for the parameters (``unshard``): they stay until they are used or resharded."""
+        """Whether the user called ``unshard``: the parameters then stay gathered until a forward uses them or they are resharded."""
         self.unshard_in_backward = True
         self.retain = retain
         self.subgroup = Subgroup(mesh, neighbours, device) if neighbours is not None and not division.copies else None
-        """After forward this rank keeps a larger part of the parameters, and backward gathers them from fewer ranks."""
+        """The few ranks from which backward gathers, if each rank keeps a larger part of the parameters after forward."""
         self.custom_gather: AllGather | None = None
         self._buffer: Buffer | None = None
-        """Where the unsharded parameters are: the same storage each time, since autograd keeps views of it."""
+        """Memory of the unsharded parameters. Its storage never changes, since autograd keeps views of it."""
         self._bound_to: torch.Tensor | None = None
         self._leaf_versions: list[int] = []
-        """Of the unsharded parameters when they were given to the modules."""
+        """Version counters of the unsharded parameters at the time the modules received them."""
         self.params: list[GroupParam] = []
         self._renormed = any(getattr(ref(), "max_norm", None) is not None for source in sources for ref, _ in source.owners)
-        """An embedding bounds its norms in forward: it writes to gathered parameters, and these writes are to be lost."""
+        """Whether an embedding with ``max_norm`` writes to the gathered parameters in forward. These writes are dropped on purpose."""
         self._shard_parameters(sources, to_empty)
         self.grads = Gradients(self.place, division, self.params, in_place=False, offload=self.offload)
         self._tell_gradients()
 
         self._part: torch.Tensor | None = None
-        """That part, between forward and backward."""
+        """The part that this rank keeps for its ``subgroup`` between forward and backward."""
         self._gathers_from: torch.Tensor | None = None
-        """The same while it is gathered: on an accelerator its memory would be handed out again as soon as no one holds it."""
+        """Reference to that part during the all-gather: without it, an accelerator's allocator would reuse the memory."""
         self._whole_of: tuple[int, ...] | None = None
-        """The buffer holds all parameters of this version, though the modules have the sharded ones."""
+        """Version of the sharded parameters that the buffer still holds in full, though the modules have the sharded ones."""
         self._pool: Pool | None = None
         self._parts: Buffer | None = None
-        """Where the parts are gathered, if they are copied from there."""
+        """Receive buffer of the all-gather, if the parameters are copied from it into ``_buffer``."""
         self._gather: comm.Pending | None = None
         self._cast: torch.Tensor | None = None
         self._cast_of: tuple[int, ...] | None = None
         self._gathered_of: tuple[int, ...] | None = None
         self._tied_of: tuple[int, ...] | None = None
         self._local_of = 0
-        """The version of the master shard's memory then, which also sees writes that a rank may do alone."""
+        """Version of the master shard's memory at the last gather. It also counts writes that only one rank made."""
         self._writes = 0
 
     # -- construction ------------------------------------------------------------------------------------------------
 
     def _take_dtype(self, dtype: torch.dtype) -> None:
-        """The parameters are of this dtype from now on."""
+        """Change the parameters' dtype, and the compute and reduce dtypes that follow from it."""
         if dtype != self.orig_dtype:
             self.orig_dtype = dtype
             self.compute_dtype, self.reduce_dtype = dtypes(dtype, self.policy)
@@ -127,7 +127,7 @@ class Group:
         self.grads.leaves_out = self.stays != NOWHERE
 
     def _shard_parameters(self, sources: Sequence[Source], to_empty: bool) -> None:
-        """The plan is made: copy this rank's ranges into the master shard and make sharded parameters that look into it."""
+        """Copy this rank's ranges into a new master shard, and make the sharded parameters as views of it."""
         meta = any(s.param.device.type == "meta" for s in sources)
         home = torch.device("cpu") if self.offload else self.place.device
         self.master = self._new_master(torch.device("meta") if meta and not to_empty else home)
@@ -146,12 +146,12 @@ class Group:
             self.params.append(param)
 
     def install(self) -> None:
-        """Put the sharded parameters in the place of the originals."""
+        """Replace the original parameters in the modules by the sharded ones."""
         for param in self.params:
             param.install(param.sharded)
 
     def _new_master(self, device: torch.device) -> KeptShard:
-        """Uninitialised but for the padding: where it will be gathered, if it can be, else in memory of its own."""
+        """A new master shard with zero padding: a part of the gathered buffer if possible, else memory of its own."""
         self._buffer = self._bound_to = None
         if device == self.place.device and self._can_live_in_buffer():
             nbytes = self.division.part_numel * self.orig_dtype.itemsize
@@ -164,10 +164,10 @@ class Group:
         return master
 
     def _can_live_in_buffer(self) -> bool:
-        """Whether the master shard can be this rank's part of the gathered buffer itself, so that it is neither held nor copied twice.
+        """Whether the master shard can be this rank's part of the gathered buffer, which saves its memory and its copy.
 
-        Not where something other than an optimizer writes to gathered parameters (an embedding that bounds its norms in forward):
-        such writes are to be lost. Nor where a part is kept that is not this rank's own.
+        It can't if forward writes to gathered parameters (``max_norm``), since these writes must not reach the shard. It can't if the
+        group keeps another part of the buffer either.
         """
         return (
             self.place.pairwise
@@ -185,19 +185,19 @@ class Group:
 
     @property
     def at_hand(self) -> bool:
-        """Whether the parameters are gathered, are being gathered, or were kept."""
+        """Whether the buffer holds the parameters, or an all-gather is filling it."""
         return self.residency is not Residency.SHARDED or self._whole_of is not None
 
     @property
     def stays(self) -> tuple[int, int]:
-        """The bytes of the gathered buffer that the master shard lives in."""
+        """Byte range of the gathered buffer in which the master shard lives."""
         return self._buffer.stays if self._buffer is not None else NOWHERE
 
     def _local_view(self, name: str) -> torch.Tensor:
         return self.master.tensor(name).view(self.division.local_shape(name))
 
     def attach(self, pool: Pool) -> None:
-        """Join the pool of a schedule: once the root is known, and again if that changes."""
+        """Use the buffers of ``pool``, which belongs to the schedule of the root."""
         if self._pool is pool:
             return
         self.reshard()
@@ -205,7 +205,7 @@ class Group:
         self._expect()
 
     def _expect(self) -> None:
-        """Tell the pool which buffers there will be."""
+        """Tell the pool the sizes of the buffers that this group needs."""
         if self._pool is None:
             return
         keys = {(self.unsharded_bytes, self.stays)} if not self.in_place else set()
@@ -227,9 +227,9 @@ class Group:
     # -- unshard, wait, reshard --------------------------------------------------------------------------------------
 
     def unshard(self, lane: comm.Lane, together: comm.Together, *, fresh: bool = False) -> None:
-        """Start to gather the parameters, at the latest with ``together``; nothing if it has started already.
+        """Start the all-gather, together with the others of ``together``. Does nothing if it has started already.
 
-        ``fresh``: gather again if the sharded parameters were written since (an optimizer step while the unit stayed unsharded).
+        ``fresh``: gather again if the sharded parameters have changed since (an optimizer step while the unit stayed unsharded).
         """
         if fresh and self.residency is not Residency.SHARDED and self._gathered_of != self._spmd_version():
             self.reshard()
@@ -272,7 +272,7 @@ class Group:
             if self.division.copies:
                 self._parts = self._new_parts()
                 out = self._parts.flat(self.compute_dtype)
-                lane.after_current()  # the last copy from there
+                lane.after_current()  # the last copy out of this buffer
             with torch.no_grad(), span("all_gather", self.fqn):
                 self._gather = comm.all_gather(
                     out, shard, group, lane, together=together, pairwise=pairwise, custom=self.custom_gather
@@ -281,8 +281,9 @@ class Group:
         self.residency = Residency.GATHERING
 
     def drop_torn(self) -> None:
-        """Between forward and backward an optimizer stepped: a shard that lives in the buffer has changed there, and the other ranks' have
-        not. So gather again for backward, as for units that were resharded."""
+        """Reshard before backward if an optimizer has stepped since forward: only this rank's part of the buffer has the new values then.
+
+        This concerns only shards that live in the buffer."""
         if self.stays == NOWHERE or self.residency is not Residency.UNSHARDED or not self.unshard_in_backward:
             return
         if self._gathered_of != self._spmd_version():
@@ -290,14 +291,13 @@ class Group:
         self._check_local_writes()
 
     def _check_local_writes(self) -> None:
-        """What is gathered, and is to be used as it is, is not out of date by a write that the other ranks may not know of.
+        """Check that no rank wrote to its shard alone while gathered parameters are to be used again.
 
-        Where a shard lives in the buffer, this rank would compute with what was written, and the others without. What is gathered apart
-        from the shard is another matter: there a write is seen after the next reshard, by all ranks alike, unless the unit keeps what it
-        gathered until the next optimizer step.
+        If the shard lives in the buffer, only this rank would compute with the new values. If the group keeps gathered parameters until the
+        next optimizer step, no rank would see them. Otherwise all ranks see them after the next reshard, so such a write is allowed.
 
         Raises:
-            RuntimeError: it is.
+            RuntimeError: the master shard was written, and the gathered parameters are older.
         """
         if self._local_of == self.master.flat._version or self._gathered_of != self._spmd_version():
             return
@@ -333,13 +333,13 @@ class Group:
         return Buffer(self.parts_bytes, self.place.device, memory)
 
     def set_custom_gather(self, custom: AllGather | None) -> None:
-        """Gather with the user's collective, into memory that it allocated, from the next unshard on."""
+        """Use the user's all-gather, and the memory it allocates, from the next unshard on."""
         self.reshard()
         self.custom_gather, self._buffer, self._bound_to = custom, None, None
         self._tell_gradients()
 
     def wait(self) -> None:
-        """Make the gathered parameters usable and give them to the modules."""
+        """Wait for the all-gather and install the unsharded parameters in the modules."""
         if self.residency is not Residency.GATHERING:
             return
         self._finish_gather(join=True)
@@ -358,9 +358,9 @@ class Group:
         self.residency = Residency.UNSHARDED
 
     def rest(self, *, after_forward: bool, keep: bool = False) -> None:
-        """A pass needs the parameters no longer: reshard, but keep what is to be kept until backward or the next optimizer step.
+        """Reshard at the end of a pass, but keep the part that ``retain`` or the subgroup asks for.
 
-        ``keep``: all of them, for a graph that may still read them.
+        ``keep``: keep all parameters, because a graph may still read them.
         """
         if self.residency is Residency.SHARDED:
             return
@@ -386,15 +386,15 @@ class Group:
         self._part = part
 
     def drop_kept(self) -> None:
-        """What was kept for a graph is needed no longer."""
+        """Reshard the parameters that were kept for a graph, since that graph is no longer needed."""
         if self.residency is Residency.SHARDED and self.retain is not Retain.ALL:
             self.reshard()
 
     def reshard(self) -> None:
-        """Give the sharded parameters back to the modules and the buffer back to the pool.
+        """Install the sharded parameters in the modules and release the buffer to the pool.
 
         Raises:
-            RuntimeError: gathered parameters were written (:meth:`_check_leaves`). The group is sharded then all the same.
+            RuntimeError: gathered parameters were written in place (:meth:`check_leaves`). The group is resharded before it raises.
         """
         self._part = None
         if self.residency is Residency.SHARDED:
@@ -410,10 +410,10 @@ class Group:
             self.check_leaves()
 
     def check_leaves(self) -> None:
-        """Check that nothing was written in place to the gathered parameters that the modules hold.
+        """Check that no operation wrote in place to the gathered parameters that the modules hold.
 
         Raises:
-            RuntimeError: something was. The write is lost, or a part of it where this rank's shard lives in the gathered buffer.
+            RuntimeError: one did. Resharding loses the write, except for the part of a shard that lives in the gathered buffer.
         """
         versions = self._versions_of_leaves()
         if versions != self._leaf_versions:
@@ -455,12 +455,12 @@ class Group:
                 self._pool.give_back(parts)
 
     def drop_prefetch(self) -> None:
-        """Leave the buffer if the parameters were gathered ahead and then not needed."""
+        """Release the buffer if a prefetch filled it and no unit used it."""
         if self.residency is Residency.GATHERING and not self.requested:
             self.rest(after_forward=False)
 
     def _shard_to_gather(self, lane: comm.Lane | None) -> torch.Tensor:
-        """This rank's part of the buffer, in the compute dtype: the master itself, or its cast, made once per optimizer step."""
+        """The input of the all-gather in the compute dtype: the master shard, or its cast, made once per optimizer step."""
         master = self.master.flat
         if lane is not None and any(p.home is not None for p in self.params):
             self._copy_tied(lane)
@@ -470,7 +470,7 @@ class Group:
             with torch.inference_mode(False):
                 self._cast = self.division.empty_part(self.compute_dtype, self.place.device)
             self._cast_of = None
-        # Also the counter of the flat buffer itself: it sees writes to local tensors.
+        # The flat buffer's own counter also counts writes to local tensors.
         version = (*self._spmd_version(), master._version)
         if self._cast_of != version and lane is not None:
             with torch.no_grad(), lane.context():
@@ -480,7 +480,7 @@ class Group:
         return self._cast
 
     def _copy_tied(self, lane: comm.Lane) -> None:
-        """What other groups hold of this one's parameters, if it was written since."""
+        """Copy tied parameters from the groups that own them, if they have changed."""
         tied = [param for param in self.params if param.home is not None]
         version = (*self._spmd_version(), *(param.local._version for param in tied))
         if self._tied_of != version:
@@ -491,7 +491,7 @@ class Group:
             self._tied_of = version
 
     def lodge(self, param: GroupParam, home: GroupParam) -> bool:
-        """Let ``param`` of this group be one with ``home`` of another, if each rank has the same part of both."""
+        """Tie ``param`` of this group to ``home`` of another group. Returns False if the ranks hold different parts of the two."""
         same = isinstance(param.placement, Shard) and param.placement == home.placement and param.spec.mesh == home.spec.mesh
         if not same or self.hooked or param.spec.shape != home.spec.shape or param.sharded.dtype != home.sharded.dtype:
             return False
@@ -499,19 +499,19 @@ class Group:
         return True
 
     def _spmd_version(self) -> tuple[int, ...]:
-        """Changes when the sharded parameters are written by what all ranks do alike, so that they agree on gathering again.
+        """A version that changes with every write that all ranks make alike, so that they agree on when to gather again.
 
-        The parameters' counters see single operations on them; foreach and fused kernels on tensor subclasses count nowhere, so
-        optimizer steps and loads are counted in ``_writes``.
+        The parameters' counters see single operations. Foreach and fused kernels on tensor subclasses change no counter, so
+        ``_writes`` counts optimizer steps and loads.
         """
         return self._writes, sum(p.sharded._version for p in self.params)
 
     def refresh(self) -> None:
-        """The master may have been written in a way that no version counter sees: cast and gather it anew."""
+        """Cast and gather again at the next unshard: the master shard may have changed without a change of its version."""
         self._writes += 1
 
     def _bind(self, flat: torch.Tensor) -> None:
-        """Make the unsharded parameters views of ``flat``; nothing if they are already."""
+        """Make the unsharded parameters views of ``flat``, unless they are already."""
         if self._bound_to is flat:
             return
         differentiable = self.compute_dtype.is_floating_point or self.compute_dtype.is_complex
@@ -528,17 +528,17 @@ class Group:
         self._bound_to = flat
 
     def discard(self) -> None:
-        """Forget everything of an unfinished step: gradients, reductions, gathered parameters."""
+        """Drop the gradients, reductions and gathered parameters of an unfinished step."""
         self.grads.discard()
-        self._leaf_versions = self._versions_of_leaves()  # what was written is no news: the step is given up
+        self._leaf_versions = self._versions_of_leaves()  # the step is given up, so writes to gathered parameters no longer matter
         self.reshard()
 
-    # -- the parameters changed under us: .to(), to_empty(), load_state_dict(assign=True) --------------------------------
+    # -- parameters replaced from outside: .to(), to_empty(), load_state_dict(assign=True) --------------------------------
 
     def adopt(self, *, values: bool = True) -> None:
-        """Make the sharded parameters that the modules hold now views of one master shard again, with their values if these count.
+        """Make the parameters that the modules hold now views of one master shard again; copy their values if ``values``.
 
-        Cheap if nothing changed. If the parameters are on their way (some moved, others not yet), nothing is done.
+        This is cheap if nothing has changed. It does nothing while only some of the parameters have been moved or cast.
 
         Raises:
             ValueError: a parameter was replaced by one of another shape.
@@ -549,7 +549,7 @@ class Group:
             return
         for param, new in zip(self.params, current, strict=True):
             if param.home is not None and new is not param.home.installed():
-                param.home = None  # both were replaced, each by one of its own
+                param.home = None  # both were replaced, each by its own parameter
         if all(c is p.sharded and self._has(c, p) for c, p in zip(current, self.params, strict=True)):
             return
         kinds = {(c.dtype, c.device.type) for c in current}
@@ -566,7 +566,7 @@ class Group:
                     view.copy_(self._part_of(param, new))
             param.spec = self.place.spec(param.placement, param.shape, dtype, param.parallel)
             if param.home is not None:
-                param.replace(new)  # the home keeps it a view of its own shard
+                param.replace(new)  # the home group keeps it a view of its own shard
             elif isinstance(new, DTensor) and type(new) is type(param.sharded):
                 new._local_tensor, new._spec = view, param.spec
                 param.replace(new)
@@ -583,13 +583,13 @@ class Group:
         self.refresh()
 
     def _has(self, current: nn.Parameter, param: GroupParam) -> bool:
-        """Whether nothing is to be done about a parameter: it looks into the master shard, or into that of another group, as it did."""
+        """Whether a parameter is unchanged: still a view of the master shard, or, if tied, of the same dtype and device."""
         if param.home is None:
             return is_view_of(current, self.master.flat)
         return (current.dtype, current.device) == (self.orig_dtype, self.master.flat.device)
 
     def _part_of(self, param: GroupParam, new: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a value that was put in place of a parameter: sharded as ours, otherwise, or not at all."""
+        """This rank's part of the value that replaced a parameter, whatever the placement of that value."""
         if new.shape != param.spec.shape:
             raise ValueError(f"parameter {param.fqn!r} of shape {tuple(param.spec.shape)} was replaced by one of shape {tuple(new.shape)}")
         if isinstance(new, DTensor) and new.placements == param.spec.placements:

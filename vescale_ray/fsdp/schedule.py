@@ -1,8 +1,8 @@
-"""Schedule: everything that the units of one root share: side streams, the buffer pool, the order of units, what is under way.
+"""Schedule: the state that all units of one root share: side streams, the buffer pool, the order of units, running reductions.
 
-Order of launches on the wire, the same on every rank since it follows only from the order of forwards:
+Collectives start in an order that follows from the order of forwards alone, so it is the same on every rank:
 - forward: all-gather of unit i, then of unit i+1 (known from the last step), then unit i computes;
-- backward: all-gather of unit i-1 before the reduce-scatter of unit i, so that it is not queued behind it.
+- backward: all-gather of unit i-1 before the reduce-scatter of unit i, so that it does not queue behind it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from vescale_ray.fsdp.uses import Uses
 
 
 class Lanes:
-    """The side streams and the pool. :func:`share_comm_ctx` gives the same ones to several roots."""
+    """The side streams and the buffer pool. :func:`share_comm_ctx` lets several roots share one object."""
 
     def __init__(self, device: torch.device) -> None:
         # High priority: a collective that is ready should not wait behind compute kernels.
@@ -49,36 +49,36 @@ class Lanes:
 
 
 class Schedule:
-    """One per root. Units hold it strongly, it holds them weakly: a model that is dropped is freed without the garbage collector."""
+    """The schedule of one root. It holds its units weakly, so that a dropped model is freed without the garbage collector."""
 
     def __init__(self, lanes: Lanes) -> None:
         self.lanes = lanes
         self._units: list[weakref.ref[Unit]] = []
         self.forward_root: Unit | None = None
-        """The unit whose forward is the outermost one now."""
+        """The unit whose forward is the outermost one at the moment."""
         self.last_call: Call | None = None
-        """The last one of the forward that is running."""
+        """The last call of the running forward."""
         self.ending = Ending()
         self.max_reductions = 1
         self._reducing: list[Group] = []
         self._uses = Uses()
         self._orders: dict[tuple[int, bool], list[weakref.ref[Unit]]] = {}
-        """The last forward, by its outermost unit and whether it made a graph."""
+        """Units in the order of the last forward, by the outermost unit and whether that forward made a graph."""
         self._running: list[weakref.ref[Unit]] = []
         self._repeats = False
-        """Whether the forward that is running has been the same as the last one so far."""
+        """Whether the running forward has followed the order of the last one so far."""
         self._in_backward = False
         self.accumulates = False
-        """The backward that is running adds to gradients of parameters: none of ``torch.autograd.grad`` for inputs alone, for example."""
+        """Whether the running backward adds to ``.grad`` of parameters; ``torch.autograd.grad`` for inputs alone does not."""
         self._below_root = False
-        """Whether the backward that is running has reached a unit other than the root."""
+        """Whether the running backward has reached a unit other than the root."""
         self._creates_graph = False
-        """The backward that is running is one with ``create_graph``."""
+        """Whether the running backward has ``create_graph``."""
         self._stepped_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Group]] = weakref.WeakKeyDictionary()
 
     @property
     def units(self) -> list[Unit]:
-        """In the order of ``named_modules`` of the root."""
+        """The units, in the order of the root's ``named_modules``."""
         return [unit for ref in self._units if (unit := ref()) is not None]
 
     @property
@@ -88,19 +88,19 @@ class Schedule:
 
     @property
     def overlaps(self) -> bool:
-        """Whether collectives run on streams of their own."""
+        """Whether collectives run on side streams."""
         return self.lanes.gather.stream is not None
 
     # -- start -------------------------------------------------------------------------------------------------------
 
     @classmethod
     def start(cls, root: Unit) -> Schedule:
-        """The first forward: all units are known. Make ``root`` the root of the units below it; check what can be checked only now.
+        """Make ``root`` the root of the units below it, at the first forward, and check what needs all units.
 
         Raises:
             ValueError: a parameter is tied to one of another unit.
-            RuntimeError: a unit below belongs to another root already; parameters are still on the meta device; the ranks
-                have planned different layouts.
+            RuntimeError: a unit below belongs to another root already; parameters are still on the meta device; the ranks planned
+                different layouts.
         """
         modules = [module for ref in root.modules if (module := ref()) is not None]
         if len(modules) > 1:
@@ -123,14 +123,14 @@ class Schedule:
         schedule = cls(root.lanes or Lanes(root.device))
         root.is_root, schedule.ending = True, root.ending
         schedule._take_in(found, fqns)
-        # An optimizer's step may write our masters with kernels that no version counter sees.
+        # The step may write the master shards with kernels that change no version counter.
         mine = weakref.ref(schedule)
         handle = register_optimizer_step_post_hook(lambda optimizer, *_: _after_optimizer_step(mine, optimizer))
         weakref.finalize(schedule, handle.remove).atexit = False
         return schedule
 
     def _take_in(self, found: dict[int, tuple[Unit, list[str]]], fqns: dict[int, str]) -> None:
-        """Make units a part of this schedule, once they have passed the checks. Collective."""
+        """Check units and add them to this schedule. Collective."""
         for unit, names in found.values():
             unit.name = ", ".join(name or "(root)" for name in names)
             unit.fqn = ", ".join(name for name in names if name)
@@ -146,7 +146,7 @@ class Schedule:
                 group.adopt()
         check_materialized(units)
         check_hooks(units)
-        with disable_current_modes():  # not a part of the step that a mode may be counting or recording
+        with disable_current_modes():  # a mode that counts or records the step must not see this
             check_same_plan(units)
         for unit in units:
             unit.schedule, unit.lanes, unit.ending = self, self.lanes, self.ending
@@ -156,7 +156,7 @@ class Schedule:
                 group.attach(self.lanes.pool)
 
     def _check_parameters(self, module: nn.Module) -> None:
-        """Check the parameters below ``module``, whose forward starts; take in units that were made since the last one."""
+        """Check the parameters below ``module``, and add the units that were made since its last forward."""
         late = check_parameters(self.units, module)
         if late:
             fqns = {id(one): fqn for fqn, one in module.named_modules()}
@@ -172,10 +172,10 @@ class Schedule:
     def enter_forward(
         self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A unit starts its forward, with ``module`` of it; the outermost one sets the stage.
+        """Record that a unit starts its forward with ``module``. The outermost unit also starts the schedule's forward.
 
         Raises:
-            ValueError: the outermost module has other parameters than its units manage.
+            ValueError: the outermost module has parameters that its units do not manage.
         """
         if self.forward_root is not None:
             self._record(unit)
@@ -204,16 +204,16 @@ class Schedule:
         return args, kwargs
 
     def leave_forward(self) -> None:
-        """The outermost forward is over."""
+        """End the outermost forward."""
         root, self.forward_root = self.forward_root, None
         assert root is not None
         for unit in self.units:
-            if unit.phase is Phase.FORWARD:  # a list of modules of which only some ran
+            if unit.phase is Phase.FORWARD:  # only some modules of a list ran
                 unit.end_forward(reshard=True)
             for group in unit.groups:
                 group.drop_prefetch()
         self._orders[id(root), torch.is_grad_enabled()] = self._running
-        self.trim()  # also if backward is to come: activations are at their most now, and what is gathered for it is written anew
+        self.trim()  # activations take the most memory now, and backward gathers again anyway
 
     def abandon_forward(self) -> None:
         self.forward_root = None
@@ -233,7 +233,7 @@ class Schedule:
         return self._orders.get((id(self.forward_root), torch.is_grad_enabled()), [])
 
     def prefetch_forward(self, unit: Unit) -> None:
-        """Gather ahead: what the user listed, else the unit that followed this one in the last forward, while that repeats itself."""
+        """Prefetch the user's list, else the unit that followed this one in the last forward, as long as the order repeats."""
         if unit.forward_prefetch:
             targets = [target for ref in unit.forward_prefetch if (target := ref()) is not None]
         elif self._repeats and self.forward_root is not None:
@@ -248,8 +248,7 @@ class Schedule:
                 target.start_unshard()
 
     def leaves_unit(self) -> None:
-        """A unit was resharded after its forward: if this needs no unit that is not gathered already, nothing is to come that could be
-        gathered into what has been given back."""
+        """Trim the pool after a unit has resharded in forward, if no unit to come could gather into the released memory."""
         following = self._known()[len(self._running) :]
         if self._repeats and not following[1:] and all(unit is None or unit.gathered for ref in following for unit in [ref()]):
             self.trim()
@@ -257,8 +256,9 @@ class Schedule:
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def enter_backward(self, unit: Unit) -> bool:
-        """A unit starts its part of a backward; the first one arranges for the end. Returns whether it is the first one below the root:
-        nearly all activations are alive still, as never again in this backward."""
+        """Enter a unit's part of a backward; the first unit also schedules the end of the backward.
+
+        Returns whether the unit is the first one below the root, when nearly all activations are still alive."""
         if not self._in_backward:
             self._in_backward, self._creates_graph = True, torch.is_grad_enabled()
             self.ending.begin()
@@ -270,7 +270,7 @@ class Schedule:
         return first
 
     def prefetch_backward(self, unit: Unit, call: Call) -> None:
-        """Gather ahead: what the user listed, else the unit whose forward ran before this call's."""
+        """Prefetch the user's list, else the unit whose forward ran before this call's."""
         if unit.backward_prefetch:
             for ref in unit.backward_prefetch:
                 target = ref()
@@ -290,10 +290,9 @@ class Schedule:
             self.trim(scratch=False)
 
     def trim(self, *, scratch: bool = True) -> None:
-        """The buffers stand idle for a while (after a pass, or no further unit is to come in it): on the CPU, free them. ``scratch``:
-        those of gradients, too, which backward takes to its end.
+        """On the CPU, free the pool's unused memory while no unit needs it. ``scratch``: that of gradient buffers, too.
 
-        Device memory stays with the pool: to free and allocate it again every step is what fragments it.
+        On an accelerator the pool keeps it: freeing and allocating device memory every step would fragment it.
         """
         if not self.overlaps:
             self.lanes.pool.trim(scratch=scratch)
@@ -304,8 +303,7 @@ class Schedule:
             self._reducing.pop(0).grads.finish()
 
     def reduce(self, group: Group, *, asks: bool) -> None:
-        """Start a group's reduce-scatter; at most ``max_reductions`` are under way at a time. ``asks``: ranks may have used different
-        parameters of it."""
+        """Start a group's reduce-scatter, with at most ``max_reductions`` under way. ``asks``: ranks may have used different parameters."""
         self.finish_reductions()
         agree(f"reduce-scatter of {group.name!r}", group.grads.group, group.place.device)
         asks = asks or debugging()
@@ -316,7 +314,7 @@ class Schedule:
 
     @disable_dynamo  # type: ignore[untyped-decorator]
     def end_backward(self) -> None:
-        """Autograd calls this when the backward is over."""
+        """Close all units at the end of the backward. Autograd calls this."""
         log("root_post_backward")
         with span("root_post_backward_callback"):
             for unit in reversed(self.units):
@@ -324,7 +322,7 @@ class Schedule:
             self.settle(wait=self.ending.is_last and not self.ending.active)
 
     def settle(self, *, wait: bool) -> None:
-        """Nothing of a backward is to come. ``wait``: the step's last one, whose reductions are waited for."""
+        """Reset after a backward. ``wait``: it is the step's last one, so wait for all its reductions and deliver the gradients."""
         if wait:
             self._uses.ask(self.lanes.reduce)
             while self._reducing:
@@ -340,7 +338,7 @@ class Schedule:
         self._in_backward = False
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer in this process has stepped; if it holds parameters of ours, their casts are out of date."""
+        """Mark the casts of the groups whose parameters ``optimizer`` has stepped as out of date."""
         groups = self._stepped_by.get(optimizer)
         if groups is None:
             held = {id(p) for param_group in optimizer.param_groups for p in param_group["params"]}
@@ -353,7 +351,7 @@ class Schedule:
     # -- other streams and buffers ---------------------------------------------------------------------------------------
 
     def share(self, lanes: Lanes) -> None:
-        """Use ``lanes`` from now on. Between steps."""
+        """Use other streams and another pool from now on. Call it between steps."""
         self.lanes = lanes
         for unit in self.units:
             unit.lanes = lanes
@@ -363,11 +361,11 @@ class Schedule:
     # -- recovery ----------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """After an exception in a step: everything at rest, parameters sharded, the step's gradients lost."""
+        """After an exception in a step: bring all units to rest, reshard the parameters and drop the step's gradients."""
         self.forward_root, self._in_backward = None, False
         self.ending.over()
         self.last_call = None
-        self._orders.clear()  # the ranks may have seen different ones
+        self._orders.clear()  # the ranks may have recorded different orders
         self._reducing.clear()
         self._uses.discard()
         self._running = []
@@ -386,7 +384,7 @@ def _after_optimizer_step(schedule_ref: weakref.ref[Schedule], optimizer: torch.
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that ``fully_shard`` made for this very module, if any."""
+    """The unit that ``fully_shard`` made for this module, or None."""
     unit = module.__dict__.get("_vescale_unit")
     return unit if isinstance(unit, Unit) else None
 

@@ -1,13 +1,13 @@
-"""Unit: what one ``fully_shard`` call manages. Its hooks drive the groups through forward and backward.
+"""Unit: the modules and groups of one ``fully_shard`` call. Its hooks drive the groups through forward and backward.
 
     pre_forward   gather, prefetch the next unit, mark the inputs        (recomputation by checkpointing: gather only)
     post_forward  mark the outputs, reshard
-    pre_backward  the gradient of an output is there: gather, prefetch the unit before
-    close         the gradients of the inputs are there: reshard, start the reduce-scatter
+    pre_backward  gather when the gradient of an output arrives, prefetch the unit before
+    close         reshard when the gradients of the inputs arrive, start the reduce-scatter
 
-The marks are in ``marks``. What is left open, as units whose inputs need no
-gradient, is closed at the end of backward. When a unit reduces never depends on which of its parameters a rank used, since ranks
-may differ in that, and every rank has to start the same reductions in the same order.
+:mod:`vescale_ray.fsdp.marks` makes the marks. The end of backward closes units that are still open, for example those whose inputs
+need no gradient. The moment of a unit's reduction never depends on which parameters this rank used: ranks may differ in that, and all
+must start the same reductions in the same order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def outside_transforms() -> Any:
-    """Parameters are gathered as plain tensors also inside ``torch.func`` transforms, which would wrap what is made there."""
+    """A context that suspends ``torch.func`` transforms, which would wrap the gathered parameters."""
     return DisableFuncTorch() if are_functorch_transforms_active() else _NO_TRANSFORM
 
 
@@ -45,7 +45,7 @@ _NO_TRANSFORM: Any = nullcontext()
 
 
 class Unit:
-    """The modules and groups of one ``fully_shard`` call. The modules own the unit; it knows them weakly."""
+    """The modules and groups of one ``fully_shard`` call. The modules own the unit; the unit holds them weakly."""
 
     def __init__(
         self,
@@ -59,10 +59,10 @@ class Unit:
         self.groups = tuple(groups)
         self.policy, self.device = policy, device
         self.reshard_after_forward = reshard_after_forward
-        """None: yes, unless the unit turns out to be the root."""
+        """None: reshard unless the unit turns out to be the root."""
         self.name = type(modules[0]).__name__ if len(modules) == 1 else "[" + ", ".join(type(m).__name__ for m in modules) + "]"
         self.fqn = ""
-        """Names of the modules below the root, once that is known; the root's is empty."""
+        """Names of the modules below the root, set by the first forward; empty for the root."""
         self.phase = Phase.RESTING
         self.schedule: Schedule | None = None
         self.lanes: Lanes | None = None
@@ -71,52 +71,52 @@ class Unit:
         self.torch_state: State | None = None
         self.ending = Ending()
         self.post_optim_event: Any = None
-        """Both count on the root."""
+        """An accelerator event that the next forward's all-gathers wait for. It and ``ending`` are read on the root only."""
 
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
         self.gradient_sync = True
         self.hold_gradients = True
-        """Without gradient sync, gradients add up unsharded; else as shards."""
+        """Without gradient sync: whether gradients add up unsharded. If not, they are reduced and add up as shards."""
         self.reshard_after_backward = True
         self.reduce_unused = False
         self.max_reductions = 1
 
         self.call: Call | None = None
-        """Of the forward that is running and makes a graph."""
+        """The running forward, if it makes a graph."""
         self.stashing: tuple[weakref.ref[nn.Module], ...] = ()
-        """Modules that may keep tensors of their forward as attributes: those with a class other than torch's."""
+        """Modules that may keep tensors of their forward as attributes: those whose class is not torch's."""
         self._depth = 0
         self._copies = Copies()
-        """Containers among the inputs of the forward that is running."""
+        """Copies of containers among the running forward's inputs."""
         self._waiting: set[int] = set()
         self._outer = Phase.RESTING
         self.open_call: Call | None = None
-        """The call whose part of the graph a backward is in."""
+        """The call whose part of the graph the backward is in."""
         self._prefetch_after: Call | None = None
         self._prefetches_late = False
         self._entering: Call | None = None
         self._exit: weakref.ref[Any] | None = None
-        """The exit mark on the inputs of the forward that is running."""
+        """The exit mark on the running forward's inputs."""
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
-        """Those that a backward may still reach."""
+        """Calls that a backward may still reach."""
         self._awaited_marks = 0
-        """Marks of the calls that this backward has reached, whose turn is still to come."""
+        """Number of exit marks that this backward has still to run, of the calls that it has reached."""
         self.reduced = False
-        """Whether a reduction was started in the backward that is running."""
+        """Whether the running backward has started a reduction."""
         self._owes = False
-        """A backward that adds to gradients has reached the unit since its last reduction: it takes part in the next one, whatever came."""
+        """Whether a backward has accumulated gradients here since the last reduction; the rank then joins the next one."""
         self.keeps_graph = False
-        """A backward with ``create_graph`` went through: its graph reads the parameters, in a backward that is still to come."""
+        """Whether a backward with ``create_graph`` has run: a later backward may read the parameters through its graph."""
         self.loads = 0
-        """How often a state dict was loaded."""
+        """Number of state dicts that were loaded."""
         self.pre_hooks = [module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True) for module in modules]
         self.post_hooks = [module.register_forward_hook(self.post_forward, prepend=False, always_call=True) for module in modules]
         listen(self)
 
     @property
     def gathered(self) -> bool:
-        """Or being gathered, or kept."""
+        """Whether every group's parameters are gathered, being gathered, or kept."""
         return all(group.at_hand for group in self.groups)
 
     def set_phase(self, phase: Phase) -> None:
@@ -191,20 +191,20 @@ class Unit:
                         schedule.abandon_forward()
                     raise
         if schedule.forward_root is self:
-            if self._waiting:  # a module of a list called on its own, as in a chunked loss: the next chunk needs the parameters again
+            if self._waiting:  # the user called one module of a list on its own (a chunked loss): the next chunk needs the parameters again
                 self.end_forward(reshard=False)
             schedule.leave_forward()
         return self._cast_output(output)
 
     def end_forward(self, *, reshard: bool) -> None:
-        """The forward is over, or as much of it as the model's forward ran."""
+        """End the forward, also if only a part of it ran."""
         self._waiting.clear()
         self.set_phase(Phase.RESTING)
         trains = torch.is_grad_enabled()
         if reshard and (self.resharding_after_forward or not trains):
-            # Without gradients no backward needs the parameters. The modules get the sharded ones back, so that an optimizer that is built
-            # now, or weights that are written now, reach these. What was gathered is kept for the next forward where it is to be, and stays
-            # with the modules where the user asked for it with unshard().
+            # Without gradients no backward needs the parameters. The modules get the sharded ones back, so that an optimizer built now, or
+            # a write made now, reaches them. If the unit does not reshard after forward, the buffer keeps the gathered values for the next
+            # forward. If the user called unshard(), the modules keep them, too.
             keep = not self.resharding_after_forward
             groups = [group for group in self.groups if not (keep and group.requested)]
             with outside_transforms():
@@ -217,7 +217,7 @@ class Unit:
         return self.reshard_after_forward if self.reshard_after_forward is not None else not self.is_root
 
     def _abandon_forward(self) -> None:
-        """The module raised. Checkpointing ends a recomputation this way, too, as soon as it has what it needs."""
+        """Reset after an exception in the module. Checkpointing also ends a recomputation with one, once it has what it needs."""
         self._depth, self.call = 0, None
         self._waiting.clear()
         if self.phase is Phase.RECOMPUTE:
@@ -252,7 +252,7 @@ class Unit:
 
     @disable_dynamo  # type: ignore[untyped-decorator]
     def pre_backward(self, call: Call) -> None:
-        """A backward has reached the part of the graph that ``call`` made."""
+        """Enter the unit: a backward has reached the part of the graph that ``call`` made."""
         replaced = self.torch_state.replaced("pre_backward") if self.torch_state is not None else None
         if replaced is None:
             self.enter_backward(call)
@@ -261,7 +261,7 @@ class Unit:
             replaced()
 
     def enter_backward(self, call: Call | None = None) -> None:
-        """Gather, prefetch the unit before. ``call``: None, that of the gradient that has just come."""
+        """Gather, and prefetch the unit before. ``call``: None stands for the call whose gradient has just arrived."""
         call, self._entering = call or self._entering, None
         if call is None:
             return
@@ -291,12 +291,11 @@ class Unit:
             self.prefetch_backward()
 
     def prefetch_backward(self) -> None:
-        """Gather for the unit that backward reaches next.
+        """Prefetch the unit that backward reaches next, in any case before this unit's own reduce-scatter.
 
-        On a device with streams at once. On the CPU at the first gradient: until then the last reduce-scatter is under way, maybe in
-        the memory that the next all-gather writes to. In the first unit below the root only when three quarters of its gradients
-        are there: a step's activations are all alive when it starts, and more of them are freed by then (in a transformer's layer those
-        of the feed-forward part) than the next unit takes. Either way before this unit's own reduce-scatter.
+        With streams, it starts at once. On the CPU it starts at the first gradient: until then the last reduce-scatter may use the memory
+        that the all-gather writes to. In the first unit below the root it starts when three quarters of the gradients have arrived: all
+        activations are alive at its start, and enough of them are free by then to make room for the next unit.
         """
         call, self._prefetch_after = self._prefetch_after, None
         if call is not None and self.schedule is not None:
@@ -307,7 +306,7 @@ class Unit:
         self.close()
 
     def close(self) -> None:
-        """This unit's part of a backward is through: reshard, and reduce the gradients that have come."""
+        """End this unit's part of a backward: reshard, and reduce the gradients that have arrived."""
         replaced = self.torch_state.replaced("post_backward") if self.torch_state is not None else None
         if replaced is None:
             self.leave_backward()
@@ -326,7 +325,7 @@ class Unit:
             with span("post_backward_reshard", self.fqn):
                 self._each(lambda group: group.rest(after_forward=False, keep=self.keeps_graph))
         if call is not None and self.schedule is not None and call.is_nearly_first:
-            self.schedule.trim(scratch=False)  # no unit is to come that could gather into what this one has given back
+            self.schedule.trim(scratch=False)  # no later unit of this backward gathers, so none could reuse the memory
         if call is not None and not (call.is_first and not any(other.is_to_come() for other in self._calls)):
             return
         if self.reduce_unused and (self.gradient_sync or not self.hold_gradients):
@@ -334,22 +333,22 @@ class Unit:
         self.reduce()
 
     def take_in_gradients(self) -> None:
-        """Gradients that were not accumulated by autograd, but assigned (zero-bubble pipelines compute those of weights apart)."""
+        """Accumulate gradients that were assigned to ``.grad`` (zero-bubble pipelines compute weight gradients separately)."""
         for group in self.groups:
             for index, param in enumerate(group.params):
                 if param.unsharded is not None and param.unsharded.grad is not None:
                     group.grads.accumulate(index)
 
     def _open_unused(self) -> None:
-        """With ``reduce_unused``: whatever came, on this rank or none, this is reduced now, as on all ranks."""
+        """With ``reduce_unused``: let every group join the reduction, with zeros for gradients that have not arrived."""
         for group in self.groups:
             if group.grads.trainable_count and any(p.unsharded is not None for p in group.params) and not group.grads.awaits_claimed:
                 group.grads.open_unused()
 
     def reduce(self) -> None:
-        """Start to reduce the gradients that have come, unless they are only to be added up for now.
+        """Start to reduce the gradients that have arrived, unless they only add up for now.
 
-        If none has come, others may have some: every rank takes part that a backward has led through the unit.
+        If none has arrived here, other ranks may have some: every rank joins whose backward has reached the unit.
         """
         if not self.gradient_sync and self.hold_gradients:
             return
@@ -359,19 +358,19 @@ class Unit:
         if not owes and not any(group.grads.arrived_count for group in self.groups):
             return
         for group in reversed(self.groups):
-            # A group of which this rank used nothing, too: another rank may have used it.
+            # Include a group of which this rank used nothing: another rank may have used it.
             if (group.grads.arrived_count or group.grads.trainable_count) and not group.grads.awaits_claimed:
                 with span("post_backward_reduce", self.fqn):
                     self.schedule.reduce(group, asks=not self.reduce_unused)
                 self.reduced = True
 
     def end_backward(self, *, creates_graph: bool) -> None:
-        """The whole backward is over: close what is still open. ``creates_graph``: another one may follow, through its graph."""
+        """Close the unit at the end of the whole backward. ``creates_graph``: another backward may follow through its graph."""
         if self.keeps_graph and not creates_graph:
             self.keeps_graph = False
             for group in self.groups:
                 group.drop_kept()
-        if self.phase is Phase.FORWARD:  # a backward inside the model's forward, of a part that this unit is not in
+        if self.phase is Phase.FORWARD:  # the backward ran inside the model's forward, through a part without this unit
             return
         for group in self.groups:
             group.grads.end_backward()
@@ -389,7 +388,7 @@ class Unit:
     # -- both --------------------------------------------------------------------------------------------------------
 
     def unshard(self, *, backward: bool = False, fresh: bool = False) -> None:
-        """Gather the parameters and give them to the modules."""
+        """Gather the parameters and install them in the modules."""
         with outside_transforms():
             if backward:
                 for group in self.groups:
@@ -399,7 +398,7 @@ class Unit:
                 group.wait()
 
     def start_unshard(self, *, backward: bool = False, fresh: bool = False) -> None:
-        """Start to gather the parameters, where it has not started yet."""
+        """Start the all-gathers that have not started yet."""
         assert self.lanes is not None
         together = comm.Together(self.lanes.gather)
         with outside_transforms():
@@ -412,7 +411,7 @@ class Unit:
         self._each(lambda group: group.reshard())
 
     def _each(self, rests: Callable[[Group], None], groups: Sequence[Group] | None = None) -> None:
-        """Bring all groups to rest, or ``groups``, also if one of them raises: then that is raised, the first one."""
+        """Call ``rests`` on every group, even if one raises; then raise the first error."""
         first: RuntimeError | None = None
         for group in self.groups if groups is None else groups:
             try:
@@ -423,10 +422,10 @@ class Unit:
             if first is not None:
                 raise first
         finally:
-            first = None  # it holds this frame
+            first = None  # the error's traceback holds this frame
 
     def reset(self) -> None:
-        """Back to rest after an exception; what the step had done is lost."""
+        """Return to rest after an exception and drop the step's gradients."""
         self.phase, self._depth = Phase.RESTING, 0
         self._waiting.clear()
         self.call = self.open_call = self._prefetch_after = self._entering = self.last_call = None
