@@ -1,38 +1,56 @@
 """Fully sharded data parallelism without copies, behind torch's ``fully_shard`` API ([veScale-FSDP], DBuffer and system parts).
 
-Imports torch, :mod:`vescale_ray.planner`, ``dbuffer`` and ``dtensor``; never Ray. One file, one idea: ``api`` (fully_shard), ``module``
-(the methods it adds), ``unit`` (hooks: when), ``group`` (buffers: what), ``division`` (into the ranks' parts), ``sharding`` (over which
-mesh dimensions), ``schedule`` (order and streams), ``memory`` (the pool), ``comm`` (the two collectives), ``linear`` (gradients without a
-copy), ``delivery`` (reduced gradients to ``.grad``), ``uses`` (of which parameters, on all ranks alike), ``arrivals`` (what else a
-gradient sets off), ``hooked`` (tensor classes with all-gather hooks), ``same_plan`` (do all ranks have it?), ``torch_state`` (a unit as
-torch's state of one), ``labels`` (what logs and profilers show), ``stand_in`` (in the place of torch's), ``debug``, ``phases`` (what is
-allowed when), ``overview`` (what came of it).
+The package imports torch, :mod:`vescale_ray.planner`, ``dbuffer`` and ``dtensor``, and never Ray. Its main modules:
+
+| module | what it holds |
+|---|---|
+| ``api``, ``module``, ``arguments`` | ``fully_shard``, the methods that it adds to a module, checks of its arguments |
+| ``unit``, ``marks``, ``arrivals`` | the hooks of one ``fully_shard`` call in forward and backward |
+| ``group``, ``gradients``, ``delivery`` | one parameter group: its buffers, its gradients, their way to ``.grad`` |
+| ``schedule``, ``phases``, ``finalize`` | order of units, side streams, allowed phases, the end of a backward |
+| ``comm``, ``memory`` | the all-gather and the reduce-scatter; the buffer pool |
+| ``division``, ``grouping``, ``sharding`` | the ranks' parts of a buffer; parameters of a group; mesh dimensions (ZeRO, HSDP) |
+| ``linear``, ``hooked`` | weight gradients without a copy; tensor classes with all-gather hooks |
+| ``uses``, ``same_plan``, ``debug`` | agreement of the ranks on used parameters, layouts and collectives |
+| ``torch_state``, ``stand_in``, ``labels`` | torch's internal state object, torch's import names, torch's profiler labels |
+| ``overview`` | ``explain``: a report of layouts and memory |
 
 [Note: the tensors of a group]
 P: elements of the group's parameters. W: ranks. S: elements of a rank's shard; W * S >= P, the difference is padding.
 "orig" is the parameters' own dtype (FP32 master weights), "compute" is ``mp_policy.param_dtype``, "reduce" ``reduce_dtype``.
 
-| tensor | elements, dtype | lives | made by |
+| tensor | elements, dtype | lifetime | made by |
 |---|---|---|---|
-| master shard (flat); sharded ``nn.Parameter``s are views | S, orig | as the model; on gloo inside that buffer (below) | ``fully_shard`` |
-| cast shard, if compute is not orig (or gaps, below) | S, compute | as long as the model | one kernel per optimizer step |
-| gathered buffer; unsharded parameters are views | W*S, compute | addresses: as the model; memory: unshard to reshard | all-gather |
+| master shard (flat); sharded ``nn.Parameter``s are views | S, orig | the model's; on gloo in the buffer (below) | ``fully_shard`` |
+| cast shard, if compute is not orig (or gaps, below) | S, compute | the model's | one kernel per optimizer step |
+| gathered buffer; unsharded parameters are views | W*S, compute | addresses: the model's; memory: unshard to reshard | all-gather |
 | kept part, if `reshard_after_forward` is an int m | W*S/m, compute | from the end of forward to backward's all-gather | one copy |
-| a parameter's gradient from autograd, but for weights of large ``nn.Linear``s | its own, compute | until its hook has run | autograd |
-| gradient buffer (scratch), of new host memory as it is written | W*S, reduce | first gradient to the end of the reduce-scatter | hooks |
+| autograd's gradient, except weights of large ``nn.Linear``s | its own, compute | until its hook has run | autograd |
+| gradient buffer (scratch) | W*S, reduce | first gradient to the end of the reduce-scatter | hooks |
 | exchange buffer (scratch), gloo with W > 2 or a cast | W*S, reduce | during the reduce-scatter | memory just released, if sizes match |
-| gradient shard (flat); ``param.grad`` are views | S, orig | until ``zero_grad`` | reduce-scatter, straight into it if reduce is orig |
+| gradient shard (flat); ``param.grad`` are views | S, orig | until ``zero_grad`` | reduce-scatter, directly if reduce is orig |
 | partial gradient shard, HSDP without all-reduce | S, orig | until the next backward with it | reduce-scatter |
-| optimizer states | the shards' | as long as the optimizer | the optimizer, on sharded parameters |
+| optimizer states | the shards' | the optimizer's | the optimizer, on sharded parameters |
 
-Buffers at a time, units of one size: gathered, prefetch depth + 1 = 2; gradients, 1 on the CPU, 2 on an accelerator (one filled
-while the other is reduced). On the CPU all of it is freed as soon as a pass needs no further unit, and the first unit of a backward, whose
-step's activations are all alive, prefetches late; on an accelerator torch's allocator keeps it.
-Gaps: stacks of matrices that may be gathered with a gap behind each (``allow_gaps``) are kept without the gaps where a rank has
-elements of several matrices. The master shard, gradient shard and states are smaller than S then, and the cast shard, also if it is
-no cast, has the gaps; it is written tensor by tensor, once per optimizer step.
-With one rank there is nothing to gather or scatter: unsharded parameters are views of the master (or cast) shard, and
-gradients are written into the gradient shard at once. Padding is zeroed when a buffer is laid out and never written again.
+Number of buffers, for units of one size: the gathered buffers are prefetch depth + 1 = 2. The gradient buffers are 1 on the CPU and 2 on
+an accelerator, which fills one while it reduces the other. On the CPU the pool frees all of them once a pass needs no further unit.
+There the first unit of a backward prefetches late, since all activations of the step are still alive. On an accelerator torch's
+allocator keeps the memory. New host memory of a gradient buffer is allocated page by page as gradients are written.
+
+Gaps: with ``allow_gaps`` a stack of matrices may be gathered with a gap behind each matrix. The shard is stored without the gaps if a rank
+has elements of several matrices. Then the master shard, gradient shard and states are smaller than S. The cast shard exists even without a
+cast: it has the gaps, and is written tensor by tensor once per optimizer step.
+
+One rank: nothing is gathered or scattered. Unsharded parameters are views of the master (or cast) shard, and gradients are written into the
+gradient shard directly. Padding is zeroed when a buffer is laid out and never written again.
+
+Copies per step: the cast (S), and each gradient once, from autograd's result into the buffer. Weights of large ``nn.Linear``s need no copy
+if compute is reduce: their matrix product writes into the buffer (``linear``). On gloo the all-gather is an exchange between ranks, so
+this rank copies its own part (S) into the gathered buffer unless the master shard lives there.
+
+The master shard lives in the gathered buffer on gloo if it is not cast, has no gaps, and ``Group._can_live_in_buffer`` finds no other
+obstacle. This needs buffers of at least 256 KiB. The memory of this rank's part then stays, and only that of the other parts is freed.
+Gathered parameters then take (W - 1) / W of the table's bytes, and so does an exchange.
 
 What is copied per step: the cast (S); each gradient once (autograd's result into the buffer), but for weights of large ``nn.Linear``s,
 whose product writes there itself if compute is reduce (``linear``); on gloo, where the all-gather is an exchange between ranks,

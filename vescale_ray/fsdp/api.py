@@ -70,46 +70,46 @@ def fully_shard(
 ) -> Any:
     """Shard a module's parameters, gradients and optimizer states over the data-parallel ranks, in place.
 
-    Every argument of ``torch.distributed.fsdp.fully_shard`` with the same meaning. Apply it bottom-up: each call makes one
-    *unit* of the parameters that no earlier call took; a unit's parameters of one dtype and one ``requires_grad`` are one
-    *group*: one buffer, one all-gather, one reduce-scatter. (Several groups by length of block, where one would pad more than 3 %
-    and 1 MiB and several do with less.) Build the optimizer afterwards.
+    Every argument of ``torch.distributed.fsdp.fully_shard`` keeps its meaning. Apply it bottom-up, and build the optimizer afterwards.
+    Each call makes one *unit* of the parameters that no earlier call took. Parameters of a unit with one dtype and one ``requires_grad``
+    form one *group*: one buffer, one all-gather, one reduce-scatter. A unit splits them by length of block into several groups if one
+    group needs more than 3 % and 1 MiB of padding and several need less.
 
-    Parameters that are DTensors already (tensor or expert parallelism on another dimension of the same mesh) stay so for the
-    module's forward; data parallelism shares out what each rank has of them.
+    A parameter that is a DTensor already (tensor or expert parallelism on another dimension of the same mesh) stays one in the module's
+    forward; data parallelism shards each rank's local part of it.
 
     Args:
         module: a module, or a list of modules that form one unit.
         mesh: 1-D (shard), or 2-D with named dimensions (replicate, shard) for HSDP; default: all ranks, 1-D.
-        reshard_after_forward: free the parameters after forward and gather them again in backward; None: yes, except for the
-            root. An int that divides the shard size: between forward and backward each rank keeps that fraction of the
-            parameters, and backward gathers them within groups of so many neighbours (the GPUs of one host).
-        shard_placement_fn: ``parameter -> Shard(dim) | ShardPlacementResult | None``: a plain ``Shard`` placement for that parameter, as
-            with FSDP2, with its copies before and after collectives; None: cut by the planner. A ``ShardPlacementResult`` may name a
-            mesh for that parameter other than ``mesh`` (experts). DTensors that are cut unevenly already are placed by ``Shard(0)``.
+        reshard_after_forward: whether to free the parameters after forward and gather them again in backward; None: yes, except for the
+            root. If it is an int that divides the shard size, each rank keeps that fraction between forward and backward. Backward
+            then gathers the parameters within groups of that many neighbours (the GPUs of one host).
+        shard_placement_fn: ``parameter -> Shard(dim) | ShardPlacementResult | None``. ``Shard`` gives that parameter a plain placement, as
+            in FSDP2, with FSDP2's copies around collectives; None leaves the cut to the planner. A ``ShardPlacementResult`` may name
+            another mesh than ``mesh`` for that parameter (experts). DTensors that are cut unevenly already get ``Shard(0)``.
         mp_policy: compute, reduction and output dtypes.
         offload_policy: ``CPUOffloadPolicy`` keeps the shards, and so the optimizer, in host memory.
-        ignored_params: neither sharded, moved nor reduced.
-        dp_mesh_dims: names of the data-parallel dimensions of ``mesh``, which then is the whole mesh; every parameter must be a
+        ignored_params: parameters that are not sharded, moved or reduced.
+        dp_mesh_dims: names of the data-parallel dimensions of ``mesh``, which is then the whole mesh; every parameter must be a
             DTensor on it, with Replicate on these dimensions.
-        block_policy: ``(name, parameter) -> Block | None``: the piece of the parameter that no shard boundary cuts; None: no
-            requirement. ``name`` is the parameter's name inside the module.
-        allow_gaps: whether stacks of matrices ``[.., n, m]`` (fused experts) may be gathered with a constant gap behind each
-            matrix, where that saves padding: True, or ``(name, parameter) -> bool``. Such a parameter is then a strided view in
-            forward (each matrix contiguous), which ``bmm``, indexing and grouped products take, and ``view(-1)`` does not. Its
-            block need not divide ``n``. Sharded, it is as any other. :func:`explain` shows the gaps.
-        sharding: which dimensions of ``mesh`` (of any number, named) parameters, gradients and optimizer states are sharded over:
-            DDP, ZeRO-1, 2, 3, HSDP with or without a sharded optimizer; None: all over the last one.
-        to_empty: parameters on the meta device have storage when this returns, without values: as after ``module.to_empty(..)``, which
-            makes each of them a second time. Buffers, and parameters with gather hooks of their own, stay where they are.
+        block_policy: ``(name, parameter) -> Block | None``: the piece of the parameter that no shard boundary may cut; None: any cut.
+            ``name`` is the parameter's name inside the module.
+        allow_gaps: whether stacks of matrices ``[.., n, m]`` (fused experts) may be gathered with a constant gap behind each matrix, if
+            that saves padding: True, or ``(name, parameter) -> bool``. Such a parameter is a strided view in forward, with contiguous
+            matrices: ``bmm``, indexing and grouped products work, ``view(-1)`` does not. Its block need not divide ``n``. Its sharded form
+            is like any other. :func:`explain` shows the gaps.
+        sharding: mesh dimensions over which parameters, gradients and optimizer states are sharded, of a named mesh of any size:
+            DDP, ZeRO-1, 2, 3, HSDP with or without a sharded optimizer; None: all of them over the last dimension.
+        to_empty: whether to give parameters on the meta device storage without values, like ``module.to_empty(..)``, but without making
+            each parameter twice. Buffers, and parameters with all-gather hooks, are left alone.
 
     Returns:
-        The same object(s); their class is now a subclass of :class:`FSDPModule` and of what it was.
+        The same object(s); their class is now a subclass of :class:`FSDPModule` and of the original class.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: naming the argument or parameter that does not fit.
-        NotImplementedError: for an argument that vescale_ray does not support.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument or a parameter does not fit; the message names it.
+        NotImplementedError: vescale_ray does not support an argument.
 
     A call that raises leaves the module as it was.
     """
@@ -160,7 +160,7 @@ def fully_shard(
     ranks_of = {key: _ranks(data.mesh) for key, data in datas.items()}
     meshes = {ranks_of[key]: data.mesh for key, data in datas.items()}
     if axes is not None and len(meshes) > 1:
-        raise ValueError("shard_placement_fn gave a mesh, and sharding names dimensions of another: use one of them")
+        raise ValueError("shard_placement_fn gave another mesh than the one that sharding names dimensions of: leave out one of them")
     reshards = {key: resharding(reshard_after_forward, _shard_position(one)[1]) for key, one in meshes.items()}
     retain = Retain.NOTHING
     if axes is not None:
@@ -213,12 +213,12 @@ def fully_shard(
     ]
     classes = [sharded_class(type(one)) for one in modules]  # type: ignore[arg-type]
 
-    # Everything is accepted, and what may fail for want of memory is there: from here on the model changes.
+    # All checks have passed and all memory is allocated: from here on the model changes.
     _move_buffers(managed, device)
     for group in groups:
         group.install()
     for param in owners:
-        # The original is out of the model now. Whoever still holds it (an optimizer, a module tied to it) can be told so.
+        # The model no longer uses the original. The mark lets optimizers and tied modules that still hold it raise a clear error.
         param.__dict__[REPLACED] = True
 
     unit = Unit(modules, groups, mp_policy, reshards[_ranks(mesh)][0], device)
@@ -230,20 +230,20 @@ def fully_shard(
     watch_modules(unit, managed)
     remember_parameters(managed, ignored)
     for one in managed:
-        one._is_fsdp_managed_module = True  # type: ignore[assignment]  # what torch.compile looks for
+        one._is_fsdp_managed_module = True  # type: ignore[assignment]  # torch.compile looks for this
         one._fsdp_use_orig_params = True  # type: ignore[assignment]
     _hook_state_dict(unit, groups)
     return module
 
 
-fully_shard.state = state_of  # type: ignore[attr-defined]  # as torch's fully_shard has it
+fully_shard.state = state_of  # type: ignore[attr-defined]  # torch's fully_shard has this attribute, too
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make ``module.method_name`` gather and reshard like ``forward``. Nothing if the module is not sharded.
+    """Make ``module.method_name`` gather and reshard like ``forward``. Does nothing if the module is not sharded.
 
     Raises:
-        ValueError: there is no such method.
+        ValueError: the module has no such method.
     """
     check_type("module", module, nn.Module, "the model itself")
     check_type("method_name", method_name, str, "'encode'")
@@ -269,7 +269,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[Any]) -> None:
-    """Let several roots (the stages of a pipeline) use the same side streams and buffers. Call it between steps.
+    """Let several roots (the stages of a pipeline) use the same side streams and buffer pool. Call it between steps.
 
     Raises:
         ValueError: a module is not sharded.
@@ -298,7 +298,7 @@ class Data:
 
     Attributes:
         mesh: (shard,) or (replicate, shard).
-        whole: the mesh that parameters are DTensors on already, with other dimensions for tensor or expert parallelism, if that is known.
+        whole: the whole mesh of parameters that are DTensors, including tensor or expert parallel dimensions; None: unknown.
         dims: names of the data-parallel dimensions of ``whole``.
     """
 
@@ -310,10 +310,10 @@ class Data:
 def _placed(
     fqn: str, param: nn.Parameter, shard_placement_fn: Callable[[nn.Parameter], Any] | None, default: Data
 ) -> tuple[int | None, Data]:
-    """The dimension along which the user wants the parameter to be sharded, and over which ranks.
+    """The dimension along which ``shard_placement_fn`` shards the parameter, and its data-parallel ranks.
 
     Raises:
-        ValueError: something else than a ``Shard``, a ``ShardPlacementResult`` or None; a mesh that is not (shard,) or (replicate, shard).
+        ValueError: the result is no ``Shard``, ``ShardPlacementResult`` or None; its mesh is not (shard,) or (replicate, shard).
     """
     placement = shard_placement_fn(param) if shard_placement_fn is not None else None
     data = default
@@ -344,12 +344,12 @@ Ranks = tuple[int, ...]
 
 
 def _ranks(mesh: DeviceMesh) -> Ranks:
-    """By its process groups: meshes with the same are one, and their parameters can share a buffer."""
+    """Identity of the mesh's process groups. Parameters on meshes with the same groups can share a buffer."""
     return tuple(id(mesh.get_group(dim)) for dim in range(mesh.ndim))
 
 
 def _shard_position(mesh: DeviceMesh) -> tuple[int, int]:
-    """This rank among those that share a parameter out, and how many they are."""
+    """This rank's position among the ranks that shard a parameter, and their number."""
     return mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
 
 
@@ -370,10 +370,10 @@ def _data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> DeviceMes
 
 
 def _parallel(fqn: str, param: nn.Parameter, data: Data) -> Parallel | None:
-    """What is known of a parameter that is a DTensor already.
+    """The tensor or expert parallelism of a parameter that is a DTensor already; None for a plain parameter.
 
     Raises:
-        ValueError: it is on a mesh that does not fit, or has other placements than Shard and Replicate.
+        ValueError: its mesh does not fit, or it has other placements than Shard and Replicate.
     """
     data_mesh, whole, dims = data.mesh, data.whole, data.dims
     if not isinstance(param, DTensor):
@@ -428,7 +428,7 @@ def _move_buffers(managed: set[nn.Module], device: torch.device) -> None:
 
 
 def _hook_state_dict(unit: Unit, groups: list[Group]) -> None:
-    """Saving and loading see the sharded parameters; after loading these are one buffer again."""
+    """Register hooks that save and load the sharded parameters, and rebuild the master shard after loading."""
     unit_ref = weakref.ref(unit)
     holders = {id(m): m for group in groups for param in group.params for ref, _ in param.owners if (m := ref()) is not None}
 
@@ -448,7 +448,7 @@ def _hook_state_dict(unit: Unit, groups: list[Group]) -> None:
         to_sharded("saved")
 
     def after_save(module: nn.Module, saved: dict[str, Any], prefix: str, *_: Any) -> None:
-        # What detach() makes of a DTensor whose local part looks into a buffer says that it has memory, where that part's offset is.
+        # detach() of a DTensor whose local part is a view of a buffer reports storage at that part's offset: make it anew.
         for name in module._parameters:
             value = saved.get(prefix + name)
             if type(value) is DTensor and value.storage_offset():

@@ -1,4 +1,4 @@
-"""Checks of what ``fully_shard`` is given. All of them come before anything of the model is changed."""
+"""Checks of the arguments of ``fully_shard``. All of them run before the model changes."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedD
 
 
 def check_type(name: str, value: Any, wanted: type, example: str) -> None:
-    """Raise TypeError unless the argument ``name`` is a ``wanted``; ``example`` is one that fits."""
+    """Raise TypeError unless the argument ``name`` is a ``wanted``; the message shows ``example``."""
     if not isinstance(value, wanted):
         raise TypeError(f"{name} must be a {wanted.__name__}, as {example}, not {_shown(value)}")
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """The truth value of a switch. A string, None or a container has none of its own: most likely it was meant otherwise.
+    """The value of a switch as a bool. A string, None or a container is refused, since it is most likely a mistake.
 
     Raises:
-        TypeError: it is such a value.
+        TypeError: ``value`` is one of these.
     """
     if value is None or not hasattr(type(value), "__bool__"):
         raise TypeError(f"{name} = {_shown(value)} says neither yes nor no: give True or False")
@@ -46,7 +46,7 @@ def finite(name: str, value: Any) -> float:
     """``value`` as a float.
 
     Raises:
-        ValueError: it is no finite number, or 0.
+        ValueError: it is not a finite number, or it is 0.
     """
     try:
         number = math.nan if isinstance(value, str) else float(value)
@@ -58,20 +58,20 @@ def finite(name: str, value: Any) -> float:
 
 
 def check_comm(what: str, comm: Any) -> None:
-    """Raise TypeError for a collective that lacks what it is asked for. None: the usual one."""
+    """Raise TypeError if a custom collective can't be called or has no ``allocate``. None stands for the usual collective."""
     if comm is not None and not (callable(comm) and hasattr(comm, "allocate")):
         lacks = "has no allocate()" if callable(comm) else "can't be called"
         raise TypeError(f"the custom {what}, {_shown(comm)}, {lacks}: give an object with __call__ and allocate, or None for the usual one")
 
 
 def check_call(name: str, function: Any, *arguments: str) -> None:
-    """Raise TypeError unless ``function`` can be called with as many arguments as ``arguments`` names."""
+    """Raise TypeError unless ``function`` can be called with the named ``arguments``."""
     how = f"a function of ({', '.join(arguments)})"
     if not callable(function):
         raise TypeError(f"{name} = {_shown(function)} can't be called: give {how}")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some built-in functions have none
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return
     try:
         signature.bind(*arguments)
@@ -80,13 +80,13 @@ def check_call(name: str, function: Any, *arguments: str) -> None:
 
 
 def check_modules(what: str, modules: Any) -> None:
-    """Raise TypeError unless ``modules`` is a list, or can be looped over as one."""
+    """Raise TypeError unless ``modules`` is a list or another iterable of modules."""
     if isinstance(modules, torch.Tensor | str) or not isinstance(modules, Iterable):
         raise TypeError(f"{what} got {_shown(modules)}: give a list of modules, which may be empty")
 
 
 def check_policies(mixed: Any, offload: Any) -> None:
-    """Raise TypeError for policies of another type, or for dtypes that are none; ValueError for dtypes that can't be trained in."""
+    """Raise TypeError for policies or dtypes of another type, and ValueError for dtypes that can't be used in training."""
     check_type("mp_policy", mixed, MixedPrecisionPolicy, "MixedPrecisionPolicy(param_dtype=torch.bfloat16)")
     check_type("offload_policy", offload, OffloadPolicy, "CPUOffloadPolicy()")
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
@@ -105,7 +105,7 @@ def check_policies(mixed: Any, offload: Any) -> None:
 
 
 def check_functions(shard_placement_fn: Any, block_policy: Any, allow_gaps: Any) -> None:
-    """Raise TypeError for arguments that can't be called as they will be."""
+    """Raise TypeError for functions that can't be called with the arguments that they will get."""
     if shard_placement_fn is not None:
         check_call("shard_placement_fn", shard_placement_fn, "parameter")
     if block_policy is not None:
@@ -117,7 +117,7 @@ def check_functions(shard_placement_fn: Any, block_policy: Any, allow_gaps: Any)
 
 
 def check_dims(sharding: Any, dims: Any, reshard_after_forward: Any) -> None:
-    """Raise for arguments that name mesh dimensions in another way than by their own classes, or in two ways."""
+    """Raise TypeError for mesh dimensions of another type, and ValueError for dimensions that two arguments name."""
     if dims is not None:
         check_type("dp_mesh_dims", dims, DataParallelMeshDims, "DataParallelMeshDims(shard='dp')")
     if sharding is not None:
@@ -139,8 +139,8 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raise TypeError for what is no mesh; ValueError if this process is not part of it, its devices are none to train on, or not here,
-    or its process groups are gone."""
+    """Raise TypeError if ``mesh`` is no mesh. Raise ValueError if it does not contain this process, its devices can't train or are
+    missing here, or its process groups are gone."""
     check_type("mesh", mesh, DeviceMesh, "init_device_mesh('cpu', (world_size,))")
     if mesh.get_coordinate() is None:
         raise ValueError(f"this process is not part of {mesh}: call fully_shard on the ranks of its mesh only, or give another mesh")
@@ -158,7 +158,7 @@ def ignored_of(params: Any) -> set[nn.Parameter]:
     """``ignored_params`` as a set.
 
     Raises:
-        TypeError: something else than parameters.
+        TypeError: it holds something other than parameters.
     """
     if params is None:
         return set()
@@ -173,11 +173,11 @@ def ignored_of(params: Any) -> set[nn.Parameter]:
 
 
 def unit_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """The outermost of the modules that are to form one unit.
+    """The outermost of the modules that form one unit.
 
     Raises:
-        TypeError: something else than modules.
-        ValueError: no module, a container, or one that has a unit already; in inference mode, whose tensors can't be trained.
+        TypeError: something other than modules was given.
+        ValueError: the list is empty or holds a container; a module has a unit already; inference mode is on, in which nothing trains.
     """
     if torch.is_inference_mode_enabled():
         raise ValueError("fully_shard was called in torch.inference_mode(): call it before that begins; the model may be called within")
@@ -212,11 +212,10 @@ def unit_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def managed_modules(roots: Sequence[nn.Module]) -> set[nn.Module]:
-    """The modules below ``roots``, without those that are units of their own or replicated by torch's ``replicate``, and what is below
-    these.
+    """The modules below ``roots``, without subtrees that are units of their own or that torch's ``replicate`` manages.
 
     Raises:
-        ValueError: another wrapper manages the parameters of one, or its class takes no hooks.
+        ValueError: another wrapper manages a module's parameters, or a module's class takes no hooks.
     """
     found: set[nn.Module] = set()
     stack = list(roots)
@@ -237,7 +236,7 @@ def managed_modules(roots: Sequence[nn.Module]) -> set[nn.Module]:
 
 
 def check_parameter(fqn: str, module: nn.Module, attribute: str, param: nn.Parameter) -> None:
-    """Raise ValueError for a parameter that is sharded already, or has no dense storage to share out; warn if it has gradient hooks."""
+    """Raise ValueError for a parameter that is sharded already or has no dense storage; warn if it has gradient hooks."""
     if is_managed(module, attribute):
         raise ValueError(
             f"parameter {fqn!r} is sharded already, with a module around this {type(module).__name__}: apply fully_shard to inner modules "
@@ -274,33 +273,33 @@ def check_block(fqn: str, block: Any) -> None:
 
 
 def has_hooks(fqn: str, param: nn.Parameter, block: Block | None, shard_dim: int | None) -> bool:
-    """Whether the parameter's tensor class says what is gathered.
+    """Whether the parameter's tensor class defines the all-gather itself.
 
     Raises:
-        ValueError: it has one hook only; a block; a dimension other than the first.
-        NotImplementedError: it is a DTensor.
+        ValueError: it has only one of the two hooks, or is given a block or a dimension other than 0.
+        NotImplementedError: the parameter is a DTensor.
     """
     if not has_gather_hooks(param._local_tensor if isinstance(param, DTensor) else param):
         return False
     if isinstance(param, DTensor):
         raise NotImplementedError(f"{fqn!r} is a DTensor of tensors with all-gather hooks: quantize it after it was sharded")
     if block is not None or shard_dim not in (None, 0):
-        raise ValueError(f"{fqn!r} has all-gather hooks of its own, and is sharded along dimension 0: no block, no other dimension")
+        raise ValueError(f"{fqn!r} has all-gather hooks of its own, and is sharded along dimension 0: give it no block and no other dimension")
     return True
 
 
 def resharding(value: Any, shard_size: int) -> tuple[bool | None, int | None]:
-    """Whether to reshard after forward, and to how many ranks if not to all.
+    """Whether to reshard after forward, and the number of ranks to reshard to if that is not all of them.
 
     Raises:
-        ValueError: neither a bool, None nor a divisor of ``shard_size``.
+        ValueError: ``value`` is neither a bool, None nor a divisor of ``shard_size``.
     """
     if value is None or isinstance(value, bool):
         return value, None
     if not isinstance(value, int):
         raise ValueError(
-            f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {value!r}; None: yes, but "
-            f"not the root"
+            f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {value!r}; None reshards "
+            f"all units but the root"
         )
     if value < 1 or value > shard_size or shard_size % value:
         raise ValueError(
@@ -315,7 +314,7 @@ def _where(roots: Sequence[nn.Module], module: nn.Module) -> str:
 
 
 def _shown(value: Any) -> str:
-    """The value for a message: itself where that is short, else its type."""
+    """The value for a message: its repr if that is short, else its type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     text = repr(value) if isinstance(value, str | int | float | tuple | list | dict | torch.dtype | type(None)) else ""

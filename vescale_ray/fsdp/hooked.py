@@ -1,8 +1,8 @@
-"""Parameters whose tensor class says itself what is gathered (``fsdp_pre_all_gather``) and what comes of it (``fsdp_post_all_gather``).
+"""Parameters whose tensor class defines the all-gather itself, with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
 
-FSDP2's extension point, with its meaning: float8 and quantized weights use it to send less. Such parameters are sharded along dimension 0,
-one by one; each of the tensors that the first hook returns is gathered for itself, and the second one makes the unsharded parameter of
-them. Gradients take the usual way.
+This is FSDP2's extension point, with the same meaning: float8 and quantized weights use it to send less. Each such parameter is sharded
+along dimension 0. The first hook returns tensors, each of which is gathered separately; the second hook makes the unsharded parameter from
+the results. Gradients take the usual path.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def has_gather_hooks(tensor: torch.Tensor) -> bool:
 
 
 class _Gathered:
-    """What was gathered for one parameter: memory that comes and goes, tensors that stay."""
+    """The gathered tensors of one parameter. Their memory is freed on reshard, the tensors stay."""
 
     __slots__ = ("_because", "_guards", "inner", "metadata", "outputs", "sizes")
 
@@ -54,10 +54,10 @@ class _Gathered:
         self.sizes: list[torch.Size] = []
         self.metadata: Any = None
         self._guards: dict[int, Guard] = {}
-        """By storage: tensors of a tensor class may share one."""
+        """Guards by storage: several tensors of a tensor class may share one."""
 
     def receive(self, inputs: tuple[torch.Tensor, ...], world: int) -> None:
-        """Make room for ``world`` times these."""
+        """Allocate outputs for ``inputs`` of ``world`` ranks."""
         self.sizes = [t.size() for t in inputs]
         numels = [t.numel() * world for t in inputs]
         if [(o.numel(), o.dtype) for o in self.outputs] != [(n, t.dtype) for n, t in zip(numels, inputs, strict=True)]:
@@ -69,7 +69,7 @@ class _Gathered:
         return tuple(o.view(-1, *size[1:]) for o, size in zip(self.outputs, self.sizes, strict=True))
 
     def allocate(self, tensor: torch.Tensor) -> None:
-        """Give ``tensor`` memory again, where :meth:`free` took it."""
+        """Allocate the memory of ``tensor`` again if :meth:`free` has freed it."""
         storage, nbytes = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
         if storage._cdata in self._guards:
             self._guards[storage._cdata].validate()
@@ -88,17 +88,17 @@ class _Gathered:
 
 
 class HookedGroup(Group):
-    """A group of such parameters; ``division`` is one of chunks along dimension 0."""
+    """A group of parameters with all-gather hooks. Its ``division`` cuts them into chunks along dimension 0."""
 
     hooked = True
 
-    def _shard_parameters(self, sources: Any, to_empty: bool) -> None:  # what a hook wants is made by its tensor's own to_empty()
+    def _shard_parameters(self, sources: Any, to_empty: bool) -> None:  # the tensor class's own to_empty() allocates what its hooks need
         self._gathered: list[_Gathered] = []
         self._padded: list[torch.Tensor] = []
         self._locals: list[torch.Tensor] = []
         self._inputs: list[torch.Tensor] = []
         mesh = self.place.mesh
-        # Hooks ask for "the" group of their mesh, for the largest value of all shards: replicas are none of their business.
+        # Hooks find the process group, and the largest value of all shards, through this mesh: replicas must not be in it.
         self._shard_mesh = mesh if mesh.ndim == 1 or mesh.mesh_dim_names is None else mesh[mesh.mesh_dim_names[-1]]
         for source in sources:
             own = self._own(source.value)
@@ -120,12 +120,12 @@ class HookedGroup(Group):
         self.in_place = False
 
     def _own(self, value: torch.Tensor) -> torch.Tensor:
-        """This rank's rows. By ``torch.chunk``, which such tensor classes know how to do; NF4 has no slices that start in the middle."""
+        """This rank's rows. It uses ``torch.chunk``, which such tensor classes support; NF4 can't be sliced from the middle."""
         chunks = torch.chunk(value, self.place.world)
         return chunks[self.place.rank] if self.place.rank < len(chunks) else value.narrow(0, value.shape[0], 0)
 
     def _pad(self, own: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """``own`` in memory of the size that every rank sends, and the part of that which it is."""
+        """``own`` padded to the number of rows that every rank sends, and the view of it without padding."""
         rows = -(-shape[0] // self.place.world)
         with torch.no_grad():
             padded = own.new_zeros((rows, *shape[1:]))
@@ -165,7 +165,10 @@ class HookedGroup(Group):
         self.residency = Residency.GATHERING
 
     def _before(self, param: GroupParam, padded: torch.Tensor, gathered: _Gathered) -> tuple[torch.Tensor, ...]:
-        """Call the first hook.
+        """Call ``fsdp_pre_all_gather``.
+
+        Raises:
+            ValueError: the hook takes other arguments, or returns tensors whose sizes differ from rank to rank.
 
         Raises:
             ValueError: it takes other arguments, or returns tensors that differ in size from rank to rank.
@@ -187,7 +190,7 @@ class HookedGroup(Group):
             )
         if not param.shape[0] % self.place.world:
             return tuple(inputs)
-        # Cut unevenly: ranks with fewer rows, or none, have to send as much as the others.
+        # An uneven cut: ranks with fewer rows, or none, must send as much as the others.
         rows, own = padded.shape[0], local.shape[0]
         if any(not t.dim() or t.shape[0] not in (rows, own) for t in inputs):
             raise ValueError(
@@ -213,7 +216,7 @@ class HookedGroup(Group):
         self.residency = Residency.UNSHARDED
 
     def _after(self, param: GroupParam, gathered: _Gathered, index: int) -> nn.Parameter:
-        """Call the second hook: it makes the unsharded parameter, or fills it anew."""
+        """Call ``fsdp_post_all_gather``, which makes the unsharded parameter or refills it."""
         local: Any = local_of(param.sharded)
         metadata, gathered.metadata = gathered.metadata, None
         if param.unsharded is not None:
@@ -228,7 +231,7 @@ class HookedGroup(Group):
         param.unsharded = leaf
         leaf.__dict__[GATHERED_OF] = weakref.ref(param)
         if leaf.is_floating_point() or leaf.is_complex():
-            leaf.requires_grad = True  # else it takes no hook; frozen parameters may be trained one day
+            leaf.requires_grad = True  # only leaves that require a gradient take the hook; a frozen one may be trained later
             self.grads.hook(leaf, index)
             leaf.requires_grad = param.sharded.requires_grad
         return leaf
@@ -240,7 +243,7 @@ class HookedGroup(Group):
         self._inputs = []
 
     def rest(self, *, after_forward: bool, keep: bool = False) -> None:
-        if not keep:  # else it stays as it is: what the second hook made can't be told from what it was made of
+        if not keep:  # the hook's result may share memory with its inputs, so none of it can be freed alone
             self.reshard()
 
     def reshard(self) -> None:

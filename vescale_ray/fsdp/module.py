@@ -1,4 +1,4 @@
-"""FSDPModule: the methods that ``fully_shard`` adds to a module. Torch's names and meanings, so that an FSDP2 script keeps working."""
+"""FSDPModule: the methods that ``fully_shard`` adds to a module. They have torch's names and meanings, so FSDP2 scripts keep working."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from vescale_ray.fsdp.unit import Unit
 
 
 class FSDPModule(FinalizesBackward, TorchFSDPModule):
-    """Mixed into the class of every module that :func:`fully_shard` was applied to.
+    """Mixed into the class of every module to which :func:`fully_shard` was applied.
 
-    A subclass of torch's, so that ``isinstance`` checks elsewhere (pipelining, Hugging Face) hold; every method of it is
-    replaced. What is not supported raises, naming the alternative.
+    It subclasses torch's class, so that ``isinstance`` checks elsewhere (pipelining, Hugging Face) hold, and replaces all its methods.
+    A method that is not supported raises and names the alternative.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Build the original class: some containers construct their own type anew, for example when they are sliced."""
+        """Build the original class: some containers construct their own type again, for example when they are sliced."""
         original: Any = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]
         self = original.__new__(original)
         self.__init__(*args, **kwargs)  # type: ignore[misc]
@@ -55,7 +55,7 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters in the compute dtype and give them to the module. Not recursive.
 
-        With ``async_op`` the gathering only starts; wait on the handle, or run the module's forward, which waits itself.
+        With ``async_op`` the all-gather only starts. Wait on the handle, or run the module's forward, which waits itself.
         """
         unit = sharded_unit(self)
         if unit.lanes is None:
@@ -66,7 +66,7 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
                 if any(p.sharded.is_meta for p in group.params):
                     raise RuntimeError(f"unit {unit.name!r} is still on the meta device: call to_empty(device=...) first")
                 group.attach(unit.lanes.pool)
-        unit.lanes.gather.after_current()  # what was written to the sharded parameters
+        unit.lanes.gather.after_current()  # the all-gather must see earlier writes to the sharded parameters
         unit.start_unshard(fresh=unit.phase is Phase.RESTING)
         for group in unit.groups:
             group.requested = True
@@ -77,10 +77,10 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
         return None
 
     def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: bring every unit to rest. The step's gradients are lost. On the root only.
+        """After an exception in forward or backward: bring every unit to rest and drop the step's gradients. Call it on the root.
 
         Raises:
-            RuntimeError: called on a module that is not the root.
+            RuntimeError: the module is not the root.
         """
         unit = sharded_unit(self)
         if unit.schedule is None:
@@ -93,13 +93,13 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
 
     @property
     def waited_s(self) -> float:
-        """Seconds for which this rank's thread has stood still for collectives of this module's root so far: they were not overlapped, or
-        another rank was late. 0 before the first forward, and on an accelerator, where it is a stream that waits."""
+        """Seconds for which this rank's thread has waited for collectives of this module's root so far. A wait means that a collective was
+        not overlapped or that another rank was late. 0 before the first forward, and on an accelerator, where a stream waits."""
         return sum(self.waited_by_collective.values())
 
     @property
     def waited_by_collective(self) -> dict[str, float]:
-        """The same by collective: ``all_gather`` (of parameters), ``reduce_scatter`` (of gradients)."""
+        """Seconds as in :attr:`waited_s`, by collective: ``all_gather`` (of parameters) and ``reduce_scatter`` (of gradients)."""
         schedule = sharded_unit(self).schedule
         lanes = None if schedule is None else schedule.lanes
         return {
@@ -109,18 +109,18 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
 
     @property
     def peak_buffer_bytes(self) -> int:
-        """Most bytes that gathered parameters and gradients under way have taken on this rank at a time, for this module's root."""
+        """Peak bytes of gathered parameters and gradient buffers on this rank, for this module's root."""
         lanes = sharded_unit(self).lanes
         return 0 if lanes is None else lanes.pool.peak_bytes
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last of the step: after the last one all reductions are waited for."""
+        """Set whether the next backward is the last of the step. The last one waits for all reductions."""
         sharded_unit(self).ending.is_last = check_flag("is_last_backward", is_last_backward)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. Without, they add up in the unsharded buffers, in the reduce dtype."""
+        """Set whether backward reduces gradients. Without sync, they add up in the unsharded buffers, in the reduce dtype."""
         requires_gradient_sync = check_flag("requires_gradient_sync", requires_gradient_sync)
         for unit in units_below(self, recurse):
             unit.gradient_sync = requires_gradient_sync
@@ -128,14 +128,14 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
                 group.grads.all_reduce = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """HSDP: whether gradients are summed over the replicas now, or only reduce-scattered and kept for a later backward."""
+        """HSDP: set whether backward also sums over the replicas. If not, the reduce-scattered sum is kept for a later backward."""
         requires_all_reduce = check_flag("requires_all_reduce", requires_all_reduce)
         for unit in units_below(self, recurse):
             for group in unit.groups:
                 group.grads.all_reduce = requires_all_reduce
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients by ``factor`` instead of by the number of data-parallel ranks; 1.0 gives the plain sum. Not recursive."""
+        """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks; 1.0 gives the plain sum. Not recursive."""
         factor = finite("gradient divide factor", factor)
         for group in sharded_unit(self).groups:
             group.grads.divide_factor = factor
@@ -145,23 +145,22 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Use SUM in collectives and scale separately. (Only NCCL's AVG is ever used otherwise.)"""
+        """Always use SUM in collectives, and scale separately. By default NCCL and custom collectives use AVG if it fits."""
         enable = check_flag("enable", enable)
         for group in sharded_unit(self).groups:
             group.grads.sum_only = enable
 
     def set_ordered_reduction(self, ordered: bool = True, *, recurse: bool = True) -> None:
-        """Add gradients up in a fixed order: rank 0's first, each reduction of a step going on from where the one before ended.
+        """Sum gradients in a fixed order: rank 0's first, and each reduction of a step continues the sum of the one before.
 
-        Where micro-batch k of a step is rank ``k % W``'s in its ``k // W``-th backward, every backward reduces
-        (``set_requires_gradient_sync(True)``) and the divide factor does not depend on W, the sum is ``((g0 + g1) + g2) + ..`` for
-        every number of ranks W: bit for bit the same gradients. Costs one reduction per backward instead of one per step, and on
-        an accelerator an all-to-all in the place of the reduce-scatter. Ranks whose turn has no micro-batch say so with
-        :meth:`set_contributes`.
+        Let micro-batch k of a step be rank ``k % W``'s in its backward ``k // W``, let every backward reduce
+        (``set_requires_gradient_sync(True)``), and let the divide factor not depend on W. Then the sum is ``((g0 + g1) + g2) + ..`` for
+        every number of ranks W, bit for bit. This costs one reduction per backward instead of one per step, and on an accelerator an
+        all-to-all instead of the reduce-scatter. A rank whose turn has no micro-batch calls :meth:`set_contributes`.
 
         Raises:
-            PhaseError: in the middle of a step.
-            BadArgument: several replicas (HSDP), whose sum has no fixed order; tensors laid out with gaps; a custom reduce-scatter.
+            PhaseError: a step is under way.
+            BadArgument: the unit has several replicas (HSDP), tensors laid out with gaps, or a custom reduce-scatter.
         """
         ordered = check_flag("ordered", ordered)
         units = list(units_below(self, recurse))
@@ -175,24 +174,24 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
                 group.grads.ordered = ordered
 
     def set_contributes(self, contributes: bool, *, recurse: bool = True) -> None:
-        """Whether the next backwards of this rank count. If not, it takes part with nothing, whatever its gradients are: of a stand-in for
-        a micro-batch that it does not have. What earlier backwards have added up without sync stays."""
+        """Set whether this rank's gradients in the next backwards count. If not, it joins the reductions with zeros, for example when its
+        batch is a stand-in. Gradients that earlier backwards have added up without sync stay."""
         contributes = check_flag("contributes", contributes)
         for unit in units_below(self, recurse):
             for group in unit.groups:
                 group.grads.contributes = contributes
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Give zero gradients to parameters that no rank used. Without it they keep ``grad`` None on all ranks, as in one process.
+        """Give zero gradients to parameters that no rank used. Without it their ``grad`` stays None on all ranks, as in one process.
 
-        Needed only where a rank uses no parameter at all of a unit that others use.
+        It is needed only if a rank uses no parameter at all of a unit that other ranks use.
         """
         reduce_scatter_unused_params = check_flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
         for unit in units_below(self, recurse):
             unit.reduce_unused = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reduce-scatters may be under way while backward goes on; each holds a gradient buffer. The largest value counts."""
+        """Set how many reduce-scatters may run while backward goes on; each holds a gradient buffer. The root uses the largest value."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
@@ -203,7 +202,7 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
                 unit.schedule.max_reductions = max(other.max_reductions for other in unit.schedule.units)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Run reduce-scatters on a process group of their own, so that they can overlap with all-gathers on the wire. Collective."""
+        """Run reduce-scatters on a separate process group, so that they can overlap with all-gathers on the wire. Collective."""
         enable = check_flag("enable", enable)
         created: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for unit in units_below(self, recurse):
@@ -220,10 +219,10 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
                 group.grads.group = created[ranks]
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
-        """Call ``hook(flat gradient shard)`` after the reduction, before it becomes ``.grad``; on ``stream``, or the current one.
+        """Call ``hook(flat gradient shard)`` on ``stream`` (or the current one) after the reduction, before the shard becomes ``.grad``.
 
         Raises:
-            ValueError: the unit has several groups, or a stream is given although we do the all-reduce (HSDP).
+            ValueError: the unit has several groups, or ``stream`` is set although the unit does the all-reduce itself (HSDP).
         """
         unit = sharded_unit(self)
         if hook is not None:
@@ -242,7 +241,7 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
     # -- resharding --------------------------------------------------------------------------------------------------
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether parameters are freed after forward and gathered again in backward."""
+        """Set whether parameters are freed after forward and gathered again in backward."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}: {reshard_after_forward!r}")
         for unit in units_below(self, recurse):
@@ -251,13 +250,13 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
                 group.subgroup = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether parameters are freed after backward. Without, micro-batches of one step need no further all-gather."""
+        """Set whether parameters are freed after backward. If not, further micro-batches of the step need no all-gather."""
         reshard_after_backward = check_flag("reshard_after_backward", reshard_after_backward)
         for unit in units_below(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward needs the parameters. Say False only if it does not (an embedding that nothing else uses)."""
+        """Set whether backward needs the parameters. Use False only if it does not (an embedding that nothing else uses)."""
         unshard_in_backward = check_flag("unshard_in_backward", unshard_in_backward)
         for group in sharded_unit(self).groups:
             group.unshard_in_backward = unshard_in_backward
@@ -265,39 +264,39 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
     # -- schedule ----------------------------------------------------------------------------------------------------
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
-        """Gather these modules' parameters when this one's forward starts, instead of those of the next one only."""
+        """Prefetch these modules' parameters when this module's forward starts, instead of the next module's."""
         sharded_unit(self).forward_prefetch = prefetched("set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
-        """Gather these modules' parameters when this one's backward starts, instead of those of the one before only."""
+        """Prefetch these modules' parameters when this module's backward starts, instead of the previous module's."""
         sharded_unit(self).backward_prefetch = prefetched("set_modules_to_backward_prefetch", modules)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """All-gathers of the next forward wait for ``event`` instead of for the whole current stream. On the root, each step anew."""
+        """Let the next forward's all-gathers wait for ``event`` instead of the whole current stream. Call it on the root in each step."""
         sharded_unit(self).post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Torch's switch to allocate all-gather buffers on the compute stream. Ours keep their addresses: nothing to switch."""
+        """Torch's switch to allocate all-gather buffers on the compute stream. It has no effect: these buffers keep their addresses."""
 
     # -- custom collectives ------------------------------------------------------------------------------------------
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Gather with ``comm``, into memory that ``comm.allocate`` gave once and that stays allocated. Not recursive.
+        """Gather with ``comm``, into memory that ``comm.allocate`` returns once and that stays allocated. Not recursive.
 
-        ``comm(output, input, group, async_op)`` gets this rank's shard as input, which is not a part of the output.
+        ``comm(output, input, group, async_op)`` receives this rank's shard as ``input``, which is not a part of ``output``.
 
         Raises:
-            PhaseError: in the middle of a step.
+            PhaseError: a step is under way.
         """
         check_comm("all-gather", comm)
         for group in resting_unit(self, "all-gather").groups:
             group.set_custom_gather(comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce gradients with ``comm``, from memory that ``comm.allocate`` gave. Not recursive.
+        """Reduce gradients with ``comm``, from memory that ``comm.allocate`` returns. Not recursive.
 
         Raises:
-            PhaseError: in the middle of a step.
+            PhaseError: a step is under way.
             BadArgument: gradients are summed in a fixed order (:meth:`set_ordered_reduction`).
         """
         check_comm("reduce-scatter", comm)
@@ -308,10 +307,10 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
             group.grads.custom_scatter = comm
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Let the process group's back end allocate the buffers (NCCL: registered memory), where it can. Not recursive.
+        """Let the process group's back end allocate the buffers if it can (NCCL: registered memory). Not recursive.
 
         Raises:
-            BadArgument: the unit has collectives of the user's, which allocate themselves.
+            BadArgument: the unit has custom collectives, which allocate their own buffers.
         """
         enable = check_flag("enable", enable)
         unit = resting_unit(self, "allocator")
@@ -328,10 +327,10 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
             group.grads.custom_scatter = ProcessGroupAllocReduceScatter(shard_group) if enable else None
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Buffers in symmetric memory, so that NCCL can use its copy engines or symmetric kernels. CUDA only; not recursive.
+        """Use buffers in symmetric memory, so that NCCL can use copy engines or symmetric kernels. CUDA only; not recursive.
 
         Raises:
-            ValueError: another back end than "NCCL", or a device without symmetric memory.
+            ValueError: ``backend`` is not "NCCL", or the device has no symmetric memory.
         """
         unit = resting_unit(self, "allocator")
         if backend != "NCCL" or unit.device.type != "cuda":
@@ -346,34 +345,34 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
         return state_of_unit(sharded_unit(self))
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
-        """As ``nn.Module.to_empty``: storage on ``device``, without values. Nothing is copied: it would touch all of that memory."""
+        """Like ``nn.Module.to_empty``: allocate storage on ``device`` without values. It copies nothing, to leave that memory untouched."""
         before = _without_values.on
         _without_values.on = True
         try:
             inherited = super(TorchFSDPModule, self).to_empty  # type: ignore[misc]
-            if getattr(inherited, "__func__", None) is not nn.Module.to_empty:  # the original class has one of its own
+            if getattr(inherited, "__func__", None) is not nn.Module.to_empty:  # the original class overrides it
                 return inherited(device=device, recurse=recurse)
             return self._apply(lambda tensor: _empty(tensor, device), recurse=recurse)
         finally:
             _without_values.on = before
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """``.to()``, ``to_empty()`` and the like work on the sharded parameters; afterwards these become one buffer again."""
+        """Move or cast the sharded parameters (``.to()``, ``to_empty()``, ..), then make them one master shard again."""
         unit = sharded_unit(self)
         if unit.phase is not Phase.RESTING:
             raise PhaseError(
                 f"unit {unit.name!r} is in phase {unit.phase.value}: its parameters can't be moved or cast now: do it between steps"
             )
         unit.reshard()
-        result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]  # the original class's, not torch's FSDP's
+        result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]  # not torch's FSDPModule's
         for group in unit.groups:
             group.adopt(values=not _without_values.on)
         return result
 
 
 def _empty(tensor: torch.Tensor, device: Any) -> torch.Tensor:
-    """``torch.empty_like(tensor, device=device)``, which takes ten times as long for a local part on the meta device: it is decomposed
-    there, in Python."""
+    """``torch.empty_like(tensor, device=device)``, without a path in torch that decomposes it in Python for a local part on the meta device
+    and takes ten times as long."""
     if device is None or not isinstance(tensor, RaggedDTensor) or not tensor._local_tensor.is_meta:
         return torch.empty_like(tensor, device=device)
     local = tensor._local_tensor
@@ -381,7 +380,7 @@ def _empty(tensor: torch.Tensor, device: Any) -> torch.Tensor:
 
 
 class _WithoutValues(threading.local):
-    """In a ``to_empty()``, whose ``_apply`` reaches the units one by one."""
+    """A flag of the thread that is inside ``to_empty()``, whose ``_apply`` reaches the units one by one."""
 
     on = False
 
@@ -414,6 +413,6 @@ def _no_deepcopy(self: Any, memo: Any) -> NoReturn:
 
 @cache
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class of a module of class ``cls`` after ``fully_shard``; the same one for every module of ``cls``."""
+    """The class of a module of class ``cls`` after ``fully_shard``; the same for every module of ``cls``."""
     attributes = {"__deepcopy__": _no_deepcopy, "__reduce_ex__": _no_pickle, "__module__": cls.__module__}
     return cast(type[nn.Module], type(f"FSDP{cls.__name__}", (FSDPModule, cls), attributes))
