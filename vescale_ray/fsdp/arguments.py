@@ -284,7 +284,7 @@ def has_hooks(fqn: str, param: nn.Parameter, block: Block | None, shard_dim: int
     if isinstance(param, DTensor):
         raise NotImplementedError(f"{fqn!r} is a DTensor of tensors with all-gather hooks: quantize it after it was sharded")
     if block is not None or shard_dim not in (None, 0):
-        raise ValueError(f"{fqn!r} has all-gather hooks of its own, and is sharded along dimension 0: give it no block and no other dimension")
+        raise ValueError(f"{fqn!r} has all-gather hooks of its own and is sharded along dimension 0: give no block, no other dimension")
     return True
 
 

@@ -1,4 +1,4 @@
-"""Arrivals: what a unit does when gradients of its parameters come, beside taking them in."""
+"""Arrivals: the prefetches and checks that a unit runs when gradients of its parameters arrive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def listen(unit: Unit) -> None:
-    """Let the gradients of the unit's groups tell it. They hold it weakly."""
+    """Register the unit's callbacks with its groups' gradients, which hold the unit weakly."""
     mine = weakref.ref(unit)
     for group in unit.groups:
         group.grads.on_first = lambda: _prefetch_at_first_gradient(mine)
@@ -30,18 +30,18 @@ def in_backward() -> bool:
 
 
 def will_come(group: Group) -> bool:
-    """Whether the backward that runs will add to the gradient of a parameter of ``group``."""
+    """Whether the running backward will accumulate a gradient of a parameter of ``group``."""
     leaves = (param.unsharded for param in group.params if param.sharded.requires_grad)
     return any(leaf.requires_grad and will_accumulate(get_gradient_edge(leaf).node) for leaf in leaves if leaf is not None)
 
 
 def _prefetch_at_first_gradient(unit_ref: weakref.ref[Unit]) -> None:
-    """A gradient buffer is about to be filled: where there is one for all units, the last reduce-scatter has to be through."""
+    """Prefetch before the first gradient buffer is filled. On the CPU all units share one, so finish the last reduce-scatter first."""
     unit = unit_ref()
     if unit is None or unit.schedule is None:
         return
     if in_backward():
-        # The graph of a backward with create_graph=True has no hooks of ours: its parameters' gradients are the first that we hear of it.
+        # A backward through the graph of create_graph=True passes no entry mark: a parameter's gradient is its first sign.
         unit.schedule.enter_backward(unit)
     if not unit.schedule.overlaps:
         unit.schedule.finish_reductions()

@@ -1,12 +1,12 @@
-"""The two collectives of a group, and what to wait on.
+"""The two collectives of a group, and the handles to wait on.
 
-Both work on the flat buffers themselves. On CUDA they run on a side stream and are finished by an event; on the CPU
-they are asynchronous work handles of the process group, so that communication overlaps with compute there, too.
+Both work on the flat buffers themselves. On CUDA they run on a side stream and an event marks their end. On the CPU they are asynchronous
+work handles of the process group, so communication overlaps with compute there, too.
 
-On gloo we exchange parts pairwise, rank to rank, straight between the buffers. gloo's own all-gather goes through a flat
-temporary of the whole buffer (44 MiB more and 3x the CPU time for 44 MiB on two ranks), and it has no reduce-scatter: torch
-emulates one by a clone and an all-reduce of everything, twice the bytes on the wire. Sums are local, in rank order, in FP32
-or better, so the result is a function of the values alone.
+On gloo the ranks exchange parts pairwise, straight between the buffers. gloo's own all-gather uses a flat temporary of the whole
+buffer: 44 MiB more memory and 3x the CPU time for 44 MiB on two ranks. gloo has no reduce-scatter: torch emulates it by a clone and an
+all-reduce of everything, with twice the bytes on the wire. Sums are local, in rank order, in FP32 or better, so the result depends on the
+values alone.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from vescale_ray.fsdp.memory import NOWHERE, Buffer, Pool, may_stay
 from vescale_ray.messages import Messages
 
 _GATHER_TAG, _REDUCE_TAG = 0x56530001, 0x56530002
-"""Keep our messages apart from a user's on the same process group. Messages of one tag arrive in the order they were sent."""
+"""Tags that keep these messages apart from a user's on the same process group. Messages with one tag arrive in the order of sending."""
 
 
 class Pending(Protocol):
-    """Something under way. ``wait`` makes its result usable by the calling thread and its current stream; waiting twice is harmless."""
+    """A running operation. ``wait`` makes its result usable by the calling thread and its current stream; waiting twice is harmless."""
 
     def wait(self) -> None: ...
 
 
 class Done:
-    """Nothing to wait for."""
+    """An operation that needs no waiting."""
 
     def wait(self) -> None:
         return
 
 
 class Works:
-    """Operations of ``lane`` in the hands of a CPU process group; each wait is bounded by the group's timeout."""
+    """Running operations of ``lane`` in a CPU process group; the group's timeout bounds each wait."""
 
     __slots__ = ("_lane", "_works")
 
@@ -49,7 +49,7 @@ class Works:
         self._lane, self._works = lane, works
 
     def wait(self) -> None:
-        # Dropped first: a failed Work keeps its exception, and with it frames, alive.
+        # Drop the works first: a failed one keeps its exception, and with it frames, alive.
         works, self._works = self._works, ()
         began = time.perf_counter()
         for work in works:
@@ -72,7 +72,7 @@ class EventPending:
 
 
 class Together:
-    """All-gathers that are asked for one by one and started as one call per process group, on an accelerator."""
+    """All-gathers that are collected and then started in one call per process group, on an accelerator."""
 
     __slots__ = ("_asked", "_lane")
 
@@ -99,20 +99,20 @@ class Together:
 
 
 class Lane:
-    """A side stream of one device; on the CPU, nothing: the process group's threads are the other stream."""
+    """A side stream of one device. On the CPU it is empty: the process group's threads take its place."""
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self.stream: Any = None
         self.issued = 0
-        """Collectives started so far."""
+        """Number of collectives started so far."""
         self.waited_s = 0.0
-        """Seconds for which a thread has stood still for them; always 0 on an accelerator, where a stream does."""
+        """Seconds for which a thread has waited for collectives; always 0 on an accelerator, where a stream waits."""
         self._device = device
         if device.type != "cpu":
             self.stream = torch.get_device_module(device).Stream(device=device, priority=priority)
 
     def after_current(self) -> None:
-        """What is put on the lane from now on runs after what the current stream has so far."""
+        """Let later work on the lane run after the current work of the current stream."""
         if self.stream is not None:
             self.stream.wait_stream(current_stream(self._device))
 
@@ -121,16 +121,16 @@ class Lane:
             self.stream.wait_event(event)
 
     def context(self) -> Any:
-        """What is called inside is put on the lane; on the CPU it just runs."""
+        """A context that puts work on the lane; on the CPU the work just runs."""
         return nullcontext() if self.stream is None else torch.get_device_module(self._device).stream(self.stream)
 
     def mark(self) -> Pending:
-        """Everything on the lane so far, to wait on."""
+        """A handle that waits for everything on the lane so far."""
         return EventPending(self.stream.record_event(), self._device) if self.stream is not None else Done()
 
 
 def current_stream(device: torch.device) -> Any:
-    """The stream that kernels go to now. Not for the CPU."""
+    """The current stream of ``device``, which must not be the CPU."""
     return torch.get_device_module(device).current_stream(device)
 
 
@@ -140,10 +140,10 @@ def current_event(device: torch.device) -> Any:
 
 
 def allocate(custom: Comm, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A buffer of a user's collective, as bytes.
+    """A buffer of a custom collective, as bytes.
 
     Raises:
-        ValueError: it gave memory of another size or dtype, or that is not contiguous.
+        ValueError: its ``allocate`` returned memory of another size or dtype, or memory that is not contiguous.
     """
     with torch.inference_mode(False), torch.no_grad():
         memory = custom.allocate((numel,), dtype=dtype, device=device)
@@ -165,9 +165,9 @@ def all_gather(
     pairwise: bool,
     custom: AllGather | None = None,
 ) -> Pending:
-    """Gather every rank's ``shard`` into ``out``, with the user's ``custom`` collective if there is one.
+    """Gather every rank's ``shard`` into ``out``, with the ``custom`` collective if there is one.
 
-    On a stream it may start only with ``together``; on the CPU it starts at once.
+    With a stream, the all-gather may start as late as ``together.start``; on the CPU it starts at once.
     """
     lane.issued += 1
     if custom is not None:
@@ -204,12 +204,12 @@ def reduce_scatter(
     ordered: bool = False,
     custom: ReduceScatter | None = None,
 ) -> Pending:
-    """Sum every rank's ``full`` and keep this rank's part, times ``factor``, in ``out``, which may have another dtype.
+    """Sum every rank's ``full`` and write this rank's part, times ``factor``, to ``out``, which may have another dtype.
 
-    ``full`` belongs to the operation until the result's ``wait`` has returned. ``leaves_out``: buffers of gathered parameters don't have
-    memory for this rank's part, which an exchange does not need either; so it can use theirs. ``sum_only``: never NCCL's AVG.
-    ``ordered``: the result is an :class:`InOrder`, which adds up only when its ``add_to`` is called.
-    ``custom``: the user's collective, which gets AVG where that is the factor, else SUM, and may return work to wait for.
+    ``full`` belongs to the operation until the result's ``wait`` has returned. ``leaves_out``: buffers of gathered parameters have no
+    memory for this rank's part. An exchange does not need that part either, so it can use such a buffer. ``sum_only``: never use AVG.
+    ``ordered``: return an :class:`InOrder`, which sums only when its ``add_to`` is called. ``custom``: a collective that gets AVG if
+    ``factor`` is the mean, else SUM, and may return work to wait for.
     """
     lane.issued += 1
     world = group.size()
@@ -238,7 +238,7 @@ def reduce_scatter(
     with lane.context():
         op: Any = dist.ReduceOp.SUM
         if full.dtype == torch.float16 and factor != 1.0:
-            # A sum over many ranks can leave FP16's range: divide by a part of the divisor before, by the rest after (as FSDP2 does).
+            # A sum over many ranks can leave FP16's range: divide by a part of the divisor before, by the rest after (as FSDP2).
             before = float(world) ** -0.5
             full.mul_(before)
             factor /= before
@@ -257,7 +257,7 @@ def reduce_scatter(
 
 
 def _exchange(mine: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup, lane: Lane) -> Messages:
-    """Send rank i row i of ``mine``, and receive each other rank's in ``parts``."""
+    """Send row i of ``mine`` to rank i, and receive every other rank's row in ``parts``."""
     rank, world = group.rank(), group.size()
     messages = Messages(group, _REDUCE_TAG, lane)
     for distance in range(1, world):
@@ -268,7 +268,7 @@ def _exchange(mine: torch.Tensor, parts: list[torch.Tensor], group: dist.Process
 
 
 def _scratch(full: torch.Tensor, group: dist.ProcessGroup, pool: Pool, leaves_out: bool) -> Buffer:
-    """Memory for the others' parts: of a buffer of gathered parameters if the sizes match."""
+    """Memory for the other ranks' parts: a released buffer of gathered parameters if the sizes match."""
     nbytes = full.numel() * full.element_size()
     part = nbytes // group.size()
     own = (group.rank() * part, (group.rank() + 1) * part) if leaves_out and may_stay(nbytes, full.device) else NOWHERE
@@ -278,7 +278,7 @@ def _scratch(full: torch.Tensor, group: dist.ProcessGroup, pool: Pool, leaves_ou
 
 
 class _CastAndScale:
-    """A reduce-scatter whose result still has to be cast or scaled, on the thread that waits for it."""
+    """A reduce-scatter whose result the waiting thread still has to cast or scale."""
 
     __slots__ = ("_factor", "_out", "_target", "_work")
 
@@ -300,8 +300,8 @@ class _CastAndScale:
 class _ExchangeAndSum:
     """Reduce-scatter as a pairwise exchange of parts and a local sum in rank order.
 
-    One of the others' parts is received in the result itself if the dtypes allow it, the rest (with two ranks: nothing) in
-    scratch memory, which is that of the gathered parameters that were just released if the sizes match.
+    If the dtypes allow it, one of the other ranks' parts is received in the result itself. The rest (none with two ranks) is received in
+    scratch memory, which is that of just released gathered parameters if the sizes match.
     """
 
     __slots__ = ("_factor", "_messages", "_out", "_parts", "_pool", "_scratch")
@@ -315,7 +315,7 @@ class _ExchangeAndSum:
         self._parts = list(mine.unbind())
         others = [r for r in range(world) if r != rank]
         if _sums_in(out.dtype, full.dtype):
-            # The first of the others is one of the first two summands, whichever rank this is: the order of the sum stays.
+            # The first of the other parts is one of the first two summands on every rank, so the order of the sum is kept.
             self._parts[others.pop(0)] = out
         self._scratch = _scratch(full, group, pool, leaves_out) if others else None
         if self._scratch is not None:
@@ -346,10 +346,10 @@ class _ExchangeAndSum:
 
 
 class InOrder:
-    """Reduce-scatter as an exchange of parts and a sum in rank order that goes on from where an earlier one ended.
+    """Reduce-scatter as an exchange of parts and a sum in rank order that continues an earlier sum.
 
-    Each part is scaled before it is added, so that the additions are those of one process that adds the ranks' gradients
-    one after the other, whatever the number of ranks.
+    Each part is scaled before it is added. So the additions are those of one process that adds the ranks' gradients one after the other,
+    for any number of ranks.
     """
 
     __slots__ = ("_parts", "_pending", "_pool", "_scratch")
@@ -385,7 +385,7 @@ class InOrder:
         self.wait()
 
     def wait(self) -> None:
-        """Wait, and drop what came."""
+        """Wait, and drop the received parts."""
         self._pending.wait()
         self._parts = []
         scratch, self._scratch = self._scratch, None
@@ -394,5 +394,5 @@ class InOrder:
 
 
 def _sums_in(out: torch.dtype, parts: torch.dtype) -> bool:
-    """Whether parts can be added up in the result: the same dtype, and not one that loses bits with every addition."""
+    """Whether parts can be summed in the result itself: it has their dtype, and not one that loses bits with every addition."""
     return out == parts and out not in (torch.float16, torch.bfloat16)

@@ -1,9 +1,9 @@
-"""Debug mode: ranks agree on every collective before it starts.
+"""Debug mode: the ranks agree on every collective before it starts.
 
-A rank that takes another path through the model than the others starts another collective than they do. Normally that ends in a
-timeout, or worse, in numbers that belong elsewhere. Here a message of 256 bytes goes round first, on the same process group, and all
-ranks raise alike, naming both collectives. It costs a small all-gather for each of them. Switch it on with :func:`set_debug` or
-``VESCALE_RAY_FSDP_DEBUG=1``, on all ranks, before the first forward.
+If one rank takes another path through the model, it starts another collective than the others. Normally that ends in a timeout or in wrong
+numbers. In debug mode the ranks first exchange a message of 256 bytes on the same process group, and all of them raise an error that
+names both collectives. This costs one small all-gather per collective. Switch it on with :func:`set_debug` or
+``VESCALE_RAY_FSDP_DEBUG=1`` on all ranks before the first forward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class OrderError(RuntimeError):
 
 
 def set_debug(enabled: bool) -> None:
-    """Switch debug mode on or off, for all modules of this process. On all ranks alike."""
+    """Switch debug mode on or off for all modules of this process. Call it on all ranks."""
     global _enabled
     _enabled = bool(enabled)
 
@@ -33,16 +33,16 @@ def debugging() -> bool:
 
 
 def agree(what: str, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Compare ``what`` this rank is about to do with the other ranks of ``group``; nothing outside debug mode.
+    """Check that all ranks of ``group`` are about to do the same ``what``. Does nothing outside debug mode.
 
     Raises:
-        OrderError: another rank is about to do something else. On every rank of the group.
+        OrderError: on every rank, if another rank is about to do something else.
     """
     if not _enabled or group.size() == 1:
         return
     said = [part.rstrip(b"\0").decode(errors="replace") for part in _gathered(what.encode()[:_TEXT].ljust(_TEXT, b"\0"), group, device)]
     rank = group.rank()
-    # Every rank names the same pair, so that one log tells as much as all of them.
+    # Every rank names the same pair, so one log is enough.
     other = next((r for r in range(group.size()) if said[r] != said[0]), None)
     if other is not None:
         raise OrderError(
@@ -53,11 +53,12 @@ def agree(what: str, group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def agree_on_gradients(params: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Compare which of ``params`` have a gradient with the other ranks of ``group``, once a backward has delivered; nothing outside debug
-    mode. Every rank gives the same parameters.
+    """Check that the same ``params`` have a gradient on all ranks of ``group``, after a backward. Does nothing outside debug mode.
+
+    Every rank passes the same parameters.
 
     Raises:
-        OrderError: a parameter has a gradient on some ranks only. On every rank of the group.
+        OrderError: on every rank, if a parameter has a gradient on some ranks only.
     """
     if not _enabled or group.size() == 1:
         return
@@ -73,7 +74,7 @@ def agree_on_gradients(params: Sequence[tuple[str, torch.Tensor]], group: dist.P
 
 
 def _gathered(data: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
-    """Every rank's ``data``, all of one size. Collective."""
+    """Every rank's ``data``, which must have the same size on all ranks. Collective."""
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     out = mine.repeat(group.size())
     dist.all_gather_single(out, mine, group=group)

@@ -1,7 +1,8 @@
-"""Delivery: reduced gradients of one group on their way to ``.grad`` of the sharded parameters.
+"""Delivery: hands reduced gradients of one group to ``.grad`` of the sharded parameters.
 
-A parameter's gradient is delivered on every rank if any rank used the parameter, and on none otherwise. A rank delivers what it used itself
-at once. The rest stays here until the ranks have told each other what they used, at the end of the backward (:mod:`vescale_ray.fsdp.uses`).
+If any rank used a parameter, every rank delivers its gradient; otherwise no rank does. A rank delivers the gradients of parameters that it
+used itself at once. It keeps the others until the ranks have exchanged their uses at the end of the backward
+(:mod:`vescale_ray.fsdp.uses`).
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ class Delivery:
     """The delivered and the undelivered gradients of one group.
 
     Args:
-        params: in the order of the layout.
-        kept: where each lies in a shard.
-        offload: gradients are handed over in host memory.
+        params: the parameters, in the order of the layout.
+        kept: the place of each parameter in a shard.
+        offload: whether gradients are delivered in host memory.
     """
 
     def __init__(self, params: Sequence[GroupParam], kept: Kept, *, offload: bool) -> None:
         self.params, self.kept, self.offload = params, kept, offload
         self._rest: dict[int, torch.Tensor] = {}
-        """Sums for parameters that this rank did not use, by index: views of the shards that they came in."""
+        """Gradients of parameters that this rank did not use, by index: views of the shards that the reductions filled."""
 
     def deliver(self, part: torch.Tensor, used: Sequence[int], *, replaces: bool = False) -> None:
-        """Hand the gradients of the parameters ``used`` over, and keep those of the other trainable ones.
+        """Deliver the gradients of the parameters ``used``, and keep those of the other trainable parameters.
 
-        ``replaces``: what is in ``part`` includes the earlier gradients.
+        ``replaces``: whether ``part`` includes the earlier gradients.
         """
         shard = self._shard_of(part.to("cpu") if self.offload else part)
         unused = self._trainable_but(used)
@@ -52,13 +53,13 @@ class Delivery:
         self._add([(index, self._local_view(shard, index)) for index in used])
 
     def added(self, flat: torch.Tensor, used: Sequence[int]) -> None:
-        """A reduction was added to ``flat``, where all gradients are: hooks hear of those not used here if others used them."""
+        """Note that a reduction was added to ``flat``, which holds all gradients. Keep those unused here: their hooks may have to run."""
         shard = KeptShard(self.kept, flat)
         for index in self._trainable_but(used):
             self._rest[index] = self._local_view(shard, index)
 
     def deliver_rest(self, used: Sequence[bool], *, replaces: bool) -> None:
-        """Hand over what was kept of the parameters that any rank ``used``, and drop the rest."""
+        """Deliver the kept gradients of parameters that any rank ``used``, and drop the others."""
         rest, self._rest = self._rest, {}
         late = [index for index in sorted(rest) if used[index]]
         with torch.no_grad():
@@ -70,9 +71,9 @@ class Delivery:
         self.call_hooks(late)
 
     def delivered(self) -> torch.Tensor | None:
-        """The flat shard that all gradients of the parameters lie in, if it is one that was delivered before and none was replaced.
+        """The flat shard of an earlier delivery if all gradients are still views of it, else None.
 
-        Only the gradients hold it, so that it is freed when the user drops them.
+        Only the gradients hold the flat shard, so it is freed when the user drops them.
         """
         flat: torch.Tensor | None = None
         for param in self.params:
@@ -88,7 +89,7 @@ class Delivery:
         return flat
 
     def gather_up(self, out: torch.Tensor) -> torch.Tensor:
-        """``out`` with what earlier reductions left of each gradient, delivered or not, and nothing (-0.0) where none did."""
+        """Fill ``out`` with the sum of earlier reductions, delivered or kept, and with -0.0 for gradients that have none."""
         out.fill_(-0.0)
         shard = KeptShard(self.kept, out)
         for index, param in enumerate(self.params):
@@ -100,7 +101,7 @@ class Delivery:
         return out
 
     def call_hooks(self, used: Sequence[int]) -> None:
-        """Call the user's hooks on the sharded parameters: an optimizer step in backward, for example. Hooks on tensors are not called."""
+        """Call the user's post-accumulate-grad hooks of the sharded parameters; warn about hooks on tensors, which can't be called."""
         for index in used:
             sharded = self.params[index].sharded
             if sharded._backward_hooks:
@@ -115,7 +116,7 @@ class Delivery:
                 hook(sharded)
 
     def discard(self) -> None:
-        """Forget what was not delivered."""
+        """Drop the gradients that were not delivered."""
         self._rest = {}
 
     def _trainable_but(self, used: Sequence[int]) -> list[int]:
@@ -133,11 +134,11 @@ class Delivery:
             param = self.params[index]
             if param.sharded.grad is None:
                 param.sharded.grad = as_dtensor(view, param.spec)
-            else:  # of an earlier reduction, or of a parameter that it was tied to after sharding
+            else:  # the gradient is from an earlier reduction, or from a parameter tied to this one after sharding
                 local_of(param.sharded.grad).add_(view)
 
     def _shard_of(self, part: torch.Tensor) -> KeptShard:
-        """This rank's part of the buffer as it is kept: without the gaps inside tensors."""
+        """``part`` as the shard stores it: without the gaps inside tensors."""
         if self.kept.in_place:
             return KeptShard(self.kept, part)
         shard = KeptShard(self.kept, part.new_zeros(self.kept.numel))

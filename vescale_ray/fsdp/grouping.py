@@ -1,4 +1,4 @@
-"""Division of a unit's parameters into groups: one buffer, one all-gather and one reduce-scatter each."""
+"""Division of a unit's parameters into groups, each with one buffer, one all-gather and one reduce-scatter."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from vescale_ray.planner import Bundle, TensorSpec, plan_layout
 def plan_groups(
     sources: Sequence[Source], rank: int, world: int, policy: MixedPrecisionPolicy
 ) -> list[tuple[list[Source], Division]]:
-    """The groups of parameters of one dtype and one ``requires_grad``: one, or several where that saves much padding; with gaps
-    behind the matrices of stacks that may have them, where that does. Those that have a dimension to be sharded along are a group of
-    their own.
+    """Divide parameters of one dtype and one ``requires_grad`` into groups: one, or several if that saves much padding.
+
+    A stack of matrices gets gaps behind them if it may and if they save padding. Parameters with a ``Shard`` dimension form a
+    separate group.
 
     Raises:
-        ValueError: a block that does not fit its parameter; a dimension that is not there.
-        NotImplementedError: a dimension that can't be sharded evenly.
+        ValueError: a block does not fit its parameter, or a dimension does not exist.
+        NotImplementedError: the ranks can't divide a dimension evenly.
     """
     orig = sources[0].param.dtype
     narrowest = min((orig, *dtypes(orig, policy)), key=lambda d: d.itemsize)

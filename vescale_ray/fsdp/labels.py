@@ -1,7 +1,7 @@
-"""What logs and profilers show of a step, under the names that torch's ``fully_shard`` gives it: who reads traces looks for these.
+"""Labels of a step's parts in logs and profiles, with the names that torch's ``fully_shard`` uses, since readers of traces know these.
 
-``TORCH_LOGS=fsdp`` (or the logger below at DEBUG) prints them; ``torch.profiler`` and ``emit_nvtx`` show them as ranges. With neither,
-one costs about 0.4 us.
+``TORCH_LOGS=fsdp`` (or the logger below at DEBUG) prints them; ``torch.profiler`` and ``emit_nvtx`` show them as ranges. If neither is
+on, a label costs about 0.4 us.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ _UNSEEN: Any = nullcontext()
 
 
 def span(label: str, unit: str = "", *, logged: bool = False) -> Any:
-    """A context that profilers show as ``FSDP::label (unit)``, or with the unit where the label has ``{}``; ``logged``: also a
-    line of the log."""
+    """A profiler range named ``FSDP::label (unit)``; ``{}`` in the label stands for the unit. ``logged``: write a log line, too."""
     if logged:
         log(label, unit)
     return record_function(_named(label, unit)) if profiler_enabled() else _UNSEEN
 
 
 def log(label: str, unit: str = "") -> None:
-    """A line of the log."""
+    """Write a log line at DEBUG."""
     if _LOG.isEnabledFor(logging.DEBUG):
         _LOG.debug("%s", _named(label, unit))
 

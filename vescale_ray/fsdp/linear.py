@@ -1,9 +1,9 @@
-"""Weight gradients of linear layers, written by the matrix product itself into the buffer that will be reduced.
+"""Weight gradients of linear layers, which the matrix product writes directly into the gradient buffer.
 
-Autograd would compute such a gradient into memory of its own, from where it is copied into the buffer: one more pass over every
-parameter, and at the peak a temporary of the largest weight. Here the product's output *is* a piece of the buffer, and autograd gets
-an alias of it as the gradient; ``AccumulateGrad`` takes that over as ``.grad`` without a copy, or, if the weight was used several times
-in this backward, adds the other gradients to it in new memory, which is then copied as usual.
+Autograd would compute such a gradient in separate memory and then copy it into the buffer. That is one more pass over every
+parameter, and a temporary as large as the largest weight. Here the product's output *is* a piece of the buffer, and autograd gets an alias
+of it as the gradient. ``AccumulateGrad`` takes the alias over as ``.grad`` without a copy. If the weight was used several times in the
+backward, autograd adds the other gradients in new memory, which is copied as usual.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ if TYPE_CHECKING:
     from vescale_ray.fsdp.unit import Unit
 
 LEAST_NUMEL = 1 << 16
-"""Elements of a weight from which on the pass that is saved is worth the time of a Python autograd function (about 20 us)."""
+"""Elements of a weight from which a saved pass is worth the time of a Python autograd function (about 20 us)."""
 
 _SINK = "_vescale_sink"
 Sink = tuple["weakref.ref[Gradients]", int]
 
 
 def offer_sink(leaf: nn.Parameter, gradients: weakref.ref[Gradients], index: int) -> None:
-    """Let linear layers write the gradient of the unsharded parameter ``leaf`` where ``gradients`` wants it."""
+    """Let linear layers write the gradient of the unsharded parameter ``leaf`` into the buffer of ``gradients``."""
     leaf.__dict__[_SINK] = (gradients, index)
 
 
 def adopt_linear(module: nn.Module, unit: Unit | None) -> bool:
-    """Run ``module`` through :class:`_Linear` where that pays, if it is an ``nn.Linear`` whose forward is torch's.
+    """Run ``module`` through :class:`_Linear` if that saves time, provided it is an ``nn.Linear`` with torch's forward.
 
     Args:
         unit: the unit that manages the module's parameters. A backward that reaches the module's output enters it.
 
     Returns:
-        Whether it is such a module.
+        Whether the module is such an ``nn.Linear``.
     """
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "forward" not in module.__dict__:
-        # A bound method: of these torch.compile compares the function only, so that layers alike share one compilation. Of an object to
-        # be called it compares the identity, and compiles every layer anew until it gives up.
+        # A bound method: torch.compile compares only its function, so that similar layers share one compilation. It compares a callable
+        # object by identity, and would compile every layer until it gives up.
         module.forward = MethodType(_forward, _Layer(module, unit))  # type: ignore[method-assign,assignment]
         return True
     return False
 
 
 class _Layer:
-    """The module that a forward is of, and its unit, without keeping them alive."""
+    """A linear layer and its unit, held weakly."""
 
     __slots__ = ("module", "unit")
 
@@ -61,7 +61,7 @@ class _Layer:
         self.module, self.unit = weakref.ref(module), None if unit is None else weakref.ref(unit)
 
     def call(self) -> Call | None:
-        """The unit's forward that is running and makes a graph."""
+        """The unit's running forward, if it makes a graph."""
         unit = None if self.unit is None else self.unit()
         return None if unit is None or not torch.is_grad_enabled() else unit.call
 
@@ -106,7 +106,7 @@ def _pays(input: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 class _Linear(torch.autograd.Function):
-    """``F.linear`` with the formulas of torch's own backward, and a place for the weight's gradient."""
+    """``F.linear`` with torch's own backward formulas, and a given place for the weight's gradient."""
 
     @staticmethod
     def forward(
@@ -115,8 +115,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(input, weight)
         ctx.sink, ctx.call = sink, call
         out = F.linear(input, weight, bias)
-        # No view to autograd, as the output of torch's own is none: else it could not be changed in place (an activation). Nothing else
-        # has the tensor that it looks at.
+        # Autograd must not take the output for a view, as torch's own output is none: otherwise it could not be changed in place (an
+        # activation). Nothing else holds the tensor that it views.
         return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
@@ -139,13 +139,13 @@ class _Linear(torch.autograd.Function):
         if place is None:
             return of_input, rows.t() @ columns, of_bias, None, None
         torch.mm(rows.t(), columns, out=place)
-        # Autograd steals a gradient that no one else holds: a new object on the same memory.
+        # Autograd takes over a gradient that no one else holds: a new object on the same memory.
         return of_input, place.view_as(place), of_bias, None, None
 
 
 def will_accumulate(node: Any) -> bool | None:
-    """Whether the backward that runs will add to ``.grad`` of the leaf behind ``node``; None: it hands the gradient to its caller."""
+    """Whether the running backward will add to ``.grad`` of the leaf behind ``node``; None: it returns the gradient to its caller."""
     try:
         return bool(will_engine_execute_node(node))
-    except RuntimeError:  # what torch says of a leaf in autograd.grad
+    except RuntimeError:  # torch raises this for a leaf in autograd.grad
         return None

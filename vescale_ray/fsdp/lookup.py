@@ -1,4 +1,4 @@
-"""From modules to their units, and when a unit may be changed."""
+"""Lookup of modules' units, and the check that a unit may be changed now."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def units_below(module: Any, recurse: bool) -> Iterator[Unit]:
 
 
 def prefetched(method: str, modules: Any) -> list[weakref.ref[Unit]]:
-    """The units of the modules that ``method`` is given.
+    """The units of ``modules``, which the method ``method`` was given.
 
     Raises:
-        TypeError: no list.
-        ValueError: a module that is not sharded.
+        TypeError: ``modules`` is no list.
+        ValueError: a module is not sharded.
     """
     check_modules(method, modules)
     units = []

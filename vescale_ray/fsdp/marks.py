@@ -1,9 +1,9 @@
 """Marks in the autograd graph: they tell a unit when backward reaches its part of the graph, and when it leaves it.
 
-The entry marks are tensor hooks. They sit on the unit's outputs, on the outputs of each module inside it that has parameters, and on
-tensors that its modules keep as attributes. So a loss that is made of an intermediate tensor gathers the unit before its parameters are
-read. The exit mark is an identity node on the unit's inputs. Its backward runs when the unit's part of the graph is through, wherever else
-the same input is used.
+An entry mark is a tensor hook. The unit's outputs have one, and so have the outputs of each module inside that has parameters, and tensors
+that its modules keep as attributes. So a loss on an intermediate tensor gathers the unit before its parameters are read. The exit mark is
+an identity node on the unit's inputs. Its backward runs when backward has left the unit's part of the graph, even if the input has other
+uses.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 _MARK = -1
-"""Key of an entry mark among a tensor's hooks. Torch counts its own keys from 0."""
+"""Key of an entry mark in a tensor's hooks. Torch's own keys count from 0."""
 
 
 class Call:
-    """One forward of a unit that has a graph, and the call that ran before it.
+    """One forward of a unit that has a graph, linked to the call before it.
 
-    Prefetching follows the order in which calls were made, never which graphs are still alive: a graph that one rank happens to keep alive
+    Prefetching follows the order of calls, and never asks which graphs are still alive. One rank may keep a graph alive by chance, and that
     must not change the order of its collectives.
     """
 
@@ -41,25 +41,25 @@ class Call:
     def __init__(self, unit: Unit) -> None:
         self.unit = weakref.ref(unit)
         self.exit: weakref.ref[Any] | None = None
-        """The exit mark on the inputs, if they have one."""
+        """The exit mark on the inputs, if a tensor among them takes one."""
         self.previous: Call | None = None
         self.earlier: Call | None = None
-        """The call of the same unit before this one, in the same forward of the outermost unit."""
+        """The call of the same unit before this one, in the same outermost forward."""
         self.forward: object = None
-        """The same for all calls of one forward of the outermost unit."""
+        """An object that all calls of one outermost forward share."""
         self.reachable = False
-        """Whether a tensor has an entry mark of this call."""
+        """Whether a tensor carries an entry mark of this call."""
         self.consumed = False
         self.loads = unit.loads
 
     def follow(self, previous: Call | None, same_unit: Call | None) -> None:
-        """Come after ``previous``, the last call of any unit, and ``same_unit``, the last one of this unit."""
+        """Set the calls before this one: ``previous``, the last call of any unit, and ``same_unit``, the last call of this unit."""
         self.previous, self.forward = previous, object() if previous is None else previous.forward
         self.earlier = same_unit if same_unit is not None and same_unit.forward is self.forward else None
 
     @property
     def is_first(self) -> bool:
-        """Whether backward has reached all earlier calls of this unit. Until then more gradients are to come, on some ranks maybe only."""
+        """Whether backward has reached all earlier calls of this unit. Until then more gradients may arrive, on some ranks at least."""
         earlier = self.earlier
         while earlier is not None and earlier.consumed:
             earlier = earlier.earlier
@@ -67,7 +67,7 @@ class Call:
 
     @property
     def is_nearly_first(self) -> bool:
-        """Whether backward needs no unit that is not gathered already: this is the first forward's, or only that one comes after it."""
+        """Whether backward needs no further all-gather: this is the forward's first call, or the second after a gathered one."""
         earlier = self.previous
         if earlier is None:
             return True
@@ -75,36 +75,36 @@ class Call:
         return earlier.previous is None and unit is not None and unit.gathered
 
     def is_to_come(self) -> bool:
-        """Whether the backward that runs will lead through this call, and out of it again, but has not reached it yet."""
+        """Whether the running backward will pass through this call and its exit mark, but has not reached it yet."""
         node = None if self.consumed or self.exit is None else self.exit()
         return node is not None and bool(will_accumulate(node))
 
     def mark(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let a backward that reaches one of ``tensors`` enter the unit."""
+        """Mark ``tensors``: a backward that reaches one of them enters the unit."""
         for tensor in tensors:
             self.reachable = True
             hooks = tensor._backward_hooks
             if hooks is None and tensor.grad_fn is not None:
-                # The work of register_hook without a handle to remove the hook: 1 us instead of 4, on every output of every module.
+                # This does register_hook's work without a handle: 1 us instead of 4, on every output of every module.
                 tensor._backward_hooks = OrderedDict(((_MARK, self.enter),))
                 tensor.grad_fn._register_hook_dict(tensor)
             elif hooks is None or hooks.get(_MARK) != self.enter:
                 tensor.register_hook(self.enter)
             if tensor._is_view():
-                # Changed in place by whoever gets it, a view has a new history, without the hook; its base's goes on from here.
+                # If a view is changed in place, it gets a new history without the hook; the history of its base continues from here.
                 base = tensor._base
                 if base is not None and base.grad_fn is not None:
                     base.grad_fn.register_prehook(self.before_base)
 
     @run_as_is
     def enter(self, _grad: Any) -> None:
-        """A gradient of a marked tensor has come."""
+        """Enter the unit: the gradient of a marked tensor has arrived."""
         unit = self.unit()
         if unit is not None and unit.open_call is not self:
             unit.pre_backward(self)
 
     def before_base(self, grads: Any) -> None:
-        """The gradient of a tensor that an output is a view of has come."""
+        """Enter the unit: the gradient of a tensor has arrived of which an output is a view."""
         if not self.consumed:
             self.enter(grads)
 
@@ -112,7 +112,7 @@ class Call:
 def mark_inputs(
     unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], copies: Copies
 ) -> tuple[tuple[Any, ...], dict[str, Any], weakref.ref[Any] | None]:
-    """The inputs with an exit mark, and the mark's node, if there was a tensor to mark."""
+    """The inputs with an exit mark, and the mark's node; no node if no tensor requires a gradient."""
     tensors = grad_tensors(args) + grad_tensors(kwargs) if kwargs else grad_tensors(args)
     if not tensors:
         return args, kwargs, None
@@ -126,10 +126,10 @@ def mark_inputs(
 
 
 def watch_modules(unit: Unit, managed: Iterable[nn.Module]) -> None:
-    """Mark what leaves the modules of a unit on another way than through the unit's output.
+    """Mark tensors that leave the modules of a unit other than as the unit's output.
 
     Args:
-        managed: the modules whose parameters the unit manages. Linear layers get their mark elsewhere, at less cost.
+        managed: the modules whose parameters the unit manages. Linear layers mark their outputs themselves, at less cost.
     """
     unit_ref = weakref.ref(unit)
 
@@ -148,8 +148,8 @@ def watch_modules(unit: Unit, managed: Iterable[nn.Module]) -> None:
 
 
 def kept_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """Tensors with a graph that ``module`` holds as attributes, or in lists, tuples and dicts that are attributes, and that were not
-    seen before. Large containers are looked into from their end, where what was added last is."""
+    """New tensors with a graph that ``module`` holds as attributes, directly or in lists, tuples and dicts. Of a large container only
+    the last entries are searched, since new ones are added there."""
     found: list[torch.Tensor] = []
     for name, value in module.__dict__.items():
         if name not in _INTERNAL and (isinstance(value, torch.Tensor) or type(value) in _CONTAINERS):
@@ -169,13 +169,13 @@ def _collect(value: Any, found: list[torch.Tensor], depth: int) -> None:
 
 _CONTAINERS = (list, tuple, dict)
 _MOST = 64
-"""Entries of a container that are looked at."""
+"""Maximum number of entries of a container that are searched."""
 _INTERNAL = frozenset(nn.Module().__dict__)
 _SEEN = "_vescale_seen"
 
 
 class _InputMark(torch.autograd.Function):
-    """Identity on a unit's inputs; its backward runs when the unit's part of the graph is through."""
+    """Identity on a unit's inputs. Its backward runs when backward has left the unit's part of the graph."""
 
     generate_vmap_rule = True
 

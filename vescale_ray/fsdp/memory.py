@@ -1,25 +1,25 @@
-"""The pool: where gathered parameters and gradients live while a step needs them.
+"""The pool: memory of gathered parameters and gradients while a step needs them.
 
-Gathered parameters have one difficulty: autograd saves views of them (``weight.t()``) in forward and reads those in backward,
-after the unit was resharded and gathered again. So a unit has to be gathered into the *same* storage each time. Were that storage
-shared with other units, two of them could be needed at once by a backward that no one could foresee. Here every group has a
-:class:`Buffer` of its own, whose storage and addresses stay for the life of the model, and only the memory behind it comes and goes:
+Autograd saves views of gathered parameters (``weight.t()``) in forward and reads them in backward, after the unit was resharded and
+gathered again. So a unit must gather into the *same* storage each time. Units can't share one storage either, since a backward may need two
+of them at once. Therefore every group has its own :class:`Buffer`, whose storage and addresses live as long as the model. Only its memory
+is freed and allocated again:
 
-- On an accelerator it comes from torch's caching allocator, on the gather stream, and goes back when the unit is resharded. Since
-  nothing else is allocated there, the next unit of that size gets the same block; an event of the compute stream, not
-  ``record_stream``, says when it may be overwritten.
-- In host memory a buffer is an address range of its own, and its pages wander: the range that is gathered next takes over the
-  pages of one that was released (``mremap``, 0.1 ms for 200 MiB), so that they are neither zeroed nor faulted in again. (On a
-  2-core virtual machine new small pages are written at 1.8 GB/s, new huge ones at 6, those at hand at 13.)
+- On an accelerator the memory comes from torch's caching allocator on the gather stream, and returns there on reshard. Nothing else is
+  allocated on that stream, so the next unit of the same size gets the same block. An event of the compute stream, instead of
+  ``record_stream``, tells when it may be overwritten.
+- In host memory a buffer is an address range, and its pages move: the next range to be gathered takes over the pages of a released one
+  (``mremap``, 0.1 ms for 200 MiB). So they need not be zeroed and faulted in again. On a 2-core virtual machine new small pages are written
+  at 1.8 GB/s, new huge pages at 6 GB/s, and present pages at 13 GB/s.
 
-On every device a buffer that is not gathered is invalid to torch: an operation that reads or writes it raises ``RuntimeError``.
+A buffer that is not gathered is invalid to torch on every device: an operation that reads or writes it raises ``RuntimeError``.
 
-In host memory the buffer may also be the home of this rank's own part (FP32 master weights that are not cast): that part of the range
-has memory for good, and only the rest comes and goes. So the own part is neither held twice nor copied into what is gathered.
+In host memory a buffer may also hold this rank's master shard (FP32 weights that are not cast). The memory of that part of the range stays,
+and only the rest is freed. So the shard is neither stored twice nor copied into the gathered parameters.
 
-Either way the memory in use at a time is prefetch depth + 1 units, whatever order backward takes. Gradient and exchange buffers
-have no views that anyone keeps; they are plain buffers that are handed out again. A gradient buffer fills over the time of a unit's
-backward, while its activations go: new host memory for it comes page by page as it is written, and is counted like that.
+Either way the gathered memory is prefetch depth + 1 units at a time, in whatever order backward runs. No one keeps views of gradient and
+exchange buffers, so these are plain buffers that the pool reuses. A gradient buffer fills during a unit's backward, while activations are
+freed. So its new host memory is allocated, and counted, page by page as it is written.
 """
 
 from __future__ import annotations
@@ -37,24 +37,25 @@ from vescale_ray.fsdp.invalid_storage import Guard
 from vescale_ray.planner.step_buffers import HOST_MAPPED_BYTES
 
 MAPPED_BYTES = HOST_MAPPED_BYTES
-"""Host buffers from this size on are address ranges of their own; below, the C library keeps freed memory at hand anyway."""
+"""Bytes from which a host buffer is an address range of its own. For smaller ones the C library keeps freed memory ready anyway."""
 
 Key = tuple[int, tuple[int, int]]
-"""Buffers of one key can take over each other's memory: as long, and with the same part that stays."""
+"""Size and permanent part of a buffer. Buffers with the same key can take over each other's memory."""
 
 NOWHERE = (0, 0)
 
 
 class Buffer:
-    """One storage for life. Its memory may go (:meth:`free`) and come back (:meth:`allocate`), contents undefined.
+    """A storage that lives as long as the model. Its memory can be freed (:meth:`free`) and allocated again (:meth:`allocate`).
 
     While the memory is gone, and from :meth:`invalidate` on, torch operations on the storage raise ``RuntimeError``.
 
     Args:
-        memory: a 1-D uint8 tensor of someone else's to use instead, which stays as it is.
-        stays: bytes ``[start, end)`` that are not concerned (:meth:`resident`); only where :func:`may_stay` allows it.
-        in_pieces: it is written piece by piece, over some time: new memory is to come as it is written, in small pages if it is small.
-        invalid_because: gives the error of these operations. It is called once, when the buffer gets memory for the first time.
+        memory: a 1-D uint8 tensor to use instead of own memory; it is never freed.
+        stays: bytes ``[start, end)`` whose memory is permanent (:meth:`resident`); only if :func:`may_stay` allows it.
+        in_pieces: whether the buffer is written piece by piece. New memory is then allocated as it is written, with small pages if it is
+            short.
+        invalid_because: returns the error text of these operations. It is called once, when the buffer gets memory for the first time.
     """
 
     __slots__ = (
@@ -74,7 +75,7 @@ class Buffer:
     ) -> None:
         self.nbytes, self.device, self.stays, self.in_pieces = nbytes, device, stays, in_pieces
         self.unwritten = 0
-        """Bytes that nothing was written to since the memory was new: the kernel has not given it yet."""
+        """Bytes of new memory that were never written, for which the kernel has allocated no pages yet."""
         self.fixed = memory is not None
         self._range: AddressRange | None = None
         with torch.inference_mode(False):
@@ -84,8 +85,8 @@ class Buffer:
                 self._range = AddressRange(nbytes, stays, huge=not in_pieces or nbytes >= LARGE_IN_PIECES)
                 lent = self._range.memory
                 self._storage = torch.frombuffer(lent, dtype=torch.uint8, count=nbytes)
-                # A shard that someone keeps when the model is gone holds all addresses, but is not to hold what was gathered there. The
-                # storage holds this object for as long as anything views it, a graph for example.
+                # After the model is gone, a shard that someone keeps still holds all addresses, but must not hold gathered memory. The
+                # storage holds this object for as long as anything views it, for example a graph.
                 weakref.finalize(lent, self._range.close).atexit = False
             else:
                 self._storage = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -95,26 +96,26 @@ class Buffer:
         self._flats: dict[torch.dtype, torch.Tensor] = {}
         self.allocated = False
         self.clean_for: str | None = None
-        """Fingerprint of the layout whose padding is zero in this buffer."""
+        """Fingerprint of the layout for which the padding in this buffer is zero."""
         self.views: dict[Any, list[torch.Tensor]] = {}
-        """The tensors of the layouts that were laid over this buffer, by layout and dtype, so that views are made once."""
+        """Views of this buffer's tensors, by layout and dtype, so that they are made once."""
         self.used = False
-        """Since the last backward ended."""
+        """Whether a backward has used the buffer since the last one ended."""
 
     @property
     def key(self) -> Key:
         return self.nbytes, self.stays
 
     def resident(self, dtype: torch.dtype) -> torch.Tensor:
-        """The part that stays, as a 1-D tensor that shares nothing with others of this buffer but the memory: for the first time it is
-        zero. Whoever holds it holds the addresses of the whole buffer."""
+        """The permanent part as a 1-D tensor, initially zero. It shares only the memory with the buffer's other tensors. While it lives,
+        the addresses of the whole buffer stay reserved."""
         assert self._range is not None
         start, end = self.stays
         with torch.inference_mode(False):
             return torch.frombuffer(self._range.memory, dtype=dtype, count=(end - start) // dtype.itemsize, offset=start)
 
     def invalidate(self) -> None:
-        """Let torch refuse every read and write until :meth:`validate`. The memory stays where it is."""
+        """Make torch refuse every read and write until :meth:`validate`. The memory stays allocated."""
         if self._guard is not None:
             self._guard.invalidate()
 
@@ -124,7 +125,7 @@ class Buffer:
             self._guard.validate()
 
     def allocate(self, donor: Buffer | None = None) -> None:
-        """Make the memory usable: the pages of ``donor`` (same key, with memory, its contents no longer needed), else new memory."""
+        """Make the memory usable: take over the pages of ``donor`` (same key, allocated, contents not needed), else allocate new memory."""
         if self.fixed:
             self.allocated = True
             return
@@ -144,7 +145,7 @@ class Buffer:
         self.unwritten = _moving(self.key) if self.in_pieces and self._range is not None and not moved else 0
 
     def free(self) -> None:
-        """Give the memory back. Views stay what they are, and are valid again after :meth:`allocate`."""
+        """Free the memory. Views stay, and are valid again after :meth:`allocate`."""
         if not self.allocated or self.fixed:
             return
         if self._range is None:
@@ -156,12 +157,12 @@ class Buffer:
         self.allocated, self.clean_for, self.unwritten = False, None, 0
 
     def flat(self, dtype: torch.dtype) -> torch.Tensor:
-        """The whole buffer as a 1-D tensor of ``dtype``: the same object at each call."""
+        """The whole buffer as a 1-D tensor of ``dtype``, the same object at each call."""
         flat = self._flats.get(dtype)
         if flat is None:
             with torch.inference_mode(False):
                 bare = self._range is None and not (self.allocated or self.fixed)
-                if bare:  # a view can't be made of a storage without memory
+                if bare:  # torch can't make a view of a storage without memory
                     self.allocate()
                 flat = self._flats[dtype] = self._storage.view(dtype)
                 if bare:
@@ -170,49 +171,49 @@ class Buffer:
 
 
 def may_stay(nbytes: int, device: torch.device) -> bool:
-    """Whether a part of a buffer of this size can have its memory for good while that of the rest comes and goes."""
+    """Whether a part of a buffer of this size can have permanent memory."""
     return device.type == "cpu" and nbytes >= MAPPED_BYTES and AddressRange.supported
 
 
 def _malloc_keeps() -> int:
-    """Bytes of unused memory that the process is told not to give back: what ``MALLOC_TRIM_THRESHOLD_`` tells glibc holds for our
-    ranges, too, which don't come from malloc. Unset: none."""
+    """Bytes of unused memory that the process may keep: ``MALLOC_TRIM_THRESHOLD_``, which glibc reads for malloc, applies to the address
+    ranges, too. 0 if it is not set."""
     value = os.environ.get("MALLOC_TRIM_THRESHOLD_", "")
     return int(value) if value.isdigit() else 0
 
 
 class Pool:
-    """The memory of one schedule. One thread at a time.
+    """The memory of one schedule. Not thread-safe.
 
     Args:
-        device: where the buffers are. In host memory they hand their pages on to each other; elsewhere torch's allocator does that.
+        device: the device of the buffers. In host memory they pass their pages on; elsewhere torch's allocator does that.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.hands_on = device.type == "cpu"
         self.keep = _malloc_keeps()
         self._released: defaultdict[Key, list[Buffer]] = defaultdict(list)
-        """Buffers of gathered parameters that no one needs, and whose memory waits for the next one of that key."""
+        """Released buffers of gathered parameters, whose memory waits for the next buffer with that key."""
         self._idle: defaultdict[Key, list[Buffer]] = defaultdict(list)
-        """Scratch buffers that are not lent; with memory, or without where another buffer took it over."""
-        # Weak: groups that are deleted, in the middle of a step even, are no users any more, and hold nothing.
+        """Scratch buffers that are not lent, with memory or, if another buffer took it over, without."""
+        # Weak references: a group that is deleted, even in the middle of a step, must not count as a user or hold memory.
         self._users: defaultdict[Key, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
         self._gathered: defaultdict[Key, weakref.WeakSet[Buffer]] = defaultdict(weakref.WeakSet)
         self._lent: defaultdict[Key, weakref.WeakSet[Buffer]] = defaultdict(weakref.WeakSet)
         self.released_event: Any = None
-        """Of the compute stream: the last kernels that read what was released. What is gathered next waits for it."""
+        """Event of the compute stream after the last kernels that read a released buffer. The next all-gather waits for it."""
         self.peak_bytes = 0
-        """Most bytes ever held. Set it to 0 to measure from then on."""
+        """Peak bytes held. Set it to 0 to start a new measurement."""
 
     def expect(self, nbytes: int, user: object, stays: tuple[int, int] = NOWHERE) -> None:
-        """As long as ``user`` lives, it will need buffers of this key: memory of keys with a single user is freed after use, the rest
-        kept."""
+        """Announce that ``user`` needs buffers of this key while it lives. The pool frees the memory of a key with a single user after
+        use."""
         self._users[nbytes, stays].add(user)
 
     # -- gathered parameters --
 
     def provide(self, buffer: Buffer) -> None:
-        """Give ``buffer`` memory. On an accelerator: on the stream that it will be written on, after :attr:`released_event`."""
+        """Give ``buffer`` memory. On an accelerator, call it on the stream that writes the buffer, after :attr:`released_event`."""
         released = self._released[buffer.key]
         if buffer in released:
             released.remove(buffer)
@@ -223,7 +224,7 @@ class Pool:
         self._note_peak()
 
     def release(self, buffer: Buffer, event: Any) -> None:
-        """The kernels up to ``event`` are the last that use what is in ``buffer``."""
+        """Take the memory of ``buffer`` back. The kernels before ``event`` are the last to use it."""
         self._gathered[buffer.key].discard(buffer)
         self.released_event = event
         buffer.invalidate()
@@ -243,9 +244,10 @@ class Pool:
         *,
         in_pieces: bool = False,
     ) -> Buffer:
-        """Scratch memory, contents undefined (padding zero if ``buffer.clean_for == clean_for``), without bytes ``stays``. Give it back.
+        """A scratch buffer with undefined contents (zero padding if ``buffer.clean_for == clean_for``), without bytes ``stays``.
 
-        ``in_pieces``: the caller says what it writes, each byte once (:meth:`written`). Until then new host memory is not there.
+        Return it with :meth:`give_back`. ``in_pieces``: the caller reports each byte that it writes once (:meth:`written`); new host memory
+        is not allocated before.
         """
         key = nbytes, stays
         idle = self._idle[key]
@@ -265,13 +267,13 @@ class Pool:
         return buffer
 
     def written(self, buffer: Buffer, nbytes: int) -> None:
-        """So much more of ``buffer`` has been written, or is about to be."""
+        """Record that ``nbytes`` more of ``buffer`` have been written, or are about to be."""
         if buffer.unwritten:
             buffer.unwritten = max(0, buffer.unwritten - nbytes)
             self._note_peak()
 
     def give_back(self, buffer: Buffer) -> None:
-        """The current stream has passed the last use of ``buffer``."""
+        """Return a scratch buffer once the current stream has passed its last use."""
         self.written(buffer, buffer.nbytes)
         self._lent[buffer.key].discard(buffer)
         if len(self._users[buffer.key]) >= 2:
@@ -280,19 +282,18 @@ class Pool:
     # -- both --
 
     def settle(self) -> None:
-        """A backward is over: drop the scratch buffers that it did not use."""
+        """Drop the scratch buffers that the last backward did not use."""
         for key, idle in self._idle.items():
             self._idle[key] = [buffer for buffer in idle if buffer.used]
             for buffer in idle:
                 buffer.used = False
 
     def spares(self, nbytes: int) -> bool:
-        """Whether so much memory is worth some time: it is not less than what the process is told to keep."""
+        """Whether ``nbytes`` is more than the process may keep, so that freeing it is worth the time."""
         return nbytes > self.keep
 
     def trim(self, *, scratch: bool = True) -> None:
-        """Free the memory that no one uses now, unless it is less than what the process is told to keep; it is allocated again when
-        it is needed. ``scratch``: not only of gathered parameters."""
+        """Free unused memory, unless it is less than the process may keep. ``scratch``: also that of scratch buffers."""
         kinds = (self._released, self._idle) if scratch else (self._released,)
         unused = (b for kind in kinds for buffers in kind.values() for b in buffers if b.allocated)
         if not self.spares(sum(_moving(buffer.key) for buffer in unused)):
@@ -304,7 +305,7 @@ class Pool:
         self._released.clear()
 
     def _donor(self, key: Key) -> Buffer | None:
-        """A buffer whose memory can go to another one: of released parameters, else scratch, at last such with clean padding."""
+        """A buffer whose memory another one can take: a released buffer, else a scratch buffer, last one with clean padding."""
         if not self.hands_on:
             return None
         released = self._released[key]
@@ -315,8 +316,8 @@ class Pool:
     # -- figures --
 
     def bytes_held(self, least: int = 0) -> int:
-        """Bytes of all buffers of at least ``least`` that have memory now, in use or kept, without those that stay and those of new
-        memory that are still to be written (to a huge page, where it comes in those)."""
+        """Bytes of all buffers of at least ``least`` bytes that have memory, in use or kept. Permanent parts and new memory that is still
+        to be written (up to a huge page) don't count."""
         keys = [key for key in self._keys() if key[0] >= least]
         return sum(_moving(key) * sum(self._count(key)) - sum(b.unwritten for b in self._lent[key]) for key in keys)
 
@@ -324,7 +325,7 @@ class Pool:
         self.peak_bytes = max(self.peak_bytes, self.bytes_held())
 
     def count(self) -> dict[int, tuple[int, int]]:
-        """Buffers with memory, by the bytes of them that come and go: for gathered parameters, and for gradients and exchanges."""
+        """Numbers of buffers with memory, gathered and scratch, by their bytes without permanent parts."""
         found: dict[int, tuple[int, int]] = {}
         for key in sorted(self._keys()):
             (gathered, scratch), (more_gathered, more_scratch) = found.get(_moving(key), (0, 0)), self._count(key)

@@ -1,4 +1,4 @@
-"""What a unit and its groups are doing, and which changes make sense: misuse fails at the line that misuses."""
+"""Phases of a unit and its groups, and the allowed transitions: a misuse raises at the line that causes it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """What pass a unit is in."""
+    """The pass that a unit is in."""
 
     RESTING = "resting"
     """Between passes: before forward, between forward and backward, after backward."""
     FORWARD = "forward"
-    """From the pre-forward hook to the post-forward hook (of the last module, for a list of modules)."""
+    """From the pre-forward hook to the post-forward hook; for a list of modules, to the last module's."""
     BACKWARD = "backward"
-    """From the first gradient of one of its outputs to the gradients of its inputs."""
+    """From the first gradient of an output to the gradients of the inputs."""
     RECOMPUTE = "recompute"
     """A forward inside backward: activation checkpointing runs the module again."""
 
@@ -30,11 +30,11 @@ class Residency(Enum):
 
 
 class Retain(Enum):
-    """What of the gathered parameters stays until the next optimizer step."""
+    """The gathered parameters that a group keeps until the next optimizer step."""
 
     NOTHING = "nothing"
     PART = "part"
-    """This rank's part of its subgroup's."""
+    """This rank's part of its subgroup's parameters."""
     ALL = "all"
 
 
@@ -54,29 +54,29 @@ _WHY = {
 
 @dataclass
 class Ending:
-    """The end of a root's backwards: which of them waits for all reductions, and whether the user calls ``finalize_backward()``."""
+    """State of the end of a step on one root: which backward waits for all reductions, and who ends the step."""
 
     is_last: bool = True
     by_hand: bool = False
     active: bool | None = None
-    """``by_hand`` as it was when the first backward of the step started; None between steps."""
+    """Value of ``by_hand`` when the step's first backward started; None between steps."""
     pending: bool = False
-    """``finalize_backward(async_op=True)`` was called, and its handle was not waited on."""
+    """Whether ``finalize_backward(async_op=True)`` was called and its handle still has to be waited on."""
     step: int = 0
-    """Counts steps that are over: a handle is good for one."""
+    """Number of finished steps; a handle is valid for one."""
 
     def begin(self) -> None:
-        """A backward starts."""
+        """Start a backward."""
         if self.active is None:
             self.active = self.by_hand
 
     def over(self) -> None:
-        """The step's gradients are delivered, or lost."""
+        """End the step: its gradients are delivered or lost."""
         self.active, self.pending, self.step = None, False, self.step + 1
 
 
 class PhaseError(RuntimeError):
-    """A unit was asked for something that its phase does not allow."""
+    """A call that the unit's phase does not allow."""
 
 
 def check_transition(unit: str, old: Phase, new: Phase) -> None:

@@ -1,4 +1,4 @@
-"""The meaning of a mixed precision policy for one parameter: its compute and its reduce dtype."""
+"""The compute and reduce dtypes that a mixed precision policy gives to one parameter."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from vescale_ray.compat import installed_release
 from vescale_ray.errors import BadArgument
 
 REDUCES_IN_OWN_DTYPE = installed_release() >= (2, 15)
-"""A policy without ``reduce_dtype`` means what it means to the torch that is installed: since 2.15 the parameter's dtype, before it the
-compute dtype."""
+"""Whether a policy without ``reduce_dtype`` reduces in the parameter's dtype, as torch does since 2.15. Older torch reduces in the compute
+dtype."""
 
 
 def dtypes(orig: torch.dtype, policy: MixedPrecisionPolicy) -> tuple[torch.dtype, torch.dtype]:
-    """Compute and reduce dtype; the policy is for floating-point parameters only."""
+    """The compute dtype and the reduce dtype. The policy applies to floating-point parameters only."""
     if not orig.is_floating_point:
         return orig, orig
     compute = policy.param_dtype or orig
@@ -26,10 +26,10 @@ def dtypes(orig: torch.dtype, policy: MixedPrecisionPolicy) -> tuple[torch.dtype
 
 
 def policy_of(fqn: str, param: nn.Parameter, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """The policy of one parameter: ``param_dtype_override_fn`` (torch 2.15) may leave it in its own dtype.
+    """The policy of one parameter. ``param_dtype_override_fn`` (torch 2.15) may exempt it from ``param_dtype``.
 
     Raises:
-        BadArgument: the function wants a third dtype; the parameter's gradients are to have a dtype of their own.
+        BadArgument: that function returns a third dtype, or the parameter has a ``grad_dtype`` of its own.
     """
     if param.grad_dtype not in (param.dtype, None):
         raise BadArgument(

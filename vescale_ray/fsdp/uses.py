@@ -1,16 +1,16 @@
-"""Uses: the ranks tell each other which parameters they used, so that all of them deliver the same gradients.
+"""Uses: the ranks exchange which parameters they used, so that all of them deliver the same gradients.
 
-Ranks may use different parameters of a unit: the experts that their tokens chose, for example. Every rank reduces the gradients of all of
-them, and a rank that used none of a parameter's has only zeros to add. So its own graph says what it has to deliver at the least::
+Ranks may use different parameters of a unit, for example the experts that their tokens chose. Every rank joins the reduction of all of
+them, and contributes zeros for parameters that it did not use. So a rank knows a part of the answer from its own graph::
 
-    a parameter was used by ..     its gradient is delivered ..
-    this rank                      as soon as its reduction is finished
+    ranks that used a parameter    this rank delivers its gradient ..
+    this rank, maybe others        as soon as its reduction has finished
     other ranks only               at the end of the backward
-    no rank                        nowhere: ``.grad`` stays as it is
+    none                           never: ``.grad`` stays as it is
 
-One byte for each parameter of the groups that were reduced goes round at the end of a backward, in one all-reduce for each shard group and
-one for each replicate group. A rank that used every parameter knows the answer: it sends its bytes and does not wait. On an accelerator it
-does not wait on the host either.
+At the end of a backward, one all-reduce per shard group, and one per replicate group, exchanges one byte per parameter of the reduced
+groups. A rank that used every parameter knows the answer, so it sends its bytes without waiting. On an accelerator the host does not wait
+either.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from vescale_ray.fsdp.group import Group
 
 
 class Uses:
-    """The questions for the end of a backward, and those whose answer this rank did not need."""
+    """The open questions of a backward, and the exchanges whose result this rank did not need."""
 
     def __init__(self) -> None:
         self._questions: dict[tuple[int, int], _Question] = {}
         self._under_way: list[Any] = []
 
     def add(self, group: Group) -> None:
-        """A reduction of ``group`` was started that will be delivered. In the same order on every rank."""
+        """Add ``group``, whose reduction has started and will be delivered. Every rank adds the groups in the same order."""
         key = id(group.grads.group), id(group.place.replicate_group)
         self._questions.setdefault(key, _Question()).groups.setdefault(group)
 
     def ask(self, lane: Lane) -> None:
-        """All reductions of the backward were started: send this rank's bytes over the shard groups. Collective."""
+        """Send this rank's bytes over the shard groups, once all reductions of the backward have started. Collective."""
         under_way, self._under_way = self._under_way, []
-        for work in under_way:  # of the last backward: all ranks have come here since
+        for work in under_way:  # from the last backward: every rank has joined this exchange by now
             work.wait()
         for question in self._questions.values():
             question.ask(lane)
 
     def deliver(self, lane: Lane) -> None:
-        """All reductions are finished: hear from the replicas and deliver what other ranks used. Collective."""
+        """Ask the replicas, and deliver the gradients that only other ranks used, once all reductions have finished. Collective."""
         questions, self._questions = [*self._questions.values()], {}
         for question in questions:
             question.ask_replicas(lane)
@@ -62,18 +62,18 @@ class Uses:
             question.check()
 
     def discard(self) -> None:
-        """The step is given up."""
+        """Drop the questions of a step that is given up."""
         self._questions.clear()
         self._under_way.clear()
 
 
 class _Question:
-    """The question about the groups of one shard group and one replicate group."""
+    """One exchange, for the groups that have the same shard group and the same replicate group."""
 
     def __init__(self) -> None:
         self.groups: dict[Group, None] = {}
         self.works: list[Any] = []
-        """Under way, unless an accelerator's stream has them."""
+        """Running all-reduces; empty if an accelerator's stream runs them."""
         self._own: list[bool] = []
         self._bytes: torch.Tensor | None = None
 
@@ -93,7 +93,7 @@ class _Question:
         if place.replicate_group is None or place.replicas == 1:
             return
         if all(self._own):
-            self._bytes = None  # the shard group's answer is known, and its bytes may be under way
+            self._bytes = None  # this rank knows the shard group's answer, and its bytes may still be on the way
         else:
             self._wait()
         self._send(place.replicate_group, lane)
@@ -107,7 +107,7 @@ class _Question:
         return told
 
     def check(self) -> None:
-        """In debug mode: the same gradients are there on every rank."""
+        """In debug mode: check that every rank has the same gradients."""
         place, params = self._place, [param for group in self.groups for param in group.params]
         for group in (place.shard_group, place.replicate_group):
             if group is not None:
@@ -115,10 +115,10 @@ class _Question:
 
     def _send(self, group: dist.ProcessGroup, lane: Lane) -> None:
         device = self._place.device
-        # Modes that count, record or fake the operations of a step must not see it.
+        # Modes that count, record or fake a step's operations must not see this one.
         with lane.context(), disable_current_modes(), waiting.counted("all_reduce"):
             if self._bytes is None:
-                complete = all(self._own)  # then nothing is copied from the host
+                complete = all(self._own)  # a complete answer needs no copy from the host
                 made = torch.ones(len(self._own), dtype=torch.uint8, device=device) if complete else None
                 self._bytes = torch.tensor(self._own, dtype=torch.uint8, device=device) if made is None else made
             work = dist.all_reduce(self._bytes, op=dist.ReduceOp.MAX, group=group, async_op=lane.stream is None)
