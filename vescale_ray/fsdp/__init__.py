@@ -45,20 +45,12 @@ One rank: nothing is gathered or scattered. Unsharded parameters are views of th
 gradient shard directly. Padding is zeroed when a buffer is laid out and never written again.
 
 Copies per step: the cast (S), and each gradient once, from autograd's result into the buffer. Weights of large ``nn.Linear``s need no copy
-if compute is reduce: their matrix product writes into the buffer (``linear``). On gloo the all-gather is an exchange between ranks, so
-this rank copies its own part (S) into the gathered buffer unless the master shard lives there.
+if compute is reduce: their matrix product writes into the buffer (``linear``). On gloo this rank also
+copies its own part (S) into the gathered buffer, unless the master shard lives there.
 
 The master shard lives in the gathered buffer on gloo if it is not cast, has no gaps, and ``Group._can_live_in_buffer`` finds no other
 obstacle. This needs buffers of at least 256 KiB. The memory of this rank's part then stays, and only that of the other parts is freed.
 Gathered parameters then take (W - 1) / W of the table's bytes, and so does an exchange.
-
-What is copied per step: the cast (S); each gradient once (autograd's result into the buffer), but for weights of large ``nn.Linear``s,
-whose product writes there itself if compute is reduce (``linear``); on gloo, where the all-gather is an exchange between ranks,
-this rank's own part (S) into the gathered buffer where the master shard does not live there. Nothing else around the all-gather.
-
-The master shard lives in the gathered buffer on gloo if it is not cast, has no gaps and nothing else speaks against it
-(``Group._can_live_in_buffer``), from 256 KiB per buffer on: the memory of that part stays, that of the others' parts comes and goes.
-Gathered parameters then take (W - 1) / W of the table's bytes, as an exchange does.
 """
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle

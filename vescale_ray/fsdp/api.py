@@ -1,4 +1,4 @@
-"""fully_shard: apply sharding to a module."""
+"""``fully_shard`` and the public functions beside it."""
 
 from __future__ import annotations
 

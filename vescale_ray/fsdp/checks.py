@@ -1,4 +1,4 @@
-"""Checks before a forward: are the model's parameters those that its units manage, and can they be used?"""
+"""Checks before a forward: the model's parameters are those that its units manage, and they can be used."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _NAMES = "_vescale_parameter_names"
 
 
 def is_replicated(module: nn.Module) -> bool:
-    """Whether torch's ``replicate`` was applied to this very module: its parameters are not ours to shard."""
+    """Whether torch's ``replicate`` was applied to this module itself; its parameters must not be sharded then."""
     return "replicate" in module.__dict__.get(REGISTRY_KEY, ())
 
 
 def remember_parameters(managed: Iterable[nn.Module], ignored: Collection[nn.Parameter]) -> None:
-    """Note which parameters the modules have now, and which of these a unit manages. The others are ignored, as the user asked."""
+    """Record the modules' parameters, and whether a unit manages each. The user asked to ignore the others."""
     for module in managed:
         module.__dict__[_NAMES] = {name: param not in ignored for name, param in module._parameters.items() if param is not None}
 
@@ -43,7 +43,7 @@ def check_parameters(units: Sequence[Unit], root: nn.Module) -> list[nn.Module]:
     Cost: one pass over the modules, 0.3 us each.
 
     Args:
-        units: those that share the root's schedule.
+        units: the units that share the root's schedule.
         root: the module whose forward starts.
 
     Returns:
@@ -64,7 +64,7 @@ def check_parameters(units: Sequence[Unit], root: nn.Module) -> list[nn.Module]:
                     if held.get(attribute) is not expected:
                         raise ValueError(_describe(param, held.get(attribute)))
             if moved and not gathered:
-                group.adopt()  # the local tensor was exchanged (param.data = value)
+                group.adopt()  # param.data = value has replaced the local tensor
     late, stack, seen = [], [root], set()
     while stack:
         module = stack.pop()
@@ -105,7 +105,7 @@ def check_replaced(units: Sequence[Unit]) -> None:
     """Check that no plain tensor was put in the place of a sharded parameter before the first forward.
 
     Raises:
-        ValueError: one was. An optimizer that is built from it would train nothing.
+        ValueError: one was. An optimizer built from it would train nothing.
     """
     for group in (group for unit in units for group in unit.groups):
         for param in group.params:
@@ -118,10 +118,10 @@ def check_replaced(units: Sequence[Unit]) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Check that ``optimizer``, which is about to step, holds sharded parameters where there are any. Cost: 0.2 us for each parameter.
+    """Check that ``optimizer``, which is about to step, holds sharded parameters if there are any. Cost: 0.2 us per parameter.
 
     Raises:
-        RuntimeError: it holds a gathered parameter, or one that a sharded one has replaced. Its steps would be lost.
+        RuntimeError: it holds a gathered parameter, or one that a sharded parameter has replaced. Its steps would be lost.
     """
     if torch.compiler.is_compiling():
         return
@@ -149,9 +149,9 @@ def name_parameters(group: Group, fqns: dict[int, str]) -> None:
 
 
 def check_tied(units: list[Unit]) -> None:
-    """Modules that share a parameter have to be of one unit, and share it when that is made: it has one place in one buffer.
+    """Check that modules that share a parameter are in one unit: the parameter has one place in one buffer.
 
-    Tied afterwards, it can have several if each rank has the same part of all of them, as with plain ``Shard`` placements.
+    Parameters tied after sharding may be in several units if each rank has the same part of all of them, as with plain ``Shard``.
     """
     homes: dict[int, GroupParam] = {}
     for group in (group for unit in units for group in unit.groups):
@@ -189,7 +189,7 @@ def check_materialized(units: list[Unit]) -> None:
 
 
 def check_hooks(units: list[Unit]) -> None:
-    """All-gather hooks decide how a parameter is sharded, and can't come later."""
+    """Check that no parameter got all-gather hooks after sharding: they decide how it is sharded."""
     for unit in units:
         for param in (param for group in unit.groups for param in group.params if not group.hooked):
             if hasattr(param.local, "fsdp_pre_all_gather"):

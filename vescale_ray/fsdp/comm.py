@@ -348,8 +348,8 @@ class _ExchangeAndSum:
 class InOrder:
     """Reduce-scatter as an exchange of parts and a sum in rank order that continues an earlier sum.
 
-    Each part is scaled before it is added. So the additions are those of one process that adds the ranks' gradients one after the other,
-    for any number of ranks.
+    Each part is scaled before it is added. The additions are then those of one process that adds the ranks'
+    gradients one after the other, for any number of ranks.
     """
 
     __slots__ = ("_parts", "_pending", "_pool", "_scratch")

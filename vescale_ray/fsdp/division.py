@@ -1,8 +1,8 @@
-"""How a group's unsharded buffer is divided into the parts of its ranks.
+"""Division of a group's unsharded buffer into the parts of its ranks.
 
-By default at the layout's boundaries (:class:`Cuts`): each part is a piece of the buffer, and the all-gather writes where parameters are
-read. Parameters that are to have a plain ``Shard`` placement (``shard_placement_fn``) are divided each for itself (:class:`Chunks`): a part
-holds this rank's chunk of every one of them, and what was gathered is copied to where the parameters are, as FSDP2 does.
+By default the buffer is cut at the layout's boundaries (:class:`Cuts`): each part is a piece of the buffer, and the all-gather writes
+directly to the place of the parameters. Parameters with a plain ``Shard`` placement (``shard_placement_fn``) are divided one by one
+(:class:`Chunks`): a part holds this rank's chunk of each of them, and gathered chunks are copied to the parameters, as in FSDP2.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from vescale_ray.planner.layout import Kept
 
 
 class Division(Protocol):
-    """What a group asks of its division. ``rank`` is this rank."""
+    """The interface of a group's division. ``rank`` is this rank."""
 
     layout: Layout
-    """Of the unsharded buffer."""
+    """Layout of the unsharded buffer."""
     kept: Kept
-    """Where this rank keeps its elements."""
+    """Places of this rank's elements in its shard."""
     part_numel: int
-    """Elements of each rank's part of what is gathered."""
+    """Elements of each rank's part of the all-gather."""
     copies: bool
-    """Whether parts are copied into the unsharded buffer, and out of it."""
+    """Whether parts are copied into and out of the unsharded buffer."""
 
     def placement(self, name: str) -> Placement: ...
     def local_shape(self, name: str) -> tuple[int, ...]: ...
@@ -41,28 +41,28 @@ class Division(Protocol):
         ...
 
     def empty_part(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """This rank's part, zero where no tensor is."""
+        """A new part of this rank, with zeros between the tensors."""
         ...
 
     def join(self, parts: torch.Tensor, flat: torch.Tensor) -> None:
-        """Copy the ranks' parts, one after another, into the unsharded buffer."""
+        """Copy the ranks' parts, in rank order, into the unsharded buffer."""
         ...
 
     def split(self, flat: torch.Tensor, parts: torch.Tensor) -> None:
-        """The reverse, for gradients; padding becomes zero."""
+        """Copy the unsharded gradients into the ranks' parts; padding becomes zero."""
         ...
 
     def describe(self) -> tuple[str, ...]:
-        """Everything that decides who holds what."""
+        """Lines of text that determine which rank holds what."""
         ...
 
     def ranges(self, name: str) -> tuple[tuple[int, int], ...]:
-        """Flat elements ``[start, end)`` of each rank, of a tensor that is divided along its first dimensions; else how many."""
+        """Flat elements ``[start, end)`` of each rank if the tensor is divided along its first dimensions, else counts from 0 on."""
         ...
 
 
 class Cuts:
-    """At the layout's boundaries between shards. ``bundle``: what was planned, of which ``layout`` is one buffer."""
+    """Division at the layout's boundaries between shards. ``bundle`` is the plan of all buffers, of which ``layout`` is one."""
 
     copies = False
 
@@ -104,13 +104,13 @@ class Cuts:
 
 @dataclass(frozen=True)
 class _Chunked:
-    """One tensor, divided along ``dim`` into chunks of ``size`` (the last ones shorter or empty), as ``torch.chunk`` does."""
+    """A tensor that is divided along ``dim`` into chunks of ``size``, the last ones shorter or empty, like ``torch.chunk``."""
 
     shape: tuple[int, ...]
     dim: int
     size: int
     offset: int
-    """Of the chunk in each part."""
+    """Offset of the chunk in each part."""
 
     def chunk_shape(self, rank: int) -> tuple[int, ...]:
         length = max(0, min(self.size, self.shape[self.dim] - rank * self.size))
@@ -118,15 +118,15 @@ class _Chunked:
 
 
 class Chunks:
-    """Every tensor for itself along one of its dimensions, evenly but for the first: a ``Shard`` placement.
+    """Division of every tensor along one of its dimensions, like a ``Shard`` placement. Only dimension 0 may be uneven.
 
     Args:
-        layout: of the unsharded buffer, for one rank.
+        layout: the layout of the unsharded buffer, for one rank.
         dims: the dimension of each tensor.
 
     Raises:
         BadArgument: a tensor has no such dimension.
-        NotImplementedError: a dimension other than the first that the ranks don't divide evenly (as with FSDP2).
+        NotImplementedError: the ranks can't divide a dimension other than 0 evenly (as in FSDP2).
     """
 
     copies = True
@@ -200,7 +200,7 @@ class Chunks:
         return value.narrow(one.dim, min(rank * one.size, one.shape[one.dim]), length)
 
     def _pairs(self, parts: torch.Tensor, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Every chunk in the unsharded buffer, and in its rank's part."""
+        """Pairs of every chunk in the unsharded buffer and its place in its rank's part."""
         by_rank: Sequence[torch.Tensor] = parts.view(self.world, self.part_numel).unbind()
         for name, one in self._tensors.items():
             whole = self.layout.view(flat, name)

@@ -1,7 +1,7 @@
-"""The end of a step by hand: methods of FSDPModule that torch has since 2.15, here with every torch.
+"""FSDPModule's methods to end a step by hand, which torch has since 2.15 and vescale_ray has with every torch.
 
-A schedule of micro-batches (torch's pipelines) runs several backwards, some of which autograd does not see as one, and says itself when
-the gradients are complete: ``set_manual_backward_finalization(True)``, forwards and backwards, ``finalize_backward()``.
+A schedule of micro-batches (torch's pipelines) runs several backwards, and tells itself when the gradients are complete. The order of calls
+is ``set_manual_backward_finalization(True)``, the forwards and backwards, ``finalize_backward()``.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from vescale_ray.fsdp.phases import PhaseError
 from vescale_ray.fsdp.schedule import Schedule, unit_of
 from vescale_ray.fsdp.unit import Unit, in_backward
 
-_Base: Any = getattr(torch.distributed.fsdp, "GradientReductionHandle", object)  # for isinstance, where torch has it
+_Base: Any = getattr(torch.distributed.fsdp, "GradientReductionHandle", object)  # isinstance checks need torch's class if there is one
 
 
 class ReductionHandle(_Base):
-    """The reductions that ``finalize_backward(async_op=True)`` has started; nothing is to be waited for if ``schedule`` is None."""
+    """The reductions that ``finalize_backward(async_op=True)`` has started. If ``schedule`` is None, there are none."""
 
     def __init__(self, schedule: Schedule | None) -> None:
         self._schedule = schedule
         self._step = None if schedule is None else schedule.ending.step
 
     def wait(self) -> None:
-        """Wait until the gradients are there. Again: nothing.
+        """Wait until the gradients are delivered. A second call does nothing.
 
         Raises:
-            PhaseError: ``reset_iter_state()`` has given the step up.
+            PhaseError: ``reset_iter_state()`` has dropped the step.
         """
         schedule, self._schedule = self._schedule, None
         if schedule is None:
@@ -40,13 +40,14 @@ class ReductionHandle(_Base):
 
 
 class FinalizesBackward:
-    """Mixed into FSDPModule."""
+    """The methods, mixed into FSDPModule."""
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether reductions are waited for by :meth:`finalize_backward` alone, whatever ``set_is_last_backward`` says. On the root.
+        """Set whether only :meth:`finalize_backward` waits for reductions; ``set_is_last_backward`` then has no effect. Call it on the
+        root.
 
         Raises:
-            PhaseError: called on a unit below the root; a step has begun, in which backwards end in the other way.
+            PhaseError: the unit is below the root, or a step has begun with the other setting.
         """
         unit = _root(self, "set_manual_backward_finalization")
         begun = unit.ending.by_hand if unit.ending.active is None and in_backward() else unit.ending.active
@@ -59,16 +60,18 @@ class FinalizesBackward:
         unit.ending.by_hand = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> ReductionHandle | None:
-        """All backwards of the step are through: reduce what they have added up and reshard, as the settings say now. On the root.
+        """End the step after all its backwards: reduce the gradients and reshard, according to the current settings. Call it on the root.
 
-        Every rank calls it, after ``set_requires_gradient_sync(True)`` if the backwards ran without. Nothing before the first forward.
+        Every rank calls it. If the backwards ran without gradient sync, call ``set_requires_gradient_sync(True)`` before. It does nothing
+        before the first forward.
 
         Args:
-            async_op: only start the reductions; wait on the handle before gradients are used and before the next forward.
+            async_op: only start the reductions. Wait on the handle before the gradients are used and before the next forward.
 
         Raises:
-            PhaseError: called on a unit below the root, inside a backward, without :meth:`set_manual_backward_finalization`, or before
-                the last handle was waited on; gradients that are not to be summed over the replicas (HSDP) yet.
+            PhaseError: it is called on a unit below the root, inside a backward, without :meth:`set_manual_backward_finalization`, or
+            before
+                the last handle was waited on; or gradients must not be summed over the replicas (HSDP) yet.
         """
         unit = _root(self, "finalize_backward")
         schedule = unit.schedule
@@ -85,7 +88,7 @@ class FinalizesBackward:
         return ReductionHandle(schedule)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Torch's switch to keep the memory of gathered parameters after resharding. Ours is shared by units, and can't be kept.
+        """Refuse torch's switch to keep the memory of gathered parameters after resharding: here the units share that memory.
 
         Raises:
             BadArgument: ``keep`` is true.

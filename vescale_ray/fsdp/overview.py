@@ -1,4 +1,4 @@
-"""explain(module): where every parameter lives, what a step moves and holds."""
+"""``explain(module)``: the place of every parameter, and the bytes that a step moves and holds."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _RESHARD = {
 
 @dataclass(frozen=True)
 class ParameterReport:
-    """One parameter. ``ranges[r]`` are its flat elements ``[start, end)`` that rank ``r`` holds; ``gap`` elements lie behind each of
-    its matrices in the buffer."""
+    """One parameter. Rank ``r`` holds the flat elements ``[start, end)`` of ``ranges[r]``. In the buffer, ``gap`` elements follow each
+    of its matrices."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class GroupReport:
     replicas: int
     shard_numel: int
     shard_bytes: int
-    """What this rank sends in an all-gather."""
+    """Bytes that this rank sends in an all-gather."""
     gathered_bytes: int
     padding_ratio: float
     optimal: bool
@@ -62,18 +62,18 @@ class UnitReport:
     name: str
     reshard_after_forward: bool | None
     subgroup_size: int | None
-    """After forward the parameters are kept by so many neighbours together, if not by all ranks of the shard group."""
+    """Number of neighbours that keep the parameters between forward and backward; None: no subgroup."""
     groups: tuple[GroupReport, ...]
 
 
 @dataclass(frozen=True)
 class Report:
-    """Print it. Units are in the order of ``named_modules``."""
+    """The result of :func:`explain`; print it. Units are in the order of ``named_modules``."""
 
     units: tuple[UnitReport, ...]
     memory: dict[str, int]
-    """Bytes of this rank at the peak of a step, by kind: ``master``, ``low_precision`` (shards as they are gathered), ``gathered``,
-    ``gradients`` (shards), ``gradient_buffers``, ``optimizer``. Predicted, if units run in this order; without activations."""
+    """Peak bytes of this rank in a step, by kind: ``master``, ``low_precision`` (cast shards), ``gathered``, ``gradients`` (shards),
+    ``gradient_buffers``, ``optimizer``. The prediction assumes that units run in this order, and leaves out activations."""
 
     @property
     def parameter_count(self) -> int:
@@ -81,7 +81,7 @@ class Report:
 
     @property
     def shard_bytes(self) -> int:
-        """Of the master weights on one rank."""
+        """Bytes of the master weights on one rank."""
         return sum(g.shard_numel * _itemsize(g.dtype) for u in self.units for g in u.groups)
 
     def __str__(self) -> str:
@@ -110,15 +110,14 @@ class Report:
 
 
 def explain(module: nn.Module, *, state_bytes: float | None = None) -> Report:
-    """Report how ``module`` is sharded: units, groups, bytes, padding, order in the buffer, which rank holds what, and the memory of a
-    step.
+    """Report how ``module`` is sharded: units, groups, bytes, padding, order in the buffer, each rank's elements, and a step's memory.
 
     Args:
-        state_bytes: of the optimizer, for each trainable element; None: two states in the parameter's dtype, as AdamW has.
+        state_bytes: bytes of optimizer state per trainable element; None: two states in the parameter's dtype, as in AdamW.
 
     Raises:
-        TypeError: it is no module.
-        ValueError: no ``fully_shard`` was applied to the module or below it.
+        TypeError: ``module`` is no module.
+        ValueError: neither the module nor a module below it was given to ``fully_shard``.
     """
     check_type("module", module, nn.Module, "the model itself")
     units, seen, own = [], set(), []
@@ -135,11 +134,11 @@ def explain(module: nn.Module, *, state_bytes: float | None = None) -> Report:
 
 
 def held_bytes(module: nn.Module) -> dict[str, int]:
-    """Bytes of this rank, by kind; they add up to what the engine takes at the peak of a step so far, without activations.
+    """Bytes of this rank by kind. Their sum is the peak memory of the steps so far, without activations and optimizer states.
 
-    ``parameters``: elements of the shards, with the low-precision copies that are gathered; ``gradients``: of their shards, which exist
-    from backward to the optimizer's step; ``padding``: what the same shards hold beside elements of tensors; ``buffers``: gathered
-    parameters and gradients under way, the most at a time since the first step.
+    ``parameters``: elements of the shards and of the cast shards. ``gradients``: elements of their shards, which exist from backward to
+    the optimizer's step. ``padding``: the rest of these shards. ``buffers``: peak bytes of gathered parameters and gradient buffers
+    since the first step.
     """
     found = dict.fromkeys(("parameters", "gradients", "padding", "buffers"), 0)
     pools: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""One parameter in its two forms, and where it and its group live."""
+"""One parameter in its sharded and unsharded form, and the ranks and devices of its group."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from vescale_ray.placement import RaggedShard
 from vescale_ray.redistribute import plain_spec
 
 Owner = tuple["weakref.ref[nn.Module]", str]
-"""A module and the attribute under which it holds the parameter; weak, so that units do not keep their model alive."""
+"""A module and the name of the parameter in it. The reference is weak, so that units do not keep their model alive."""
 
 
 REPLACED = "_vescale_replaced"
-"""Attribute of parameters that are not in the model any more, since a sharded one took their place."""
+"""Attribute of parameters that a sharded parameter has replaced in the model."""
 GATHERED_OF = "_vescale_gathered_of"
 """Attribute of gathered parameters: a weak reference to their :class:`GroupParam`."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A parameter as :func:`fully_shard` finds it."""
+    """A parameter as :func:`fully_shard` finds it in the model."""
 
     name: str
     param: nn.Parameter
@@ -41,17 +41,17 @@ class Source:
     block: Block | None
     parallel: Parallel | None = None
     gaps: bool = False
-    """A stack of matrices that may be stored with a gap behind each."""
+    """Whether it is a stack of matrices that may have a gap behind each."""
     shard_dim: int | None = None
-    """The dimension of a plain ``Shard`` placement, if it is to have one."""
+    """Dimension of a plain ``Shard`` placement; None: the planner cuts the parameter."""
     hooked: bool = False
-    """Its tensor class says what is gathered."""
+    """Whether its tensor class defines the all-gather."""
     tied: bool = False
-    """An earlier unit took it, too. What is sharded here is a copy, to be replaced before the first forward."""
+    """Whether an earlier unit holds it, too. This unit shards a copy, which must be replaced before the first forward."""
 
     @property
     def value(self) -> torch.Tensor:
-        """What this rank has to share out: the parameter, or the part of it that tensor or expert parallelism left here."""
+        """The tensor to shard: the parameter, or this rank's local part of it under tensor or expert parallelism."""
         return self.param.detach() if self.parallel is None else local_of(self.param)
 
     @property
@@ -61,13 +61,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Parallel:
-    """Tensor or expert parallelism of a parameter that came as a DTensor. Data parallelism shares out what that leaves to a rank.
+    """Tensor or expert parallelism of a parameter that is a DTensor already. Data parallelism shards each rank's local part.
 
     Args:
-        spec: of the DTensor: what the module's forward expects.
-        data_dims: dimensions of its mesh that are data-parallel (``dp_mesh_dims``): Replicate there, gradients may be pending.
-        model_mesh: its mesh without those; None if nothing is left.
-        even: every rank of it has as much. If not, no ragged placement is the same on all ranks of the mesh, as one has to be.
+        spec: the DTensor's spec, which the module's forward expects.
+        data_dims: data-parallel dimensions of its mesh (``dp_mesh_dims``): Replicate, with sums of gradients possibly pending.
+        model_mesh: its mesh without these dimensions; None if none is left.
+        even: whether every rank has the same number of elements. If not, the ranks can't share one ragged placement, so it needs ``Shard``.
     """
 
     spec: DTensorSpec
@@ -80,12 +80,12 @@ class Parallel:
         return tuple(p for i, p in enumerate(self.spec.placements) if i not in self.data_dims)
 
     def parts_along(self, dim: int) -> int:
-        """Into how many parts tensor or expert parallelism cuts dimension ``dim``."""
+        """Number of parts into which tensor or expert parallelism cuts dimension ``dim``."""
         cut = [type(p) is Shard and p.dim % len(self.spec.shape) == dim for p in self.spec.placements]
         return math.prod(size for size, here in zip(self.spec.mesh.shape, cut, strict=True) if here)
 
     def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a gradient, as the parameter is placed; sums over data-parallel dimensions stay pending."""
+        """This rank's part of a gradient in the parameter's placements; sums over data-parallel dimensions stay pending."""
         if not isinstance(grad, DTensor):
             raise TypeError(f"the gradient of a DTensor parameter is a {type(grad).__name__}, not a DTensor")
         wanted = tuple(g if i in self.data_dims else p for i, (g, p) in enumerate(zip(grad.placements, self.spec.placements, strict=True)))
@@ -94,7 +94,7 @@ class Parallel:
 
 
 class Place:
-    """The ranks of a group, seen from this one."""
+    """The ranks and the device of a group, and this rank's position."""
 
     __slots__ = ("_joint", "device", "mesh", "pairwise", "rank", "replicas", "replicate_group", "shard_group", "world")
 
@@ -109,10 +109,10 @@ class Place:
         self._joint: dict[int, DeviceMesh] = {}
 
     def spec(self, own: Placement, shape: tuple[int, ...], dtype: torch.dtype, parallel: Parallel | None) -> DTensorSpec:
-        """The layout of a sharded parameter: ours on the data-parallel mesh, and beside it what tensor or expert parallelism did."""
+        """The spec of a sharded parameter: ``own`` on the data-parallel mesh, with the placements of tensor or expert parallelism."""
         ragged = isinstance(own, RaggedShard)
         if parallel is not None and isinstance(own, Shard) and (split := parallel.parts_along(own.dim)) > 1:
-            own = StridedShard(own.dim, split_factor=split)  # ours comes first in the mesh, but cuts what the others have left
+            own = StridedShard(own.dim, split_factor=split)  # it comes first in the mesh, but cuts the part that the others leave
         placements: tuple[Placement, ...] = (own,) if self.replicate_group is None else (Replicate(), own)
         if parallel is None:
             if ragged:
@@ -131,21 +131,21 @@ class Place:
 
 
 class Subgroup:
-    """``size`` neighbours of a shard group that hold all parameters between forward and backward, each ``1 / size`` of them.
+    """``size`` neighbours of a shard group that keep all parameters between forward and backward, each ``1 / size`` of them.
 
-    Created by all ranks of the mesh together; cached, since every unit of a model asks for the same one.
+    All ranks of the mesh create it together. It is cached, since every unit of a model uses the same one.
     """
 
     __slots__ = ("group", "pairwise", "rank", "size")
 
     def __init__(self, mesh: DeviceMesh, size: int, device: torch.device) -> None:
-        # By process group, not by mesh: meshes of the same ranks are equal, also when those ranks have new groups by now.
+        # The key is the process group: meshes of the same ranks compare equal even if the ranks have new groups by now.
         known = _SUBGROUPS.setdefault(mesh.get_group(mesh.ndim - 1), {})
         if size not in known:
             names = ("across", "neighbours")
             if mesh.size() == dist.get_world_size() or mesh.mesh_dim_names is None:
                 known[size] = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=names)
-            else:  # the ranks beside this mesh make groups of their own now, which every rank has to know of
+            else:  # the ranks outside this mesh create groups at the same time, and every rank must know all of them
                 known[size] = mesh._unflatten(mesh.ndim - 1, (mesh.size(mesh.ndim - 1) // size, size), names)
         self.size, self.rank = size, known[size].get_local_rank("neighbours")
         self.group: dist.ProcessGroup = known[size].get_group("neighbours")
@@ -156,7 +156,7 @@ _SUBGROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]] 
 
 
 class GroupParam:
-    """One parameter: sharded (an ``nn.Parameter`` of type RaggedDTensor, or DTensor) and unsharded (a plain leaf, once it was gathered)."""
+    """One parameter: the sharded ``nn.Parameter`` (a RaggedDTensor or DTensor), and the unsharded leaf once it was gathered."""
 
     __slots__ = (
         "__weakref__", "fqn", "home", "kept", "name", "owners", "parallel", "placement", "shape", "sharded", "slots", "spec", "tied",
@@ -168,21 +168,21 @@ class GroupParam:
         self.sharded, self.placement, self.spec = sharded, placement, spec
         self.tied = sharded if source.tied else None
         self.shape = source.shape
-        """Of what is shared out: the parameter's own, or that of the part which tensor or expert parallelism left here."""
+        """Shape of the tensor that is sharded: the parameter's, or that of its local part under tensor or expert parallelism."""
         self.unsharded: nn.Parameter | None = None
         self.kept = local_of(sharded)
-        """The local tensor that looks into the master shard. The sharded parameter has another one once ``.data`` was assigned."""
+        """The local tensor, a view of the master shard. After ``.data`` is assigned, the sharded parameter has another one."""
         self.slots = [(module._parameters, attribute) for ref, attribute in source.owners if (module := ref()) is not None]
-        """Where the modules hold the parameter."""
+        """The dicts and names under which the modules hold the parameter."""
         self.home: GroupParam | None = None
-        """Tied to this one of another group after sharding: the sharded parameter is a view of that group's shard, and this group has a
-        copy, taken when parameters are gathered."""
+        """The parameter of another group to which this one was tied after sharding. The sharded parameter is a view of that group's shard.
+        This group keeps a copy, refreshed when it gathers."""
 
     def new_unsharded(self, view: torch.Tensor) -> nn.Parameter:
-        """A leaf that looks at ``view`` of the gathered buffer."""
+        """A leaf parameter on ``view`` of the gathered buffer."""
         differentiable = view.is_floating_point() or view.is_complex()
-        # Assigned through .data, a tensor keeps no tie to the version counter of the buffer: refilling that is no "modified by an
-        # inplace operation" to autograd. The expanded scalar only lends its shape.
+        # A tensor assigned through .data does not share the buffer's version counter, so autograd does not take a refill for an in-place
+        # write. The expanded scalar only lends its shape.
         local = torch.empty((), dtype=view.dtype, device=view.device).expand(view.shape)
         if self.parallel is None:
             self.unsharded = nn.Parameter(local, requires_grad=differentiable)
@@ -196,7 +196,7 @@ class GroupParam:
         return self.unsharded
 
     def replace(self, sharded: nn.Parameter) -> None:
-        """Take ``sharded`` for the sharded parameter from now on. Whoever holds the one before can be told."""
+        """Use ``sharded`` as the sharded parameter, and mark the previous one as replaced."""
         if sharded is not self.sharded:
             self.sharded.__dict__[REPLACED] = True
             sharded.__dict__.pop(REPLACED, None)
@@ -204,24 +204,24 @@ class GroupParam:
         self.kept = local_of(sharded)
 
     def point_to(self, view: torch.Tensor) -> None:
-        """Let the unsharded parameter look at ``view``."""
+        """Make the unsharded parameter a view of ``view``."""
         assert self.unsharded is not None
         (self.unsharded if self.parallel is None else local_of(self.unsharded)).data = view
 
     @property
     def local(self) -> torch.Tensor:
-        """What this rank holds of it: a view of the master shard."""
+        """This rank's part of the parameter: a view of the master shard."""
         return local_of(self.sharded)
 
     def install(self, parameter: nn.Parameter) -> None:
-        """Make ``parameter`` the one that the modules hold."""
+        """Put ``parameter`` into the modules."""
         for module_ref, attribute in self.owners:
             module = module_ref()
             if module is not None:
                 module._parameters[attribute] = parameter
 
     def installed(self) -> nn.Parameter | None:
-        """The one that the (first) module holds."""
+        """The parameter that the first module holds now."""
         module = self.owners[0][0]()
         return None if module is None else module._parameters.get(self.owners[0][1])
 
@@ -238,8 +238,8 @@ def is_view_of(param: nn.Parameter, flat: torch.Tensor) -> bool:
 
 
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """``local`` as a DTensor: ours if it has a ragged placement, else torch's, as torch makes it: ``torch.compile`` makes a tensor that
-    stands for it in the same way, and both must start at the same offset."""
+    """``local`` as a RaggedDTensor for a ragged placement, else as torch's DTensor. It is built as ``torch.compile`` builds its traced
+    stand-in, since both must start at the same offset."""
     if any(isinstance(placement, RaggedShard) for placement in spec.placements):
         return RaggedDTensor.from_spec(local, spec)
     return DTensor(local, spec, requires_grad=False)

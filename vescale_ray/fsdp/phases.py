@@ -20,7 +20,7 @@ class Phase(Enum):
 
 
 class Residency(Enum):
-    """Where the parameters of a group are."""
+    """The form in which the modules hold a group's parameters."""
 
     SHARDED = "sharded"
     GATHERING = "gathering"

@@ -1,8 +1,8 @@
-"""Do all ranks have the same plan? Asked before the first collective that depends on it.
+"""Check that all ranks have the same plan, before the first collective that depends on it.
 
-One small all-gather per process group if they do. If they don't, three more find the first line in which rank 0 and the first rank
-that differs from it differ, by hashes, so that no rank ever holds the plans of all. Then the same over replicas (HSDP, DDP), with what
-was gathered from all ranks of each: so if one rank is odd, every rank of every replica knows.
+If they do, this takes one small all-gather per process group. If not, three more find the first line in which rank 0 and the first
+different rank differ. They compare hashes, so no rank ever holds all plans. The replicas (HSDP, DDP) then compare the digests of all their
+ranks in the same way. So if one rank is different, every rank of every replica raises.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def check_same_plan(units: Sequence[Unit]) -> None:
     """Compare the plans of all groups over their ranks. Collective.
 
     Raises:
-        RuntimeError: with the first difference, as it is on both sides.
+        RuntimeError: the plans differ; the message has the first difference as both ranks have it.
     """
     plans: dict[tuple[int, int], tuple[Place, list[tuple[str, ...]]]] = {}
     for unit in units:
@@ -50,19 +50,19 @@ def check_same_plan(units: Sequence[Unit]) -> None:
 
 
 class _Ranks:
-    """Whose plans are compared, and what a member is called."""
+    """The ranks whose plans are compared, and the word for one of them (rank or replica)."""
 
     def __init__(self, group: dist.ProcessGroup, size: int, device: torch.device, word: str) -> None:
         self.group, self.size, self.device, self.word = group, size, device, word
 
     def gather(self, data: bytes, size: int) -> list[bytes]:
-        """Every member's ``data``, filled up with zeros to ``size`` bytes. Collective."""
+        """Every member's ``data``, padded with zeros to ``size`` bytes. Collective."""
         if self.size == 1:
             return [data.ljust(size, b"\0")]
         mine = torch.zeros(size, dtype=torch.uint8)
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
         mine = mine.to(self.device)
-        # Every part starts as this rank's own: a process group that only pretends to communicate leaves it so.
+        # Every part starts as this rank's own, so that a fake process group, which moves nothing, leaves equal parts.
         out = mine.repeat(self.size)
         dist.all_gather_single(out, mine, group=self.group)
         parts = out.cpu().view(self.size, size)
@@ -70,7 +70,7 @@ class _Ranks:
 
 
 def _compare(ranks: _Ranks, digest: bytes, descriptions: list[tuple[str, ...]]) -> tuple[list[bytes], str]:
-    """Everyone's digest, and the first difference between the plans if these differ, else nothing. Collective."""
+    """Every member's digest, and the first difference between the plans, or "". Collective."""
     digests = ranks.gather(digest, _DIGEST)
     odd = next((rank for rank, other in enumerate(digests) if other != digests[0]), None)
     if odd is None:
@@ -81,13 +81,13 @@ def _compare(ranks: _Ranks, digest: bytes, descriptions: list[tuple[str, ...]]) 
     head = lines[0] if lines else "(no such unit)"
     text = f"{head}: {lines[line]}" if 0 < line < len(lines) else head if line == 0 else f"{head}: (nothing more)"
     texts = [t.rstrip(b"\0").decode(errors="replace") for t in ranks.gather(text.encode()[:_TEXT], _TEXT)]
-    if texts[0] == texts[odd]:  # replicas that are alike at this rank's position, not at another's
+    if texts[0] == texts[odd]:  # the replicas are alike at this rank's position and differ at another's
         return digests, f"{ranks.word} {odd} has not what {ranks.word} 0 has (the error of another rank says where)"
     return digests, f"{ranks.word} 0 has {texts[0]!r}, {ranks.word} {odd} has {texts[odd]!r}"
 
 
 def _first_difference(hashes: list[bytes], odd: int, ranks: _Ranks) -> int:
-    """The first position at which the lists of rank 0 and rank ``odd`` differ; each rank knows its own. Collective."""
+    """The first position at which the lists of rank 0 and rank ``odd`` differ; each rank passes its own list. Collective."""
     longest = max(int.from_bytes(count, "little") for count in ranks.gather(len(hashes).to_bytes(8, "little"), 8))
     size = max(1, longest) * _HASH
     lists = ranks.gather(b"".join(hashes), size)

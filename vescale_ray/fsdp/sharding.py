@@ -1,7 +1,7 @@
-"""Which of a model's tensors are sharded over which mesh dimensions: DDP, ZeRO-1, 2 and 3, HSDP and what lies between, as one algebra.
+"""Sharding of parameters, gradients and optimizer states over mesh dimensions: DDP, ZeRO-1, 2 and 3, HSDP and combinations.
 
-Parameters P, gradients G and optimizer states O are each sharded over a set of mesh dimensions, and replicated over the others; what is
-needed more often is sharded less: P within G within O. The master weights are where the optimizer states are.
+Parameters P, gradients G and optimizer states O are each sharded over a set of mesh dimensions, and replicated over the others. The sets
+must be nested, P within G within O. The master weights are sharded like the optimizer states.
 
 | | parameters | gradients | optimizer |
 |---|---|---|---|
@@ -12,13 +12,13 @@ needed more often is sharded less: P within G within O. The master weights are w
 | HSDP (replicate, shard) | shard | shard | shard |
 | HSDP, optimizer sharded over all ranks | shard | replicate, shard | replicate, shard |
 
-How it is carried out:
+The ranks of O shard the master weights: gradients are reduce-scattered over O, and all-reduced over the other dimensions.
 
-- the ranks of O share out the master weights: reduce-scatter over O, all-reduce over the dimensions that are left;
-- P is O: gathered for forward and for backward. P is empty: gathered once after an optimizer step, and kept. Between the two: gathered
-  from all of O once after an optimizer step, then each rank keeps its part of the group over P, and gathers within that;
-- G decides what happens to gradients of micro-batches before the last one (``set_requires_gradient_sync(False)``): G is empty: they add up
-  unsharded, and nothing is sent; else they are reduce-scattered over O at once, and add up there. (More than G may ask for, never less.)
+- P equals O: parameters are gathered for forward and for backward. P is empty: they are gathered once after an optimizer step, and
+  kept. P is between: they are gathered over O once after an optimizer step; then each rank keeps its part within the group over P, and
+  gathers within that group.
+- G decides about micro-batches before the last one (``set_requires_gradient_sync(False)``). G is empty: gradients add up unsharded, and
+  nothing is sent. Otherwise they are reduce-scattered over O at once and add up as shards. (O may shard more than G asks for, never less.)
 
 (Rajbhandari et al., ZeRO, arXiv 1910.02054; Zhao et al., PyTorch FSDP, arXiv 2304.11277, for hybrid sharding; Wang et al., ZeRO++,
 arXiv 2306.10209, for a second partition of parameters.)
@@ -41,11 +41,11 @@ Dims = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Sharding:
-    """Names of the mesh dimensions that parameters, gradients and optimizer states are sharded over: a tuple each, or one name.
+    """Names of the mesh dimensions over which parameters, gradients and optimizer states are sharded: one name or a tuple for each.
 
     Raises:
-        TypeError: something else than names.
-        ValueError: parameters over a dimension that gradients are not sharded over, or gradients and optimizer states.
+        TypeError: a value holds something other than names.
+        ValueError: parameters are sharded over a dimension that gradients are not, or gradients over one that optimizer states are not.
     """
 
     parameters: Dims | str = ()
@@ -66,27 +66,27 @@ class Sharding:
 
     @classmethod
     def ddp(cls) -> Sharding:
-        """Everything on every rank."""
+        """Replicate everything on every rank."""
         return cls()
 
     @classmethod
     def zero1(cls, *dims: str) -> Sharding:
-        """Optimizer states sharded; over ``dims``, or ``"shard"``."""
+        """Shard optimizer states over ``dims``, by default ``"shard"``."""
         return cls((), (), dims or ("shard",))
 
     @classmethod
     def zero2(cls, *dims: str) -> Sharding:
-        """Gradients and optimizer states sharded."""
+        """Shard gradients and optimizer states over ``dims``, by default ``"shard"``."""
         return cls((), dims or ("shard",), dims or ("shard",))
 
     @classmethod
     def zero3(cls, *dims: str) -> Sharding:
-        """Everything sharded: what ``fully_shard`` does without a ``sharding``."""
+        """Shard everything over ``dims``, by default ``"shard"``, as ``fully_shard`` does without a ``sharding``."""
         return cls(dims or ("shard",), dims or ("shard",), dims or ("shard",))
 
 
 def default_mesh() -> DeviceMesh:
-    """All ranks, on the accelerator if there is one. As torch, initialises the default process group from the environment if need be."""
+    """A mesh of all ranks, on the accelerator if there is one. Initialises the default process group if needed, as torch does."""
     if not dist.is_initialized():
         gloo.init_process_group()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -95,13 +95,13 @@ def default_mesh() -> DeviceMesh:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a :class:`Sharding` comes to on a mesh.
+    """A :class:`Sharding` resolved on a mesh.
 
     Attributes:
         mesh: (shard,) or (replicate, shard).
-        keep: parameters stay on every rank between optimizer steps.
-        neighbours: ranks that keep all parameters together between optimizer steps; None: those of ``mesh``, or each for itself.
-        hold: gradients of earlier micro-batches add up unsharded.
+        keep: whether parameters stay on every rank between optimizer steps.
+        neighbours: number of ranks that together keep all parameters between optimizer steps; None: no such subgroup.
+        hold: whether gradients of earlier micro-batches add up unsharded.
     """
 
     mesh: DeviceMesh
@@ -111,10 +111,10 @@ class Plan:
 
 
 def plan_sharding(sharding: Sharding, mesh: DeviceMesh) -> Plan:
-    """Carry out ``sharding`` on ``mesh``.
+    """Resolve ``sharding`` on ``mesh``.
 
     Raises:
-        ValueError: a dimension that the mesh has not; parameters sharded over other than the last of the optimizer's dimensions.
+        ValueError: the mesh lacks a dimension, or parameters are sharded over other than the last of the optimizer's dimensions.
     """
     names = mesh.mesh_dim_names or (("shard",) if mesh.ndim == 1 else ())
     if len(names) != mesh.ndim:
@@ -142,11 +142,11 @@ def plan_sharding(sharding: Sharding, mesh: DeviceMesh) -> Plan:
 
 
 def _data_mesh(mesh: DeviceMesh, names: Dims, shard: Dims) -> DeviceMesh:
-    """(shard,) or (replicate, shard); new process groups are made once, by all ranks together."""
+    """The mesh (shard,) or (replicate, shard). All ranks together create new process groups, once."""
     rest = tuple(n for n in names if n not in shard)
     if (not rest and len(shard) == 1) or (mesh.ndim == 2 and (rest, shard) == (names[:1], names[1:])):
         return mesh
-    # By process group, not by mesh: meshes of the same ranks are equal, also when those ranks have new groups by now.
+    # The key is the process group: meshes of the same ranks compare equal even if the ranks have new groups by now.
     known = _MESHES.setdefault(mesh.get_group(0), {})
     if (names, shard) not in known:
         whole = mesh.size() == dist.get_world_size() or mesh.mesh_dim_names is None
@@ -155,7 +155,7 @@ def _data_mesh(mesh: DeviceMesh, names: Dims, shard: Dims) -> DeviceMesh:
 
 
 def _whole(mesh: DeviceMesh, names: Dims, rest: Dims, shard: Dims) -> DeviceMesh:
-    """A mesh of all ranks, arranged anew."""
+    """A mesh of all ranks in another arrangement."""
     order = [names.index(n) for n in (*rest, *shard)]
     width = math.prod(mesh.size(names.index(n)) for n in shard)
     ranks = mesh.mesh.permute(order).reshape(-1, width)
@@ -165,8 +165,8 @@ def _whole(mesh: DeviceMesh, names: Dims, rest: Dims, shard: Dims) -> DeviceMesh
 
 
 def _part(mesh: DeviceMesh, rest: Dims, shard: Dims) -> DeviceMesh:
-    """A mesh of some of the ranks, cut out of a larger one: the ranks beside it make the same groups of their own at the same time, and
-    every rank has to know of all of them. Hence by what torch derives from the larger mesh."""
+    """A mesh of some ranks, derived from a larger mesh by torch. The ranks outside create the same groups at the same time, and every
+    rank must know all of them."""
     if not rest:
         return flattened(mesh, shard)
     replicas = flattened(mesh, rest)
@@ -176,7 +176,7 @@ def _part(mesh: DeviceMesh, rest: Dims, shard: Dims) -> DeviceMesh:
 
 
 def flattened(mesh: DeviceMesh, dims: Dims) -> DeviceMesh:
-    """The dimensions ``dims`` of ``mesh`` as one, in the order of the mesh."""
+    """The dimensions ``dims`` of ``mesh``, flattened into one in the order of the mesh."""
     one = mesh if dims == mesh.mesh_dim_names else mesh[dims]
     return one if len(dims) == 1 else one._flatten("_".join(dims))
 

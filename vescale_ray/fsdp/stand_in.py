@@ -1,22 +1,22 @@
-"""Our ``fully_shard`` for programs that import torch's: trainers of other people, whose code is not ours to change.
+"""Replaces torch's ``fully_shard`` in programs that import it, such as trainers whose code can't be changed.
 
     from vescale_ray.fsdp import stand_in_for_torch
 
     stand_in_for_torch()                      # once, before the model is sharded; or: with stand_in_for_torch(): ...
     trainer = Trainer(.., fsdp_version=2)     # shards with vescale_ray now
 
-``import vescale_ray`` leaves torch as it is; this call, and nothing else, changes it, until it is undone:
+``import vescale_ray`` leaves torch as it is. Only this call changes torch, until it is undone:
 
-- ``fully_shard``, ``register_fsdp_forward_method`` and ``share_comm_ctx`` are ours;
-- ``distribute_tensor``, ``DTensor.from_local`` and ``DTensor.redistribute`` also know ragged placements, as in
+- ``fully_shard``, ``register_fsdp_forward_method`` and ``share_comm_ctx`` become those of vescale_ray;
+- ``distribute_tensor``, ``DTensor.from_local`` and ``DTensor.redistribute`` also accept ragged placements, as in
   ``distribute_tensor(full, param.device_mesh, param.placements)``;
 - ``set_model_state_dict`` and ``set_optimizer_state_dict`` of ``torch.distributed.checkpoint`` load full state dicts into ragged tensors:
   each rank takes its part.
 
-A name is replaced in every module that has imported it by now, and where later imports will find it.
+The call replaces a name in every module that has imported it, and where later imports find it.
 
-Code that cuts checkpoints by a parameter's ``placements`` itself (``from_pretrained(.., distributed_config=..)`` of transformers 5)
-knows no ragged placements: ``stand_in_for_torch(plain_shards=True)``.
+Some code cuts checkpoints by a parameter's ``placements`` itself and knows no ragged placements, for example
+``from_pretrained(.., distributed_config=..)`` of transformers 5. Use ``stand_in_for_torch(plain_shards=True)`` with it.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from vescale_ray.placement import RaggedShard
 
 
 class StandIn:
-    """What :func:`stand_in_for_torch` returns: undo it, or use it as a context that does."""
+    """The result of :func:`stand_in_for_torch`: call :meth:`undo`, or use it as a context that calls it at the end."""
 
     def __init__(self) -> None:
         self._replaced: list[Callable[[], object]] = []
 
     def undo(self) -> None:
-        """Give torch's names back their own functions. Modules that are sharded stay so."""
+        """Restore torch's functions. Modules that are sharded stay sharded."""
         while self._replaced:
             self._replaced.pop()()
 
     def _replace(self, name: str, original: Any, ours: Any) -> None:
-        if original is ours:  # stood in for already
+        if original is ours:  # replaced already
             return
         for module in list(sys.modules.values()):
             namespace = getattr(module, "__dict__", None)
@@ -74,9 +74,9 @@ class StandIn:
 
 
 def stand_in_for_torch(*, plain_shards: bool = False) -> StandIn:
-    """Put ours in the place of torch's ``fully_shard`` and what loads into it, in this process, until :meth:`StandIn.undo`.
+    """Replace torch's ``fully_shard`` and the functions that load into it in this process, until :meth:`StandIn.undo`.
 
-    ``plain_shards``: parameters that the caller places nowhere get ``Shard(0)``, as with FSDP2, and its copies around collectives.
+    ``plain_shards``: give ``Shard(0)``, with FSDP2's copies around collectives, to parameters for which the caller names no placement.
     """
     stand_in = StandIn()
     stand_in._replace("fully_shard", torch.distributed.fsdp.fully_shard, _with_plain_shards if plain_shards else fully_shard)
@@ -125,7 +125,7 @@ _OUR_FROM_LOCAL = staticmethod(_from_local)
 
 
 def _whole_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Size:
-    """The shape of the tensor of which ``local`` is a part, where each rank's part tells it, or ValueError on all ranks."""
+    """The shape of the whole tensor, computed from this rank's part ``local`` if it can be; otherwise all ranks raise ValueError."""
     dim = ragged_mesh_dim(placements)
     assert dim is not None
     ragged = cast(RaggedShard, placements[dim])
@@ -151,7 +151,7 @@ def _redistribute(
 
 
 def _distribute_tensors(local_state_dict: dict[str, Any], keys: list[str], device: torch.device, pg: Any = None) -> None:
-    """Torch's: where ``local_state_dict`` has ``(sharded, full)``, make it the sharded tensor with this rank's part of the full one."""
+    """Torch's function, extended: replace each pair ``(sharded, full)`` by the sharded tensor with this rank's part of ``full``."""
     others = []
     for key in keys:
         pair = local_state_dict.get(key)
@@ -161,7 +161,7 @@ def _distribute_tensors(local_state_dict: dict[str, Any], keys: list[str], devic
         sharded, full = pair
         mine = distribute_tensor(full.detach(), sharded.device_mesh, sharded.placements, src_data_rank=None)
         if sharded.is_meta:
-            local_state_dict[key] = mine.clone()  # the part is a view of the full tensor, which would stay
+            local_state_dict[key] = mine.clone()  # without the clone, the part as a view would keep the full tensor
         else:
             sharded.to_local().copy_(mine.to_local())
             local_state_dict[key] = sharded

@@ -1,10 +1,10 @@
-"""A unit in the shape of the state that torch's own ``fully_shard`` leaves on a module, for code that reaches into that.
+"""A unit in the shape of the state object of torch's own ``fully_shard``, for code that reads that object.
 
-Torch's does: a pipeline stage runs backward in micro-batches without reduction and then, once, calls ``post_backward()`` of every group and
-``_root_post_backward_final_callback()`` (``stage.py``, ``perform_reduce_grad``, torch 2.13); ``replicate`` leaves modules alone that are
-registered as sharded; ``FSDPMemTracker`` puts itself around forward hooks and around the backward of groups. Trainers and tests of other
-people ask who is the root, what a parameter is called, whether a unit is gathered.
-Only what a unit really has is here; ``fully_shard.state(module)`` and ``module._get_fsdp_state()`` give it.
+Several parts of torch do. A pipeline stage runs the backwards of micro-batches without reduction and then calls ``post_backward()`` of
+every group and ``_root_post_backward_final_callback()`` once (``stage.py``, ``perform_reduce_grad``, torch 2.13). ``replicate`` skips
+modules that are registered as sharded. ``FSDPMemTracker`` wraps forward hooks and the backward of groups. Trainers and tests ask for the
+root, the names of parameters, and whether a unit is gathered. These classes have only what a unit really has. ``fully_shard.state(module)``
+and ``module._get_fsdp_state()`` return them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 class State:
-    """Torch's ``FSDPState``, as far as a unit has the same."""
+    """The attributes of torch's ``FSDPState`` that a unit can answer."""
 
     def __init__(self, unit: Unit) -> None:
-        self._unit_ref = weakref.ref(unit)  # the modules hold both
+        self._unit_ref = weakref.ref(unit)  # a weak reference, since the modules hold both
         self._fsdp_param_groups = [ParamGroup(unit, group) for group in unit.groups]
         self._pre_forward_hook_handle: Any = Handles(unit.pre_hooks)
         self._post_forward_hook_handle: Any = Handles(unit.post_hooks)
@@ -47,13 +47,13 @@ class State:
         return unit
 
     def _lazy_init(self) -> None:
-        """What the first forward does: this unit becomes the root of those below it."""
+        """Do the work of the first forward: make this unit the root of the units below it."""
         if self._unit.schedule is None:
             Schedule.start(self._unit)
 
     @property
     def _is_root(self) -> bool | None:
-        """None: no forward has said so yet."""
+        """None until the first forward has run."""
         return None if self._unit.schedule is None else self._unit.is_root
 
     @property
@@ -78,7 +78,7 @@ class State:
 
     @property
     def all_states(self) -> list[State]:
-        """Of all units below the root, once it has run a forward; before, this one only."""
+        """The states of all units below the root after its first forward; before, only this one."""
         schedule = self._unit.schedule
         return [self] if schedule is None else [state_of_unit(one) for one in schedule.units]
 
@@ -100,7 +100,7 @@ class State:
 
     @property
     def is_last_backward(self) -> bool:
-        """Of ``_state_ctx``."""
+        """Whether the next backward is the last of the step, on ``_state_ctx``."""
         return self._unit.ending.is_last
 
     @is_last_backward.setter
@@ -109,12 +109,12 @@ class State:
 
     @property
     def _comm_ctx(self) -> object:
-        """The same object for states that share streams and buffers (``share_comm_ctx``), another one for others."""
+        """One object for all states that share streams and buffers (``share_comm_ctx``), and different objects otherwise."""
         return self._unit.lanes or self
 
     @property
     def _modules_to_run_forward(self) -> set[nn.Module]:
-        """Of a list of modules, those that the forward that is running has not run yet."""
+        """The modules of a list that the running forward has not run yet."""
         return {module for module in self._modules if id(module) in self._unit._waiting} if len(self._modules) > 1 else set()
 
     @property
@@ -132,7 +132,7 @@ class State:
             self._unit.schedule.end_backward()
 
     def replaced(self, method: str) -> Callable[[], None] | None:
-        """What other code (torch's ``FSDPMemTracker``) put in place of a method of the groups, to be called instead; None: nothing."""
+        """A call of the replacement that other code (torch's ``FSDPMemTracker``) put in place of a group's method; None: no replacement."""
         if not any(method in group.__dict__ for group in self._fsdp_param_groups):
             return None
 
@@ -144,7 +144,7 @@ class State:
 
 
 class ParamGroup:
-    """Torch's ``FSDPParamGroup``, as far as a group has the same. Of the groups of a unit, the first one acts for all."""
+    """The attributes of torch's ``FSDPParamGroup`` that a group can answer. The first group of a unit acts for all its groups."""
 
     def __init__(self, unit: Unit, group: Group) -> None:
         self._unit_ref, self._group_ref = weakref.ref(unit), weakref.ref(group)
@@ -189,7 +189,7 @@ class ParamGroup:
 
     @property
     def _reduce_dtype(self) -> torch.dtype | None:
-        """None: gradients are reduced as they are."""
+        """None: gradients are reduced in the compute dtype."""
         group = self._group
         return None if group.reduce_dtype == group.compute_dtype else group.reduce_dtype
 
@@ -207,13 +207,13 @@ class ParamGroup:
         return self._group.residency is Residency.SHARDED
 
     def pre_backward(self, *_: Any) -> None:
-        """A gradient of an output has come: gather the parameters of this unit."""
+        """Gather the unit's parameters: the gradient of an output has arrived."""
         unit = self._acting
         if unit is not None:
             unit.enter_backward()
 
     def post_backward(self, *_: Any) -> None:
-        """All micro-batches are through: reduce the gradients of this unit."""
+        """Reduce the unit's gradients, after all micro-batches."""
         unit = self._acting
         if unit is not None:
             unit.take_in_gradients()
@@ -221,7 +221,7 @@ class ParamGroup:
 
 
 class Param:
-    """Torch's ``FSDPParam``, as far as a parameter has the same."""
+    """The attributes of torch's ``FSDPParam`` that a parameter can answer."""
 
     def __init__(self, param: GroupParam) -> None:
         self._param_fqn, self.sharded_param = param.fqn, param.sharded
@@ -233,7 +233,7 @@ class Param:
 
 
 class Handles:
-    """The hooks of all modules of a unit, to be removed together."""
+    """The hooks of all modules of a unit, which are removed together."""
 
     def __init__(self, handles: list[RemovableHandle]) -> None:
         self._handles = handles
@@ -252,19 +252,19 @@ _TRAINING_STATES = {
 
 
 def leave_state(module: nn.Module, unit: Unit) -> None:
-    """Let torch's ``fully_shard.state(module)`` find the unit, and other composable functions that the module is sharded."""
+    """Register the unit as the module's state, so that ``fully_shard.state(module)`` and other composable functions find it."""
     module.__dict__.setdefault(STATE_KEY, OrderedDict())[inspect.unwrap(torch_fully_shard)] = state_of_unit(unit)
     module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
 
 
 def state_of_unit(unit: Unit) -> State:
-    """The same one each time."""
+    """The unit's state, the same object each time."""
     if unit.torch_state is None:
         unit.torch_state = State(unit)
     return unit.torch_state
 
 
 def state_of(module: nn.Module) -> State | None:
-    """The state that :func:`vescale_ray.fully_shard` left on this very module, if it did."""
+    """The state of a module that was given to :func:`vescale_ray.fully_shard` itself, else None."""
     unit = unit_of(module)
     return None if unit is None else state_of_unit(unit)

@@ -1,6 +1,6 @@
-"""Tensors in nested inputs and outputs: dicts, lists, tuples, named tuples and dataclasses are looked into, nothing else.
+"""Tensors in nested inputs and outputs: dicts, lists, tuples, named tuples and dataclasses, and no other containers.
 
-A fast path each for what modules mostly take and return: one tensor, or a flat tuple.
+The functions have fast paths for the usual inputs and outputs of modules: one tensor, or a flat tuple.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class Copies:
-    """Lists and dicts that were copied for a forward. What the forward does to a copy is done to the caller's own one, too."""
+    """Lists and dicts that were copied for a forward. Changes that the forward makes to a copy are repeated on the caller's original."""
 
     def __init__(self) -> None:
         self._made: list[tuple[Any, Any, list[Any], list[Any]]] = []
@@ -24,7 +24,7 @@ class Copies:
             self._made.append((original, copy, _entries(original), _entries(copy)))
 
     def give_back(self) -> None:
-        """Change the originals as their copies were changed since. Entries that were not exchanged stay the caller's own."""
+        """Repeat the changes of the copies on the originals. Entries that were not replaced stay the caller's own objects."""
         for original, copy, old, new in reversed(self._made):
             now = _entries(copy)
             if len(now) == len(new) and all(one is other for one, other in zip(now, new, strict=True)):
@@ -43,10 +43,10 @@ def _entries(container: Any) -> list[Any]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any, copies: Copies | None = None) -> Any:
-    """The same structure with ``function`` applied to every tensor; the very same object where nothing changes.
+    """The same structure with ``function`` applied to every tensor; the same object if nothing changes.
 
     Args:
-        copies: gets the lists and dicts that were copied.
+        copies: receives the lists and dicts that were copied.
     """
     if isinstance(tree, torch.Tensor):
         return function(tree)
@@ -73,7 +73,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any, cop
                 changed[key] = new
         if not changed:
             return tree
-        copied = tree.copy()  # keeps the class: OrderedDict, or a model's own output class
+        copied = tree.copy()  # copy() keeps the class: OrderedDict, or a model's own output class
         for key, value in changed.items():
             copied[key] = value
         if copies is not None:
@@ -106,12 +106,12 @@ def grad_tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def cast_floating(tree: Any, dtype: torch.dtype, copies: Copies | None = None) -> Any:
-    """Floating-point tensors cast to ``dtype``; everything else as it is."""
+    """``tree`` with floating-point tensors cast to ``dtype``, and everything else unchanged."""
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, tree, copies)
 
 
 def to_device(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs of the root on the accelerator, as DDP and FSDP2 do."""
+    """The root's inputs on the accelerator, as in DDP and FSDP2."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, non_blocking=True) if tensor.device != device else tensor
