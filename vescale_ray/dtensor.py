@@ -1,9 +1,9 @@
 """RaggedDTensor: torch's DTensor with a RaggedShard on one mesh dimension.
 
-A real ``torch.distributed.tensor.DTensor`` subclass with its own dispatch (``dtensor_ops.py``) and its own collectives
-(``redistribute.py``): torch is not patched, only the lists that DTensor registers itself in get one more entry, at the end of
-this file. Meshes: one dimension, or more with Replicate (HSDP: ``[Replicate(), RaggedShard(..)]``), Shard (TP, EP:
-``[RaggedShard(..), Shard(0)]``) or Partial on the others; the ragged cut is applied last (``dtensor_spec.py``).
+It is a subclass of ``torch.distributed.tensor.DTensor`` with its own dispatch (``dtensor_ops.py``) and its own collectives
+(``redistribute.py``). torch is not patched: the end of this file adds one entry to each list in which DTensor registers itself. A mesh of
+several dimensions has Replicate (HSDP: ``[Replicate(), RaggedShard(..)]``), Shard (TP, EP: ``[RaggedShard(..), Shard(0)]``) or Partial
+on the other dimensions. The ragged cut comes last (``dtensor_spec.py``).
 
 The local tensor is contiguous, of shape ``(units_here, *shape[len(dims):])``; it may be a view of a larger buffer.
 """
@@ -37,12 +37,12 @@ __all__ = ["RaggedDTensor", "RaggedFallbackWarning", "RaggedShard", "distribute_
 
 
 class RaggedDTensor(RaggedAwareDTensor):
-    """A tensor whose flat elements are shared out by a :class:`RaggedShard`.
+    """A tensor whose flat elements are distributed by a :class:`RaggedShard`.
 
-    Build one with :meth:`from_local` (differentiable, checked) or :func:`distribute_tensor`; many times a step with
-    :meth:`from_spec` (cheap). Element-wise, foreach and fused operations run on the local parts; norms and sums give a
-    DTensor with a pending reduction; other read-only operations gather first, with a warning (``VE_RAGGED_STRICT=1``: an
-    error); operations that would write what can't be written locally raise.
+    Build one with :meth:`from_local` (differentiable, checked) or :func:`distribute_tensor`. In hot paths use :meth:`from_spec` (cheap).
+
+    Element-wise, foreach and fused operations run on the local parts. Norms and sums give a DTensor with a pending reduction. Other
+    read-only operations gather first, with a warning (an error with ``VE_RAGGED_STRICT=1``). Operations that can't write locally raise.
     """
 
     # -- construction --------------------------------------------------------------------------------------------------
@@ -58,17 +58,17 @@ class RaggedDTensor(RaggedAwareDTensor):
         stride: Sequence[int] | None = None,
         run_check: bool = False,
     ) -> RaggedDTensor:
-        """The tensor of global ``shape`` whose part on this rank is ``local_tensor``; shares its memory, differentiable.
+        """Make the tensor of global ``shape`` whose part on this rank is ``local_tensor``. It shares memory and is differentiable.
 
         Args:
             local_tensor: contiguous, shape ``(units_here, *shape[len(dims):])``.
-            placements: exactly one RaggedShard; Replicate, Shard or Partial elsewhere.
-            stride: of the global tensor; only row-major is possible.
-            run_check: compare with the other ranks (one small object gather per mesh dimension), so that all raise if one does.
+            placements: exactly one RaggedShard, and Replicate, Shard or Partial elsewhere.
+            stride: strides of the global tensor, which must be row-major.
+            run_check: compare with the other ranks (one small object gather per mesh dimension), so that all ranks raise if one does.
 
         Raises:
-            ValueError: naming the value and the rule, if the placements don't fit the mesh or the shape, or the local tensor
-                has the wrong shape, is not contiguous, or is a DTensor itself.
+            ValueError: the placements don't fit the mesh or the shape, or the local tensor has the wrong shape, is not contiguous, or is a
+                DTensor. The message names the value and the rule.
         """
         fault, spec = None, None
         try:
@@ -76,7 +76,7 @@ class RaggedDTensor(RaggedAwareDTensor):
         except ValueError as error:
             if not run_check:
                 raise
-            fault = error  # the others have to hear of it before they use the tensor
+            fault = error  # the other ranks must learn of it before they use the tensor
         if run_check:
             mine = (tuple(shape), str(local_tensor.dtype), [repr(p) for p in placements], str(fault) if fault else None)
             _compare_with_others(device_mesh, mine, fault)
@@ -85,42 +85,42 @@ class RaggedDTensor(RaggedAwareDTensor):
 
     @classmethod
     def from_spec(cls, local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> RaggedDTensor:
-        """Wrap ``local`` (shared memory) like the tensor that ``spec`` came from: ``RaggedDTensor.from_spec(grad, param._spec)``.
+        """Wrap ``local`` (shared memory) in the layout of ``spec``, as in ``RaggedDTensor.from_spec(grad, param._spec)``.
 
-        For hot paths: nothing is checked, nothing goes through autograd; about 2 us. ``local`` must be contiguous and of the local
-        shape of that layout; another dtype than the spec's is fine.
+        It is for hot paths: it checks nothing and skips autograd, and takes about 2 us. ``local`` must be contiguous and have the layout's
+        local shape; its dtype may differ from the spec's.
         """
         return wrap(cls, local, spec, requires_grad)
 
     # -- conversion ----------------------------------------------------------------------------------------------------
 
     def share_memory_(self) -> NoReturn:
-        """Not supported: raises. The memory is that of the local tensor."""
+        """Raise: the memory belongs to the local tensor."""
         raise RuntimeError("share_memory_() of a RaggedDTensor: share its to_local()")
 
     def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
-        """Not supported: raises. The memory is that of the local tensor."""
+        """Raise: the memory belongs to the local tensor."""
         raise RuntimeError("a RaggedDTensor has no memory of its own to export: export its to_local(), or full_tensor()")
 
     def __dlpack_device__(self) -> NoReturn:
-        """Not supported: raises."""
+        """Raise: the memory belongs to the local tensor."""
         raise RuntimeError("a RaggedDTensor has no memory of its own to export: export its to_local(), or full_tensor()")
 
     def local_interval(self) -> tuple[int, int]:
         """Flat elements ``[start, end)`` of the full tensor that this rank holds; ``start == end`` if none.
 
         Raises:
-            ValueError: a Shard of an inner dimension on another mesh dimension: the part is no interval of the whole.
+            ValueError: the part is no interval, because another mesh dimension has a Shard of an inner dimension.
         """
         return sharding_of(self._spec).interval()
 
     def local_intervals(self) -> list[tuple[int, int]]:
-        """The flat elements of the full tensor that this rank holds, in the order of the local tensor's: for most layouts one interval,
-        for a Shard of an inner dimension on another mesh dimension about one for each row; none on a rank without elements."""
+        """Flat elements of the full tensor that this rank holds, in the order of the local tensor. Most layouts have one interval. With a
+        Shard of an inner dimension on another mesh dimension there is about one per row. A rank without elements has none."""
         return intervals(tuple(self.shape), self.local_boxes())
 
     def local_boxes(self) -> Sequence[Box]:
-        """The same as boxes, each ``(offsets, sizes)``: at most ``2 * ndim - 1``, none empty."""
+        """This rank's part as boxes ``(offsets, sizes)``: at most ``2 * ndim - 1``, none of them empty."""
         return sharding_of(self._spec).boxes()
 
     # -- dispatch and the tensor's own machinery -----------------------------------------------------------------------
@@ -142,7 +142,7 @@ class RaggedDTensor(RaggedAwareDTensor):
 
     @property
     def data(self) -> Tensor:
-        """The tensor without its autograd history, sharing memory. Assigning swaps the local tensor, too (DTensor's does not)."""
+        """The tensor without its autograd history, sharing memory. Unlike DTensor's, the setter also swaps the local tensor."""
         return self.detach()
 
     @data.setter
@@ -192,14 +192,14 @@ class RaggedDTensor(RaggedAwareDTensor):
         sharding = sharding_of(self._spec)
         if sharding.pending:
             raise ValueError(f"{sharding.describe()} has a reduction pending, which no checkpoint can hold: redistribute it first")
-        if sharding.numel == 0:  # one writer names it, or no one would: a checkpoint without its key can't be loaded strictly
+        if sharding.numel == 0:  # one rank writes an empty tensor: without its key, the checkpoint can't be loaded strictly
             shape = tuple(int(n) for n in sharding.shape)
             first = all(sharding.mesh.get_local_rank(dim) == 0 for dim in sharding.cut_dims())
             return (((0,) * len(shape), shape),) if first else ()
         return sharding.boxes()
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The boxes of the tensor that this rank holds: at most ``2 * ndim - 1``, none empty, none on a rank without elements."""
+        """Boxes of the tensor that this rank holds: at most ``2 * ndim - 1``, none of them empty."""
         return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in self._boxes()]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
@@ -214,7 +214,7 @@ class RaggedDTensor(RaggedAwareDTensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The box that starts at ``index.offset``, as a view: who writes to it writes to the local tensor."""
+        """The box that starts at ``index.offset``, as a view of the local tensor."""
         flat, position = arrived(self._local_tensor).detach().view(-1), 0
         wanted = None if index.offset is None else tuple(index.offset)
         for offsets, sizes in self._boxes():
@@ -237,15 +237,15 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """As torch's ``distribute_tensor``, and knows RaggedShard.
+    """Distribute ``tensor`` as torch's ``distribute_tensor`` does, with support for RaggedShard.
 
     Args:
         tensor: the full tensor, on every rank; a leaf.
-        src_data_rank: whose values count: those of this rank of each mesh dimension (one broadcast per dimension), or, with
-            None, each rank's own (no communication).
+        src_data_rank: rank within each mesh dimension whose values are used (one broadcast per dimension); None: every rank uses its
+            own values, without communication.
 
     Raises:
-        ValueError: placements that don't fit the mesh or the shape; a tensor that is already distributed otherwise.
+        ValueError: the placements don't fit the mesh or the shape, or the tensor is distributed already in another way.
     """
     if placements is None or ragged_mesh_dim(placements) is None:
         if isinstance(tensor, RaggedDTensor):
@@ -283,19 +283,19 @@ def redistribute(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> DTensor:
-    """``tensor`` under other placements on its mesh, as :meth:`RaggedDTensor.redistribute`; takes torch's own DTensors, too, whose
-    ``redistribute`` doesn't know ragged placements."""
+    """Change the placements of ``tensor`` on its mesh, like :meth:`RaggedDTensor.redistribute`. It also accepts torch's own DTensors,
+    whose ``redistribute`` knows no ragged placements."""
     return redistributed(tensor, placements, async_op, forward_dtype, backward_dtype)
 
 
 def local_interval(tensor: Tensor) -> tuple[int, int]:
     """Flat elements ``[start, end)`` of the full tensor that this rank holds.
 
-    Known for RaggedDTensor, plain tensors and DTensors with Replicate (everything), and Shard(0) on one mesh dimension with
-    Replicate on the others.
+    It is defined for RaggedDTensor, for plain tensors and DTensors with Replicate (all elements), and for Shard(0) on one mesh
+    dimension with Replicate on the others.
 
     Raises:
-        ValueError: any other DTensor: its part is not one interval.
+        ValueError: the part of another DTensor is not one interval.
     """
     if isinstance(tensor, RaggedDTensor):
         return tensor.local_interval()
@@ -320,7 +320,7 @@ def local_interval(tensor: Tensor) -> tuple[int, int]:
 def _checked_spec(
     local_tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: Sequence[int] | None
 ) -> DTensorSpec:
-    """The spec of what :meth:`RaggedDTensor.from_local` is to make; ValueError as there."""
+    """The spec for :meth:`RaggedDTensor.from_local`, after its checks; raises its ValueError."""
     if isinstance(local_tensor, DTensor):
         raise ValueError(f"local_tensor is a {type(local_tensor).__name__}: give the plain local part")
     spec = make_spec(device_mesh, placements, shape, local_tensor.dtype)
@@ -338,7 +338,7 @@ def _checked_spec(
 
 
 def _compare_with_others(mesh: DeviceMesh, mine: tuple[Any, ...], fault: ValueError | None) -> None:
-    """Raise on every rank of the mesh if one has a fault (the last of ``mine``) or gave something else. One small gather per dimension."""
+    """Raise on every rank of the mesh if one has a fault (the last of ``mine``) or other values. One small gather per dimension."""
     me = tuple(mesh.get_coordinate() or ())
     known: dict[tuple[int, ...], Any] = {me: mine}
     for dim in range(mesh.ndim):
@@ -363,7 +363,7 @@ def _compare_with_others(mesh: DeviceMesh, mine: tuple[Any, ...], fault: ValueEr
 def _rebuild(
     local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Shape, requires_grad: bool, is_param: bool
 ) -> RaggedDTensor:
-    """Unpickle."""
+    """Rebuild a pickled tensor."""
     result = wrap(RaggedDTensor, local.contiguous(), make_spec(mesh, placements, shape, local.dtype), requires_grad)
     if is_param:
         result._is_param = True  # type: ignore[attr-defined]
@@ -382,7 +382,7 @@ def _describe(value: Any) -> str:
     return f"a {type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
-# -- registration: the same lists that torch.distributed.tensor registers DTensor in, and a hook that torch has for it ------
+# -- registration: the lists in which torch.distributed.tensor registers DTensor, and a hook of torch ----------------------
 
 torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, _rebuild, unpickled_derived, NormPartial])
 for _types in (optim_foreach_types, util_foreach_types):
@@ -391,8 +391,8 @@ for _types in (optim_foreach_types, util_foreach_types):
 
 
 def _refuse_muon(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before a step of torch.optim.Muon: it orthogonalizes each gradient as if it were whole, and half way through it would find that a
-    ragged one has no transpose to write through, with momenta and other parameters changed by then."""
+    """Refuse a step of torch.optim.Muon on ragged parameters before it changes anything. Muon orthogonalizes whole matrices, and fails at
+    a ragged one when it has changed momenta and other parameters."""
     if type(optimizer).step is not torch.optim.Muon.step:
         return
     for p in (p for group in optimizer.param_groups for p in group["params"]):
@@ -402,5 +402,5 @@ def _refuse_muon(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             )
 
 
-# Into the dictionary itself: register_optimizer_step_pre_hook would count up an attribute of a class of torch's.
+# Written into the dictionary: register_optimizer_step_pre_hook would change a counter on a class of torch.
 global_optimizer_pre_hooks[-1] = _refuse_muon

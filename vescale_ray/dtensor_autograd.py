@@ -1,6 +1,6 @@
-"""Into and out of ragged tensors, and between their placements, with gradients: differentiable any number of times.
+"""Differentiable conversions to and from ragged tensors and between their placements, to any order of derivative.
 
-Every backward is made of the same functions, so that the graph of ``create_graph=True`` goes through them.
+Every backward uses the same functions, so that the graph of ``create_graph=True`` goes through them.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from vescale_ray.transfer import ArrivingTensor, arrived
 
 
 class Classes:
-    """The classes of what is made here. Both use this module, so each enters itself where it is defined."""
+    """The DTensor subclasses that this module makes. Each registers itself where it is defined, since both import this module."""
 
     ragged: ClassVar[type[DTensor]]
     other: ClassVar[type[DTensor]]
 
 
 def made(local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
-    """``local`` as the tensor that ``spec`` describes: a RaggedDTensor, or, of other placements, a DerivedDTensor."""
+    """``local`` as the tensor that ``spec`` describes: a RaggedDTensor for ragged placements, else a DerivedDTensor."""
     cls = Classes.other if ragged_mesh_dim(spec.placements) is None else Classes.ragged
     return wrap(cls, local, spec, requires_grad)
 
 
 class FromLocal(torch.autograd.Function):
-    """A part as the tensor that ``spec`` describes."""
+    """Make the tensor that ``spec`` describes from this rank's part."""
 
     @staticmethod
     @run_as_is
@@ -45,12 +45,12 @@ class FromLocal(torch.autograd.Function):
     @staticmethod
     @run_as_is
     def backward(ctx: Any, grad: Tensor) -> Any:
-        # The gradient of a contribution to a pending sum is the whole gradient, on every rank.
+        # Every rank's gradient of a contribution to a pending sum is the whole gradient.
         return ToLocal.apply(_redistributed(grad, settled_placements(ctx.spec.placements)), None), None
 
 
 class ToLocal(torch.autograd.Function):
-    """This rank's part of a tensor."""
+    """Take this rank's part of a tensor."""
 
     @staticmethod
     @run_as_is
@@ -69,7 +69,7 @@ class ToLocal(torch.autograd.Function):
 
 
 class Redistribute(torch.autograd.Function):
-    """A tensor, ours or torch's, under other placements."""
+    """Change the placements of a DTensor of this package or of torch."""
 
     @staticmethod
     @run_as_is
@@ -97,7 +97,7 @@ class Redistribute(torch.autograd.Function):
 
 
 class Whole(torch.autograd.Function):
-    """The whole tensor, plain, on every rank; each rank is to make the same of it, so that the gradients are the same."""
+    """Gather the whole tensor as a plain one on every rank. Each rank must compute the same with it, so that the gradients agree."""
 
     @staticmethod
     @run_as_is
@@ -112,7 +112,7 @@ class Whole(torch.autograd.Function):
 
 
 class Part(torch.autograd.Function):
-    """The other way: a whole plain tensor, the same on every rank, as one with the placements of ``spec``, nothing pending."""
+    """Inverse of :class:`Whole`: distribute a plain tensor, equal on every rank, with the placements of ``spec`` and nothing pending."""
 
     @staticmethod
     @run_as_is
@@ -127,7 +127,7 @@ class Part(torch.autograd.Function):
 
 
 def whole_of(tensor: DTensor) -> Tensor:
-    """The whole tensor as a plain one; one collective; differentiable."""
+    """The whole tensor as a plain one, by one collective; differentiable."""
     if torch.is_grad_enabled() and tensor.requires_grad:
         return cast(Tensor, Whole.apply(tensor))
     return _whole(tensor)
@@ -138,7 +138,7 @@ def _whole(tensor: DTensor) -> Tensor:
 
 
 def redistributed(tensor: DTensor, placements: Sequence[Placement], async_op: bool = False, *dtypes: torch.dtype | None) -> DTensor:
-    """``tensor``, ours or torch's, under other placements on its mesh; ``dtypes`` of the collectives forward and backward."""
+    """``tensor`` with other placements on its mesh. ``dtypes`` are those of the collectives in forward and backward."""
     return cast(DTensor, Redistribute.apply(tensor, tuple(placements), async_op, *(dtypes or (None, None))))
 
 
@@ -148,14 +148,14 @@ def _redistributed(grad: Tensor, placements: tuple[Placement, ...]) -> DTensor:
 
 
 class RaggedAwareDTensor(DTensor):
-    """A DTensor whose conversions know ragged placements: what RaggedDTensor and all that is made of it have in common."""
+    """A DTensor whose conversions accept ragged placements: the common base of RaggedDTensor and the tensors derived from it."""
 
     @run_as_is
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's part (with a reduction pending: its contribution), sharing memory; differentiable.
+        """This rank's part, or its contribution to a pending reduction. It shares memory and is differentiable.
 
         Args:
-            grad_placements: what the gradient of the result means, if not "the same layout" (as for DTensor.to_local).
+            grad_placements: placements of the result's gradient; None: the tensor's own (as in DTensor.to_local).
         """
         self._local_tensor = arrived(self._local_tensor)
         if not torch.is_grad_enabled():
@@ -164,7 +164,7 @@ class RaggedAwareDTensor(DTensor):
 
     @run_as_is
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The whole tensor as a plain tensor; one collective; differentiable (the gradient is sliced back)."""
+        """The whole tensor as a plain one, by one collective; differentiable."""
         if grad_placements is None:
             return whole_of(self)
         return self.redistribute(placements=replicated(self.device_mesh)).to_local(grad_placements=grad_placements)
@@ -179,16 +179,16 @@ class RaggedAwareDTensor(DTensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same tensor under other placements on the same mesh, ragged or not; differentiable.
+        """The same tensor with other placements on the same mesh, ragged or not; differentiable.
 
-        What comes back knows ragged placements, too, and so does what is computed from it: the way back is the same call.
+        The result, and every tensor computed from it, accepts ragged placements, too. So the same call leads back.
 
         Args:
-            async_op: return while the last collective is under way; the first use of the result waits for it (as for DTensor).
-            forward_dtype, backward_dtype: as for DTensor.redistribute.
+            async_op: return while the last collective still runs; the first use of the result waits for it (as in DTensor).
+            forward_dtype, backward_dtype: dtypes of the collectives, as in DTensor.redistribute.
 
         Raises:
-            ValueError: another mesh, or placements that don't fit.
+            ValueError: ``device_mesh`` is another mesh, or the placements don't fit.
         """
         if device_mesh is not None and device_mesh != self.device_mesh:
             raise ValueError(f"can't redistribute from {self.device_mesh} to {device_mesh}: only placements on the same mesh can change")

@@ -1,4 +1,4 @@
-"""DTensors that come from ragged ones and are not ragged: gathered views, to read only, and what operations and redistributions give."""
+"""DTensors derived from ragged tensors that are not ragged: read-only gathered views, and results of operations and redistributions."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from vescale_ray.transfer import arrived, writes_of
 
 
 class GatheredView(RaggedAwareDTensor):
-    """What a view operation (transpose, indexing, ..) gives that no local tensor can be a view for: a gathered copy, to read only.
+    """A read-only gathered copy, the result of a view operation (transpose, indexing, ..) that has no local view.
 
-    Writing to it would not reach the ragged tensor, so that raises; so does reading it after the ragged tensor was written, which a view
-    would show. Every other operation is torch's own.
+    It raises on writes, which would not reach the ragged tensor. After a write to the ragged tensor it raises on reads, since a true view
+    would show that write. Torch runs every other operation.
     """
 
     _sources: tuple[tuple[Tensor, int], ...] = ()
-    """The ragged tensors that it was gathered from, and how often they had been written."""
+    """The ragged tensors that it was gathered from, with their number of writes at that time."""
 
     @classmethod
     @run_as_is
@@ -48,7 +48,7 @@ class GatheredView(RaggedAwareDTensor):
 
     @staticmethod
     def refuse_writes(func: Any, targets: Any) -> None:
-        """Raise if one of these, or of their items, is such a copy."""
+        """Raise if a gathered copy is among ``targets`` or their items."""
         if any(isinstance(target, GatheredView) for target in tree_leaves(targets)):
             raise RuntimeError(
                 f"{func}: this tensor is a gathered copy, not a view, of a RaggedDTensor: writing to it would not reach "
@@ -56,14 +56,14 @@ class GatheredView(RaggedAwareDTensor):
             )
 
     def check(self, func: Any) -> None:
-        """Raise if the ragged tensor was written since."""
+        """Raise if a source was written since the copy was gathered."""
         if any(writes_of(tensor) != count for tensor, count in self._sources):
             raise RuntimeError(
                 f"{func}: this tensor is a gathered copy, not a view, of a RaggedDTensor that was written since: take the view again"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        """A copy is nobody's view: torch's DTensor."""
+        """Return torch's DTensor: a deep copy is not a view."""
         self.check("deepcopy")
         return _copied(self, memo, lambda local, spec: DTensor(local, spec, requires_grad=False))
 
@@ -91,28 +91,31 @@ TENSOR_DATA = cast(Any, torch.Tensor.__dict__.get("data") or TensorBase.__dict__
 
 
 def stable_hash_on_this_rank(tensor: DTensor, base: str) -> str:
-    """What ``torch.compile`` keeps compiled code by, on disk, for all processes of the machine. torch's own, ``base``, is the same on all
-    ranks, but code for one rank's part is none for another's: it would read beyond its end."""
+    """The key of ``torch.compile``'s code cache, which all processes of the machine share on disk.
+
+    Torch's key ``base`` is the same on all ranks. Code for one rank's part would read beyond the end of another's, so this key adds the
+    local shape and the rank's coordinate."""
     local, here = tensor._local_tensor, tensor.device_mesh.get_coordinate()
     text = f"{type(tensor).__name__} {base} {tuple(local.shape)} {local.stride()} {local.dtype} {here}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 class DerivedDTensor(RaggedAwareDTensor):
-    """What operations on ragged tensors give that isn't ragged: reductions whose sum, maximum or norm over the ranks is still pending
-    (Partial), results that had to be gathered (Replicate), and what is computed from these. As torch's DTensor, but:
+    """The result of an operation on ragged tensors that is not ragged itself, and of operations on such results.
 
-    ``.item()``, ``float()`` and ``bool()`` give the whole answer; torch's own silently gives this rank's contribution. What has no
-    dimensions may be written into plain tensors, as ``clip_grad_norm_`` over ragged and plain parameters does. And gradients come back
-    as such tensors, which torch's derivative formulas may join with plain ones that they make.
+    It may be a reduction that is still pending over the ranks (Partial), or a gathered result (Replicate). It differs from torch's DTensor:
+
+    - ``.item()``, ``float()`` and ``bool()`` give the whole answer; torch's silently give this rank's contribution.
+    - A tensor without dimensions may be written into plain tensors, as ``clip_grad_norm_`` over ragged and plain parameters does.
+    - Gradients come back in this class, and torch's derivative formulas may join them with plain tensors that they make.
     """
 
     _of_norm = False
-    """Whether it is a view of a pending norm, which a write to it would not reach."""
+    """Whether it is a view of a pending norm. A write to the view would not reach the norm."""
 
     @property
     def data(self) -> Tensor:
-        """Without autograd history, sharing memory. torch's would be its DTensor, whose item() is this rank's contribution."""
+        """The tensor without autograd history, sharing memory. Torch's getter returns its DTensor, whose item() is this rank's part."""
         return self.detach()
 
     @data.setter
@@ -139,7 +142,7 @@ class DerivedDTensor(RaggedAwareDTensor):
         return unpickled_derived, (self._local_tensor.detach(), self.device_mesh, self.placements, tuple(self.shape), self.requires_grad)
 
     def __coerce_tangent_metadata__(self) -> DTensor:
-        """What a compiled function expects of the gradient of this result: reduced, and as :func:`whole_of` gives it back."""
+        """The gradient that a compiled function expects for this result: reduced, in the form that :func:`whole_of` returns."""
         return _derived(_settled(self)) if _is_pending(self) else self
 
     @staticmethod
@@ -155,7 +158,7 @@ class DerivedDTensor(RaggedAwareDTensor):
         name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
         if name == "_local_scalar_dense":
             return _whole(args[0]).item()
-        if name in ("detach", "alias"):  # here, because torch's sharding cache would keep the mesh
+        if name in ("detach", "alias"):  # handled here, because torch's sharding cache would keep the mesh alive
             same = derived(func(args[0]._local_tensor), args[0]._spec)
             return _mark_view(same) if args[0]._of_norm or (name == "alias" and _is_norm(same)) else same
         if name == "allclose":  # torch has no rule for it
@@ -186,8 +189,8 @@ class DerivedDTensor(RaggedAwareDTensor):
         return result
 
 
-# On each rank's contribution they are right for every pending reduction, as are views: the same elements, in other places. (Not so the
-# views that give other numbers.)
+# Every pending reduction commutes with these, applied to each rank's contribution, and with views: they only move elements. Views
+# that change the numbers are the exceptions.
 _SAME_ELEMENTS = frozenset({"clone", "_unsafe_view", "stack", "cat"})
 _OTHER_NUMBERS = frozenset({"view.dtype", "view_as_real", "view_as_complex", "real", "imag", "_conj", "_neg_view"})
 
@@ -196,7 +199,7 @@ Classes.other = DerivedDTensor
 
 
 def derived(value: Tensor, spec: DTensorSpec) -> DerivedDTensor:
-    """``value`` as a DerivedDTensor; ``spec`` of its dtype."""
+    """``value`` as a DerivedDTensor. ``spec`` must have its dtype."""
     return wrap(DerivedDTensor, value, spec)
 
 
@@ -215,12 +218,12 @@ def _is_norm(value: DTensor) -> bool:
 
 
 def _settled(value: DTensor) -> DTensor:
-    """``value`` with nothing pending, as torch's DTensor; the same memory if nothing was."""
+    """``value`` as torch's DTensor with nothing pending; it shares memory if nothing was pending."""
     return DTensor(*move(value._local_tensor, value._spec, settled_placements(value.placements)), requires_grad=False)
 
 
 def _settle(value: Any) -> Any:
-    """Also torch's own: of a parameter with plain placements beside ragged ones the norm is one of these."""
+    """Settle pending tensors, torch's own included: the norm of a parameter with plain placements is one."""
     return _settled(value) if isinstance(value, DerivedDTensor) or (type(value) is DTensor and _is_pending(value)) else value
 
 
@@ -229,8 +232,8 @@ def _whole(value: DTensor) -> Tensor:
 
 
 def _pending_alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether each rank has its contribution to every one of them, all to be reduced in the same way. Compared by value: while a function
-    is compiled, each of its arguments has a mesh of its own, equal to the others'."""
+    """Whether all ``tensors`` are contributions with the same pending reduction. It compares values: during compilation each argument
+    has a mesh object of its own, equal to the others'."""
     one = tensors[0]
     return isinstance(one, DerivedDTensor) and _is_pending(one) and all(isinstance(v, DerivedDTensor) and _alike(v, one) for v in tensors)
 
@@ -245,7 +248,7 @@ def _mark_view(view: DerivedDTensor) -> DerivedDTensor:
 
 
 def _write_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Into plain tensors: a factor without dimensions is the same on every rank, as a number is."""
+    """Run an operation that writes plain tensors. A factor without dimensions becomes a number, which is the same on every rank."""
 
     def number(value: Any) -> Any:
         if not isinstance(value, DTensor):
@@ -260,10 +263,11 @@ def _write_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _write(func: Any, targets: list[Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """In place and ``out=``: reduce first, then write; the same objects come back. What is only read stays pending.
+    """Run an operation in place or with ``out=``: reduce the operands, write, and return the same objects.
 
-    What is written stays pending, too: the first rank contributes the new value, the others what changes nothing. So views of the tensor,
-    and whoever gave it to a compiled function, see the write. A norm, which has no sign, is replaced by its value instead.
+    Operands that are only read stay pending. A written tensor stays pending, too: the first rank contributes the new value, and the others
+    contribute the neutral element. So its views, and callers of a compiled function that hold it, see the write. A norm has no sign, so
+    its value replaces it instead.
     """
     stand_ins: list[tuple[DerivedDTensor, DTensor]] = []
     if func is torch.ops.aten.copy_.default and isinstance(args[0], DerivedDTensor) and _pending_alike(args[:2]):
@@ -307,7 +311,7 @@ def _derived(value: Any) -> Any:
 
 
 def formatted(value: DTensor, spec: str) -> str:
-    """``format(value, spec)``: a number if this rank has it; who prints is often one rank, which must not wait for the others."""
+    """``format(value, spec)`` of a number that this rank has. Often only one rank prints, so it must not wait for the others."""
     if not spec:
         return str(value)
     if value.ndim == 0 and all(p.is_replicate() for p in value.placements):
@@ -319,7 +323,7 @@ def formatted(value: DTensor, spec: str) -> str:
 
 
 def _copied(value: DTensor, memo: dict[int, Any], make: Callable[[Tensor, DTensorSpec], DTensor]) -> DTensor:
-    """``copy.deepcopy``: the mesh and the spec are shared."""
+    """``copy.deepcopy`` with the mesh and the spec shared."""
     if id(value) in memo:
         return cast(DTensor, memo[id(value)])
     if not value.is_leaf:
@@ -330,7 +334,7 @@ def _copied(value: DTensor, memo: dict[int, Any], make: Callable[[Tensor, DTenso
 
 
 def _beside(func: Any, what: str, mesh: DeviceMesh, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments with our read-only and pending DTensors as torch's own; plain tensors among them are refused, or whole in backward."""
+    """The arguments with derived DTensors as torch's own. Plain tensors with dimensions raise, except in torch's backward formulas."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, GatheredView | DerivedDTensor):
@@ -354,7 +358,7 @@ def _beside(func: Any, what: str, mesh: DeviceMesh, args: Any, kwargs: dict[str,
 
 
 def read_only(result: Any, sources: tuple[tuple[Tensor, int], ...] = ()) -> Any:
-    """DTensors in ``result`` as :class:`GatheredView` of ``sources``."""
+    """``result`` with its DTensors as :class:`GatheredView` of ``sources``."""
 
     def convert(value: Any) -> Any:
         if not isinstance(value, DTensor):
@@ -367,7 +371,7 @@ def read_only(result: Any, sources: tuple[tuple[Tensor, int], ...] = ()) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """An argument with our read-only and pending DTensors as torch's own."""
+    """An argument with derived DTensors as torch's own."""
     if isinstance(value, GatheredView | DerivedDTensor):
         return DTensor.__new__(DTensor, value._local_tensor, value._spec, requires_grad=False)
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Operations without a ragged form: on the whole plain tensors, with one warning, or refused; and what they write raises."""
+"""Operations without a ragged form: they run on the whole plain tensors with one warning, or raise; writes to ragged tensors raise."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Handler = Callable[[Cls, Any, Sequence[Any], dict[str, Any]], Any]
 
 
 class RaggedFallbackWarning(UserWarning):
-    """An operation has no ragged form: the whole tensor was gathered on every rank for it."""
+    """An operation has no ragged form, so it has gathered the whole tensor on every rank."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How one operator is carried out; ``handler`` may answer NotImplemented, then the fallback takes over."""
+    """The execution of one operator. If ``handler`` returns NotImplemented, the fallback takes over."""
 
     handler: Handler | None
     writes: tuple[str, ...]
@@ -48,7 +48,7 @@ def fallback(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[
         given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
         statistics = written(func, ("running_mean", "running_var"), args, kwargs)
         if not given.get("training", True):
-            targets = [t for t in targets if not any(t is s for s in statistics)]  # what is left is out=
+            targets = [t for t in targets if not any(t is s for s in statistics)]  # the rest is out=
         elif any(isinstance(t, Tensor) for t in targets):
             raise RuntimeError(
                 f"{func} of {sharding_of(_first_ragged(cls, args, kwargs)._spec).describe()} would write running statistics, which is lost "
@@ -69,10 +69,10 @@ def fallback(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[
             f"{func} has no ragged form and VE_RAGGED_STRICT is set: gathering {described} is refused; "
             "call full_tensor() where that is meant, or work on to_local()"
         )
-    # The text names the operation only, so that Python's own filter shows it once.
+    # The text names only the operation, so that Python's filter shows it once.
     warnings.warn(f"{func} has no ragged form: each call gathers the whole tensor on every rank", RaggedFallbackWarning, stacklevel=4)
     if any(isinstance(t, DTensor) and not all(p.is_replicate() for p in t.placements) for t in tree_leaves(targets)):
-        # What torch's sharded DTensors are written by is torch's affair.
+        # Torch runs writes to its own sharded DTensors.
         result = func(*tree_map(lambda v: gathered(cls, v), args), **tree_map(lambda v: gathered(cls, v), kwargs))
     else:
         result = _on_whole(cls, func, args, kwargs, targets)
@@ -84,10 +84,9 @@ def fallback(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[
 
 
 def _on_whole(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any], targets: list[Any]) -> Any:
-    """``func`` of the whole plain tensors, on every rank; its tensors as torch's DTensors with Replicate.
+    """Run ``func`` on the whole plain tensors on every rank. Its results are DTensors with Replicate.
 
-    Not left to torch's DTensors with Replicate: they have no rule for many operations, and are wrong for some (linalg.pinv of
-    complex numbers in torch 2.13).
+    It does not use torch's rules for Replicate: many operations have none, and some are wrong (complex linalg.pinv in torch 2.13).
     """
     mesh = _first_ragged(cls, args, kwargs).device_mesh
     written_to = tree_leaves(targets)
@@ -132,7 +131,7 @@ def _first_ragged(cls: Cls, args: Sequence[Any], kwargs: dict[str, Any]) -> DTen
 
 
 def _agree(result: Any) -> None:
-    """Random numbers that every rank drew for itself: all take the first rank's, or a Replicate tensor would differ by rank."""
+    """Give every rank the first rank's random numbers. Each rank drew its own, and a Replicate tensor must not differ by rank."""
     for tensor in tree_leaves(result):
         if isinstance(tensor, DTensor) and not tensor.is_meta and all(p.is_replicate() for p in tensor.placements):
             take_first_ranks(tensor._local_tensor, tensor.device_mesh, range(tensor.device_mesh.ndim))

@@ -1,4 +1,4 @@
-"""Operands of an operation on ragged tensors: how anything that meets a ragged tensor becomes a matching local tensor."""
+"""Conversion of the operands of an operation on ragged tensors to matching local tensors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from vescale_ray.redistribute import move
 
 
 def operand(cls: type[DTensor], value: Any, sharding: Sharding, op: str) -> Any:
-    """``value`` as it takes part in an element-wise operation on local tensors of ``sharding``; non-tensors as they are.
+    """``value`` as an operand of an element-wise operation on local tensors of ``sharding``; non-tensors are returned unchanged.
 
     Raises:
-        ValueError: a plain tensor with dimensions (whole tensor or this rank's part? it must be said), or another mesh.
+        ValueError: it is a plain tensor with dimensions, which may be the whole tensor or this rank's part; or it is on another mesh.
     """
     if not isinstance(value, Tensor):
         return value
@@ -56,20 +56,20 @@ def spread(full: Tensor, sharding: Sharding) -> Tensor:
         return full if sharding.shape else full.view(1)
     merged = len(sharding.placement.dims)
     inner, section = len(sharding.shape) - merged, tuple(sharding.section)
-    for dim in range(full.ndim):  # the part that meets this rank's section
+    for dim in range(full.ndim):  # cut out this rank's section
         at = dim + len(section) - full.ndim
         if full.shape[dim] != 1 and section[at] != full.shape[dim]:
             full = full.narrow(dim, sharding.offsets[at], section[at])
     lead, trail = full.shape[: max(full.ndim - inner, 0)], full.shape[max(full.ndim - inner, 0) :]
     if all(n == 1 for n in lead):
-        # Dimensions are kept where there are any: a tensor with dimensions takes part in type promotion, one without does not.
+        # Keep at least one dimension: a tensor with dimensions takes part in type promotion, one without does not.
         return full.reshape(trail or (1,))
     rows = full.expand(*section[:merged], *trail).reshape(sharding.placement.units_of(section), *trail)
     return rows[sharding.first_unit : sharding.first_unit + sharding.local_shape[0]]
 
 
 def gathered(cls: type[DTensor], value: Any) -> Any:
-    """A ragged tensor as torch's DTensor with Replicate everywhere (one collective); anything else as it is."""
+    """A ragged tensor as torch's DTensor with Replicate everywhere (one collective); other values are returned unchanged."""
     if not isinstance(value, cls):
         return value
     full, spec = move(value._local_tensor, value._spec, replicated(value.device_mesh))

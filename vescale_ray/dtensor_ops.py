@@ -1,4 +1,4 @@
-"""What each operation does on ragged tensors: the table behind ``RaggedDTensor.__torch_dispatch__``.
+"""The operations on ragged tensors: the table behind ``RaggedDTensor.__torch_dispatch__``.
 
 | operation                                                    | on ragged tensors                                                     |
 |--------------------------------------------------------------|-----------------------------------------------------------------------|
@@ -14,7 +14,7 @@
 | any other that writes to a ragged tensor                     | raises, naming it and what to do                                       |
 | with a sum pending on another mesh dimension                  | linear ones on the local tensors, else reduced first                   |
 
-An operation is either right or raises. Views that can't be local (transpose, indexing) are gathered read-only copies.
+An operation either gives the right result or raises. Views that can't be local (transpose, indexing) are gathered read-only copies.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ __all__ = ["RaggedFallbackWarning", "dispatch", "wrap"]
 
 
 def dispatch(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Carry out ``func``, at least one of whose arguments is a ``cls``."""
-    found = _RULES.get(id(func))  # hashing an operator is Python code
+    """Run ``func``, at least one of whose arguments is a ``cls``."""
+    found = _RULES.get(id(func))  # hashing an operator runs Python code
     rule = found[1] if found is not None else _rule(func)
     handler = rule.handler
-    if handler is _pointwise or handler is _foreach:  # hot: their common case first, in which nothing is pending
+    if handler is _pointwise or handler is _foreach:  # hot path: try the common case first, in which nothing is pending
         result = (_pointwise_alike if handler is _pointwise else _foreach_alike)(cls, func, rule, args, kwargs)
         if result is not NotImplemented:
             return result
@@ -64,17 +64,16 @@ def dispatch(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def _count_writes(tensors: Sequence[Tensor], local: Sequence[Tensor]) -> None:
-    """Below the dispatcher nothing counts that the local tensors were written, and for lists of subclasses nothing above it does.
+    """Count a write to ``tensors`` and to their ``local`` tensors, which nothing else counts for lists of tensor subclasses.
 
-    Whoever keeps something computed from a tensor (a low-precision copy of the local one, what autograd saved of the ragged one) tells
-    from its version counter.
+    The version counters tell caches that a tensor changed: a low-precision copy reads the local one, autograd the ragged one.
     """
-    torch.autograd.graph.increment_version(tensors)  # type: ignore[arg-type]  # tensors of inference mode are left out
+    torch.autograd.graph.increment_version(tensors)  # type: ignore[arg-type]  # skips tensors of inference mode
     torch.autograd.graph.increment_version(local)  # type: ignore[arg-type]
 
 
 _RULES: dict[int, tuple[Any, Rule]] = {}
-"""By the operator's identity; the operator is kept, so that no other one gets it."""
+"""Rules by the operator's identity. Each entry keeps its operator alive, so that no other one gets the same identity."""
 
 
 def _rule(func: Any) -> Rule:
@@ -90,7 +89,7 @@ def _make_rule(func: Any) -> Rule:
     pointwise = (torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags) or name in _ELEMENTWISE
     handler: Handler | None = _HANDLERS.get(name) if func.namespace == "aten" else None
     if pointwise and (name in ("max", "min") or func.namespace == "prims"):
-        handler = _pointwise  # max(self, other): one name, two operations; prims: what torch.compile decomposes into
+        handler = _pointwise  # max(self, other) has the name of a reduction; torch.compile decomposes into prims
     elif handler is None and func.namespace == "aten" and not is_view:
         if name.startswith("_foreach_") and name not in _NOT_ELEMENTWISE_FOREACH:
             handler = _foreach
@@ -98,7 +97,7 @@ def _make_rule(func: Any) -> Rule:
             handler = _foreach
         elif pointwise:
             handler = _pointwise
-    # _unsafe_view says it is none, but torch writes through it (kron's out=).
+    # The schema of _unsafe_view declares no view, but torch writes through it (out= of kron).
     return Rule(handler, writes, is_view or name == "_unsafe_view")
 
 
@@ -106,14 +105,14 @@ def _make_rule(func: Any) -> Rule:
 
 
 def _pointwise_alike(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The common case, without any search: every tensor is ragged with the very same Sharding, or plain without dimensions."""
+    """Fast path without any search: every tensor is ragged with the same Sharding object, or plain without dimensions."""
     sharding: Sharding | None = None
     local: list[Any] = []
     for value in args:
         if type(value) is cls:
             try:
                 mine = value._spec._ragged  # type: ignore[attr-defined]
-            except AttributeError:  # a spec that torch made
+            except AttributeError:  # torch made this spec
                 mine = sharding_of(value._spec)
             if sharding is None:
                 sharding = mine
@@ -145,7 +144,7 @@ def _pointwise(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any])
     if targets:
         if not all(isinstance(t, cls) for t in targets):
             if any(isinstance(t, DTensor) and not isinstance(t, cls) for t in targets):
-                return NotImplemented  # writes to torch's DTensor: gather ours
+                return NotImplemented  # it writes to torch's DTensor: gather the ragged operands
             raise plain_target(func, next(t for t in targets if not isinstance(t, cls)))
         sharding = sharding_of(targets[0]._spec)
         if shape != sharding.shape:
@@ -176,9 +175,9 @@ def _wrapped(cls: Cls, result: Any, sharding: Sharding) -> Any:
 
 
 def _mask_put(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """``x[mask] = number`` with a mask of x's shape: element-wise. Any other index_put_ or index_fill_ is not.
+    """``x[mask] = number`` with a mask of x's shape, which is element-wise. It declines any other index_put_ or index_fill_.
 
-    For an x without dimensions torch makes an index of the mask, [0] or [] into x seen as one element; since 2.15 for index_fill_.
+    For an x without dimensions torch turns the mask into an index, [0] or [], into x as one element; since 2.15 for index_fill_.
     """
     fills = func._schema.name == "aten::index_fill_"
     x, indices, value, accumulate = (args[0], [args[2]], args[3], False) if fills else (*args[:3], len(args) > 3 and args[3])
@@ -200,9 +199,9 @@ def _mask_put(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def _foreach_alike(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The common case: every list is all ragged, with the same layouts index by index, or all plain 0-dim tensors (steps).
+    """Fast path: every list is all ragged, with the same layouts index by index, or all plain 0-dim tensors (steps).
 
-    A map or a comprehension per list is what keeps a step over hundreds of parameters at the cost of FSDP2's DTensors.
+    A map or a comprehension per list keeps a step over hundreds of parameters as cheap as with FSDP2's DTensors.
     """
     shardings: list[Sharding] | None = None
     local: list[Any] = []
@@ -212,11 +211,11 @@ def _foreach_alike(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs:
             if kinds == {cls}:
                 try:
                     these = [t._spec._ragged for t in value]
-                except AttributeError:  # a spec that torch made
+                except AttributeError:  # torch made this spec
                     these = [sharding_of(t._spec) for t in value]
                 if shardings is None:
                     shardings = these
-                elif these != shardings:  # compares identities
+                elif these != shardings:  # lists compare by identity first
                     return NotImplemented
                 value = [t._local_tensor for t in value]
             elif kinds != {Tensor} or any(map(_NDIM, value)):
@@ -243,13 +242,12 @@ def _foreach_keyword(cls: Cls, value: Any) -> Any:
 
 
 def _foreach(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Lists of several layouts, or of ragged tensors, plain ones and torch's DTensors: a call for each kind, results in the order of the
-    list."""
+    """Run lists of several layouts, or of ragged, plain and torch's distributed tensors, with one call for each kind."""
     lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
     count = len(lists[0])
     if any(len(x) != count for x in lists):
         raise ValueError(f"{func}: lists of different lengths {[len(x) for x in lists]}")
-    # What is written decides whose operation it is; torch's DTensors that are written get gathered operands.
+    # The written list decides the kind of an index. If torch's DTensors are written, their ragged operands are gathered.
     deciding = lists[:1] if _rule(func).writes else lists
     ragged = [i for i in range(count) if any(isinstance(x[i], cls) for x in deciding)]
     rest = sorted(set(range(count)) - set(ragged))
@@ -267,7 +265,7 @@ def _foreach(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
         if indices:
             some, keywords = [only(a, indices) for a in args], {k: only(v, indices) for k, v in kwargs.items()}
             if indices is plain:
-                some = [a if isinstance(a, list | tuple) else _whole(cls, a) for a in some]  # a factor, as clip_grad_norm_'s
+                some = [a if isinstance(a, list | tuple) else _whole(cls, a) for a in some]  # a factor, as in clip_grad_norm_
             done = run(cls, func, some, keywords) if run else func(*tree_map(lambda v: gathered(cls, v), some), **keywords)
             if done is not None:
                 lists_done = done if isinstance(done, tuple) else (done,)
@@ -279,8 +277,8 @@ def _foreach(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def _foreach_ragged(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Each index holds at least one ragged tensor; the first of them gives that index its layout. What is written comes first in
-    every schema, so it is what is written that decides."""
+    """Run lists with at least one ragged tensor per index. The first one gives the index its layout; in every schema the written list
+    comes first, so it decides."""
     name, described, writes = str(func), func._schema.arguments, _rule(func).writes
     lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
     shardings = [sharding_of(next(x[i]._spec for x in lists if isinstance(x[i], cls))) for i in range(len(lists[0]))]
@@ -290,7 +288,7 @@ def _foreach_ragged(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, 
             local.append(_whole(cls, value))
             continue
         items = []
-        # A fused optimizer writes gradients only to unscale them.
+        # A fused optimizer writes gradients only if it unscales them.
         written_to = argument.name in writes and not (argument.name == "grads" and kwargs.get("grad_scale") is None)
         for item, sharding in zip(value, shardings, strict=True):
             if written_to and not (isinstance(item, cls) and sharding_of(item._spec).same_layout(sharding)):
@@ -306,7 +304,7 @@ def _foreach_ragged(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, 
 
 
 def _wrap_results(cls: Cls, result: Any, args: Sequence[Any], shardings: Sequence[Sharding]) -> Any:
-    if isinstance(result, tuple):  # a functional fused optimizer gives one list for each of its first lists
+    if isinstance(result, tuple):  # a functional fused optimizer returns one list per list argument
         lists = zip(result, args, strict=False)
         return tuple(_wrap_list(cls, part, shardings) if a and isinstance(a[0], cls) else part for part, a in lists)
     return _wrap_list(cls, result, shardings)
@@ -318,7 +316,7 @@ def _wrap_list(cls: Cls, local: Sequence[Tensor], shardings: Sequence[Sharding])
 
 
 def _whole(cls: Cls, value: Any) -> Any:
-    """A tensor that is not in a list (a scalar, found_inf, lr) as a plain whole tensor."""
+    """A tensor outside a list (a scalar, found_inf, lr) as a plain whole tensor."""
     if isinstance(value, cls):
         return gathered(cls, value)._local_tensor
     if isinstance(value, DTensor):
@@ -344,19 +342,19 @@ _SAME_TENSOR = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def _local_unary(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """clone, detach, alias, _to_copy, zeros_like, ..: a local tensor is row-major, so memory formats don't matter."""
+    """Run clone, detach, _to_copy, zeros_like, .. on the local tensor. It is row-major, so memory formats have no effect."""
     x = args[0]
     if not isinstance(x, cls) or "out" in kwargs:
         return NotImplemented
     if kwargs:
         kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
     if func in _SAME_TENSOR:
-        return wrap(cls, x._local_tensor, x._spec)  # the very tensor: an alias made down here would count its writes on its own
+        return wrap(cls, x._local_tensor, x._spec)  # an alias made below the dispatcher would count its writes separately
     return wrap(cls, func(x._local_tensor, *args[1:], **kwargs), x._spec)
 
 
 def _in_place_local(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """zero_, detach_, record_stream: on the local tensor, no other tensor operand."""
+    """Run zero_, detach_, record_stream, .. on the local tensor, without other tensor operands."""
     func(args[0]._local_tensor, *args[1:], **kwargs)
     return args[0]
 
@@ -415,9 +413,9 @@ def _ask_local(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any])
     return func(args[0]._local_tensor, *args[1:], **kwargs)
 
 
-# Their last argument must be a tensor without dimensions, or a number.
+# The last argument of these must be a tensor without dimensions, or a number.
 _SCALAR_VALUE = frozenset({"aten::fill_", "aten::fill", "aten::masked_fill", "aten::masked_fill_"})
-# Element-wise, but not tagged so by torch (in-place, out= and backward forms mostly).
+# Element-wise operations that torch does not tag as such (mostly in-place, out= and backward forms).
 _ELEMENTWISE = frozenset(
     "abs_ copysign_ eq_ ne_ gt_ ge_ lt_ le_ gcd_ lcm_ heaviside_ gelu_ mish_ threshold_ xlogy_ fill fill_ masked_fill masked_fill_ "
     "floor_divide floor_divide_ hardswish hardswish_ rsub where isclose complex polar add sub mul div relu celu elu gelu mish softplus "

@@ -1,8 +1,8 @@
-"""Ragged tensors with a reduction pending on another mesh dimension, as ``[Partial(), RaggedShard(..)]``: what may be done unreduced.
+"""Ragged tensors with a reduction pending on another mesh dimension, as ``[Partial(), RaggedShard(..)]``.
 
-A gradient that each replica has its own part of is such a tensor. Linear operations keep it so (accumulating gradients over
-micro-batches costs no communication then); every other operation reduces first; an operation that would write it, and isn't linear,
-raises.
+A gradient of which each replica has its own contribution is such a tensor. Linear operations keep the reduction pending, so accumulating
+gradients over micro-batches needs no communication. Every other operation reduces first. A non-linear operation that would write such a
+tensor raises.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from vescale_ray.dtensor_schema import written
 from vescale_ray.dtensor_spec import Sharding, settled_placements, sharding_of, wrap
 from vescale_ray.redistribute import move
 
-# Of one tensor, right for every reduction.
+# Operations on one tensor that commute with every reduction.
 _SAME = frozenset(
     "detach detach_ alias clone view _unsafe_view reshape squeeze unsqueeze view_as_real view_as_complex lift_fresh record_stream "
     "is_pinned _pin_memory".split()
 )
-# They look at the layout, not at the values: of the layout with nothing pending.
+# Operations that read only the layout: they run on the layout with nothing pending.
 _FROM_LAYOUT = frozenset(
     "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full new_empty_strided "
     "is_same_size".split()
 )
-# Linear: right for pending sums and means.
+# Linear operations, which commute with pending sums and means.
 _NEGATE = frozenset("neg neg_ zero_ _foreach_neg _foreach_neg_ _foreach_zero_".split())
 _SCALE = frozenset("mul mul_ div div_ _foreach_mul _foreach_mul_ _foreach_div _foreach_div_".split())
 _ADD = frozenset("add add_ sub sub_ _foreach_add _foreach_add_ _foreach_sub _foreach_sub_".split())
@@ -48,13 +48,13 @@ def any_pending(cls: type[DTensor], args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def on_pending(cls: type[DTensor], func: Any, writes: Sequence[str], handler: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Carry out ``func``, with a pending ragged tensor among its arguments."""
+    """Run ``func``, one of whose arguments is a pending ragged tensor."""
     name = func._schema.name.removeprefix("aten::")
     if name in _SAME:
         return handler(cls, func, args, kwargs)
     if name in _FROM_LAYOUT:
         return func(*tree_map(lambda v: _relabelled(cls, v), args), **kwargs)
-    if name == "copy_" and isinstance(args[0], cls):  # knows how to reduce
+    if name == "copy_" and isinstance(args[0], cls):  # copy_ reduces itself
         return handler(cls, func, args, kwargs)
     shardings = _linear(cls, func, name, args, kwargs)
     if shardings is not None:
@@ -76,7 +76,7 @@ def on_pending(cls: type[DTensor], func: Any, writes: Sequence[str], handler: An
 
 
 def settled(cls: type[DTensor], value: Any) -> Any:
-    """A pending ragged tensor reduced (one all-reduce of the part for each pending dimension); anything else as it is."""
+    """A pending ragged tensor reduced (one all-reduce of the part per pending dimension); other values are returned unchanged."""
     if not isinstance(value, cls) or not sharding_of(value._spec).pending:
         return value
     local, spec = move(value._local_tensor, value._spec, settled_placements(value.placements))
@@ -90,7 +90,7 @@ def _relabelled(cls: type[DTensor], value: Any) -> Any:
 
 
 def _linear(cls: type[DTensor], func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Sharding] | None:
-    """The layouts of the results, if ``func`` may run on the local contributions."""
+    """The layouts of the results if ``func`` may run on the local contributions, else None."""
     first = list(args[0]) if isinstance(args[0], list | tuple) else [args[0]]
     if not first or not all(isinstance(v, cls) for v in first) or any(isinstance(v, Tensor) for v in kwargs.values()) or "out" in kwargs:
         return None
@@ -114,7 +114,7 @@ def _linear(cls: type[DTensor], func: Any, name: str, args: Sequence[Any], kwarg
 
 
 def _numbers(value: Any) -> bool:
-    """A factor that is the same on every rank, without a sharding of its own: a number, a plain 0-dim tensor, or a list of numbers."""
+    """Whether ``value`` is a factor without a sharding, equal on every rank: a number, a plain 0-dim tensor, or a list of numbers."""
     if isinstance(value, Tensor):
         return not isinstance(value, DTensor) and value.ndim == 0
     if isinstance(value, list | tuple):

@@ -1,9 +1,8 @@
-"""Reductions of ragged tensors: local first; what is still to be joined over the ranks stays pending in torch's Partial.
+"""Reductions of ragged tensors: each rank reduces its part, and the rest stays pending in torch's Partial.
 
-A reduction over all dimensions gives a DTensor with a pending sum, product, maximum, minimum or norm, as a reduction of a
-Shard(0) DTensor does, so that ``clip_grad_norm_`` works unchanged; unlike there, ``.item()`` of it is the whole answer.
-A reduction over inner dimensions only (none of the merged ones) needs no communication and stays ragged. Comparisons that
-give one bool are joined at once.
+A reduction over all dimensions gives a DTensor with a pending sum, product, maximum, minimum or norm, like a reduction of a Shard(0)
+DTensor. So ``clip_grad_norm_`` works unchanged. Unlike torch's, ``.item()`` of the result is the whole answer. A reduction over inner
+dimensions only (none of the merged ones) needs no communication and stays ragged. Comparisons that give one bool are completed at once.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from vescale_ray.geometry import Shape
 
 
 def reduce_op(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """sum, mean, prod, amax, amin, max, min, linalg_vector_norm, any, all; NotImplemented where the merged dims are involved in part."""
+    """Run sum, mean, prod, amax, amin, max, min, linalg_vector_norm, any, all. NotImplemented if only some merged dims are reduced."""
     given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
     x = given["self"]
     if not isinstance(x, cls) or "out" in kwargs:
@@ -49,7 +48,7 @@ def reduce_op(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[s
         return wrap(cls, value, sharding.resized(shape, () if keepdim else dims).spec(value.dtype))
     whole_shape = (1,) * ndim if keepdim else ()
     if expected != whole_shape:
-        return NotImplemented  # any() and all() over no dimension leave every element
+        return NotImplemented  # any() and all() over no dimension keep every element
     value = _local_value(name, local, sharding, dtype, order)
     if name in ("any", "all"):
         joined = _join(value, "max" if name == "any" else "min", sharding)
@@ -58,7 +57,7 @@ def reduce_op(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[s
 
 
 def foreach_norm(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """One pending norm per tensor; torch's DTensors in the list get theirs from torch."""
+    """One pending norm per tensor; torch computes those of its own DTensors in the list."""
     tensors, rest = args[0], args[1:]
     order = rest[0] if rest else kwargs.get("ord", 2)
     ragged = [t for t in tensors if isinstance(t, cls)]
@@ -66,12 +65,12 @@ def foreach_norm(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dic
     given = rest[1] if len(rest) > 1 else kwargs.get("dtype")
     for of in {t.dtype for t in locals_}:
         _result_dtype("linalg_vector_norm", of, given, float(order))
-    if math.isinf(order) or order < 0:  # torch refuses these norms of no elements, which a rank may hold
+    if math.isinf(order) or order < 0:  # torch refuses these norms of empty tensors, which a rank may hold
         _refuse_empty(f"{func}: the norm of order {order}", ragged)
         values = [_local_value("linalg_vector_norm", t, sharding_of(r._spec), given, order) for t, r in zip(locals_, ragged, strict=True)]
     else:
         values = func(locals_, *rest, **kwargs)
-        if 0 in map(_NUMEL, locals_):  # of no elements torch doesn't always give the dtype that it gives of some
+        if 0 in map(_NUMEL, locals_):  # for empty tensors torch does not always return the usual dtype
             values = [v.to(_result_dtype("linalg_vector_norm", t.dtype, given, float(order))) for v, t in zip(values, locals_, strict=True)]
     partial = norm_partial(order)
     results = iter([_result(v, partial, sharding_of(r._spec)) for v, r in zip(values, ragged, strict=True)])
@@ -99,17 +98,17 @@ def _refuse_empty(what: str, tensors: Sequence[DTensor]) -> None:
 
 
 def equal(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """The same answer on every rank: all local parts are equal."""
+    """Whether all local parts are equal; the answer is the same on every rank."""
     if args[0].shape != args[1].shape:
         return False
     return _compared(cls, torch.equal, args, kwargs)
 
 
 def allclose(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """The same answer on every rank: all local parts are close."""
+    """Whether all local parts are close; the answer is the same on every rank."""
     shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
     if not any(isinstance(v, cls) and v.shape == shape for v in args[:2]):
-        return NotImplemented  # broadcast to something larger than any ragged operand
+        return NotImplemented  # the result is larger than any ragged operand
     return _compared(cls, torch.allclose, args, kwargs)
 
 
@@ -122,12 +121,12 @@ def _compared(cls: type[DTensor], compare: Callable[..., bool], args: Sequence[A
 
 
 def scalar(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """``.item()``: the one element, from whoever holds it."""
+    """``.item()``: the one element, from the rank that holds it."""
     return gathered(cls, args[0])._local_tensor.item()
 
 
 def amp_unscale(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """GradScaler: unscale the local gradients; an inf or nan found on one rank is found on all."""
+    """Unscale the local gradients for GradScaler. If one rank finds an inf or nan, all ranks report it."""
     grads, found_inf, scale = args
     cut = {(id(s.mesh), *s.cut_dims()): s for s in (sharding_of(g._spec) for g in grads if isinstance(g, cls))}
     others = [g for g in grads if not isinstance(g, cls)]
@@ -143,10 +142,10 @@ def amp_unscale(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict
 
 @lru_cache(maxsize=4096)
 def _expected(func: Any, shape: Shape, dtype: torch.dtype, args: tuple[Any, ...], kwargs: tuple[Any, ...]) -> Shape | None:
-    """The shape of the whole tensor's result, asked of a tensor without storage: what torch refuses (dimensions that aren't there, a
-    maximum of nothing) it refuses in its own words, on every rank alike. None for several results.
+    """The shape of the whole tensor's result, computed without storage; None for several results. Torch thus refuses wrong
+    arguments (a missing dimension, a maximum of nothing) on every rank alike.
 
-    Of no elements, and without dimensions, a real tensor is asked: the kernels without storage are others, and laxer there.
+    Empty tensors and tensors without dimensions are real: torch's kernels without storage are laxer there.
     """
     whole = torch.zeros(shape, dtype=dtype) if not shape or 0 in shape else meta_like(shape, dtype)
     result = func(whole, *args, **dict(kwargs))
@@ -162,7 +161,7 @@ def _result(value: Tensor, partial: Placement, sharding: Sharding) -> DTensor:
 
 
 def _join(value: Tensor, op: str, sharding: Sharding) -> Tensor:
-    """All-reduce one number (bool travels as int32) over the ranks that share the tensor."""
+    """All-reduce one number over the ranks that share the tensor. A bool is sent as int32."""
     dims = [] if value.is_meta else [dim for dim in sharding.cut_dims() if sharding.mesh.size(dim) > 1]
     if not dims:
         return value
@@ -173,14 +172,14 @@ def _join(value: Tensor, op: str, sharding: Sharding) -> Tensor:
 
 
 def _dims(dim: Any, ndim: int) -> list[int] | None:
-    """Reduced dimensions, non-negative; None for all. What is no dimension was refused before."""
+    """Reduced dimensions, non-negative; None for all. Invalid dimensions were refused before."""
     if dim is None or (isinstance(dim, list | tuple) and not dim) or ndim == 0:
         return None
     return sorted({d % ndim for d in ([dim] if isinstance(dim, int) else dim)})
 
 
 def _local_value(name: str, local: Tensor, sharding: Sharding, dtype: torch.dtype | None, order: float) -> Tensor:
-    """The 0-dim contribution of this rank; of no elements: the reduction's neutral element."""
+    """This rank's 0-dim contribution; without elements, the reduction's neutral element."""
     flat = local.reshape(-1)
     kind = _result_dtype(name, flat.dtype, dtype, order)
     if name == "mean":
@@ -196,13 +195,13 @@ def _local_value(name: str, local: Tensor, sharding: Sharding, dtype: torch.dtyp
 
 @lru_cache(maxsize=1024)
 def _result_dtype(name: str, of: torch.dtype, dtype: torch.dtype | None, order: float) -> torch.dtype:
-    """The dtype of a reduction, asked of one element, so that what torch refuses it refuses on every rank: of an empty tensor it takes
-    much that it refuses otherwise, and the other ranks would wait."""
+    """The dtype of a reduction, computed from one element. For an empty tensor torch accepts arguments that it refuses otherwise, and
+    the ranks must raise together: a rank that went on would wait for the others."""
     return _KERNELS[name](torch.ones(1, dtype=of), [0], False, dtype, order).dtype
 
 
 def _needs_elements(name: str, order: float) -> bool:
-    """Whether torch refuses this reduction of no elements."""
+    """Whether torch refuses this reduction of an empty tensor."""
     return name in ("max", "amax", "min", "amin") or (name == "linalg_vector_norm" and (order < 0 or math.isinf(order)))
 
 

@@ -1,4 +1,4 @@
-"""Facts from operators' schemas, and the rule for plain tensors among distributed ones."""
+"""Facts from operators' schemas, and the rule for plain tensors beside distributed ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vescale_ray.compat.core import (
 )
 from vescale_ray.compat.tensor import allows_implicit_replication
 
-# These write running statistics without saying so in their schema.
+# These write running statistics, which their schema does not declare.
 HIDDEN_WRITES = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm", "_batch_norm_impl_index"})
 
 
@@ -45,14 +45,16 @@ def written(func: Any, writes: Sequence[str], args: Sequence[Any], kwargs: dict[
 
 
 def meta_like(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor without storage, to ask torch for the shape of a result."""
+    """A tensor without storage, from which torch can tell the shape of a result."""
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 def in_torchs_backward() -> bool:
-    """Whether a derivative formula of torch's own is running: a plain tensor that it made (ones to join with a gradient) is whole, and the
-    same on every rank. Not so for a Function of the user's, nor for what hooks do; and the formula for a product over a dimension is
-    another one for tensor subclasses, which gives 0 where that for plain tensors gives NaN."""
+    """Whether one of torch's derivative formulas is running. A plain tensor that it makes (ones to join with a gradient) is whole, and
+    equal on every rank.
+
+    This does not hold for a user's Function or for hooks. It excludes the formula of ``prod``: for tensor subclasses torch uses another
+    one, which gives 0 where the one for plain tensors gives NaN."""
     node = current_autograd_node()
     if node is None or isinstance(node, BackwardCFunction):
         return False
@@ -60,12 +62,12 @@ def in_torchs_backward() -> bool:
 
 
 def plain_is_whole() -> bool:
-    """Whether a plain tensor beside distributed ones is whole: in torch's derivative formulas, and in its ``implicit_replication()``."""
+    """Whether a plain tensor beside distributed ones is whole: in torch's derivative formulas and in ``implicit_replication()``."""
     return in_torchs_backward() or allows_implicit_replication()
 
 
 def refuse_leaf(op: Any, value: Tensor, meets: str) -> None:
-    """Raise if a plain tensor without dimensions would get a gradient that is a DTensor: no optimizer could use it."""
+    """Raise if a plain tensor without dimensions would get a DTensor as its gradient, which no optimizer could use."""
     if value.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"{op}: a plain tensor without dimensions that requires grad meets {meets}, and its gradient would be a DTensor: "
@@ -75,8 +77,8 @@ def refuse_leaf(op: Any, value: Tensor, meets: str) -> None:
 
 @contextmanager
 def lazy_conjugation(*values: Any) -> Iterator[None]:
-    """Under ``__torch_dispatch__`` torch leaves out the keys that conjugate and negate lazily: an operation that makes such views of
-    its own (linalg.pinv) would then ignore what they mean."""
+    """Enable lazy conjugation and negation, which torch disables under ``__torch_dispatch__``. Without it, an operation that makes such
+    views itself (linalg.pinv) would ignore their meaning."""
     if not any(isinstance(v, Tensor) and v.is_complex() for v in tree_leaves(values)):
         yield
         return

@@ -1,13 +1,13 @@
-"""What a RaggedDTensor knows of its layout: computed once, kept on the DTensorSpec, shared by all dtypes of one layout.
+"""The layout of a RaggedDTensor: computed once, kept on the DTensorSpec, and shared by all dtypes.
 
-torch builds a DTensorSpec per tensor; building one costs about 10 us, which a step over hundreds of parameters can't pay
-for every result. So each spec carries a :class:`Sharding`, and a result's spec is looked up there by dtype. The cache hangs
-on the specs (not on the module): it dies with the tensors, and with it the last reference to their mesh and process groups.
+torch builds a DTensorSpec per tensor. Building one takes about 10 us, too much for every result of a step over hundreds of parameters.
+Therefore each spec carries a :class:`Sharding`, which finds a result's spec by dtype. The cache hangs on the specs and not on the module.
+It dies with the tensors, and so does the last reference to their mesh and process groups.
 
-On a mesh of several dimensions the ragged cut comes last, wherever it stands among the placements: the ``Shard`` of the other
-dimensions (TP, EP) cut first, in mesh order as torch does, and leave each coordinate a *section*, a box of the tensor; the
-RaggedShard shares out the section's row-major elements. So ``[RaggedShard((0,), (1, 3)), Shard(0)]`` of a tensor [8, 5] on a 2 x 2
-mesh gives rank (0, 1) row 4, and rank (1, 1) rows 5..7: what veScale calls a StridedRaggedShard.
+On a mesh of several dimensions the ragged cut comes last, wherever it stands among the placements. The ``Shard`` placements of the other
+dimensions (TP, EP) cut first, in mesh order as in torch. They leave each coordinate a *section*, a box of the tensor, and the RaggedShard
+distributes the section's row-major elements. For example, ``[RaggedShard((0,), (1, 3)), Shard(0)]`` of a tensor [8, 5] on a 2 x 2 mesh
+gives rank (0, 1) row 4 and rank (1, 1) rows 5..7. veScale calls this a StridedRaggedShard.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ T = TypeVar("T", bound=DTensor)
 
 
 class ShapedSpec(DTensorSpec):
-    """A spec whose shape counts whenever it is compared.
+    """A spec that always compares its shape, too.
 
-    ``torch.compile`` compares specs without: of two tensors of which a rank holds equal parts, or nothing, it would run the code compiled
-    for the one on the other, and give the result the other's shape.
+    ``torch.compile`` compares specs without shapes. If a rank held equal parts of two tensors, it would run the code compiled for one of
+    them on the other, and give the result the wrong shape.
     """
 
     def _check_equals(self, other: object, skip_shapes: bool = False) -> bool:
@@ -45,7 +45,7 @@ class ShapedSpec(DTensorSpec):
 
 
 class Sharding:
-    """One layout (mesh, placements, global shape) seen from this rank."""
+    """One layout (mesh, placements, global shape) from this rank's point of view."""
 
     __slots__ = (
         "__weakref__",
@@ -83,13 +83,13 @@ class Sharding:
         assert isinstance(ragged, RaggedShard)
         self.placement: RaggedShard = ragged
         for whole in _section_shapes(tuple(mesh.shape), self.placements, tuple(self.shape)):
-            ragged.validate(whole, mesh.size(self.mesh_dim))  # for every coordinate, so that all ranks refuse together
+            ragged.validate(whole, mesh.size(self.mesh_dim))  # check every coordinate, so that all ranks raise together
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise ValueError(f"this process is not part of {mesh}: create its tensors on the ranks of the mesh only")
         self.rank = int(coordinate[self.mesh_dim])
         self.offsets, self.section = section(tuple(mesh.shape), self.placements, tuple(self.shape), tuple(coordinate))
-        """The box that the Shard of the other mesh dimensions leave to this coordinate; the whole tensor if there are none."""
+        """The box that the Shard placements of other mesh dimensions leave to this coordinate; without them, the whole tensor."""
         self.section_numel = math.prod(self.section)
         self.start, self.end = ragged.interval(self.section, self.rank)
         """Flat elements of the section that this rank holds."""
@@ -97,7 +97,7 @@ class Sharding:
         self.first_unit = ragged.units_of(self.section) * sum(ragged.local_units[: self.rank]) // sum(ragged.local_units)
         self.pending = any(p.is_partial() for p in self.placements)
         self.simple = bool(self.shape) and not self.pending
-        """Whether element-wise operations may run on local tensors without a second look."""
+        """Whether element-wise operations may run on local tensors without further checks."""
         self._interval: tuple[int, int] | None = None
         self._views: dict[object, Sharding | None] = {}
         self._specs: dict[torch.dtype, DTensorSpec] = {}
@@ -105,15 +105,15 @@ class Sharding:
 
     @property
     def world(self) -> int:
-        """Ranks that share the tensor."""
+        """Number of ranks that share the tensor."""
         return len(self.placement.local_units)
 
     def same_layout(self, other: Sharding) -> bool:
-        """Equal mesh, placements and shape: local tensors correspond element by element."""
+        """Whether mesh, placements and shape are equal, so that local tensors correspond element by element."""
         return self is other or (self.shape == other.shape and self.placements == other.placements and self.mesh == other.mesh)
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """The spec of a tensor of this layout with ``dtype``; always the same object."""
+        """The spec of a tensor with this layout and ``dtype``, the same object each time."""
         found = self._specs.get(dtype)
         if found is None:
             found = ShapedSpec(self.mesh, self.placements, tensor_meta=TensorMeta(self.shape, self.stride, dtype))
@@ -121,13 +121,13 @@ class Sharding:
         return found
 
     def adopt(self, spec: DTensorSpec) -> None:
-        """Make ``spec`` the one for its dtype, unless there is one already."""
+        """Use ``spec`` for its dtype, unless there is one already."""
         spec._ragged = self  # type: ignore[attr-defined]
         assert spec.tensor_meta is not None
         self._specs.setdefault(spec.tensor_meta.dtype, spec)
 
     def interval(self) -> tuple[int, int]:
-        """Flat elements ``[start, end)`` of the whole tensor that this rank holds; raises ValueError where they are no interval."""
+        """Flat elements ``[start, end)`` of the whole tensor that this rank holds; raises ValueError if they are no interval."""
         if self._interval is None:
             offsets, part, shape = self.offsets, self.section, self.shape
             cut = next((d for d in reversed(range(len(shape))) if part[d] != shape[d]), 0)
@@ -138,15 +138,15 @@ class Sharding:
         return self._interval
 
     def boxes(self) -> tuple[Box, ...]:
-        """The boxes of the tensor that this rank holds, in the order of the local tensor's elements; none empty."""
+        """Boxes of the tensor that this rank holds, in the order of the local tensor's elements; none is empty."""
         return _shifted(boxes(self.section, self.start, self.end), self.offsets)
 
     def cut_dims(self) -> list[int]:
-        """Mesh dimensions over which the elements are shared out: the ragged one and those with Shard."""
+        """Mesh dimensions that distribute the elements: the ragged one and those with Shard."""
         return [i for i, p in enumerate(self.placements) if i == self.mesh_dim or p.is_shard()]
 
     def reduced_spec(self, partial: Placement, shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
-        """The spec of a reduction over all elements: ``partial`` on the mesh dimensions that cut, the others as here."""
+        """The spec of a reduction over all elements: ``partial`` on the mesh dimensions that distribute them, the others unchanged."""
         key = (partial, tuple(shape), dtype)
         found = self._reduced.get(key)
         if found is None:
@@ -155,9 +155,9 @@ class Sharding:
         return found
 
     def reshaped(self, shape: Sequence[int]) -> Sharding | None:
-        """The layout of the same elements on the same ranks, in the same order, seen in another ``shape``; None if there is none.
+        """The layout of the same elements on the same ranks, in the same order, with another ``shape``; None if there is none.
 
-        With Shard(d) on another mesh dimension the dimensions up to d must stay as they are.
+        If another mesh dimension has Shard(d), the dimensions up to d must stay unchanged.
         """
         shape = tuple(int(n) for n in shape)
         key = ("reshaped", shape)
@@ -165,7 +165,7 @@ class Sharding:
             kept = 1 + max((p.dim for p in self.placements if type(p) is Shard), default=-1)
             self._views[key] = None
             merges = range(len(shape) + 1) if tuple(self.shape[:kept]) == shape[:kept] else ()
-            for merged in merges:  # the fewest that fit; the same on every rank, however its section differs from others'
+            for merged in merges:  # take the fewest that fit, which is the same number on every rank, whatever its section
                 try:
                     self._views[key] = self._with(RaggedShard(tuple(range(merged)), self.placement.local_units), shape)
                     break
@@ -176,7 +176,7 @@ class Sharding:
     def resized(self, shape: Sequence[int], gone: Sequence[int] = ()) -> Sharding:
         """The layout with the same merged dimensions and other inner ones: the same units, of another size.
 
-        ``gone``: dimensions of this shape that the other one doesn't have; none of them cut.
+        ``gone``: dimensions of this shape that the new one lacks; no placement cuts them.
         """
         shape = tuple(int(n) for n in shape)
         key = ("resized", shape, tuple(gone))
@@ -201,7 +201,7 @@ class Sharding:
 
 
 def sharding_of(spec: DTensorSpec) -> Sharding:
-    """The spec's layout. Cost when known (always but the first time): one attribute."""
+    """The spec's layout. Except for the first time, it costs one attribute access."""
     try:
         return spec._ragged  # type: ignore[attr-defined]
     except AttributeError:
@@ -213,11 +213,11 @@ def sharding_of(spec: DTensorSpec) -> Sharding:
 
 _PENDING: WeakValueDictionary[object, DTensorSpec] = WeakValueDictionary()
 _LAYOUTS: WeakValueDictionary[object, Sharding] = WeakValueDictionary()
-"""By the mesh's identity: a Sharding that is alive holds its mesh, so that no other mesh has that identity."""
+"""Layouts by the mesh's identity. A live Sharding holds its mesh, so no other mesh has the same identity."""
 
 
 def pending_spec(mesh: DeviceMesh, placements: Placements, shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
-    """The one spec of a reduction's result: norms that can be stacked as they are, are seen to be by comparing identities."""
+    """The one spec of a reduction's result. Norms that can be stacked directly are then recognized by the identity of their specs."""
     shape = numbers(shape)
     key = (id(mesh), placements, shape, dtype)
     found = _PENDING.get(key)
@@ -228,12 +228,12 @@ def pending_spec(mesh: DeviceMesh, placements: Placements, shape: Sequence[int],
 
 
 def numbers(shape: Sequence[int]) -> Shape:
-    """``shape`` without symbols: a layout is one of a certain shape. A function that is compiled for any shape is compiled for each."""
+    """``shape`` with symbols as numbers, since a layout has one shape. A function compiled for any shape is compiled for each."""
     return tuple(shape) if all(type(n) is int for n in shape) else tuple(int(n) for n in shape)
 
 
 def layout_of(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> Sharding:
-    """The one Sharding of a layout: tensors that are cut alike are seen to be by comparing identities."""
+    """The one Sharding of a layout. Tensors with equal layouts are then recognized by identity."""
     shape = numbers(shape)
     key = (id(mesh), tuple(placements), shape)
     found = _LAYOUTS.get(key)
@@ -243,7 +243,7 @@ def layout_of(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence
 
 
 def ragged_mesh_dim(placements: Sequence[Placement]) -> int | None:
-    """The mesh dimension that a RaggedShard lies on, or None."""
+    """The mesh dimension with a RaggedShard, or None."""
     for i, placement in enumerate(placements):
         if isinstance(placement, RaggedShard):
             return i
@@ -251,10 +251,11 @@ def ragged_mesh_dim(placements: Sequence[Placement]) -> int | None:
 
 
 def check_placements(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> Placements:
-    """The placements of a layout that we support, negative dimensions made positive.
+    """The placements of a supported layout, with negative dimensions made positive.
 
     Raises:
-        ValueError: not one per mesh dimension; not exactly one RaggedShard; another kind than Replicate, Partial, Shard beside it.
+        ValueError: there is not one placement per mesh dimension, not exactly one RaggedShard, or another kind than Replicate, Partial
+            and Shard.
     """
     shown = f"[{', '.join(map(str, placements))}]"
     if len(placements) != mesh.ndim:
@@ -272,7 +273,7 @@ def check_placements(mesh: DeviceMesh, placements: Sequence[Placement], shape: S
 
 
 def positive_dims(placements: Sequence[Placement], shape: Sequence[int]) -> Placements:
-    """``Shard(-1)`` as ``Shard(ndim - 1)``; raises ValueError for a dimension that the tensor doesn't have."""
+    """``Shard(-1)`` as ``Shard(ndim - 1)``; raises ValueError for a dimension that the tensor lacks."""
     found = []
     for placement in placements:
         if type(placement) is Shard:
@@ -284,19 +285,19 @@ def positive_dims(placements: Sequence[Placement], shape: Sequence[int]) -> Plac
 
 
 def settled_placements(placements: Sequence[Placement]) -> Placements:
-    """The placements with Replicate for what is pending."""
+    """The placements with Replicate in place of pending reductions."""
     return tuple(Replicate() if p.is_partial() else p for p in placements)
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """torch.chunk's part of a dimension: equal parts of ceil(size / parts), the last ones short or empty."""
+    """One part of a dimension, cut like ``torch.chunk``: parts of ceil(size / parts), the last ones shorter or empty."""
     step = -(-size // parts)
     return min(index * step, size), min((index + 1) * step, size)
 
 
 @lru_cache(maxsize=65536)
 def section(mesh_shape: Shape, placements: Placements, shape: Shape, coordinate: Shape) -> Box:
-    """Offsets and sizes of the box that the Shard placements leave to a coordinate; they cut in mesh order, each what is left."""
+    """Offsets and sizes of the box that the Shard placements leave to a coordinate. They cut in mesh order, each the rest of the last."""
     offsets, sizes = [0] * len(shape), list(shape)
     for parts, placement, index in zip(mesh_shape, placements, coordinate, strict=True):
         if type(placement) is Shard:
@@ -308,7 +309,7 @@ def section(mesh_shape: Shape, placements: Placements, shape: Shape, coordinate:
 
 @lru_cache(maxsize=65536)
 def holding(mesh_shape: Shape, placements: Placements, shape: Shape, coordinate: Shape) -> tuple[Box, ...]:
-    """The boxes of the tensor that a coordinate holds, in the order of its local tensor's elements; none empty."""
+    """Boxes of the tensor that a coordinate holds, in the order of its local tensor's elements; none is empty."""
     offsets, sizes = section(mesh_shape, placements, shape, coordinate)
     dim = ragged_mesh_dim(placements)
     if dim is None:
@@ -326,13 +327,13 @@ def _shifted(found: tuple[Box, ...], by: Shape) -> tuple[Box, ...]:
 
 @lru_cache(maxsize=65536)
 def _section_shapes(mesh_shape: Shape, placements: Placements, shape: Shape) -> tuple[Shape, ...]:
-    """The different section shapes of all coordinates."""
+    """The distinct section shapes of all coordinates."""
     spans = [range(n if type(p) is Shard else 1) for n, p in zip(mesh_shape, placements, strict=True)]
     return tuple({section(mesh_shape, placements, shape, coordinate)[1]: None for coordinate in product(*spans)})
 
 
 def make_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
-    """A checked spec for a tensor of ``shape``; raises ValueError as :func:`check_placements` and ``RaggedShard.validate``."""
+    """A checked spec for a tensor of ``shape``; raises ValueError like :func:`check_placements` and ``RaggedShard.validate``."""
     return layout_of(mesh, placements, shape).spec(dtype)
 
 
@@ -346,7 +347,7 @@ def contiguous_stride(shape: Sequence[int]) -> Shape:
 
 
 def norm_partial(order: float) -> Placement:
-    """The pending reduction that joins local norms of this order."""
+    """The pending reduction that combines local norms of this order."""
     if order == math.inf:
         return Partial("max")
     if order == -math.inf:
@@ -361,16 +362,18 @@ def replicated(mesh: DeviceMesh) -> tuple[Placement, ...]:
 
 
 def wrap(cls: type[T], local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> T:
-    """A ``cls`` over ``local`` with ``spec``'s layout and ``local``'s dtype. Skips DTensor's ``__init__``, which does nothing."""
+    """A ``cls`` with ``local``'s dtype and ``spec``'s layout. It skips DTensor's ``__init__``, which does nothing."""
     if local.dtype is not spec.tensor_meta.dtype:  # type: ignore[union-attr]
         spec = sharding_of(spec).spec(local.dtype)
     return enclose(cls, local, spec, requires_grad)
 
 
 def enclose(cls: type[T], local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> T:
-    """What ``cls.__new__`` makes, but for a ``local`` that does not start where its storage does: with the offset of that, DTensor makes
-    a tensor that says it has memory (``data_ptr()`` is not 0), and who believes it, as DCP's ``async_save`` does, fails."""
-    traced = isinstance(local, FakeTensor | FunctionalTensor)  # has to come out as the tensor did that it stands for
+    """Make a ``cls`` like ``cls.__new__``, also from a ``local`` that does not start at its storage's beginning.
+
+    DTensor would take over that offset and then report memory (``data_ptr()`` is not 0). Code that believes it fails, as DCP's
+    ``async_save`` does."""
+    traced = isinstance(local, FakeTensor | FunctionalTensor)  # the result must match the tensor that it stands for
     if not (traced or type(local) is Tensor) or not local.storage_offset():
         return cast(T, cls.__new__(cls, local, spec, requires_grad=requires_grad))
     if traced:

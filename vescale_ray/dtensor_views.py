@@ -1,4 +1,4 @@
-"""True views of ragged tensors, and random numbers, of which every rank keeps its part."""
+"""True views of ragged tensors, and random numbers of which every rank keeps its part."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from vescale_ray.transfer import view_of
 
 
 def random_in_place(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """uniform_, normal_, ..: every rank draws the whole tensor and keeps its part, so that with equal seeds the values are those
-    of one device, whatever the layout. Costs one whole tensor of memory for the moment. Replicas take the first one's values.
+    """Run uniform_, normal_, ..: every rank draws the whole tensor and keeps its part. With equal seeds the values are those of one
+    device, for any layout. It needs memory for one whole tensor at a time. Replicas take the first replica's values.
     """
     x = args[0]
     if not isinstance(x, cls) or any(isinstance(v, Tensor) for v in (*args[1:], *kwargs.values())):
@@ -49,7 +49,7 @@ def _keep_part(local: Tensor, full: Tensor, sharding: Sharding) -> None:
 
 
 def reshape(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """view, squeeze, unsqueeze: row-major elements keep their order, so the same interval is a part of the new shape."""
+    """Run view, squeeze, unsqueeze: row-major elements keep their order, so the part is the same interval of the new shape."""
     x = args[0]
     if not isinstance(x, cls) or (len(args) > 1 and isinstance(args[1], torch.dtype)):
         return NotImplemented
@@ -62,7 +62,7 @@ def reshape(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def reinterpret(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """view_as_real, view_as_complex: a number's two parts are the last dimension, which stays on one rank."""
+    """Run view_as_real, view_as_complex: the last dimension holds a number's two parts, and stays on one rank."""
     x = args[0]
     if not isinstance(x, cls):
         return NotImplemented
@@ -76,6 +76,6 @@ def reinterpret(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 
 def _view(cls: Cls, x: Any, local: Tensor, sharding: Sharding) -> Any:
     result: Any = wrap(cls, local, sharding.spec(local.dtype))
-    # An alias made down here counts its writes on its own.
+    # An alias made below the dispatcher would count its writes separately.
     result._written_through = (x._local_tensor, *getattr(x, "_written_through", ()))
     return result

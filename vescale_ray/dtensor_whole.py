@@ -1,6 +1,6 @@
-"""Operations where every rank holds all elements, or a contribution to all: on the local tensors, without torch's rules for DTensors.
+"""Operations on DTensors of which every rank holds all elements, or a contribution to all of them. They run on the local tensors.
 
-torch has no rule for many operations, and some of what its rules leave pending is wrong (a sum of norms).
+Torch's rules for DTensors are not used: many operations have none, and some results that they leave pending are wrong (a sum of norms).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from vescale_ray.transfer import arrived
 
 
 def held_whole(operands: Sequence[DTensor]) -> bool:
-    """Whether every rank holds all elements of each, or a contribution to all, on one mesh."""
+    """Whether every rank holds all elements of each operand, or a contribution to all, on one mesh."""
     mesh = operands[0].device_mesh
     return all(not any(p.is_shard() for p in v.placements) and (v.device_mesh is mesh or v.device_mesh == mesh) for v in operands)
 
 
 def on_local(func: Any, mesh: DeviceMesh, placements: tuple[Placement, ...], args: Any, kwargs: dict[str, Any]) -> Any:
-    """``func`` of what each rank holds."""
+    """Run ``func`` on each rank's local tensors."""
 
     def local(value: Any) -> Any:
         return arrived(value._local_tensor) if isinstance(value, DTensor) else value
@@ -41,7 +41,8 @@ def on_local(func: Any, mesh: DeviceMesh, placements: tuple[Placement, ...], arg
 
 
 def write_local(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """In place and ``out=`` where every rank holds all elements: torch has no rule for many of these. Results are the DTensors given."""
+    """Run an in-place or ``out=`` operation if every rank holds all elements; torch lacks a rule for many. It returns the given
+    DTensors."""
     known: list[tuple[DTensor, Tensor]] = []
     outs = {a.name for a in func._schema.arguments if a.is_out}
 
@@ -54,7 +55,7 @@ def write_local(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     with lazy_conjugation(args, kwargs):
         result = func(*tree_map(local, args), **{k: tree_map(lambda v, k=k: local(v, k in outs), v) for k, v in kwargs.items()})
     for value, written_to in known:
-        if written_to.shape != value.shape:  # a copy: torch gives out= tensors the shape of the result
+        if written_to.shape != value.shape:  # a copy: torch resizes out= tensors to the result
             raise RuntimeError(f"{func} gives a result of shape {tuple(written_to.shape)}: out= is a DTensor of shape {tuple(value.shape)}")
     for value, written_to in known:
         if written_to is not value._local_tensor:
