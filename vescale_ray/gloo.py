@@ -1,11 +1,11 @@
 """Gloo process groups with one worker thread each.
 
 torch gives a gloo group two worker threads. Both assign the group's ``lastCompletedWorkName``, a ``std::string``, without a lock
-(``ProcessGroupGloo::runLoop``), so that they corrupt the heap about once in a million collectives. One thread has nobody to race with.
-``docs/reference/gloo.md`` has the details, and how a script uses this.
+(``ProcessGroupGloo::runLoop``). This corrupts the heap about once in a million collectives. With one thread there is no race.
+``docs/reference/gloo.md`` has the details, and shows the use in a script.
 
-``init_process_group("gloo")`` of torch takes no number of threads. So this module registers a back end of its own with torch, whose
-groups are torch's ``ProcessGroupGloo`` with other options. Every group of this project comes from here.
+``torch.distributed.init_process_group("gloo")`` takes no number of threads. Therefore this module registers its own back end with torch,
+whose groups are torch's ``ProcessGroupGloo`` with other options. Every group of this project comes from here.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ import torch
 import torch.distributed as dist
 
 BACKEND = "vescale_gloo"
-"""The back end's name in torch, as in ``new_group(backend=..)``. Known to torch from the first :func:`init_process_group` on."""
+"""The back end's name in torch, as in ``new_group(backend=..)``. The first :func:`init_process_group` registers it."""
 
 _TORCHS = "gloo"
 _TORCHS_TIMEOUT = timedelta(minutes=30)
 
 
 def init_process_group(backend: str | None = None, init_method: str | None = None, **options: Any) -> None:
-    """As ``torch.distributed.init_process_group``, with one worker thread wherever ``backend`` says gloo.
+    """Call ``torch.distributed.init_process_group``, with one worker thread wherever ``backend`` says gloo.
 
-    Groups that are made from this one (``new_group``, ``init_device_mesh``) have one, too, unless they ask for ``"gloo"`` by name.
+    Groups made from this one (``new_group``, ``init_device_mesh``) have one thread, too, unless they ask for ``"gloo"`` by name.
 
     Args:
-        backend: ``"gloo"``, ``"cpu:gloo,cuda:nccl"``, or any other of torch's; None: as torch, the one of the accelerator, or gloo.
+        backend: ``"gloo"``, ``"cpu:gloo,cuda:nccl"``, or any other of torch's; None: the accelerator's, as in torch, or gloo.
     """
     dist.init_process_group(single_threaded(backend), init_method, **options)
 
 
 def single_threaded(backend: str | None) -> str | None:
-    """The name for torch of the back end that is called ``backend`` there, with our gloo for torch's."""
+    """The name to give to torch for ``backend``, with this module's gloo in place of torch's."""
     if not isinstance(backend, str | None):
         raise TypeError(f"backend is {backend!r}: give a name, as 'gloo' or 'cpu:gloo,cuda:nccl', or None")
     _register()
@@ -47,15 +47,15 @@ def single_threaded(backend: str | None) -> str | None:
         return BACKEND if accelerator is None else None
     parts = [part.rpartition(":") for part in backend.lower().split(",")]
     if all(name == _TORCHS for _, _, name in parts):
-        return BACKEND  # for "cpu:gloo", too: torch gives a group of one custom back end no default unless it has its plain name
+        return BACKEND  # also for "cpu:gloo": torch gives a group of one custom back end no default unless it gets the plain name
     return ",".join(device + colon + (BACKEND if name == _TORCHS else name) for device, colon, name in parts)
 
 
 def create(store: Any, rank: int, size: int, timeout: timedelta = _TORCHS_TIMEOUT) -> Any:
-    """A ``ProcessGroupGloo`` with one worker thread, of the interfaces that ``GLOO_SOCKET_IFNAME`` names or else the machine's name."""
+    """A ``ProcessGroupGloo`` with one worker thread, on the interfaces in ``GLOO_SOCKET_IFNAME``, else on the host name's."""
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    # As torch reads it (ProcessGroupGloo::Options::create_default): a single character is no name, and a comma may end the list.
+    # torch (ProcessGroupGloo::Options::create_default) ignores a single character and allows a trailing comma.
     names = [name for name in named.split(",") if name] if len(named) > 1 else []
     devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in names]
     options._devices = devices or [dist.ProcessGroupGloo.create_default_device()]
@@ -64,16 +64,16 @@ def create(store: Any, rank: int, size: int, timeout: timedelta = _TORCHS_TIMEOU
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether all of the group's communication is gloo's, torch's or ours."""
+    """Whether all of the group's communication uses gloo, torch's or this module's."""
     return dist.get_backend(group) in (_TORCHS, BACKEND)
 
 
 def worker_threads(group: dist.ProcessGroup) -> int:
-    """The number of threads that carry out the group's gloo collectives on host memory; 0 if another back end does, or none."""
+    """Number of threads that run the group's gloo collectives on host memory; 0 if gloo runs none."""
     if torch.device("cpu") not in group._device_types:
         return 0
     backend: Any = group._get_backend(torch.device("cpu"))
-    while hasattr(backend, "wrapped_pg"):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    while hasattr(backend, "wrapped_pg"):  # the wrapper of TORCH_DISTRIBUTED_DEBUG=DETAIL
         backend = backend.wrapped_pg
     if not isinstance(backend, dist.ProcessGroupGloo):
         return 0
@@ -81,7 +81,7 @@ def worker_threads(group: dist.ProcessGroup) -> int:
 
 
 def warn_of_threads(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Warn, once in a process, if a group has worker threads that race."""
+    """Warn once per process if a group has several worker threads, which race."""
     threads = max(map(worker_threads, groups), default=0)
     if threads > 1:
         default = worker_threads(dist.group.WORLD) > 1  # type: ignore[arg-type]
@@ -90,19 +90,19 @@ def warn_of_threads(groups: Sequence[dist.ProcessGroup]) -> None:
             f"a process group of the mesh has {threads} gloo worker threads, a race of which in torch can corrupt the heap: make the "
             f"default group with vescale_ray.gloo.init_process_group(..){how} (docs/reference/gloo.md)",
             RuntimeWarning,
-            stacklevel=1,  # one place for all calls of fully_shard, so that Python shows it once
+            stacklevel=1,  # one place for all calls of fully_shard, so that Python shows the warning once
         )
 
 
 def _register() -> None:
-    """Make the back end known to torch, at its first use. A mere import must not: torch gives groups of specifications such as
-    ``"cpu:gloo"`` no default back end once any plugin is registered."""
+    """Register the back end with torch, at its first use. An import must not do so: once any plugin is registered, torch gives groups of
+    specifications such as ``"cpu:gloo"`` no default back end."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create_for_torch, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create_for_torch(asked: Any, _options: Any) -> Any:
     made = create(asked.store, asked.group_rank, asked.group_size, asked.timeout)
-    # As torch does for its own; both show in the flight recorder.
+    # torch does the same for its own groups; the flight recorder shows both values.
     made.options.global_ranks_in_group, made.options.group_name = asked.global_ranks_in_group, asked.group_id
     return made

@@ -1,7 +1,7 @@
-"""Whether a folder outlives the job, the session and the node that write into it.
+"""Checks that a folder outlives the job, the session and the node that write into it.
 
-`ray job submit --working-dir` unpacks the submitted folder into Ray's package cache, and the job's working directory is there. A relative
-path then names a folder that no other submission sees and that Ray deletes when it needs room.
+``ray job submit --working-dir`` unpacks the submitted folder into Ray's package cache, where the job's working directory then is. A
+relative path there names a folder that no other submission sees, and that Ray deletes when it needs room.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ REMEDY = "give an absolute path on storage that all nodes share"
 
 
 class NotLasting(BadInput):
-    """The folder goes with the job or with Ray's session; the message is one sentence with its absolute path and the remedy."""
+    """The folder is deleted with the job or with Ray's session. The message is one sentence with its absolute path and the remedy."""
 
 
 def misread(path: str | os.PathLike[str]) -> str | None:
-    """Why the path would be taken for another than was meant, with the remedy; None if nothing tells so."""
+    """The reason and the remedy if the path most likely means another path than it says, else None."""
     text = os.fspath(path)
     if _ONE_SLASH.match(text):
         return "a URL has two slashes, of which pathlib.Path takes one away; give the URL as text"
@@ -38,13 +38,13 @@ def misread(path: str | os.PathLike[str]) -> str | None:
 
 
 def whole(path: str | os.PathLike[str]) -> str:
-    """``path`` as an absolute path without ``~``, links followed; any URL but that of a local file as it is."""
+    """``path`` as an absolute path without ``~`` and links; any URL except ``file://`` and ``local://`` is returned unchanged."""
     text = _ON_A_DISK.sub("", os.fspath(path))
     return text if "://" in text else str(Path(os.path.expanduser(text)).resolve())
 
 
 def goes_with(path: str | os.PathLike[str]) -> str | None:
-    """The part of Ray that the folder goes with; None if its path tells of none."""
+    """The part of Ray with which the folder is deleted; None if its path shows no such part."""
     text = whole(path)
     parts = () if "://" in text else Path(text).parts
     if any(_PACKAGE.fullmatch(part) for part in parts):
@@ -53,10 +53,10 @@ def goes_with(path: str | os.PathLike[str]) -> str | None:
 
 
 def check_lasting(what: str, path: str | os.PathLike[str], remedy: str = REMEDY) -> None:
-    """Raises NotLasting for a folder below a package or session of Ray's, BadInput for a path that means another folder than it says.
+    """Raise NotLasting for a folder in a package or session of Ray, and BadInput for a path that does not mean what it says.
 
     Args:
-        what: the setting that names it.
+        what: the setting that names the folder, for the message.
     """
     if (wrong := misread(path)) is not None:
         raise BadInput(f"{what}: {wrong}")
@@ -66,6 +66,6 @@ def check_lasting(what: str, path: str | os.PathLike[str], remedy: str = REMEDY)
 
 
 def in_temporary_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether it lies in this machine's folder for temporary files, which other nodes do not see and which a new pod begins without."""
+    """Whether the folder is in this machine's folder for temporary files. Other nodes do not see it, and a new pod starts without it."""
     text = whole(path)
     return "://" not in text and Path(text).is_relative_to(Path(tempfile.gettempdir()).resolve())

@@ -1,10 +1,10 @@
-"""Every private name of torch that vescale-ray uses, in one folder, with the reason for each; and the check of torch's version.
+"""Every private name of torch that vescale-ray uses, in one folder with the reason for each, and the check of torch's version.
 
-``core`` needs torch alone, ``distributed`` needs process groups, ``tensor`` DTensor, ``fsdp`` torch's ``fully_shard``, ``checkpoint`` DCP;
-``optional`` holds names that a torch may lack. A module imports the theme that it needs, so that nobody pays for more.
+``core`` needs torch alone, ``distributed`` process groups, ``tensor`` DTensor, ``fsdp`` torch's ``fully_shard``, and ``checkpoint`` DCP.
+``optional`` holds names that a torch release may lack. A module imports only the file that it needs, since each import costs time.
 
-Private names change without notice. The range below is the one that ``make test-torch`` was run for.
-This file imports no torch: ``import vescale_ray`` and the command line read it.
+Private names change without notice. ``make test-torch`` was run for the range below. This file imports no torch, since
+``import vescale_ray`` and the command line read it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from importlib import import_module
 from pathlib import Path
 
 RELEASES = ("2.13", "2.14", "2.15")
-"""The minor releases of torch that are supported, without gaps; ``pyproject.toml`` has the same range."""
+"""The supported minor releases of torch, without gaps; ``pyproject.toml`` has the same range."""
 
 SUPPORTED = f"torch {RELEASES[0]} to {RELEASES[-1]}"
 
 
 def check_version() -> None:
-    """Refuse a torch outside the supported range, without importing it. A machine without torch passes: status and reports need none.
+    """Refuse a torch outside the supported range, without importing it. Without torch it passes: status and reports need none.
 
     Raises:
         ImportError: one sentence with the version and the remedy.
@@ -37,13 +37,13 @@ def check_version() -> None:
 
 
 def installed_release() -> tuple[int, ...]:
-    """``(2, 15)`` of version 2.15.1; empty if the version is not known."""
+    """``(2, 15)`` for version 2.15.1; empty if the version is unknown."""
     found = re.match(r"(\d+)\.(\d+)", installed_version() or "")
     return (int(found[1]), int(found[2])) if found else ()
 
 
 def installed_version() -> str | None:
-    """The version of the torch that an import gives; None if there is none, or it does not say."""
+    """The version of the torch that an import would load; None if there is none, or its version is unknown."""
     if "torch" in sys.modules:
         return getattr(sys.modules["torch"], "__version__", None)
     spec = importlib.util.find_spec("torch")
@@ -59,7 +59,7 @@ def installed_version() -> str | None:
 
 @contextmanager
 def private_names() -> Iterator[None]:
-    """The block in which a theme imports its private names. If one is missing, the error names all that are, in all themes.
+    """A block in which a file of this folder imports private names. If one is missing, the error lists all that are missing.
 
     Raises:
         ImportError: one sentence with torch's version, the missing names and the supported range.
@@ -67,7 +67,7 @@ def private_names() -> Iterator[None]:
     try:
         yield
     except (ImportError, AttributeError):
-        if "torch" not in sys.modules:  # it is not there, or does not load
+        if "torch" not in sys.modules:  # torch is not installed or does not load
             raise
         missing = sorted({name for path in Path(__file__).parent.glob("*.py") for name in names_of(path) if not _exists(name)})
         if not missing:
@@ -78,15 +78,15 @@ def private_names() -> Iterator[None]:
 
 
 def need(owner: str, *attributes: str) -> None:
-    """Check that the class ``owner`` has these private attributes: the product uses them on its objects, where they are."""
+    """Check that the class ``owner`` has these private attributes, which the package uses on its objects."""
     for attribute in attributes:
         if not _exists(f"{owner}.{attribute}"):
             raise AttributeError(f"{owner}.{attribute}")
 
 
 def names_of(path: Path) -> Iterator[str]:
-    """The full names that the :func:`private_names` blocks of a theme import or :func:`need`, read from its source."""
-    import ast  # here: the command line imports this file, and needs it only when something is wrong
+    """The full names that a file's :func:`private_names` blocks import or :func:`need`, read from its source."""
+    import ast  # imported here: the command line loads this file, and needs ast only for an error
 
     blocks = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.With)]
     for statement in (statement for block in blocks for statement in block.body):
@@ -100,7 +100,7 @@ def names_of(path: Path) -> Iterator[str]:
 
 
 def _exists(name: str) -> bool:
-    """Whether torch has ``name``: a module, something in one, or an attribute of a class that its objects get later."""
+    """Whether torch has ``name``: a module, an attribute of a module or class, or an annotation of a class."""
     words = name.split(".")
     for end in range(len(words), 0, -1):
         try:
@@ -111,7 +111,7 @@ def _exists(name: str) -> bool:
             owner = reduce(getattr, words[end:-1], module)
         except AttributeError:
             return False
-        # Of its own __dict__: a class without annotations would be given some by the look at them.
+        # Look in the class's own __dict__: access to __annotations__ would create one on a class without it.
         annotated = any(words[-1] in base.__dict__.get("__annotations__", ()) for base in getattr(owner, "__mro__", ()))
         return end == len(words) or annotated or hasattr(owner, words[-1])
     return False

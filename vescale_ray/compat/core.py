@@ -11,37 +11,37 @@ with private_names():
     # Keeps torch.compile out of hooks, as torch's own fully_shard does.
     from torch import _disable_dynamo as disable_dynamo  # type: ignore[attr-defined]
 
-    # The same without a wrapper around each call, for a function and all that it calls.
+    # Does the same without a wrapper around each call, for a function and all that it calls.
     from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
     from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
     from torch._C._dynamo.eval_frame import set_code_exec_strategy
 
-    # One kernel for a list of tensors of several dtypes; torch.nn.utils has norms of one dtype.
+    # One kernel for a list of tensors of several dtypes; the norms of torch.nn.utils take one dtype.
     from torch import _foreach_mul_ as foreach_mul_
     from torch import _foreach_norm as foreach_norm
 
-    # functorch transforms wrap what is made inside them; gathered parameters must be plain tensors.
+    # functorch transforms wrap tensors that are made inside them; gathered parameters must be plain tensors.
     from torch._C import _are_functorch_transforms_active as are_functorch_transforms_active
     from torch._C import _DisableFuncTorch as DisableFuncTorch
 
-    # None outside of functorch transforms, where linear layers may write gradients in place.
+    # Returns None outside functorch transforms, where linear layers may write gradients in place.
     from torch._C._functorch import peek_interpreter_stack
 
-    # A storage without memory, which takes the place of one that must not be read; two flags that are beside the one for that.
+    # A storage without memory, which replaces one that must not be read, and two flags that locate the flag for that.
     from torch._C import _construct_storage_from_data_pointer as construct_storage_from_data_pointer  # type: ignore[attr-defined]
     from torch._C import _set_throw_on_mutable_data_ptr as set_throw_on_mutable_data_ptr
     from torch._C import _set_warn_deprecated_on_mutable_data_ptr as set_warn_deprecated_on_mutable_data_ptr  # type: ignore[attr-defined]
 
-    # The node whose backward runs: gradients of a custom function take the type of its inputs.
+    # The node whose backward runs: gradients of a custom function have the type of its inputs.
     from torch._C import _current_autograd_node as current_autograd_node
 
-    # The number of the backward that this thread runs, or -1: gradients of two backwards are told apart.
+    # The number of the backward that this thread runs, or -1: it tells the gradients of two backwards apart.
     from torch._C import _current_graph_task_id as current_graph_task_id
 
-    # Whether this backward adds to a leaf's gradient, or gives it to the caller of torch.autograd.grad.
+    # Whether this backward adds to a leaf's gradient, or returns it to the caller of torch.autograd.grad.
     from torch._C import _will_engine_execute_node as will_engine_execute_node  # type: ignore[attr-defined]
 
-    # Dispatch keys of this thread: a gathered operation conjugates lazily, as outside of __torch_dispatch__.
+    # Dispatch keys of this thread: a gathered operation must conjugate lazily, as outside __torch_dispatch__.
     from torch._C import DispatchKey
     from torch._C import _dispatch_tls_local_exclude_set as dispatch_tls_local_exclude_set
     from torch._C import _dispatch_tls_local_include_set as dispatch_tls_local_include_set
@@ -50,11 +50,11 @@ with private_names():
     # Defines Tensor.data in some releases; a subclass that overrides the property calls the original setter.
     from torch._C import TensorBase
 
-    # Stand for a tensor while torch.compile traces: the ragged tensor around them has to be traceable, too.
+    # Stand-ins for tensors while torch.compile traces: the ragged tensor around them must be traceable, too.
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
-    # Profiler labels cost nothing while no profiler runs.
+    # Tells that no profiler runs, so that labels cost nothing then.
     from torch.autograd import _profiler_enabled as profiler_enabled
 
     # The common base of convolutions: build_optimizer routes their weights as matrices.
@@ -64,22 +64,22 @@ with private_names():
     from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
     from torch.utils._foreach_utils import _foreach_supported_types as util_foreach_types
 
-    # Hooks before every optimizer's step; the public function to add one changes a counter on a class of torch.
+    # Hooks before every optimizer's step; torch's public function to add one changes a counter on a class of torch.
     from torch.optim.optimizer import _global_optimizer_pre_hooks as global_optimizer_pre_hooks
 
     # The names of storage classes in files of torch.save.
     from torch.storage import _dtype_to_storage_type_map as dtype_to_storage_type_map
 
-    # Hides the first forward's own exchange from modes that count or record the user's operations.
+    # Hides the first forward's exchange from modes that count or record the user's operations.
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
     # Nested arguments and results of operations.
     from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
     need("torch.autograd.Variable", "_execution_engine")  # queue_callback calls a function at the end of a backward
-    need("torch.Tensor", "_version", "_base", "_is_view")  # writes are counted, and views followed to their base
-    need("torch.Tensor", "_backward_hooks", "_post_accumulate_grad_hooks")  # a user's hook sees the gradient that torch would give it
-    need("torch.UntypedStorage", "_cdata")  # the identity of a storage, also while it has no memory
+    need("torch.Tensor", "_version", "_base", "_is_view")  # count writes, and follow views to their base
+    need("torch.Tensor", "_backward_hooks", "_post_accumulate_grad_hooks")  # a user's hook must see the gradient that torch would give it
+    need("torch.UntypedStorage", "_cdata")  # the identity of a storage, even without memory
     need("torch.UntypedStorage", "_swap_data_ptr_")  # makes a storage invalid and valid again
     need("torch.nn.Module", "_parameters", "_buffers", "_apply")  # parameters are exchanged in every forward, without __setattr__
     need("torch.optim.AdamW", "_init_group")  # makes an optimizer's states before its first step
@@ -93,8 +93,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def run_as_is(function: F) -> F:
     """Let ``torch.compile`` run ``function``, and all that it calls, as they are.
 
-    After a graph break torch compiles each Python frame for itself, also those that its dispatcher and autograd call: the code behind an
-    operation on a ragged tensor. It leaves its own files out. This is the same for single functions, and costs nothing when they run.
+    After a graph break torch compiles every Python frame separately, including those that its dispatcher and autograd call, such as the
+    code of an operation on a ragged tensor. It skips its own files. This function skips single functions, at no cost when they run.
     """
     set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
     return function

@@ -11,44 +11,44 @@ from torch.distributed import distributed_c10d
 from vescale_ray.compat import need, private_names
 
 with private_names():
-    # One collective of a group's back end with its own time limit; torch.distributed's collectives take none.
+    # A back end's collective with its own time limit; torch.distributed's collectives take none.
     from torch._C._distributed_c10d import AllgatherOptions, BarrierOptions
 
-    # While torch traces, collectives have to be operations of the graph; their results are waited for on first use.
+    # While torch traces, collectives must be operations of the graph; the first use of a result waits for it.
     from torch.distributed import _functional_collectives as functional
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed._functional_collectives import _are_we_tracing as are_we_tracing
 
-    # Ends NCCL kernels of a group that lost a rank; destroy_process_group would wait for them.
+    # Ends NCCL kernels of a group that has lost a rank; destroy_process_group would wait for them.
     from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
 
     # Several collectives as one launch of NCCL; the public ones for lists copy out of a flat temporary.
     from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
 
-    # The default group as an object, or one sentence if there is none.
+    # The default group as an object; it raises one sentence if there is none.
     from torch.distributed.distributed_c10d import _get_default_group as get_default_group
 
-    # The store that a group was made with: votes on a checkpoint outlive one collective.
+    # The store with which a group was made: votes on a checkpoint outlive one collective.
     from torch.distributed.distributed_c10d import _get_process_group_store as get_process_group_store
 
-    need("torch.distributed.distributed_c10d", "_world")  # its count of groups names the next one
+    need("torch.distributed.distributed_c10d", "_world")  # its number of groups names the next one
     need("torch.distributed.ProcessGroup", "_get_backend", "_device_types")  # gloo's half and NCCL's half of one group
-    need("torch.distributed.ProcessGroupGloo", "_Options")  # the number of worker threads, which init_process_group does not take
+    need("torch.distributed.ProcessGroupGloo", "_Options")  # the number of worker threads, which init_process_group does not accept
     need("torch._C._distributed_c10d.Backend.Options", "_timeout")  # the limit of a group's collectives
     need("torch.distributed.device_mesh.DeviceMesh", "_flatten", "_unflatten", "_concatenate")  # meshes of several parallelisms
 
 
 def all_gather_many(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, group: dist.ProcessGroup) -> None:
-    """Several all-gathers of ``(output, input)`` as one call of the back end (NCCL: one launch)."""
+    """Run several all-gathers of ``(output, input)`` as one call of the back end (NCCL: one launch)."""
     with coalescing_manager(group=group):
         for output, input in pairs:
             dist.all_gather_single(output, input, group=group)
 
 
 def count_groups_anew() -> None:
-    """Name the next group as a fresh process does.
+    """Name the next group as a fresh process would.
 
-    Ranks meet under a name that torch makes from the number of groups so far. Torch resets the number when the default group is destroyed,
-    but not when forming it fails: ranks with different numbers would never meet again.
+    Ranks meet under a name that torch makes from its number of groups. Torch resets this number when the default group is destroyed, but
+    not when forming the group fails. Ranks with different numbers would then never meet again.
     """
-    distributed_c10d._world.group_count = 0  # looked up here: torch's tests with a thread per rank replace it
+    distributed_c10d._world.group_count = 0  # looked up at each call: torch's tests with a thread per rank replace it

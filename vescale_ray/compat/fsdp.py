@@ -1,14 +1,14 @@
-"""Private names of torch's ``fully_shard``, which ours takes the arguments, the hooks and the state of."""
+"""Private names of torch's ``fully_shard``: the types of its arguments, its hooks and its state, which vescale_ray's uses, too."""
 
 from __future__ import annotations
 
 from vescale_ray.compat import need, private_names
 
 with private_names():
-    # disable_dynamo imports it at the first hook, where it would keep the frames of the first forward alive.
+    # disable_dynamo imports torch._dynamo at the first hook. The import there would keep the first forward's frames alive.
     import torch._dynamo
 
-    # The registry in which composable functions leave a module's state, and look for that of others.
+    # The registry in which composable functions store a module's state and find that of others.
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
     # Cuts full tensors for set_model_state_dict and set_optimizer_state_dict; the stand-in replaces it.

@@ -1,4 +1,4 @@
-"""Private names that a torch may lack: the caller does without. This file imports no torch, and looks at what is loaded only."""
+"""Private names that a torch release may lack; callers do without them. This file imports no torch, and only looks at loaded modules."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MESH_CACHES = (
     "torch.distributed.tensor._collective_utils:MeshTopoInfo.build_from_mesh.cache_clear",
     "torch._C:_clear_DTensor_sharding_propagator_cache",
 )
-"""Torch's caches of DTensor dispatch. Their keys hold device meshes, these hold their group, and a group that is held keeps
-its sockets open. One that a torch release lacks is passed over, and the test of dissolved groups tells."""
+"""Torch's caches of DTensor dispatch. Their keys hold device meshes, a mesh holds its group, and a live group keeps its sockets open. A
+cache that a torch release lacks is skipped; the test of dissolved groups detects new ones."""
 
 
 def clear_mesh_caches() -> None:
@@ -30,5 +30,5 @@ def clear_mesh_caches() -> None:
 
 
 def flight_record() -> Any:
-    """The function that dumps torch's flight recorder as JSON; None before torch is loaded, and where it has none."""
+    """The function that dumps torch's flight recorder as JSON; None if torch is not loaded or has none."""
     return getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)

@@ -10,24 +10,24 @@ with private_names():
     # A DTensor's mesh, placements and shape: made once and shared by all operations on equal tensors.
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    # The pending norm that torch's clip_grad_norm_ and ours exchange.
+    # The pending norm that torch's clip_grad_norm_ and vescale_ray's exchange.
     from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
 
     # Redistribution of the dimensions that are not ragged.
     from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
-    # The box of a plain sharded tensor on a rank; the public function knows strided shards no better.
+    # The box of a plain sharded tensor on a rank; the public function handles strided shards no better.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    # FSDP2's placement of tensor-parallel parameters, which checkpoints have to read and write.
+    # FSDP2's placement of tensor-parallel parameters, which checkpoints must read and write.
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
-    need("torch.distributed.tensor.DTensor", "_local_tensor", "_spec")  # without an autograd node for each look
+    need("torch.distributed.tensor.DTensor", "_local_tensor", "_spec")  # access without an autograd node
     need("torch.distributed.tensor.DTensor", "_op_dispatcher")  # knows whether plain tensors count as replicated
     need("torch.distributed.tensor.DTensor", "_stable_hash_for_caching")  # keeps ranks' compiled code apart
-    need("torch.distributed.tensor.Partial", "_reduce_value")  # a pending reduction of a kind that only torch knows
+    need("torch.distributed.tensor.Partial", "_reduce_value")  # reduces pending reductions of a kind that only torch knows
 
 
 def allows_implicit_replication() -> bool:
-    """Whether torch's ``implicit_replication()`` is on: a plain tensor beside distributed ones is the same on every rank."""
+    """Whether torch's ``implicit_replication()`` is on: a plain tensor beside distributed ones then is the same on every rank."""
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
