@@ -150,7 +150,7 @@ def _pointwise(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any])
         if shape != sharding.shape:
             raise ValueError(f"{name}: operands broadcast to {tuple(shape)}, which can't be written into {sharding.describe()}")
         if not all(sharding_of(t._spec).same_layout(sharding) for t in targets):
-            raise ValueError(f"{name}: the tensors to write have different layouts")
+            raise ValueError(f"{name}: the tensors to write have different layouts: redistribute them first")
     else:
         found = next((v for v in operands if isinstance(v, cls) and v.shape == shape), None)
         if found is None:
@@ -177,7 +177,7 @@ def _wrapped(cls: Cls, result: Any, sharding: Sharding) -> Any:
 def _mask_put(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """``x[mask] = number`` with a mask of x's shape, which is element-wise. It declines any other index_put_ or index_fill_.
 
-    For an x without dimensions torch turns the mask into an index, [0] or [], into x as one element; since 2.15 for index_fill_.
+    For an x without dimensions torch turns the mask into an index of x seen as one element, [0] or []; since 2.15 also for index_fill_.
     """
     fills = func._schema.name == "aten::index_fill_"
     x, indices, value, accumulate = (args[0], [args[2]], args[3], False) if fills else (*args[:3], len(args) > 3 and args[3])

@@ -132,7 +132,7 @@ class Sharding:
             offsets, part, shape = self.offsets, self.section, self.shape
             cut = next((d for d in reversed(range(len(shape))) if part[d] != shape[d]), 0)
             if math.prod(part[:cut]) > 1:
-                raise ValueError(f"this rank's part of {self.describe()} is not one interval of its elements")
+                raise ValueError(f"this rank's part of {self.describe()} is not one interval of its elements: call local_intervals()")
             base = sum(o * s for o, s in zip(offsets, self.stride, strict=True)) if self.section_numel else 0
             self._interval = base + self.start, base + self.end
         return self._interval
@@ -297,7 +297,7 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=65536)
 def section(mesh_shape: Shape, placements: Placements, shape: Shape, coordinate: Shape) -> Box:
-    """Offsets and sizes of the box that the Shard placements leave to a coordinate. They cut in mesh order, each the rest of the last."""
+    """Offsets and sizes of the box that the Shard placements leave to a coordinate. They cut in mesh order, each what is left."""
     offsets, sizes = [0] * len(shape), list(shape)
     for parts, placement, index in zip(mesh_shape, placements, coordinate, strict=True):
         if type(placement) is Shard:

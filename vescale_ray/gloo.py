@@ -87,7 +87,7 @@ def warn_of_threads(groups: Sequence[dist.ProcessGroup]) -> None:
         default = worker_threads(dist.group.WORLD) > 1  # type: ignore[arg-type]
         how = ", which takes what torch's takes" if default else " and this one with backend=vescale_ray.gloo.BACKEND, not by name"
         warnings.warn(
-            f"a process group of the mesh has {threads} gloo worker threads, a race of which in torch can corrupt the heap: make the "
+            f"a process group of the mesh has {threads} gloo worker threads, whose race in torch can corrupt the heap: make the "
             f"default group with vescale_ray.gloo.init_process_group(..){how} (docs/reference/gloo.md)",
             RuntimeWarning,
             stacklevel=1,  # one place for all calls of fully_shard, so that Python shows the warning once

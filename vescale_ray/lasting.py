@@ -29,7 +29,7 @@ def misread(path: str | os.PathLike[str]) -> str | None:
     """The reason and the remedy if the path most likely means another path than it says, else None."""
     text = os.fspath(path)
     if _ONE_SLASH.match(text):
-        return "a URL has two slashes, of which pathlib.Path takes one away; give the URL as text"
+        return "a URL has two slashes, but pathlib.Path removes one of them; give the URL as text"
     if (found := _VARIABLE.search(text)) is not None:
         return f"{found[1]} is a variable of the shell, which is not replaced here; give its value"
     if text.startswith("~") and os.path.expanduser(text) == text:
@@ -49,7 +49,7 @@ def goes_with(path: str | os.PathLike[str]) -> str | None:
     parts = () if "://" in text else Path(text).parts
     if any(_PACKAGE.fullmatch(part) for part in parts):
         return "the package that Ray has unpacked for this job, which no other submission sees"
-    return "the folder of a Ray session, which goes with the cluster" if any(_SESSION.fullmatch(part) for part in parts) else None
+    return "the folder of a Ray session, which is deleted with the cluster" if any(_SESSION.fullmatch(part) for part in parts) else None
 
 
 def check_lasting(what: str, path: str | os.PathLike[str], remedy: str = REMEDY) -> None:

@@ -160,7 +160,7 @@ def fully_shard(
     ranks_of = {key: _ranks(data.mesh) for key, data in datas.items()}
     meshes = {ranks_of[key]: data.mesh for key, data in datas.items()}
     if axes is not None and len(meshes) > 1:
-        raise ValueError("shard_placement_fn gave another mesh than the one that sharding names dimensions of: leave out one of them")
+        raise ValueError("shard_placement_fn gave a mesh other than the one that sharding uses: leave out one of them")
     reshards = {key: resharding(reshard_after_forward, _shard_position(one)[1]) for key, one in meshes.items()}
     retain = Retain.NOTHING
     if axes is not None:
@@ -171,7 +171,7 @@ def fully_shard(
     if on_meta and len(on_meta) < len(owners):
         real = next(fqn for param, (fqn, _) in owners.items() if not param.is_meta)
         raise ValueError(
-            f"parameter {on_meta[0]!r} is on the meta device but {real!r} is not: materialize the one, or "
+            f"parameter {on_meta[0]!r} is on the meta device but {real!r} is not: materialize the first, or "
             f"build all of the module on the meta device"
         )
 
@@ -336,7 +336,7 @@ def _data_of(fqn: str, info: FSDPMeshInfo, default: Data) -> Data:
             f"{fqn!r}: the mesh must be (shard,) or (replicate, shard)"
         )
     if mesh.device_type != default.mesh.device_type:
-        raise ValueError(f"shard_placement_fn gave {mesh} for {fqn!r}, but the unit is on {default.mesh.device_type}")
+        raise ValueError(f"shard_placement_fn gave {mesh} for {fqn!r}, but the unit is on {default.mesh.device_type}: give one there")
     return default if _ranks(mesh) == _ranks(default.mesh) else Data(mesh, info.spmd_mesh, info.dp_mesh_dims)
 
 

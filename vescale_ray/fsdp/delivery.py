@@ -1,7 +1,7 @@
 """Delivery: hands reduced gradients of one group to ``.grad`` of the sharded parameters.
 
-If any rank used a parameter, every rank delivers its gradient; otherwise no rank does. A rank delivers the gradients of parameters that it
-used itself at once. It keeps the others until the ranks have exchanged their uses at the end of the backward
+If any rank used a parameter, every rank delivers its gradient; otherwise no rank does. If this rank used the parameter itself, it delivers
+the gradient at once. Otherwise it waits until the ranks have exchanged their uses, at the end of the backward
 (:mod:`vescale_ray.fsdp.uses`).
 """
 

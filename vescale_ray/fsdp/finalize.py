@@ -1,7 +1,7 @@
 """FSDPModule's methods to end a step by hand, which torch has since 2.15 and vescale_ray has with every torch.
 
-A schedule of micro-batches (torch's pipelines) runs several backwards, and tells itself when the gradients are complete. The order of calls
-is ``set_manual_backward_finalization(True)``, the forwards and backwards, ``finalize_backward()``.
+A schedule of micro-batches (torch's pipelines) runs several backwards, and only it knows when the gradients are complete. It calls
+``set_manual_backward_finalization(True)``, runs the forwards and backwards, and calls ``finalize_backward()``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ReductionHandle(_Base):
 
 
 class FinalizesBackward:
-    """The methods, mixed into FSDPModule."""
+    """Methods of FSDPModule that end a step by hand."""
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Set whether only :meth:`finalize_backward` waits for reductions; ``set_is_last_backward`` then has no effect. Call it on the
@@ -105,7 +105,7 @@ def _root(module: Any, method: str) -> Unit:
     if unit is None:
         raise AssertionError(f"{type(module).__name__} has lost its sharding state: was it copied?")
     if unit.schedule is not None and not unit.is_root:
-        raise PhaseError(f"{method} must be called on the root FSDP module, and unit {unit.name!r} is not it")
+        raise PhaseError(f"{method} must be called on the root FSDP module, not on unit {unit.name!r}")
     return unit
 
 
@@ -116,7 +116,7 @@ def _check(schedule: Schedule) -> None:
     if not (ending.by_hand if ending.active is None else ending.active):
         raise PhaseError("finalize_backward needs set_manual_backward_finalization(True) before the step's first backward")
     if schedule.running or in_backward():
-        raise PhaseError("finalize_backward is called inside a forward or a backward: call it when all backwards are through")
+        raise PhaseError("finalize_backward is called inside a forward or a backward: call it after all backwards")
     for group in (group for unit in schedule.units if unit.gradient_sync for group in unit.groups):
         held_back = group.place.replicate_group is not None and group.grads.arrived_count and not group.grads.all_reduce
         if held_back or group.grads.partial is not None:

@@ -79,7 +79,7 @@ class Group:
         self.unshard_in_backward = True
         self.retain = retain
         self.subgroup = Subgroup(mesh, neighbours, device) if neighbours is not None and not division.copies else None
-        """The few ranks from which backward gathers, if each rank keeps a larger part of the parameters after forward."""
+        """The neighbours from which backward gathers, since each keeps a larger part of the parameters after forward; None: all ranks."""
         self.custom_gather: AllGather | None = None
         self._buffer: Buffer | None = None
         """Memory of the unsharded parameters. Its storage never changes, since autograd keeps views of it."""
@@ -227,7 +227,7 @@ class Group:
     # -- unshard, wait, reshard --------------------------------------------------------------------------------------
 
     def unshard(self, lane: comm.Lane, together: comm.Together, *, fresh: bool = False) -> None:
-        """Start the all-gather, together with the others of ``together``. Does nothing if it has started already.
+        """Start the all-gather, or add it to those that ``together`` starts. Does nothing if it is under way or done.
 
         ``fresh``: gather again if the sharded parameters have changed since (an optimizer step while the unit stayed unsharded).
         """

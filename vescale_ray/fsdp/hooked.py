@@ -169,9 +169,6 @@ class HookedGroup(Group):
 
         Raises:
             ValueError: the hook takes other arguments, or returns tensors whose sizes differ from rank to rank.
-
-        Raises:
-            ValueError: it takes other arguments, or returns tensors that differ in size from rank to rank.
         """
         local: Any = local_of(param.sharded)
         if self.offload:

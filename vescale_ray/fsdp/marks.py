@@ -67,7 +67,7 @@ class Call:
 
     @property
     def is_nearly_first(self) -> bool:
-        """Whether backward needs no further all-gather: this is the forward's first call, or the second after a gathered one."""
+        """Whether backward needs no further all-gather: this is the first call, or the second and the first one's unit is gathered."""
         earlier = self.previous
         if earlier is None:
             return True

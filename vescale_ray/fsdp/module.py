@@ -87,7 +87,7 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
             return
         if not unit.is_root:
             raise RuntimeError(
-                f"reset_iter_state must be called on the root FSDP module, and unit {unit.name!r} is not it: use the outermost module"
+                f"reset_iter_state must be called on the root FSDP module, not on unit {unit.name!r}: use the outermost module"
             )
         unit.schedule.reset()
 
@@ -168,7 +168,7 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
             check_resting(unit, "order of summation")
             hindrance = next(filter(None, (group.grads.why_unordered for group in unit.groups)), None) if ordered else None
             if hindrance is not None:
-                raise BadArgument(f"unit {unit.name!r}: its gradients can't be summed in a fixed order with {hindrance}: leave that out")
+                raise BadArgument(f"unit {unit.name!r}: its gradients can't be summed in a fixed order with {hindrance}")
         for unit in units:
             for group in unit.groups:
                 group.grads.ordered = ordered
@@ -318,8 +318,8 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
             for own in (group.custom_gather, group.grads.custom_scatter):
                 if own is not None and not isinstance(own, ProcessGroupAllocAllGather | ProcessGroupAllocReduceScatter):
                     raise BadArgument(
-                        f"unit {unit.name!r} has a {type(own).__name__} of yours, whose allocate() says where buffers are: "
-                        f"set that to None first"
+                        f"unit {unit.name!r} has a {type(own).__name__} as a custom collective, whose allocate() makes the buffers: "
+                        f"set it to None first"
                     )
         for group in unit.groups:
             shard_group = group.place.shard_group
@@ -371,8 +371,8 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
 
 
 def _empty(tensor: torch.Tensor, device: Any) -> torch.Tensor:
-    """``torch.empty_like(tensor, device=device)``, without a path in torch that decomposes it in Python for a local part on the meta device
-    and takes ten times as long."""
+    """A fast ``torch.empty_like(tensor, device=device)``: for a local part on the meta device torch decomposes the call in Python, which
+    takes ten times as long."""
     if device is None or not isinstance(tensor, RaggedDTensor) or not tensor._local_tensor.is_meta:
         return torch.empty_like(tensor, device=device)
     local = tensor._local_tensor

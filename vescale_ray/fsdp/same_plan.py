@@ -82,7 +82,7 @@ def _compare(ranks: _Ranks, digest: bytes, descriptions: list[tuple[str, ...]]) 
     text = f"{head}: {lines[line]}" if 0 < line < len(lines) else head if line == 0 else f"{head}: (nothing more)"
     texts = [t.rstrip(b"\0").decode(errors="replace") for t in ranks.gather(text.encode()[:_TEXT], _TEXT)]
     if texts[0] == texts[odd]:  # the replicas are alike at this rank's position and differ at another's
-        return digests, f"{ranks.word} {odd} has not what {ranks.word} 0 has (the error of another rank says where)"
+        return digests, f"{ranks.word} {odd} and {ranks.word} 0 differ (the error of another rank says where)"
     return digests, f"{ranks.word} 0 has {texts[0]!r}, {ranks.word} {odd} has {texts[odd]!r}"
 
 

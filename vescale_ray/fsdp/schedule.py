@@ -95,7 +95,7 @@ class Schedule:
 
     @classmethod
     def start(cls, root: Unit) -> Schedule:
-        """Make ``root`` the root of the units below it, at the first forward, and check what needs all units.
+        """Make ``root`` the root of the units below it, at the first forward, and run the checks that need all units.
 
         Raises:
             ValueError: a parameter is tied to one of another unit.
@@ -118,7 +118,7 @@ class Schedule:
                     f"FSDP requires running forward through the root module first, so that all units share one schedule"
                 )
             if unit is not root and unit.ending.by_hand:
-                raise RuntimeError(f"set_manual_backward_finalization must be called on the root FSDP module, and {fqn!r} is not it")
+                raise RuntimeError(f"set_manual_backward_finalization must be called on the root FSDP module, not on {fqn!r}")
             found.setdefault(id(unit), (unit, []))[1].append(fqn)
         schedule = cls(root.lanes or Lanes(root.device))
         root.is_root, schedule.ending = True, root.ending

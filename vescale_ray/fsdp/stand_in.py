@@ -1,4 +1,4 @@
-"""Replaces torch's ``fully_shard`` in programs that import it, such as trainers whose code can't be changed.
+"""A stand-in for torch's ``fully_shard`` in programs that import it, such as trainers whose code can't be changed.
 
     from vescale_ray.fsdp import stand_in_for_torch
 

@@ -132,7 +132,7 @@ class State:
             self._unit.schedule.end_backward()
 
     def replaced(self, method: str) -> Callable[[], None] | None:
-        """A call of the replacement that other code (torch's ``FSDPMemTracker``) put in place of a group's method; None: no replacement."""
+        """A function that runs the replacement that other code (torch's ``FSDPMemTracker``) put in place of a group's method, or None."""
         if not any(method in group.__dict__ for group in self._fsdp_param_groups):
             return None
 

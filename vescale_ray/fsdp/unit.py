@@ -77,7 +77,7 @@ class Unit:
         self.backward_prefetch: list[weakref.ref[Unit]] = []
         self.gradient_sync = True
         self.hold_gradients = True
-        """Without gradient sync: whether gradients add up unsharded. If not, they are reduced and add up as shards."""
+        """Whether gradients add up unsharded without gradient sync. If not, they are reduced and add up as shards."""
         self.reshard_after_backward = True
         self.reduce_unused = False
         self.max_reductions = 1
@@ -217,7 +217,7 @@ class Unit:
         return self.reshard_after_forward if self.reshard_after_forward is not None else not self.is_root
 
     def _abandon_forward(self) -> None:
-        """Reset after an exception in the module. Checkpointing also ends a recomputation with one, once it has what it needs."""
+        """Reset after an exception in the module. Checkpointing ends a recomputation with an exception, too."""
         self._depth, self.call = 0, None
         self._waiting.clear()
         if self.phase is Phase.RECOMPUTE:
@@ -348,7 +348,7 @@ class Unit:
     def reduce(self) -> None:
         """Start to reduce the gradients that have arrived, unless they only add up for now.
 
-        If none has arrived here, other ranks may have some: every rank joins whose backward has reached the unit.
+        If none has arrived here, other ranks may have some: every rank whose backward has reached the unit joins.
         """
         if not self.gradient_sync and self.hold_gradients:
             return
