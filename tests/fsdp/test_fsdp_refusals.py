@@ -794,7 +794,7 @@ METHODS: dict[str, Case] = {
     "allocator beside a collective of one's own": Case(
         lambda m: (m.set_custom_all_gather(Gather()), m.set_allocate_memory_from_process_group_for_comm(True)),
         ValueError,
-        ("a Gather of yours", "None"),
+        ("a Gather as a custom collective", "None"),
         after(lambda m: (m.set_custom_all_gather(None), m.set_allocate_memory_from_process_group_for_comm(False))),
         one_unit,
     ),
