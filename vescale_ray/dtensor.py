@@ -291,8 +291,8 @@ def redistribute(
 def local_interval(tensor: Tensor) -> tuple[int, int]:
     """Flat elements ``[start, end)`` of the full tensor that this rank holds.
 
-    It is defined for RaggedDTensor, for plain tensors and DTensors with Replicate (all elements), and for Shard(0) on one mesh
-    dimension with Replicate on the others.
+    It is defined for RaggedDTensor, for plain tensors and DTensors with Replicate (all elements), and for DTensors with one Shard(0) and
+    Replicate elsewhere.
 
     Raises:
         ValueError: the part of another DTensor is not one interval.

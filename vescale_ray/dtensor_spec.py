@@ -6,8 +6,8 @@ It dies with the tensors, and so does the last reference to their mesh and proce
 
 On a mesh of several dimensions the ragged cut comes last, wherever it stands among the placements. The ``Shard`` placements of the other
 dimensions (TP, EP) cut first, in mesh order as in torch. They leave each coordinate a *section*, a box of the tensor, and the RaggedShard
-distributes the section's row-major elements. For example, ``[RaggedShard((0,), (1, 3)), Shard(0)]`` of a tensor [8, 5] on a 2 x 2 mesh
-gives rank (0, 1) row 4 and rank (1, 1) rows 5..7. veScale calls this a StridedRaggedShard.
+distributes the section's row-major elements. Example: on a 2 x 2 mesh, ``[RaggedShard((0,), (1, 3)), Shard(0)]`` of a tensor [8, 5] gives
+rank (0, 1) row 4 and rank (1, 1) rows 5..7. veScale calls this a StridedRaggedShard.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ T = TypeVar("T", bound=DTensor)
 class ShapedSpec(DTensorSpec):
     """A spec that always compares its shape, too.
 
-    ``torch.compile`` compares specs without shapes. If a rank held equal parts of two tensors, it would run the code compiled for one of
-    them on the other, and give the result the wrong shape.
+    ``torch.compile`` compares specs without shapes. If a rank held equal parts of two tensors, it would run the code of one on the other.
+    The result would have the wrong shape.
     """
 
     def _check_equals(self, other: object, skip_shapes: bool = False) -> bool:

@@ -93,8 +93,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def run_as_is(function: F) -> F:
     """Let ``torch.compile`` run ``function``, and all that it calls, as they are.
 
-    After a graph break torch compiles every Python frame separately, including those that its dispatcher and autograd call, such as the
-    code of an operation on a ragged tensor. It skips its own files. This function skips single functions, at no cost when they run.
+    After a graph break torch compiles every Python frame separately. This includes frames that its dispatcher and autograd call, such as
+    the code of an operation on a ragged tensor. Torch skips its own files. This function skips single functions, at no cost when they run.
     """
     set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
     return function

@@ -1,8 +1,8 @@
 """Debug mode: the ranks agree on every collective before it starts.
 
 If one rank takes another path through the model, it starts another collective than the others. Normally that ends in a timeout or in wrong
-numbers. In debug mode the ranks first exchange a message of 256 bytes on the same process group, and all of them raise an error that
-names both collectives. This costs one small all-gather per collective. Switch it on with :func:`set_debug` or
+numbers. In debug mode the ranks first exchange a message of 256 bytes on the same process group. If the messages differ, all ranks raise an
+error that names both collectives. This costs one small all-gather per collective. Switch it on with :func:`set_debug` or
 ``VESCALE_RAY_FSDP_DEBUG=1`` on all ranks before the first forward.
 """
 

@@ -145,8 +145,9 @@ class Gradients:
     def claim(self, index: int, like: torch.Tensor) -> torch.Tensor | None:
         """Reserve the place of a gradient in the buffer, for a caller that computes it and hands it to autograd.
 
-        Returns a view with the dtype and device of ``like``. Returns None if some of the gradient has arrived, the parameter is frozen,
-        this rank does not contribute, or a tensor hook of the user might keep the gradient longer than the buffer."""
+        Returns a view of the buffer, if that has the dtype and device of ``like``. Otherwise it returns None, and also if some of the
+        gradient has arrived, the parameter is frozen, or this rank does not contribute. It returns None for a parameter with tensor hooks,
+        too: a hook might keep the gradient longer than the buffer."""
         leaf = self.params[index].unsharded
         if not self.contributes or self._arrived[index] or index in self._claims:
             return None

@@ -153,10 +153,10 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
     def set_ordered_reduction(self, ordered: bool = True, *, recurse: bool = True) -> None:
         """Sum gradients in a fixed order: rank 0's first, and each reduction of a step continues the sum of the one before.
 
-        Let micro-batch k of a step be rank ``k % W``'s in its backward ``k // W``, let every backward reduce
-        (``set_requires_gradient_sync(True)``), and let the divide factor not depend on W. Then the sum is ``((g0 + g1) + g2) + ..`` for
-        every number of ranks W, bit for bit. This costs one reduction per backward instead of one per step, and on an accelerator an
-        all-to-all instead of the reduce-scatter. A rank whose turn has no micro-batch calls :meth:`set_contributes`.
+        Assume that micro-batch k of a step is rank ``k % W``'s in its backward ``k // W``, and that every backward reduces
+        (``set_requires_gradient_sync(True)``). If the divide factor does not depend on W, the sum is ``((g0 + g1) + g2) + ..`` for every
+        number of ranks W, bit for bit. This costs one reduction per backward instead of one per step, and on an accelerator an all-to-all
+        instead of the reduce-scatter. A rank whose turn has no micro-batch calls :meth:`set_contributes`.
 
         Raises:
             PhaseError: a step is under way.

@@ -14,11 +14,12 @@ must be nested, P within G within O. The master weights are sharded like the opt
 
 The ranks of O shard the master weights: gradients are reduce-scattered over O, and all-reduced over the other dimensions.
 
-- P equals O: parameters are gathered for forward and for backward. P is empty: they are gathered once after an optimizer step, and
-  kept. P is between: they are gathered over O once after an optimizer step; then each rank keeps its part within the group over P, and
+- If P equals O, parameters are gathered for forward and for backward. If P is empty, they are gathered once after an optimizer step and
+  kept. If P is between, they are gathered over O once after an optimizer step. Each rank then keeps its part within the group over P, and
   gathers within that group.
-- G decides about micro-batches before the last one (``set_requires_gradient_sync(False)``). G is empty: gradients add up unsharded, and
-  nothing is sent. Otherwise they are reduce-scattered over O at once and add up as shards. (O may shard more than G asks for, never less.)
+- G decides about micro-batches before the last one (``set_requires_gradient_sync(False)``). If G is empty, gradients add up unsharded, and
+  nothing is sent. Otherwise they are reduce-scattered over O at once and add up as shards. So gradients may be sharded over more than G,
+  but never over less.
 
 (Rajbhandari et al., ZeRO, arXiv 1910.02054; Zhao et al., PyTorch FSDP, arXiv 2304.11277, for hybrid sharding; Wang et al., ZeRO++,
 arXiv 2306.10209, for a second partition of parameters.)

@@ -5,9 +5,9 @@
     pre_backward  gather when the gradient of an output arrives, prefetch the unit before
     close         reshard when the gradients of the inputs arrive, start the reduce-scatter
 
-:mod:`vescale_ray.fsdp.marks` makes the marks. The end of backward closes units that are still open, for example those whose inputs
-need no gradient. The moment of a unit's reduction never depends on which parameters this rank used: ranks may differ in that, and all
-must start the same reductions in the same order.
+:mod:`vescale_ray.fsdp.marks` makes the marks. The end of backward closes units that are still open, for example those whose inputs need no
+gradient. The moment of a unit's reduction never depends on which parameters this rank used. Ranks may differ in that, and all must start
+the same reductions in the same order.
 """
 
 from __future__ import annotations
