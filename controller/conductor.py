@@ -25,12 +25,12 @@ from vescale_ray.controller.crew import POLL_WAIT_S, Crew, Heard, Lost, News, Re
 from vescale_ray.controller.desk import Desk
 from vescale_ray.controller.durable_state import DurableState, LaunchedGeneration, StateStore
 from vescale_ray.controller.evidence import Evidence
+from vescale_ray.controller.exit_deadlines import ExitDeadlines, Surroundings, WorkerView
 from vescale_ray.controller.generation_log import GenerationLog
 from vescale_ray.controller.growth import PLACE_S
 from vescale_ray.controller.hang import HangWatch
 from vescale_ray.controller.hang_report import end_hung
 from vescale_ray.controller.keeper import Keeper
-from vescale_ray.controller.laggards import Laggards
 from vescale_ray.controller.protocol import (
     Ending,
     Outcome,
@@ -138,7 +138,7 @@ class Conductor:
         self._steering = Steering(
             spec, config, crew, log, generation, saves, self.desk, self._cadence, state, self._remember, self._enter, planned
         )
-        self._laggards = Laggards(config.elastic, spec.bounds, crew, log, self._keeper)
+        self._exit_deadlines = ExitDeadlines(config.elastic, spec.bounds)
         patience = config.elastic.hang_timeout_s
         elastic = config.elastic
         replaced = elastic.replace_lost or elastic.grow or elastic.spares > 0
@@ -436,14 +436,23 @@ class Conductor:
             if not broken and (lost or forsaken or any(self._fault(w, world) for w in living)):
                 broken = True
                 self._break(world, inside)
-            out, spares = [w for w in living if w not in inside], self._steering.outside(world.members)
-            ready = [w for w in spares if w in self._crew.ready()]
             late = {w: f"it is hung: {why}" for w, why in self._mute(world, inside).items()}
-            late |= self._laggards.late(self._crew.clock() - first_sign, [w for w in inside if w not in late], out, ready)
+            out = [w for w in living if w not in inside]
+            late |= self._late(world, self._crew.clock() - first_sign, [w for w in inside if w not in late], out)
             if late and self._cut_short == world.ticket:
                 self._crew.kill(dict.fromkeys(late, "killed: it was still busy with what the stop had made needless"))
             elif late:
                 self._evidence.hung(end_hung(self._crew, self._log, world, late))
+
+    def _late(self, world: World, since: float, inside: Sequence[str], out: Sequence[str]) -> dict[str, str]:
+        """The workers of ``inside`` that are still in a generation that is over, and have to be ended; ``out`` have left it."""
+        crew, stats = self._crew, self._log.stats
+        silent, ready = crew.silent(self._exit_deadlines.silence_s), crew.ready()
+        views = {w: WorkerView(crew.report(w), w in silent, crew.doomed(w)) for w in inside}
+        spares = sum(w in ready for w in self._steering.outside(world.members))
+        complete = self._keeper.held_step(out) >= stats.step
+        rest = Surroundings(len(out), spares, complete, stats.steps.last_seconds, stats.steps.longest)
+        return self._exit_deadlines.late(since, views, rest)
 
     def _is_still_read(self, world: World) -> bool:
         """Whether a generation's state is still on its way from a checkpoint, or being made: nobody has it, so that none can be lost."""

@@ -243,24 +243,3 @@ def spread_saving(holders: Mapping[int, Sequence[str]], owners: Sequence[str]) -
         worker = min(holders[rank], key=lambda w: (len(ranks_of.get(w, ())), w))
         ranks_of.setdefault(worker, []).append(rank)
     return {worker: tuple(sorted(ranks)) for worker, ranks in ranks_of.items()}
-
-
-LONGEST = 1.5
-"""Of the longest of the last steps: what each hundredth or tenth of them does may be under way as a worker is lost."""
-
-
-def laggard_bound(
-    phase: str, waits: bool, park_s: float, form_s: float, step_s: float | None, collective_s: float, longest_s: float = 0.0
-) -> float:
-    """Seconds from the first sign that a generation is over until a worker that is still in it is ended.
-
-    A rank that computes notices nothing before its next collective, at most a step away. One that forms waits for the absent to the end
-    of the forming's own bound, and may build besides. One that answers and ``waits`` for another rank is no culprit: what it waits in
-    began by then and ends by itself after ``collective_s``; the rest is for letting go.
-
-    Args:
-        step_s, longest_s: what the last step took, and the longest of many.
-    """
-    bound = max(park_s, 3.0 * (step_s or 0.0), LONGEST * longest_s)
-    own = max(bound, 2.0 * form_s) if phase in ("forming", "giving") else bound
-    return max(own, collective_s + bound) if waits else own

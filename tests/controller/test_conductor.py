@@ -20,8 +20,8 @@ from vescale_ray.controller.checkpoint_stats import CheckpointStats
 from vescale_ray.controller.conductor import GIVER_S, TICK_S, Conductor
 from vescale_ray.controller.crew import Lost
 from vescale_ray.controller.durable_state import DurableState, LaunchedGeneration
+from vescale_ray.controller.exit_deadlines import ExitDeadlines, Surroundings, WorkerView
 from vescale_ray.controller.hang import LEAST_S, HangWatch
-from vescale_ray.controller.laggards import Laggards
 from vescale_ray.controller.policy import Kept
 from vescale_ray.controller.protocol import Bounds, Ending, RunState, Source, World
 from vescale_ray.controller.reach import NOBODY
@@ -113,9 +113,9 @@ class Stage:
         stats.steps, stats.checkpoints = StepStats(), CheckpointStats()
         made._log, made._fence_s = SimpleNamespace(stats=stats, record=lambda *a, **k: None), 0.0
         made._generation = SimpleNamespace(all_filled=filled, world=WORLD)
-        made._hangs, made._laggards = HangWatch(), SimpleNamespace(late=lambda *about: {})
+        made._hangs, made._exit_deadlines = HangWatch(), SimpleNamespace(late=lambda *about: {}, silence_s=1.5)
         made._keeper = SimpleNamespace(abandon=lambda: None, layouts=SimpleNamespace(told=True, ahead=lambda worlds: None))
-        made._keeper.writes = lambda workers: False
+        made._keeper.writes, made._keeper.held_step = lambda workers: False, lambda workers: 40 if workers else -1
         steering.untried, steering.free_hemmed = frozenset(), lambda avoid: None
         made._told_broken = made._cut_short = None
         made._evidence = SimpleNamespace(failed=lambda *about: None)
@@ -212,7 +212,7 @@ def test_a_last_checkpoint_that_a_storage_never_takes_is_waited_for_as_long_by_a
     stage = Stage(crew, filled=True)
     conductor, ended, steered = stage.conductor, [], []
     conductor._inherited, bounds = TICKET, Bounds(save=30.0)
-    conductor._laggards = Laggards(ElasticSection(workers=2), bounds, crew, conductor._log, conductor._keeper)  # type: ignore[arg-type]
+    conductor._exit_deadlines = ExitDeadlines(ElasticSection(workers=2), bounds)
     conductor._steering.steer, conductor._evidence.hung = steered.append, lambda report: None
 
     def end(crew: Any, log: Any, world: Any, hung: Any) -> None:
@@ -307,7 +307,8 @@ def test_a_worker_that_leaves_its_generation_in_the_moment_in_which_it_is_ended_
     crew = Crew(report("a", Phase.PARKED, fault=PEER), report("b", Phase.TRAINING))
     stage = Stage(crew)
 
-    def late(since: float, inside: list[str], *about: Any) -> dict[str, str]:
+    def late(since: float, inside: dict[str, WorkerView], rest: Surroundings) -> dict[str, str]:
+        assert (list(inside), rest.out, rest.complete) == (["b"], 1, True) or crew.ended
         if since > 3.0 and not crew.ended:
             crew.ended["b"] = crew.now
             crew.reports["b"] = report("b", Phase.PARKED, fault=PEER)
@@ -317,9 +318,12 @@ def test_a_worker_that_leaves_its_generation_in_the_moment_in_which_it_is_ended_
         if "b" in crew.reports and crew.now - crew.ended.get("b", crew.now) > 0.3:
             stage.lose("b", Cause.HANG)
 
-    stage.conductor._laggards.late, stage.each_round = late, play
+    asked: list[list[str]] = []
+    stage.conductor._keeper.held_step = lambda workers: asked.append(workers) or 40
+    stage.conductor._exit_deadlines.late, stage.each_round = late, play
     ending = stage.conductor._watch(WORLD)
     assert ending.living == ("a",) and set(ending.lost) == {"b"}
+    assert all(workers == ["a"] for workers in asked), "not what the one still has that may have to be ended"
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["it has told so", "its word was lost with it"])
@@ -481,7 +485,7 @@ def test_a_lone_worker_that_hangs_is_given_time_where_nobody_would_take_its_plac
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(subject, "Keeper", keeper)
-            for name in ("Desk", "Steering", "Laggards"):
+            for name in ("Desk", "Steering", "ExitDeadlines"):
                 patch.setattr(subject, name, lambda *about: None)
             patch.setattr(subject, "HangWatch", keep)
             spec = SimpleNamespace(run_id="r", bounds=Bounds(), oldest=6)

@@ -264,16 +264,5 @@ def test_every_rank_is_written_exactly_once_by_one_who_holds_it(living: set[int]
     assert all(worker in held[rank] for worker, ranks in plan.items() for rank in ranks)
 
 
-def test_whoever_forms_is_given_the_formings_own_bound_before_it_counts_as_hung() -> None:
-    assert policy.laggard_bound("training", False, 3.0, 15.0, 0.1, 30.0) == 3.0
-    assert policy.laggard_bound("training", False, 3.0, 15.0, 4.0, 30.0) == 12.0
-    for phase in ("forming", "giving"):
-        assert policy.laggard_bound(phase, False, 3.0, 15.0, None, 30.0) == 30.0
-    # Who waits in a collective is out when that has ended by itself, also while the group forms.
-    assert policy.laggard_bound("training", True, 3.0, 15.0, 4.0, 30.0) == 42.0
-    assert policy.laggard_bound("forming", True, 3.0, 15.0, 0.1, 30.0) == 33.0
-    assert policy.laggard_bound("forming", True, 3.0, 15.0, 0.1, 5.0) == 30.0
-
-
 def test_tickets_are_ordered_by_generation_then_attempt() -> None:
     assert sorted([Ticket(2, 1), Ticket(1, 3), NO_TICKET, Ticket(1, 1)]) == [NO_TICKET, Ticket(1, 1), Ticket(1, 3), Ticket(2, 1)]

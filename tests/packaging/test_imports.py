@@ -119,6 +119,23 @@ def test_nothing_is_imported_as_a_top_level_controller_workers_checkpoint_or_dep
     assert not [name for name, _ in imports(path) if name.split(".")[0] in ("controller", "workers", "checkpoint", "deploy")]
 
 
+POLICIES = ("budget", "exit_deadlines", "hang", "policy", "room")
+MECHANISMS = {"ray", *(f"vescale_ray.controller.{name}" for name in ("crew", "desk", "journal", "nodes", "nursery", "run_log", "scribe"))}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_of_the_controller_reaches_no_mechanism(policy: str) -> None:
+    """Imports of its imports count, since a test of the policy loads them too."""
+    seen, pending = set[str](), [f"vescale_ray.controller.{policy}"]
+    while pending:
+        name = pending.pop()
+        if name not in seen:
+            seen.add(name)
+            path = ROOT / "controller" / f"{name.rpartition('.')[2]}.py"
+            pending += [one for one, _ in imports(path)] if name.startswith("vescale_ray.controller.") else []
+    assert not {name for name in seen if name in MECHANISMS or name.startswith("ray.")}
+
+
 def test_the_models_and_the_data_know_nothing_of_sharding() -> None:
     for part, path in SOURCES:
         if part in ("models", "data"):

@@ -1,17 +1,16 @@
-"""Who is ended because it is still in a generation that is over: from reports and a clock alone."""
+"""When a worker that is still in a generation that is over is ended: values in, decisions out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vescale_ray.config import ElasticSection
+from vescale_ray.controller.exit_deadlines import FORM_S, ExitDeadlines, Surroundings, WorkerView, exit_deadline
 from vescale_ray.controller.hang import FIRST_S
-from vescale_ray.controller.laggards import FORM_S, Laggards
 from vescale_ray.controller.protocol import Bounds
 from vescale_ray.workers.messages import Phase, Report, Ticket
 
@@ -20,53 +19,29 @@ PARK_S, COLLECTIVE_S, STEP = Bounds().park, 20.0, 41
 
 @dataclass
 class Scene:
-    """Three workers: ``a`` and ``b`` are out, and hold all of ``held``'s step; ``c`` is as its report says."""
+    """Three workers: ``a`` and ``b`` are out, ``c`` is as its report says; ``complete``: those that are out hold the newest step."""
 
     report: Report | None
     elastic: dict[str, Any] = field(default_factory=dict)
-    held: int = STEP
+    complete: bool = True
     silent: Sequence[str] = ()
     doomed: Sequence[str] = ()
-    spares: Sequence[str] = ()
+    spares: int = 0
     longest: float = 0.5
 
-    def late(self, since: float, inside: Sequence[str] = "c", out: Sequence[str] = "ab") -> dict[str, str]:
-        return self.watcher(inside, out).late(since, list(inside), list(out), list(self.spares))
+    def policy(self) -> ExitDeadlines:
+        return ExitDeadlines(ElasticSection(**{"workers": 3, "collective_timeout_s": COLLECTIVE_S, **self.elastic}), Bounds())
 
-    def watcher(self, inside: Sequence[str], out: Sequence[str]) -> Laggards:
-        scene = self
+    def late(self, since: float, inside: str = "c", out: str = "ab", policy: ExitDeadlines | None = None) -> dict[str, str]:
+        views = {w: WorkerView(self.report, w in self.silent, w in self.doomed) for w in inside}
+        rest = Surroundings(len(out), self.spares, self.complete, 0.5, self.longest)
+        return (policy or self.policy()).late(since, views, rest)
 
-        class Crew:
-            def report(self, worker: str) -> Report | None:
-                assert worker in inside
-                return scene.report
-
-            def silent(self, seconds: float) -> list[str]:
-                return list(scene.silent)
-
-            def doomed(self, worker: str) -> bool:
-                return worker in scene.doomed
-
-        class Log:
-            stats = SimpleNamespace(step=STEP, steps=SimpleNamespace(last_seconds=0.5, longest=scene.longest))
-
-        class Keeper:
-            def held_step(self, workers: Sequence[str]) -> int:
-                assert set(workers) == set(out), "not what the one still has that may have to be ended"
-                return scene.held
-
-        section = ElasticSection(**{"workers": 3, "collective_timeout_s": COLLECTIVE_S, **self.elastic})
-        return Laggards(section, Bounds(), Crew(), Log(), Keeper())  # type: ignore[arg-type]
-
-    def ended(self, inside: Sequence[str] = "c", out: Sequence[str] = "ab") -> float:
-        """After how many seconds it is ended; to 0.1 s."""
-        watcher = self.watcher(inside, out)
-
-        def late(since: float) -> dict[str, str]:
-            return watcher.late(since, list(inside), list(out), list(self.spares))
-
-        at = next((tenth / 10 for tenth in range(1000) if late(tenth / 10)), float("inf"))
-        assert all(late(at + later) for later in (0.1, 1.0, 100.0)) or at == float("inf")
+    def ended(self, inside: str = "c", out: str = "ab") -> float:
+        """Seconds after which it is ended, to 0.1 s."""
+        policy = self.policy()
+        at = next((tenth / 10 for tenth in range(1000) if self.late(tenth / 10, inside, out, policy)), float("inf"))
+        assert all(self.late(at + later, inside, out, policy) for later in (0.1, 1.0, 100.0)) or at == float("inf")
         return at
 
 
@@ -111,13 +86,12 @@ def test_whoever_waits_in_a_collective_is_given_the_time_after_which_that_ends_a
 
 @pytest.mark.parametrize("elastic", [{"replace_lost": True}, {"grow": True}, {}], ids=["replaced", "grows", "a spare"])
 def test_where_another_takes_its_place_and_nothing_is_lost_whoever_waits_is_ended_at_once(elastic: dict[str, Any]) -> None:
-    spares = [] if elastic else ["s"]
+    spares = 0 if elastic else 1
     early = pytest.approx(PARK_S + AFTER)
     assert Scene(WAITS, elastic, spares=spares).ended() == early
     assert "another takes its place" in Scene(WAITS, elastic, spares=spares).late(PARK_S + 1)["c"]
     late = pytest.approx(COLLECTIVE_S + PARK_S + AFTER)
-    lost = [STEP - 1, -1]
-    assert [Scene(WAITS, elastic, held, spares=spares).ended() for held in lost] == [late] * 2, "its shard is needed"
+    assert Scene(WAITS, elastic, complete=False, spares=spares).ended() == late, "its shard is needed"
     assert Scene(WAITS, {**elastic, "min_workers": 3}, spares=spares).ended() == late, "the others are too few"
 
 
@@ -145,10 +119,22 @@ def test_where_all_that_are_left_compute_and_answer_none_of_them_is_taken_for_hu
 
 def test_when_the_first_of_those_is_done_the_others_have_their_time_from_then_on() -> None:
     """As the first had written its step, after twelve seconds, the others were ended at once: they had had three."""
-    laggards = Scene(report(Phase.TRAINING)).watcher("abc", "")
-    assert not any(laggards.late(tenth / 10, list("abc"), [], []) for tenth in range(120))
-    left = next(tenth / 10 for tenth in range(120, 1000) if laggards.late(tenth / 10, list("bc"), ["a"], []))
+    busy = Scene(report(Phase.TRAINING))
+    policy = busy.policy()
+    assert not any(busy.late(tenth / 10, "abc", "", policy) for tenth in range(120))
+    left = next(tenth / 10 for tenth in range(120, 1000) if busy.late(tenth / 10, "bc", "a", policy))
     assert left == pytest.approx(11.9 + PARK_S + AFTER)
     # In the next generation that is forgotten.
-    at = next(tenth / 10 for tenth in range(1000) if laggards.late(tenth / 10, list("bc"), ["a"], []))
+    at = next(tenth / 10 for tenth in range(1000) if busy.late(tenth / 10, "bc", "a", policy))
     assert at == pytest.approx(PARK_S + AFTER)
+
+
+def test_whoever_forms_is_given_the_formings_own_bound_before_it_counts_as_hung() -> None:
+    assert exit_deadline("training", False, 3.0, 15.0, 0.1, 30.0) == 3.0
+    assert exit_deadline("training", False, 3.0, 15.0, 4.0, 30.0) == 12.0
+    for phase in ("forming", "giving"):
+        assert exit_deadline(phase, False, 3.0, 15.0, None, 30.0) == 30.0
+    # Who waits in a collective is out when that has ended by itself, also while the group forms.
+    assert exit_deadline("training", True, 3.0, 15.0, 4.0, 30.0) == 42.0
+    assert exit_deadline("forming", True, 3.0, 15.0, 0.1, 30.0) == 33.0
+    assert exit_deadline("forming", True, 3.0, 15.0, 0.1, 5.0) == 30.0

@@ -1,0 +1,147 @@
+"""The policy that decides how long a worker may stay in a generation that is over, before the controller ends it.
+
+A rank that answers and waits for a lost rank is not at fault. It usually leaves as soon as its connections are cut
+(`workers/lines.py`) and its waits for messages are given up (`vescale_ray/waits.py`). Inside a large gloo collective it may have to wait
+for that collective's timeout. The controller ends such a rank early only if nothing is lost by it: its state also exists elsewhere, and
+another worker takes its place.
+
+If no rank has left and all that answer compute, no rank is known to hang. They run something slow, and to end all of them would lose their
+state. The collectives' timeout then counts too. When the first rank leaves, the others get their normal time from that moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vescale_ray.config import ElasticSection
+from vescale_ray.controller.hang import FIRST_S
+from vescale_ray.controller.protocol import Bounds
+from vescale_ray.workers.messages import Phase, Report
+
+FORM_S = 15.0
+"""Timeout of forming a group, on the workers (``groups.FORM_SECONDS``)."""
+RARE_STEP = 1.5
+"""Multiple of the longest recent step: a step that does rare extra work may be under way when a worker is lost."""
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """What the controller knows of a worker that is still in the generation.
+
+    Attributes:
+        report: the last report; None: the worker has never reported.
+        silent: the worker has owed an answer for longer than :attr:`ExitDeadlines.silence_s`.
+        doomed: the controller has ended the worker already.
+    """
+
+    report: Report | None
+    silent: bool = False
+    doomed: bool = False
+
+    @property
+    def answers(self) -> bool:
+        return self.report is not None and not self.silent
+
+    @property
+    def waits(self) -> bool:
+        """The worker answers, and waits for another rank."""
+        return self.report is not None and self.report.waiting and not self.silent
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The rest of the run.
+
+    Attributes:
+        out: number of living members that have left the generation.
+        spares: number of warm workers outside of the generation.
+        complete: those that are out hold the newest step together.
+        last_s: duration of the last step; None: no step is known.
+        longest_s: duration of the longest of the recent steps.
+    """
+
+    out: int
+    spares: int
+    complete: bool
+    last_s: float | None
+    longest_s: float
+
+
+class ExitDeadlines:
+    """Decides which workers are late. Values in, decision out."""
+
+    def __init__(self, elastic: ElasticSection, bounds: Bounds) -> None:
+        self._elastic, self._bounds = elastic, bounds
+        self._together = 0.0
+        """Seconds after the first sign until which all members computed."""
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds without an answer after which a worker counts as silent."""
+        return self._bounds.park / 2
+
+    def late(self, since: float, inside: Mapping[str, WorkerView], rest: Surroundings) -> dict[str, str]:
+        """The workers to end now, each with the reason.
+
+        Args:
+            since: seconds since the first sign that the generation is over.
+            inside: members and leavers that are still in it.
+            rest: the rest of the run.
+        """
+        together = not rest.out and not any(view.waits for view in inside.values() if not view.doomed)
+        if since < self._together:
+            self._together = 0.0  # another generation
+        if together:
+            self._together = since
+        found: dict[str, str] = {}
+        waiting: dict[str, float] = {}
+        for worker, view in inside.items():
+            if view.doomed:
+                continue
+            phase = str(view.report.phase) if view.report is not None else "unheard of"
+            copies = view.report is not None and view.report.unhurried and view.answers
+            bound = self._bound(phase, view.waits or copies or (view.answers and together), view.silent, rest)
+            if view.answers and not (view.waits or copies or together):
+                bound += self._together
+            if since > bound:
+                found[worker] = f"still {phase} {bound:.1f} s after {'the others had left' if rest.out else 'its generation was over'}"
+                if phase == Phase.SAVING:
+                    found[worker] = f"it still writes a checkpoint after {bound:g} s"
+            elif view.waits and since > (early := self._bound(phase, False, False, rest)):
+                waiting[worker] = early
+        if waiting and self._dispensable(rest):
+            for worker, early in waiting.items():
+                found[worker] = f"waits for a rank that is gone, {early:.1f} s after the others had left; another takes its place"
+        return found
+
+    def _bound(self, phase: str, waits: bool, silent: bool, rest: Surroundings) -> float:
+        if phase == Phase.SAVING:
+            return self._bounds.save
+        # The forming of a group is no reason for silence.
+        form_s = FIRST_S / 2 if silent else FORM_S
+        collective_s = self._elastic.collective_timeout_s
+        return exit_deadline(phase, waits, self._bounds.park, form_s, rest.last_s, collective_s, rest.longest_s)
+
+    def _dispensable(self, rest: Surroundings) -> bool:
+        """Whether the survivors lose nothing by going on alone: they hold the newest step, they are enough, and replacements come."""
+        comes = rest.spares > 0 or self._elastic.replace_lost or self._elastic.grow
+        return comes and rest.out >= self._elastic.min_workers and rest.complete
+
+
+def exit_deadline(
+    phase: str, waits: bool, park_s: float, form_s: float, step_s: float | None, collective_s: float, longest_s: float = 0.0
+) -> float:
+    """Seconds from the first sign that a generation is over until a worker that is still in it is ended.
+
+    A rank that computes notices nothing before its next collective, at most one step away. A rank that forms a group waits for the absent
+    ranks until the forming's timeout, and may build the model besides. A rank that answers and ``waits`` for another rank is not at fault:
+    its collective began by then and ends by itself after ``collective_s``; the rest is for letting go.
+
+    Args:
+        step_s: duration of the last step.
+        longest_s: duration of the longest of the recent steps.
+    """
+    bound = max(park_s, 3.0 * (step_s or 0.0), RARE_STEP * longest_s)
+    own = max(bound, 2.0 * form_s) if phase in ("forming", "giving") else bound
+    return max(own, collective_s + bound) if waits else own
