@@ -21,6 +21,7 @@ from vescale_ray.config import RunConfig
 from vescale_ray.controller import policy
 from vescale_ray.controller.budget import Cause
 from vescale_ray.controller.cadence import Cadence
+from vescale_ray.controller.connectivity import TRY_S, CutOff
 from vescale_ray.controller.crew import POLL_WAIT_S, Crew, Heard, Lost, News, Ready, Told
 from vescale_ray.controller.desk import Desk
 from vescale_ray.controller.durable_state import DurableState, LaunchedGeneration, StateStore
@@ -41,7 +42,6 @@ from vescale_ray.controller.protocol import (
     check_transition,
 )
 from vescale_ray.controller.publisher import Observed, Publisher
-from vescale_ray.controller.reach import TRY_S, CutOff
 from vescale_ray.controller.run_lifecycle import budget_of, enter
 from vescale_ray.controller.run_log import RunLog
 from vescale_ray.controller.saves import Saves
@@ -451,7 +451,7 @@ class Conductor:
         views = {w: WorkerView(crew.report(w), w in silent, crew.doomed(w)) for w in inside}
         spares = sum(w in ready for w in self._steering.outside(world.members))
         complete = self._keeper.held_step(out) >= stats.step
-        rest = Surroundings(len(out), spares, complete, stats.steps.last_seconds, stats.steps.longest)
+        rest = Surroundings(len(out), complete, spares, stats.steps.last_seconds, stats.steps.longest)
         return self._exit_deadlines.late(since, views, rest)
 
     def _is_still_read(self, world: World) -> bool:
@@ -489,8 +489,8 @@ class Conductor:
         if any(self._crew.doomed(worker) for worker in (*world.members, *leavers)):
             return  # what follows from that is seen in a moment
         if not self._hangs.stalled(world.members, time.monotonic()):
-            return self._steering.reach.moves()
-        cut = self._steering.reach.cut_off(world.members, leavers)
+            return self._steering.connectivity.progressed()
+        cut = self._steering.cut_off(world.members, leavers)
         if cut is not None and self._has_to_be(world, world.members, cut):
             self._do_without(world, cut)
 
@@ -498,12 +498,12 @@ class Conductor:
         """A collective has failed, or no group was formed, though everybody is there: those whose nodes and others' don't reach each other.
         They are ended, and so are leavers, who are among those gone afterwards. Where all reach each other that is known at once. Who dies
         meanwhile is lost, too."""
-        self._steering.reach.hurry()
+        self._steering.connectivity.hurry()
         steering, lost = self._steering, dict[str, Lost]()
         deadline = time.monotonic() + self._patience_s + 3 * TRY_S
         while time.monotonic() < deadline and not self.desk.stop and not any(self._crew.doomed(w) for w in living):
             leavers = [w for w in steering.leavers if not self._crew.doomed(w)]
-            cut = steering.reach.cut_off(living, leavers)
+            cut = steering.cut_off(living, leavers)
             if cut is not None and not cut.workers:
                 break
             if cut is not None and self._has_to_be(world, living, cut):

@@ -54,16 +54,14 @@ class Surroundings:
     """The rest of the run.
 
     Attributes:
-        out: number of living members that have left the generation.
+        out: number of living members that have left the generation; ``complete``: they hold the newest step together.
         spares: number of warm workers outside of the generation.
-        complete: those that are out hold the newest step together.
-        last_s: duration of the last step; None: no step is known.
-        longest_s: duration of the longest of the recent steps.
+        last_s: duration of the last step; None: no step is known. ``longest_s``: of the longest of the recent steps.
     """
 
     out: int
-    spares: int
     complete: bool
+    spares: int
     last_s: float | None
     longest_s: float
 
@@ -116,32 +114,19 @@ class ExitDeadlines:
         return found
 
     def _bound(self, phase: str, waits: bool, silent: bool, rest: Surroundings) -> float:
+        """Seconds from the first sign that the generation is over until a worker that is still in it is ended.
+
+        A rank that computes notices nothing before its next collective, at most one step away. A rank that forms a group waits for absent
+        ranks until the forming's timeout, and may build the model besides; that is no reason for silence. The collective of a rank that
+        answers and ``waits`` began by then and ends by itself after its timeout; the rest is for letting go.
+        """
         if phase == Phase.SAVING:
             return self._bounds.save
-        # The forming of a group is no reason for silence.
-        form_s = FIRST_S / 2 if silent else FORM_S
-        collective_s = self._elastic.collective_timeout_s
-        return exit_deadline(phase, waits, self._bounds.park, form_s, rest.last_s, collective_s, rest.longest_s)
+        bound = max(self._bounds.park, 3.0 * (rest.last_s or 0.0), RARE_STEP * rest.longest_s)
+        own = max(bound, FIRST_S if silent else 2.0 * FORM_S) if phase in (Phase.FORMING, Phase.GIVING) else bound
+        return max(own, self._elastic.collective_timeout_s + bound) if waits else own
 
     def _dispensable(self, rest: Surroundings) -> bool:
         """Whether the survivors lose nothing by going on alone: they hold the newest step, they are enough, and replacements come."""
         comes = rest.spares > 0 or self._elastic.replace_lost or self._elastic.grow
         return comes and rest.out >= self._elastic.min_workers and rest.complete
-
-
-def exit_deadline(
-    phase: str, waits: bool, park_s: float, form_s: float, step_s: float | None, collective_s: float, longest_s: float = 0.0
-) -> float:
-    """Seconds from the first sign that a generation is over until a worker that is still in it is ended.
-
-    A rank that computes notices nothing before its next collective, at most one step away. A rank that forms a group waits for the absent
-    ranks until the forming's timeout, and may build the model besides. A rank that answers and ``waits`` for another rank is not at fault:
-    its collective began by then and ends by itself after ``collective_s``; the rest is for letting go.
-
-    Args:
-        step_s: duration of the last step.
-        longest_s: duration of the longest of the recent steps.
-    """
-    bound = max(park_s, 3.0 * (step_s or 0.0), RARE_STEP * longest_s)
-    own = max(bound, 2.0 * form_s) if phase in ("forming", "giving") else bound
-    return max(own, collective_s + bound) if waits else own

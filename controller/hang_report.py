@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vescale_ray.controller.budget import Cause
+from vescale_ray.controller.connectivity import CutOff
 from vescale_ray.controller.crew import Crew
 from vescale_ray.controller.protocol import World
-from vescale_ray.controller.reach import CutOff
 from vescale_ray.controller.run_log import RunLog
 from vescale_ray.workers.pulse import IN
 

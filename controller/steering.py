@@ -7,19 +7,19 @@ loop while all members train, from its thread alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller import policy
 from vescale_ray.controller.cadence import Cadence
-from vescale_ray.controller.crew import Crew
+from vescale_ray.controller.connectivity import TRY_S, Connectivity, CutOff, Network, Probe
+from vescale_ray.controller.crew import Crew, Reaching
 from vescale_ray.controller.desk import Desk
 from vescale_ray.controller.durable_state import DurableState
 from vescale_ray.controller.generation_log import GenerationLog
 from vescale_ray.controller.growth import Growth
 from vescale_ray.controller.nodes import Nodes
 from vescale_ray.controller.protocol import RunSpec, RunState, World
-from vescale_ray.controller.reach import Reach
 from vescale_ray.controller.run_log import RunLog
 from vescale_ray.controller.saves import Saves
 from vescale_ray.controller.straggler import Stragglers
@@ -73,7 +73,8 @@ class Steering:
         self._generation, self._enter, self._planned = generation, enter, planned
         self.nodes = Nodes(config.resources_per_worker if config.watches_room else None)
         self.growth = Growth(config, crew, log, desk, self.nodes, state.growth, remember)
-        self.reach = Reach(crew)
+        self.connectivity = Connectivity()
+        self._probes: dict[Probe, Reaching] = {}
         self.leavers = list(state.leavers)
         self.asked: Ticket | None = None
         self.hire_failures: list[str] = []
@@ -177,7 +178,9 @@ class Steering:
     def _admitted(self, ready: list[str], world: World) -> list[str]:
         """Those of ``ready`` that reach the members, and are reached by them: one that isn't would stop them all. It is let go, and none
         hired on its node for a while."""
-        fine, cut = self.reach.admitted(ready, world.members)
+        admission = self.connectivity.admit(ready, world.members, self._network((*world.members, *ready)))
+        self._make(admission.probe)
+        fine, cut = list(admission.admitted), admission.refused
         # Once for a node, however many of its workers it costs: those on other nodes are yet to be tried.
         for node in sorted(set(cut.workers.values())):
             self.nodes.shun(node)
@@ -191,6 +194,25 @@ class Steering:
         self._let_in = self._let_in.intersection(ready).union(fine)
         self.untried = frozenset(ready).difference(fine)
         return fine
+
+    def cut_off(self, members: Sequence[str], leavers: Sequence[str]) -> CutOff | None:
+        """The workers to do without, since all ``members`` stand still and nodes do not reach each other. None: not known yet."""
+        found = self.connectivity.cut_off(members, leavers, self._network((*members, *leavers)))
+        self._make(found if isinstance(found, Probe) else None)
+        return found if isinstance(found, CutOff) else None
+
+    def _make(self, probe: Probe | None) -> None:
+        if probe is not None:
+            self._probes[probe] = self._crew.ask_reach(probe.tries, TRY_S)
+
+    def _network(self, workers: Iterable[str]) -> Network:
+        """Hand in the answers to earlier probes; what is known of ``workers`` now."""
+        for probe, asked in tuple(self._probes.items()):
+            if (answers := asked.unreached()) is not None:
+                del self._probes[probe]
+                self.connectivity.answered(probe, answers)
+        infos = {worker: info for worker in workers if (info := self._crew.info(worker)) is not None}
+        return Network(infos, self._crew.silent(0.0), time.monotonic())
 
     def free_hemmed(self, avoid: Collection[str]) -> None:
         """Hire others for workers that have no place yet and may not have one on a node that is not among those to ``avoid`` any more:

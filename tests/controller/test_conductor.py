@@ -18,13 +18,13 @@ from vescale_ray.controller import policy
 from vescale_ray.controller.budget import Budget, Cause, Limits
 from vescale_ray.controller.checkpoint_stats import CheckpointStats
 from vescale_ray.controller.conductor import GIVER_S, TICK_S, Conductor
+from vescale_ray.controller.connectivity import NOBODY, Admission
 from vescale_ray.controller.crew import Lost
 from vescale_ray.controller.durable_state import DurableState, LaunchedGeneration
 from vescale_ray.controller.exit_deadlines import ExitDeadlines, Surroundings, WorkerView
 from vescale_ray.controller.hang import LEAST_S, HangWatch
 from vescale_ray.controller.policy import Kept
 from vescale_ray.controller.protocol import Bounds, Ending, RunState, Source, World
-from vescale_ray.controller.reach import NOBODY
 from vescale_ray.controller.saves import SaveResult, Saves
 from vescale_ray.controller.steering import PLANNED_S, Steering
 from vescale_ray.controller.step_stats import StepStats
@@ -104,7 +104,8 @@ class Stage:
         steering = SimpleNamespace(leavers=list(leavers), steer=lambda world: None, outside=lambda living: [], hire_failures=[], nodes=None)
         steering.hear_of_drains, steering.fleeting = lambda members: False, []
         steering.nodes = SimpleNamespace(draining={}, avoided=frozenset())
-        steering.reach = SimpleNamespace(moves=lambda: None, hurry=lambda: None, cut_off=lambda members, leavers=(): NOBODY)
+        steering.connectivity = SimpleNamespace(progressed=lambda: None, hurry=lambda: None)
+        steering.cut_off = lambda members, leavers: NOBODY
         steering.leaving = lambda workers: self.leaving & set(workers)
         steering.stragglers = SimpleNamespace(leaving=lambda *about: frozenset())
         made._crew, made._steering, made._gone, made._inherited = crew, steering, {}, None
@@ -702,7 +703,8 @@ def test_a_change_that_can_wait_lets_a_checkpoint_be_written_and_a_drain_does_no
     steering._planned = lambda before, after: writes not in ("plans", "no plans") or (writes == "plans" and crew.now > 53.0)
     crew.hemmed = lambda avoided: []
     steering._drained, steering.nodes = frozenset(), SimpleNamespace(draining={}, avoided=frozenset())
-    steering._spec, steering.reach = SimpleNamespace(bounds=Bounds()), SimpleNamespace(admitted=lambda ready, members: (ready, NOBODY))
+    steering._spec, steering._network = SimpleNamespace(bounds=Bounds()), lambda workers: None
+    steering.connectivity = SimpleNamespace(admit=lambda ready, members, network: Admission(tuple(ready)))
     steering._desk = SimpleNamespace(stop=None, target=1, reason="manual", want=lambda *about: None, explain=lambda reason: None)
     steering._log, steering._generation = running(checkpoints=CheckpointStats(seconds=took_s), lost=0)
     steering._config = SimpleNamespace(elastic=ElasticSection(workers=2))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vescale_ray.config import ElasticSection
-from vescale_ray.controller.exit_deadlines import FORM_S, ExitDeadlines, Surroundings, WorkerView, exit_deadline
+from vescale_ray.controller.exit_deadlines import FORM_S, ExitDeadlines, Surroundings, WorkerView
 from vescale_ray.controller.hang import FIRST_S
 from vescale_ray.controller.protocol import Bounds
 from vescale_ray.workers.messages import Phase, Report, Ticket
@@ -27,6 +27,7 @@ class Scene:
     silent: Sequence[str] = ()
     doomed: Sequence[str] = ()
     spares: int = 0
+    last: float | None = 0.5
     longest: float = 0.5
 
     def policy(self) -> ExitDeadlines:
@@ -34,7 +35,7 @@ class Scene:
 
     def late(self, since: float, inside: str = "c", out: str = "ab", policy: ExitDeadlines | None = None) -> dict[str, str]:
         views = {w: WorkerView(self.report, w in self.silent, w in self.doomed) for w in inside}
-        rest = Surroundings(len(out), self.spares, self.complete, 0.5, self.longest)
+        rest = Surroundings(len(out), self.complete, self.spares, self.last, self.longest)
         return (policy or self.policy()).late(since, views, rest)
 
     def ended(self, inside: str = "c", out: str = "ab") -> float:
@@ -129,12 +130,8 @@ def test_when_the_first_of_those_is_done_the_others_have_their_time_from_then_on
     assert at == pytest.approx(PARK_S + AFTER)
 
 
-def test_whoever_forms_is_given_the_formings_own_bound_before_it_counts_as_hung() -> None:
-    assert exit_deadline("training", False, 3.0, 15.0, 0.1, 30.0) == 3.0
-    assert exit_deadline("training", False, 3.0, 15.0, 4.0, 30.0) == 12.0
-    for phase in ("forming", "giving"):
-        assert exit_deadline(phase, False, 3.0, 15.0, None, 30.0) == 30.0
-    # Who waits in a collective is out when that has ended by itself, also while the group forms.
-    assert exit_deadline("training", True, 3.0, 15.0, 4.0, 30.0) == 42.0
-    assert exit_deadline("forming", True, 3.0, 15.0, 0.1, 30.0) == 33.0
-    assert exit_deadline("forming", True, 3.0, 15.0, 0.1, 5.0) == 30.0
+def test_the_duration_of_the_last_step_counts_three_times() -> None:
+    assert Scene(report(Phase.TRAINING), last=4.0).ended() == pytest.approx(12.0 + AFTER)
+    assert Scene(WAITS, last=4.0).ended() == pytest.approx(COLLECTIVE_S + 12.0 + AFTER)
+    for phase in (Phase.FORMING, Phase.GIVING):
+        assert Scene(report(phase), last=None).ended() == pytest.approx(2 * FORM_S + AFTER)

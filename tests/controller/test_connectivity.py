@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,22 +16,25 @@ from hypothesis import strategies as st
 from tests.controller.test_conductor import TICKET, WORLD, Crew, Stage, report
 from vescale_ray.config import ElasticSection
 from vescale_ray.controller import conductor as subject
+from vescale_ray.controller.connectivity import (
+    GAP_S,
+    NOBODY,
+    PROVEN_S,
+    TRY_S,
+    Admission,
+    Connectivity,
+    CutOff,
+    Network,
+    Probe,
+    fewest,
+)
 from vescale_ray.controller.crew import Crew as RealCrew
 from vescale_ray.controller.growth import PLACE_S
 from vescale_ray.controller.hang import FIRST_S, LEAST_S, HangWatch
 from vescale_ray.controller.nodes import FORGET_S, LONGEST_SHUN_S, SHUN_S, Nodes
 from vescale_ray.controller.protocol import Bounds, Ending
-from vescale_ray.controller.reach import GAP_S, NOBODY, PROVEN_S, TRY_S, CutOff, Reach, fewest
 from vescale_ray.controller.steering import Steering
 from vescale_ray.workers.messages import Fault, FaultKind, Phase, WorkerInfo
-
-
-class Reaching:
-    def __init__(self, answers: dict[str, frozenset[str]]) -> None:
-        self.answers, self.there = answers, False
-
-    def unreached(self) -> dict[str, frozenset[str]] | None:
-        return self.answers if self.there else None
 
 
 class Hosts:
@@ -41,37 +44,46 @@ class Hosts:
         self.broken = {frozenset(pair) for pair in broken.split()}
         self.mute: set[str] = set()
         self.asked: list[dict[str, tuple[str, ...]]] = []
-        self.last: Reaching | None = None
         self.now = 100.0
         self.doorless: set[str] = set()
-        self.reach = Reach(self, lambda: self.now)
+        self.policy = Connectivity()
+        self.probe = Probe({})
 
-    def info(self, worker: str) -> WorkerInfo | None:
-        return WorkerInfo(worker, 1, 1, worker[0], f"host-{worker[0]}", "cpu", 1.0, address="" if worker in self.doorless else "h:1")
+    def network(self, workers: Collection[str]) -> Network:
+        address = {w: "" if w in self.doorless else "h:1" for w in workers}
+        infos = {w: WorkerInfo(w, 1, 1, w[0], f"host-{w[0]}", "cpu", 1.0, address=address[w]) for w in workers}
+        return Network(infos, self.mute, self.now)
 
-    def silent(self, seconds: float) -> list[str]:
-        return sorted(self.mute)
-
-    def ask_reach(self, asked: Mapping[str, Collection[str]], wait_s: float) -> Reaching:
-        assert wait_s == TRY_S
-        self.asked.append({worker: tuple(sorted(others)) for worker, others in asked.items()})
-        found = {w: frozenset(o for o in others if frozenset((w[0], o[0])) in self.broken) for w, others in asked.items()}
-        self.last = Reaching({w: others for w, others in found.items() if w not in self.mute})
-        return self.last
+    def asks(self, probe: Probe) -> None:
+        self.asked.append({worker: tuple(sorted(others)) for worker, others in probe.tries.items()})
+        self.probe = probe
 
     def answer(self) -> None:
-        assert self.last is not None
-        self.last.there = True
+        found = {w: [o for o in others if frozenset((w[0], o[0])) in self.broken] for w, others in self.probe.tries.items()}
+        self.policy.answered(self.probe, {w: others for w, others in found.items() if w not in self.mute})
+
+    def look(self, members: Sequence[str], leavers: Sequence[str] = ()) -> CutOff | None:
+        found = self.policy.cut_off(members, leavers, self.network([*members, *leavers]))
+        if isinstance(found, Probe):
+            self.asks(found)
+            return None
+        return found
+
+    def admitted(self, joiners: Sequence[str], members: Sequence[str]) -> tuple[list[str], CutOff]:
+        admission = self.policy.admit(joiners, members, self.network([*members, *joiners]))
+        if admission.probe is not None:
+            self.asks(admission.probe)
+        return list(admission.admitted), admission.refused
 
     def cut_off(self, members: str, looks: int = 2, leavers: str = "") -> CutOff | None:
         """What is found in so many looks."""
         found: CutOff | None = None
         for _ in range(looks):
             for _ in range(2):
-                assert self.reach.cut_off(members.split(), leavers.split()) is None, "it has just been asked, and nobody has answered"
+                assert self.look(members.split(), leavers.split()) is None, "it has just been asked, and nobody has answered"
             self.answer()
             self.now += TRY_S
-            found = self.reach.cut_off(members.split(), leavers.split())
+            found = self.look(members.split(), leavers.split())
         return found
 
 
@@ -112,7 +124,7 @@ def test_what_is_found_once_and_not_again_or_of_another_pair_each_time_counts_fo
         other = Hosts("ab")
         other.cut_off("a1 b1", looks=1)
         if moves:
-            other.reach.moves()
+            other.policy.progressed()
         assert other.cut_off("a1 b1" if moves else "a1 b1 b2", looks=1) is None
 
 
@@ -120,20 +132,20 @@ def test_those_that_stand_still_for_another_reason_are_asked_less_and_less_often
     hosts, times = Hosts(), []
     for _ in range(2000):
         before = len(hosts.asked)
-        assert hosts.reach.cut_off(["a1", "b1"]) in (None, NOBODY)
+        assert hosts.look(["a1", "b1"]) in (None, NOBODY)
         if len(hosts.asked) > before:
             times.append(hosts.now)
             hosts.answer()
         hosts.now += 0.1
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert gaps[:5] == pytest.approx([GAP_S * 2**n for n in range(5)], abs=0.3) and max(gaps) < 61
-    for again in (hosts.reach.moves, hosts.reach.hurry):
+    for again in (hosts.policy.progressed, hosts.policy.hurry):
         before = len(hosts.asked)
         again()
         for _ in range(2):
-            hosts.reach.cut_off(["a1", "b1"])
+            hosts.look(["a1", "b1"])
             hosts.answer()
-        assert len(hosts.asked) == before + 1 and hosts.reach.cut_off(["a1", "b1"]) is None
+        assert len(hosts.asked) == before + 1 and hosts.look(["a1", "b1"]) is None
 
 
 def test_who_answers_speaks_for_its_node_and_who_has_no_door_or_no_other_node_beside_it_is_not_tried() -> None:
@@ -142,13 +154,13 @@ def test_who_answers_speaks_for_its_node_and_who_has_no_door_or_no_other_node_be
     hosts.cut_off("a1 b1 c1 c2", looks=1)
     assert hosts.asked[-1]["c2"] == ("a1", "b1") and "c1" not in hosts.asked[-1]
     hosts.mute = {"c1", "c2"}  # though nobody there answers, others tell that they don't reach it
-    hosts.reach.moves()
+    hosts.policy.progressed()
     found = hosts.cut_off("a1 b1 c1 c2")
     assert found is not None and set(found.workers) == {"c1", "c2"}
     alone = Hosts("ab")
     alone.doorless = {"b1"}
     for members in (["a1", "a2"], ["a1", "b1"]):
-        assert alone.reach.cut_off(members) == NOBODY and not alone.asked
+        assert alone.look(members) == NOBODY and not alone.asked
 
 
 def test_a_leaver_goes_before_those_that_train() -> None:
@@ -160,24 +172,24 @@ def admitted(hosts: Hosts, joiners: str, members: str, looks: int) -> tuple[list
     found: tuple[list[str], CutOff] = ([], NOBODY)
     for _ in range(looks):
         for _ in range(2):
-            fine, cut = hosts.reach.admitted(joiners.split(), members.split())
+            fine, cut = hosts.admitted(joiners.split(), members.split())
             assert cut is NOBODY
         hosts.answer()
-        found = hosts.reach.admitted(joiners.split(), members.split())
+        found = hosts.admitted(joiners.split(), members.split())
     return found
 
 
 def test_a_joiner_is_let_in_once_its_node_and_all_others_reach_each_other() -> None:
     hosts = Hosts()
-    assert hosts.reach.admitted(["b2"], ["a1", "b1"]) == (["b2"], NOBODY) and not hosts.asked, "its node trains"
+    assert hosts.admitted(["b2"], ["a1", "b1"]) == (["b2"], NOBODY) and not hosts.asked, "its node trains"
     assert admitted(hosts, "b2 c1 c2", "a1 a2 b1", 1) == (["b2"], NOBODY), "found, and let in from the next round on"
     assert hosts.asked == [{"a1": ("c1",), "b1": ("c1",), "c1": ("a1", "b1")}], "only the ways of the new one count"
-    assert hosts.reach.admitted(["b2", "c1", "c2"], ["a1", "a2", "b1"]) == (["b2", "c1", "c2"], NOBODY)
-    assert hosts.reach.admitted(["c3"], ["a1", "b1"]) == (["c3"], NOBODY) and len(hosts.asked) == 1, "it is known"
+    assert hosts.admitted(["b2", "c1", "c2"], ["a1", "a2", "b1"]) == (["b2", "c1", "c2"], NOBODY)
+    assert hosts.admitted(["c3"], ["a1", "b1"]) == (["c3"], NOBODY) and len(hosts.asked) == 1, "it is known"
     hosts.now += PROVEN_S - 1
-    assert hosts.reach.admitted(["c3"], ["a1", "b1"])[0] == ["c3"]
+    assert hosts.admitted(["c3"], ["a1", "b1"])[0] == ["c3"]
     hosts.now += 2
-    assert hosts.reach.admitted(["c3"], ["a1", "b1"])[0] == [] and len(hosts.asked) == 2, "a spare that has waited for long"
+    assert hosts.admitted(["c3"], ["a1", "b1"])[0] == [] and len(hosts.asked) == 2, "a spare that has waited for long"
 
 
 @pytest.mark.fault("N5")
@@ -192,12 +204,12 @@ def test_a_joiner_that_one_member_does_not_reach_is_refused_after_two_looks_with
 def test_two_joiners_that_do_not_reach_each_other_are_not_let_in_together() -> None:
     hosts = Hosts("cd")
     admitted(hosts, "c1 d1", "a1 b1", 1)
-    assert hosts.reach.admitted(["c1", "d1"], ["a1", "b1"]) == (["c1"], NOBODY)
+    assert hosts.admitted(["c1", "d1"], ["a1", "b1"]) == (["c1"], NOBODY)
     hosts.answer()
-    assert hosts.reach.admitted(["c1", "d1"], ["a1", "b1"]) == (["c1"], NOBODY)
-    hosts.reach.admitted(["c1", "d1"], ["a1", "b1"])
+    assert hosts.admitted(["c1", "d1"], ["a1", "b1"]) == (["c1"], NOBODY)
+    hosts.admitted(["c1", "d1"], ["a1", "b1"])
     hosts.answer()
-    fine, cut = hosts.reach.admitted(["c1", "d1"], ["a1", "b1"])
+    fine, cut = hosts.admitted(["c1", "d1"], ["a1", "b1"])
     assert fine == ["c1"] and cut.workers == {"d1": "d"} and cut.unreached == {"d": ("c",)}
 
 
@@ -208,8 +220,8 @@ def test_a_node_that_had_to_go_is_tried_again_before_it_is_let_in() -> None:
     found = hosts.cut_off("a1 b1 c1")
     assert found is not None and set(found.workers) == {"c1"}
     before = len(hosts.asked)
-    hosts.reach.moves()
-    assert hosts.reach.admitted(["c2"], ["a1", "b1"]) == ([], NOBODY) and len(hosts.asked) == before + 1
+    hosts.policy.progressed()
+    assert hosts.admitted(["c2"], ["a1", "b1"]) == ([], NOBODY) and len(hosts.asked) == before + 1
 
 
 def test_nobody_is_tried_while_the_members_stand_still_and_what_was_found_before_counts_for_nothing() -> None:
@@ -220,12 +232,12 @@ def test_nobody_is_tried_while_the_members_stand_still_and_what_was_found_before
     assert found is not None and set(found.workers) == {"b1"}
     before = len(hosts.asked)
     for _ in range(50):
-        assert hosts.reach.admitted(["a2", "c1"], ["a1", "b1"]) == (["a2"], NOBODY)
+        assert hosts.admitted(["a2", "c1"], ["a1", "b1"]) == (["a2"], NOBODY)
         hosts.now += 1.0
     assert len(hosts.asked) == before
     hosts.broken = set()
-    hosts.reach.moves()
-    assert admitted(hosts, "c1", "a1 b1", 1) == ([], NOBODY) and hosts.reach.admitted(["c1"], ["a1", "b1"]) == (["c1"], NOBODY)
+    hosts.policy.progressed()
+    assert admitted(hosts, "c1", "a1 b1", 1) == ([], NOBODY) and hosts.admitted(["c1"], ["a1", "b1"]) == (["c1"], NOBODY)
 
 
 NODES = "abcdefg"
@@ -339,7 +351,8 @@ class Cut:
         self.outside = ["spare", "warming"]
         monkeypatch.setattr(self.stage.crew, "ready", lambda: ("a", "b", "spare", "other"))
         steering.outside, steering.let_go = lambda living: self.outside, self.gone.append
-        steering.reach = SimpleNamespace(moves=self._move, hurry=lambda: None, cut_off=lambda members, leavers=(): self.found)
+        steering.cut_off = lambda members, leavers: self.found
+        steering.connectivity = SimpleNamespace(progressed=self._move, hurry=lambda: None)
         self.made._evidence.hung = lambda path: None
         self.made._told_broken = None
         self.made._log.record = lambda kind, **about: self.events.append(kind)
@@ -462,7 +475,7 @@ def test_while_the_run_waits_a_node_that_was_cut_off_is_left_alone_until_no_othe
 def test_where_a_collective_fails_and_all_reach_each_other_nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     cut = Cut(monkeypatch)
     answers: list[CutOff | None] = [None, None, NOBODY]
-    cut.made._steering.reach.cut_off = lambda members, leavers=(): answers.pop(0)
+    cut.made._steering.cut_off = lambda members, leavers: answers.pop(0)
     cut.stage.crew.reports = {w: report(w, Phase.PARKED, fault=Fault(FaultKind.PEER, "gloo: timed out")) for w in "ab"}
     ending = cut.made._watch(cut.world)
     assert ending.living == ("a", "b") and not answers and cut.stage.crew.now < 51.0 and cut.made._budget.crashes == 1
@@ -471,12 +484,12 @@ def test_where_a_collective_fails_and_all_reach_each_other_nobody_is_waited_for(
     now = [0.0]
     monkeypatch.setattr(subject.time, "monotonic", lambda: now[0])
     other.stage.each_round = lambda passed: now.__setitem__(0, passed)
-    other.made._steering.reach.cut_off = lambda members, leavers=(): None
+    other.made._steering.cut_off = lambda members, leavers: None
     other.stage.crew.reports = cut.stage.crew.reports
     assert other.made._watch(other.world).living == ("a", "b") and 15.0 < other.stage.crew.now - 50.0 < 25.0
     # Who dies meanwhile is lost.
     third = Cut(monkeypatch)
-    third.made._steering.reach.cut_off = lambda members, leavers=(): None
+    third.made._steering.cut_off = lambda members, leavers: None
     third.stage.crew.reports = dict(cut.stage.crew.reports)
     third.stage.each_round = lambda passed: None if passed < 1.0 else (third.stage.crew.reports.pop("b", None), None)[1]
     ending = third.made._watch(third.world)
@@ -499,10 +512,14 @@ class Steered:
         steering._log = SimpleNamespace(record=lambda kind, **about: self.events.append((kind, about)))
         steering._config = SimpleNamespace(elastic=ElasticSection(workers=2, **elastic), watches_room=False)
         steering.growth = SimpleNamespace(hired=lambda: None, ended=lambda complete: None, misplaced=list)
-        steering.let_go = self._let_go
+        steering.let_go, steering._probes = self._let_go, {}
+        crew.info = lambda worker: WorkerInfo(worker, 1, 1, f"n-{worker}", f"host-{worker}", "cpu", 1.0, address="h:1")
         crew.places = SimpleNamespace(wishes=(), unplaced=frozenset())
         crew.wish = self._wish
         self.steering = steering
+
+    def admits(self, admit: Callable[[Sequence[str]], Admission]) -> None:
+        self.steering.connectivity = SimpleNamespace(admit=lambda ready, members, network: admit(ready))
 
     def _let_go(self, worker: str) -> None:
         self.let_go.append(worker)
@@ -513,11 +530,35 @@ class Steered:
         assert count == len(self.crew.places.wishes) and not avoid
 
 
+def test_probes_are_made_with_the_workers_and_their_answers_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Steered(monkeypatch, "c")
+    steering, asked, answers = table.steering, list[Any](), list[Any]()
+    steering.connectivity = Connectivity()
+
+    def ask(tries: Mapping[str, Collection[str]], wait_s: float) -> Any:
+        asked.append(({worker: sorted(others) for worker, others in tries.items()}, wait_s))
+        return SimpleNamespace(unreached=lambda: answers.pop() if answers else None)
+
+    table.crew.ask_reach = ask
+    for _ in range(3):
+        assert steering._admitted(["c"], WORLD) == [] and steering.untried == {"c"}
+    assert asked == [({"a": ["c"], "b": ["c"], "c": ["a", "b"]}, TRY_S)], "once, as long as nobody answers"
+    answers.append({"a": frozenset(), "b": frozenset(), "c": frozenset()})
+    assert steering._admitted(["c"], WORLD) == [] and steering._admitted(["c"], WORLD) == ["c"] and not table.let_go
+    for looks in (2, 3):
+        for _ in range(3):
+            assert steering.cut_off(["a", "b"], []) is None
+        assert len(asked) == looks and asked[-1] == ({"a": ["b"], "b": ["a"]}, TRY_S)
+        answers.append({"a": frozenset("b")})
+        found = steering.cut_off(["a", "b"], [])
+    assert found is not None and found.workers == {"b": "n-b"} and found.hosts == {"n-a": "host-a", "n-b": "host-b"}
+
+
 def test_who_is_refused_is_let_go_its_node_shunned_once_and_after_three_no_more_are_hired(monkeypatch: pytest.MonkeyPatch) -> None:
     table = Steered(monkeypatch, "cde")
     steering = table.steering
     cut = CutOff({"c": "n2", "d": "n2"}, {"n2": ("n1",)}, {"n1": "10.0.0.1", "n2": "10.0.0.2"})
-    steering.reach = SimpleNamespace(admitted=lambda ready, members: ([], cut))
+    table.admits(lambda ready: Admission((), cut))
     assert steering._admitted(["c", "d", "e"], WORLD) == [] and table.let_go == ["c", "d"]
     assert steering.nodes._shunned["n2"][1] == 1 and steering.nodes.avoided == {"n2"}
     assert [(kind, about["worker"], about["node"]) for kind, about in table.events] == [("joiner_refused", w, "n2") for w in "cd"]
@@ -525,14 +566,14 @@ def test_who_is_refused_is_let_go_its_node_shunned_once_and_after_three_no_more_
     assert len(steering.refusals) == len(steering.hire_failures) == steering.failed_hires == 1, "the node"
     steering.hire_failures.clear()  # as each worker does that becomes warm
     assert len(steering.refusals) == 1
-    steering.reach = SimpleNamespace(admitted=lambda ready, members: (ready, NOBODY))
+    table.admits(lambda ready: Admission(tuple(ready)))
     assert steering._admitted(["e"], WORLD) == ["e"] and not steering.untried and not steering.refusals, "one is let in"
     steering.refusals = ["of another"]
     for fine in ([], ["e"]):
-        steering.reach = SimpleNamespace(admitted=lambda ready, members, fine=fine: (fine, NOBODY))
+        table.admits(lambda ready, fine=fine: Admission(tuple(fine)))  # type: ignore[misc]
         assert steering._admitted(["e"], WORLD) == fine
         assert steering.refusals == ["of another"], "a spare that is tried again, and does: else it was hired and refused for ever"
-    steering.reach = SimpleNamespace(admitted=lambda ready, members: (ready, NOBODY))
+    table.admits(lambda ready: Admission(tuple(ready)))
     assert steering._admitted(["e", "f"], WORLD) and not steering.refusals, "another"
 
 
@@ -544,12 +585,12 @@ def test_a_growth_of_which_many_are_refused_goes_on_with_those_that_are_not(monk
     steering._desk = SimpleNamespace(target=7, reason="growth", want=lambda workers, reason: wanted.append(workers))
     steering._spec = SimpleNamespace(bounds=Bounds())
     hosts = {f"n{n}": f"10.0.0.{n}" for n in range(1, 6)}
-    steering.reach = SimpleNamespace(admitted=lambda ready, members: (["g"], CutOff(dict.fromkeys("cdef", "n2"), {"n2": ("n1",)}, hosts)))
+    table.admits(lambda ready: Admission(("g",), CutOff(dict.fromkeys("cdef", "n2"), {"n2": ("n1",)}, hosts)))
     steering._admitted(list("cdefg"), WORLD)
     assert len(table.let_go) == 4 and not steering._cannot_grow(WORLD, ["g"]), "all on one node: others are yet to be tried"
     for n in (3, 4, 5):
         cut = CutOff({"c": f"n{n}"}, {f"n{n}": ("n1",)}, hosts)
-        steering.reach = SimpleNamespace(admitted=lambda ready, members, cut=cut: (["g"], cut))
+        table.admits(lambda ready, cut=cut: Admission(("g",), cut))  # type: ignore[misc]
         steering._admitted(["c", "g"], WORLD)
     assert steering._cannot_grow(WORLD, ["g"]) and wanted == [3]
     assert not steering._cannot_grow(WORLD, ["g"]) and wanted == [3], "it is acted on once"
