@@ -856,7 +856,7 @@ class Conductor:
                     if generation.stepped(report.worker, item):
                         progressed = self._budget.progressed(item.record.step)
                         self._budget = replace(self._budget, high=progressed.high) if self._giving_up else progressed
-                        self._steering.stragglers.stepped(item.record, self._log.stats.members)
+                        self._steering.stepped(item.record)
                 case Filled():
                     generation.filled(report.worker, item)
                 case Evaluated():

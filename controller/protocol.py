@@ -24,6 +24,14 @@ class RunRefused(BadInput):
     """The run can't begin, or can't go on, with what the person gave; the message is one line with the remedy. Exit code 2."""
 
 
+@dataclass(frozen=True)
+class Event:
+    """An event to record: its name, and what it tells."""
+
+    name: str
+    about: Mapping[str, Any]
+
+
 class RequestRefused(ValueError):
     """A command to a running run can't be carried out; the message is one line. The run goes on as it was."""
 

@@ -19,11 +19,11 @@ from vescale_ray.controller.durable_state import DurableState
 from vescale_ray.controller.generation_log import GenerationLog
 from vescale_ray.controller.growth import Growth
 from vescale_ray.controller.nodes import Nodes
-from vescale_ray.controller.protocol import RunSpec, RunState, World
+from vescale_ray.controller.protocol import Event, RunSpec, RunState, World
 from vescale_ray.controller.run_log import RunLog
 from vescale_ray.controller.saves import Saves
 from vescale_ray.controller.straggler import Stragglers
-from vescale_ray.workers.messages import CHECKPOINT, RESCALE, STOP, Ticket
+from vescale_ray.workers.messages import CHECKPOINT, RESCALE, STOP, StepRecord, Ticket
 
 WRITTEN_S, LONGEST_S = 30.0, 300.0
 """A change that can wait lets a checkpoint be written: for so long, or twice as long as the last one took if that is longer, but no longer
@@ -84,7 +84,8 @@ class Steering:
         self.untried: frozenset[str] = frozenset()
         self._let_in: frozenset[str] = frozenset()
         """Of those beside the members, who was let in once. A spare that waits for long is tried again: that is no news."""
-        self.stragglers = Stragglers(config, log, spec.capacity, spec.bounds.start, state.straggler, remember)
+        self.stragglers = Stragglers(config, spec.capacity, spec.bounds.start, state.straggler, time.monotonic())
+        self._noted, self._remember = state.straggler, remember
         self.spares = self.places_wanted = 0
         self._drained: frozenset[str] = frozenset()
         self._trained: frozenset[str] = frozenset()
@@ -157,7 +158,9 @@ class Steering:
             return
         if self._aim <= world.size:
             self._end_late_spares()
-        unwanted = self.stragglers.unwanted(staying, self._aim, world.size + len(outside), self.failed_hires)
+        there = world.size + len(outside)
+        unwanted, events = self.stragglers.unwanted(staying, self._aim, there, self.failed_hires, stats.stragglers, time.monotonic())
+        self._record(events)
         there, warming = len(staying) - len(unwanted), len(outside) - len(ready) + self._crew.hiring
         todo = policy.staffing(there, len(ready), warming, self._aim, self._config.elastic.spares)
         failures = max(len(self.hire_failures), len(self.refusals), len(self.fleeting))
@@ -174,6 +177,19 @@ class Steering:
         elif len(staying) < world.size or not (self._lets_layouts_be_planned(world) or self._lets_one_be_written(world)):
             # (Whose node goes may go before that.)
             self._ask_to_park(world, stop=False, reason="straggler" if unwanted else None)
+
+    def stepped(self, record: StepRecord) -> None:
+        """The members have completed a step."""
+        stats, now = self._log.stats, time.monotonic()
+        self._record(self.stragglers.stepped(record, stats.members, stats.stragglers, stats.spread, stats.workers, now))
+
+    def _record(self, events: Iterable[Event]) -> None:
+        """Record a policy's events, then have its note written down if it has changed."""
+        for event in events:
+            self._log.record(event.name, **event.about)
+        if self.stragglers.note != self._noted:
+            self._noted = self.stragglers.note
+            self._remember()
 
     def _admitted(self, ready: list[str], world: World) -> list[str]:
         """Those of ``ready`` that reach the members, and are reached by them: one that isn't would stop them all. It is let go, and none

@@ -28,6 +28,7 @@ from vescale_ray.controller.protocol import Bounds, Ending, RunState, Source, Wo
 from vescale_ray.controller.saves import SaveResult, Saves
 from vescale_ray.controller.steering import PLANNED_S, Steering
 from vescale_ray.controller.step_stats import StepStats
+from vescale_ray.controller.straggler import StragglerNote
 from vescale_ray.workers.messages import Evaluated, Fault, FaultKind, Filled, Origin, Phase, Report, Saved, Stepped, Ticket, WorkerInfo
 
 TICKET = Ticket(7, 1)
@@ -677,7 +678,7 @@ def test_an_evaluation_that_was_lost_with_a_worker_is_made_up_and_none_is_made_t
 
 def running(filled: bool = True, stepped: bool = True, **stats: Any) -> tuple[Any, Any]:
     """The log and the generation of a run that trains."""
-    log = SimpleNamespace(stats=SimpleNamespace(has_stepped=stepped, state=RunState.RUNNING, **stats))
+    log = SimpleNamespace(stats=SimpleNamespace(has_stepped=stepped, state=RunState.RUNNING, stragglers={}, **stats))
     return log, SimpleNamespace(all_filled=filled)
 
 
@@ -711,7 +712,7 @@ def test_a_change_that_can_wait_lets_a_checkpoint_be_written_and_a_drain_does_no
     steering._cadence = SimpleNamespace(news=lambda *about: None, due=lambda *about: False)
     crew.places = SimpleNamespace(wishes=())
     steering.growth = SimpleNamespace(tend=lambda *about: None, spare_places=lambda failures: 0, misplaced=list)
-    steering.stragglers = SimpleNamespace(unwanted=lambda *about: frozenset())
+    steering.stragglers, steering._noted = SimpleNamespace(unwanted=lambda *about: (frozenset(), []), note=None), None
     steering._ask_to_park = lambda world, stop, reason=None: asked.append(reason)
     monkeypatch.setattr("vescale_ray.controller.steering.time.monotonic", lambda: crew.now)
     while not asked:
@@ -809,7 +810,7 @@ def test_a_drain_counts_those_that_can_take_a_place_at_once(spare: str, parks: b
     steering.nodes, steering._aim, steering._short = SimpleNamespace(avoided=frozenset()), 4, False
     steering._admitted = lambda ready, world: ready
     steering.growth = SimpleNamespace(tend=lambda *about: None, spare_places=lambda failures: 0, misplaced=list, hired=lambda: None)
-    steering.stragglers = SimpleNamespace(unwanted=lambda *about: frozenset())
+    steering.stragglers, steering._noted = SimpleNamespace(unwanted=lambda *about: (frozenset(), []), note=None), None
     steering.hire_failures, steering.refusals, steering.failed_hires = [], [], 0
     steering._spec = SimpleNamespace(bounds=Bounds())
     steering._put_off, steering._planned = None, lambda before, after: True
@@ -877,7 +878,7 @@ def test_a_run_whose_controllers_come_to_nothing_keeps_what_its_workers_hold(tmp
     conductor._store = SimpleNamespace(write=lambda state: written.append(state) or state)
     del conductor._remember
     conductor.desk.requested, conductor.desk.actions = 0, 0
-    conductor._steering.growth = conductor._steering.stragglers = SimpleNamespace(note={})
+    conductor._steering.growth = conductor._steering.stragglers = SimpleNamespace(note=StragglerNote())
     conductor._steering.nodes.start = lambda: None
     conductor._adopted = lambda: WORLD
 
@@ -890,7 +891,7 @@ def test_a_run_whose_controllers_come_to_nothing_keeps_what_its_workers_hold(tmp
 
     stepped = Stepped(TICKET, SimpleNamespace(step=41, seconds=0.1, alone_seconds=0.0), 0.0, {}, None)  # type: ignore[arg-type]
     conductor._generation.stepped = lambda worker, item: True
-    conductor._steering.stragglers.stepped = lambda record, members: None
+    conductor._steering.stepped = lambda record: None
     conductor._hear = lambda one: Conductor._hear(conductor, replace(one, items=((1, stepped),)))
     conductor._steering.steer = steer
     conductor._keeper.newest = lambda: Kept("c30", "/c30", 30)

@@ -18,7 +18,7 @@ from vescale_ray.controller.policy import Kept
 from vescale_ray.controller.protocol import FINAL, RunState, Source, World
 from vescale_ray.controller.publisher import HEARD_S
 from vescale_ray.controller.saves import SaveResult
-from vescale_ray.controller.straggler import Stragglers
+from vescale_ray.controller.straggler import StragglerNote, Stragglers
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Evaluated, Filled, Origin, Stepped, StepRecord, Ticket, Usage, WorkerInfo
 from vescale_ray.workers.pace import View
@@ -39,7 +39,7 @@ class Player:
         self.form()
 
     def _stragglers(self) -> Stragglers:
-        return Stragglers(self.run.config, self.run.log, None, 30.0, {}, lambda: None)
+        return Stragglers(self.run.config, None, 30.0, StragglerNote(), self.now)
 
     @property
     def world(self) -> World:
@@ -85,7 +85,9 @@ class Player:
         item = Stepped(self.world.ticket, record, self.ended, between, Usage({"all_gather": 0.1}, {"comm": 0.2, "other": 0.1}, {}))
         for worker in self.world.members:
             self.run.generation.stepped(worker, item)
-        self.slow.stepped(record, self.world.members)
+        stats = self.run.stats
+        for event in self.slow.stepped(record, self.world.members, stats.stragglers, stats.spread, stats.workers, self.now):
+            self.run.log.record(event.name, **event.about)
 
     def rescale(self) -> None:
         self.run.generation.begin_rescale(self.random.choice(("manual", "drain", "failure", "growth")), self.world.size)

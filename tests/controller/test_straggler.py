@@ -6,6 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ from tests.controller.recorded import Recorded
 from tests.controller.runs import tiny
 from vescale_ray.controller.exposition import families
 from vescale_ray.controller.policy import next_members, staffing
-from vescale_ray.controller.protocol import Source, World
-from vescale_ray.controller.straggler import PAUSE_S, Stragglers
+from vescale_ray.controller.protocol import Event, Source, World
+from vescale_ray.controller.straggler import PAUSE_S, StragglerNote, Stragglers
 from vescale_ray.workers.messages import Origin, Stepped, StepRecord, Ticket, WorkerInfo
 from vescale_ray.workers.pace import View, even
 
@@ -23,7 +24,7 @@ START_S = 30.0
 
 
 class Table:
-    """A recorded run, its stragglers, and a clock of its own."""
+    """A run whose events are applied to its statistics, the policy, and a clock of its own."""
 
     def __init__(
         self, folder: Path, mode: str = "report", capacity: int | None = None, life: int = 1, past: str = "{}", now: float = 1000.0
@@ -35,11 +36,18 @@ class Table:
         self.run = Recorded(config, epoch=life)
         if life == 1:
             self.run.started()
-        self.slow = Stragglers(config, self.run.log, capacity, START_S, json.loads(past), self._note, clock=lambda: self.now)
+        self.slow = Stragglers(config, capacity, START_S, StragglerNote(**json.loads(past)), now)
         self.world = World(Ticket(0, 1), (), Source(Origin.FRESH, 0))
 
-    def _note(self) -> None:
-        self.notes.append(json.dumps(self.slow.note))
+    def record(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self.run.log.record(event.name, **event.about)
+        self.notes.append(json.dumps(asdict(self.slow.note)))
+
+    def unwanted(self, members: Sequence[str], target: int, there: int, failures: int) -> frozenset[str]:
+        found, events = self.slow.unwanted(members, target, there, failures, self.run.stats.stragglers, self.now)
+        self.record(events)
+        return found
 
     def restarted(self, folder: Path, later_s: float = 0.0) -> Table:
         """What a controller makes of it that begins so much later, on a machine whose clock shows something else."""
@@ -60,16 +68,29 @@ class Table:
     def step(self, factors: Sequence[float] = (), since: Sequence[int] = (), shares: Sequence[int] = ()) -> None:
         size, generation = self.world.size, self.world.ticket.generation
         view = View(tuple(factors), tuple(since) or (-1,) * size, tuple(shares) or even(6, size))
-        index = self.run.stats.step
+        index, stats = self.run.stats.step, self.run.stats
         seconds = tuple(0.1 * factor for factor in factors) or (0.1,) * size
         record = StepRecord(index, 2.0, 192, (1,), 1.0, 1e-3, 0.5, 0, size, generation, (0.5,) * size, (1,) * size, seconds, view)
         assert self.run.stepped(Stepped(self.world.ticket, record, 10.0 + index))
-        self.slow.stepped(record, self.world.members)
+        self.record(self.slow.stepped(record, self.world.members, stats.stragglers, stats.spread, stats.workers, self.now))
 
     def told(self) -> list[tuple[object, ...]]:
         kept = ("worker", "rank", "factor", "since_step", "reason", "slots")
         events = [e for e in self.run.folder.read_events() if e["event"].startswith(("straggler", "slots"))]
         return [(e["event"], *(e[key] for key in kept if key in e)) for e in events]
+
+
+def test_values_alone_decide_who_is_replaced(tmp_path: Path) -> None:
+    slow, now = Stragglers(tiny(tmp_path, "slow", elastic_straggler="replace"), None, START_S, StragglerNote(), 0.0), 5.0
+    record = StepRecord(7, 2.0, 192, (1,), 1.0, 1e-3, 0.5, 0, 2, 3, (0.5,) * 2, (1,) * 2, (0.1, 0.3), View((1.0, 3.0), (-1, 6), even(6, 2)))
+    about = {"rank": 1, "factor": 3.0, "since_step": 7, "node": None}
+    assert slow.stepped(record, "ab", {}, (0, ()), {}, now) == [Event("straggler", {"worker": "b", **about})]
+    assert slow.note == StragglerNote(), "there is nothing to write down yet"
+    assert slow.unwanted("ab", 2, 2, 0, {"b": about}, now) == ({"b"}, []) and (slow.note.worker, slow.note.tries) == ("b", 0)
+    kept = Event("straggler_kept", {"worker": "b", "reason": "the worker that was to come in its place did not start"})
+    assert slow.unwanted("ab", 2, 2, 1, {"b": about}, now) == (frozenset(), [kept]) and (slow.note.worker, slow.note.tries) == (None, 1)
+    over = Event("straggler_over", {"worker": "b", "reason": "it has left", "since_step": 7})
+    assert slow.stepped(record, "ac", {"b": about}, (3, (3, 3)), {}, now)[0] == over
 
 
 def test_a_straggler_is_told_of_once_when_it_begins_and_once_when_it_is_over(tmp_path: Path) -> None:
@@ -151,21 +172,21 @@ def test_a_replacement_is_hired_first_and_the_slowest_leaves_when_it_is_warm(tmp
     table.step((1.5, 1.0, 3.0), (0, -1, 0))
     members = table.world.members
     assert table.slow.leaving(members, (), 3) == frozenset()
-    unwanted = table.slow.unwanted(members, 3, 3, 0)
+    unwanted = table.unwanted(members, 3, 3, 0)
     assert unwanted == {"c"}
     assert staffing(3 - len(unwanted), 0, 0, 3).hire == 1 and not staffing(3 - len(unwanted), 0, 1, 3).regroup
-    assert table.slow.unwanted(members, 3, 4, 0) == {"c"} and staffing(3 - len(unwanted), 1, 0, 3).regroup
+    assert table.unwanted(members, 3, 4, 0) == {"c"} and staffing(3 - len(unwanted), 1, 0, 3).regroup
     # Should the new one be lost now, the slow one stays.
     assert table.slow.leaving(members, (), 3) == frozenset()
     leaving = table.slow.leaving(members, ("d",), 3)
     assert next_members(members, ("d",), 3, leaving) == (("a", "b", "d"), ("c",))
     table.open("a", "b", "d")
     table.step()
-    assert table.told()[-1][-1] == "it was replaced" and table.slow.unwanted(table.world.members, 3, 3, 0) == frozenset()
+    assert table.told()[-1][-1] == "it was replaced" and table.unwanted(table.world.members, 3, 3, 0) == frozenset()
     # The other one has its turn, but not at once.
     assert set(table.run.stats.stragglers) == {"a"}
     table.now += PAUSE_S + 1
-    assert table.slow.unwanted(table.world.members, 3, 3, 0) == {"a"}
+    assert table.unwanted(table.world.members, 3, 3, 0) == {"a"}
 
 
 def test_when_fewer_workers_are_wanted_the_slow_one_leaves_and_nobody_comes(tmp_path: Path) -> None:
@@ -173,8 +194,8 @@ def test_when_fewer_workers_are_wanted_the_slow_one_leaves_and_nobody_comes(tmp_
     table.open("a", "b", "c")
     table.step((3.0, 1.0, 1.0), (0, -1, -1))
     members = table.world.members
-    assert table.slow.unwanted(members, 3, 3, 0) == {"a"}
-    unwanted = table.slow.unwanted(members, 2, 4, 0)
+    assert table.unwanted(members, 3, 3, 0) == {"a"}
+    unwanted = table.unwanted(members, 2, 4, 0)
     assert unwanted == frozenset() and staffing(3 - len(unwanted), 0, 1, 2).regroup
     assert next_members(members, (), 2, table.slow.leaving(members, (), 2)) == (("b", "c"), ("a",))
 
@@ -184,7 +205,7 @@ def test_nobody_is_replaced_unless_that_is_wanted(tmp_path: Path, mode: str) -> 
     table = Table(tmp_path, mode)
     table.open("a", "b")
     table.step((1.0, 5.0), (-1, 0))
-    assert table.slow.unwanted(("a", "b"), 2, 2, 0) == frozenset()
+    assert table.unwanted(("a", "b"), 2, 2, 0) == frozenset()
     assert table.slow.leaving(("a", "b"), ("c",), 2) == frozenset()
 
 
@@ -200,10 +221,10 @@ def test_why_a_straggler_is_kept_is_told_once_and_tried_again_less_and_less_ofte
     table.step((1.0, 5.0), (-1, 0))
     tries = []
     for _ in range(4000):
-        if table.slow.unwanted(("a", "b"), 2, 2, len(tries) * failures):
+        if table.unwanted(("a", "b"), 2, 2, len(tries) * failures):
             tries.append(table.now)
             table.now += later_s
-            assert table.slow.unwanted(("a", "b"), 2, 2, len(tries) * failures) == frozenset()
+            assert table.unwanted(("a", "b"), 2, 2, len(tries) * failures) == frozenset()
         table.now += 1.0
     kept = [one for one in table.told() if one[0] == "straggler_kept"]
     assert len(kept) == 1 and kept[0][1] == "b" and why in str(kept[0][2])
@@ -216,7 +237,7 @@ def test_where_there_is_no_place_for_another_worker_none_is_hired_and_that_is_to
     table.open("a", "b")
     table.step((1.0, 5.0), (-1, 0))
     for _ in range(200):
-        assert table.slow.unwanted(("a", "b"), 2, 2, 0) == frozenset()
+        assert table.unwanted(("a", "b"), 2, 2, 0) == frozenset()
         table.now += 1.0
     reason = "the cluster has room for 2 workers, and none more (ray.num_cpus, ray.cpus_per_worker)"
     assert [one for one in table.told() if one[0] == "straggler_kept"] == [("straggler_kept", "b", reason)]
@@ -226,9 +247,9 @@ def test_who_has_recovered_before_its_replacement_came_stays(tmp_path: Path) -> 
     table = Table(tmp_path, "replace")
     table.open("a", "b", "c")
     table.step((1.0, 1.0, 3.0), (-1, -1, 0))
-    assert table.slow.unwanted(table.world.members, 3, 3, 0) == {"c"}
+    assert table.unwanted(table.world.members, 3, 3, 0) == {"c"}
     table.step((1.0, 1.0, 1.0))
-    assert table.slow.unwanted(table.world.members, 3, 4, 0) == frozenset()
+    assert table.unwanted(table.world.members, 3, 4, 0) == frozenset()
     assert table.slow.leaving(table.world.members, ("d",), 3) == frozenset()
 
 
@@ -237,19 +258,19 @@ def test_a_restarted_controller_keeps_the_pause_after_a_replacement(tmp_path: Pa
     table = Table(tmp_path, "replace")
     table.open("a", "b", "c")
     table.step((1.5, 1.0, 3.0), (0, -1, 0))
-    assert table.slow.unwanted(("a", "b", "c"), 3, 3, 0) == {"c"}
+    assert table.unwanted(("a", "b", "c"), 3, 3, 0) == {"c"}
     table.now += START_S + 1
-    assert table.slow.unwanted(("a", "b", "c"), 3, 3, 0) == frozenset(), "none came"
+    assert table.unwanted(("a", "b", "c"), 3, 3, 0) == frozenset(), "none came"
     table.now += PAUSE_S + 1
-    assert table.slow.unwanted(("a", "b", "c"), 3, 3, 0) == {"c"}, "and the pause after the next is twice as long"
+    assert table.unwanted(("a", "b", "c"), 3, 3, 0) == {"c"}, "and the pause after the next is twice as long"
     table.now += START_S + 1
-    assert table.slow.unwanted(("a", "b", "c"), 3, 3, 0) == frozenset()
+    assert table.unwanted(("a", "b", "c"), 3, 3, 0) == frozenset()
     now = time.time()
     monkeypatch.setattr("time.time", lambda: now + passed)
     again = table.restarted(tmp_path)
-    assert again.slow.unwanted(("a", "b", "c"), 3, 3, 0) == ({"c"} if passed > 2 * PAUSE_S else frozenset())
+    assert again.unwanted(("a", "b", "c"), 3, 3, 0) == ({"c"} if passed > 2 * PAUSE_S else frozenset())
     again.now += 2 * PAUSE_S + 2
-    assert again.slow.unwanted(("a", "b", "c"), 3, 3, 0) == ({"c"} if passed < 2 * PAUSE_S else frozenset())
+    assert again.unwanted(("a", "b", "c"), 3, 3, 0) == ({"c"} if passed < 2 * PAUSE_S else frozenset())
 
 
 def test_a_restarted_controller_knows_in_whose_place_a_worker_was_awaited_and_since_when(
@@ -258,20 +279,20 @@ def test_a_restarted_controller_knows_in_whose_place_a_worker_was_awaited_and_si
     table = Table(tmp_path, "replace")
     table.open("a", "b", "c")
     table.step((1.5, 1.0, 3.0), (0, -1, 0))
-    assert table.slow.unwanted(("a", "b", "c"), 3, 3, 0) == {"c"}
+    assert table.unwanted(("a", "b", "c"), 3, 3, 0) == {"c"}
     again = table.restarted(tmp_path)
     assert again.slow.leaving(("a", "b", "c"), ("d",), 3) == {"c"}, "the one that is warm by now takes its place"
     now = time.time()
     monkeypatch.setattr("time.time", lambda: now + START_S - 2)
     late = table.restarted(tmp_path)
-    assert late.slow.unwanted(("a", "b", "c"), 3, 3, 0) == {"c"}
+    assert late.unwanted(("a", "b", "c"), 3, 3, 0) == {"c"}
     late.now += 3
-    assert late.slow.unwanted(("a", "b", "c"), 3, 3, 0) == frozenset() and "warm in its place" in str(late.told()[-1][2])
+    assert late.unwanted(("a", "b", "c"), 3, 3, 0) == frozenset() and "warm in its place" in str(late.told()[-1][2])
     monkeypatch.undo()
 
     # It had told that the change is over, and died before it had noted it: the next in turn does not wait for a worker that has left.
-    table.slow._over("c", "it was replaced")
+    table.run.log.record("straggler_over", worker="c", reason="it was replaced", since_step=1)
     third = table.restarted(tmp_path)
-    assert third.slow.unwanted(("a", "b", "d"), 3, 3, 0) == frozenset() and third.slow.leaving(("a", "b", "d"), ("e",), 3) == frozenset()
+    assert third.unwanted(("a", "b", "d"), 3, 3, 0) == frozenset() and third.slow.leaving(("a", "b", "d"), ("e",), 3) == frozenset()
     third.now += PAUSE_S + 1
-    assert third.slow.unwanted(("a", "b", "d"), 3, 3, 0) == {"a"}
+    assert third.unwanted(("a", "b", "d"), 3, 3, 0) == {"a"}
