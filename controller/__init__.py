@@ -24,7 +24,9 @@ Processes, and who owns whom (nothing is detached, so Ray takes everything along
 | ``journal``, ``scribe`` | write the lines and files where the disk may not answer |
 | ``worker_stats`` | statistics by rank, as the workers report them with each step |
 | ``saves``, ``keeper`` | checkpoints under way; which state to go on from, and keeping what parked workers hold |
-| ``room``, ``growth`` | free places over time; what the run does with them: spares, more workers, wishes for Ray's autoscaler |
+| ``room``, ``autoscaling`` | free places over time; what the run does with them: spares, more workers, wishes for Ray's autoscaler |
+| ``connectivity``, ``hang`` | policies: nodes that do not reach each other; workers that hang |
+| ``exit_deadlines``, ``straggler`` | policies: when a worker in an ended generation is ended; which slow worker is replaced |
 | ``nodes`` | which nodes drain, and what is free on the others |
 | ``budget``, ``evidence`` | what a run may go through, by cause; what one that is given up leaves for whoever has to find out why |
 | ``policy`` | what to do next: pure functions of values |

@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller import policy
+from vescale_ray.controller.autoscaling import PLACE_S
 from vescale_ray.controller.budget import Cause
 from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.connectivity import TRY_S, CutOff
@@ -28,7 +29,6 @@ from vescale_ray.controller.durable_state import DurableState, LaunchedGeneratio
 from vescale_ray.controller.evidence import Evidence
 from vescale_ray.controller.exit_deadlines import ExitDeadlines, Surroundings, WorkerView
 from vescale_ray.controller.generation_log import GenerationLog
-from vescale_ray.controller.growth import PLACE_S
 from vescale_ray.controller.hang import HangWatch
 from vescale_ray.controller.hang_report import end_hung
 from vescale_ray.controller.keeper import Keeper
@@ -780,7 +780,7 @@ class Conductor:
             controller_restarts=self._budget.controllers,
             failures={str(cause): count for cause, count in self._budget.total.items()},
             leavers=tuple(self._steering.leavers),
-            growth=self._steering.growth.note,
+            growth=self._steering.autoscaling.note,
             straggler=self._steering.stragglers.note,
             stop_reason=self._state.stop_reason if self._giving_up else self.desk.stop,
         )

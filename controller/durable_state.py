@@ -19,6 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from vescale_ray.controller.autoscaling import GrowthNote
 from vescale_ray.controller.protocol import Source, World
 from vescale_ray.controller.scribe import Scribe
 from vescale_ray.controller.straggler import StragglerNote
@@ -69,7 +70,7 @@ class DurableState:
         crashes, node_losses, controller_restarts: failures in a row without progress (``budget.Budget``).
         failures: all failures of this start of the run, by cause.
         counted_generation: generation whose failure is in these figures.
-        growth, straggler: notes of the policies ``growth.Growth`` and ``straggler.Stragglers``.
+        growth, straggler: notes of the policies ``autoscaling.Autoscaling`` and ``straggler.Stragglers``.
         port: port of the HTTP server, so that its address stays the same.
         epoch: how often the controller was started.
         revision: how often this start of the run has written its state. Of two states, the newer has the higher.
@@ -92,7 +93,7 @@ class DurableState:
     controller_restarts: int = 0
     failures: Mapping[str, int] = field(default_factory=dict)
     counted_generation: int = 0
-    growth: Mapping[str, Any] = field(default_factory=dict)
+    growth: GrowthNote = GrowthNote()
     straggler: StragglerNote = StragglerNote()
     port: int = 0
     epoch: int = 0
@@ -113,7 +114,7 @@ class DurableState:
             if launched is not None:
                 launched = LaunchedGeneration(**{**launched, "members": tuple(launched["members"])})
                 launched.world()
-            notes = {"straggler": StragglerNote(**tree["straggler"])}
+            notes = {"growth": GrowthNote(**tree["growth"]), "straggler": StragglerNote(**tree["straggler"])}
             return cls(**{**tree, **notes, "generation": launched, "leavers": tuple(tree["leavers"])})
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"it is damaged ({type(error).__name__}: {error})") from None

@@ -27,37 +27,21 @@ RARE_STEP = 1.5
 
 @dataclass(frozen=True)
 class WorkerView:
-    """What the controller knows of a worker that is still in the generation.
-
-    Attributes:
-        report: the last report; None: the worker has never reported.
-        silent: the worker has owed an answer for longer than :attr:`ExitDeadlines.silence_s`.
-        doomed: the controller has ended the worker already.
-    """
+    """A worker in the generation: its last report if any, whether it owes an answer for ``silence_s``, and whether it was ended already."""
 
     report: Report | None
     silent: bool = False
     doomed: bool = False
 
     @property
-    def answers(self) -> bool:
-        return self.report is not None and not self.silent
-
-    @property
     def waits(self) -> bool:
-        """The worker answers, and waits for another rank."""
         return self.report is not None and self.report.waiting and not self.silent
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The rest of the run.
-
-    Attributes:
-        out: number of living members that have left the generation; ``complete``: they hold the newest step together.
-        spares: number of warm workers outside of the generation.
-        last_s: duration of the last step; None: no step is known. ``longest_s``: of the longest of the recent steps.
-    """
+    """The rest of the run: how many living members are out, whether they hold the newest step together (``complete``), how many warm
+    workers are outside, and how long the last step and the longest recent one took."""
 
     out: int
     complete: bool
@@ -98,10 +82,9 @@ class ExitDeadlines:
             if view.doomed:
                 continue
             phase = str(view.report.phase) if view.report is not None else "unheard of"
-            copies = view.report is not None and view.report.unhurried and view.answers
-            bound = self._bound(phase, view.waits or copies or (view.answers and together), view.silent, rest)
-            if view.answers and not (view.waits or copies or together):
-                bound += self._together
+            answers = view.report is not None and not view.silent
+            patient = answers and (view.waits or together or (view.report is not None and view.report.unhurried))
+            bound = self._bound(phase, patient, view.silent, rest) + (self._together if answers and not patient else 0.0)
             if since > bound:
                 found[worker] = f"still {phase} {bound:.1f} s after {'the others had left' if rest.out else 'its generation was over'}"
                 if phase == Phase.SAVING:

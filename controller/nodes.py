@@ -12,10 +12,9 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from vescale_ray.controller.room import places
+from vescale_ray.controller.room import Free, places
 
 _log = logging.getLogger(__name__)
 
@@ -27,16 +26,6 @@ FORGET_S = 600.0
 """After so long it is as if it had not been."""
 ROOM_POLLS = 2
 """What is free is asked for every so many polls."""
-
-
-@dataclass(frozen=True)
-class Free:
-    """What was free at the time ``at`` (monotonic, before Ray was asked): places for workers by node, of all ``nodes``. Those to avoid are
-    left out."""
-
-    at: float
-    places: Mapping[str, int]
-    nodes: frozenset[str]
 
 
 class Nodes:

@@ -13,6 +13,15 @@ STALE_S = 5.0
 """A look that is older says nothing: Ray's control store does not answer."""
 
 
+@dataclass(frozen=True)
+class Free:
+    """The free places for workers by node, and all ``nodes`` that stay, at the time ``at`` (monotonic, before Ray was asked)."""
+
+    at: float
+    places: Mapping[str, int]
+    nodes: frozenset[str]
+
+
 def places(free: Mapping[str, Mapping[str, float]], each: Mapping[str, float], avoid: Collection[str] = ()) -> dict[str, int]:
     """Workers that the ``free`` resources of each node hold, nodes to ``avoid`` left out; ``each``: what one worker takes, none of it 0."""
     found = {}

@@ -11,18 +11,18 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller import policy
+from vescale_ray.controller.autoscaling import PLACE_S, Autoscaling, Progress
 from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.connectivity import TRY_S, Connectivity, CutOff, Network, Probe
 from vescale_ray.controller.crew import Crew, Reaching
 from vescale_ray.controller.desk import Desk
 from vescale_ray.controller.durable_state import DurableState
 from vescale_ray.controller.generation_log import GenerationLog
-from vescale_ray.controller.growth import Growth
 from vescale_ray.controller.nodes import Nodes
 from vescale_ray.controller.protocol import Event, RunSpec, RunState, World
 from vescale_ray.controller.run_log import RunLog
 from vescale_ray.controller.saves import Saves
-from vescale_ray.controller.straggler import Stragglers
+from vescale_ray.controller.straggler import Known, Stragglers
 from vescale_ray.workers.messages import CHECKPOINT, RESCALE, STOP, StepRecord, Ticket
 
 WRITTEN_S, LONGEST_S = 30.0, 300.0
@@ -72,7 +72,7 @@ class Steering:
         self._crew, self._log, self._saves, self._desk, self._cadence = crew, log, saves, desk, cadence
         self._generation, self._enter, self._planned = generation, enter, planned
         self.nodes = Nodes(config.resources_per_worker if config.watches_room else None)
-        self.growth = Growth(config, crew, log, desk, self.nodes, state.growth, remember)
+        self.autoscaling = Autoscaling(config.elastic, state.growth, time.monotonic())
         self.connectivity = Connectivity()
         self._probes: dict[Probe, Reaching] = {}
         self.leavers = list(state.leavers)
@@ -85,7 +85,7 @@ class Steering:
         self._let_in: frozenset[str] = frozenset()
         """Of those beside the members, who was let in once. A spare that waits for long is tried again: that is no news."""
         self.stragglers = Stragglers(config, spec.capacity, spec.bounds.start, state.straggler, time.monotonic())
-        self._noted, self._remember = state.straggler, remember
+        self._notes, self._remember = (state.growth, state.straggler), remember
         self.spares = self.places_wanted = 0
         self._drained: frozenset[str] = frozenset()
         self._trained: frozenset[str] = frozenset()
@@ -145,7 +145,7 @@ class Steering:
         outside = self.outside(world.members)
         ready = self._admitted([w for w in outside if w in warm], world)
         outside = [w for w in outside if self._crew.alive(w)]
-        self.growth.tend(world.size, len(ready), len(outside) - len(ready), self.nodes.avoided)
+        self._use_room(world.size, len(ready), len(outside) - len(ready))
         if self._desk.target > self._aim:
             self._forget_failures()  # of another time
         self._aim = self._desk.target
@@ -164,9 +164,8 @@ class Steering:
         there, warming = len(staying) - len(unwanted), len(outside) - len(ready) + self._crew.hiring
         todo = policy.staffing(there, len(ready), warming, self._aim, self._config.elastic.spares)
         failures = max(len(self.hire_failures), len(self.refusals), len(self.fleeting))
-        for _ in range(todo.hire + min(todo.spares, self.growth.spare_places(failures))):
-            self._crew.hire(self.nodes.avoided)
-            self.growth.hired()
+        for _ in range(todo.hire + min(todo.spares, self.autoscaling.spare_places(failures, time.monotonic()))):
+            self._hire(self.nodes.avoided)
         self.spares, self.places_wanted = max(0, len(ready) - max(0, self._aim - there)), len(self._crew.places.wishes)
         for worker in outside[max(0, len(outside) - todo.dismiss) :]:
             self.let_go(worker)
@@ -180,16 +179,41 @@ class Steering:
 
     def stepped(self, record: StepRecord) -> None:
         """The members have completed a step."""
-        stats, now = self._log.stats, time.monotonic()
-        self._record(self.stragglers.stepped(record, stats.members, stats.stragglers, stats.spread, stats.workers, now))
+        stats = self._log.stats
+        known = Known(stats.stragglers, stats.spread, stats.workers)
+        self._record(self.stragglers.stepped(record, stats.members, known, time.monotonic()))
 
     def _record(self, events: Iterable[Event]) -> None:
-        """Record a policy's events, then have its note written down if it has changed."""
+        """Record a policy's events, then have its note written down."""
         for event in events:
             self._log.record(event.name, **event.about)
-        if self.stragglers.note != self._noted:
-            self._noted = self.stragglers.note
+        self._write_notes()
+
+    def _write_notes(self) -> None:
+        """Have the policies' notes written down if one has changed."""
+        notes = self.autoscaling.note, self.stragglers.note
+        if notes != self._notes:
+            self._notes = notes
             self._remember()
+
+    def _use_room(self, world: int, ready: int, warming: int) -> None:
+        """Wish for places, and want more workers if there has been room for long enough. ``ready`` and ``warming``: beside the members."""
+        if not self._config.watches_room:
+            return
+        stats, desk, now, avoid = self._log.stats, self._desk, time.monotonic(), self.nodes.avoided
+        left, warm_s = self._config.train.steps - stats.step, max((info.warm_seconds for info in stats.workers.values()), default=0.0)
+        run = Progress(world, ready, warming, desk.target, desk.ceiling, left, stats.steps.last_seconds, warm_s)
+        self._crew.wish(self.autoscaling.wishes(run, now), avoid)  # which also hears of earlier wishes
+        self.autoscaling.look(self.nodes.free, self._crew.places.wishes, avoid)
+        target, events = self.autoscaling.grow(run, now)
+        self._write_notes()  # before others hear of it
+        self._record(events)
+        if target is not None:
+            desk.want(target, "growth")
+
+    def _hire(self, avoid: Collection[str]) -> None:
+        self._crew.hire(avoid)
+        self.autoscaling.hired(time.monotonic())
 
     def _admitted(self, ready: list[str], world: World) -> list[str]:
         """Those of ``ready`` that reach the members, and are reached by them: one that isn't would stop them all. It is let go, and none
@@ -239,8 +263,7 @@ class Steering:
         for worker in hemmed:
             if worker in self._crew.places.unplaced:
                 self.let_go(worker)
-                self._crew.hire(avoid)
-                self.growth.hired()
+                self._hire(avoid)
 
     def leaving(self, workers: Iterable[str]) -> frozenset[str]:
         """Those of ``workers`` whose node is about to go."""
@@ -304,7 +327,8 @@ class Steering:
             self.let_go(worker)
         self._forget_failures()  # acted on; else it would be abandoned again and again
         self._log.record("rescale_abandoned", **{"from": world.size, "to": self._desk.target, "error": why})
-        self.growth.ended(complete=False)
+        self.autoscaling.ended(time.monotonic(), complete=False)
+        self._write_notes()
         self._desk.want(min(self._desk.target, world.size + len([w for w in outside if w not in late])), self._desk.reason)
         return True
 
@@ -320,7 +344,8 @@ class Steering:
     def _late(self, *, growing: bool) -> list[str]:
         """Workers that should have been warm by now; ``growing``: they were hired since there was room, and have no place all the same."""
         late = [w for w in self._crew.warming() if self._crew.age(w) > self._spec.bounds.start]
-        return late + [w for w in self.growth.misplaced() if growing and w not in late]
+        misplaced = [w for w in self._crew.warming() if w in self._crew.places.unplaced and self._crew.age(w) > PLACE_S]
+        return late + [w for w in misplaced if growing and w not in late]
 
     def _ask_to_park(self, world: World, *, stop: bool, reason: str | None = None) -> None:
         """Have one rank carry the wish into the step's exchange, where all see it: all stop at the same boundary."""

@@ -30,17 +30,22 @@ Slow = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class StragglerNote:
-    """What a restarted controller has to know. Times are seconds since the epoch.
-
-    Attributes:
-        worker: the worker that is being replaced, since ``began``; None: there is none.
-        until: end of the pause after the last replacement; ``tries``: number of replacements. None: there was no replacement.
-    """
+    """What a restarted controller has to know: the ``worker`` that is being replaced, since when, the end of the pause after the last
+    replacement, and the number of replacements. Times are seconds since the epoch."""
 
     worker: str | None = None
     began: float = 0.0
     until: float | None = None
     tries: int = 0
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the run's statistics tell: the workers that are slow, the last spread of the slots with its generation, and all workers."""
+
+    slow: Slow
+    spread: tuple[int, tuple[int, ...]]
+    infos: Mapping[str, WorkerInfo]
 
 
 @dataclass(frozen=True)
@@ -53,14 +58,11 @@ class _Swap:
 
 
 class Stragglers:
-    """The stragglers of one run. Values in, events and decisions out. Times (``now``) are seconds of a clock that never goes back.
+    """Values in, events and decisions out; ``note`` is to be read after each call. ``now``: seconds of a clock that never goes back.
 
     Args:
         capacity: most workers that the cluster can place; None: unknown.
         start_s: a hired worker is warm within that many seconds, or does not come.
-
-    Attributes:
-        note: what to write down; read it after each call.
     """
 
     def __init__(self, config: RunConfig, capacity: int | None, start_s: float, note: StragglerNote, now: float) -> None:
@@ -75,21 +77,9 @@ class Stragglers:
         self._factors: dict[str, float] = {}
         """Slowness by worker in the newest step."""
 
-    def stepped(
-        self,
-        record: StepRecord,
-        members: Sequence[str],
-        slow: Slow,
-        spread: tuple[int, tuple[int, ...]],
-        infos: Mapping[str, WorkerInfo],
-        now: float,
-    ) -> list[Event]:
-        """The events of a step that ``members`` have completed: workers that became slow or no longer are, and a new spread of the slots.
-
-        Args:
-            spread: generation of the last reported spread, and the slots of each rank.
-        """
-        events: list[Event] = []
+    def stepped(self, record: StepRecord, members: Sequence[str], known: Known, now: float) -> list[Event]:
+        """The events of a step that ``members`` have completed: workers that became slow or no longer are, a new spread of the slots."""
+        events, slow = list[Event](), known.slow
         if (view := record.pace) is None:
             return events
         for worker in [w for w in slow if w not in members]:
@@ -97,14 +87,14 @@ class Stragglers:
             events.append(_over(worker, slow, "it was replaced" if replaced else "it has left"))
             if replaced:
                 self._rest(now)
-        if view.shares != (spread[1] if spread[0] == record.generation else even(self._slots, len(members))):
+        if view.shares != (known.spread[1] if known.spread[0] == record.generation else even(self._slots, len(members))):
             events.append(Event("slots_spread", {"slots": dict(zip(members, view.shares, strict=True))}))
         if not view.factors:
             return events  # nothing is known yet in this generation: what was known before stays
         self._factors = dict(zip(members, view.factors, strict=True))
         for rank, (worker, factor, since) in enumerate(zip(members, view.factors, view.since, strict=True)):
             if since >= 0 and worker not in slow:
-                node = infos[worker].node if worker in infos else None
+                node = known.infos[worker].node if worker in known.infos else None
                 about = {"rank": rank, "factor": factor, "since_step": since + 1, "node": node}
                 events.append(Event("straggler", {"worker": worker, **about}))
             elif since < 0 and worker in slow:

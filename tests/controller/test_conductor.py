@@ -15,6 +15,7 @@ from tests.controller.runs import tiny
 from vescale_ray.config import ElasticSection
 from vescale_ray.controller import conductor as subject
 from vescale_ray.controller import policy
+from vescale_ray.controller.autoscaling import Autoscaling, GrowthNote
 from vescale_ray.controller.budget import Budget, Cause, Limits
 from vescale_ray.controller.checkpoint_stats import CheckpointStats
 from vescale_ray.controller.conductor import GIVER_S, TICK_S, Conductor
@@ -710,9 +711,10 @@ def test_a_change_that_can_wait_lets_a_checkpoint_be_written_and_a_drain_does_no
     steering._log, steering._generation = running(checkpoints=CheckpointStats(seconds=took_s), lost=0)
     steering._config = SimpleNamespace(elastic=ElasticSection(workers=2))
     steering._cadence = SimpleNamespace(news=lambda *about: None, due=lambda *about: False)
-    crew.places = SimpleNamespace(wishes=())
-    steering.growth = SimpleNamespace(tend=lambda *about: None, spare_places=lambda failures: 0, misplaced=list)
-    steering.stragglers, steering._noted = SimpleNamespace(unwanted=lambda *about: (frozenset(), []), note=None), None
+    crew.places = SimpleNamespace(wishes=(), unplaced=())
+    steering.autoscaling = Autoscaling(ElasticSection(workers=2), GrowthNote(), 0.0)
+    steering.stragglers = SimpleNamespace(unwanted=lambda *about: (frozenset(), []))
+    steering._use_room, steering._write_notes = lambda *about: None, lambda: None
     steering._ask_to_park = lambda world, stop, reason=None: asked.append(reason)
     monkeypatch.setattr("vescale_ray.controller.steering.time.monotonic", lambda: crew.now)
     while not asked:
@@ -795,7 +797,7 @@ def test_a_drain_counts_those_that_can_take_a_place_at_once(spare: str, parks: b
     told: list[str] = []
     crew.ask = lambda members, ticket, flag: told.append("checkpoint") or True
     crew.hemmed, crew.age = lambda avoided: [], lambda worker: 1.0
-    crew.places = SimpleNamespace(wishes=())
+    crew.places = SimpleNamespace(wishes=(), unplaced=())
     steering: Any = Steering.__new__(Steering)
     steering._crew, steering.leavers, steering.asked = crew, [], None
     steering._config = SimpleNamespace(elastic=ElasticSection(workers=4, min_workers=3, replace_lost=True))
@@ -809,8 +811,9 @@ def test_a_drain_counts_those_that_can_take_a_place_at_once(spare: str, parks: b
     steering.let_go = lambda worker: None
     steering.nodes, steering._aim, steering._short = SimpleNamespace(avoided=frozenset()), 4, False
     steering._admitted = lambda ready, world: ready
-    steering.growth = SimpleNamespace(tend=lambda *about: None, spare_places=lambda failures: 0, misplaced=list, hired=lambda: None)
-    steering.stragglers, steering._noted = SimpleNamespace(unwanted=lambda *about: (frozenset(), []), note=None), None
+    steering.autoscaling = Autoscaling(ElasticSection(workers=4), GrowthNote(), 0.0)
+    steering.stragglers = SimpleNamespace(unwanted=lambda *about: (frozenset(), []))
+    steering._use_room, steering._write_notes = lambda *about: None, lambda: None
     steering.hire_failures, steering.refusals, steering.failed_hires = [], [], 0
     steering._spec = SimpleNamespace(bounds=Bounds())
     steering._put_off, steering._planned = None, lambda before, after: True
@@ -878,7 +881,8 @@ def test_a_run_whose_controllers_come_to_nothing_keeps_what_its_workers_hold(tmp
     conductor._store = SimpleNamespace(write=lambda state: written.append(state) or state)
     del conductor._remember
     conductor.desk.requested, conductor.desk.actions = 0, 0
-    conductor._steering.growth = conductor._steering.stragglers = SimpleNamespace(note=StragglerNote())
+    conductor._steering.autoscaling = SimpleNamespace(note=GrowthNote())
+    conductor._steering.stragglers = SimpleNamespace(note=StragglerNote())
     conductor._steering.nodes.start = lambda: None
     conductor._adopted = lambda: WORLD
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.controller.test_conductor import TICKET, WORLD, Crew, Stage, report
 from vescale_ray.config import ElasticSection
 from vescale_ray.controller import conductor as subject
+from vescale_ray.controller.autoscaling import PLACE_S, Autoscaling, GrowthNote
 from vescale_ray.controller.connectivity import (
     GAP_S,
     NOBODY,
@@ -29,7 +30,6 @@ from vescale_ray.controller.connectivity import (
     fewest,
 )
 from vescale_ray.controller.crew import Crew as RealCrew
-from vescale_ray.controller.growth import PLACE_S
 from vescale_ray.controller.hang import FIRST_S, LEAST_S, HangWatch
 from vescale_ray.controller.nodes import FORGET_S, LONGEST_SHUN_S, SHUN_S, Nodes
 from vescale_ray.controller.protocol import Bounds, Ending
@@ -511,7 +511,7 @@ class Steered:
         steering.fleeting = []
         steering._log = SimpleNamespace(record=lambda kind, **about: self.events.append((kind, about)))
         steering._config = SimpleNamespace(elastic=ElasticSection(workers=2, **elastic), watches_room=False)
-        steering.growth = SimpleNamespace(hired=lambda: None, ended=lambda complete: None, misplaced=list)
+        steering.autoscaling, steering._write_notes = Autoscaling(ElasticSection(workers=2), GrowthNote(), 0.0), lambda: None
         steering.let_go, steering._probes = self._let_go, {}
         crew.info = lambda worker: WorkerInfo(worker, 1, 1, f"n-{worker}", f"host-{worker}", "cpu", 1.0, address="h:1")
         crew.places = SimpleNamespace(wishes=(), unplaced=frozenset())

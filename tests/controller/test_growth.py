@@ -93,7 +93,7 @@ def test_a_run_grows_into_nodes_that_stay_asks_for_more_and_heeds_a_rescale(tmp_
         (growth,) = run.of("growth")
         assert growth["time"] - began >= AFTER_S and growth["room"] == 2
         state = read_state(run.config.run_folder)
-        assert state is not None and state.growth["aim"] in (4, None) and abs(state.growth["begun"] - growth["time"]) < 1
+        assert state is not None and state.growth.aim in (4, None) and abs((state.growth.begun or 0.0) - growth["time"]) < 1
         workers = {event["worker"]: event for event in run.of("worker_started")}
         assert [workers[w]["node"] for w in run.of("generation")[-1]["workers"]].count(node) == 2
         run.wait(lambda: run.status()["places_wanted"] == 0 and nodes.asked() == 0, 60, "the end of the wish")

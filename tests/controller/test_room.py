@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import random
-from types import SimpleNamespace
-from typing import Any
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vescale_ray.config import ConfigError, parse_config
-from vescale_ray.controller import growth as subject
-from vescale_ray.controller.growth import WISH_AHEAD_S, Growth
-from vescale_ray.controller.nodes import Free
+from vescale_ray.controller import autoscaling as subject
+from vescale_ray.controller.autoscaling import WISH_AHEAD_S, Autoscaling, GrowthNote, Progress
 from vescale_ray.controller.policy import LONGEST_GAP_S, growth_wait, worth_growing
-from vescale_ray.controller.room import STALE_S, Room, places
+from vescale_ray.controller.protocol import Event
+from vescale_ray.controller.room import STALE_S, Free, Room, places
 
 CPU = {"CPU": 1.0}
+NEW = GrowthNote()
 
 
 def test_places_are_whole_workers_on_one_node_each_and_none_on_a_node_to_avoid() -> None:
@@ -141,75 +140,77 @@ def test_room_is_watched_only_by_a_run_that_would_use_it() -> None:
 
 
 class Grower:
-    """The growth of a run of two workers that may be four, with a place free on one node, and clocks of its own."""
+    """The growth of a run of two workers that may be four, with a place free on one node, and a clock of its own."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, past: str = "{}", now: float = 50.0, target: int = 2) -> None:
-        self.now, self.notes, self.told = now, [past], []
-        self.room = 1
-        monkeypatch.setattr(subject.time, "monotonic", lambda: self.now)
+    def __init__(self, note: GrowthNote = NEW, now: float = 50.0, target: int = 2) -> None:
         section = {"workers": 2, "max_workers": 4, "grow": True, "grow_after_s": 1.0, "grow_gap_s": 60.0, "demand": 1}
-        elastic = parse_config({"elastic": section}).elastic
-        config: Any = SimpleNamespace(elastic=elastic, train=SimpleNamespace(steps=10**6), watches_room=True)
-        self.wished = 0
-        crew: Any = SimpleNamespace(wish=lambda count, avoid: setattr(self, "wished", count), places=SimpleNamespace(wishes=[]))
-        stats = SimpleNamespace(step=5, steps=SimpleNamespace(last_seconds=0.1), workers={})
-        log: Any = SimpleNamespace(record=lambda kind, **about: self.told.append(kind), stats=stats)
-        desk: Any = SimpleNamespace(ceiling=4, target=target)
-        desk.want = lambda workers, reason: setattr(desk, "target", workers)
-        nodes: Any = SimpleNamespace(free=None)
-        self.desk, self.nodes, self.log = desk, nodes, log
-        self.growth = Growth(config, crew, log, desk, nodes, json.loads(past), self._note)
-
-    def _note(self) -> None:
-        self.notes.append(json.dumps(self.growth.note))
+        self.elastic = parse_config({"elastic": section}).elastic
+        self.policy = Autoscaling(self.elastic, note, now)
+        self.now, self.target, self.room, self.wished = now, target, 1, 0
+        self.steps_left, self.warm_s = 10**6, 0.0
+        self.notes = [note]
 
     def pass_(self, seconds: float, world: int) -> list[str]:
         """The time goes on, with so many members; the events of it."""
-        end = self.now + seconds
+        end, told = self.now + seconds, []
         while self.now < end:
             self.now += 0.5
-            self.nodes.free = Free(self.now, {"n": self.room}, frozenset("n"))
-            self.growth.tend(world, 0, 0, ())
-        told, self.told = self.told, []
+            run = Progress(world, 0, 0, self.target, 4, self.steps_left, 0.1, self.warm_s)
+            self.wished = self.policy.wishes(run, self.now)
+            self.policy.look(Free(self.now, {"n": self.room}, frozenset("n")), (), ())
+            target, events = self.policy.grow(run, self.now)
+            self.target = target or self.target
+            self.notes.append(self.policy.note)
+            told += [event.name for event in events]
         return told
+
+
+def test_a_wish_that_was_granted_is_room_and_spares_have_it_first() -> None:
+    elastic = parse_config({"elastic": {"workers": 2, "max_workers": 5, "grow": True, "grow_after_s": 0.0, "spares": 1}}).elastic
+    run, policy = Progress(2, 0, 0, 2, 5, 100, 0.1, 0.0), Autoscaling(elastic, NEW, 0.0)
+    assert policy.grow(run, 1.0) == (None, []) and policy.spare_places(0, 1.0) == 0, "nothing is known yet"
+    policy.look(Free(2.0, {"n": 1}, frozenset("nm")), ("n", None, "m", "x"), ("x",))
+    assert policy.spare_places(0, 2.0) == 3
+    assert policy.grow(run, 2.0) == (4, [Event("growth", {"from": 2, "to": 4, "room": 2})]) and policy.note.aim == 4
+    policy.hired(2.0)
+    assert policy.spare_places(0, 2.5) == 0, "it may be the place that was just taken"
 
 
 def test_a_restarted_controller_keeps_its_distance_from_the_growth_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     epoch = 1e9
     monkeypatch.setattr(subject, "to_epoch", lambda moment, now: epoch + moment - now)
     monkeypatch.setattr(subject, "ago", lambda moment, now: now - (epoch - moment))
-    run = Grower(monkeypatch)
-    assert run.pass_(5.0, 2) == ["growth"] and run.desk.target == 3
+    run = Grower()
+    assert run.pass_(5.0, 2) == ["growth"] and run.target == 3
     run.pass_(10.0, 3)
     epoch += 10.0
 
-    again = Grower(monkeypatch, run.notes[-1], now=7000.0, target=3)
+    again = Grower(run.notes[-1], now=7000.0, target=3)
     assert again.pass_(45.0, 3) == ["growth_waits"]
-    assert again.pass_(10.0, 3) == ["growth"] and again.desk.target == 4
+    assert again.pass_(10.0, 3) == ["growth"] and again.target == 4
 
     # One that was under way as the controller was killed, and comes to nothing after that, doubles the distance.
-    begun = next(note for note in run.notes if json.loads(note).get("aim"))
+    begun = next(note for note in run.notes if note.aim)
     epoch -= 10.0
-    third = Grower(monkeypatch, begun, now=3.0, target=3)
+    third = Grower(begun, now=3.0, target=3)
     assert third.pass_(5.0, 2) == [], "it still waits for who was hired"
-    third.growth.ended(complete=False)
-    third.desk.target = 2
-    assert third.pass_(100.0, 2) == ["growth_waits"] and json.loads(third.notes[-1])["failed"] == 1
+    third.policy.ended(third.now, complete=False)
+    third.target = 2
+    assert third.pass_(100.0, 2) == ["growth_waits"] and third.notes[-1].failed == 1
     assert third.pass_(20.0, 2) == ["growth"]
 
 
-def test_a_place_is_wished_for_only_while_the_run_would_grow_into_it_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_is_wished_for_only_while_the_run_would_grow_into_it_soon() -> None:
     """One was held through a back-off of up to an hour, and the autoscaler brought nodes for the last seconds of a run."""
-    run = Grower(monkeypatch)
+    run = Grower()
     run.room = 0
     run.pass_(5.0, 2)
     assert run.wished == 1
-    run.growth.note, run.growth._failed, run.growth._begun = {}, 3, run.now
+    run.policy = Autoscaling(run.elastic, GrowthNote(time.time(), None, 3), run.now)
     run.pass_(1.0, 2)
     assert run.wished == 0, "the next growth is eight minutes away"
     run.pass_(480.0 - WISH_AHEAD_S, 2)
     assert run.wished == 1, "by the time a node is there it may be used"
-    run.log.stats.workers = {"w": SimpleNamespace(warm_seconds=20.0)}
-    run.log.stats.step = 10**6 - 50
+    run.warm_s, run.steps_left = 20.0, 50
     run.pass_(1.0, 2)
     assert run.wished == 0, "the run ends before a worker would be warm"

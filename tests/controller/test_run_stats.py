@@ -18,7 +18,7 @@ from vescale_ray.controller.policy import Kept
 from vescale_ray.controller.protocol import FINAL, RunState, Source, World
 from vescale_ray.controller.publisher import HEARD_S
 from vescale_ray.controller.saves import SaveResult
-from vescale_ray.controller.straggler import StragglerNote, Stragglers
+from vescale_ray.controller.straggler import Known, StragglerNote, Stragglers
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Evaluated, Filled, Origin, Stepped, StepRecord, Ticket, Usage, WorkerInfo
 from vescale_ray.workers.pace import View
@@ -86,7 +86,7 @@ class Player:
         for worker in self.world.members:
             self.run.generation.stepped(worker, item)
         stats = self.run.stats
-        for event in self.slow.stepped(record, self.world.members, stats.stragglers, stats.spread, stats.workers, self.now):
+        for event in self.slow.stepped(record, self.world.members, Known(stats.stragglers, stats.spread, stats.workers), self.now):
             self.run.log.record(event.name, **event.about)
 
     def rescale(self) -> None:

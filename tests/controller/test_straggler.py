@@ -16,7 +16,7 @@ from tests.controller.runs import tiny
 from vescale_ray.controller.exposition import families
 from vescale_ray.controller.policy import next_members, staffing
 from vescale_ray.controller.protocol import Event, Source, World
-from vescale_ray.controller.straggler import PAUSE_S, StragglerNote, Stragglers
+from vescale_ray.controller.straggler import PAUSE_S, Known, StragglerNote, Stragglers
 from vescale_ray.workers.messages import Origin, Stepped, StepRecord, Ticket, WorkerInfo
 from vescale_ray.workers.pace import View, even
 
@@ -72,7 +72,7 @@ class Table:
         seconds = tuple(0.1 * factor for factor in factors) or (0.1,) * size
         record = StepRecord(index, 2.0, 192, (1,), 1.0, 1e-3, 0.5, 0, size, generation, (0.5,) * size, (1,) * size, seconds, view)
         assert self.run.stepped(Stepped(self.world.ticket, record, 10.0 + index))
-        self.record(self.slow.stepped(record, self.world.members, stats.stragglers, stats.spread, stats.workers, self.now))
+        self.record(self.slow.stepped(record, self.world.members, Known(stats.stragglers, stats.spread, stats.workers), self.now))
 
     def told(self) -> list[tuple[object, ...]]:
         kept = ("worker", "rank", "factor", "since_step", "reason", "slots")
@@ -84,13 +84,13 @@ def test_values_alone_decide_who_is_replaced(tmp_path: Path) -> None:
     slow, now = Stragglers(tiny(tmp_path, "slow", elastic_straggler="replace"), None, START_S, StragglerNote(), 0.0), 5.0
     record = StepRecord(7, 2.0, 192, (1,), 1.0, 1e-3, 0.5, 0, 2, 3, (0.5,) * 2, (1,) * 2, (0.1, 0.3), View((1.0, 3.0), (-1, 6), even(6, 2)))
     about = {"rank": 1, "factor": 3.0, "since_step": 7, "node": None}
-    assert slow.stepped(record, "ab", {}, (0, ()), {}, now) == [Event("straggler", {"worker": "b", **about})]
+    assert slow.stepped(record, "ab", Known({}, (0, ()), {}), now) == [Event("straggler", {"worker": "b", **about})]
     assert slow.note == StragglerNote(), "there is nothing to write down yet"
     assert slow.unwanted("ab", 2, 2, 0, {"b": about}, now) == ({"b"}, []) and (slow.note.worker, slow.note.tries) == ("b", 0)
     kept = Event("straggler_kept", {"worker": "b", "reason": "the worker that was to come in its place did not start"})
     assert slow.unwanted("ab", 2, 2, 1, {"b": about}, now) == (frozenset(), [kept]) and (slow.note.worker, slow.note.tries) == (None, 1)
     over = Event("straggler_over", {"worker": "b", "reason": "it has left", "since_step": 7})
-    assert slow.stepped(record, "ac", {"b": about}, (3, (3, 3)), {}, now)[0] == over
+    assert slow.stepped(record, "ac", Known({"b": about}, (3, (3, 3)), {}), now)[0] == over
 
 
 def test_a_straggler_is_told_of_once_when_it_begins_and_once_when_it_is_over(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_nothing_is_imported_as_a_top_level_controller_workers_checkpoint_or_dep
     assert not [name for name, _ in imports(path) if name.split(".")[0] in ("controller", "workers", "checkpoint", "deploy")]
 
 
-POLICIES = ("budget", "connectivity", "exit_deadlines", "hang", "policy", "room", "straggler")
+POLICIES = ("autoscaling", "budget", "connectivity", "exit_deadlines", "hang", "policy", "room", "straggler")
 MECHANISMS = {"ray", *(f"vescale_ray.controller.{name}" for name in ("crew", "desk", "journal", "nodes", "nursery", "run_log", "scribe"))}
 
 
