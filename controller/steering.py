@@ -184,13 +184,9 @@ class Steering:
         self._record(self.stragglers.stepped(record, stats.members, known, time.monotonic()))
 
     def _record(self, events: Iterable[Event]) -> None:
-        """Record a policy's events, then have its note written down."""
+        """Record the events of a policy, then have the notes written down if one has changed."""
         for event in events:
             self._log.record(event.name, **event.about)
-        self._write_notes()
-
-    def _write_notes(self) -> None:
-        """Have the policies' notes written down if one has changed."""
         notes = self.autoscaling.note, self.stragglers.note
         if notes != self._notes:
             self._notes = notes
@@ -206,7 +202,6 @@ class Steering:
         self._crew.wish(self.autoscaling.wishes(run, now), avoid)  # which also hears of earlier wishes
         self.autoscaling.look(self.nodes.free, self._crew.places.wishes, avoid)
         target, events = self.autoscaling.grow(run, now)
-        self._write_notes()  # before others hear of it
         self._record(events)
         if target is not None:
             desk.want(target, "growth")
@@ -326,9 +321,8 @@ class Steering:
         for worker in late:
             self.let_go(worker)
         self._forget_failures()  # acted on; else it would be abandoned again and again
-        self._log.record("rescale_abandoned", **{"from": world.size, "to": self._desk.target, "error": why})
         self.autoscaling.ended(time.monotonic(), complete=False)
-        self._write_notes()
+        self._record([Event("rescale_abandoned", {"from": world.size, "to": self._desk.target, "error": why})])
         self._desk.want(min(self._desk.target, world.size + len([w for w in outside if w not in late])), self._desk.reason)
         return True
 

@@ -714,7 +714,7 @@ def test_a_change_that_can_wait_lets_a_checkpoint_be_written_and_a_drain_does_no
     crew.places = SimpleNamespace(wishes=(), unplaced=())
     steering.autoscaling = Autoscaling(ElasticSection(workers=2), GrowthNote(), 0.0)
     steering.stragglers = SimpleNamespace(unwanted=lambda *about: (frozenset(), []))
-    steering._use_room, steering._write_notes = lambda *about: None, lambda: None
+    steering._use_room = steering._record = lambda *about: None
     steering._ask_to_park = lambda world, stop, reason=None: asked.append(reason)
     monkeypatch.setattr("vescale_ray.controller.steering.time.monotonic", lambda: crew.now)
     while not asked:
@@ -813,7 +813,7 @@ def test_a_drain_counts_those_that_can_take_a_place_at_once(spare: str, parks: b
     steering._admitted = lambda ready, world: ready
     steering.autoscaling = Autoscaling(ElasticSection(workers=4), GrowthNote(), 0.0)
     steering.stragglers = SimpleNamespace(unwanted=lambda *about: (frozenset(), []))
-    steering._use_room, steering._write_notes = lambda *about: None, lambda: None
+    steering._use_room = steering._record = lambda *about: None
     steering.hire_failures, steering.refusals, steering.failed_hires = [], [], 0
     steering._spec = SimpleNamespace(bounds=Bounds())
     steering._put_off, steering._planned = None, lambda before, after: True

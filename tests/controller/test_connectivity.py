@@ -511,7 +511,8 @@ class Steered:
         steering.fleeting = []
         steering._log = SimpleNamespace(record=lambda kind, **about: self.events.append((kind, about)))
         steering._config = SimpleNamespace(elastic=ElasticSection(workers=2, **elastic), watches_room=False)
-        steering.autoscaling, steering._write_notes = Autoscaling(ElasticSection(workers=2), GrowthNote(), 0.0), lambda: None
+        steering.autoscaling = Autoscaling(ElasticSection(workers=2), GrowthNote(), 0.0)
+        steering.stragglers, steering._notes = SimpleNamespace(note=None), (GrowthNote(), None)
         steering.let_go, steering._probes = self._let_go, {}
         crew.info = lambda worker: WorkerInfo(worker, 1, 1, f"n-{worker}", f"host-{worker}", "cpu", 1.0, address="h:1")
         crew.places = SimpleNamespace(wishes=(), unplaced=frozenset())

@@ -86,7 +86,7 @@ def test_values_alone_decide_who_is_replaced(tmp_path: Path) -> None:
     about = {"rank": 1, "factor": 3.0, "since_step": 7, "node": None}
     assert slow.stepped(record, "ab", Known({}, (0, ()), {}), now) == [Event("straggler", {"worker": "b", **about})]
     assert slow.note == StragglerNote(), "there is nothing to write down yet"
-    assert slow.unwanted("ab", 2, 2, 0, {"b": about}, now) == ({"b"}, []) and (slow.note.worker, slow.note.tries) == ("b", 0)
+    assert slow.unwanted("ab", 2, 2, 0, {"b": about}, now) == (frozenset("b"), []) and (slow.note.worker, slow.note.tries) == ("b", 0)
     kept = Event("straggler_kept", {"worker": "b", "reason": "the worker that was to come in its place did not start"})
     assert slow.unwanted("ab", 2, 2, 1, {"b": about}, now) == (frozenset(), [kept]) and (slow.note.worker, slow.note.tries) == (None, 1)
     over = Event("straggler_over", {"worker": "b", "reason": "it has left", "since_step": 7})
