@@ -144,8 +144,6 @@ class Conductor:
         replaced = elastic.replace_lost or elastic.grow or elastic.spares > 0
         self._hangs = HangWatch(None if patience == "auto" else patience, elastic.collective_timeout_s, replaced)
         self._inherited: Ticket | None = None
-        self._told_broken: Ticket | None = None
-        """The generation of which was told that most of it is cut off."""
         self._cut_short: Ticket | None = None
         """The generation that a stop ended before it had its state."""
         self._gone: dict[str, Lost] = {}
@@ -500,7 +498,7 @@ class Conductor:
         meanwhile is lost, too."""
         self._steering.connectivity.hurry()
         steering, lost = self._steering, dict[str, Lost]()
-        deadline = time.monotonic() + self._patience_s + 3 * TRY_S
+        deadline = time.monotonic() + self._steering.connectivity.patience_s + 3 * TRY_S
         while time.monotonic() < deadline and not self.desk.stop and not any(self._crew.doomed(w) for w in living):
             leavers = [w for w in steering.leavers if not self._crew.doomed(w)]
             cut = steering.cut_off(living, leavers)
@@ -516,27 +514,12 @@ class Conductor:
             self._tick()
         return {w: self._gone.get(w, Lost(w, None, "its process died")) for w in living if self._crew.doomed(w)} | lost
 
-    @property
-    def _patience_s(self) -> float:
-        """Networks stumble: where it would cost more than a moment to do without somebody, so long is waited for this one to come back."""
-        return self._config.elastic.collective_timeout_s / 2
-
     def _has_to_be(self, world: World, members: Sequence[str], cut: CutOff) -> bool:
-        """Whether it is time to do without those that are cut off. Not where that is most of the run: then it is no node's fault."""
-        elastic = self._config.elastic
-        gone = [w for w in members if w in cut.workers]
-        if not cut.workers:
-            return False
-        if 2 * len(gone) > len(members):
-            if self._told_broken != world.ticket:
-                self._told_broken = world.ticket
-                self._log.record("network_broken", workers=gone, unreached={node: list(others) for node, others in cut.unreached.items()})
-            return False
-        come = elastic.replace_lost or elastic.grow or len(self._spares(world, cut)) >= len(gone)
-        enough = len(members) - len(gone) >= elastic.min_workers
-        if not come and not enough:
-            return False  # it would end the run: the collectives' bound and the budget decide
-        return (come and enough) or cut.lasts_s >= self._patience_s
+        """Whether it is time to do without the workers that are cut off."""
+        due, events = self._steering.connectivity.due(cut, members, len(self._spares(world, cut)), world.ticket)
+        for event in events:
+            self._log.record(event.name, **event.about)
+        return due
 
     def _spares(self, world: World, cut: CutOff) -> list[str]:
         """Warm workers beside the members that could take a place, on nodes that are not cut off themselves."""

@@ -15,7 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vescale_ray.workers.messages import WorkerInfo
+from vescale_ray.config import ElasticSection
+from vescale_ray.controller.protocol import Event
+from vescale_ray.workers.messages import Ticket, WorkerInfo
 
 TRY_S = 1.5
 """Timeout of one connection, in seconds: a connection that lost its first packet is made after a second."""
@@ -144,7 +146,10 @@ class _Series:
 class Connectivity:
     """Finds the workers of one run that are cut off. Values in, probes and decisions out."""
 
-    def __init__(self) -> None:
+    def __init__(self, elastic: ElasticSection) -> None:
+        self._elastic = elastic
+        self._told: Ticket | None = None
+        """Last generation for which ``network_broken`` was emitted."""
         self._stalled, self._joining = _Series(), _Series()
         self._proven: dict[str, tuple[float, frozenset[str]]] = {}
         """By node of those that may join: when it was found which other nodes it reaches and is reached by."""
@@ -188,6 +193,27 @@ class Connectivity:
         self._proven = {}  # older than the failure
         workers = {w: node for w, node in nodes.items() if node in gone}
         return CutOff(workers, _unreached(broken, gone), network.hosts(nodes), now - self._stalled.since)
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds for which a disturbance of the network is waited for where it costs more than a moment to do without a worker."""
+        return self._elastic.collective_timeout_s / 2
+
+    def due(self, cut: CutOff, members: Sequence[str], spares: int, ticket: Ticket) -> tuple[bool, list[Event]]:
+        """Whether it is time to do without the workers that are cut off, and events. ``spares``: warm workers that could take a place. If
+        most of the members are cut off, no node is at fault, and nobody is ended."""
+        elastic, gone = self._elastic, [w for w in members if w in cut.workers]
+        if not cut.workers:
+            return False, []
+        if 2 * len(gone) > len(members):
+            told, self._told = self._told, ticket
+            unreached = {node: list(others) for node, others in cut.unreached.items()}
+            return False, [] if told == ticket else [Event("network_broken", {"workers": gone, "unreached": unreached})]
+        come = elastic.replace_lost or elastic.grow or spares >= len(gone)
+        enough = len(members) - len(gone) >= elastic.min_workers
+        if not come and not enough:
+            return False, []  # it would end the run: the collectives' timeout and the budget decide
+        return (come and enough) or cut.lasts_s >= self.patience_s, []
 
     def admit(self, joiners: Sequence[str], members: Sequence[str], network: Network) -> Admission:
         """Admit the ``joiners`` whose nodes and those of all members and of joiners admitted before them reach each other; refuse those

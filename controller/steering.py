@@ -73,7 +73,7 @@ class Steering:
         self._generation, self._enter, self._planned = generation, enter, planned
         self.nodes = Nodes(config.resources_per_worker if config.watches_room else None)
         self.autoscaling = Autoscaling(config.elastic, state.growth, time.monotonic())
-        self.connectivity = Connectivity()
+        self.connectivity = Connectivity(config.elastic)
         self._probes: dict[Probe, Reaching] = {}
         self.leavers = list(state.leavers)
         self.asked: Ticket | None = None

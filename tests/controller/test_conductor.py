@@ -19,7 +19,7 @@ from vescale_ray.controller.autoscaling import Autoscaling, GrowthNote
 from vescale_ray.controller.budget import Budget, Cause, Limits
 from vescale_ray.controller.checkpoint_stats import CheckpointStats
 from vescale_ray.controller.conductor import GIVER_S, TICK_S, Conductor
-from vescale_ray.controller.connectivity import NOBODY, Admission
+from vescale_ray.controller.connectivity import NOBODY, Admission, Connectivity
 from vescale_ray.controller.crew import Lost
 from vescale_ray.controller.durable_state import DurableState, LaunchedGeneration
 from vescale_ray.controller.exit_deadlines import ExitDeadlines, Surroundings, WorkerView
@@ -106,7 +106,7 @@ class Stage:
         steering = SimpleNamespace(leavers=list(leavers), steer=lambda world: None, outside=lambda living: [], hire_failures=[], nodes=None)
         steering.hear_of_drains, steering.fleeting = lambda members: False, []
         steering.nodes = SimpleNamespace(draining={}, avoided=frozenset())
-        steering.connectivity = SimpleNamespace(progressed=lambda: None, hurry=lambda: None)
+        steering.connectivity = Connectivity(ElasticSection(workers=2, **elastic))
         steering.cut_off = lambda members, leavers: NOBODY
         steering.leaving = lambda workers: self.leaving & set(workers)
         steering.stragglers = SimpleNamespace(leaving=lambda *about: frozenset())
@@ -120,7 +120,7 @@ class Stage:
         made._keeper = SimpleNamespace(abandon=lambda: None, layouts=SimpleNamespace(told=True, ahead=lambda worlds: None))
         made._keeper.writes, made._keeper.held_step = lambda workers: False, lambda workers: 40 if workers else -1
         steering.untried, steering.free_hemmed = frozenset(), lambda avoid: None
-        made._told_broken = made._cut_short = None
+        made._cut_short = None
         made._evidence = SimpleNamespace(failed=lambda *about: None)
         made._config = SimpleNamespace(elastic=ElasticSection(workers=2, **elastic), train=SimpleNamespace(steps=60))
         made._spec = SimpleNamespace(bounds=Bounds())

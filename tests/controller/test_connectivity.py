@@ -32,9 +32,9 @@ from vescale_ray.controller.connectivity import (
 from vescale_ray.controller.crew import Crew as RealCrew
 from vescale_ray.controller.hang import FIRST_S, LEAST_S, HangWatch
 from vescale_ray.controller.nodes import FORGET_S, LONGEST_SHUN_S, SHUN_S, Nodes
-from vescale_ray.controller.protocol import Bounds, Ending
+from vescale_ray.controller.protocol import Bounds, Ending, Event
 from vescale_ray.controller.steering import Steering
-from vescale_ray.workers.messages import Fault, FaultKind, Phase, WorkerInfo
+from vescale_ray.workers.messages import Fault, FaultKind, Phase, Ticket, WorkerInfo
 
 
 class Hosts:
@@ -46,7 +46,7 @@ class Hosts:
         self.asked: list[dict[str, tuple[str, ...]]] = []
         self.now = 100.0
         self.doorless: set[str] = set()
-        self.policy = Connectivity()
+        self.policy = Connectivity(ElasticSection(workers=2))
         self.probe = Probe({})
 
     def network(self, workers: Collection[str]) -> Network:
@@ -240,6 +240,14 @@ def test_nobody_is_tried_while_the_members_stand_still_and_what_was_found_before
     assert admitted(hosts, "c1", "a1 b1", 1) == ([], NOBODY) and hosts.admitted(["c1"], ["a1", "b1"]) == (["c1"], NOBODY)
 
 
+def test_most_of_a_run_is_never_ended_and_that_is_told_once_a_generation() -> None:
+    policy, most = Connectivity(ElasticSection(workers=3, replace_lost=True)), CutOff({"b": "n", "c": "n"}, {"n": ("m",)}, {}, 1e6)
+    told = Event("network_broken", {"workers": ["b", "c"], "unreached": {"n": ["m"]}})
+    later = Ticket(TICKET.generation + 1, 1)
+    assert [policy.due(most, "abc", 9, ticket) for ticket in (TICKET, TICKET, later)] == [(False, [told]), (False, []), (False, [told])]
+    assert policy.due(most, "abcd", 0, later) == (True, []) and policy.due(NOBODY, "abcd", 0, later) == (False, [])
+
+
 NODES = "abcdefg"
 
 
@@ -352,9 +360,8 @@ class Cut:
         monkeypatch.setattr(self.stage.crew, "ready", lambda: ("a", "b", "spare", "other"))
         steering.outside, steering.let_go = lambda living: self.outside, self.gone.append
         steering.cut_off = lambda members, leavers: self.found
-        steering.connectivity = SimpleNamespace(progressed=self._move, hurry=lambda: None)
+        steering.connectivity.progressed = self._move
         self.made._evidence.hung = lambda path: None
-        self.made._told_broken = None
         self.made._log.record = lambda kind, **about: self.events.append(kind)
         self.made._hangs = SimpleNamespace(stalled=lambda members, now: True)
         monkeypatch.setattr(subject, "end_hung", lambda crew, log, world, why, about: self.ended.append((why, about)))
@@ -534,7 +541,7 @@ class Steered:
 def test_probes_are_made_with_the_workers_and_their_answers_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     table = Steered(monkeypatch, "c")
     steering, asked, answers = table.steering, list[Any](), list[Any]()
-    steering.connectivity = Connectivity()
+    steering.connectivity = Connectivity(ElasticSection(workers=2))
 
     def ask(tries: Mapping[str, Collection[str]], wait_s: float) -> Any:
         asked.append(({worker: sorted(others) for worker, others in tries.items()}, wait_s))
