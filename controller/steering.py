@@ -158,8 +158,8 @@ class Steering:
             return
         if self._aim <= world.size:
             self._end_late_spares()
-        there = world.size + len(outside)
-        unwanted, events = self.stragglers.unwanted(staying, self._aim, there, self.failed_hires, stats.stragglers, time.monotonic())
+        total = world.size + len(outside)
+        unwanted, events = self.stragglers.unwanted(staying, self._aim, total, self.failed_hires, stats.stragglers, time.monotonic())
         self._record(events)
         there, warming = len(staying) - len(unwanted), len(outside) - len(ready) + self._crew.hiring
         todo = policy.staffing(there, len(ready), warming, self._aim, self._config.elastic.spares)
@@ -178,7 +178,7 @@ class Steering:
             self._ask_to_park(world, stop=False, reason="straggler" if unwanted else None)
 
     def stepped(self, record: StepRecord) -> None:
-        """The members have completed a step."""
+        """Have the policy look at a step that the members have completed."""
         stats = self._log.stats
         known = Known(stats.stragglers, stats.spread, stats.workers)
         self._record(self.stragglers.stepped(record, stats.members, known, time.monotonic()))
@@ -237,6 +237,7 @@ class Steering:
         return found if isinstance(found, CutOff) else None
 
     def _make(self, probe: Probe | None) -> None:
+        """Have the workers try the connections of a probe."""
         if probe is not None:
             self._probes[probe] = self._crew.ask_reach(probe.tries, TRY_S)
 
