@@ -1,113 +1,71 @@
-"""From a run's configuration to YAML that has been checked."""
+"""From a run's configuration to the YAML text of its manifest."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+import re
+from importlib.resources import files
 from typing import Any
+
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from vescale_ray import __version__
 from vescale_ray.config import RunConfig
-from vescale_ray.k8s import objects, pods
-from vescale_ray.k8s.emit import plain, to_yaml
-from vescale_ray.k8s.fields import OnCore, field_problems
-from vescale_ray.k8s.kinds import shape_problems
-from vescale_ray.k8s.options import KINDS, OPERATOR, OVERLAYS, ManifestError, Options, sizes
-from vescale_ray.k8s.references import Name, reference_problems
-from vescale_ray.k8s.rules import LONGEST, rule_problems
+from vescale_ray.k8s.checks import problems
+from vescale_ray.k8s.options import OVERLAYS, RAY_VERSION, RUNBOOKS, ManifestError, Options, port_of, quantity, sizes
 
-ABOUT = {
-    "job": "A training run as a KubeRay RayJob: a Ray cluster of its own, which goes when the run is done.",
-    "cluster": "A Ray cluster that stays, to submit a run to by hand.",
-    "setup": "What a namespace needs before the first run. To be applied by someone who may make namespaces and priority classes.\n"
-    "Deleting all this deletes the volume claim, and with it the runs: delete single objects.",
-    "monitor": "What watches all runs of the namespace: PodMonitors and alerts, for the Prometheus operator, and a dashboard for Grafana.",
-}
+TEMPLATES = {"job": "run.j2", "cluster": "run.j2", "setup": "setup.j2", "monitor": "monitor.j2"}
+_PLAIN = re.compile(r"[A-Za-z/][\w./:=@%+$()-]*", re.ASCII)
+_WORDS = {"y", "yes", "n", "no", "on", "off", "true", "false", "null"}
+
+_ENVIRONMENT = Environment(
+    loader=PackageLoader("vescale_ray.k8s"),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    autoescape=False,  # the text is YAML, whose scalars the filter `q` quotes
+)
 
 
 def render(config: RunConfig, options: Options, kind: str) -> str:
-    """The manifest as YAML.
+    """Return the manifest as YAML.
 
     Args:
-        kind: ``job``, ``cluster``, ``setup`` or ``monitor``.
+        kind: one of ``KINDS``.
 
     Raises:
-        ManifestError: it can't be made of what was given, or would break a rule of KubeRay's or of ours; the first that was found.
+        ManifestError: the configuration and the options do not make a manifest; the first problem that was found.
     """
-    built = _checked(config, options, kind)
+    for problem in problems(config, options, kind):
+        raise ManifestError(problem)
     overlays = "".join(f" --overlay {one}" for one in OVERLAYS if options.has(one))
-    head = (
-        f"{ABOUT[kind]}\n"
-        f"Written for {OPERATOR} or later; held to the rules of KubeRay and Kubernetes by tests, not yet applied to a cluster by us.\n"
-        f"Made by: vescale-ray {__version__}, vescale-ray k8s render RUN.yaml --kind {kind}{overlays}"
-    )
-    return to_yaml(built, head)
+    made_by = f"vescale-ray {__version__}, vescale-ray k8s render RUN.yaml --kind {kind}{overlays}"
+    values: dict[str, Any] = {"kind": kind, "o": options, "made_by": made_by}
+    if kind in ("job", "cluster"):
+        values |= {"c": config, "s": sizes(config, options), "ray_version": RAY_VERSION}
+    elif kind == "monitor":
+        shipped = files("vescale_ray.deploy")
+        alerts = (shipped / "alerts.yml").read_text(encoding="utf-8").replace(f"{RUNBOOKS}#", f"{options.runbooks}#")
+        values["alerts"] = alerts[alerts.index("\ngroups:") :]
+        values["dashboard"] = (shipped / "grafana" / "vescale.json").read_text(encoding="utf-8")
+    return _ENVIRONMENT.get_template(TEMPLATES[kind]).render(values)
 
 
 def documents(config: RunConfig, options: Options, kind: str) -> list[dict[str, Any]]:
-    """The manifest as plain mappings; arguments and errors are those of :func:`render`."""
-    return [plain(one) for one in _checked(config, options, kind)]
+    """Return the manifest as plain mappings; arguments and errors are those of :func:`render`."""
+    # libyaml's loader, where PyYAML has it, takes a tenth of the time for the dashboard.
+    return list(yaml.load_all(render(config, options, kind), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
 
 
-def _checked(config: RunConfig, options: Options, kind: str) -> list[objects.Document]:
-    built = build(config, options, kind)
-    # A run is checked together with what it expects to be there.
-    around = [*objects.setup(options), *objects.monitor(options)] if kind in ("job", "cluster") else []
-    for problem in problems([plain(one) for one in (*built, *around)], outside(config, options)):
-        raise ManifestError(problem)
-    return built
+def quoted(value: str) -> str:
+    """Return a YAML scalar that every reader takes for this text.
 
-
-def build(config: RunConfig, options: Options, kind: str) -> list[objects.Document]:
-    """The documents with their reasons, unchecked.
-
-    Raises:
-        ManifestError: they can't be made of what was given.
+    YAML 1.1, YAML 1.2 and Go's reader disagree on words such as ``on``, ``1e3`` and ``0x1f``: they are quoted.
     """
-    if kind not in KINDS:
-        raise ManifestError(f"--kind {kind}: give one of {', '.join(KINDS)}")
-    for overlay in sorted(options.overlays - set(OVERLAYS)):
-        raise ManifestError(f"--overlay {overlay}: give one of {', '.join(OVERLAYS)}")
-    if kind in ("setup", "monitor") and options.overlays:
-        raise ManifestError(f"--overlay {min(options.overlays)} with --kind {kind}: overlays change a job or a cluster; leave it out")
-    derived = sizes(config, options, kind)
-    if kind == "setup":
-        return objects.setup(options)
-    if kind == "monitor":
-        return objects.monitor(options)
-    return objects.run(config, options, derived, kind)
+    if _PLAIN.fullmatch(value) and value.lower() not in _WORDS and not value.endswith(":"):
+        return value
+    return yaml.safe_dump(value, default_style='"', width=float("inf")).removesuffix("\n")
 
 
-def problems(
-    documents: Sequence[Mapping[str, Any]], outside: AbstractSet[Name] = frozenset(), on_core: OnCore | None = None
-) -> Iterator[str]:
-    """What is wrong with plain documents, one sentence each: with a document's fields, or with what it means and refers to.
-
-    Args:
-        outside: objects that are there without being among the documents.
-        on_core: sees the parts that are of Kubernetes' own types (:func:`~vescale_ray.k8s.fields.field_problems`).
-    """
-    found = [problem for one in documents for problem in shape_problems(one)]
-    found = found or [problem for one in documents for problem in field_problems(one, on_core)]
-    yield from found
-    if not found:  # the others rely on the shape
-        # Ray's resources first: what is wrong with a run's name is said best of them.
-        for one in sorted(documents, key=lambda document: document["kind"] not in LONGEST):
-            yield from rule_problems(one)
-        yield from reference_problems(documents, outside)
-
-
-def outside(config: RunConfig, options: Options) -> frozenset[Name]:
-    """What a manifest of these options relies on without holding it."""
-    names: set[Name] = set()
-    if options.service_account:
-        names.add(("ServiceAccount", options.service_account))
-    if options.pull_secret:
-        names.add(("Secret", options.pull_secret))
-    if options.env_secret:
-        names.add(("Secret", options.env_secret))
-    if options.priority_class:
-        names.add(("PriorityClass", options.priority_class))
-    if options.has("gcs-ft"):
-        names.add(("Secret", pods.redis_secret(sizes(config, options, "job"))))
-    return frozenset(names)
+_ENVIRONMENT.filters |= {"q": quoted, "port": port_of, "bytes": quantity}
