@@ -75,7 +75,10 @@ gpu-check: $(STAMP)
 	$(BIN)/python benchmarks/gpu_check.py
 
 RENDER := $(BIN)/vescale-ray k8s render vescale_ray/configs/cluster.yaml
+
+# The dashboard first: monitor.yaml holds it.
 manifests: $(STAMP)
+	$(BIN)/python -m vescale_ray.deploy.dashboard > deploy/grafana/vescale.json
 	$(RENDER) --kind setup > deploy/kuberay/setup.yaml
 	$(RENDER) --kind monitor > deploy/kuberay/monitor.yaml
 	$(RENDER) --kind job > deploy/kuberay/rayjob.yaml
@@ -83,7 +86,6 @@ manifests: $(STAMP)
 	$(RENDER) --kind job --overlay kueue --queue training > deploy/kuberay/rayjob-kueue.yaml
 	$(RENDER) --kind cluster > deploy/kuberay/raycluster.yaml
 	$(RENDER) --kind cluster --overlay gcs-ft --redis redis:6379 > deploy/kuberay/raycluster-gcs-ft.yaml
-	$(BIN)/python -m vescale_ray.deploy.dashboard > deploy/grafana/vescale.json
 
 lint: $(STAMP) types
 	$(BIN)/ruff check $(wildcard $(OURS))

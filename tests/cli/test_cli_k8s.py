@@ -14,8 +14,8 @@ import yaml
 from vescale_ray.cli import main
 from vescale_ray.cli_k8s import k8s
 from vescale_ray.k8s import KINDS, OVERLAYS, Options
-from vescale_ray.k8s.defaults import rendered
 
+ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = str(Path(inspect.getfile(main)).parent / "configs" / "cluster.yaml")
 
 
@@ -26,7 +26,7 @@ def said(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]
 
 
 def test_the_defaults_are_the_committed_job(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, CLUSTER) == (0, dict(rendered())["rayjob.yaml"], "")
+    assert said(capsys, CLUSTER) == (0, (ROOT / "deploy" / "kuberay" / "rayjob.yaml").read_text(), "")
 
 
 def test_overrides_reach_the_run_in_the_manifest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,6 +71,9 @@ def test_json_holds_the_same_documents(kind: str, capsys: pytest.CaptureFixture[
         ([CLUSTER, "--drain-s", "0"], "0 is not in the range"),
         ([CLUSTER, "--spot-label", "spot"], "--spot-label spot: write KEY=VALUE"),
         ([CLUSTER, "--spot-label", "a b=c"], "--spot-label a b=c: write KEY=VALUE"),
+        ([CLUSTER, "--spot-label", "karpenter.sh/capacity-typ=spot"], "did you mean karpenter.sh/capacity-type?"),
+        ([CLUSTER, "--service-account", "a" * 51], "the operator cuts it to 50"),
+        ([CLUSTER, "--runbooks", "https://x/é"], "in ASCII and without a #"),
         ([CLUSTER, "--namespace", "Team A"], "--namespace Team A: give lower-case letters"),
         ([CLUSTER, "--claim", "My_Claim"], "--claim My_Claim: give lower-case letters"),
         ([CLUSTER, "--overlay", "kueue", "--queue", "my queue"], "--queue my queue: give the name of a local queue"),
@@ -83,7 +86,7 @@ def test_json_holds_the_same_documents(kind: str, capsys: pytest.CaptureFixture[
         ([CLUSTER, "--mount", "/data"], "run.dir = /mnt/shared/runs is not on the volume that all pods share"),
         ([CLUSTER, "checkpoint.dir=/scratch/ck"], "checkpoint.dir = /scratch/ck is not on the volume"),
         ([CLUSTER, "metrics.port=0"], "set metrics.port=9464"),
-        ([CLUSTER, "metrics.port=8265"], "two ports have the containerPort 8265"),
+        ([CLUSTER, "metrics.port=8265"], "metrics.port = 8265: Ray's own processes on the head may take it"),
         ([CLUSTER, "metrics.host=127.0.0.1"], "set metrics.host=0.0.0.0"),
         ([CLUSTER, "ray.address=ray://head:10001"], "set ray.address=auto"),
         ([CLUSTER, "metrics.host=10.0.0.1"], "pods get their addresses later"),
@@ -132,7 +135,7 @@ def test_json_holds_the_same_documents(kind: str, capsys: pytest.CaptureFixture[
         ([CLUSTER, "--pull-secret", "My Secret"], "--pull-secret My Secret: give lower-case letters"),
         ([CLUSTER, "--env-secret", "Keys"], "--env-secret Keys: give lower-case letters"),
         ([CLUSTER, "--namespace", "kube-system"], "--namespace kube-system: names that begin with kube- are Kubernetes' own"),
-        ([CLUSTER, "--deadline-s", "50"], "activeDeadlineSeconds is 50: less than 60 s are too few"),
+        ([CLUSTER, "--deadline-s", "50"], "--deadline-s 50: less than 60 s are too few"),
         ([CLUSTER, "checkpoint.resume=never"], "would begin with its first step; set it to auto"),
         ([CLUSTER, "train.device=cpu"], "which they would not use: set ray.gpus_per_worker=0"),
     ],

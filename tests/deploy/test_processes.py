@@ -24,7 +24,6 @@ import yaml
 from tests.controller.runs import environment, until, write_text
 from vescale_ray.config import load_config
 from vescale_ray.k8s import Options, documents
-from vescale_ray.k8s.options import sizes
 from vescale_ray.runfolder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
@@ -59,6 +58,7 @@ class Pods:
         job = next(one for one in made if one["kind"] == "RayJob")
         self._spec, self._folder = job["spec"], folder
         self._cluster = job["spec"]["rayClusterSpec"]
+        self.grace_s = int(self._cluster["workerGroupSpecs"][0]["template"]["spec"]["terminationGracePeriodSeconds"])
         self._token = secrets.token_hex(16)
         self._started: list[subprocess.Popen[bytes]] = []
         self._port, self._dashboard = free_port(), free_port()
@@ -186,7 +186,7 @@ def test_the_processes_of_the_pods_train_lose_one_in_time_and_stop_with_a_checkp
     assert (rescaled["from"], rescaled["to"], rescaled["reason"]) == (2, 1, "drain")
     assert not [one for one in run.read_events() if one["event"] == "worker_lost"], "it left before its node did"
     # In a pod it would have to be gone before the kubelet's SIGKILL. It takes the whole drain: the run's agent stays on the node.
-    assert leaving.wait(sizes(load_config(run.config_path), pods.options, "job").grace_s) is not None
+    assert leaving.wait(pods.grace_s) is not None
 
     pods.ray("job", "stop", job)
     state = run.read_state() or {}

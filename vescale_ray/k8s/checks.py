@@ -115,9 +115,6 @@ def _forms(o: Options) -> Iterator[str]:
             yield f"--{field} {getattr(o, field)}: its port is none; give one from 1 to 65535"
     if o.name == "":
         yield "--name is empty: give a name, or leave it out for run.name"
-    key = o.spot_label.partition("=")[0]
-    if key not in SPOT_KEYS and (near := difflib.get_close_matches(key, SPOT_KEYS, n=1, cutoff=0.9)):
-        yield f"--spot-label {o.spot_label}: no provider has the label {key}; did you mean {near[0]}?"
 
 
 def _has_port(url: str) -> bool:
@@ -140,7 +137,7 @@ def _overlays(o: Options) -> Iterator[str]:
 
 
 def _objects(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
-    """Yield what makes the objects of a run impossible: name, account, image and deadline."""
+    """Yield what makes the objects of a run impossible: name, account, image, label and deadline."""
     (resource, most), name = LONGEST[kind], o.name or c.run.name
     if len(name) > most:
         yield f"the name {name} has {len(name)} characters: a {resource} takes {most} at most; give a shorter one with --name"
@@ -157,6 +154,9 @@ def _objects(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
         yield f"--image {o.image} has no fixed tag: a later pod could get another version; give NAME:TAG"
     elif not re.fullmatch(_IMAGE, o.image, re.ASCII):
         yield f"--image {o.image} is no image's name: give [REGISTRY/]NAME:TAG, NAME in lower-case letters, digits and '.', '_', '-', '/'"
+    key = o.spot_label.partition("=")[0]
+    if key not in SPOT_KEYS and (near := difflib.get_close_matches(key, SPOT_KEYS, n=1, cutoff=0.9)):
+        yield f"--spot-label {o.spot_label}: no provider has the label {key}; did you mean {near[0]}?"
     if kind == "job" and o.deadline_s < LEAST_DEADLINE_S:
         yield f"--deadline-s {o.deadline_s}: less than {LEAST_DEADLINE_S} s are too few for pods to start"
 
