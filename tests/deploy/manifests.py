@@ -33,7 +33,7 @@ def committed(name: str) -> Documents:
 
 
 def made(kind: str, changes: Sequence[str] = (), *overlays: str, **given: Any) -> Documents:
-    """The documents of the example with ``changes``; overlays get the options that they need."""
+    """Return the documents of the example with ``changes``; overlays get the options that they need."""
     needed = {"kueue": {"queue": "q"}, "gcs-ft": {"redis": "redis.db:6380"}}
     options = {key: value for one in overlays for key, value in needed.get(one, {}).items()}
     run = load_config(CLUSTER, changes) if changes else CONFIG
@@ -54,22 +54,21 @@ def cluster_of(bundle: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def templates_of(bundle: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The pod templates, by the role that their labels give them; a second group of workers is `spot`."""
+    """Return the pod templates: of the head, of each worker group by its name, and of the submitter."""
     ray = next(one for one in bundle if one["kind"] in ("RayJob", "RayCluster"))
     cluster = cluster_of(bundle)
     found = {"head": cluster["headGroupSpec"]["template"], **{one["groupName"]: one["template"] for one in cluster["workerGroupSpecs"]}}
     return found | ({"submitter": ray["spec"]["submitterPodTemplate"]} if ray["kind"] == "RayJob" else {})
 
 
-def head_of(bundle: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return templates_of(bundle)["head"]["spec"]
+def pods_of(bundle: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {role: template["spec"] for role, template in templates_of(bundle).items()}
 
 
-def worker_of(bundle: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return templates_of(bundle)["workers"]["spec"]
+def env_of(bundle: Sequence[dict[str, Any]], role: str) -> dict[str, str]:
+    return {one["name"]: one["value"] for one in pods_of(bundle)[role]["containers"][0]["env"]}
 
 
-CPU = ["train.device=cpu", "ray.gpus_per_worker=0"]
 VARIANTS: dict[str, Callable[[], Documents]] = {
     **{name: functools.partial(committed, name) for name in RECIPE},
     **{
@@ -78,7 +77,7 @@ VARIANTS: dict[str, Callable[[], Documents]] = {
         for count in range(4)
         for overlays in itertools.combinations(("gcs-ft", "kueue", "spot"), count)
     },
-    "cpu": functools.partial(made, "job", [*CPU, "ray.cpus_per_worker=0.5"], "spot"),
+    "cpu": functools.partial(made, "job", ["train.device=cpu", "ray.gpus_per_worker=0", "ray.cpus_per_worker=0.5"], "spot"),
     "store": functools.partial(made, "job", ["checkpoint.dir=s3://runs/x?endpoint=http://minio:9000"], env_secret="keys", pull_secret="r"),
     "charts": functools.partial(made, "cluster", (), prometheus="http://p:9090", grafana="https://g/?a={b}#'c'"),
     "words": functools.partial(made, "job", (), "kueue", name="on", claim="1e3", namespace="null", monitoring="0x10", spot_label="a=yes"),
@@ -91,7 +90,7 @@ RUNS = [name for name in VARIANTS if not name.startswith(("setup", "monitor", "d
 
 @functools.cache
 def schema() -> jsonschema.protocols.Validator:
-    """Kubernetes' own types and, beside them, the custom resources that the templates emit."""
+    """Return the validator of Kubernetes' own types and, beside them, the custom resources that the templates emit."""
     core = json.loads((files("kubernetes_validate") / "kubernetes-json-schema/v1.37.0-local-strict/_definitions.json").read_text())
     ours = yaml.safe_load((ROOT / "tests" / "deploy" / "kuberay.schema.yaml").read_text())
     registry: Registry[Any] = Resource.from_contents(core) @ (Resource.from_contents(ours) @ Registry())
