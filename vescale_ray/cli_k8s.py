@@ -77,7 +77,7 @@ _Count = click.IntRange(min=1)
 @click.option("--storage-class", help="Storage class of the claim in --kind setup. Default: the cluster's.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: a List, which kubectl also accepts.")
 def render(file: str, overrides: tuple[str, ...], kind: str, overlays: tuple[str, ...], as_json: bool, **given: Any) -> int:
-    """Write the manifest of the run that RUN.yaml describes, after checking it against KubeRay's rules.
+    """Write the manifest of the run that RUN.yaml describes, after checking options and configuration.
 
     \b
     Example: vescale-ray k8s render run.yaml --image registry.example.com/train:3 --overlay spot | kubectl apply -f -

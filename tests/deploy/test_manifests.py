@@ -45,7 +45,7 @@ def test_the_package_of_the_schemas_agrees() -> None:
 
 
 def holes(bundle: Documents) -> Iterator[str]:
-    """Yield what does not hold together: names, labels, ports, volumes and rights of one run and of what stands around it."""
+    """Yield what does not hold together: names, labels, ports and volumes of one run and of what stands around it."""
     around = [*bundle, *made("setup", namespace=bundle[0]["metadata"]["namespace"])]
     names = {(one["kind"], one["metadata"]["name"]) for one in around}
     cluster, templates = cluster_of(bundle), templates_of(bundle)
@@ -65,19 +65,12 @@ def holes(bundle: Documents) -> Iterator[str]:
             yield f"{role}: volumes and mounts differ"
         if any("serviceAccountToken" in str(volumes[one["name"]]) for one in container.get("volumeMounts", ()) if one["name"] in volumes):
             yield f"{role}: training code sees the autoscaler's token"
-        restricted = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-        context = pod["securityContext"]
-        if pod["automountServiceAccountToken"] or not (context["runAsNonRoot"] and context["runAsUser"] and context["fsGroup"]):
-            yield f"{role}: it has rights that training does not need"
-        if container["securityContext"] != restricted or context["seccompProfile"] != {"type": "RuntimeDefault"}:
-            yield f"{role}: Pod Security's level restricted refuses it"
         resources = container["resources"]
         if resources["requests"] != resources["limits"] or not resources["limits"]["cpu"].isdigit() or len(resources["limits"]) < 3:
             yield f"{role}: requests and limits differ"
-        if role != "submitter":
-            env = {one["name"]: one["value"] for one in container["env"]}
-            if pod["terminationGracePeriodSeconds"] < int(env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]) + 20:
-                yield f"{role}: the kubelet's SIGKILL races the drain"
+        drain = next((int(one["value"]) for one in container.get("env", ()) if one["name"] == "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"), 0)
+        if role != "submitter" and not 0 < drain <= pod["terminationGracePeriodSeconds"] - 20:
+            yield f"{role}: the kubelet's SIGKILL races the drain"
         for spread in pod.get("topologySpreadConstraints", ()):
             if spread["labelSelector"]["matchLabels"] != labels:
                 yield f"{role}: its spread counts other pods"
@@ -148,8 +141,8 @@ GONE = object()
         (f"{GROUP}.template.spec.volumes.0.persistentVolumeClaim.claimName", "x", "workers: there is no PersistentVolumeClaim x"),
         (f"{GROUP}.template.spec.volumes.2.name", "x", "workers: volumes and mounts differ"),
         (f"{HEAD}.containers.0.volumeMounts.2.name", "kube-api", "training code sees the autoscaler's token"),
-        (f"{GROUP}.template.spec.automountServiceAccountToken", True, "rights that training does not need"),
-        (f"{HEAD}.containers.0.securityContext", {}, "level restricted refuses it"),
+        (f"{GROUP}.template.spec.automountServiceAccountToken", True, "False was expected"),
+        (f"{HEAD}.containers.0.securityContext", {}, "was expected"),
         (f"{GROUP}.template.spec.containers.0.resources.requests.cpu", "1", "requests and limits differ"),
         (f"{GROUP}.template.spec.terminationGracePeriodSeconds", 100, "SIGKILL races the drain"),
         (f"{GROUP}.template.metadata.labels.vescale-ray/run", "x", "its spread counts other pods"),
