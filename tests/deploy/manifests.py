@@ -34,7 +34,7 @@ def committed(name: str) -> Documents:
 
 def made(kind: str, changes: Sequence[str] = (), *overlays: str, **given: Any) -> Documents:
     """Return the documents of the example with ``changes``; overlays get the options that they need."""
-    needed = {"kueue": {"queue": "q"}, "gcs-ft": {"redis": "redis.db:6380"}}
+    needed: dict[str, dict[str, Any]] = {"kueue": {"queue": "q"}, "gcs-ft": {"redis": "redis.db:6380"}}
     options = {key: value for one in overlays for key, value in needed.get(one, {}).items()}
     run = load_config(CLUSTER, changes) if changes else CONFIG
     return documents(run, Options(overlays=frozenset(overlays), **options, **given), kind)

@@ -54,6 +54,8 @@ def test_the_wheel_holds_the_data_files_the_licence_and_the_entry_point(wheel: P
     archive = zipfile.ZipFile(wheel)
     names = set(archive.namelist())
     assert {"vescale_ray/py.typed", "vescale_ray/configs/demo.yaml", "vescale_ray/configs/cluster.yaml"} <= names
+    templates = {path.relative_to(ROOT).as_posix() for path in (ROOT / "vescale_ray" / "k8s" / "templates").iterdir()}
+    assert templates and templates <= names
     assert {f"vescale_ray/deploy/{name}" for name in ("kuberay/rayjob.yaml", "kuberay/setup.yaml", "prometheus.yml", "Dockerfile")} <= names
     info = next(name.split("/")[0] for name in names if ".dist-info/" in name)
     assert "vescale-ray = vescale_ray.cli:main" in archive.read(f"{info}/entry_points.txt").decode()

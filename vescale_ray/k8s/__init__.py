@@ -1,8 +1,7 @@
 """Kubernetes manifests of a run, rendered from its configuration and a few options.
 
 ``options`` holds the choices and the sizes that follow from them, ``checks`` refuses what cannot work, and ``render`` fills the Jinja2
-templates in ``templates/``. ``make manifests`` writes the committed defaults (``defaults``). The package imports neither Ray nor torch
-and contacts no cluster.
+templates in ``templates/``. The package imports neither Ray nor torch and contacts no cluster.
 """
 
 from __future__ import annotations

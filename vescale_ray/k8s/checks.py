@@ -34,8 +34,10 @@ LONGEST = {"job": ("RayJob", 47), "cluster": ("RayCluster", 53)}
 """Longest names: the operator appends to them, and a Service's name has 63 characters."""
 LONGEST_ACCOUNT = 50
 """Longest name of the head's service account: the operator cuts off the beginning of a longer one."""
-SPOT_KEYS = ("karpenter.sh/capacity-type", "eks.amazonaws.com/capacityType", "kubernetes.azure.com/scalesetpriority")
-SPOT_KEYS += ("cloud.google.com/gke-spot", "cloud.google.com/gke-preemptible")
+SPOT_KEYS = (
+    *("karpenter.sh/capacity-type", "eks.amazonaws.com/capacityType", "kubernetes.azure.com/scalesetpriority"),
+    *("cloud.google.com/gke-spot", "cloud.google.com/gke-preemptible"),
+)
 """The providers' labels of pre-emptible nodes."""
 _PART = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _NAMESPACE = rf"(?=.{{1,63}}$){_PART}"
@@ -126,14 +128,14 @@ def _has_port(url: str) -> bool:
 
 
 def _overlays(o: Options) -> Iterator[str]:
-    if o.has("kueue") and o.queue is None:
-        yield "--overlay kueue: give the local queue as --queue NAME"
-    if o.queue is not None and not o.has("kueue"):
-        yield f"--queue {o.queue}: only Kueue has queues; add --overlay kueue"
-    if o.has("gcs-ft") and o.redis is None:
-        yield "--overlay gcs-ft: give the Redis that keeps Ray's state as --redis HOST:PORT"
-    if o.redis is not None and not o.has("gcs-ft"):
-        yield f"--redis {o.redis}: nothing would use it; add --overlay gcs-ft"
+    for overlay, field, value, remedy, lonely in (
+        ("kueue", "queue", o.queue, "give the local queue as --queue NAME", "only Kueue has queues"),
+        ("gcs-ft", "redis", o.redis, "give the Redis that keeps Ray's state as --redis HOST:PORT", "nothing would use it"),
+    ):
+        if o.has(overlay) and value is None:
+            yield f"--overlay {overlay}: {remedy}"
+        if value is not None and not o.has(overlay):
+            yield f"--{field} {value}: {lonely}; add --overlay {overlay}"
 
 
 def _objects(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
