@@ -15,6 +15,7 @@ from tests.controller.runs import tiny
 from vescale_ray import checkpoint
 from vescale_ray.config import ConfigError, RunConfig
 from vescale_ray.controller import driver, preflight
+from vescale_ray.controller.checkpoint_stats import CheckpointStats
 from vescale_ray.controller.keeper import Keeper
 from vescale_ray.controller.protocol import ScheduledAction
 from vescale_ray.data.corpus import load_corpus
@@ -136,8 +137,11 @@ def test_a_run_that_is_to_resume_never_goes_back_to_its_own_checkpoints_and_to_n
     config = tiny(tmp_path, "r", checkpoint_resume="never")
     save(config, 20, epoch=5)
     first = preflight.check(config)
-    crew, books = SimpleNamespace(alive=lambda worker: False), SimpleNamespace(checkpoint_step=None, checkpoint_path=None, world=None)
-    keeper = Keeper(config.checkpoint_root, "r", crew, books, None, None, None, 1.0, None, 8, first.oldest)  # type: ignore[arg-type]
+    crew: Any = SimpleNamespace(alive=lambda worker: False)
+    log: Any = SimpleNamespace(stats=SimpleNamespace(checkpoints=CheckpointStats()))
+    generation: Any = SimpleNamespace(world=None)
+    nothing: Any = None
+    keeper = Keeper(config.checkpoint_root, "r", crew, log, generation, nothing, nothing, nothing, 1.0, nothing, 8, first.oldest)
     assert keeper.newest() is None and keeper.source("a", "a").origin is Origin.FRESH
     again = preflight.check(config, oldest=first.oldest)
     assert (again.source.origin, again.first_generation, again.oldest) == (Origin.FRESH, 6, 6)
