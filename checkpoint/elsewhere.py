@@ -8,7 +8,7 @@ NOTHING = "it has no commits/e*-s*.json"
 
 
 def instead(where: str) -> str:
-    """What is at ``where``, which holds no commit, with the remedy.
+    """Describe a place without a commit, and name the remedy.
 
     Args:
         where: a store's description of itself, an absolute path if it is a folder.

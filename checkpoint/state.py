@@ -29,7 +29,7 @@ from .plain import Packed, data_name, pack
 from .scalars import decode, encode
 
 EXTRA = "_extra_state"
-"""How torch calls what a module's ``get_extra_state()`` gives."""
+"""Torch's name, in a state dict, for the result of a module's ``get_extra_state()``."""
 State = MutableMapping[str, Any]
 
 

@@ -27,7 +27,7 @@ SPARE_GAP_S, LONGEST_SPARE_GAP_S = 5.0, 600.0
 
 @dataclass(frozen=True)
 class GrowthNote:
-    """What a restarted controller has to know: when the last growth began (seconds since the epoch), how many workers the growth under way
+    """The state that outlives a controller: when the last growth began (seconds since the epoch), how many workers the growth under way
     goes for, and how many growths in a row have failed."""
 
     begun: float | None = None

@@ -358,7 +358,7 @@ class Conductor:
         return world
 
     def _orders(self, world: World, givers: Sequence[str]) -> dict[str, Order]:
-        """What the members and those that give their shards to them are told."""
+        """The orders for the members and for the leavers that give them shards."""
         store, source = self._crew.store(), world.source
         prefix = f"{self._spec.run_id}/{world.ticket}"
         party = (*world.members, *givers)
@@ -805,7 +805,7 @@ class Conductor:
         return news
 
     def _observed(self) -> Observed:
-        """What the run looks like in this round, besides its statistics."""
+        """The observations of this round, without the run's statistics."""
         members, known = self._log.stats.members, self._log.stats.workers
         reports = {rank: self._crew.report(worker) for rank, worker in enumerate(members)}
         nodes = [info.node if (info := known.get(worker)) is not None else "" for worker in members]

@@ -38,7 +38,7 @@ Answers = Mapping[str, Collection[str]]
 
 @dataclass(frozen=True)
 class Network:
-    """What the controller knows of the workers: who they are, which of them owe an answer, and the time (seconds, never going back)."""
+    """The controller's view of the workers: their identities, those that owe an answer, and the monotonic time in seconds."""
 
     infos: Mapping[str, WorkerInfo]
     silent: Collection[str]

@@ -1,4 +1,4 @@
-"""What other threads and processes see of a run: the snapshot, and run.json."""
+"""The outputs for other threads and processes: the snapshot, and run.json."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEARD_S = 0.5
 
 @dataclass(frozen=True)
 class Observed:
-    """What one round of the controller's loop has seen, and no line tells.
+    """Observations of one round of the controller's loop, which no event holds.
 
     Attributes:
         target: workers wanted.
@@ -120,7 +120,7 @@ class Publisher:
         )
 
     def _who(self, info: WorkerInfo) -> Mapping[str, str]:
-        """What identifies a worker; the same object each time, which makes it cheap to see that nothing has changed."""
+        """The labels of a worker. Each call returns the same object, so that comparing snapshots is cheap."""
         if info.worker not in self._about:
             self._about[info.worker] = {"worker": info.worker, "node": info.node, "pod": info.pod, "device": info.device}
         return self._about[info.worker]

@@ -1,4 +1,4 @@
-"""How a run, and each life of its controller, is recorded from beginning to end: start, restart, states, outcome."""
+"""Events of a run and of its controller's lives: start, restart, states, outcome."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def enter(log: RunLog, publisher: Publisher, state: RunState) -> None:
 
 
 def budget_of(config: RunConfig, state: DurableState, step: int) -> Budget:
-    """What an earlier life of the controller has left of the run's budget; its own end is a failure, too.
+    """Return the rest of the run's failure budget. The end of the earlier controller counts as a failure.
 
-    ``step``: completed since; steps alone are no reason to write the state, so that it may not know of them.
+    ``step`` is the last completed step. The state may be older, because a step alone does not write it.
     """
     used = {Cause(cause): count for cause, count in state.failures.items()}
     streaks = (state.crashes, state.node_losses, state.controller_restarts)

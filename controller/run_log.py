@@ -57,7 +57,7 @@ class RunLog:
         return event
 
     def _follows(self) -> dict[str, Any]:
-        """What makes the next line one of a sequence: its number, and the time that was published as lost since the line before."""
+        """The sequence fields of the next line: its number, and the time published as lost since the line before."""
         late = {"lost_until": self._told_until} if self._told_until > self.stats.goodput.until else {}
         return {**late, "seq": self.stats.sequence + 1}
 

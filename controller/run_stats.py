@@ -110,7 +110,7 @@ class RunStats:
         return accounts
 
     def totals(self) -> dict[str, Any]:
-        """What the metric lines so far have added up to: a replay may begin at a line that has it as :data:`~.step_stats.SO_FAR`."""
+        """The totals of the metric lines so far. A replay may begin at a line that holds them as :data:`~.step_stats.SO_FAR`."""
         return {**self.steps.so_far(), "goodput": self.goodput.to_json()}
 
     def on_step(self, line: Line) -> None:
@@ -220,5 +220,5 @@ class RunStats:
 
     @property
     def _change(self) -> Loss:
-        """What time between two generations is lost to."""
+        """The cause to which time between two generations is lost."""
         return Loss.FAILURE if self.rescale is None or self.rescale.reason == "failure" else Loss.RESCALE

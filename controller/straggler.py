@@ -30,7 +30,7 @@ Slow = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class StragglerNote:
-    """What a restarted controller has to know: the ``worker`` that is being replaced, since when, the end of the pause after the last
+    """The state that outlives a controller: the ``worker`` that is being replaced, since when, the end of the pause after the last
     replacement, and the number of replacements. Times are seconds since the epoch."""
 
     worker: str | None = None
@@ -41,7 +41,7 @@ class StragglerNote:
 
 @dataclass(frozen=True)
 class Known:
-    """What the run's statistics tell: the workers that are slow, the last spread of the slots with its generation, and all workers."""
+    """Values from the run's statistics: the slow workers, the last spread of the slots with its generation, and all workers."""
 
     slow: Slow
     spread: tuple[int, tuple[int, ...]]

@@ -56,7 +56,7 @@ class Table:
         return again
 
     def adopt(self, world: World) -> None:
-        """What the controller before has recorded."""
+        """Replay the records of the controller before."""
         self.run.log.replay()
         self.run.generation.adopt(world)
         self.world = world
