@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from vescale_ray.compat.core import enable_record_function, profiler_enabled
 
 BACKEND = "vescale_gloo"
 """The back end's name in torch, as in ``new_group(backend=..)``. The first :func:`init_process_group` registers it."""
@@ -61,6 +64,24 @@ def create(store: Any, rank: int, size: int, timeout: timedelta = _TORCHS_TIMEOU
     options._devices = devices or [dist.ProcessGroupGloo.create_default_device()]
     options._timeout, options._threads = timeout, 1
     return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def unrecorded() -> Any:
+    """A context for starting gloo operations that may finish after a profiler of this thread has stopped.
+
+    torch's profiler records such an operation from its start to its wait. If it stops before the wait, the wait writes the end time into
+    memory that the profiler has freed. Operations that start in this context are not recorded.
+    """
+    return _not_recording() if profiler_enabled() else nullcontext()
+
+
+@contextmanager
+def _not_recording() -> Iterator[None]:
+    enable_record_function(False)
+    try:
+        yield
+    finally:
+        enable_record_function(True)
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:

@@ -47,19 +47,21 @@ class Messages:
     def receive(self, received: torch.Tensor, source: int) -> None:
         """Receive from rank ``source`` of the group."""
         group = self._alive()
-        if isinstance(group, dist.ProcessGroup):  # torch's own call, so that tools that watch communication see it
-            work: Any = dist.irecv(received, group=group, tag=self._tag, group_src=source)
-        else:
-            work = group.recv([received], source, self._tag)
+        with gloo.unrecorded():
+            if isinstance(group, dist.ProcessGroup):  # torch's own call, so that tools that watch communication see it
+                work: Any = dist.irecv(received, group=group, tag=self._tag, group_src=source)
+            else:
+                work = group.recv([received], source, self._tag)
         self._under_way.append((work, received))
 
     def send(self, sent: torch.Tensor, target: int) -> None:
         """Send to rank ``target`` of the group."""
         group = self._alive()
-        if isinstance(group, dist.ProcessGroup):
-            work: Any = dist.isend(sent, group=group, tag=self._tag, group_dst=target)
-        else:
-            work = group.send([sent], target, self._tag)
+        with gloo.unrecorded():
+            if isinstance(group, dist.ProcessGroup):
+                work: Any = dist.isend(sent, group=group, tag=self._tag, group_dst=target)
+            else:
+                work = group.send([sent], target, self._tag)
         self._under_way.append((work, sent))
 
     def wait(self, times: int = 1) -> None:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vescale_ray import waits
+from vescale_ray import gloo, waits
 from vescale_ray.checkpoint.digest import BLOCK_BYTES, block_sums, view_of
 from vescale_ray.checkpoint.layout import ObjectLayout, lay_out
 from vescale_ray.checkpoint.staging import LayoutMemo, Slab, SlabPool, copy_pieces, written
@@ -339,16 +339,16 @@ class _Generation:
         exchange.sums = torch.empty(theirs.blocks, dtype=torch.int64)
         if theirs.data.numel():
             exchange.receives = [
-                _posted(dist.irecv(theirs.data, self._ward, tag=_EXCHANGE)),
-                _posted(dist.irecv(exchange.sums, self._ward, tag=_SUMS)),
+                _post(dist.irecv, theirs.data, self._ward, _EXCHANGE),
+                _post(dist.irecv, exchange.sums, self._ward, _SUMS),
             ]
         exchange.awaited = True
         if own.data.numel():
-            exchange.sends = [_posted(dist.isend(own.data, self._buddy, tag=_EXCHANGE))]
+            exchange.sends = [_post(dist.isend, own.data, self._buddy, _EXCHANGE)]
         sums = own.count()
         exchange.own_sums = torch.from_numpy(sums)
         if sums.size:
-            exchange.sends.append(_posted(dist.isend(exchange.own_sums, self._buddy, tag=_SUMS)))
+            exchange.sends.append(_post(dist.isend, exchange.own_sums, self._buddy, _SUMS))
         return sums
 
     def made(self) -> None:
@@ -565,7 +565,9 @@ class _Described(NamedTuple):
     tiling: Tiling = ROWS
 
 
-def _posted(work: Any) -> Any:
+def _post(start: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int) -> Any:
+    with gloo.unrecorded():
+        work = start(tensor, peer, tag=tag)
     assert work is not None, "this process is not in the group"
     return work
 

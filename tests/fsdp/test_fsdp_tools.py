@@ -167,3 +167,20 @@ def test_torchs_memory_tracker_of_sharded_models_works(seen: dict[str, Any]) -> 
         assert ours[kind] == theirs[kind]
     assert 0.9 * theirs["OPT"] <= ours["OPT"] <= 1.1 * theirs["OPT"]
     assert 0.5 * theirs["Total"] <= ours["Total"] <= 1.1 * theirs["Total"]
+
+
+def messages_under_way(rank: int, world: int) -> tuple[int, set[str]]:
+    """Recorded ranges of a backward, and those of gloo's operations, whose end may come in the next one."""
+    model = sharded(fully_shard, blocks=2)
+    model(torch.ones(2, WIDTH)).sum().backward()  # its checks are collectives that it waits for at once
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(torch.ones(2, WIDTH)).sum().backward()
+    model(torch.ones(2, WIDTH)).sum().backward()
+    recorded = {event.key for event in profile.key_averages()}
+    return sum(name.startswith("FSDP::") for name in recorded), {name for name in recorded if "gloo:" in name or "c10d::" in name}
+
+
+def test_a_profile_has_no_operation_that_ends_after_it() -> None:
+    """torch's profiler would write its end into memory that is freed by then, and corrupt the heap."""
+    for labelled, messages in run_gloo(2, messages_under_way):
+        assert labelled > 5 and not messages

@@ -57,6 +57,9 @@ with private_names():
     # Tells that no profiler runs, so that labels cost nothing then.
     from torch.autograd import _profiler_enabled as profiler_enabled
 
+    # Keeps operations out of a profile that may end after it.
+    from torch.autograd import _enable_record_function as enable_record_function  # type: ignore[attr-defined]
+
     # The common base of convolutions: build_optimizer routes their weights as matrices.
     from torch.nn.modules.conv import _ConvNd as ConvNd
 

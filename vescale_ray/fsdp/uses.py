@@ -15,12 +15,13 @@ not wait either.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from vescale_ray import waiting
+from vescale_ray import gloo, waiting
 from vescale_ray.compat.core import disable_current_modes
 from vescale_ray.fsdp.comm import Lane
 from vescale_ray.fsdp.debug import agree, agree_on_gradients
@@ -121,7 +122,8 @@ class _Question:
                 complete = all(self._own)  # a complete answer needs no copy from the host
                 made = torch.ones(len(self._own), dtype=torch.uint8, device=device) if complete else None
                 self._bytes = torch.tensor(self._own, dtype=torch.uint8, device=device) if made is None else made
-            work = dist.all_reduce(self._bytes, op=dist.ReduceOp.MAX, group=group, async_op=lane.stream is None)
+            with gloo.unrecorded() if lane.stream is None else nullcontext():
+                work = dist.all_reduce(self._bytes, op=dist.ReduceOp.MAX, group=group, async_op=lane.stream is None)
         if work is not None:
             self.works.append(work)
 
