@@ -24,10 +24,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vescale_ray.config import RunConfig, parse_config
 from vescale_ray.controller.budget import Budget, Limits
-from vescale_ray.controller.conductor import Conductor
+from vescale_ray.controller.control_loop import ControlLoop
 from vescale_ray.controller.crew import Crew, NurseryLost
 from vescale_ray.controller.desk import ANSWER_S
-from vescale_ray.controller.durable_state import DurableState, StateStore, read_state
+from vescale_ray.controller.durable_state import DurableState, StateStore, StateWriter, read_state
 from vescale_ray.controller.metrics import MetricsServer, PortInUse
 from vescale_ray.controller.protocol import NAMESPACE, Bounds, Outcome, RequestRefused, RunSpec
 from vescale_ray.controller.publisher import Observed, Publisher
@@ -72,7 +72,7 @@ class Controller:
             raise NurseryLost("the nursery actor is gone, and the workers that it owned") from None
         self._outcome: Outcome | None = None
         self._server: MetricsServer | None = None
-        self._conductor: Conductor | None = None
+        self._loop: ControlLoop | None = None
         self._known, self._begun = threading.Event(), threading.Event()
         self._notices: list[str] = []
         """Warnings of before the log was brought up to date."""
@@ -125,7 +125,7 @@ class Controller:
             begin(self._log, config, state, spec.driver_pid)
             self._known.set()
         what = (nursery, config, store, state, again)
-        self._thread = threading.Thread(target=self._conduct, args=what, name="vescale-conductor", daemon=True)
+        self._thread = threading.Thread(target=self._conduct, args=what, name="vescale-control-loop", daemon=True)
         self._thread.start()
 
     def status(self) -> dict[str, Any]:
@@ -200,9 +200,9 @@ class Controller:
             done = begun(lambda: _committed_attempt(spec.run_id, config.checkpoint_root)) if again else None
             saves = Saves(config.checkpoint_root, lambda: retention_of(config), self._meta, done, max(Bounds.save, spec.bounds.save))
             crew = Crew(nursery, spec.bounds.call, state.epoch)
-            self._conductor = Conductor(spec, config, crew, log, publisher, saves, state, store)
+            self._loop = ControlLoop(spec, config, crew, log, publisher, saves, StateWriter(state, store))
             self._begun.set()
-            return self._conductor.run()
+            return self._loop.run()
 
         outcome = outcome_of(conduct, log, publisher)
         if saves is not None:
@@ -215,8 +215,8 @@ class Controller:
         began = time.monotonic()
         if not self._begun.wait(BEGIN_S):
             raise RequestRefused(f"the controller has just been started and takes no commands yet; try {action} again")
-        assert self._conductor is not None
-        return self._conductor.desk.command(action, body, began + ANSWER_S - time.monotonic())
+        assert self._loop is not None
+        return self._loop.desk.command(action, body, began + ANSWER_S - time.monotonic())
 
     def _serve(self, host: str, remembered: int, wanted: int) -> MetricsServer:
         """Listen where the run listened before, if it can be: whoever scrapes it need not notice the restart.

@@ -1,7 +1,7 @@
-"""What is wanted of the run: commands from outside and scheduled actions, as the conductor's loop takes them in.
+"""Commands from outside and scheduled actions, and the wishes that follow from them.
 
-Commands arrive in the HTTP server's threads and from the driver; they are carried out by the conductor's thread alone, between two
-rounds of its loop, so that nothing but this queue is shared.
+Commands arrive in the HTTP server's threads and from the driver. The controller's thread carries them out between two rounds of the control
+loop, so that only this queue is shared.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import queue
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller import policy
 from vescale_ray.controller.crew import Crew
-from vescale_ray.controller.durable_state import DurableState
+from vescale_ray.controller.durable_state import StateWriter
 from vescale_ray.controller.protocol import RequestRefused, RunSpec
 from vescale_ray.controller.run_log import RunLog
 
@@ -36,33 +36,38 @@ class _Command:
 
 
 class Desk:
-    """Wishes, and how far they are known.
+    """The commands of a run, and what is wanted of it.
 
     Args:
-        state: what an earlier life of the controller left.
-        changed: called in the controller's thread when something here must be written down.
+        durable: the fields ``stop_reason``, ``target``, ``requested``, ``reason`` and ``actions_done`` of this state are kept here.
 
     Attributes:
-        stop, target, requested, reason, actions: ``stop_reason``, ``target``, ``requested``, ``reason`` and ``actions_done`` of the durable
-            state.
+        stop: why the run is to end; None: it is not.
     """
 
-    def __init__(self, spec: RunSpec, config: RunConfig, crew: Crew, log: RunLog, state: DurableState, changed: Callable[[], None]) -> None:
-        self._spec, self._config, self._crew, self._log, self._changed = spec, config, crew, log, changed
+    def __init__(self, spec: RunSpec, config: RunConfig, crew: Crew, log: RunLog, durable: StateWriter) -> None:
+        self._spec, self._config, self._crew, self._log, self._durable = spec, config, crew, log, durable
         self._commands: queue.Queue[_Command] = queue.Queue()
         self._door = threading.Lock()
         self._over_at: int | None = None
         """Completed steps of a run that is over."""
-        self.stop: str | None = state.stop_reason
-        self.target = state.target or config.elastic.workers
-        self.requested = state.requested
-        self.reason = state.reason
-        self.actions = state.actions_done
+        self.stop = durable.state.stop_reason
+        durable.note(target=durable.state.target or config.elastic.workers)
+
+    @property
+    def target(self) -> int:
+        """Workers that are wanted."""
+        return self._durable.state.target
+
+    @property
+    def reason(self) -> str:
+        """Why :attr:`target` differs from the number of workers."""
+        return self._durable.state.reason
 
     @property
     def ceiling(self) -> int:
         """Most workers that a run which grows by itself (``elastic.grow``) goes for."""
-        return self.requested or self._config.max_workers
+        return self._durable.state.requested or self._config.max_workers
 
     def command(self, action: str, body: dict[str, Any], wait_s: float = ANSWER_S) -> dict[str, Any]:
         """Carry a command to the loop and its answer back; from any thread.
@@ -122,21 +127,22 @@ class Desk:
 
     def want(self, workers: int, reason: str) -> None:
         """Go for another number of workers."""
-        self.target, self.reason = workers, reason
-        self._changed()
+        self._durable.update(target=workers, reason=reason)
 
     def explain(self, reason: str) -> None:
         """The number of workers that is wanted differs from what there is for another reason now."""
-        self.reason = reason
+        self._durable.note(reason=reason)
 
-    def end(self, reason: str) -> None:
-        """The run is to be stopped; the first reason stays."""
+    def end(self, reason: str, *, durable: bool = True) -> None:
+        """Stop the run; the first reason stays. Unless ``durable``, a restarted controller does not know of it."""
         self.stop = self.stop or reason
+        if durable:
+            self._durable.note(stop_reason=self.stop)
 
     def _do(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
         if action == "stop":
             self.end(str(body.get("reason") or "asked to"))
-            self._changed()
+            self._durable.update()
             return {"ok": True, "message": f"stopping at the next step boundary after step {self._log.stats.step}"}
         if action == "rescale":
             if self.stop:
@@ -149,7 +155,7 @@ class Desk:
                 slots=config.train.slots,
                 capacity=self._spec.capacity,
             )
-            self.requested = workers
+            self._durable.note(requested=workers)
             self.want(workers, "manual")
             and_later = f"; the run grows by itself up to {workers}" if config.elastic.grow else ""
             return {"ok": True, "workers": workers, "message": f"going to {workers} workers{and_later}"}
@@ -157,14 +163,13 @@ class Desk:
 
     def _act(self) -> None:
         """Scheduled actions, each once its step is completed and the one before has had its effect."""
-        while self.actions < len(self._spec.schedule):
-            action = self._spec.schedule[self.actions]
+        while (done := self._durable.state.actions_done) < len(self._spec.schedule):
+            action = self._spec.schedule[done]
             stats = self._log.stats
             if not stats.members or stats.step < action.step or stats.rescale is not None:
                 return
             # Noted first: a controller that dies of what it does must not do it again.
-            self.actions += 1
-            self._changed()
+            self._durable.update(actions_done=done + 1)
             self._log.record("scheduled_action", action=action.action, value=action.value, at=action.step)
             try:
                 if action.action in ("kill", "pause"):

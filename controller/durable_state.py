@@ -175,6 +175,36 @@ class StateStore:
         return ray.get(getattr(self._nursery, method).remote(*args), timeout=CALL_S)
 
 
+class StateWriter:
+    """The durable state of a running controller. Each part of the controller notes its own fields; a write keeps all of them.
+
+    Used from the controller's thread.
+    """
+
+    def __init__(self, state: DurableState, store: StateStore) -> None:
+        self.state, self._written, self._store = state, state, store
+
+    def note(self, **fields: Any) -> None:
+        """Change fields. The next write keeps them."""
+        self.state = replace(self.state, **fields)
+
+    def update(self, **fields: Any) -> None:
+        """Change fields, and write the state if it differs from what was written last."""
+        self.note(**fields)
+        if self.state != self._written:
+            self.write()
+
+    def write(self) -> None:
+        """Write the state."""
+        self.state = self._written = self._store.write(self.state)
+
+    def take_number(self) -> int:
+        """A generation's number, written before it is used."""
+        self.note(last_number=self.state.last_number + 1)
+        self.write()
+        return self.state.last_number
+
+
 def read_state(folder: str | os.PathLike[str]) -> DurableState | None:
     """The state in a run's folder. A file of another version or that is damaged counts as none, with a warning in the log.
 

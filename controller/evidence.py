@@ -25,7 +25,7 @@ class _Failure:
 
 
 class Evidence:
-    """Kept in the conductor's thread; a controller that is restarted begins anew."""
+    """Used from the controller's thread. A restarted controller begins with none."""
 
     def __init__(self) -> None:
         self._failures: deque[_Failure] = deque(maxlen=KEPT)

@@ -1,21 +1,26 @@
-"""Which state a generation starts from, and keeping what parked workers hold as a checkpoint.
+"""The state that a generation starts from, and checkpoints of what parked workers hold.
 
-The checkpoint after the last step, the one after a stop, and the one that a failing run leaves are all the same thing here: the
-newest state that the living workers hold together, each shard written by its owner or by whoever has its copy. So the loss
-of a worker in that moment costs nothing while a copy is left.
+The checkpoint after the last step, the one after a stop, and the one of a failing run are made alike: of the newest state that the living
+workers hold together. Each shard is written by its owner, or by a worker that has its copy. So the loss of a worker meanwhile costs
+nothing while a copy is left.
+
+No method waits. One whose answer takes time raises :class:`Unanswered`, and is called again in the next round of the control loop.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from vescale_ray.controller import policy
 from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.checkpoint_stats import saved_event
 from vescale_ray.controller.crew import Crew
+from vescale_ray.controller.durable_state import StateWriter
 from vescale_ray.controller.generation_log import GenerationLog
 from vescale_ray.controller.protocol import Source
 from vescale_ray.controller.run_log import RunLog
@@ -29,9 +34,40 @@ _log = logging.getLogger(__name__)
 
 TRIES = 3
 STORAGE_S = 60.0
-"""For the storage to tell its newest checkpoint: in a file system whose server is gone it never would."""
-LOOK_S = 0.5
-"""Between two looks whether it has."""
+"""Bound of a question to the storage. A file system whose server is gone never answers."""
+
+
+class Unanswered(Exception):
+    """The answer is not there yet. The same call in a later round gives it."""
+
+
+@dataclass
+class _Saving:
+    """A checkpoint of parked workers that is under way.
+
+    Attributes:
+        only_newer: as in :meth:`Keeper.save`.
+        attempt: what was ordered; None: nothing is ordered now. ``writers`` write it, until ``until`` at the latest.
+        settle_until: it has failed. Until then its writers are waited for: they can neither write again nor join before they are done.
+    """
+
+    workers: tuple[str, ...]
+    only_newer: bool
+    tries: int = 0
+    attempt: str | None = None
+    writers: tuple[str, ...] = ()
+    until: float = 0.0
+    settle_until: float | None = None
+    problem: str = "the workers died while they wrote it"
+
+
+@dataclass
+class _Question:
+    """A question to the storage, and what its answer depends on."""
+
+    about: tuple[Any, ...]
+    ask: Any
+    until: float = field(default_factory=lambda: time.monotonic() + STORAGE_S)
 
 
 class Keeper:
@@ -40,8 +76,7 @@ class Keeper:
     Args:
         root: folder of the checkpoints.
         run_id: of this start of the run; goes into the identifiers of checkpoints.
-        take_number: a generation's number that nobody has; the epoch of a checkpoint.
-        wait: runs the conductor's loop until its argument is true, at most so many seconds; whether it became true.
+        durable: gives the numbers that are epochs of checkpoints.
         save_s: bound of a checkpoint.
         cadence: is told what each checkpoint cost.
         most: the largest world size that can be.
@@ -61,8 +96,7 @@ class Keeper:
         log: RunLog,
         generation: GenerationLog,
         saves: Saves,
-        take_number: Callable[[], int],
-        wait: Callable[[Callable[[], bool], float], bool],
+        durable: StateWriter,
         save_s: float,
         cadence: Cadence,
         most: int,
@@ -73,8 +107,10 @@ class Keeper:
         self._cadence = cadence
         self._root, self._run_id, self._save_s, self._oldest = root, run_id, save_s, oldest
         self._crew, self._log, self._generation, self._saves = crew, log, generation, saves
-        self._take_number, self._wait = take_number, wait
+        self._durable = durable
         self._scribe = Scribe()
+        self._question: _Question | None = None
+        self._saving: _Saving | None = None
         self._bad: frozenset[str] = frozenset()
         self._results: dict[str, SaveResult] = {}
         self._damaged: set[str] = set()
@@ -93,7 +129,11 @@ class Keeper:
             self.distrust(result.kept.name)
 
     def newest(self) -> policy.Kept | None:
-        """The newest checkpoint that is not known to be damaged; what the books know of where the storage does not tell."""
+        """The newest checkpoint that is not known to be damaged; the newest recorded one if the storage fails.
+
+        Raises:
+            Unanswered: the storage has not answered yet.
+        """
         try:
             return self._ask_storage()
         except OSError as error:
@@ -101,38 +141,53 @@ class Keeper:
         path, step = self._log.stats.checkpoints.path, self._log.stats.checkpoints.step
         return policy.Kept(path.rpartition("/")[2], path, step) if path is not None and step is not None else None
 
-    def source(self, members: Sequence[str], holders: Iterable[str]) -> Source:
-        """Where ``members`` start from, with what ``holders`` (parked workers, leavers too) hold. Where they hold a state as new as any
-        checkpoint the storage is not asked: it may be slow, or out of reach.
+    def newer(self, holders: Iterable[str]) -> policy.Kept | None:
+        """The newest checkpoint, if it may be newer than what ``holders`` (parked workers, leavers too) hold. Otherwise the storage, which
+        may be slow or out of reach, is not asked.
 
         Raises:
+            Unanswered: the storage has not answered yet.
             OSError: no state is held, and the storage is out of reach, or shows none of the checkpoints that there must be (it is not
-                mounted, say): to begin anew would be wrong.
+                mounted, for example). To begin anew would be wrong.
         """
-        held, newest = self._held(holders), None
-        if _newest_step(held) < (self._log.stats.checkpoints.step or 0):
-            try:
-                newest = self._ask_storage()
-                held = self._held(holders)  # somebody may have been lost meanwhile
-            except OSError as error:
-                held = self._held(holders)
-                if (step := _newest_step(held)) < 0:
-                    raise
-                _log.warning("%s is out of reach: going on from step %d in memory: %s", self._root, step, error)
-        return policy.choose_source(held, members, newest, self._generation.world)
+        step = self.held_step(holders)
+        if step >= (self._log.stats.checkpoints.step or 0):
+            return None
+        try:
+            return self._ask_storage()
+        except OSError as error:
+            if step < 0:
+                raise
+            _log.warning("%s is out of reach: going on from step %d in memory: %s", self._root, step, error)
+            return None
+
+    def source(self, members: Sequence[str], holders: Iterable[str], newest: policy.Kept | None) -> Source:
+        """The state that ``members`` start from, given what ``holders`` hold and the ``newest`` checkpoint (:meth:`newer`)."""
+        return policy.choose_source(self._held(holders), members, newest, self._generation.world)
 
     def _ask_storage(self) -> policy.Kept | None:
-        """Raises OSError also where the storage says nothing for :data:`STORAGE_S`. Meanwhile the loop goes on: else it took no command."""
-        question = partial(newest_kept, self._root, self._bad, self._oldest, self._log.stats.checkpoints.step)
-        deadline = time.monotonic() + STORAGE_S
-        while True:
-            try:
-                found: policy.Kept | None = self._scribe.do(question)
-                return found
-            except TimeoutError:
-                if time.monotonic() > deadline:
-                    raise
-            self._wait(lambda: False, LOOK_S)
+        """The newest checkpoint.
+
+        Raises:
+            Unanswered: the storage has not answered yet.
+            OSError: it is out of reach, or has not answered for :data:`STORAGE_S`.
+        """
+        about = (self._bad, self._log.stats.checkpoints.step)
+        if self._question is None or self._question.about != about:
+            self._question = _Question(about, partial(newest_kept, self._root, self._bad, self._oldest, self._log.stats.checkpoints.step))
+        question = self._question
+        try:
+            found: policy.Kept | None = self._scribe.do(question.ask)
+        except TimeoutError:
+            if time.monotonic() < question.until:
+                raise Unanswered from None
+            self._question = None
+            raise
+        except BaseException:
+            self._question = None
+            raise
+        self._question = None
+        return found
 
     def held_step(self, workers: Iterable[str]) -> int:
         """Of the newest state that ``workers``, who are parked, hold together; -1: none. The storage is not asked."""
@@ -149,12 +204,12 @@ class Keeper:
         self.numbered_by = "layouts" if self.layouts.exact else "equal intervals"
         return seated(members, self._parts(resume, holders), overlap)
 
-    def staying(self, candidates: Sequence[str], count: int, holders: Sequence[str]) -> tuple[str, ...]:
-        """The ``count`` of ``candidates`` that stay so that the fewest bytes move; where that moves no more, so that copies lie on other
-        nodes, and whole nodes become free."""
+    def staying(self, candidates: Sequence[str], count: int, source: Source, holders: Sequence[str]) -> tuple[str, ...]:
+        """The ``count`` of ``candidates`` that stay so that the fewest bytes move from ``source``. Among equals, copies lie on other nodes,
+        and whole nodes become free."""
         from vescale_ray.workers.seating import staying
 
-        resume = self.source(candidates, holders).resume
+        resume = source.resume
         if resume is None:
             return tuple(candidates[:count])
         there: dict[str, list[str]] = {}
@@ -182,49 +237,89 @@ class Keeper:
         for result in self._saves.abandon(reason):
             self._note(result)
 
-    def save(self, workers: Sequence[str]) -> SaveResult | None:
-        """A checkpoint of the newest state that ``workers``, who are parked, hold together; None when they hold none, or a checkpoint is
-        newer than what they hold (copies that are not made every step): an older state, committed later, would pass for the newest.
+    def save(self, workers: Sequence[str], *, only_newer: bool = False) -> SaveResult | None:
+        """Make a checkpoint of the newest state that ``workers``, who are parked, hold together. Call it in each round until it returns.
 
-        A worker that dies meanwhile is no reason to give up while the others have copies of its shards.
+        None: they hold no state, or a checkpoint is newer than theirs (with copies that are not made every step). An older state that is
+        committed later would pass for the newest. With ``only_newer``, None also if the newest checkpoint is of the same step.
+
+        A worker that dies meanwhile does not end it while the others have copies of its shards.
+
+        Raises:
+            Unanswered: the checkpoint is under way.
         """
-        problem = "the workers died while they wrote it"
-        for _ in range(TRIES):
-            held = self._held(workers)
-            resume = choose_resume(held)
-            if resume is None:
-                return None
-            if resume.step < (self._log.stats.checkpoints.step or 0) and (kept := self.newest()) is not None and kept.step > resume.step:
-                return None
-            last = self._last
-            if last is not None and last.step == resume.step and last.epoch >= resume.generation:
-                return last
-            holders: dict[int, list[str]] = {}
-            for worker, holdings in held.items():
-                for holding in holdings:
-                    if (holding.generation, holding.step) == (resume.generation, resume.step):
-                        for rank in holding.ranks:
-                            holders.setdefault(rank, []).append(worker)
-            world = self._generation.world
-            owners = world.members if world is not None and world.ticket.generation == resume.generation else ()
-            plan = policy.spread_saving(holders, owners)
-            epoch = self._take_number()
-            attempt = f"{self._run_id}-h{epoch}-s{resume.step}"
-            tickets = {w: report.ticket for w in plan if (report := self._crew.report(w)) is not None}
-            refused = self._crew.order({w: Save(tickets[w], resume, ranks, attempt, epoch) for w, ranks in plan.items()})
-            if not refused:
-                self._wait(lambda name=attempt, of=tuple(plan): self._decided(name, of), self._save_s)  # type: ignore[misc]
-                if attempt in self._results:
-                    return self._results[attempt]
-                if all(self._crew.alive(w) for w in plan):  # nothing would be another time: the storage hangs
-                    self.abandon(problem := f"it was not written within {self._save_s:g} s (checkpoint.last_timeout_s)")
+        saving = self._saving = self._saving or _Saving(tuple(workers), only_newer)
+        try:
+            result = self._advance(saving)
+        except Unanswered:
+            raise
+        except BaseException:
+            self._saving = None
+            raise
+        self._saving = None
+        return result
+
+    def _advance(self, saving: _Saving) -> SaveResult | None:
+        while saving.tries < TRIES:
+            if saving.attempt is None and saving.settle_until is None:
+                held = self._held(saving.workers)
+                resume = choose_resume(held)
+                if resume is None or self._is_superseded(resume, only_newer=saving.only_newer):
+                    return None
+                last = self._last
+                if last is not None and last.step == resume.step and last.epoch >= resume.generation:
+                    return last
+                self._order(saving, resume, held)
+            if saving.settle_until is None:
+                assert saving.attempt is not None
+                if not self._decided(saving.attempt, saving.writers) and time.monotonic() < saving.until:
+                    raise Unanswered
+                if saving.attempt in self._results:
+                    return self._results[saving.attempt]
+                if all(self._crew.alive(w) for w in saving.writers):  # another try would not differ: the storage hangs
+                    saving.problem = f"it was not written within {self._save_s:g} s (checkpoint.last_timeout_s)"
+                    self.abandon(saving.problem)
                     break
+                self.abandon()
+                saving.settle_until = time.monotonic() + self._save_s
+            if self.writes(saving.workers) and time.monotonic() < saving.settle_until:
+                raise Unanswered
+            saving.tries, saving.attempt, saving.settle_until = saving.tries + 1, None, None
+        return SaveResult("", self._log.stats.step, 0, 0.0, error=saving.problem)
+
+    def _is_superseded(self, resume: Resume, *, only_newer: bool) -> bool:
+        """Whether a checkpoint is newer than this state; with ``only_newer``, or of the same step.
+
+        Raises:
+            Unanswered: the storage has not answered yet.
+        """
+        if not only_newer and resume.step >= (self._log.stats.checkpoints.step or 0):
+            return False
+        kept = self.newest()
+        step = kept.step if kept is not None else 0
+        return resume.step <= step if only_newer else resume.step < step
+
+    def _order(self, saving: _Saving, resume: Resume, held: Mapping[str, Sequence[Holding]]) -> None:
+        """Order an attempt to write this state."""
+        holders: dict[int, list[str]] = {}
+        for worker, holdings in held.items():
+            for holding in holdings:
+                if (holding.generation, holding.step) == (resume.generation, resume.step):
+                    for rank in holding.ranks:
+                        holders.setdefault(rank, []).append(worker)
+        world = self._generation.world
+        owners = world.members if world is not None and world.ticket.generation == resume.generation else ()
+        plan = policy.spread_saving(holders, owners)
+        epoch = self._durable.take_number()
+        attempt = f"{self._run_id}-h{epoch}-s{resume.step}"
+        tickets = {w: report.ticket for w in plan if (report := self._crew.report(w)) is not None}
+        refused = self._crew.order({w: Save(tickets[w], resume, ranks, attempt, epoch) for w, ranks in plan.items()})
+        now = time.monotonic()
+        if refused:
             self.abandon()
-            # Who still writes for the attempt that has failed can neither write again nor join: its order would be refused. Nor
-            # does it count as a holder.
-            self._wait(lambda: not self.writes(workers), self._save_s)
-            problem = next(iter(refused.values()), problem)
-        return SaveResult("", self._log.stats.step, 0, 0.0, error=problem)
+            saving.problem, saving.settle_until = next(iter(refused.values())), now + self._save_s
+        else:
+            saving.attempt, saving.writers, saving.until = attempt, tuple(plan), now + self._save_s
 
     def _decided(self, attempt: str, writers: Sequence[str]) -> bool:
         if attempt in self._results:

@@ -10,7 +10,7 @@ from vescale_ray.controller.budget import Budget, Cause, Limits
 from vescale_ray.controller.crew import NurseryLost
 from vescale_ray.controller.durable_state import DurableState
 from vescale_ray.controller.generation_log import GenerationLog
-from vescale_ray.controller.protocol import FINAL, Outcome, RunState
+from vescale_ray.controller.protocol import FINAL, Outcome, RunState, check_transition
 from vescale_ray.controller.publisher import Observed, Publisher
 from vescale_ray.controller.run_log import RunLog
 
@@ -24,6 +24,26 @@ def enter(log: RunLog, publisher: Publisher, state: RunState) -> None:
         log.record("goodput", **log.stats.goodput.to_json())
     publisher.publish()
     publisher.write_record(now=True)
+
+
+class Lifecycle:
+    """The state of the run that its operators see (``protocol.RunState``)."""
+
+    def __init__(self, log: RunLog, publisher: Publisher) -> None:
+        self._log, self._publisher = log, publisher
+
+    @property
+    def state(self) -> RunState:
+        return self._log.stats.state
+
+    def enter(self, state: RunState) -> None:
+        """Move the run to another state.
+
+        Raises:
+            ValueError: it may not follow the present one: a bug of the controller.
+        """
+        if state is not self.state:
+            enter(self._log, self._publisher, check_transition(self.state, state))
 
 
 def budget_of(config: RunConfig, state: DurableState, step: int) -> Budget:

@@ -1,13 +1,12 @@
-"""Steering a generation that runs as it should: who is hired, who is let go, and when it is asked to stop at a boundary.
+"""The workers of a generation that runs as it should: who is hired, who is dismissed, and when it is asked to stop at a boundary.
 
-What follows once nobody is in it any more is the conductor's to decide (``conductor``). This here is called in every round of its
-loop while all members train, from its thread alone.
+The control loop calls this in every round while all members train, and decides what follows when no member is in the generation any more.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller import policy
@@ -16,13 +15,15 @@ from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.connectivity import TRY_S, Connectivity, CutOff, Network, Probe
 from vescale_ray.controller.crew import Crew, Reaching
 from vescale_ray.controller.desk import Desk
-from vescale_ray.controller.durable_state import DurableState
+from vescale_ray.controller.durable_state import StateWriter
 from vescale_ray.controller.generation_log import GenerationLog
 from vescale_ray.controller.nodes import Nodes
 from vescale_ray.controller.protocol import Event, RunSpec, RunState, World
+from vescale_ray.controller.run_lifecycle import Lifecycle
 from vescale_ray.controller.run_log import RunLog
 from vescale_ray.controller.saves import Saves
 from vescale_ray.controller.straggler import Known, Stragglers
+from vescale_ray.workers.layouts import Layouts
 from vescale_ray.workers.messages import CHECKPOINT, RESCALE, STOP, StepRecord, Ticket
 
 WRITTEN_S, LONGEST_S = 30.0, 300.0
@@ -34,20 +35,17 @@ PLANNED_S = 10.0
 
 
 class Steering:
-    """Staffs and steers the generation that trains.
+    """Hires, admits and dismisses workers, and asks the generation to stop where another should follow.
 
     Args:
-        state: what an earlier life of the controller left.
-        remember: called when something here must be written down.
-        enter: moves the run to another state.
-        planned: whether the layouts of so many ranks, and so many, are known.
+        durable: the fields ``leavers``, ``growth`` and ``straggler`` of this state are kept here.
+        layouts: those of the world sizes before and after a change, by which its ranks are numbered.
 
     Attributes:
-        leavers: workers that are in no generation and must give their shards to the next.
         asked: the generation that was asked to stop at its next boundary.
         refusals: why nodes whose workers had become warm were not let in, since a worker was that had not been before, or more are wanted.
         fleeting: why warm workers were lost before they had joined, since one last did.
-        untried: warm workers of whom it is not known yet whether they and the others reach each other.
+        untried: warm workers whose connections to the others are not known yet.
         hire_failures: why workers that were hired of late did not become warm, or nodes were refused; ``failed_hires``: how many ever.
         stragglers: watches who is slow.
         spares: warm workers beside those that train or are to join; ``places_wanted``: places asked of Ray's autoscaler.
@@ -63,19 +61,18 @@ class Steering:
         saves: Saves,
         desk: Desk,
         cadence: Cadence,
-        state: DurableState,
-        remember: Callable[[], None],
-        enter: Callable[[RunState], None],
-        planned: Callable[[int, int], bool],
+        durable: StateWriter,
+        lifecycle: Lifecycle,
+        layouts: Layouts,
     ) -> None:
         self._spec, self._config = spec, config
         self._crew, self._log, self._saves, self._desk, self._cadence = crew, log, saves, desk, cadence
-        self._generation, self._enter, self._planned = generation, enter, planned
+        self._generation, self._lifecycle, self._layouts = generation, lifecycle, layouts
+        state, self._durable = durable.state, durable
         self.nodes = Nodes(config.resources_per_worker if config.watches_room else None)
         self.autoscaling = Autoscaling(config.elastic, state.growth, time.monotonic())
         self.connectivity = Connectivity(config.elastic)
         self._probes: dict[Probe, Reaching] = {}
-        self.leavers = list(state.leavers)
         self.asked: Ticket | None = None
         self.hire_failures: list[str] = []
         self.failed_hires = 0
@@ -85,7 +82,6 @@ class Steering:
         self._let_in: frozenset[str] = frozenset()
         """Of those beside the members, who was let in once. A spare that waits for long is tried again: that is no news."""
         self.stragglers = Stragglers(config, spec.capacity, spec.bounds.start, state.straggler, time.monotonic())
-        self._notes, self._remember = (state.growth, state.straggler), remember
         self.spares = self.places_wanted = 0
         self._drained: frozenset[str] = frozenset()
         self._trained: frozenset[str] = frozenset()
@@ -99,6 +95,29 @@ class Steering:
         self._unplanned: float | None = None
         """Since when it waits for layouts."""
 
+    @property
+    def leavers(self) -> tuple[str, ...]:
+        """Workers that are in no generation and must give their shards to the next."""
+        return self._durable.state.leavers
+
+    def keep(self, leavers: Iterable[str]) -> None:
+        """From now on these are the leavers."""
+        self._durable.note(leavers=tuple(leavers))
+
+    def begin(self, members: Sequence[str], givers: Sequence[str], leaving: Iterable[str]) -> None:
+        """A generation is about to form. ``givers`` give shards to it; others of ``leaving``, and of the leavers before, are dismissed."""
+        for worker in {*leaving, *self.leavers} - {*givers, *members}:
+            self.let_go(worker)
+        self.keep(givers)
+        self.asked = None
+
+    def lost(self, worker: str, reason: str, *, warm: bool, member: bool) -> None:
+        """A worker was lost."""
+        if not warm:
+            self.hire_failed(reason)
+        elif not member and worker not in self.leavers:
+            self.fleeting.append(reason)
+
     def steer(self, world: World) -> None:
         """A generation runs as it should: hire, regroup or stop it, if that is wanted."""
         stats = self._log.stats
@@ -111,11 +130,11 @@ class Steering:
             # Not before: until all have the others' copies, what the leavers hold may be the only way back.
             for worker in self.leavers:
                 self.let_go(worker)
-            self.leavers = []
+            self.keep(())
         if self.asked == world.ticket:
             return
         if stats.state in (RunState.STARTING, RunState.RESCALING):
-            self._enter(RunState.RUNNING)
+            self._lifecycle.enter(RunState.RUNNING)
         if self._desk.stop:
             self._ask_to_park(world, stop=True)
             return
@@ -187,10 +206,9 @@ class Steering:
         """Record the events of a policy, then have the notes written down if one has changed."""
         for event in events:
             self._log.record(event.name, **event.about)
-        notes = self.autoscaling.note, self.stragglers.note
-        if notes != self._notes:
-            self._notes = notes
-            self._remember()
+        before = self._durable.state
+        if (self.autoscaling.note, self.stragglers.note) != (before.growth, before.straggler):
+            self._durable.update(growth=self.autoscaling.note, straggler=self.stragglers.note)
 
     def _use_room(self, world: int, ready: int, warming: int) -> None:
         """Wish for places, and want more workers if there has been room for long enough. ``ready`` and ``warming``: beside the members."""
@@ -281,7 +299,7 @@ class Steering:
         """Whether the change waits for the layouts that its ranks are numbered by: a controller that was just restarted has yet to plan
         them. Without, more would move than has to, and the pause would have the wait for them in it."""
         now = time.monotonic()
-        if self._planned(world.size, self._desk.target):
+        if self._layouts.planned(world.size, self._desk.target):
             self._unplanned = None
             return False
         self._unplanned = self._unplanned or now
@@ -348,10 +366,10 @@ class Steering:
             return  # they are just leaving, or one hangs: what follows from that is seen in a moment
         self.asked, self._put_off = world.ticket, None
         if stop:
-            self._enter(RunState.STOPPING)
+            self._lifecycle.enter(RunState.STOPPING)
         else:
             self._generation.begin_rescale(reason or self._desk.reason, world.size)
-            self._enter(RunState.RESCALING)
+            self._lifecycle.enter(RunState.RESCALING)
 
     def hire_failed(self, reason: str) -> None:
         """A worker that was hired will not become warm."""

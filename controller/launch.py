@@ -1,0 +1,56 @@
+"""The orders that form a generation."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from vescale_ray.config import RunConfig
+from vescale_ray.controller.protocol import RunSpec, World
+from vescale_ray.workers.messages import Give, Join, Order, Seat
+
+
+def givers_of(world: World) -> list[str]:
+    """Workers that hold a part of the generation's state, and are no members of it."""
+    resume = world.source.resume
+    return [w for w in resume.workers if w not in world.members] if resume is not None else []
+
+
+def orders_of(world: World, givers: Sequence[str], store: tuple[str, int], run_id: str, *, evaluate: bool) -> dict[str, Order]:
+    """The orders for the members, and for the ``givers`` that give them shards.
+
+    Args:
+        store: host and port of the generation's store.
+        evaluate: whether the members compute the held-out loss before their first step.
+    """
+    source = world.source
+    prefix = f"{run_id}/{world.ticket}"
+    party = (*world.members, *givers)
+    orders: dict[str, Order] = {}
+    for rank, worker in enumerate(party):
+        transfer = Seat(*store, f"{prefix}/move", rank, len(party)) if givers else None
+        if rank >= world.size:
+            assert transfer is not None
+            orders[worker] = Give(world.ticket, transfer, source.resume)
+            continue
+        orders[worker] = Join(
+            ticket=world.ticket,
+            seat=Seat(*store, prefix, rank, world.size),
+            origin=source.origin,
+            save_prefix=f"{run_id}-g{world.ticket.generation}",
+            transfer=transfer,
+            commit=source.commit,
+            resume=source.resume,
+            evaluate=evaluate,
+        )
+    return orders
+
+
+def evaluation_due(step: int, config: RunConfig, spec: RunSpec, evaluated: Collection[int]) -> bool:
+    """Whether the held-out loss of ``step`` is to be computed before the next step: at the first step, and if it was lost with a worker.
+
+    Args:
+        evaluated: steps whose loss is known. That of the step which the run began with was computed before its checkpoint was written.
+    """
+    every, first = config.train.eval_every, spec.source.step
+    due = step in (0, config.train.steps) or (every > 0 and step % every == 0 and step > first)
+    return due and config.data.eval_samples > 0 and step not in evaluated
