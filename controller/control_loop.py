@@ -395,15 +395,15 @@ class ControlLoop:
     def _draining(self, state: states.Running, living: Sequence[str], inside: Collection[str], *, forsaken: bool) -> states.Running:
         """Some have left the generation, or are lost: see that the rest leave in time."""
         crew, detector, world = self._crew, self._detector, state.world
-        state = replace(state, first_sign=state.first_sign or crew.clock())
-        assert state.first_sign is not None
+        since = state.first_sign or crew.clock()
+        state = replace(state, first_sign=since)
         if not state.broken and (len(living) < world.size or forsaken or any(detector.fault(w, world) for w in living)):
             state = replace(state, broken=True)
             self._break(world, inside)
         late = {w: f"it is hung: {why}" for w, why in detector.mute(world, inside).items()}
         out = [w for w in living if w not in inside]
         complete = self._keeper.held_step(out) >= self._log.stats.step
-        late |= detector.late(world, crew.clock() - state.first_sign, [w for w in inside if w not in late], out, complete=complete)
+        late |= detector.late(world, crew.clock() - since, [w for w in inside if w not in late], out, complete=complete)
         if late and state.cut_short:
             crew.kill(dict.fromkeys(late, "killed: it was still busy with what the stop had made needless"))
         elif late:
