@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.controller.runs import tiny
+from tests.controller.stage import Crew
 from vescale_ray.controller import local_ray
 
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", local_ray.QUIET)  # before a test module imports Ray
@@ -30,3 +32,11 @@ def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
     finally:
         cluster.close()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of the newest crew is the one of the whole process."""
+    real = time.monotonic
+    monkeypatch.setattr(Crew, "newest", None)
+    monkeypatch.setattr(time, "monotonic", lambda: real() if Crew.newest is None else Crew.newest.now)

@@ -30,15 +30,15 @@ from tests.controller.runs import tiny, until
 from vescale_ray import checkpoint, client
 from vescale_ray.checkpoint import commits
 from vescale_ray.config import CheckpointSection
-from vescale_ray.controller import conductor, controller, driver, durable_state, keeper, run_log, snapshot, step_stats, watchdog
+from vescale_ray.controller import control_loop, controller, driver, durable_state, keeper, run_log, snapshot, step_stats, watchdog
 from vescale_ray.controller.budget import Budget, Limits
 from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.checkpoint_stats import CheckpointStats, saved_event
-from vescale_ray.controller.conductor import Conductor
+from vescale_ray.controller.control_loop import ControlLoop
 from vescale_ray.controller.desk import ANSWER_S, DONE_S, Desk
-from vescale_ray.controller.durable_state import NAME, VERSION, DurableState, LaunchedGeneration, StateStore, read_state
+from vescale_ray.controller.durable_state import NAME, VERSION, DurableState, LaunchedGeneration, StateStore, StateWriter, read_state
 from vescale_ray.controller.hang import PERIOD
-from vescale_ray.controller.keeper import Keeper
+from vescale_ray.controller.keeper import Keeper, Unanswered
 from vescale_ray.controller.policy import Kept
 from vescale_ray.controller.protocol import FINAL, TRANSITIONS, Bounds, RequestRefused, RunSpec, RunState, Source, World, check_transition
 from vescale_ray.controller.publisher import Observed
@@ -214,7 +214,8 @@ def test_a_change_that_is_asked_for_before_the_first_step_after_another_is_told_
 def test_commands_that_come_when_the_loop_is_over_are_answered_at_once(run: Recorded, tmp_path: Path) -> None:
     """One that had come and was not heeded, and those after it: nobody waits 8 s for a run that is over."""
     spec: Any = SimpleNamespace(schedule=(), capacity=None)
-    desk = Desk(spec, tiny(tmp_path, "books"), SimpleNamespace(), run.log, DurableState("r1", 0), lambda: None)  # type: ignore[arg-type]
+    store: Any = SimpleNamespace(write=lambda state: state)
+    desk = Desk(spec, tiny(tmp_path, "books"), SimpleNamespace(), run.log, StateWriter(DurableState("r1", 0), store))  # type: ignore[arg-type]
     told: list[dict[str, Any]] = []
     early = threading.Thread(target=lambda: told.append(desk.command("stop", {})))
     early.start()
@@ -232,7 +233,8 @@ def test_commands_that_come_when_the_loop_is_over_are_answered_at_once(run: Reco
 def test_a_command_that_was_given_up_is_never_carried_out(run: Recorded, tmp_path: Path, action: str) -> None:
     """Who was told that nothing had come of it, and gave another one, got both."""
     spec: Any = SimpleNamespace(schedule=(), capacity=None)
-    desk = Desk(spec, tiny(tmp_path, "books"), SimpleNamespace(), run.log, DurableState("r1", 0), lambda: None)  # type: ignore[arg-type]
+    store: Any = SimpleNamespace(write=lambda state: state)
+    desk = Desk(spec, tiny(tmp_path, "books"), SimpleNamespace(), run.log, StateWriter(DurableState("r1", 0), store))  # type: ignore[arg-type]
     before = desk.target
     with pytest.raises(RequestRefused, match=f"did not come to {action} within 0.2 s"):
         desk.command(action, {"workers": 1}, wait_s=0.2)
@@ -478,7 +480,7 @@ def test_a_controller_s_restarts_are_counted_from_life_to_life_and_progress_betw
     config = tiny(run.folder.path.parent, "books")
     where: Any = run.folder.path
     spec = RunSpec("r1", config.model_dump(mode="json"), str(where), "t", world.source, 1, None, 1, {})
-    monkeypatch.setattr(conductor, "begun", lambda importing: (_ for _ in ()).throw(_Ended))
+    monkeypatch.setattr(control_loop, "begun", lambda importing: (_ for _ in ()).throw(_Ended))
     run.open(world)
     written(where, DurableState("r1", 1, LaunchedGeneration.of(world), epoch=1))
 
@@ -489,7 +491,7 @@ def test_a_controller_s_restarts_are_counted_from_life_to_life_and_progress_betw
         one = run.restarted(world)
         nobody: Any = SimpleNamespace()
         with pytest.raises(_Ended):
-            Conductor(spec, config, nobody, one.log, one.publisher, nobody, state, StateStore(where, nobody)).run()
+            ControlLoop(spec, config, nobody, one.log, one.publisher, nobody, StateWriter(state, StateStore(where, nobody))).run()
         for i in steps:
             assert one.stepped(stepped(world, i, begin + i))
         after = read_state(where)
@@ -670,6 +672,16 @@ def test_a_run_whose_disk_does_not_answer_takes_everything_down_and_writes_its_e
     back.set()
 
 
+def answered(ask: Callable[[], Any], each_round: Callable[[], None] = lambda: None) -> Any:
+    """What the question comes to, asked again in each round of a loop."""
+    while True:
+        try:
+            return ask()
+        except Unanswered:
+            each_round()
+            time.sleep(0.02)
+
+
 @pytest.mark.fault("S6")
 def test_a_storage_that_says_nothing_is_one_that_is_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run's thread stood still for as long as it said nothing: it was neither given up nor stopped. Later for a minute each time: then
@@ -678,29 +690,22 @@ def test_a_storage_that_says_nothing_is_one_that_is_out_of_reach(tmp_path: Path,
     newest = Kept("commit-4", "/runs/checkpoints/commit-4", 30)
     monkeypatch.setattr(keeper, "newest_kept", lambda *_: newest if back.wait(60) else None)
     monkeypatch.setattr(keeper, "STORAGE_S", 4.0)
-    monkeypatch.setattr(keeper, "LOOK_S", 0.05)
     monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.3)
     known = CheckpointStats(20, "/runs/checkpoints/commit-3")
     log: Any = SimpleNamespace(stats=SimpleNamespace(checkpoints=known))
     nobody: Any = SimpleNamespace(alive=lambda worker: False)
     nothing: Any = None
-    waited: list[float] = []
-
-    def wait(until: Callable[[], bool], seconds: float) -> bool:
-        waited.append(seconds)
-        time.sleep(seconds)
-        return until()
-
-    keeps = keeper.Keeper(str(tmp_path), "r1", nobody, log, nothing, nothing, nothing, wait, 1.0, nothing, 4)
-    assert keeps.newest() == Kept("commit-3", "/runs/checkpoints/commit-3", 20)
-    assert waited, "the loop goes on meanwhile"
+    keeps = keeper.Keeper(str(tmp_path), "r1", nobody, log, nothing, nothing, nothing, 1.0, nothing, 4)
+    rounds: list[float] = []
+    assert answered(keeps.newest, lambda: rounds.append(time.monotonic())) == Kept("commit-3", "/runs/checkpoints/commit-3", 20)
+    assert len(rounds) > 10, "the loop goes on meanwhile"
     monkeypatch.setattr(keeper, "STORAGE_S", 0.8)
     with pytest.raises(OSError, match="does not answer"):
-        keeps.source(["a"], ["a"])
+        answered(lambda: keeps.newer(["a"]))
     threading.Timer(0.3, back.set).start()
     monkeypatch.setattr(keeper, "STORAGE_S", 60.0)
     known.path = "/stale/commit-1"
-    assert keeps.newest() == newest, "what it says late is heard"
+    assert answered(keeps.newest) == newest, "what it says late is heard"
 
 
 @pytest.mark.fault("S3")
@@ -1043,7 +1048,7 @@ def test_a_checkpoint_that_can_not_be_read_back_is_not_resumed_from_whenever_tha
         log = log_of(None)[0]
         log.record = lambda name, noted=noted, **about: noted.append(name)
         saves = SimpleNamespace(results=lambda: [SaveResult("bad", 7, 1, 0.1, Kept("c7", "/c7", 7))])
-        keeper = Keeper(str(tmp_path), "run", None, log, None, saves, None, None, 1.0, SimpleNamespace(saved=lambda _: None), 8)  # type: ignore[arg-type]
+        keeper = Keeper(str(tmp_path), "run", None, log, None, saves, None, 1.0, SimpleNamespace(saved=lambda _: None), 8)  # type: ignore[arg-type]
         if order == "told before":
             keeper.damaged("bad")
         keeper.collect()
@@ -1074,13 +1079,13 @@ def test_a_recovery_needs_no_storage_where_the_workers_hold_a_state(
     monkeypatch.setattr(commits, "_listed", refuse)
     held = () if in_memory is None else (Holding(4, 1, in_memory, (0,)),)
     crew = SimpleNamespace(alive=lambda w: True, report=lambda w: Report(w, Ticket(4, 1), Phase.PARKED, 41, (), held, None, 0))
-    keeper = Keeper(str(tmp_path), "run", crew, *log_of(40, "/c/e4-s40"), None, None, None, 1.0, None, 8)  # type: ignore[arg-type]
+    keeper = Keeper(str(tmp_path), "run", crew, *log_of(40, "/c/e4-s40"), None, None, 1.0, None, 8)  # type: ignore[arg-type]
     assert keeper.held_step("a") == (-1 if in_memory is None else in_memory) and not asked
     if in_memory is None:
         with pytest.raises(OSError, match="out of reach"):
-            keeper.source("a", "a")
+            keeper.newer("a")
         return
-    source = keeper.source("a", "a")
+    source = keeper.source("a", "a", keeper.newer("a"))
     assert (source.origin, source.step) == (Origin.MEMORY, in_memory)
     assert len(asked) == (in_memory < 40), "only where a checkpoint may be newer"
     newest = keeper.newest()
@@ -1092,15 +1097,15 @@ def test_a_storage_that_shows_none_of_the_checkpoints_that_were_made_is_no_reaso
     """Its mount was gone: the run that needed a checkpoint began from its first step, and the one that stopped said so of its resume."""
     crew = SimpleNamespace(alive=lambda w: True, report=lambda w: None)
     log, newest = log_of(40, "/c/e4-s40")
-    keeper = Keeper(str(tmp_path / "not mounted"), "run", crew, log, newest, None, None, None, 1.0, None, 8)  # type: ignore[arg-type]
+    keeper = Keeper(str(tmp_path / "not mounted"), "run", crew, log, newest, None, None, 1.0, None, 8)  # type: ignore[arg-type]
     with pytest.raises(OSError, match="not mounted has no checkpoint any more, though there was one of step 40: is it mounted"):
-        keeper.source("a", "a")
+        keeper.newer("a")
     assert keeper.newest() == Kept("e4-s40", "/c/e4-s40", 40)
     keeper.distrust("one of long ago")
     with pytest.raises(OSError, match="is it mounted"):
-        keeper.source("a", "a")
+        keeper.newer("a")
     log.stats.checkpoints.step = None
-    assert keeper.newest() is None and keeper.source("a", "a").origin is Origin.FRESH, "there was none yet"
+    assert keeper.newest() is None and keeper.source("a", "a", keeper.newer("a")).origin is Origin.FRESH, "there was none yet"
 
 
 def test_where_all_checkpoints_are_damaged_the_run_begins_anew_and_does_not_ask_for_a_mount(tmp_path: Path) -> None:
@@ -1110,15 +1115,15 @@ def test_where_all_checkpoints_are_damaged_the_run_begins_anew_and_does_not_ask_
     assert result.kept is not None
     crew = SimpleNamespace(alive=lambda w: True, report=lambda w: None)
     log, newest = log_of(40, result.kept.path)
-    keeper = Keeper(str(tmp_path), "run", crew, log, newest, None, None, None, 1.0, None, 8)  # type: ignore[arg-type]
-    assert keeper.source("a", "a").commit == result.kept.name
+    keeper = Keeper(str(tmp_path), "run", crew, log, newest, None, None, 1.0, None, 8)  # type: ignore[arg-type]
+    assert keeper.source("a", "a", keeper.newer("a")).commit == result.kept.name
     keeper.distrust(result.kept.name)
-    assert keeper.newest() is None and keeper.source("a", "a").origin is Origin.FRESH, "its data is damaged"
-    again = Keeper(str(tmp_path), "run", crew, log, newest, None, None, None, 1.0, None, 8)  # type: ignore[arg-type]
+    assert keeper.newest() is None and keeper.source("a", "a", keeper.newer("a")).origin is Origin.FRESH, "its data is damaged"
+    again = Keeper(str(tmp_path), "run", crew, log, newest, None, None, 1.0, None, 8)  # type: ignore[arg-type]
     for piece in (tmp_path / "data").rglob("*"):
         if piece.is_file():
             piece.write_bytes(b"")
-    assert again.newest() is None and again.source("a", "a").origin is Origin.FRESH, "it is cut short"
+    assert again.newest() is None and again.source("a", "a", again.newer("a")).origin is Origin.FRESH, "it is cut short"
 
 
 @pytest.mark.parametrize("kept", [None, "/runs/c/commits/e4-s40.json"])
@@ -1195,7 +1200,6 @@ def test_what_is_lost_while_a_storage_that_says_nothing_is_asked_is_no_reason_to
     back, living = threading.Event(), {"a", "b"}
     monkeypatch.setattr(keeper, "newest_kept", lambda *_: back.wait(60) and None)
     monkeypatch.setattr(keeper, "STORAGE_S", 4.0)
-    monkeypatch.setattr(keeper, "LOOK_S", 0.05)
     monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.3)
 
     def report(worker: str) -> Report:
@@ -1205,15 +1209,10 @@ def test_what_is_lost_while_a_storage_that_says_nothing_is_asked_is_no_reason_to
     log, newest = log_of(40, "/c/e4-s40", generation(4, 0, "a", "b"))
     nothing: Any = None
 
-    def wait(until: Callable[[], bool], seconds: float) -> bool:
-        living.discard("b")
-        time.sleep(seconds)
-        return until()
-
-    keeps = Keeper(str(tmp_path), "run", crew, log, newest, nothing, nothing, wait, 1.0, nothing, 8)  # type: ignore[arg-type]
+    keeps = Keeper(str(tmp_path), "run", crew, log, newest, nothing, nothing, 1.0, nothing, 8)  # type: ignore[arg-type]
     assert keeps.held_step("ab") == 30
     with pytest.raises(OSError, match="does not answer"):
-        keeps.source("ab", "ab")
+        answered(lambda: keeps.newer("ab"), lambda: living.discard("b"))
     back.set()
 
 
@@ -1250,25 +1249,27 @@ class Writers:
             self.results.append(SaveResult(orders["a"].attempt, 41, orders["a"].epoch, 0.1, Kept("c41", "/c41", 41)))
         return {}
 
-    def wait(self, until: Callable[[], bool], seconds: float) -> bool:
-        for _ in range(100):
-            if until():
-                return True
-            self.round += 1
-            self.keeper.collect()
-        return False
+    def save(self) -> SaveResult | None:
+        """The checkpoint of both, in as many rounds as it takes."""
+        result: SaveResult | None = answered(lambda: self.keeper.save(["a", "b"]), self.next_round)
+        return result
+
+    def next_round(self) -> None:
+        assert self.round < 110
+        self.round += 1
+        self.keeper.collect()
 
 
 def test_a_last_checkpoint_is_written_by_who_is_left_though_it_is_still_at_the_one_that_the_dead_had_a_part_in(tmp_path: Path) -> None:
     """That it is tells the controller a moment later than the next order would come, and each refusal counted as a try."""
-    crew, numbers = Writers(), iter(range(5, 100))
+    crew, numbers = Writers(), SimpleNamespace(take_number=iter(range(5, 100)).__next__)
     log, current = log_of(None, None, generation(4, 40, "a", "b"), step=41)
     saves: Any = SimpleNamespace(
         results=lambda: [crew.results.pop()] if crew.results else [], abandon=lambda _: [], committing=lambda _: False
     )
     cadence: Any = SimpleNamespace(saved=lambda _: None)
-    crew.keeper = Keeper(str(tmp_path), "run", crew, log, current, saves, lambda: next(numbers), crew.wait, 1.0, cadence, 8)  # type: ignore[arg-type]
-    result = crew.keeper.save(["a", "b"])
+    crew.keeper = Keeper(str(tmp_path), "run", crew, log, current, saves, numbers, 30.0, cadence, 8)  # type: ignore[arg-type]
+    result = crew.save()
     assert result is not None and result.kept is not None and result.error is None
     assert crew.refused == 0 and crew.living == {"a"}
 
@@ -1276,7 +1277,7 @@ def test_a_last_checkpoint_is_written_by_who_is_left_though_it_is_still_at_the_o
 def test_what_is_held_is_not_kept_as_the_newest_where_a_checkpoint_is_newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies every 10 steps, a checkpoint of step 45, and the loss of a worker as the run was stopped: the state of step 41 became the
     newest checkpoint, and step 45 was forgotten by retention."""
-    crew, numbers = Writers(), iter(range(5, 100))
+    crew, numbers = Writers(), SimpleNamespace(take_number=iter(range(5, 100)).__next__)
     newest = [Kept("c45", "/c45", 45)]
     monkeypatch.setattr(keeper, "newest_kept", lambda *about: newest[0])
     log, current = log_of(45, None, generation(4, 40, "a", "b"), step=47)
@@ -1284,32 +1285,30 @@ def test_what_is_held_is_not_kept_as_the_newest_where_a_checkpoint_is_newer(tmp_
         results=lambda: [crew.results.pop()] if crew.results else [], abandon=lambda _: [], committing=lambda _: False
     )
     cadence: Any = SimpleNamespace(saved=lambda _: None)
-    crew.keeper = Keeper(str(tmp_path), "run", crew, log, current, saves, lambda: next(numbers), crew.wait, 1.0, cadence, 8)  # type: ignore[arg-type]
-    assert crew.keeper.save(["a", "b"]) is None and crew.ordered == 0
+    crew.keeper = Keeper(str(tmp_path), "run", crew, log, current, saves, numbers, 30.0, cadence, 8)  # type: ignore[arg-type]
+    assert crew.save() is None and crew.ordered == 0
     newest[0] = Kept("c40", "/c40", 40)  # the one of step 45 is damaged
-    result = crew.keeper.save(["a", "b"])
+    result = crew.save()
     assert result is not None and result.kept is not None and result.step == 41
 
 
-def test_a_last_checkpoint_that_hangs_in_the_storage_is_given_up_when_its_time_is_over(tmp_path: Path) -> None:
+def test_a_last_checkpoint_that_hangs_in_the_storage_is_given_up_when_its_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was ordered twice more, each time for as long, and each time it was waited for those who still wrote: more than an hour."""
-    crew, waited, ordered = Writers(), 0.0, []
-    busy = Report("a", crew.TICKET, Phase.FINISHED, 41, (), (Holding(4, 1, 41, (0,)),), None, 0)
-
-    def wait(until: Callable[[], bool], seconds: float) -> bool:
-        nonlocal waited
-        waited += 0.0 if until() else seconds
-        return until()
-
+    now, ordered = [50.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    busy = Report("a", Writers.TICKET, Phase.FINISHED, 41, (), (Holding(4, 1, 41, (0,)),), None, 0)
     log, current = log_of(None, None, generation(4, 40, "a"), step=41)
     saves: Any = SimpleNamespace(results=list, abandon=lambda _: [], committing=lambda _: False)
     stuck: Any = SimpleNamespace(
         alive=lambda w: True, stale=lambda w: bool(ordered), report=lambda w: busy, order=lambda o: ordered.append(o)
     )
-    keeper = Keeper(str(tmp_path), "run", stuck, log, current, saves, lambda: 8, wait, 600.0, None, 8)  # type: ignore[arg-type]
-    result = keeper.save(["a"])
+    numbers: Any = SimpleNamespace(take_number=lambda: 8)
+    keeper = Keeper(str(tmp_path), "run", stuck, log, current, saves, numbers, 600.0, None, 8)  # type: ignore[arg-type]
+    result = answered(lambda: keeper.save(["a"]), lambda: now.__setitem__(0, now[0] + 10.0))
     assert result is not None and result.kept is None and result.error == "it was not written within 600 s (checkpoint.last_timeout_s)"
-    assert waited == 600.0 and len(ordered) == 1
+    assert now == [650.0] and len(ordered) == 1
 
 
 def test_votes_that_come_again_after_a_restart_change_nothing(tmp_path: Path) -> None:
@@ -1580,9 +1579,8 @@ def test_another_checkpoint_interval_is_recorded_and_known_after_a_restart(run: 
     run.started()
     cadence = auto()
     cadence.saved(kept(0.5, 3.0))
-    steering: Any = Steering.__new__(Steering)
-    steering._cadence, steering._log, steering._saves = cadence, run.log, SimpleNamespace(busy=True)
-    steering._save_if_due(generation(1, 0, "a"))
+    steering: Any = SimpleNamespace(_cadence=cadence, _log=run.log, _saves=SimpleNamespace(busy=True))
+    Steering._save_if_due(steering, generation(1, 0, "a"))
     text = str(cadence.interval)
     for one in (run, run.restarted(None)):
         told = one.snapshot

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.controller.test_conductor import TICKET, WORLD, Crew, Stage, report
+from tests.controller.stage import BEGAN, TICKET, WORLD, Crew, Stage, node_of, report
 from vescale_ray.config import ElasticSection
-from vescale_ray.controller import conductor as subject
-from vescale_ray.controller.autoscaling import PLACE_S, Autoscaling, GrowthNote
+from vescale_ray.controller.budget import Cause
 from vescale_ray.controller.connectivity import (
     GAP_S,
     NOBODY,
@@ -32,9 +32,10 @@ from vescale_ray.controller.connectivity import (
 from vescale_ray.controller.crew import Crew as RealCrew
 from vescale_ray.controller.hang import FIRST_S, LEAST_S, HangWatch
 from vescale_ray.controller.nodes import FORGET_S, LONGEST_SHUN_S, SHUN_S, Nodes
-from vescale_ray.controller.protocol import Bounds, Ending, Event
-from vescale_ray.controller.steering import Steering
+from vescale_ray.controller.protocol import Bounds, Ending, Event, Places, RunState
 from vescale_ray.workers.messages import Fault, FaultKind, Phase, Ticket, WorkerInfo
+
+pytestmark = pytest.mark.usefixtures("clock")
 
 
 class Hosts:
@@ -342,217 +343,170 @@ def test_all_stand_still_where_nobody_makes_a_beat_for_the_bound_and_nobody_hang
 class Cut:
     """A stage of two workers on two nodes, of which b's is cut off for as long as the test says, and what is done about it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, members: str = "ab", cut: str = "b", **elastic: Any) -> None:
-        self.stage = Stage(Crew(*(report(w, Phase.TRAINING) for w in members)), filled=True, **elastic)
-        self.made: Any = self.stage.conductor
-        self.world = replace(WORLD, members=tuple(members))
+    def __init__(
+        self, folder: Path, members: str = "ab", cut: str = "b", leavers: tuple[str, ...] = (), filled: bool = True, **elastic: Any
+    ) -> None:
+        self.crew = crew = Crew(*(report(w, Phase.TRAINING) for w in members))
+        world = replace(WORLD, members=tuple(members))
+        config = {"elastic_workers": len(members), "elastic_max_workers": 6}
+        self.stage = Stage(crew, folder, leavers, filled=filled, state=RunState.RUNNING, world=world, config=config, **elastic)
+        self.found: CutOff | None
         self.found = CutOff(dict.fromkeys(cut, "n2"), {"n2": ("n1",)}, {"n1": "10.0.0.1", "n2": "10.0.0.2"}, 3.0)
-        self.shunned: list[str] = []
-        self.gone: list[str] = []
-        self.moved: list[bool] = []
-        self.ended: list[tuple[Any, ...]] = []
-        self.events: list[str] = []
-        steering = self.made._steering
-        steering.nodes.shun = self.shunned.append
-        infos = {"spare": SimpleNamespace(node="n2"), "other": SimpleNamespace(node="n1"), "warming": None}
-        self.stage.crew.info = infos.get  # type: ignore[attr-defined]
-        self.outside = ["spare", "warming"]
-        monkeypatch.setattr(self.stage.crew, "ready", lambda: ("a", "b", "spare", "other"))
-        steering.outside, steering.let_go = lambda living: self.outside, self.gone.append
-        steering.cut_off = lambda members, leavers: self.found
-        steering.connectivity.progressed = self._move
-        self.made._evidence.hung = lambda path: None
-        self.made._log.record = lambda kind, **about: self.events.append(kind)
-        self.made._hangs = SimpleNamespace(stalled=lambda members, now: True)
-        monkeypatch.setattr(subject, "end_hung", lambda crew, log, world, why, about: self.ended.append((why, about)))
+        crew.infos |= {"spare": replace(node_of("spare"), node="n2"), "other": replace(node_of("other"), node="n1")}
+        self.detector, self.steering = self.stage.loop._detector, self.stage.loop._steering
+        self.steering.cut_off = lambda members, leavers: self.found
+        self.detector._hangs = SimpleNamespace(stalled=lambda members, now: True, heard=lambda *about: None, forming_s=1e9, bound_s=1e9)
 
-    def _move(self) -> None:
-        self.moved.append(True)
+    def beside(self, *workers: str) -> None:
+        """These are there beside the members; ``warming`` is not warm."""
+        self.crew.reports |= {w: report(w, Phase.IDLE, Ticket(0, 0)) for w in workers if w != "warming"}
+        self.crew.on_the_way = [w for w in workers if w == "warming"]
+
+    @property
+    def shunned(self) -> frozenset[str]:
+        nodes: frozenset[str] = self.steering.nodes.avoided
+        return nodes
 
     def acts(self) -> bool:
-        before = len(self.ended)
-        self.made._end_cut_off(self.world)
-        return len(self.ended) > before
+        before = len(self.stage.of("cut_off"))
+        self.detector.end_cut_off(self.stage.world)
+        return len(self.stage.of("cut_off")) > before
+
+    def fail(self, kind: FaultKind = FaultKind.PEER) -> Ending:
+        """A collective fails at once on all of them; how the generation has ended."""
+        fault = Fault(kind, "gloo: no route to host")
+        self.crew.reports |= {w: report(w, Phase.PARKED, fault=fault) for w in self.crew.reports}
+        return self.stage.watch()
 
 
-def test_who_is_cut_off_is_ended_as_one_whose_node_is_lost_and_its_node_is_shunned(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut = Cut(monkeypatch, replace_lost=True)
-    cut.made._hangs = SimpleNamespace(stalled=lambda members, now: False)
-    assert not cut.acts() and cut.moved
-    cut.made._hangs = SimpleNamespace(stalled=lambda members, now: True)
-    assert cut.acts() and len(cut.moved) == 1
-    assert cut.shunned == ["n2"] and cut.gone == ["spare"]
-    assert cut.ended == [({"b": "its node (10.0.0.2) and 10.0.0.1 do not reach each other"}, cut.found)]
-    cut.stage.crew.ended["b"] = 1.0
-    assert not cut.acts(), "what follows from that is seen in a moment"
+def test_a_worker_that_is_cut_off_is_ended_and_its_node_shunned(tmp_path: Path) -> None:
+    cut = Cut(tmp_path, replace_lost=True)
+    cut.beside("spare", "warming")
+    moved: list[bool] = []
+    cut.steering.connectivity.progressed = lambda: moved.append(True)
+    cut.detector._hangs.stalled = lambda members, now: False
+    assert not cut.acts() and moved
+    cut.detector._hangs.stalled = lambda members, now: True
+    assert cut.acts() and len(moved) == 1
+    assert cut.shunned == {"n2"} and cut.crew.dismissed == ["spare"]
+    (event,) = cut.stage.of("cut_off")
+    assert event["workers"] == {"b": "its node (10.0.0.2) and 10.0.0.1 do not reach each other"} and event["unreached"] == {"n2": ["n1"]}
+    assert set(cut.crew.ended) == {"b"} and not cut.acts(), "what follows from that is seen in a moment"
 
 
 @pytest.mark.parametrize(
-    ("elastic", "waits"),
+    ("elastic", "beside", "waits"),
     [
-        ({"replace_lost": True}, False),
-        ({"grow": True, "max_workers": 3}, False),
-        ({"spares": 1, "outside": ["other"]}, False),
-        ({"spares": 1}, True),
-        ({}, True),
-        ({"replace_lost": True, "min_workers": 2}, True),
+        ({"replace_lost": True}, "", False),
+        ({"grow": True, "max_workers": 3}, "", False),
+        ({"spares": 1}, "other", False),
+        ({"spares": 1}, "spare", True),
+        ({}, "", True),
+        ({"replace_lost": True, "min_workers": 2}, "", True),
     ],
     ids=["replaced", "grows", "spare", "the spare is cut off too", "nobody comes", "too few would be left"],
 )
-def test_a_network_that_stumbles_is_waited_for_where_nobody_comes_for_who_is_cut_off_or_too_few_are_left(
-    monkeypatch: pytest.MonkeyPatch, elastic: dict[str, Any], waits: bool
+def test_a_broken_network_is_waited_for_where_nobody_replaces_who_is_cut_off(
+    tmp_path: Path, elastic: dict[str, Any], beside: str, waits: bool
 ) -> None:
-    outside = elastic.get("outside")
-    cut = Cut(monkeypatch, collective_timeout_s=20.0, **{key: value for key, value in elastic.items() if key != "outside"})
-    cut.outside = outside or cut.outside
-    assert cut.acts() == (not waits)
-    cut.found = replace(cut.found, lasts_s=9.9)
-    assert cut.acts() == (not waits)
-    cut.found = replace(cut.found, lasts_s=10.0)
-    assert cut.acts()
+    for lasts_s, acts in ((3.0, not waits), (9.9, not waits), (10.0, True)):
+        cut = Cut(tmp_path / str(lasts_s), collective_timeout_s=20.0, **elastic)
+        cut.beside(*([beside] if beside else []))
+        assert cut.found is not None
+        cut.found = replace(cut.found, lasts_s=lasts_s)
+        assert cut.acts() == acts
 
 
-def test_nobody_is_ended_where_that_would_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut = Cut(monkeypatch, min_workers=2, spares=1)  # which there is none of but on that very node
+def test_nobody_is_ended_where_that_would_end_the_run(tmp_path: Path) -> None:
+    cut = Cut(tmp_path, min_workers=2, spares=1)  # which there is none of but on that very node
+    cut.beside("spare")
+    assert cut.found is not None
     cut.found = replace(cut.found, lasts_s=1e6)
     assert not cut.acts() and not cut.shunned
 
 
-def test_where_most_of_a_run_is_cut_off_it_is_no_node_s_fault_and_nobody_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut = Cut(monkeypatch, "abc", "bc", replace_lost=True)
+def test_nobody_is_ended_where_most_of_a_run_is_cut_off(tmp_path: Path) -> None:
+    cut = Cut(tmp_path, "abc", "bc", replace_lost=True)
+    assert cut.found is not None
     cut.found = replace(cut.found, lasts_s=1e6)
-    assert not cut.acts() and not cut.acts() and cut.events == ["network_broken"] and not cut.shunned, "told of once"
+    assert not cut.acts() and not cut.acts() and not cut.shunned
+    assert len(cut.stage.of("network_broken")) == 1, "told of once"
 
 
 @pytest.mark.parametrize("kind", [FaultKind.PEER, FaultKind.OWN])
-def test_where_a_collective_fails_at_once_since_a_node_is_cut_off_that_is_found_before_the_next_group_is_formed(
-    monkeypatch: pytest.MonkeyPatch, kind: FaultKind
-) -> None:
+def test_a_cut_off_node_is_found_before_the_next_group_is_formed(tmp_path: Path, kind: FaultKind) -> None:
     """A connection that is refused, or a host that the kernel calls unreachable, fails within a moment: three such generations, and the
     run had failed."""
-    cut = Cut(monkeypatch, replace_lost=True)
-    fault = Fault(kind, "gloo: no route to host")
-    cut.stage.crew.reports = {w: report(w, Phase.PARKED, fault=fault) for w in "ab"}
-    ending = cut.made._watch(cut.world)
+    cut = Cut(tmp_path, replace_lost=True)
+    ending = cut.fail(kind)
     if kind is FaultKind.PEER:
         assert ending.living == ("a",) and set(ending.lost) == {"b"} and ending.causes == {"b": "node"}
         assert "do not reach each other" in ending.lost["b"]
-        assert (cut.made._budget.crashes, cut.made._budget.nodes) == (0, 1)
+        assert (cut.stage.loop._budget.crashes, cut.stage.loop._budget.nodes) == (0, 1)
     else:
-        assert ending.living == ("a", "b") and not cut.ended and cut.made._budget.crashes == 1
+        assert ending.living == ("a", "b") and not cut.crew.ended and cut.stage.loop._budget.crashes == 1
 
 
-def test_a_leaver_that_alone_is_cut_off_where_a_collective_fails_counts_as_a_lost_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut = Cut(monkeypatch)
-    cut.made._steering.leavers, cut.made._generation.all_filled = ["l"], False
-    cut.found = replace(cut.found, workers={"l": "n2"})
-    fault = Fault(FaultKind.PEER, "gloo: no route to host")
-    cut.stage.crew.reports = {w: report(w, Phase.PARKED, fault=fault) for w in "abl"}
-
-    def end(crew: Any, log: Any, world: Any, why: Any, about: Any) -> None:
-        cut.stage.crew.ended.update(dict.fromkeys(why, 1.0))
-
-    monkeypatch.setattr(subject, "end_hung", end)
-    ending = cut.made._watch(cut.world)
-    assert ending.living == ("a", "b") and not ending.lost and not cut.made._steering.leavers
-    assert (cut.made._budget.crashes, cut.made._budget.nodes) == (0, 1) and "do not reach each other" in cut.made._budget.errors[-1]
+def test_a_leaver_that_alone_is_cut_off_counts_as_a_lost_node(tmp_path: Path) -> None:
+    cut = Cut(tmp_path, cut="l", leavers=("l",), filled=False)
+    cut.crew.reports["l"] = report("l", Phase.GIVING)
+    ending = cut.fail()
+    assert ending.living == ("a", "b") and not ending.lost and not cut.steering.leavers
+    budget = cut.stage.loop._budget
+    assert (budget.crashes, budget.nodes) == (0, 1) and "do not reach each other" in budget.errors[-1]
 
 
-def test_while_the_run_waits_a_node_that_was_cut_off_is_left_alone_until_no_other_has_had_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = Stage(Crew(report("a", Phase.PARKED)), replace_lost=True, min_workers=2)
-    nodes = stage.conductor._steering.nodes
-    nodes.draining, nodes.avoided = {"n3": 1.0}, frozenset({"n2", "n3"})
-    freed: list[tuple[float, frozenset[str]]] = []
-    hired: list[frozenset[str]] = []
-    monkeypatch.setattr(subject.time, "monotonic", lambda: stage.crew.now)
-
-    def hire(avoid: Collection[str] = ()) -> None:
-        hired.append(frozenset(avoid))
-        stage.crew.on_the_way.append("new")
-
-    monkeypatch.setattr(stage.crew, "hire", hire)
-    stage.conductor._steering.free_hemmed = lambda avoid: freed.append((stage.crew.now - 50.0, frozenset(avoid)))
-    stage.each_round = lambda passed: stage.crew.reports.update(new=report("new", Phase.IDLE)) if passed > 2 * PLACE_S else None
-    assert stage.conductor._await(Ending(("a",)), 2, 1)
-    assert hired == [{"n2", "n3"}]
-    assert {avoid for at, avoid in freed if at < PLACE_S} == {frozenset({"n2", "n3"})}
-    assert {avoid for at, avoid in freed if at > PLACE_S + 0.2} == {frozenset({"n3"})}
-
-
-def test_where_a_collective_fails_and_all_reach_each_other_nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut = Cut(monkeypatch)
+def test_nobody_is_waited_for_where_all_reach_each_other(tmp_path: Path) -> None:
+    cut = Cut(tmp_path / "1")
     answers: list[CutOff | None] = [None, None, NOBODY]
-    cut.made._steering.cut_off = lambda members, leavers: answers.pop(0)
-    cut.stage.crew.reports = {w: report(w, Phase.PARKED, fault=Fault(FaultKind.PEER, "gloo: timed out")) for w in "ab"}
-    ending = cut.made._watch(cut.world)
-    assert ending.living == ("a", "b") and not answers and cut.stage.crew.now < 51.0 and cut.made._budget.crashes == 1
+    cut.steering.cut_off = lambda members, leavers: answers.pop(0)
+    ending = cut.fail()
+    assert ending.living == ("a", "b") and not answers and cut.crew.now < BEGAN + 1.0 and cut.stage.loop._budget.crashes == 1
     # One that never answers is no reason to wait for ever.
-    other = Cut(monkeypatch)
-    now = [0.0]
-    monkeypatch.setattr(subject.time, "monotonic", lambda: now[0])
-    other.stage.each_round = lambda passed: now.__setitem__(0, passed)
-    other.made._steering.cut_off = lambda members, leavers: None
-    other.stage.crew.reports = cut.stage.crew.reports
-    assert other.made._watch(other.world).living == ("a", "b") and 15.0 < other.stage.crew.now - 50.0 < 25.0
+    other = Cut(tmp_path / "2")
+    other.found = None
+    assert other.fail().living == ("a", "b") and 14.0 < other.crew.now - BEGAN < 25.0
     # Who dies meanwhile is lost.
-    third = Cut(monkeypatch)
-    third.made._steering.cut_off = lambda members, leavers: None
-    third.stage.crew.reports = dict(cut.stage.crew.reports)
-    third.stage.each_round = lambda passed: None if passed < 1.0 else (third.stage.crew.reports.pop("b", None), None)[1]
-    ending = third.made._watch(third.world)
-    assert ending.living == ("a",) and set(ending.lost) == {"b"} and third.stage.crew.now < 52.0
+    third = Cut(tmp_path / "3")
+    third.found = None
+    third.crew.each_round = lambda passed: third.stage.lose("b", Cause.KILLED) if passed > 1.0 and "b" in third.crew.reports else None
+    ending = third.fail()
+    assert ending.living == ("a",) and set(ending.lost) == {"b"} and third.crew.now < BEGAN + 2.0
 
 
 class Steered:
-    """The steering of a run of two workers that wants three, with ``ready`` beside them."""
+    """The scaling of a run of two workers that wants three, with ``ready`` beside them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, ready: str = "", **elastic: Any) -> None:
-        crew: Any = Crew(*(report(w, Phase.TRAINING) for w in "ab"), *(report(w, Phase.IDLE) for w in ready))
-        self.crew = crew
-        self.let_go: list[str] = []
-        self.events: list[tuple[str, dict[str, Any]]] = []
+    def __init__(self, folder: Path, ready: str = "") -> None:
+        self.crew = crew = Crew(*(report(w, Phase.TRAINING) for w in "ab"), *(report(w, Phase.IDLE) for w in ready))
+        crew.infos |= {w: node_of(w) for w in "abcdefg"}
+        self.stage = Stage(crew, folder, filled=True, state=RunState.RUNNING, config={"elastic_max_workers": 6})
+        self.steering: Any = self.stage.loop._steering
         self.wished: list[int] = []
-        steering: Any = Steering.__new__(Steering)
-        steering._crew, steering.leavers, steering.asked, steering.hire_failures, steering.failed_hires = crew, [], None, [], 0
-        steering.refusals, steering.untried, steering._let_in, steering.nodes = [], frozenset(), frozenset(), Nodes()
-        steering.fleeting = []
-        steering._log = SimpleNamespace(record=lambda kind, **about: self.events.append((kind, about)))
-        steering._config = SimpleNamespace(elastic=ElasticSection(workers=2, **elastic), watches_room=False)
-        steering.autoscaling = Autoscaling(ElasticSection(workers=2), GrowthNote(), 0.0)
-        steering.stragglers, steering._notes = SimpleNamespace(note=None), (GrowthNote(), None)
-        steering.let_go, steering._probes = self._let_go, {}
-        crew.info = lambda worker: WorkerInfo(worker, 1, 1, f"n-{worker}", f"host-{worker}", "cpu", 1.0, address="h:1")
-        crew.places = SimpleNamespace(wishes=(), unplaced=frozenset())
-        crew.wish = self._wish
-        self.steering = steering
+        crew.wish = self._wish  # type: ignore[method-assign]
 
     def admits(self, admit: Callable[[Sequence[str]], Admission]) -> None:
         self.steering.connectivity = SimpleNamespace(admit=lambda ready, members, network: admit(ready))
 
-    def _let_go(self, worker: str) -> None:
-        self.let_go.append(worker)
-        self.crew.reports.pop(worker, None)
-
-    def _wish(self, count: int, avoid: Collection[str]) -> None:
+    def _wish(self, count: int, avoid: Collection[str] = ()) -> None:
         self.wished.append(count)
         assert count == len(self.crew.places.wishes) and not avoid
 
 
-def test_probes_are_made_with_the_workers_and_their_answers_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = Steered(monkeypatch, "c")
+def test_probes_are_made_with_the_workers_and_their_answers_heard(tmp_path: Path) -> None:
+    table = Steered(tmp_path, "c")
     steering, asked, answers = table.steering, list[Any](), list[Any]()
-    steering.connectivity = Connectivity(ElasticSection(workers=2))
 
     def ask(tries: Mapping[str, Collection[str]], wait_s: float) -> Any:
         asked.append(({worker: sorted(others) for worker, others in tries.items()}, wait_s))
         return SimpleNamespace(unreached=lambda: answers.pop() if answers else None)
 
-    table.crew.ask_reach = ask
+    table.crew.ask_reach = ask  # type: ignore[method-assign]
     for _ in range(3):
         assert steering._admitted(["c"], WORLD) == [] and steering.untried == {"c"}
     assert asked == [({"a": ["c"], "b": ["c"], "c": ["a", "b"]}, TRY_S)], "once, as long as nobody answers"
     answers.append({"a": frozenset(), "b": frozenset(), "c": frozenset()})
-    assert steering._admitted(["c"], WORLD) == [] and steering._admitted(["c"], WORLD) == ["c"] and not table.let_go
+    assert steering._admitted(["c"], WORLD) == [] and steering._admitted(["c"], WORLD) == ["c"] and not table.crew.dismissed
     for looks in (2, 3):
         for _ in range(3):
             assert steering.cut_off(["a", "b"], []) is None
@@ -562,21 +516,22 @@ def test_probes_are_made_with_the_workers_and_their_answers_heard(monkeypatch: p
     assert found is not None and found.workers == {"b": "n-b"} and found.hosts == {"n-a": "host-a", "n-b": "host-b"}
 
 
-def test_who_is_refused_is_let_go_its_node_shunned_once_and_after_three_no_more_are_hired(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = Steered(monkeypatch, "cde")
+def test_refused_workers_are_dismissed_and_their_node_is_shunned_once(tmp_path: Path) -> None:
+    """After three refusals no more are hired."""
+    table = Steered(tmp_path, "cde")
     steering = table.steering
     cut = CutOff({"c": "n2", "d": "n2"}, {"n2": ("n1",)}, {"n1": "10.0.0.1", "n2": "10.0.0.2"})
     table.admits(lambda ready: Admission((), cut))
-    assert steering._admitted(["c", "d", "e"], WORLD) == [] and table.let_go == ["c", "d"]
+    assert steering._admitted(["c", "d", "e"], WORLD) == [] and table.crew.dismissed == ["c", "d"]
     assert steering.nodes._shunned["n2"][1] == 1 and steering.nodes.avoided == {"n2"}
-    assert [(kind, about["worker"], about["node"]) for kind, about in table.events] == [("joiner_refused", w, "n2") for w in "cd"]
+    assert [(event["worker"], event["node"]) for event in table.stage.of("joiner_refused")] == [("c", "n2"), ("d", "n2")]
     assert steering.untried == {"c", "d", "e"}, "and e is the last to be taken, should one be needed now"
     assert len(steering.refusals) == len(steering.hire_failures) == steering.failed_hires == 1, "the node"
     steering.hire_failures.clear()  # as each worker does that becomes warm
     assert len(steering.refusals) == 1
     table.admits(lambda ready: Admission(tuple(ready)))
     assert steering._admitted(["e"], WORLD) == ["e"] and not steering.untried and not steering.refusals, "one is let in"
-    steering.refusals = ["of another"]
+    steering.refusals.append("of another")
     for fine in ([], ["e"]):
         table.admits(lambda ready, fine=fine: Admission(tuple(fine)))  # type: ignore[misc]
         assert steering._admitted(["e"], WORLD) == fine
@@ -585,40 +540,39 @@ def test_who_is_refused_is_let_go_its_node_shunned_once_and_after_three_no_more_
     assert steering._admitted(["e", "f"], WORLD) and not steering.refusals, "another"
 
 
-def test_a_growth_of_which_many_are_refused_goes_on_with_those_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_growth_goes_on_with_those_that_are_not_refused(tmp_path: Path) -> None:
     """Four refused, more than the limit: it was abandoned again in each round, and the good one never let in."""
-    table = Steered(monkeypatch, "cdefg")
-    steering = table.steering
-    wanted: list[int] = []
-    steering._desk = SimpleNamespace(target=7, reason="growth", want=lambda workers, reason: wanted.append(workers))
-    steering._spec = SimpleNamespace(bounds=Bounds())
+    table = Steered(tmp_path, "cdefg")
+    steering, desk = table.steering, table.stage.loop.desk
+    desk.want(7, "growth")
     hosts = {f"n{n}": f"10.0.0.{n}" for n in range(1, 6)}
     table.admits(lambda ready: Admission(("g",), CutOff(dict.fromkeys("cdef", "n2"), {"n2": ("n1",)}, hosts)))
     steering._admitted(list("cdefg"), WORLD)
-    assert len(table.let_go) == 4 and not steering._cannot_grow(WORLD, ["g"]), "all on one node: others are yet to be tried"
+    assert len(table.crew.dismissed) == 4 and not steering._cannot_grow(WORLD, ["g"]), "all on one node: others are yet to be tried"
     for n in (3, 4, 5):
         cut = CutOff({"c": f"n{n}"}, {f"n{n}": ("n1",)}, hosts)
         table.admits(lambda ready, cut=cut: Admission(("g",), cut))  # type: ignore[misc]
         steering._admitted(["c", "g"], WORLD)
-    assert steering._cannot_grow(WORLD, ["g"]) and wanted == [3]
-    assert not steering._cannot_grow(WORLD, ["g"]) and wanted == [3], "it is acted on once"
+    assert steering._cannot_grow(WORLD, ["g"]) and desk.target == 3
+    desk.want(7, "growth")
+    assert not steering._cannot_grow(WORLD, ["g"]) and desk.target == 7, "it is acted on once"
 
 
-def test_who_may_not_come_up_on_a_node_that_may_be_had_again_is_hired_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = Steered(monkeypatch)
+def test_a_worker_kept_from_a_node_that_may_be_used_again_is_hired_anew(tmp_path: Path) -> None:
+    table = Steered(tmp_path)
     crew, steering = table.crew, table.steering
     avoided: list[Any] = []
-    crew.hemmed = lambda nodes: ["new1", "new2"] if not nodes else []
-    crew.hire = lambda nodes: avoided.append(nodes)
+    crew.hemmed = lambda nodes: ["new1", "new2"] if not nodes else []  # type: ignore[method-assign]
+    crew.hire = lambda nodes=(): avoided.append(nodes)  # type: ignore[method-assign]
     steering.nodes.shun("n2")
     steering.free_hemmed(steering.nodes.avoided)
     assert not table.wished and not avoided, "nothing is asked while all are where they may be"
-    monkeypatch.setattr("vescale_ray.controller.nodes.time.monotonic", lambda: time.perf_counter() + 1e9)
+    crew.now += 1e9
     steering.free_hemmed(steering.nodes.avoided)
     assert len(table.wished) == 1 and not avoided, "of none it is known that it has no place"
-    crew.places = SimpleNamespace(unplaced=frozenset({"new2", "new3"}), wishes=(None,))
+    crew.places = Places((None,), frozenset({"new2", "new3"}))
     steering.free_hemmed(steering.nodes.avoided)
-    assert table.let_go == ["new2"] and avoided == [frozenset()]
+    assert crew.dismissed == ["new2"] and avoided == [frozenset()]
 
 
 def test_whom_an_earlier_controller_has_hired_is_hired_anew_if_it_has_no_place(monkeypatch: pytest.MonkeyPatch) -> None:

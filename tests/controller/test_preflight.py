@@ -141,12 +141,12 @@ def test_a_run_that_is_to_resume_never_goes_back_to_its_own_checkpoints_and_to_n
     log: Any = SimpleNamespace(stats=SimpleNamespace(checkpoints=CheckpointStats()))
     generation: Any = SimpleNamespace(world=None)
     nothing: Any = None
-    keeper = Keeper(config.checkpoint_root, "r", crew, log, generation, nothing, nothing, nothing, 1.0, nothing, 8, first.oldest)
-    assert keeper.newest() is None and keeper.source("a", "a").origin is Origin.FRESH
+    keeper = Keeper(config.checkpoint_root, "r", crew, log, generation, nothing, nothing, 1.0, nothing, 8, first.oldest)
+    assert keeper.newest() is None and keeper.source("a", "a", keeper.newer("a")).origin is Origin.FRESH
     again = preflight.check(config, oldest=first.oldest)
     assert (again.source.origin, again.first_generation, again.oldest) == (Origin.FRESH, 6, 6)
     save(config, 7, epoch=6)
-    assert keeper.source("a", "a").step == 7
+    assert keeper.source("a", "a", keeper.newer("a")).step == 7
     again = preflight.check(config, oldest=first.oldest)
     assert (again.source.origin, again.source.step, again.first_generation, again.oldest) == (Origin.CHECKPOINT, 7, 7, 6)
     assert preflight.check(config).source.origin is Origin.FRESH, "whoever starts it once more begins anew"

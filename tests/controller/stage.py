@@ -1,0 +1,252 @@
+"""The control loop without Ray: with workers and a clock that are the test's. Its tests use the fixture ``clock``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests.controller.recorded import Recorded
+from tests.controller.runs import tiny
+from vescale_ray.controller import states
+from vescale_ray.controller.budget import Cause
+from vescale_ray.controller.control_loop import TICK_S, ControlLoop
+from vescale_ray.controller.crew import Heard, Lost, News, Ready
+from vescale_ray.controller.durable_state import DurableState, LaunchedGeneration, StateWriter
+from vescale_ray.controller.protocol import Bounds, Ending, Places, RunSpec, RunState, Source, World
+from vescale_ray.controller.saves import Saves
+from vescale_ray.workers.messages import Fault, FaultKind, Filled, Origin, Phase, Report, Ticket, WorkerInfo
+
+TICKET = Ticket(7, 1)
+WORLD = World(TICKET, ("a", "b"), Source(Origin.MEMORY, 40))
+PEER = Fault(FaultKind.PEER, "gloo: connection closed")
+BOUNDS = Bounds()
+BEGAN = 50.0
+"""The clock at the beginning of a test."""
+
+
+def report(worker: str, phase: Phase, ticket: Ticket = TICKET, fault: Fault | None = None) -> Report:
+    return Report(worker, ticket, phase, 40, (), (), fault, 0)
+
+
+def node_of(worker: str) -> WorkerInfo:
+    """What a worker on a node of its own tells of itself."""
+    return WorkerInfo(worker, 1, 1, f"n-{worker}", f"host-{worker}", "cpu", 1.0, address="h:1")
+
+
+class Crew:
+    """Workers that report what the test says. The clock advances by a tick in each round.
+
+    Attributes:
+        reports: by worker that lives, its last report; a worker without a generation is warm.
+        on_the_way: workers that were hired and are not warm.
+        starve: seconds for which a worker had no processor, told once.
+        silence: workers that answer nothing, and since when.
+        ended: workers that were ended and are not dead yet, and when that was.
+        told: calls with an effect, in their order.
+    """
+
+    newest: Crew | None = None
+
+    def __init__(self, *reports: Report) -> None:
+        Crew.newest = self
+        self.reports = {one.worker: one for one in reports}
+        self.now = BEGAN
+        self.fenced: list[tuple[float, tuple[str, ...]]] = []
+        self.hired = self.hiring = 0
+        self.on_the_way: list[str] = []
+        self.starve: dict[str, float] = {}
+        self.silence: dict[str, float] = {}
+        self.ended: dict[str, float] = {}
+        self.orders: list[Mapping[str, Any]] = []
+        self.asked: list[int] = []
+        self.dismissed: list[str] = []
+        self.news: list[News] = []
+        self.infos: dict[str, WorkerInfo | None] = {}
+        self.places = Places()
+        self.asking_outline = False
+        self.each_round: Callable[[float], None] = lambda passed: None
+
+    def pump(self, seconds: float) -> list[News]:
+        self.now += TICK_S
+        self.each_round(self.now - BEGAN)
+        assert self.now < BEGAN + 400.0, "the loop does not end"
+        news, self.news = self.news, []
+        return [*news, *(Heard(one) for one in self.reports.values() if one.worker not in self.silence)]
+
+    def clock(self) -> float:
+        return self.now
+
+    def alive(self, worker: str) -> bool:
+        return worker in self.reports
+
+    def report(self, worker: str) -> Report | None:
+        return self.reports.get(worker)
+
+    def doomed(self, worker: str) -> bool:
+        return worker not in self.reports or worker in self.ended
+
+    def silent(self, seconds: float) -> list[str]:
+        return [w for w, since in self.silence.items() if self.now - since > seconds and w in self.reports]
+
+    def starved(self, workers: Any) -> dict[str, float]:
+        return {worker: self.starve.pop(worker) for worker in workers if worker in self.starve}
+
+    def given(self, worker: str) -> float:
+        return 0.0
+
+    def stale(self, worker: str) -> bool:
+        return False
+
+    def ready(self) -> tuple[str, ...]:
+        return tuple(w for w in self.reports if w not in self.ended)
+
+    def warming(self) -> tuple[str, ...]:
+        return tuple(w for w in self.on_the_way if w not in self.reports)
+
+    def info(self, worker: str) -> WorkerInfo | None:
+        return self.infos.get(worker)
+
+    def age(self, worker: str) -> float:
+        return 1.0
+
+    def hemmed(self, avoid: Collection[str]) -> list[str]:
+        return []
+
+    def stacks(self, workers: Iterable[str], wait_s: float) -> dict[str, str]:
+        return {}
+
+    def fence(self, workers: Iterable[str], ticket: Ticket) -> None:
+        self.fenced.append((self.now, tuple(workers)))
+
+    def kill(self, reasons: Mapping[str, str], cause: Cause = Cause.HANG) -> None:
+        self.ended |= {w: self.now for w in reasons if w not in self.ended}
+
+    def order(self, orders: Mapping[str, Any]) -> dict[str, str]:
+        self.orders.append(orders)
+        return {}
+
+    def ask(self, workers: Sequence[str], ticket: Ticket, flags: int) -> bool:
+        self.asked.append(flags)
+        return True
+
+    def ask_reach(self, tries: Mapping[str, Collection[str]], wait_s: float) -> Any:
+        """All reach all."""
+        return SimpleNamespace(unreached=lambda: {worker: frozenset() for worker in tries})
+
+    def ask_outline(self, workers: Iterable[str]) -> None:
+        pass
+
+    def adopt(self, known: Any) -> None:
+        pass
+
+    def prepare_store(self) -> None:
+        pass
+
+    def store(self) -> tuple[str, int]:
+        return "host", 1
+
+    def hire(self, avoid: Any = ()) -> None:
+        self.hired += 1
+        self.on_the_way.append(f"new{self.hired}")
+
+    def dismiss(self, worker: str) -> None:
+        self.dismissed.append(worker)
+        self.reports.pop(worker, None)
+
+    def wish(self, count: int, avoid: Collection[str] = ()) -> None:
+        pass
+
+    def unwish(self) -> None:
+        pass
+
+
+class Stage:
+    """A control loop of two workers whose generation runs, and everything of it but the workers is real.
+
+    Args:
+        filled: the members have their state.
+        state: of the run; ``step``: completed steps.
+        elastic: keys of the configuration's section ``elastic``.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        folder: Path,
+        leavers: tuple[str, ...] = (),
+        filled: bool = False,
+        state: RunState = RunState.RESCALING,
+        step: int = 40,
+        world: World = WORLD,
+        bounds: Bounds = BOUNDS,
+        durable: DurableState | None = None,
+        config: Mapping[str, Any] | None = None,
+        **elastic: Any,
+    ) -> None:
+        self.crew, self.world = crew, replace(world, source=replace(world.source, step=step))
+        changes = {"train_steps": 60, "elastic_workers": 2, **(config or {}), **{f"elastic_{key}": value for key, value in elastic.items()}}
+        folder.mkdir(exist_ok=True)
+        self.config = tiny(folder, "loop", **changes)
+        self.run = Recorded(self.config, run_id="r")
+        self.run.open(self.world)
+        self.run.log.record("state", before="PENDING", state=str(state))
+        self.written: list[DurableState] = []
+        launched = DurableState("r", 7, LaunchedGeneration.of(self.world), leavers, target=2, reason="drain", epoch=1)
+        self.durable = StateWriter(durable or launched, SimpleNamespace(write=self._write))  # type: ignore[arg-type]
+        source = Source(Origin.FRESH, 0)
+        spec = RunSpec("r", self.config.model_dump(mode="json"), str(self.run.folder.path), "t", source, 1, None, 1, {}, bounds=bounds)
+        self.saves = Saves(self.config.checkpoint_root, None, lambda step: {}, None)  # type: ignore[arg-type]
+        workers: Any = crew
+        self.loop: Any = ControlLoop(spec, self.config, workers, self.run.log, self.run.publisher, self.saves, self.durable)
+        self.loop.state = states.Running(self.world)
+        for worker in self.world.members if filled else ():
+            self.fill(worker)
+
+    def _write(self, state: DurableState) -> DurableState:
+        self.written.append(state)
+        return state
+
+    def fill(self, worker: str) -> None:
+        """A member has its state."""
+        self.loop._generation.filled(worker, Filled(self.world.ticket, self.world.source.step, self.world.source.origin, {}))
+
+    @property
+    def events(self) -> list[str]:
+        return [event["event"] for event in self.run.folder.read_events()]
+
+    def of(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.run.folder.read_events() if event["event"] == name]
+
+    def rounds(self, *ends: type, begin: Any = None) -> Any:
+        """Step until the state is one of ``ends``, which is not left; the state. ``begin``: the state to begin with."""
+        stays = {end: lambda state: state for end in ends}
+        self.loop._transitions = {**self.loop._transitions, **stays}
+        if begin is not None:
+            self.loop.state = begin
+            self.loop._follow()
+        while not isinstance(self.loop.state, (*ends, states.Finished)):
+            self.loop.step()
+        return self.loop.state
+
+    def watch(self) -> Ending:
+        """Step until the generation has ended; how."""
+        ended: Ending = self.rounds(states.Recovering).ended
+        return ended
+
+    def lose(self, worker: str, cause: Cause) -> None:
+        """A worker's node takes it away."""
+        self.crew.reports.pop(worker, None)
+        self.crew.news.append(Lost(worker, self.crew.info(worker) or node_of(worker), "its node does not answer", cause))
+
+    def drain(self, *workers: str) -> None:
+        """The nodes of these workers are about to go."""
+        self.crew.infos |= {worker: node_of(worker) for worker in workers}
+        self.loop._steering.nodes._draining = {node_of(worker).node: time.time() + 60.0 for worker in workers}
+
+    def warm(self, worker: str) -> None:
+        self.crew.reports[worker] = report(worker, Phase.IDLE, Ticket(0, 0))
+        self.crew.news.append(Ready(node_of(worker)))
