@@ -34,13 +34,11 @@ class Adopting:
 
     Attributes:
         until: the loop goes on with those that have answered by then.
-        heard: members that have answered.
         outline_until: all have answered, or are gone. The loop waits until then for the outline of the layouts.
     """
 
     world: World
     until: float
-    heard: frozenset[str] = frozenset()
     outline_until: float | None = None
 
 

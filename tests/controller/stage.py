@@ -16,7 +16,11 @@ from vescale_ray.controller.budget import Cause
 from vescale_ray.controller.control_loop import TICK_S, ControlLoop
 from vescale_ray.controller.crew import Heard, Lost, News, Ready
 from vescale_ray.controller.durable_state import DurableState, LaunchedGeneration, StateWriter
+from vescale_ray.controller.generation import Generations
 from vescale_ray.controller.protocol import Bounds, Ending, Places, RunSpec, RunState, Source, World
+from vescale_ray.controller.recovery import Recovery
+from vescale_ray.controller.run_begin import RunBegin
+from vescale_ray.controller.run_end import RunEnd
 from vescale_ray.controller.saves import Saves
 from vescale_ray.workers.messages import Fault, FaultKind, Filled, Origin, Phase, Report, Ticket, WorkerInfo
 
@@ -203,6 +207,9 @@ class Stage:
         workers: Any = crew
         self.loop: Any = ControlLoop(spec, self.config, workers, self.run.log, self.run.publisher, self.saves, self.durable)
         self.loop.state = states.Running(self.world)
+        parts = self.loop._parts
+        self.end, generations = RunEnd(parts), Generations(parts)
+        self.begin, self.recovery = RunBegin(parts, generations, self.end), Recovery(parts, generations, self.end)
         for worker in self.world.members if filled else ():
             self.fill(worker)
 
@@ -212,7 +219,7 @@ class Stage:
 
     def fill(self, worker: str) -> None:
         """A member has its state."""
-        self.loop._generation.filled(worker, Filled(self.world.ticket, self.world.source.step, self.world.source.origin, {}))
+        self.loop._parts.generation.filled(worker, Filled(self.world.ticket, self.world.source.step, self.world.source.origin, {}))
 
     @property
     def events(self) -> list[str]:
@@ -245,7 +252,7 @@ class Stage:
     def drain(self, *workers: str) -> None:
         """The nodes of these workers are about to go."""
         self.crew.infos |= {worker: node_of(worker) for worker in workers}
-        self.loop._steering.nodes._draining = {node_of(worker).node: time.time() + 60.0 for worker in workers}
+        self.loop._parts.steering.nodes._draining = {node_of(worker).node: time.time() + 60.0 for worker in workers}
 
     def warm(self, worker: str) -> None:
         self.crew.reports[worker] = report(worker, Phase.IDLE, Ticket(0, 0))

@@ -30,7 +30,7 @@ from tests.controller.runs import tiny, until
 from vescale_ray import checkpoint, client
 from vescale_ray.checkpoint import commits
 from vescale_ray.config import CheckpointSection
-from vescale_ray.controller import control_loop, controller, driver, durable_state, keeper, run_log, snapshot, step_stats, watchdog
+from vescale_ray.controller import controller, driver, durable_state, keeper, run_begin, run_log, snapshot, step_stats, watchdog
 from vescale_ray.controller.budget import Budget, Limits
 from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.checkpoint_stats import CheckpointStats, saved_event
@@ -480,7 +480,7 @@ def test_a_controller_s_restarts_are_counted_from_life_to_life_and_progress_betw
     config = tiny(run.folder.path.parent, "books")
     where: Any = run.folder.path
     spec = RunSpec("r1", config.model_dump(mode="json"), str(where), "t", world.source, 1, None, 1, {})
-    monkeypatch.setattr(control_loop, "begun", lambda importing: (_ for _ in ()).throw(_Ended))
+    monkeypatch.setattr(run_begin, "begun", lambda importing: (_ for _ in ()).throw(_Ended))
     run.open(world)
     written(where, DurableState("r1", 1, LaunchedGeneration.of(world), epoch=1))
 

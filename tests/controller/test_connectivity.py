@@ -353,7 +353,7 @@ class Cut:
         self.found: CutOff | None
         self.found = CutOff(dict.fromkeys(cut, "n2"), {"n2": ("n1",)}, {"n1": "10.0.0.1", "n2": "10.0.0.2"}, 3.0)
         crew.infos |= {"spare": replace(node_of("spare"), node="n2"), "other": replace(node_of("other"), node="n1")}
-        self.detector, self.steering = self.stage.loop._detector, self.stage.loop._steering
+        self.detector, self.steering = self.stage.loop._parts.detector, self.stage.loop._parts.steering
         self.steering.cut_off = lambda members, leavers: self.found
         self.detector._hangs = SimpleNamespace(stalled=lambda members, now: True, heard=lambda *about: None, forming_s=1e9, bound_s=1e9)
 
@@ -442,9 +442,9 @@ def test_a_cut_off_node_is_found_before_the_next_group_is_formed(tmp_path: Path,
     if kind is FaultKind.PEER:
         assert ending.living == ("a",) and set(ending.lost) == {"b"} and ending.causes == {"b": "node"}
         assert "do not reach each other" in ending.lost["b"]
-        assert (cut.stage.loop._budget.crashes, cut.stage.loop._budget.nodes) == (0, 1)
+        assert (cut.stage.loop._parts.account.budget.crashes, cut.stage.loop._parts.account.budget.nodes) == (0, 1)
     else:
-        assert ending.living == ("a", "b") and not cut.crew.ended and cut.stage.loop._budget.crashes == 1
+        assert ending.living == ("a", "b") and not cut.crew.ended and cut.stage.loop._parts.account.budget.crashes == 1
 
 
 def test_a_leaver_that_alone_is_cut_off_counts_as_a_lost_node(tmp_path: Path) -> None:
@@ -452,7 +452,7 @@ def test_a_leaver_that_alone_is_cut_off_counts_as_a_lost_node(tmp_path: Path) ->
     cut.crew.reports["l"] = report("l", Phase.GIVING)
     ending = cut.fail()
     assert ending.living == ("a", "b") and not ending.lost and not cut.steering.leavers
-    budget = cut.stage.loop._budget
+    budget = cut.stage.loop._parts.account.budget
     assert (budget.crashes, budget.nodes) == (0, 1) and "do not reach each other" in budget.errors[-1]
 
 
@@ -461,7 +461,7 @@ def test_nobody_is_waited_for_where_all_reach_each_other(tmp_path: Path) -> None
     answers: list[CutOff | None] = [None, None, NOBODY]
     cut.steering.cut_off = lambda members, leavers: answers.pop(0)
     ending = cut.fail()
-    assert ending.living == ("a", "b") and not answers and cut.crew.now < BEGAN + 1.0 and cut.stage.loop._budget.crashes == 1
+    assert ending.living == ("a", "b") and not answers and cut.crew.now < BEGAN + 1.0 and cut.stage.loop._parts.account.budget.crashes == 1
     # One that never answers is no reason to wait for ever.
     other = Cut(tmp_path / "2")
     other.found = None
@@ -481,7 +481,7 @@ class Steered:
         self.crew = crew = Crew(*(report(w, Phase.TRAINING) for w in "ab"), *(report(w, Phase.IDLE) for w in ready))
         crew.infos |= {w: node_of(w) for w in "abcdefg"}
         self.stage = Stage(crew, folder, filled=True, state=RunState.RUNNING, config={"elastic_max_workers": 6})
-        self.steering: Any = self.stage.loop._steering
+        self.steering: Any = self.stage.loop._parts.steering
         self.wished: list[int] = []
         crew.wish = self._wish  # type: ignore[method-assign]
 

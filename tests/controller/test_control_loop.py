@@ -15,9 +15,10 @@ from vescale_ray.config import ElasticSection
 from vescale_ray.controller import states
 from vescale_ray.controller.autoscaling import PLACE_S
 from vescale_ray.controller.budget import Cause
-from vescale_ray.controller.control_loop import GIVER_S, TICK_S
+from vescale_ray.controller.control_loop import TICK_S
 from vescale_ray.controller.crew import Lost, Told
 from vescale_ray.controller.durable_state import DurableState, LaunchedGeneration
+from vescale_ray.controller.generation import GIVER_S
 from vescale_ray.controller.hang import LEAST_S
 from vescale_ray.controller.keeper import Unanswered
 from vescale_ray.controller.launch import evaluation_due
@@ -48,7 +49,7 @@ def test_a_leaver_whose_machine_stops_before_it_gives_is_not_awaited(tmp_path: P
     ((when, inside),) = crew.fenced
     assert when - BEGAN - 1.0 == pytest.approx(GIVER_S, abs=3 * TICK_S) and inside == ("a", "b")
     assert not ending.lost and set(ending.faults) == {"a", "b"}
-    assert (stage.loop._budget.nodes, stage.loop._budget.crashes) == (1, 0), "it was a node, and nobody's crash"
+    assert (stage.loop._parts.account.budget.nodes, stage.loop._parts.account.budget.crashes) == (1, 0), "it was a node, and nobody's crash"
 
 
 def test_a_leaver_that_fails_before_it_gives_is_not_awaited(tmp_path: Path) -> None:
@@ -66,7 +67,9 @@ def test_a_leaver_that_fails_before_it_gives_is_not_awaited(tmp_path: Path) -> N
     stage.watch()
     ((when, _),) = crew.fenced
     assert when - BEGAN - 1.0 == pytest.approx(GIVER_S, abs=3 * TICK_S)
-    assert stage.loop._budget.total == {Cause.ERROR: 1} and "no room for a batch" in stage.loop._budget.errors[0]
+    assert (
+        stage.loop._parts.account.budget.total == {Cause.ERROR: 1} and "no room for a batch" in stage.loop._parts.account.budget.errors[0]
+    )
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["it has told so", "its word was lost with it"])
@@ -86,14 +89,14 @@ def test_a_leaver_that_is_lost_after_it_gave_is_missed_by_nobody(told: bool, tmp
             crew.reports |= {w: report(w, Phase.PARKED) for w in "ab"}
 
     crew.each_round = play
-    assert stage.watch().clean and not crew.fenced and stage.loop._budget.tries == 0
+    assert stage.watch().clean and not crew.fenced and stage.loop._parts.account.budget.tries == 0
 
 
 def test_a_worker_without_a_processor_is_given_as_much_more_time(tmp_path: Path) -> None:
     """It had none for 3 of the seconds: it has as many more."""
     crew = Crew(report("a", Phase.TRAINING), report("b", Phase.TRAINING))
     stage = Stage(crew, tmp_path, filled=True, state=RunState.RUNNING)
-    hangs = stage.loop._detector._hangs
+    hangs = stage.loop._parts.detector._hangs
     hangs.begin(TICKET, 2)
     for step in range(1, 20):
         for _ in WORLD.members:
@@ -118,7 +121,7 @@ def test_a_hang_is_reported_once_however_long_its_worker_takes_to_die(tmp_path: 
     """Ten reports of one hang, each of which stopped the controller for half a second, where its node told nothing of its death."""
     crew = Crew(report("a", Phase.TRAINING), report("b", Phase.TRAINING))
     stage = Stage(crew, tmp_path, filled=True, state=RunState.RUNNING)
-    stage.loop._detector._hangs = SimpleNamespace(
+    stage.loop._parts.detector._hangs = SimpleNamespace(
         verdict=lambda *about: {"b": "it stands"}, ended=lambda hung: None, heard=lambda *about: None, forming_s=5.0, bound_s=5.0
     )
 
@@ -154,7 +157,7 @@ def test_a_restarted_controller_awaits_a_last_checkpoint_as_long_as_the_first(tm
     """The controller that had ordered it would have given it up; the next one took its writers for members that train, for ever."""
     crew = Crew(report("a", Phase.SAVING), report("b", Phase.SAVING))
     stage = Stage(crew, tmp_path, filled=True, bounds=Bounds(save=30.0))
-    stage.loop._detector.adopt(WORLD)
+    stage.loop._parts.detector.adopt(WORLD)
 
     def play(passed: float) -> None:
         if ends:
@@ -178,7 +181,7 @@ def test_a_restarted_controller_says_what_is_saved_for(tmp_path: Path, stop: str
     """It said RESCALING for as long as that took. What is kept of a run that has failed is no last checkpoint."""
     crew = Crew(report("a", Phase.SAVING), report("b", Phase.SAVING))
     stage, seen = Stage(crew, tmp_path, step=step), list[RunState]()
-    stage.loop._detector.adopt(stage.world)
+    stage.loop._parts.detector.adopt(stage.world)
     if stop:
         stage.loop.desk.end(stop)
 
@@ -194,7 +197,8 @@ def test_a_restarted_controller_says_what_is_saved_for(tmp_path: Path, stop: str
 
 def adopted(stage: Stage) -> states.Running:
     """Have a restarted controller take up the generation."""
-    running: states.Running = stage.rounds(states.Running, begin=stage.loop._adopt())
+    stage.loop.state = stage.begin.adopt()
+    running: states.Running = stage.rounds(states.Running)
     assert running.world == stage.world
     return running
 
@@ -225,7 +229,7 @@ def test_a_restarted_controller_misses_no_leaver_of_a_move_that_is_over(a: Phase
     """Its durable state names them until something else is written down."""
     stage = Stage(Crew(report("a", a), report("b", b)), tmp_path, ("gone",))
     adopted(stage)
-    assert stage.loop._steering.leavers == (() if moved else ("gone",))
+    assert stage.loop._parts.steering.leavers == (() if moved else ("gone",))
 
 
 @pytest.mark.parametrize("b", [report("b", Phase.PARKED, fault=PEER), None], ids=["failed", "says nothing"])
@@ -236,7 +240,7 @@ def test_a_step_of_the_generation_says_that_the_move_is_over(b: Report | None, s
     if stepped:
         stage.run.stats.steps.last["generation"] = TICKET.generation
     adopted(stage)
-    assert stage.loop._steering.leavers == (() if stepped else ("gone",))
+    assert stage.loop._parts.steering.leavers == (() if stepped else ("gone",))
 
 
 def test_the_next_worker_is_asked_where_one_does_not_know_the_outline(tmp_path: Path) -> None:
@@ -270,8 +274,8 @@ def test_a_restarted_controller_awaits_no_checkpoint_of_an_old_generation(genera
 def awaited(stage: Stage, ended: Ending, workers: int, hire: int) -> bool:
     """Whether the workers that are awaited come in time."""
     waiting = states.Waiting(ended, workers, hire, stage.crew.now)
-    stage.loop._steering.hire_failures.clear()
-    recovering: states.Recovering = stage.rounds(states.Recovering, begin=stage.loop._hire_awaited(waiting))
+    stage.loop._parts.steering.hire_failures.clear()
+    recovering: states.Recovering = stage.rounds(states.Recovering, begin=stage.recovery._hire_awaited(waiting))
     return not recovering.waited
 
 
@@ -311,7 +315,7 @@ def test_a_replacement_that_dies_is_hired_anew_as_often_as_at_the_start(
 def test_a_lone_worker_that_hangs_is_given_time_where_none_replaces_it(tmp_path: Path) -> None:
     def replaced(name: str, **changes: Any) -> bool:
         config = {"elastic_workers": 1, "run_name": name, **changes}
-        return bool(Stage(Crew(), tmp_path / name, config=config).loop._detector._hangs.replaced)
+        return bool(Stage(Crew(), tmp_path / name, config=config).loop._parts.detector._hangs.replaced)
 
     assert not replaced("alone")
     for name, changes in (("lost", {"elastic_replace_lost": True}), ("grow", {"elastic_grow": True})):
@@ -345,7 +349,7 @@ def saves(stage: Stage, result: SaveResult | None) -> list[tuple[str, ...]]:
         made.append(tuple(workers))
         return result
 
-    stage.loop._keeper.save = save
+    stage.loop._parts.keeper.save = save
     return made
 
 
@@ -357,16 +361,16 @@ def test_a_run_is_done_after_its_last_step_from_every_state(tmp_path: Path, stat
     """A stop may meet the last step; of a run with one step left the first word may be that it is done. Both failed."""
     stage = Stage(Crew(report("a", Phase.FINISHED), report("b", Phase.FINISHED)), tmp_path, state=state, step=60)
     saves(stage, LAST)
-    outcome = stage.rounds(begin=stage.loop._complete(Ending(("a", "b"), finished=True))).outcome
+    outcome = stage.rounds(begin=stage.end.complete(Ending(("a", "b"), finished=True))).outcome
     assert (outcome.state, outcome.step, outcome.checkpoint) == ("DONE", 60, "/c60")
     assert stage.run.stats.state is RunState.DONE
 
 
 def test_a_change_that_the_last_step_comes_before_is_none(tmp_path: Path) -> None:
     stage = Stage(Crew(report("a", Phase.FINISHED), report("b", Phase.FINISHED)), tmp_path)
-    stage.loop._generation.begin_rescale("manual", 2)
+    stage.loop._parts.generation.begin_rescale("manual", 2)
     saves(stage, LAST)
-    stage.rounds(begin=stage.loop._complete(Ending(("a", "b"), finished=True)))
+    stage.rounds(begin=stage.end.complete(Ending(("a", "b"), finished=True)))
     assert "rescale_abandoned" in stage.events and "rescaled" not in stage.events
 
 
@@ -380,21 +384,21 @@ def completing(folder: Path, kept: int | None, *living: str) -> tuple[Stage, Any
             del stage.crew.reports[worker]
         return None if kept is None else SaveResult("r-h8", kept, 8, 0.1, Kept(f"c{kept}", f"/c{kept}", kept))
 
-    stage.loop._keeper.save = save
-    return stage, stage.rounds(states.Recovering, begin=stage.loop._complete(Ending(("a", "b"), finished=True)))
+    stage.loop._parts.keeper.save = save
+    return stage, stage.rounds(states.Recovering, begin=stage.end.complete(Ending(("a", "b"), finished=True)))
 
 
 def test_a_run_is_not_done_with_a_checkpoint_of_an_earlier_step(tmp_path: Path) -> None:
     """With a copy every third step, and a worker lost in the last checkpoint: of the last step nobody has its part. It was called DONE."""
     stage, state = completing(tmp_path, 59, "a")
     assert isinstance(state, states.Recovering), "training goes back to what is left"
-    assert stage.loop._budget.crashes == 1 and stage.loop.desk.target == 1, "those that are left go on"
+    assert stage.loop._parts.account.budget.crashes == 1 and stage.loop.desk.target == 1, "those that are left go on"
 
 
 def test_an_incomplete_state_after_the_last_step_is_no_further_failure(tmp_path: Path) -> None:
     """The loss that it comes from was counted when the generation ended."""
     stage, state = completing(tmp_path, None, "a", "b")
-    assert isinstance(state, states.Recovering) and stage.loop._budget.tries == 0
+    assert isinstance(state, states.Recovering) and stage.loop._parts.account.budget.tries == 0
 
 
 def decided(stage: Stage) -> list[type | tuple[str, ...]]:
@@ -474,7 +478,7 @@ def test_a_storage_out_of_reach_is_awaited_where_no_worker_holds_a_state(out_s: 
     """The loss of two neighbours in the moment of an outage ended the run, and its last words were those of a socket."""
     crew = Crew(report("a", Phase.PARKED))
     stage = Stage(crew, tmp_path, bounds=Bounds(storage=60.0))
-    keeper = stage.loop._keeper
+    keeper = stage.loop._parts.keeper
 
     def newer(holders: Any) -> Kept:
         if crew.now - BEGAN < out_s:
@@ -499,7 +503,7 @@ def test_a_storage_that_does_not_answer_stops_neither_the_loop_nor_a_stop(tmp_pa
     """The loop waits in its rounds, so that a command reaches it; a worker that dies meanwhile is no member of the next generation."""
     crew = Crew(report("a", Phase.PARKED), report("b", Phase.PARKED))
     stage = Stage(crew, tmp_path)
-    keeper, died = stage.loop._keeper, [False]
+    keeper, died = stage.loop._parts.keeper, [False]
     keeper.newest = lambda: Kept("c30", "/c30", 30)
 
     def newer(holders: Any) -> Kept:
@@ -516,12 +520,12 @@ def test_a_storage_that_does_not_answer_stops_neither_the_loop_nor_a_stop(tmp_pa
     state = stage.rounds(states.Running, begin=states.Recovering(Ending(("a", "b"))))
     assert state.world.members == ("a",) and 5.0 <= crew.now - BEGAN < 5.5
     again = Stage(Crew(report("a", Phase.PARKED)), tmp_path / "again")
-    again.loop._keeper.newest = keeper.newest
+    again.loop._parts.keeper.newest = keeper.newest
 
     def never(holders: Any) -> Kept:
         raise Unanswered
 
-    again.loop._keeper.newer = never
+    again.loop._parts.keeper.newer = never
     again.loop.desk.end("asked to")
     began = states.Locating(Ending(("a",)), ("a",), ())
     assert again.rounds(begin=began).outcome.state == "STOPPED" and again.crew.now - BEGAN < 1.0
@@ -531,7 +535,7 @@ def test_an_evaluation_that_was_lost_is_made_up_and_none_is_made_twice(tmp_path:
     config = {"train_eval_every": 20, "data_eval_samples": 8}
     stage = Stage(Crew(report("a", Phase.PARKED)), tmp_path, config=config)
     spec: Any = SimpleNamespace(source=Source(Origin.CHECKPOINT, 20))
-    stage.loop._generation.evaluated(Evaluated(TICKET, 40, 1.5, 8))
+    stage.loop._parts.generation.evaluated(Evaluated(TICKET, 40, 1.5, 8))
     heldout = stage.run.stats.heldout
     due = [step for step in (0, 1, 20, 21, 40, 60) if evaluation_due(step, stage.config, spec, heldout)]
     assert due == [0, 60], "that of step 20 was made before the checkpoint that the run has begun with, that of 40 is there"
@@ -564,7 +568,7 @@ def test_a_change_lets_a_checkpoint_be_written_and_a_drain_does_not(
     if took_s is not None:
         stage.run.stats.checkpoints.seconds = took_s
     planned = {"plans": lambda: crew.now > 53.0, "no plans": lambda: False}.get(writes, lambda: True)
-    monkeypatch.setattr(type(stage.loop._keeper.layouts), "planned", lambda self, *worlds: planned())
+    monkeypatch.setattr(type(stage.loop._parts.keeper.layouts), "planned", lambda self, *worlds: planned())
     monkeypatch.setattr(type(stage.saves), "busy", property(lambda self: writes == "a commit"))
     stage.loop.desk.want(1, "manual")
     while not crew.asked:
@@ -619,7 +623,7 @@ def test_warm_workers_that_die_before_they_join_are_counted(tmp_path: Path) -> N
     for worker, about in (("s", node_of("s")), ("a", node_of("a")), ("x", None)):
         crew.news = [Lost(worker, about, f"{worker} died")]
         stage.loop.observe()
-    steering = stage.loop._steering
+    steering = stage.loop._parts.steering
     assert steering.fleeting == ["s died"] and steering.hire_failures == ["x died"], "a member that is lost says nothing of spares"
     assert stage.run.stats.lost == 2, "who never came up is not lost: checkpoints are made no more often for that"
 
@@ -653,7 +657,7 @@ def test_a_stop_waits_for_no_large_state_to_be_read(origin: Origin, phase: Phase
     assert ended.living == ("a", "b")
     assert [who for _, who in crew.fenced][:1] == ([("a", "b")] if cut else [])
     assert (stage.run.stats.state is RunState.STOPPING) is cut
-    assert (stage.loop._budget.tries == 0) is cut, "a stop is no failure"
+    assert (stage.loop._parts.account.budget.tries == 0) is cut, "a stop is no failure"
     assert "checkpoint_load_failed" not in stage.events
 
 
@@ -664,7 +668,7 @@ def test_parked_workers_save_their_state_where_a_node_is_to_go(tmp_path: Path) -
     crew.infos |= {w: node_of(w) for w in "ab"}
     stage = Stage(crew, tmp_path, config={"elastic_workers": 3}, min_workers=3, replace_lost=True)
     stage.run.stats.checkpoints.step = 30
-    keeper, writes, made = stage.loop._keeper, [False], saves(stage, None)
+    keeper, writes, made = stage.loop._parts.keeper, [False], saves(stage, None)
     keeper.held_step, keeper.writes = lambda workers: 41, lambda workers: writes[0]
 
     def play(passed: float) -> None:
@@ -688,12 +692,12 @@ def test_a_run_whose_controllers_fail_keeps_what_its_workers_hold(tmp_path: Path
         "r", 7, LaunchedGeneration.of(WORLD), target=2, highest_step=40, epoch=2, controller_restarts=controllers, failures={}
     )
     stage = Stage(crew, tmp_path, durable=durable, config={"elastic_max_controller_restarts_without_progress": 20})
-    stage.loop._steering.nodes.start = lambda: None
+    stage.loop._parts.steering.nodes.start = lambda: None
     stepped = Stepped(TICKET, SimpleNamespace(step=41, seconds=0.1, alone_seconds=0.0), 0.0, {}, None)  # type: ignore[arg-type]
-    keeper, made = stage.loop._keeper, saves(stage, None)
+    keeper, made = stage.loop._parts.keeper, saves(stage, None)
     keeper.newest = lambda: Kept("c30", "/c30", 30)
-    stage.loop._generation.stepped = lambda worker, item: item is stepped
-    stage.loop._steering.stepped = lambda record: None
+    stage.loop._parts.generation.stepped = lambda worker, item: item is stepped
+    stage.loop._parts.steering.stepped = lambda record: None
     asked: list[float] = []
 
     def ask(workers: Any, ticket: Ticket, flags: int) -> bool:
@@ -727,10 +731,10 @@ def test_leavers_stay_until_the_next_generation_has_made_a_step(tmp_path: Path) 
     for worker in "ab":
         stage.fill(worker)
     stage.loop.step()
-    assert stage.loop._steering.leavers == ("l", "m") and not crew.dismissed
+    assert stage.loop._parts.steering.leavers == ("l", "m") and not crew.dismissed
     stage.run.stats.steps.last["generation"] = TICKET.generation
     stage.loop.step()
-    assert stage.loop._steering.leavers == () and crew.dismissed == ["l", "m"]
+    assert stage.loop._parts.steering.leavers == () and crew.dismissed == ["l", "m"]
 
 
 def test_a_failure_that_an_earlier_controller_has_counted_counts_once(tmp_path: Path) -> None:
@@ -744,12 +748,15 @@ def test_a_failure_that_an_earlier_controller_has_counted_counts_once(tmp_path: 
     again = Stage(crew, tmp_path / "again", durable=first.written[-1])
     ending = again.watch()
     assert set(ending.lost) == {"b"}
-    assert (again.loop._budget.nodes, again.loop._budget.crashes) == (1, 0) and again.loop._budget.total == {Cause.NODE: 1}
+    assert (again.loop._parts.account.budget.nodes, again.loop._parts.account.budget.crashes) == (
+        1,
+        0,
+    ) and again.loop._parts.account.budget.total == {Cause.NODE: 1}
     other = replace(WORLD, ticket=Ticket(8, 1))
     third = Stage(Crew(report("a", Phase.PARKED, other.ticket, PEER)), tmp_path / "third", durable=first.written[-1], world=other)
-    third.loop._generation.adopt(other)
+    third.loop._parts.generation.adopt(other)
     third.watch()
-    assert third.loop._budget.crashes == 1, "of another generation"
+    assert third.loop._parts.account.budget.crashes == 1, "of another generation"
 
 
 @pytest.mark.parametrize("heard", [True, False], ids=["the answer came", "the answer came late"])
@@ -757,8 +764,8 @@ def test_a_change_that_was_asked_for_is_no_failure_when_the_answer_is_late(tmp_p
     stage = Stage(Crew(report("a", Phase.PARKED), report("b", Phase.PARKED)), tmp_path, state=RunState.RUNNING)
     stage.loop.desk.explain("manual")
     if heard:
-        stage.loop._generation.begin_rescale("drain", 2)
-        stage.loop._lifecycle.enter(RunState.RESCALING)
+        stage.loop._parts.generation.begin_rescale("drain", 2)
+        stage.loop._parts.lifecycle.enter(RunState.RESCALING)
     assert stage.watch().clean
     assert stage.run.stats.rescale is not None and stage.run.stats.rescale.reason == ("drain" if heard else "manual")
 
@@ -766,7 +773,7 @@ def test_a_change_that_was_asked_for_is_no_failure_when_the_answer_is_late(tmp_p
 def test_a_change_whose_controller_is_killed_meanwhile_is_no_failure(tmp_path: Path) -> None:
     """The workers had stopped at the boundary that they were asked to; the next controller took that for a failure, as did the alerts."""
     stage = Stage(Crew(report("a", Phase.PARKED), report("b", Phase.PARKED)), tmp_path)
-    stage.loop._detector.adopt(stage.world)
+    stage.loop._parts.detector.adopt(stage.world)
     stage.loop.desk.explain("manual")
     assert stage.watch().clean
     assert stage.run.stats.rescale is not None and stage.run.stats.rescale.reason == "manual"
@@ -794,7 +801,7 @@ def test_a_rescale_is_heeded_while_the_first_workers_are_awaited(asked: int, hir
 def test_a_node_that_was_cut_off_is_used_again_where_no_other_has_a_place(tmp_path: Path) -> None:
     crew = Crew(report("a", Phase.PARKED))
     stage = Stage(crew, tmp_path, replace_lost=True, min_workers=2)
-    nodes = stage.loop._steering.nodes
+    nodes = stage.loop._parts.steering.nodes
     nodes.shun("n2")
     nodes._draining = {"n3": 1.0}
     freed: list[tuple[float, frozenset[str]]] = []
