@@ -185,10 +185,9 @@ def controller_work(found: list[dict[str, Any]], rounds: int) -> list[dict[str, 
     from vescale_ray.controller.publisher import Observed, Publisher
     from vescale_ray.controller.run_log import RunLog
     from vescale_ray.runfolder import RunFolder
-    from vescale_ray.workers.messages import Origin, Stepped, Ticket, Usage, WorkerInfo
+    from vescale_ray.workers.messages import Origin, Stepped, Ticket, Usage
 
     names = tuple(f"w{rank}" for rank in range(len(found)))
-    infos = {rank: (WorkerInfo(name, 1, 1, "node", "127.0.0.1", "cpu", 1.0), 1 << 28) for rank, name in enumerate(names)}
 
     def recorded(folder: str, *, figures: bool) -> tuple[Callable[[], None], Publisher]:
         config = config_of(len(found), folder)
@@ -204,9 +203,9 @@ def controller_work(found: list[dict[str, Any]], rounds: int) -> list[dict[str, 
             for name, rank in zip(names, found, strict=True):
                 told = replace(record, index=index)
                 item = Stepped(world.ticket, told, time.time(), {"peer_copy": 0.001}, rank["usage"] if figures else Usage())
-                generation.workers.heard(name, time.time())
+                generation.workers.heard(name, time.time(), 1 << 30)
                 generation.stepped(name, item)
-            seen = Observed(len(names), budget, ranks=infos, figures=generation.workers.figures(), newest=generation.newest)
+            seen = Observed(len(names), budget, figures=generation.workers.figures(), newest=generation.newest)
             publisher.publish(seen)
 
         return step, publisher

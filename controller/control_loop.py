@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vescale_ray.config import RunConfig
-from vescale_ray.controller import policy, states
+from vescale_ray.controller import states
 from vescale_ray.controller.crew import Crew, Heard, Lost, Ready, Told
 from vescale_ray.controller.desk import Desk
 from vescale_ray.controller.durable_state import StateWriter
@@ -142,7 +142,7 @@ class ControlLoop:
 
     def _hear(self, report: Report) -> None:
         generation = self._parts.generation
-        generation.workers.heard(report.worker, time.time())
+        generation.workers.heard(report.worker, time.time(), report.memory)
         for _, item in report.items:
             match item:
                 case Stepped():
@@ -173,18 +173,13 @@ class ControlLoop:
 
     def _observed(self) -> Observed:
         """The observations of this round, without the run's statistics."""
-        members, known = self._parts.log.stats.members, self._parts.log.stats.workers
-        reports = {rank: self._parts.crew.report(worker) for rank, worker in enumerate(members)}
-        nodes = [info.node if (info := known.get(worker)) is not None else "" for worker in members]
         return Observed(
             target=self._parts.desk.target,
             budget=self._parts.account.budget,
             spares=self._parts.steering.spares,
             places_wanted=self._parts.steering.places_wanted,
-            draining=len(self._parts.steering.leaving(members)),
-            unprotected=policy.unprotected(nodes, copies=self._parts.config.elastic.snapshot_every > 0),
+            draining=len(self._parts.steering.leaving(self._parts.log.stats.members)),
             saves_pending=self._parts.saves.pending,
-            ranks={rank: (self._parts.crew.info(members[rank]), r.memory) for rank, r in reports.items() if r is not None},
             figures=self._parts.generation.workers.figures(),
             newest=self._parts.generation.newest,
         )

@@ -208,7 +208,7 @@ class Controller:
         if saves is not None:
             saves.close()
         log.journal.flush(FLUSH_S)
-        publisher.publish(replace(publisher.seen, ranks={}))  # one more scrape sees how the run ended
+        publisher.publish(replace(publisher.seen, over=True))  # one more scrape sees how the run ended
         self._outcome = outcome
 
     def _take(self, action: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -375,10 +375,10 @@ class Crew:
         """Seconds since it was hired."""
         return time.monotonic() - self.members[worker].hired
 
-    def silent(self, seconds: float) -> list[str]:
+    def silent(self, seconds: float) -> frozenset[str]:
         """Warm workers that have owed an answer for longer than that, without the time of which :meth:`starved` is known."""
         limit = self.clock() - seconds - POLL_WAIT_S
-        return [w for w, m in self.members.items() if m.owes and m.owes_since + m.starved_s < limit and m.verdict is None]
+        return frozenset(w for w, m in self.members.items() if m.owes and m.owes_since + m.starved_s < limit and m.verdict is None)
 
     def given(self, worker: str) -> float:
         """Seconds for which its silence was excused, as :meth:`starved` tells."""

@@ -122,15 +122,17 @@ class FailureDetector:
 
     def _mutes(self, world: World, inside: Collection[str]) -> Mapping[str, str]:
         found: dict[str, str] = {}
-        for worker in inside:
+        forming, training = self._hangs.forming_s, min(self._hangs.bound_s, self._hangs.forming_s)
+        silent = {bound: self._crew.silent(bound - POLL_WAIT_S) for bound in (forming, training)}
+        for worker in silent[training].intersection(inside):
             report = self._crew.report(worker)
             if self._crew.doomed(worker) or (report is not None and report.phase is Phase.SAVING):
                 continue
             trains = report is not None and report.ticket == world.ticket and report.phase is Phase.TRAINING
-            bound = min(self._hangs.bound_s, self._hangs.forming_s) if trains else self._hangs.forming_s
-            if worker in self._crew.silent(bound - POLL_WAIT_S):
+            bound = training if trains else forming
+            if worker in silent[bound]:
                 found[worker] = f"it has answered nothing for {bound:.1f} s"
-        return found if any(self._crew.alive(w) and w not in found for w in world.members) else {}
+        return found if not found or any(self._crew.alive(w) and w not in found for w in world.members) else {}
 
     def late(self, world: World, since: float, inside: Sequence[str], out: Sequence[str], *, complete: bool) -> dict[str, str]:
         """The workers to end, because they are still in a generation that is over.
@@ -141,7 +143,7 @@ class FailureDetector:
             complete: those that have left hold the newest step together.
         """
         crew, steps = self._crew, self._log.stats.steps
-        silent, ready = crew.silent(self._exit_deadlines.silence_s), crew.ready()
+        silent, ready = crew.silent(self._exit_deadlines.silence_s), frozenset(crew.ready())
         views = {w: WorkerView(crew.report(w), w in silent, crew.doomed(w)) for w in inside}
         spares = sum(w in ready for w in self._steering.outside(world.members))
         return self._exit_deadlines.late(since, views, Surroundings(len(out), complete, spares, steps.last_seconds, steps.longest))
@@ -195,7 +197,7 @@ class FailureDetector:
 
     def _spares(self, world: World, cut: CutOff) -> list[str]:
         """Warm workers beside the members that could take a place, on nodes that are not cut off themselves."""
-        ready, nodes = self._crew.ready(), set(cut.workers.values())
+        ready, nodes = frozenset(self._crew.ready()), set(cut.workers.values())
         spares = [w for w in self._steering.outside(world.members) if w in ready]
         return [w for w in spares if (info := self._crew.info(w)) is not None and info.node not in nodes]
 

@@ -141,7 +141,8 @@ class Generations:
         faults = [fault for w in living if (fault := detector.fault(w, world)) is not None]
         if faults and len(living) == world.size and not state.cut_short and all(fault.kind is FaultKind.PEER for fault in faults):
             return states.Partitioned(state, tuple(living), leavers, detector.begin_partition())
-        return self._concluded(state, living, {w: detector.loss(w) for w in world.members if w not in living}, leavers)
+        lives = frozenset(living)
+        return self._concluded(state, living, {w: detector.loss(w) for w in world.members if w not in lives}, leavers)
 
     def partitioned(self, state: states.Partitioned) -> State:
         crew, detector, living = self._parts.crew, self._parts.detector, state.living

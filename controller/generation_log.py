@@ -30,6 +30,7 @@ class GenerationLog:
         self.workers = WorkerStats()
         self.newest: StepRecord | None = None
         self._filled: dict[str, Filled] = {}
+        self._unfilled: set[str] = set()
         self._next: tuple[str, int] | None = None
         """Reason and size of a rescale that was asked for before the first step after another one. It begins with that step."""
 
@@ -48,12 +49,13 @@ class GenerationLog:
     def adopt(self, world: World) -> None:
         """Go on with a generation that was recorded before."""
         self.world, self.newest, self._filled, self._next = world, None, {}, None
+        self._unfilled = set(world.members)
         self.workers.opened(world.members)
 
     @property
     def all_filled(self) -> bool:
         """Whether every member of the generation has its state."""
-        return self.world is not None and all(worker in self._filled for worker in self.world.members)
+        return self.world is not None and not self._unfilled
 
     def worker_started(self, info: WorkerInfo) -> None:
         """A worker is warm."""
@@ -69,11 +71,13 @@ class GenerationLog:
         if not news and not item.phases:
             return  # what a restarted controller infers says less than what the worker may have told
         self._filled[worker] = item
+        self._unfilled.discard(worker)
         if news and item.origin is Origin.MEMORY:
             self.workers.moved(worker, item.phases.get("sync", 0.0))
-        told = [one for one in self._filled.values() if one.phases]
         known = self._log.stats.checkpoints.loaded_by == world.ticket.generation
-        if news and item.origin is Origin.CHECKPOINT and self.all_filled and told and not known:
+        if not (news and item.origin is Origin.CHECKPOINT and self.all_filled) or known:
+            return
+        if told := [one for one in self._filled.values() if one.phases]:
             seconds = max(one.phases.get("sync", 0.0) for one in told)
             about = {"bytes": sum(one.read_bytes for one in told), "generation": world.ticket.generation}
             self._log.record("checkpoint_loaded", seconds=seconds, **about, commit=world.source.commit)

@@ -11,8 +11,8 @@ from vescale_ray.workers.messages import Give, Join, Order, Seat
 
 def givers_of(world: World) -> list[str]:
     """Workers that hold a part of the generation's state, and are no members of it."""
-    resume = world.source.resume
-    return [w for w in resume.workers if w not in world.members] if resume is not None else []
+    resume, members = world.source.resume, frozenset(world.members)
+    return [w for w in resume.workers if w not in members] if resume is not None else []
 
 
 def orders_of(world: World, givers: Sequence[str], store: tuple[str, int], run_id: str, *, evaluate: bool) -> dict[str, Order]:

@@ -113,7 +113,8 @@ def next_members(
     whoever is ``leaving``, then the last."""
     staying = tuple(w for w in living if w not in leaving)[:target]
     joiners = tuple(w for w in ready if w not in leaving)[: target - len(staying)]
-    return (*staying, *joiners), tuple(w for w in living if w not in staying)
+    stays = frozenset(staying)
+    return (*staying, *joiners), tuple(w for w in living if w not in stays)
 
 
 # ----------------------------------------------------------------------------------------------------------------- staffing

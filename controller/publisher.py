@@ -11,6 +11,7 @@ from typing import Any
 
 from vescale_ray import __version__
 from vescale_ray.config import RunConfig
+from vescale_ray.controller import policy
 from vescale_ray.controller.budget import Budget
 from vescale_ray.controller.goodput import Goodput
 from vescale_ray.controller.protocol import FINAL, RunState
@@ -32,10 +33,10 @@ class Observed:
         target: workers wanted.
         budget: what was used up of the run's budget.
         spares: warm workers beside those that train or are to join; ``places_wanted``: places asked of Ray's autoscaler.
-        draining: members on nodes that are about to go; ``unprotected``: ranks without a copy on another node.
+        draining: members on nodes that are about to go.
         saves_pending: checkpoints under way.
-        ranks: by rank, the worker and its resident bytes.
         figures: what the members told of themselves (``worker_stats``); ``newest``: record of the newest step.
+        over: the run is over: there are no workers any more.
     """
 
     target: int
@@ -43,11 +44,10 @@ class Observed:
     spares: int = 0
     places_wanted: int = 0
     draining: int = 0
-    unprotected: int = 0
     saves_pending: int = 0
-    ranks: Mapping[int, tuple[WorkerInfo | None, int]] = field(default_factory=dict)
     figures: Mapping[str, Any] = field(default_factory=dict)
     newest: StepRecord | None = None
+    over: bool = False
 
 
 class Publisher:
@@ -65,7 +65,11 @@ class Publisher:
         self._info = {"run_id": log.run_id, "controller_epoch": str(epoch), "model": model, **versions()}
         if ray_session:
             self._info["ray_session"] = ray_session
-        self._about: dict[str, Mapping[str, str]] = {}
+        self._known: tuple[object, int] = ((), 0)
+        """Members and number of workers for which the next three were made. To make them takes milliseconds at thousands of workers."""
+        self._about: Mapping[int, Mapping[str, str]] = {}
+        self._processes: tuple[tuple[int, int, str], ...] = ()
+        self._unprotected = 0
         self._written = 0.0
         self.snapshot: Snapshot
         self.publish()
@@ -80,6 +84,7 @@ class Publisher:
         self.seen = seen = seen or self.seen
         stats, config = self._log.stats, self._config
         goodput = self._log.tell_goodput(time.time() - HEARD_S)
+        self._follow_members()
         self.snapshot = Snapshot(
             run=config.run.name,
             state=str(stats.state),
@@ -87,7 +92,7 @@ class Publisher:
             steps=config.train.steps,
             tokens=stats.steps.executed * config.tokens_per_step,
             draining=seen.draining,
-            unprotected=seen.unprotected,
+            unprotected=self._unprotected,
             world=len(stats.members),
             world_target=seen.target,
             world_min=config.elastic.min_workers,
@@ -102,32 +107,38 @@ class Publisher:
             replayed_steps=stats.rescales.replayed + stats.steps.replayed,
             worker_failures=dict(stats.failures),
             **seen.budget.figures(),
-            memory={rank: memory for rank, (_, memory) in seen.ranks.items()},
-            workers={rank: self._who(info) for rank, (info, _) in seen.ranks.items() if info},
+            workers={} if seen.over else self._about,
             stragglers=self._stragglers(seen.newest),
             checkpoints_pending=seen.saves_pending,
             **stats.steps.figures(),
             **stats.rescales.figures(),
             **stats.checkpoints.figures(),
             **_paces(seen.newest),
-            **seen.figures,
+            **({**seen.figures, "memory": {}} if seen.over else seen.figures),
             error=stats.error,
             info=self._info,
             control_url=self._url,
             warnings=self._log.journal.warnings,
-            processes=tuple((info.pid, info.born, info.node) for info in stats.workers.values()),
+            processes=self._processes,
             record=self._record(goodput),
         )
 
-    def _who(self, info: WorkerInfo) -> Mapping[str, str]:
-        """The labels of a worker. Each call returns the same object, so that comparing snapshots is cheap."""
-        if info.worker not in self._about:
-            self._about[info.worker] = {"worker": info.worker, "node": info.node, "pod": info.pod, "device": info.device}
-        return self._about[info.worker]
+    def _follow_members(self) -> None:
+        """Bring what follows from the members and workers up to date, if they have changed."""
+        members, known = self._log.stats.members, self._log.stats.workers
+        if self._known != (members, len(known)):
+            self._known = members, len(known)
+            self._about = {rank: _labels(known[worker]) for rank, worker in enumerate(members) if worker in known}
+            self._processes = tuple((info.pid, info.born, info.node) for info in known.values())
+            nodes = [known[worker].node if worker in known else "" for worker in members]
+            self._unprotected = policy.unprotected(nodes, copies=self._config.elastic.snapshot_every > 0)
 
     def _stragglers(self, newest: StepRecord | None) -> Mapping[str, Mapping[str, Any]]:
         """Workers that are slow now, with their present rank and factor."""
-        stats, factors = self._log.stats, newest.pace.factors if newest is not None and newest.pace is not None else ()
+        stats = self._log.stats
+        if not stats.stragglers:
+            return {}
+        factors = newest.pace.factors if newest is not None and newest.pace is not None else ()
         now = {w: {"rank": rank, "factor": factor} for rank, (w, factor) in enumerate(zip(stats.members, factors, strict=False))}
         return {worker: {**about, **now.get(worker, {})} for worker, about in stats.stragglers.items()}
 
@@ -157,6 +168,10 @@ class Publisher:
             "checkpoint": stats.checkpoints.path,
             "pid": self._pid,
         }
+
+
+def _labels(info: WorkerInfo) -> Mapping[str, str]:
+    return {"worker": info.worker, "node": info.node, "pod": info.pod, "device": info.device}
 
 
 def _paces(record: StepRecord | None) -> dict[str, Any]:

@@ -55,7 +55,8 @@ class Recovery:
         crew, steering, desk = self._parts.crew, self._parts.steering, self._parts.desk
         silent = crew.silent(SILENT_S)
         # A worker that was to leave after a move that has failed can join like any other.
-        ready = [w for w in crew.ready() if w not in ended.living]
+        living = frozenset(ended.living)
+        ready = [w for w in crew.ready() if w not in living]
         # A joiner that is stopped, or does not reach the others, would hold up all of them.
         ready.sort(key=lambda w: (w in silent, w in steering.leavers, w in steering.untried))
         leaving = steering.leaving((*ended.living, *ready)) | steering.stragglers.leaving(ended.living, ready, desk.target)
@@ -91,10 +92,12 @@ class Recovery:
             return states.AwaitingStorage(ended, time.monotonic() + STORAGE_GAP_S, unreached)
         if not all(self._parts.crew.alive(w) for w in members):
             return states.Recovering(self._parts.still_living(ended), unreached=state.unreached)  # the storage has taken its time
-        candidates = [w for w in ended.living if w in members or w not in state.leaving]
+        chosen = frozenset(members)
+        candidates = [w for w in ended.living if w in chosen or w not in state.leaving]
         if len(candidates) > len(members):  # fewer are wanted than could stay: no worker has joined
             members = keeper.staying(candidates, len(members), keeper.source(candidates, holders, newest), holders)
-            leavers = tuple(w for w in ended.living if w not in members)
+            chosen = frozenset(members)
+            leavers = tuple(w for w in ended.living if w not in chosen)
         source = keeper.source(members, holders, newest)
         return self._generations.launch(keeper.seated(members, source, holders), leavers, source)
 

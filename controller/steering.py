@@ -231,6 +231,9 @@ class Steering:
     def _admitted(self, ready: list[str], world: World) -> list[str]:
         """Those of ``ready`` that reach the members, and are reached by them: one that isn't would stop them all. It is let go, and none
         hired on its node for a while."""
+        if not ready and not self._probes:
+            self._let_in = self.untried = frozenset()
+            return []
         admission = self.connectivity.admit(ready, world.members, self._network((*world.members, *ready)))
         self._make(admission.probe)
         fine, cut = list(admission.admitted), admission.refused

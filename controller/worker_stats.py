@@ -23,6 +23,7 @@ class WorkerStats:
         self._usage: dict[int, Usage] = {}
         self._seconds: dict[int, float] = {}
         self._heard: dict[int, float] = {}
+        self._memory: dict[int, int] = {}
         self._waited: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
         self._figures: dict[str, Any] = {}
         self._due = 0.0
@@ -30,13 +31,14 @@ class WorkerStats:
     def opened(self, members: tuple[str, ...]) -> None:
         """A generation with these workers, in rank order, begins. Memory that was reported before is of another layout."""
         self._members = {worker: rank for rank, worker in enumerate(members)}
-        self._usage, self._seconds, self._heard = {}, {}, {}
+        self._usage, self._seconds, self._heard, self._memory = {}, {}, {}, {}
         self._due = 0.0
 
-    def heard(self, worker: str, now: float) -> None:
+    def heard(self, worker: str, now: float, memory: int) -> None:
+        """A worker has answered; ``memory``: resident bytes of its process."""
         rank = self._members.get(worker)
         if rank is not None:
-            self._heard[rank] = now
+            self._heard[rank], self._memory[rank] = now, memory
 
     def moved(self, worker: str, seconds: float) -> None:
         """A worker's part in the move of shards to a new generation took ``seconds``."""
@@ -102,6 +104,7 @@ class WorkerStats:
             "alloc_retries": {rank: self._usage[rank].alloc_retries for rank in ranks if self._usage[rank].device_memory},
             "rank_step_seconds": {rank: self._seconds[rank] for rank in ranks},
             "heard": {rank: self._heard[rank] for rank in sorted(self._heard)},
+            "memory": {rank: self._memory[rank] for rank in sorted(self._memory)},
         }
 
     @staticmethod

@@ -44,6 +44,7 @@ def choose_resume(held: Mapping[str, Iterable[Holding]], prefer: Collection[str]
         prefer: workers of the next generation. They supply all they can, so that few leavers are needed. Of two states at one step, the one
             that needs fewer other workers wins, then the later generation.
     """
+    prefer = frozenset(prefer)
     holders: dict[tuple[int, int, int], dict[int, list[str]]] = {}
     for worker in sorted(held):
         for holding in held[worker]:

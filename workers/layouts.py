@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from vescale_ray.workers.seating import Weights, even
+from vescale_ray.workers.seating import Overlap, even
 
 if TYPE_CHECKING:
     from vescale_ray.planner import Bundle
@@ -109,8 +109,8 @@ def parts_of(outline: Outline, world: int) -> Parts:
     return Parts(np.array(starts, dtype=np.int64), np.array(owners, dtype=np.int64))
 
 
-def overlap(outline: Outline, old: Parts, new: Parts, before: int, after: int) -> Weights:
-    """Bytes that each rank of ``old`` and each rank of ``new`` both own, as a matrix of [``before``, ``after``]. Pure.
+def overlap(outline: Outline, old: Parts, new: Parts, before: int, after: int) -> Overlap:
+    """Bytes that each of ``before`` ranks of ``old`` and each of ``after`` ranks of ``new`` both own. Pure.
 
     States whose shape differs from their parameter's (scales, factors) count as if they were spread over its elements.
     """
@@ -120,16 +120,18 @@ def overlap(outline: Outline, old: Parts, new: Parts, before: int, after: int) -
     each = np.array([w / n if n else 0.0 for w, n in zip(weights, numels, strict=True)])
     cuts = np.union1d(old.starts, new.starts)
     if not len(cuts):
-        return np.zeros((before, after), dtype=np.int64)
+        nothing = np.zeros(0, dtype=np.int64)
+        return Overlap(nothing, nothing, nothing, before, after)
     lengths = np.diff(cuts, append=ends[-1])
 
     def owner(parts: Parts) -> Positions:
         found: Positions = parts.owners[np.searchsorted(parts.starts, cuts, side="right") - 1]
         return found
 
-    found = np.zeros((before, after))
-    np.add.at(found, (owner(old), owner(new)), lengths * each[np.searchsorted(ends, cuts, side="right")])
-    return np.rint(found).astype(np.int64)
+    pairs, inverse = np.unique(owner(old) * after + owner(new), return_inverse=True)
+    sizes = np.zeros(len(pairs))
+    np.add.at(sizes, inverse, lengths * each[np.searchsorted(ends, cuts, side="right")])
+    return Overlap(pairs // after, pairs % after, np.rint(sizes).astype(np.int64), before, after)
 
 
 class Layouts:
@@ -175,7 +177,7 @@ class Layouts:
         self.ahead(worlds)
         return all(future.done() for world in worlds if (future := self._planned.get(world)) is not None)
 
-    def overlap(self, before: int, after: int) -> Weights:
+    def overlap(self, before: int, after: int) -> Overlap:
         """Bytes that each rank of ``before`` and each of ``after`` both own. If the layouts are not known, it is the overlap of equal
         intervals.
 

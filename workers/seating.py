@@ -15,6 +15,8 @@ moves; if the last two left, three quarters would move.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -22,23 +24,54 @@ TRIES, TRIED = 16, 48
 """Nodes that are tried as candidates to become free, for up to this many workers; fewer for more workers. Each try solves an assignment
 problem of about 10 ms while training stands still."""
 EXACT = 128
-"""Above this many workers, the stayers are chosen rank by rank: nearly as good, and without seconds of delay."""
+"""Above this many workers, the stayers are chosen greedily: nearly as good, and without seconds of delay."""
+SEATED = 512
+"""Above this many workers, the ranks are assigned greedily. The exact assignment takes 0.1 s for as many, and time with their cube."""
 
 LARGEST = 55
 """Bits of a cost. The assignment adds up to 2 ** 7 costs and their potentials in 64 bits."""
 
 Weights = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
-def seated(members: Sequence[str], held: Mapping[str, Sequence[int]], overlap: Weights) -> tuple[str, ...]:
+@dataclass(frozen=True)
+class Overlap:
+    """The sizes that parts of a state have in common, in any unit: only those above 0. Each old part meets few new ones, so that this is
+    small where a matrix of ten thousand ranks takes gigabytes.
+
+    Attributes:
+        old, new, size: of each pair, the old and the new rank and what their parts have in common.
+        before, after: number of old and of new ranks.
+    """
+
+    old: Indices
+    new: Indices
+    size: Indices
+    before: int
+    after: int
+
+    def dense(self) -> Weights:
+        """The same as a matrix of [``before``, ``after``]."""
+        found = np.zeros((self.before, self.after), dtype=np.int64)
+        np.add.at(found, (self.old, self.new), self.size)
+        return found
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self.dense().astype(dtype) if dtype is not None else self.dense()
+
+
+def seated(members: Sequence[str], held: Mapping[str, Sequence[int]], overlap: Overlap) -> tuple[str, ...]:
     """``members`` in the order of their new ranks, so that they hold as much as possible of the parts they will own.
 
     Args:
         members: workers of the next generation, in any order; ties keep it.
         held: per worker, the old ranks whose parts it has in memory, its own and copies. A worker that is missing has none.
-        overlap: [old ranks, members]: the size that each old rank's part and each new rank's part have in common, in any unit.
+        overlap: of the old ranks' parts and those of as many new ranks as there are members.
     """
     count = len(members)
+    if count > SEATED:
+        return _filled(members, _greedy(members, held, overlap), count)
     # Among equally good numberings, take the one that keeps most workers in place.
     places = assign(-(kept(members, held, overlap) * (count + 1) + np.eye(count, dtype=np.int64)))
     found = [""] * count
@@ -47,7 +80,7 @@ def seated(members: Sequence[str], held: Mapping[str, Sequence[int]], overlap: W
     return tuple(found)
 
 
-def staying(candidates: Sequence[str], held: Mapping[str, Sequence[int]], overlap: Weights, nodes: Sequence[Collection[str]]) -> list[str]:
+def staying(candidates: Sequence[str], held: Mapping[str, Sequence[int]], overlap: Overlap, nodes: Sequence[Collection[str]]) -> list[str]:
     """The ``candidates`` that stay, in their order; the others leave.
 
     The fewest bytes move. Ties are broken in this order: most ranks keep their copy on another node
@@ -55,14 +88,15 @@ def staying(candidates: Sequence[str], held: Mapping[str, Sequence[int]], overla
 
     Args:
         held: as for :func:`seated`.
-        overlap: as for :func:`seated`; as many candidates stay as it has columns.
+        overlap: as for :func:`seated`; as many candidates stay as it has new ranks.
         nodes: the workers on each node, including workers that are no candidates.
     """
-    stay = overlap.shape[1]
+    stay = overlap.after
     leave = len(candidates) - stay
-    bytes_kept = kept(candidates, held, overlap)
     if len(candidates) > EXACT:
-        return [candidates[place] for place in sorted(_nearest(bytes_kept))]
+        stays = frozenset(_filled(candidates, _greedy(candidates, held, overlap), stay))
+        return [worker for worker in candidates if worker in stays]
+    bytes_kept = kept(candidates, held, overlap)
     last = dict.fromkeys(candidates[stay:], 1)
     # Priorities: moved bytes, then copies, then free nodes, then the order.
     per_free, per_copy, per_byte = leave + 1, (leave + 1) ** 2, (leave + 1) ** 3
@@ -89,30 +123,53 @@ def staying(candidates: Sequence[str], held: Mapping[str, Sequence[int]], overla
     return found
 
 
-def _nearest(bytes_kept: Weights) -> list[int]:
-    """For each new rank (column), the row that keeps most of it and is not taken by an earlier rank."""
-    free = np.ones(len(bytes_kept), dtype=bool)
-    found = []
-    for column in bytes_kept.T:
-        found.append(int(np.argmax(np.where(free, column, -1))))
-        free[found[-1]] = False
-    return found
+def _greedy(workers: Sequence[str], held: Mapping[str, Sequence[int]], overlap: Overlap) -> dict[int, int]:
+    """Rows of ``workers`` by new rank. The largest part that a worker can keep is given to it first, then the next; among equals, to the
+    worker whose row is nearest to the rank."""
+    pairs = [(row, old) for row, worker in enumerate(workers) for old in set(held.get(worker, ()))]
+    if not pairs:
+        return {}
+    rows, olds = np.array(pairs, dtype=np.int64).T
+    order = np.argsort(overlap.old, kind="stable")
+    first, last = (np.searchsorted(overlap.old[order], olds, side=side) for side in ("left", "right"))
+    counts = last - first
+    places = order[np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())]
+    keys, inverse = np.unique(np.repeat(rows, counts) * overlap.after + overlap.new[places], return_inverse=True)
+    sizes = np.zeros(len(keys), dtype=np.int64)
+    np.add.at(sizes, inverse, overlap.size[places])
+    row, rank = np.divmod(keys, overlap.after)
+    taken: dict[int, int] = {}
+    used: set[int] = set()
+    for at in np.lexsort((np.abs(row - rank), -sizes)).tolist():
+        if (r := int(row[at])) not in used and (new := int(rank[at])) not in taken:
+            taken[new] = r
+            used.add(r)
+    return taken
 
 
-def kept(members: Sequence[str], held: Mapping[str, Sequence[int]], overlap: Weights) -> Weights:
+def _filled(workers: Sequence[str], taken: Mapping[int, int], count: int) -> tuple[str, ...]:
+    """The workers of ``count`` new ranks: those of ``taken``, then the others in their order."""
+    used = frozenset(taken.values())
+    rest = (worker for row, worker in enumerate(workers) if row not in used)
+    return tuple(workers[taken[rank]] if rank in taken else next(rest) for rank in range(count))
+
+
+def kept(members: Sequence[str], held: Mapping[str, Sequence[int]], overlap: Overlap) -> Weights:
     """The overlap that each member (row) keeps as each new rank (column)."""
-    found = np.zeros((len(members), overlap.shape[1]), dtype=np.int64)
+    dense = overlap.dense()
+    found = np.zeros((len(members), overlap.after), dtype=np.int64)
     for row, worker in enumerate(members):
         for old in set(held.get(worker, ())):
-            found[row] += overlap[old]
+            found[row] += dense[old]
     return found
 
 
-def even(before: int, after: int) -> Weights:
+def even(before: int, after: int) -> Overlap:
     """The overlap of ranks that own equal intervals, in units of 1 / (``before`` * ``after``) of the state."""
-    old, new = np.arange(before, dtype=np.int64)[:, None], np.arange(after, dtype=np.int64)[None, :]
-    ends = np.minimum((old + 1) * after, (new + 1) * before) - np.maximum(old * after, new * before)
-    return np.maximum(0, ends)
+    cuts = np.unique(np.concatenate([np.arange(before, dtype=np.int64) * after, np.arange(after, dtype=np.int64) * before]))
+    if not before * after:
+        cuts = cuts[:0]
+    return Overlap(cuts // max(1, after), cuts // max(1, before), np.diff(cuts, append=before * after)[: len(cuts)], before, after)
 
 
 def assign(cost: Weights) -> list[int]:

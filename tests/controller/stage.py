@@ -93,8 +93,8 @@ class Crew:
     def doomed(self, worker: str) -> bool:
         return worker not in self.reports or worker in self.ended
 
-    def silent(self, seconds: float) -> list[str]:
-        return [w for w, since in self.silence.items() if self.now - since > seconds and w in self.reports]
+    def silent(self, seconds: float) -> frozenset[str]:
+        return frozenset(w for w, since in self.silence.items() if self.now - since > seconds and w in self.reports)
 
     def starved(self, workers: Any) -> dict[str, float]:
         return {worker: self.starve.pop(worker) for worker in workers if worker in self.starve}

@@ -36,11 +36,12 @@ def test_seconds_add_up_by_rank_over_generations_and_a_rank_that_left_is_not_tol
     workers.opened(("a", "b", "c"))
     for worker, waited in (("a", 1.0), ("b", 2.0), ("c", 4.0), ("a", 0.5), ("x", 99.0)):
         workers.stepped(worker, 0.1, usage(waited))
-    workers.heard("b", 7.0)
-    workers.heard("x", 8.0)
+    workers.heard("b", 7.0, 1 << 20)
+    workers.heard("x", 8.0, 1)
     first = workers.figures()
     assert first["waited"] == {"all_gather": {0: 1.5, 1: 2.0, 2: 4.0}, "step_end": {0: 3.0, 1: 4.0, 2: 8.0}}
-    assert first["heard"] == {1: 7.0} and first["memory_kinds"] == {"parameters": {0: 100, 1: 100, 2: 100}}
+    assert first["heard"] == {1: 7.0} and first["memory"] == {1: 1 << 20}
+    assert first["memory_kinds"] == {"parameters": {0: 100, 1: 100, 2: 100}}
     workers.opened(("c", "a"))  # b is lost: c is rank 0 now
     gone = workers.figures()
     assert gone["waited"] == {"all_gather": {0: 1.5, 1: 2.0}, "step_end": {0: 3.0, 1: 4.0}}, "a counter of a rank does not fall"

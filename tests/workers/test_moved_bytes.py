@@ -196,13 +196,13 @@ def test_what_one_rank_tells_foretells_the_layout_of_every_trainer_at_every_worl
     for before in range(1, 9):
         for after in range(1, 9):
             true = [[common_bytes(one, other) for other in parameters[after]] for one in parameters[before]]
-            assert overlap(outline, parts[before], parts[after], before, after).tolist() == true, (before, after)
+            assert overlap(outline, parts[before], parts[after], before, after).dense().tolist() == true, (before, after)
 
 
 def test_a_layout_that_is_not_known_in_time_or_can_not_be_planned_is_taken_for_even(monkeypatch: pytest.MonkeyPatch) -> None:
     outline = planned(Block.tile(32, 32)).outline
-    true = overlap(outline, parts_of(outline, 3), parts_of(outline, 2), 3, 2)
-    assert not np.array_equal(true * 6, even(3, 2) * true.sum())
+    true = overlap(outline, parts_of(outline, 3), parts_of(outline, 2), 3, 2).dense()
+    assert not np.array_equal(true * 6, even(3, 2).dense() * true.sum())
     unknown = Layouts(8)
     assert not unknown.told and np.array_equal(unknown.overlap(3, 2), even(3, 2)) and not unknown.exact
     unknown.take(None)

@@ -132,6 +132,22 @@ def test_of_many_workers_those_stay_who_keep_nearly_as_much_as_could_be_in_no_ti
     assert len(found) == 992 and time.process_time() - began < 0.5
 
 
+@pytest.mark.parametrize("lost", [(), (0,), (100,), (3, 50, 51, 119)])
+def test_a_greedy_numbering_of_many_keeps_nearly_as_much(monkeypatch, lost):
+    def share(after):
+        old = [f"w{rank}" for rank in range(120)]
+        held = {w: (rank, (rank - 1) % 120) for rank, w in enumerate(old) if rank not in lost}
+        members = [*(w for w in old if w in held), *(f"j{i}" for i in range(60))][:after]
+        order = seated(members, held, 120)
+        assert sorted(order) == sorted(members)
+        return total(order, held, 120)
+
+    exact = {after: share(after) for after in (96, 116, 120, 150)}
+    monkeypatch.setattr(seating, "SEATED", 0)
+    for after, most in exact.items():
+        assert 0.95 * most <= share(after) <= most
+
+
 def test_assignments_are_the_best_of_all():
     rng = np.random.default_rng(1)
     for size in range(1, 7):
@@ -149,5 +165,5 @@ def test_a_thousand_workers_take_no_time_that_a_recovery_would_notice():
     members = [w for w in old if w != "w400"]
     began = time.process_time()
     order = seated(members, held, 1000)
-    assert time.process_time() - began < 3.0
+    assert time.process_time() - began < 0.5
     assert total(order, held, 1000) >= total(members, held, 1000)
