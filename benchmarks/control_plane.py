@@ -32,7 +32,7 @@ from benchmarks.reporting import figure, write
 from tests.controller.stage import Crew, Stage
 from vescale_ray.controller import states
 from vescale_ray.controller.crew import Heard, Lost, News
-from vescale_ray.controller.exposition import Exposition
+from vescale_ray.controller.exposition import exposition
 from vescale_ray.controller.protocol import RunState, Source, World
 from vescale_ray.workers.holdings import Holding
 from vescale_ray.workers.messages import Origin, Phase, Report, Stepped, StepRecord, Ticket, Usage, WorkerInfo
@@ -130,12 +130,12 @@ def measure(world: int, rounds: int) -> dict[str, float]:
             began, simulated = time.perf_counter(), crew.simulating_s
             loop.step()
             taken.append(time.perf_counter() - began - (crew.simulating_s - simulated))
-        page, scrapes = Exposition(), []
+        scrapes = []
         for _ in range(5):
             for _ in range(TENTHS):
                 loop.step()
             began_cpu = time.process_time()
-            body, _ = page(stage.run.publisher.snapshot, "")
+            body, _ = exposition(stage.run.publisher.snapshot, "")
             scrapes.append(time.process_time() - began_cpu)
         # The loss of one worker: the others have left, and hold the state together.
         lost, step = crew.names[world // 2], stage.run.stats.step

@@ -1,8 +1,10 @@
 """A snapshot as Prometheus' text or OpenMetrics.
 
-One custom collector over an immutable snapshot: a rank that left the snapshot is gone from the next scrape, so nothing stale
-is left after a shrink, and no metric object lives outside the server. Names follow Prometheus'
-rules: base units, ``_total`` for counters, labels ``run`` and small enums only, ``rank`` on per-worker families alone.
+The families are made anew from an immutable snapshot for each scrape. So a rank that left the snapshot is gone from the next scrape. Names
+follow Prometheus' rules: base units, ``_total`` for counters, labels ``run`` and small enums, and ``rank`` on per-worker families alone.
+
+A run of more than :data:`MOST_RANKS` ranks shows, of each per-worker family, the ranks with the lowest and the highest values, and
+quantiles over all ranks in a family of their own (``.._quantile``). So a page stays small, and ``min`` and ``max`` over ranks stay right.
 """
 
 from __future__ import annotations
@@ -12,15 +14,8 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.samples import Sample
 
 from vescale_ray.controller.budget import Cause
 from vescale_ray.controller.goodput import Loss
@@ -36,9 +31,12 @@ from vescale_ray.controller.snapshot import (
     Snapshot,
 )
 
-Labels = tuple[tuple[str, str], ...]
-Kept = dict[Any, tuple[Any, ...]]
-"""Of what was written last: what it was made from, and the bytes."""
+MOST_RANKS = 256
+"""Ranks up to which a per-worker family has a series for each."""
+EXTREMES = 8
+"""Ranks with the lowest values, and with the highest, that a larger run shows."""
+QUANTILES = (0.5, 0.9, 0.99)
+
 DEVICE_MEMORY = {
     "allocated": "Memory of the rank's accelerator that tensors hold.",
     "reserved": "Memory of the rank's accelerator that its allocator holds.",
@@ -48,147 +46,39 @@ DEVICE_MEMORY = {
 """One family for each."""
 
 
-class RankFamily(Metric):
-    """A family with a sample for each rank, or several, written fast: prometheus_client takes 5 ms for 1,024 samples, this 0.1, or
-    a tenth of that if they are as they were.
-
-    Args:
-        kind: ``gauge`` or ``counter``.
-        parts: values by rank; each with the labels that they have besides ``run`` and ``rank``.
-        decimals: that are written of a value; 0: they are whole numbers.
-    """
-
-    def __init__(
-        self, name: str, text: str, kind: str, run: str, parts: Sequence[tuple[Labels, Mapping[int, float]]], decimals: int
-    ) -> None:
-        super().__init__(name, text, kind)
-        self._series = name + {"info": "_info", "counter": "_total"}.get(kind, "")
-        self._run, self._parts, self._decimals = run, parts, decimals
-        self.samples = _Samples(self)  # type: ignore[assignment]
-
-    def each(self) -> Iterator[Sample]:
-        """Its samples, for whoever reads them one by one."""
-        for labels, values in self._parts:
-            for rank, value in values.items():
-                yield Sample(self._series, {"run": self._run, "rank": str(rank), **dict(labels)}, float(value))
-
-    def lines(self, kept: Kept) -> list[bytes]:
-        """The lines of its samples, in pieces; those whose values are as in the scrape before are not written again."""
-        pieces = []
-        for labels, of in self._parts:
-            key, ranks, values = (self._series, labels), tuple(of), tuple(of.values())
-            known = kept.get(key)
-            if known is None or known[0] != (self._run, ranks):
-                shown = f"%de-{self._decimals}" if self._decimals else "%d"
-                known = ((self._run, ranks), _template(self._series, self._run, labels, ranks, shown), None, b"")
-            if known[2] != values:
-                known = kept[key] = (*known[:2], values, self._written(known[1], labels, ranks, values))
-            pieces.append(known[3])
-        return pieces
-
-    def _written(self, template: bytes, labels: Labels, ranks: tuple[int, ...], values: tuple[float, ...]) -> bytes:
-        """The values in their places: as whole numbers of millionths, say (``125000e-6``), written in half of the time of ``0.125000``."""
-        if not self._decimals:
-            return template % values
-        whole = np.rint(np.array(values, dtype=np.float64) * 10.0**self._decimals)
-        if not (np.abs(whole) < 2.0**63).all():  # no number, or none that can be written so
-            return _template(self._series, self._run, labels, ranks, f"%.{self._decimals}f") % values
-        return template % tuple(whole.astype(np.int64).tolist())
-
-    def text(self, openmetrics: bool, kept: Kept) -> list[bytes]:
-        """The family, in pieces."""
-        about = self.name if openmetrics else self._series
-        kind = "gauge" if self.type == "info" and not openmetrics else self.type
-        return [f"# HELP {about} {self.documentation}\n# TYPE {about} {kind}\n".encode(), *self.lines(kept)]
-
-
-class RankInfo(RankFamily):
-    """An info for each rank, which has the labels of ``rows`` by rank."""
-
-    def __init__(self, name: str, text: str, run: str, rows: Mapping[int, Mapping[str, str]]) -> None:
-        super().__init__(name, text, "info", run, (), 0)
-        self._rows = rows
-
-    def each(self) -> Iterator[Sample]:
-        for rank, about in self._rows.items():
-            yield Sample(self._series, {"run": self._run, "rank": str(rank), **about}, 1.0)
-
-    def lines(self, kept: Kept) -> list[bytes]:
-        known = kept.get(self._series)
-        if known is None or known[0] != self._run or known[1] != self._rows:
-            lines = [_lines(self._series, self._run, tuple(about.items()), (rank,), "1") for rank, about in self._rows.items()]
-            known = kept[self._series] = (self._run, self._rows, b"".join(lines))
-        return [known[2]]
-
-
-def _template(series: str, run: str, labels: Labels, ranks: tuple[int, ...], shown: str) -> bytes:
-    """The lines of some ranks, with room for their values."""
-    return _lines(series.replace("%", "%%"), run.replace("%", "%%"), labels, ranks, shown)
-
-
-def _lines(series: str, run: str, labels: Labels, ranks: tuple[int, ...], value: str) -> bytes:
-    begin = f'{series}{{run="{_escaped(run)}",rank="'
-    end = '"' + "".join([f',{key}="{_escaped(text)}"' for key, text in labels]) + "} " + value + "\n"
-    return "".join([f"{begin}{rank}{end}" for rank in ranks]).encode()
-
-
-class _Samples(Sequence[Sample]):
-    """Samples that are made when they are asked for."""
-
-    def __init__(self, family: RankFamily) -> None:
-        self._family = family
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self._family.each())
-
-    def __iter__(self) -> Iterator[Sample]:
-        return self._family.each()
-
-    def __getitem__(self, index: Any) -> Any:
-        return list(self._family.each())[index]
-
-
 class _Given:
     """What prometheus_client's encoders want of a registry."""
 
-    def __init__(self, members: Sequence[Metric]) -> None:
+    def __init__(self, members: Iterable[Metric]) -> None:
         self._members = members
 
-    def collect(self) -> Sequence[Metric]:
+    def collect(self) -> Iterable[Metric]:
         return self._members
 
 
-class Exposition:
-    """Writes one scrape after another, and keeps what it has written for the next: most figures are the same then.
-
-    Called from any thread, also from several at a time: what is kept is replaced whole, and only ever compared with what is to be written.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[str, Kept] = {}
-
-    def __call__(self, snapshot: Snapshot, accept: str) -> tuple[bytes, str]:
-        """The snapshot as Prometheus' text or OpenMetrics, whichever ``accept`` (of HTTP) asks for; and the content type."""
-        encode, content_type = choose_encoder(accept)
-        openmetrics = "openmetrics" in content_type
-        kept = self._kept.setdefault(content_type, {})
-        parts: list[bytes] = []
-        for family in families(snapshot):
-            if isinstance(family, RankFamily):
-                parts += family.text(openmetrics, kept)
-                continue
-            known = kept.get(family.name)
-            if known is None or known[0] != family.samples:
-                body: bytes = encode(_Given([family]))  # type: ignore[arg-type]
-                known = kept[family.name] = (family.samples, body.removesuffix(b"# EOF\n"))
-            parts.append(known[1])
-        if openmetrics:
-            parts.append(b"# EOF\n")
-        return b"".join(parts), content_type
+def exposition(snapshot: Snapshot, accept: str) -> tuple[bytes, str]:
+    """The snapshot as Prometheus' text or OpenMetrics, whichever ``accept`` (of HTTP) asks for; and the content type."""
+    encode, content_type = choose_encoder(accept)
+    return encode(_Given(families(snapshot))), content_type  # type: ignore[arg-type]
 
 
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") if not text.isalnum() else text
+def extremes(values: Mapping[int, float]) -> Mapping[int, float]:
+    """The values of the ranks that are shown."""
+    if len(values) <= MOST_RANKS:
+        return values
+    ranks = np.fromiter(values, dtype=np.int64, count=len(values))
+    of = np.fromiter(values.values(), dtype=np.float64, count=len(values))
+    order = np.argpartition(of, (EXTREMES, len(of) - EXTREMES - 1))
+    chosen = sorted(ranks[np.concatenate([order[:EXTREMES], order[-EXTREMES:]])].tolist())
+    return {rank: values[rank] for rank in chosen}
+
+
+def quantiles(values: Mapping[int, float]) -> dict[str, float]:
+    """The quantiles over all ranks; empty if each rank is shown."""
+    if len(values) <= MOST_RANKS:
+        return {}
+    found = np.quantile(np.fromiter(values.values(), dtype=np.float64, count=len(values)), QUANTILES)
+    return {str(quantile): float(value) for quantile, value in zip(QUANTILES, found, strict=True)}
 
 
 def _from_zero(known: Iterable[str], values: Mapping[str, float]) -> dict[tuple[str], float]:
@@ -219,15 +109,29 @@ def families(s: Snapshot) -> Iterator[Metric]:
             family.add_metric([*labels, *key], float(value))
         yield family
 
+    shown: set[int] = set()
+
     def by_rank(name: str, text: str, values: Mapping[int, float], decimals: int, kind: str = "gauge") -> Iterator[Metric]:
-        if values:
-            yield RankFamily(name, text, kind, s.run, [((), values)], decimals)
+        return by_rank_and("", name, text, {"": values} if values else {}, decimals, kind)
 
     def by_rank_and(
         key: str, name: str, text: str, values: Mapping[str, Mapping[int, float]], decimals: int, kind: str = "gauge"
     ) -> Iterator[Metric]:
-        if values:
-            yield RankFamily(name, text, kind, s.run, [(((key, what),), of) for what, of in values.items()], decimals)
+        if not values:
+            return
+        keys = [key] if key else []
+        family = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(name, text, labels=[*run, "rank", *keys])
+        spread = GaugeMetricFamily(f"{name}_quantile", f"{text} Quantiles over all ranks of a large run.", labels=[*run, "quantile", *keys])
+        for what, of in values.items():
+            there = extremes(of)
+            shown.update(there)
+            for rank, value in there.items():
+                family.add_metric([*labels, str(rank), what][: 2 + len(keys)], round(value, decimals))
+            for quantile, value in quantiles(of).items():
+                spread.add_metric([*labels, quantile, what][: 2 + len(keys)], round(value, decimals))
+        yield family
+        if spread.samples:
+            yield spread
 
     def histogram(name: str, text: str, value: Histogram) -> Iterator[Metric]:
         family = HistogramMetricFamily(name, text, labels=run)
@@ -315,7 +219,10 @@ def families(s: Snapshot) -> Iterator[Metric]:
     yield from by_rank("vescale_worker_heartbeat_timestamp_seconds", "When the rank has last answered.", s.heard, 3)
     yield from gauge("vescale_stragglers", "Workers that have been slower than the others for long.", len(s.stragglers))
     if s.workers:
-        yield RankInfo("vescale_worker", "Which worker holds the rank, and on which node.", s.run, s.workers)
+        info = InfoMetricFamily("vescale_worker", "Which worker holds the rank, and on which node.", labels=[*run, "rank"])
+        for rank in sorted(s.workers if len(s.workers) <= MOST_RANKS else shown.intersection(s.workers)):
+            info.add_metric([*labels, str(rank)], dict(s.workers[rank]))
+        yield info
 
     yield from gauge("vescale_checkpoint_last_step", "Step of the newest committed checkpoint.", s.checkpoint_step)
     yield from gauge("vescale_checkpoint_last_success_timestamp_seconds", "When the newest checkpoint was committed.", s.checkpoint_time)

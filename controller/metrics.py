@@ -23,7 +23,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from typing import Any
 
-from vescale_ray.controller.exposition import Exposition
+from vescale_ray.controller.exposition import exposition
 from vescale_ray.controller.snapshot import Snapshot
 from vescale_ray.errors import BadInput
 from vescale_ray.runfolder import plain
@@ -69,7 +69,7 @@ class MetricsServer:
         known: threading.Event | None = None,
     ) -> None:
         self.scrapes = Scrapes()
-        about: dict[str, Any] = {"snapshot": staticmethod(snapshot), "exposition": staticmethod(Exposition()), "token": token}
+        about: dict[str, Any] = {"snapshot": staticmethod(snapshot), "exposition": staticmethod(exposition), "token": token}
         about |= {"known": known, "scrapes": self.scrapes, "timeout": 10.0}
         handler = type("Handler", (_Handler,), about)
         handler.control = staticmethod(control) if control is not None else None  # type: ignore[attr-defined]
@@ -171,7 +171,7 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     snapshot: Callable[[], Snapshot]
     control: Control | None
-    exposition: Exposition
+    exposition: Callable[[Snapshot, str], tuple[bytes, str]]
     token: str
     known: threading.Event | None
     scrapes: Scrapes

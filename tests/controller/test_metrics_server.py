@@ -9,18 +9,19 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from vescale_ray.controller import metrics
 from vescale_ray.controller.budget import Cause
-from vescale_ray.controller.exposition import Exposition, families
+from vescale_ray.controller.exposition import EXTREMES, MOST_RANKS, QUANTILES, exposition
 from vescale_ray.controller.goodput import Loss
 from vescale_ray.controller.metrics import MetricsServer, PortInUse, Scrapes
 from vescale_ray.controller.snapshot import STATES, Histogram, Snapshot
@@ -330,52 +331,42 @@ def many(count: int) -> Snapshot:
     return replace(FULL, run='r"1%', **figures)
 
 
-def test_a_scrape_of_a_thousand_ranks_takes_milliseconds() -> None:
-    """What steps change between two scrapes is changed here. CPU time: other processes that take the cores don't count. They slow a core
-    down all the same, by its caches and its clock, and machines differ: 5 ms are those of one on which numbers are written as fast as on
-    those that the figures were measured on."""
-    snapshot, exposition = many(1024), Exposition()
-    exposition(snapshot, "")  # the first after a rescale makes the lines that the others fill in
-    took, pace = [], []
+@pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])
+def test_a_large_run_shows_extreme_ranks_and_quantiles(accept: str) -> None:
+    snapshot = many(1024)
+    body, _ = exposition(snapshot, accept)
+    read = parse_openmetrics if accept else parse_text
+    found = {(s.name, *sorted(s.labels.items())): s.value for family in read(body.decode()) for s in family.samples}
+    heard = sorted(snapshot.heard.values())
+    shown = [value for (name, *_), value in found.items() if name == "vescale_worker_heartbeat_timestamp_seconds"]
+    assert sorted(shown) == pytest.approx([*heard[:EXTREMES], *heard[-EXTREMES:]], abs=1e-3)
+    for quantile in QUANTILES:
+        labels = [("quantile", str(quantile)), ("run", snapshot.run)]
+        told = found["vescale_worker_heartbeat_timestamp_seconds_quantile", *labels]
+        assert told == pytest.approx(np.quantile(heard, quantile), abs=1e-3)
+    ranks = {dict(labels)["rank"] for name, *labels in found if "rank" in dict(labels) and name != "vescale_worker_info"}
+    assert ranks == {dict(labels)["rank"] for name, *labels in found if name == "vescale_worker_info"}, "joins find the worker of each"
+    assert body.count(b',rank="') + body.count(b'{rank="') < SERIES * 3 * EXTREMES
+
+
+@pytest.mark.parametrize("world", [MOST_RANKS, 1024])
+def test_a_scrape_takes_little_cpu(world: int) -> None:
+    """CPU time: other processes that take the cores don't count. They slow a core down all the same, by its caches and its clock."""
+    snapshot, took, pace = many(world), [], []
     numbers, room = tuple(i + 0.015625 for i in range(1024)), b"%.6f " * 1024
-    for i in range(1, 8):
-
-        def moved(by: Mapping[int, float], more: float = 0.015625, i: int = i) -> dict[int, float]:
-            return {rank: value + more * i for rank, value in by.items()}
-
-        names = ("heard", "slot_seconds", "slowness", "rank_step_seconds")
-        changed: dict[str, Any] = {name: moved(getattr(snapshot, name)) for name in names}
-        changed |= {"waited": {op: moved(by) for op, by in snapshot.waited.items()}, "memory": moved(snapshot.memory, 4096)}
-        changed["device_memory"] = {**snapshot.device_memory, "allocated": moved(snapshot.device_memory["allocated"], 512)}
-        after = replace(snapshot, **changed, step=40 + i, loss=2.5 - i, productive_seconds=1.0 * i)
+    for _ in range(7):
         began = time.process_time()
-        body, _ = exposition(after, "")
+        body, _ = exposition(snapshot, "")
         took.append(time.process_time() - began)
         began = time.process_time()
-        for _ in range(20):  # as long as the scrape: a shorter time is disturbed less
+        for _ in range(20):
             _ = room % numbers
         pace.append(time.process_time() - began)
-    assert body.count(b',rank="') == SERIES * 1024
-    print(f"\n{SERIES * 1024:,} series of 1,024 ranks in {min(took) * 1e3:.1f} ms of CPU, {len(body) / 1e6:.1f} MB", end="")
+    if world == MOST_RANKS:
+        assert body.count(b'rank="') == SERIES * world, "each rank is shown"
     slowed = max(1.0, min(pace) / NUMBERS_S)
-    print(f"; a machine {slowed:.2f} times as slow as that of the goal", end="")
-    assert min(took) < 0.005 * slowed
-
-
-def test_what_is_written_fast_says_what_prometheus_own_client_would() -> None:
-    """Also in the scrapes after the first, where what has not changed is not written again: a figure, a rank, a worker, the run's name."""
-    first, exposition = many(40), Exposition()
-    stepped = replace(first, step=41, slots={**first.slots, 3: 7}, waited={**first.waited, "all_gather": dict.fromkeys(range(40), 2.5)})
-    moved = replace(stepped, workers={**first.workers, 5: {"worker": "w99", "node": "n"}}, info={"model": "other"})
-    shrunk = replace(moved, slots={r: 3 * r for r in range(39)}, heard=dict.fromkeys(range(39), 1.0), loss=math.inf)
-    shrunk = replace(shrunk, slowness={**first.slowness, 3: math.inf}, slot_seconds={**first.slot_seconds, 4: 1e30, 5: -0.25})
-    for snapshot in (first, first, stepped, moved, shrunk, many(40), replace(first, run="another")):
-        for accept, read in (("", parse_text), ("application/openmetrics-text; version=1.0.0", parse_openmetrics)):
-            body, _ = exposition(snapshot, accept)
-            told = {(s.name, frozenset(s.labels.items()), s.value) for family in read(body.decode()) for s in family.samples}
-            made = {(s.name, frozenset(s.labels.items()), float(s.value)) for family in families(snapshot) for s in family.samples}
-            ranks = sum("rank" in dict(labels) for _, labels, _ in told)
-            assert told == made and ranks == SERIES * 40 - (2 if snapshot is shrunk else 0)
+    print(f"\n{world} ranks: {min(took) * 1e3:.1f} ms of CPU, {len(body) / 1e6:.2f} MB, machine {slowed:.2f} times as slow", end="")
+    assert min(took) < (0.050 if world > MOST_RANKS else 0.100) * slowed
 
 
 def test_a_rank_that_left_is_gone_from_the_next_scrape(server: MetricsServer, box: Box) -> None:
