@@ -13,7 +13,9 @@ Processes, and who owns whom (nothing is detached, so Ray takes everything along
 | ``preflight`` | everything that can be found wrong before Ray starts |
 | ``local_ray`` | a cluster of one's own, or a given one; ``watchdog``: ends the former when the driver is killed |
 | ``nursery``, ``controller`` | the two actors |
-| ``conductor`` | the controller's thread: one generation after another |
+| ``control_loop``, ``states`` | the controller's thread: the only loop, and its states; ``parts``: what its transitions share |
+| ``run_begin``, ``generation``, ``recovery``, ``run_end`` | the transitions of the loop; ``launch``: the orders that form a generation |
+| ``failure_detector`` | workers that are lost, hang, are cut off or leave too late |
 | ``steering`` | who is hired and let go while a generation runs, and when it is asked to stop |
 | ``desk`` | what is wanted: commands and scheduled actions |
 | ``crew`` | the workers as the controller sees them: polls, orders, deaths |

@@ -5,7 +5,7 @@ time, which the worker answers when something has happened, or after ``POLL_WAIT
 there. No call is waited for without a bound, so that a stopped worker can't stop the controller; how long a worker
 has not answered is known (:meth:`Crew.silent`).
 
-Used from the conductor's thread alone.
+Used from the controller's thread alone.
 """
 
 from __future__ import annotations

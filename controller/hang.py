@@ -1,4 +1,4 @@
-"""Who hangs, told from the reports of all workers of a generation. Values and arithmetic only; the conductor acts on it.
+"""The policy that finds workers that hang, from the reports of all workers of a generation. ``failure_detector`` acts on it.
 
 A rank that stops (a deadlock, a stopped process, code that never gives the interpreter back) stops all others within a step: they
 wait for it in a collective. So a generation hangs when none of its workers has made a beat for some time; and the one to end is the

@@ -1,4 +1,4 @@
-"""What to do next, as pure functions of values: no process, no clock, no file. The conductor carries the answers out.
+"""What to do next, as pure functions of values: no process, no clock, no file. The control loop carries the answers out.
 
 A generation ends; :func:`after_generation` says what follows. While it runs, :func:`staffing` says whether workers must be
 hired or a new generation is due. :func:`choose_source` says from which state a generation starts.

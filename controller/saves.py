@@ -4,7 +4,7 @@ Workers write their objects beside the training and vote; whoever has all votes 
 so that two generations can't commit against each other). A vote that is missing when its generation has failed, or the next one
 begins, will not come: the attempt is given up, and what it wrote is collected as garbage later.
 
-Used from the conductor's thread; commits happen in one thread of this object's own, the deletion of old checkpoints, which waits until the
+Used from the controller's thread; commits happen in one thread of this object's own, the deletion of old checkpoints, which waits until the
 workers have read the new one back, in another.
 """
 

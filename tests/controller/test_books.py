@@ -746,7 +746,7 @@ def test_a_controller_that_begins_again_does_not_wait_for_a_storage_that_says_no
 def begun_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, roster: tuple[str, ...] = ("a",), conducts: bool = False
 ) -> tuple[Callable[[], controller.Controller], list[Any]]:
-    """Starts a controller as Ray does after the end of the first one, which had hired ``roster``; and what its conductor was to go on with,
+    """Starts a controller as Ray does after the end of the first one, which had hired ``roster``; and what its loop was to go on with,
     unless it ``conducts``."""
     config, conducted = tiny(tmp_path, "again"), []
     folder = RunFolder(config.run_folder).create()
