@@ -562,8 +562,8 @@ def test_a_worker_kept_from_a_node_that_may_be_used_again_is_hired_anew(tmp_path
     table = Steered(tmp_path)
     crew, steering = table.crew, table.steering
     avoided: list[Any] = []
-    crew.hemmed = lambda nodes: ["new1", "new2"] if not nodes else []  # type: ignore[method-assign]
-    crew.hire = lambda nodes=(): avoided.append(nodes)  # type: ignore[method-assign]
+    crew.hemmed = lambda nodes: ["new1", "new2"] if not nodes else []  # type: ignore[method-assign, assignment]
+    crew.hire = lambda nodes=(): avoided.append(nodes)  # type: ignore[method-assign, assignment]
     steering.nodes.shun("n2")
     steering.free_hemmed(steering.nodes.avoided)
     assert not table.wished and not avoided, "nothing is asked while all are where they may be"
