@@ -141,6 +141,15 @@ class Steering:
         self._save_if_due(world)
         warm = frozenset(self._crew.ready())
         leaving = self.leaving(warm)
+        if self._drain(world, warm, leaving):
+            return
+        for worker in leaving & set(self.outside(world.members)):
+            self.let_go(worker)
+        self._staff(world, warm, [w for w in world.members if w not in leaving])
+
+    def _drain(self, world: World, warm: frozenset[str], leaving: frozenset[str]) -> bool:
+        """Ask the generation to stop if members are on draining nodes and enough workers are left; whether it was asked. If too few are
+        left, a checkpoint is asked for instead."""
         staying = [w for w in world.members if w not in leaving]
         # With those that can take a place at once: who was let in, and is no member yet.
         comers = self._let_in.intersection(warm).difference(world.members, self.leavers, leaving)
@@ -148,20 +157,22 @@ class Steering:
         self._save_now |= self.hear_of_drains(world.members) and not enough
         if self._save_now:
             self._save_now = not self._crew.ask(world.members, world.ticket, CHECKPOINT)
-        if len(staying) < world.size and enough:
-            if self._config.elastic.replace_lost:
-                self._desk.explain("replacement")  # of those that will come in their place
-            else:
-                # Those that are on their way as well: they were asked for, and come a moment later.
-                others = [w for w in self.outside(world.members) if w not in leaving]
-                comes = bool(self._crew.hiring) or any(w not in warm for w in others)
-                target = min(self._desk.target, len(staying) + len(others) + self._crew.hiring)
-                self._desk.want(target, self._desk.reason if comes else "drain")
-            self._ask_to_park(world, stop=False, reason="drain")
-            return
-        for worker in leaving & set(self.outside(world.members)):
-            self.let_go(worker)
-        outside = self.outside(world.members)
+        if len(staying) == world.size or not enough:
+            return False
+        if self._config.elastic.replace_lost:
+            self._desk.explain("replacement")  # of those that will come in their place
+        else:
+            # Those that are on their way as well: they were asked for, and come a moment later.
+            others = [w for w in self.outside(world.members) if w not in leaving]
+            comes = bool(self._crew.hiring) or any(w not in warm for w in others)
+            target = min(self._desk.target, len(staying) + len(others) + self._crew.hiring)
+            self._desk.want(target, self._desk.reason if comes else "drain")
+        self._ask_to_park(world, stop=False, reason="drain")
+        return True
+
+    def _staff(self, world: World, warm: frozenset[str], staying: Sequence[str]) -> None:
+        """Hire and dismiss workers, and ask the generation to stop if another should follow."""
+        stats, outside = self._log.stats, self.outside(world.members)
         ready = self._admitted([w for w in outside if w in warm], world)
         outside = [w for w in outside if self._crew.alive(w)]
         self._use_room(world.size, len(ready), len(outside) - len(ready))
