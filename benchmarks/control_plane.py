@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.reporting import figure, write
 from tests.controller.stage import Crew, Stage
 from vescale_ray.controller import states
-from vescale_ray.controller.crew import Heard, Lost, News
 from vescale_ray.controller.exposition import exposition
 from vescale_ray.controller.protocol import RunState, Source, World
+from vescale_ray.controller.worker_news import Heard, Lost, News
 from vescale_ray.workers.holdings import Holding
 from vescale_ray.workers.messages import Origin, Phase, Report, Stepped, StepRecord, Ticket, Usage, WorkerInfo
 from vescale_ray.workers.pace import View

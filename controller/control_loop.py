@@ -21,7 +21,7 @@ from typing import Any
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller import states
-from vescale_ray.controller.crew import Crew, Heard, Lost, Ready, Told
+from vescale_ray.controller.crew import Crew
 from vescale_ray.controller.desk import Desk
 from vescale_ray.controller.durable_state import StateWriter
 from vescale_ray.controller.generation import Generations
@@ -34,6 +34,7 @@ from vescale_ray.controller.run_end import RunEnd
 from vescale_ray.controller.run_log import RunLog
 from vescale_ray.controller.saves import Saves
 from vescale_ray.controller.states import State
+from vescale_ray.controller.worker_news import Heard, Lost, Ready, Told
 from vescale_ray.workers.messages import Damaged, Evaluated, Filled, Outlined, Phase, Report, Saved, Skipped, Stepped
 
 TICK_S = 0.1

@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from vescale_ray.config import RunConfig, parse_config
 from vescale_ray.controller.budget import Budget, Limits
 from vescale_ray.controller.control_loop import ControlLoop
-from vescale_ray.controller.crew import Crew, NurseryLost
+from vescale_ray.controller.crew import Crew
 from vescale_ray.controller.desk import ANSWER_S
 from vescale_ray.controller.durable_state import DurableState, StateStore, StateWriter, read_state
 from vescale_ray.controller.metrics import MetricsServer, PortInUse
@@ -35,6 +35,7 @@ from vescale_ray.controller.run_lifecycle import begin, outcome_of, take_up
 from vescale_ray.controller.run_log import RunLog
 from vescale_ray.controller.saves import Saves, retention_of
 from vescale_ray.controller.scribe import Scribe, begun
+from vescale_ray.controller.worker_news import NurseryLost
 from vescale_ray.runfolder import RunFolder
 
 _log = logging.getLogger(__name__)

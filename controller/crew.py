@@ -14,7 +14,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -22,8 +21,11 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from vescale_ray.controller.budget import Cause
 from vescale_ray.controller.clocks import AwakeClock
+from vescale_ray.controller.member import Member
 from vescale_ray.controller.protocol import Dismissal, Places
-from vescale_ray.workers.messages import Order, Outlined, Report, Ticket, WorkerInfo
+from vescale_ray.controller.ray_answers import NODE_LOST, Reaching, death_of, has_answered, one_line
+from vescale_ray.controller.worker_news import Heard, Lost, News, NurseryLost, Ready, Told
+from vescale_ray.workers.messages import Order, Report, Ticket, WorkerInfo
 from vescale_ray.workers.reach import AT_ONCE
 
 POLL_WAIT_S = 0.5
@@ -60,109 +62,6 @@ UNTOLD = frozenset({"unknown"})
 """What a worker avoids that an earlier controller has hired: no node of that name is ever avoided, so that it is hemmed while it has no
 place (:meth:`Crew.hemmed`)."""
 
-NODE_LOST = "its node was lost"
-
-
-class NurseryLost(RuntimeError):
-    """The nursery does not answer: the workers that it owned are gone with it."""
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A worker has become warm."""
-
-    info: WorkerInfo
-
-
-@dataclass(frozen=True)
-class Heard:
-    """A worker has reported."""
-
-    report: Report
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A worker's process has ended, or it could not become warm (then there is no ``info``)."""
-
-    worker: str
-    info: WorkerInfo | None
-    reason: str
-    cause: Cause = Cause.KILLED
-
-
-@dataclass(frozen=True)
-class Told:
-    """A worker has answered :meth:`Crew.ask_outline`; None: it does not know yet."""
-
-    outlined: Outlined | None
-
-
-News = Ready | Heard | Lost | Told
-
-
-@dataclass
-class Member:
-    """One worker. ``report`` is its last; ``seen`` the last item that was taken from it."""
-
-    worker: str
-    handle: Any
-    hired: float
-    info: WorkerInfo | None = None
-    avoid: frozenset[str] = frozenset()
-    """Nodes that it does not come up on."""
-    report: Report | None = None
-    seen: int = -1
-    hello: Any = None
-    lifeline: Any = None
-    outline: Any = None
-    outline_next: float = 0.0
-    """It did not know the outline: not asked again before."""
-    poll: Any = None
-    poll_sent: float = 0.0
-    owes: bool = False
-    """An answer to a poll, since ``owes_since`` by the crew's clock. A poll that did not reach it and is sent again changes nothing."""
-    owes_since: float = 0.0
-    heard: float = field(default_factory=time.monotonic)
-    """When it last answered."""
-    starved_s: float = 0.0
-    """For so long since then it could not, as its machine tells: it got no processor."""
-    late_s: float = 0.0
-    """How late it was then, or by half as much a while before."""
-    ordered: float = 0.0
-    """When it was last given an order; ``told``: when it was asked for its last report."""
-    told: float = 0.0
-    next_poll: float = 0.0
-    verdict: str | None = None
-    """Why we are killing it, since ``sentenced``."""
-    cause: Cause = Cause.KILLED
-    sentenced: float = 0.0
-    gone: bool = False
-    """It had ended before it was killed: why is Ray's to say."""
-
-    def pending(self) -> list[Any]:
-        return [ref for ref in (self.hello, self.lifeline, self.outline, self.poll) if ref is not None]
-
-
-class Reaching:
-    """Workers that were asked whom they reach (:meth:`Crew.ask_reach`); their answers are waited for ``until`` then."""
-
-    def __init__(self, refs: dict[Any, str], until: float) -> None:
-        self._refs, self._until = refs, until
-
-    def unreached(self) -> dict[str, frozenset[str]] | None:
-        """By each worker that has answered, whom it does not reach. None: not all have, and there is time. Who does not answer has told
-        nothing."""
-        done, left = ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0) if self._refs else ([], [])
-        if left and time.monotonic() < self._until:
-            return None
-        found: dict[str, frozenset[str]] = {}
-        for ref in done:
-            try:
-                found[self._refs[ref]] = frozenset(ray.get(ref))
-            except RayError:
-                pass  # its death is told of elsewhere
-        return found
 
 
 class Crew:
@@ -217,7 +116,7 @@ class Crew:
                 try:
                     worker, handle = self._answer(ref, self._call_s)
                 except RayTaskError as error:  # a control store that has just come back, for example
-                    self._unhired.append(_one_line(error.cause if getattr(error, "cause", None) is not None else error))
+                    self._unhired.append(one_line(error.cause if getattr(error, "cause", None) is not None else error))
                 else:
                     self._enroll(worker, handle)
                     self.members[worker].avoid = avoid
@@ -288,7 +187,7 @@ class Crew:
         quiet = time.monotonic() - SILENT_S - POLL_WAIT_S
         for other, member in self.members.items():
             there = member.info is not None and member.info.node == node
-            if other == worker or (there and member.heard < quiet and not _has_answered(member.poll)):
+            if other == worker or (there and member.heard < quiet and not has_answered(member.poll)):
                 if member.verdict is None:
                     self._nursery.dismiss.remote(other, None)
                 member.verdict = f"{reason}; its node does not answer" if other == worker else "its node does not answer"
@@ -320,7 +219,7 @@ class Crew:
             try:
                 found[worker] = str(ray.get(ref))
             except RayError as error:
-                found[worker] = f"({_one_line(error)})"
+                found[worker] = f"({one_line(error)})"
         return found
 
     def wish(self, count: int, avoid: Collection[str] = ()) -> None:
@@ -490,9 +389,9 @@ class Crew:
             try:
                 ray.get(ref)
             except RayTaskError as error:
-                failed[worker] = _one_line(error.cause if getattr(error, "cause", None) is not None else error)
+                failed[worker] = one_line(error.cause if getattr(error, "cause", None) is not None else error)
             except RayError as error:
-                failed[worker] = _one_line(error)
+                failed[worker] = one_line(error)
         return failed
 
     # -------------------------------------------------------------------------------------------------------------- news
@@ -547,13 +446,13 @@ class Crew:
             return []
         except RayTaskError as error:
             cause = error.cause if getattr(error, "cause", None) is not None else error
-            return self._bury(member, _one_line(cause), Cause.ERROR)
+            return self._bury(member, one_line(cause), Cause.ERROR)
         except RayActorError as error:
-            reason = _death(error)
+            reason = death_of(error)
             gone = reason == NODE_LOST or getattr(error, "preempted", False)
             return self._bury(member, reason, Cause.NODE if gone else Cause.KILLED)
         except RayError as error:
-            return self._bury(member, _one_line(error), Cause.KILLED)
+            return self._bury(member, one_line(error), Cause.KILLED)
         now = time.monotonic()
         if ref == member.hello:
             if value is None:
@@ -619,36 +518,3 @@ class Crew:
             raise
         except RayError as error:
             raise NurseryLost(f"the nursery actor does not answer ({type(error).__name__}): the workers that it owned are lost") from None
-
-
-def _has_answered(poll: Any) -> bool:
-    """Whether there is an answer, and not only word that the worker can't be reached."""
-    if poll is None or not ray.wait([poll], timeout=0)[0]:
-        return False
-    try:
-        ray.get(poll)
-    except RayError:
-        return False
-    return True
-
-
-def _death(error: RayActorError) -> str:
-    """Ray's long message (it lists all that may have been) as a few words."""
-    text = str(error)
-    if "killed by `ray.kill`" in text:
-        return "killed by ray.kill"
-    if "owner has died" in text or "OWNER_DIED" in text:
-        return "its owner died"
-    if "NODE_DIED" in text or "node died" in text or "node has died" in text:
-        return NODE_LOST
-    if "NODE_OUT_OF_MEMORY" in text:
-        return "killed by Ray's memory monitor"
-    if "creation task" in text:
-        return _one_line(error)
-    return "its process died"
-
-
-def _one_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    text = " ".join((lines[0] if lines else type(error).__name__).split())
-    return text if len(text) <= 300 else text[:297] + "..."

@@ -9,7 +9,7 @@ from dataclasses import replace
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.budget import Cause
 from vescale_ray.controller.connectivity import TRY_S, CutOff
-from vescale_ray.controller.crew import POLL_WAIT_S, Crew, Lost
+from vescale_ray.controller.crew import POLL_WAIT_S, Crew
 from vescale_ray.controller.evidence import Evidence
 from vescale_ray.controller.exit_deadlines import ExitDeadlines, Surroundings, WorkerView
 from vescale_ray.controller.hang import HangWatch
@@ -17,6 +17,7 @@ from vescale_ray.controller.hang_report import end_hung
 from vescale_ray.controller.protocol import Bounds, World
 from vescale_ray.controller.run_log import RunLog
 from vescale_ray.controller.steering import Steering
+from vescale_ray.controller.worker_news import Lost
 from vescale_ray.workers.messages import Fault, Phase, Report, Stepped, Ticket
 
 

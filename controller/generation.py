@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from vescale_ray.controller import states
 from vescale_ray.controller.budget import Cause
-from vescale_ray.controller.crew import Lost
 from vescale_ray.controller.durable_state import LaunchedGeneration
 from vescale_ray.controller.launch import evaluation_due, givers_of, orders_of
 from vescale_ray.controller.parts import Parts
 from vescale_ray.controller.protocol import Ending, RunState, Source, World
 from vescale_ray.controller.states import State
+from vescale_ray.controller.worker_news import Lost
 from vescale_ray.workers.messages import FaultKind, Origin, Phase, Report, Ticket
 
 GIVER_S = 1.0

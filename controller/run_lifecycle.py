@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.budget import Budget, Cause, Limits
-from vescale_ray.controller.crew import NurseryLost
 from vescale_ray.controller.durable_state import DurableState
 from vescale_ray.controller.generation_log import GenerationLog
 from vescale_ray.controller.protocol import FINAL, Outcome, RunState, check_transition
 from vescale_ray.controller.publisher import Observed, Publisher
 from vescale_ray.controller.run_log import RunLog
+from vescale_ray.controller.worker_news import NurseryLost
 
 _log = logging.getLogger(__name__)
 

@@ -13,12 +13,13 @@ from vescale_ray.controller import policy
 from vescale_ray.controller.autoscaling import PLACE_S, Autoscaling, Progress
 from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.connectivity import TRY_S, Connectivity, CutOff, Network, Probe
-from vescale_ray.controller.crew import Crew, Reaching
+from vescale_ray.controller.crew import Crew
 from vescale_ray.controller.desk import Desk
 from vescale_ray.controller.durable_state import StateWriter
 from vescale_ray.controller.generation_log import GenerationLog
 from vescale_ray.controller.nodes import Nodes
 from vescale_ray.controller.protocol import Event, RunSpec, RunState, World
+from vescale_ray.controller.ray_answers import Reaching
 from vescale_ray.controller.run_lifecycle import Lifecycle
 from vescale_ray.controller.run_log import RunLog
 from vescale_ray.controller.saves import Saves

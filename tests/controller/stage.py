@@ -14,7 +14,6 @@ from tests.controller.runs import tiny
 from vescale_ray.controller import states
 from vescale_ray.controller.budget import Cause
 from vescale_ray.controller.control_loop import TICK_S, ControlLoop
-from vescale_ray.controller.crew import Heard, Lost, News, Ready
 from vescale_ray.controller.durable_state import DurableState, LaunchedGeneration, StateWriter
 from vescale_ray.controller.generation import Generations
 from vescale_ray.controller.protocol import Bounds, Ending, Places, RunSpec, RunState, Source, World
@@ -22,6 +21,7 @@ from vescale_ray.controller.recovery import Recovery
 from vescale_ray.controller.run_begin import RunBegin
 from vescale_ray.controller.run_end import RunEnd
 from vescale_ray.controller.saves import Saves
+from vescale_ray.controller.worker_news import Heard, Lost, News, Ready
 from vescale_ray.workers.messages import Fault, FaultKind, Filled, Origin, Phase, Report, Ticket, WorkerInfo
 
 TICKET = Ticket(7, 1)

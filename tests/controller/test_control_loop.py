@@ -16,7 +16,6 @@ from vescale_ray.controller import states
 from vescale_ray.controller.autoscaling import PLACE_S
 from vescale_ray.controller.budget import Cause
 from vescale_ray.controller.control_loop import TICK_S
-from vescale_ray.controller.crew import Lost, Told
 from vescale_ray.controller.durable_state import DurableState, LaunchedGeneration
 from vescale_ray.controller.generation import GIVER_S
 from vescale_ray.controller.hang import LEAST_S
@@ -27,6 +26,7 @@ from vescale_ray.controller.protocol import Bounds, Ending, RunState, Source
 from vescale_ray.controller.run_lifecycle import budget_of
 from vescale_ray.controller.saves import SaveResult
 from vescale_ray.controller.steering import PLANNED_S
+from vescale_ray.controller.worker_news import Lost, Told
 from vescale_ray.workers.messages import CHECKPOINT, RESCALE, Evaluated, Fault, FaultKind, Origin, Phase, Report, Saved, Stepped, Ticket
 
 pytestmark = pytest.mark.usefixtures("clock")

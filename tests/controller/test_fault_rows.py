@@ -12,11 +12,11 @@ import pytest
 from tests.controller.stage import BEGAN, PEER, TICKET, WORLD, Crew, Stage, node_of, report
 from vescale_ray.controller import states
 from vescale_ray.controller.budget import Cause
-from vescale_ray.controller.crew import Lost
 from vescale_ray.controller.durable_state import DurableState, LaunchedGeneration
 from vescale_ray.controller.policy import Kept
 from vescale_ray.controller.protocol import RunState
 from vescale_ray.controller.step_stats import StepStats
+from vescale_ray.controller.worker_news import Lost
 from vescale_ray.workers.holdings import Holding
 from vescale_ray.workers.messages import RESCALE, Fault, FaultKind, Give, Join, Origin, Phase, Ticket
 

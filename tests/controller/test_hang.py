@@ -11,8 +11,10 @@ import pytest
 
 from vescale_ray.controller import hang_report
 from vescale_ray.controller.clocks import GAP_S, AwakeClock
-from vescale_ray.controller.crew import LATE_HALF_S, LOOKS, POLL_WAIT_S, SLOWER, SLOWEST_S, Crew, Member, Told
+from vescale_ray.controller.crew import LATE_HALF_S, LOOKS, POLL_WAIT_S, SLOWER, SLOWEST_S, Crew
 from vescale_ray.controller.hang import AGAIN, FACTOR, FIRST, FIRST_S, LEAST_S, LONGEST, OWN_GAP_S, PERIOD, RECENT, STEPS, HangWatch
+from vescale_ray.controller.member import Member
+from vescale_ray.controller.worker_news import Told
 from vescale_ray.workers.messages import Phase, Report, Ticket, WorkerInfo
 
 TICKET = Ticket(3, 1)

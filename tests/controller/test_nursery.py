@@ -16,9 +16,10 @@ from tests.controller.runs import until
 from vescale_ray.controller import crew as crews
 from vescale_ray.controller import nursery as subject
 from vescale_ray.controller.budget import Cause
-from vescale_ray.controller.crew import Crew, Lost
+from vescale_ray.controller.crew import Crew
 from vescale_ray.controller.nursery import Nursery
 from vescale_ray.controller.protocol import Dismissal
+from vescale_ray.controller.worker_news import Lost
 from vescale_ray.workers.messages import WorkerInfo
 
 
