@@ -18,14 +18,14 @@ from vescale_ray import dash
 from vescale_ray.controller.exposition import families
 from vescale_ray.controller.snapshot import STATES
 from vescale_ray.deploy import dashboard as made
-from vescale_ray.deploy import draw
 from vescale_ray.deploy.panel import STATES as SHOWN
 from vescale_ray.errors import BadInput
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "deploy" / "grafana" / "vescale.json").read_text()
 BOARD: dict[str, Any] = json.loads(TEXT)
-WHOLE = list(draw.unfolded(BOARD))
+WHOLE = [one for panel in BOARD["panels"] for one in (panel, *panel.get("panels", ()))]
+"""All panels and rows, those in collapsed rows included."""
 PANELS = [panel for panel in WHOLE if panel["type"] != "row"]
 UNITS = {"s", "bytes", "binBps", "percentunit", "short", "none", "watt", "celsius", "hertz"}
 DCGM = set("GPU_UTIL FB_USED FB_FREE POWER_USAGE GPU_TEMP SM_CLOCK XID_ERRORS".split())
