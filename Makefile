@@ -6,8 +6,6 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TYPES  := build/types
-# For the tests of rules and metrics; Debian's package starts no service in a container.
-PROMETHEUS := test "$$(id -u)" = 0 && command -v apt-get && timeout 120 apt-get install -y --no-install-recommends prometheus
 FIT    := $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 	{ echo "$$($(PYTHON) --version) found; Python 3.11 to 3.13 is needed: make PYTHON=python3.11 ..."; exit 1; }
 OURS   := vescale_ray controller workers checkpoint deploy benchmarks tests
@@ -33,8 +31,6 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(FIT)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,plots]"
-	@command -v promtool >/dev/null || { $(PROMETHEUS); } >/dev/null 2>&1 || \
-		echo "Prometheus is not installed, and can't be from here (root and apt-get are needed): the tests that need it are skipped"
 	@touch $(STAMP)
 
 demo: $(STAMP)
