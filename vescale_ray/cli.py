@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vescale_ray import __version__
-from vescale_ray.cli_base import BAD_INPUT, FAILED, INTERRUPTED, OK, Failed, Group, lasting_path
+from vescale_ray.cli_base import BAD_INPUT, FAILED, INTERRUPTED, OK, Failed, Group, folder_of, lasting_path
+from vescale_ray.cli_export import dash, export
 from vescale_ray.cli_k8s import k8s
 from vescale_ray.cli_rollback import ckpt
 from vescale_ray.errors import BadInput
@@ -103,6 +104,8 @@ def cli(debug: bool) -> None:
 
 
 cli.add_command(ckpt)
+cli.add_command(dash)
+cli.add_command(export)
 cli.add_command(k8s)
 
 
@@ -210,17 +213,6 @@ def _written_config(folder: RunFolder, text: str, new: bool) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------------- living runs
 
 
-def _folder(path: str | None) -> RunFolder:
-    from vescale_ray.runfolder import RunFolder, RunFolderError, newest_run
-
-    if path is None:
-        return newest_run()
-    folder = RunFolder(path)
-    if not folder.is_run():
-        raise RunFolderError(f"{folder.path}: is not a run's folder; `vescale-ray ls` lists those under ./runs")
-    return folder
-
-
 @cli.command()
 @click.argument("run_folder", required=False)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
@@ -228,7 +220,7 @@ def status(run_folder: str | None, as_json: bool) -> int:
     """Show what a run does now, or how it ended. Without RUN_FOLDER: the newest run under ./runs."""
     from vescale_ray import client
 
-    folder = _folder(run_folder)
+    folder = folder_of(run_folder)
     state: dict[str, Any] = folder.read_state() or {}
     try:
         live = client.request(folder, "status", timeout_s=3)
@@ -290,7 +282,7 @@ def top(run_folder: str | None, interval: float, once: bool) -> int:
         raise BadInput(f"--interval {interval:g}: give seconds, less than a day")
 
     try:
-        end = screen.show(_folder(run_folder), interval, Console(), once=once)
+        end = screen.show(folder_of(run_folder), interval, Console(), once=once)
     except client.RunNotAlive as error:
         raise Failed(str(error)) from None
     except KeyboardInterrupt:
@@ -306,7 +298,7 @@ def stop(run_folder: str | None) -> int:
     """End a run after a checkpoint. Without RUN_FOLDER: the newest run under ./runs."""
     from vescale_ray import client
 
-    folder = _folder(run_folder)
+    folder = folder_of(run_folder)
     client.request(folder, "stop", {})
     click.echo(f"{folder.path}: stopping; resume it with: vescale-ray train {folder.config_path}")
     return OK
@@ -319,54 +311,12 @@ def rescale(workers: int, run_folder: str | None) -> int:
     """Continue the run with WORKERS workers. Without RUN_FOLDER: the newest run under ./runs."""
     from vescale_ray import client
 
-    folder = _folder(run_folder)
+    folder = folder_of(run_folder)
     try:
         answer = client.request(folder, "rescale", {"workers": workers})
     except client.CommandRefused as error:
         raise BadInput(f"rescale to {workers}: {error}") from None
     click.echo(f"{folder.path}: " + str(answer.get("message") or f"rescaling to {workers} workers"))
-    return OK
-
-
-@cli.command()
-@click.argument("run_folder", required=False)
-@click.option("--out", type=click.Path(dir_okay=False), callback=lasting_path, help="File to write. Default: RUN_FOLDER/dash.html.")
-@click.option("--prometheus", metavar="URL", help="Take the data from a Prometheus that has scraped the run, not from the run's folder.")
-@click.option("--run", "name", help="With --prometheus: the run's name.")
-@click.option("--hours", type=click.FloatRange(min=0.01), default=24.0, show_default=True, help="With --prometheus: hours up to now.")
-@click.option("--namespace", help="With --prometheus: label namespace of one of several runs with this name.")
-@click.option("--cluster", help="With --prometheus: label cluster of one of several runs with this name.")
-def dash(
-    run_folder: str | None,
-    out: str | None,
-    prometheus: str | None,
-    name: str | None,
-    hours: float,
-    namespace: str | None,
-    cluster: str | None,
-) -> int:
-    """Write one HTML page of a run: throughput, memory, loss, workers, use of time. It works offline.
-
-    Without RUN_FOLDER: the newest run under ./runs.
-    """
-    from vescale_ray import dash as gather
-    from vescale_ray.page import render
-
-    where = {label: value for label, value in (("cluster", cluster), ("namespace", namespace)) if value is not None}
-    if prometheus is None:
-        if name is not None or where:
-            raise BadInput("--run, --namespace and --cluster go with --prometheus URL; without it, give the run's folder")
-        folder = _folder(run_folder)
-        page, path = gather.from_folder(folder), Path(out or folder.path / "dash.html").absolute()
-    else:
-        if run_folder is not None or name is None:
-            raise BadInput("with --prometheus URL give the run's name as --run NAME, and no folder")
-        page, path = gather.from_prometheus(prometheus, name, hours, where), Path(out or f"{name}.html").absolute()
-    try:
-        path.write_text(render(page), encoding="utf-8", errors="backslashreplace")  # names of files need not be valid text
-    except OSError as error:
-        raise BadInput(f"{path}: can't be written ({error.strerror or error})") from None
-    click.echo(f"wrote {path}")
     return OK
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import difflib
+from typing import TYPE_CHECKING
 
 import click
 
 from vescale_ray.lasting import check_lasting
+
+if TYPE_CHECKING:
+    from vescale_ray.runfolder import RunFolder
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -33,3 +37,15 @@ class Group(click.Group):
             if not near:
                 raise
             raise click.UsageError(f"no such command {args[0]}: did you mean {near[0]}?", ctx) from error
+
+
+def folder_of(path: str | None) -> RunFolder:
+    """The run's folder at ``path``; None: the newest run under ./runs."""
+    from vescale_ray.runfolder import RunFolder, RunFolderError, newest_run
+
+    if path is None:
+        return newest_run()
+    folder = RunFolder(path)
+    if not folder.is_run():
+        raise RunFolderError(f"{folder.path}: is not a run's folder; `vescale-ray ls` lists those under ./runs")
+    return folder

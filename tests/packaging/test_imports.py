@@ -17,11 +17,11 @@ LAYERS: list[set[str]] = [
     {"dtensor", "collectives", "messages", "redistribute", "transfer", "dbuffer", "emulation", "lasting", "runfolder", "schedule"},
     {"fsdp", "models", "data", "config", "checkpoint", "client", "state_dict"},
     {"optim"},
-    {"report", "page", "k8s", "prometheus"},
+    {"report", "page", "parquet", "k8s", "prometheus"},
     {"workers", "progress", "dash", "top"},
     {"controller"},
     {"cli_base"},
-    {"cli_ckpt", "cli_k8s"},
+    {"cli_ckpt", "cli_export", "cli_k8s"},
     {"cli_rollback"},
     {"cli", "demo", "deploy"},
 ]
@@ -29,7 +29,7 @@ DATA_ONLY = {"configs"}
 RANK = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 MAY_IMPORT_RAY = {"controller", "workers"}
 TORCH_FREE = {"geometry", "errors", "config", "schedule", "runfolder", "client", "progress", "report", "demo", "page", "dash", "top"}
-TORCH_FREE |= {"lasting", "prometheus", "deploy", "cli", "cli_base", "cli_ckpt", "cli_k8s", "cli_rollback", "k8s"}
+TORCH_FREE |= {"lasting", "prometheus", "deploy", "cli", "cli_base", "cli_ckpt", "cli_export", "cli_k8s", "cli_rollback", "k8s", "parquet"}
 
 
 def part_of(module: str) -> str:
