@@ -127,9 +127,9 @@ def rank_main(rank: int, world: int, store: str, folder: str, mib: int, rounds: 
     from torch.distributed.tensor import DTensor, Shard
 
     from vescale_ray import checkpoint as ckpt
-    from vescale_ray.checkpoint.digest import view_of
-    from vescale_ray.checkpoint.pages import aligned_buffer, transfer_buffers
-    from vescale_ray.checkpoint.staging import SlabPool
+    from vescale_ray.checkpoint.format.digest import view_of
+    from vescale_ray.checkpoint.format.pages import aligned_buffer, transfer_buffers
+    from vescale_ray.checkpoint.format.staging import SlabPool
 
     torch.set_num_threads(1)
     join(store, rank, world)
@@ -310,10 +310,10 @@ def planned_bytes(quick: bool) -> list[tuple[str, float, str, str]]:
 
     from vescale_ray.checkpoint import Checkpoint, Commit, ShardPiece, Vote
     from vescale_ray.checkpoint.commits import _assemble
-    from vescale_ray.checkpoint.digest import block_bytes_for, root_of
-    from vescale_ray.checkpoint.layout import lay_out
-    from vescale_ray.checkpoint.manifest import ObjectEntry
-    from vescale_ray.checkpoint.store import store_of
+    from vescale_ray.checkpoint.format.digest import block_bytes_for, root_of
+    from vescale_ray.checkpoint.format.manifest import ObjectEntry
+    from vescale_ray.checkpoint.format.object_layout import lay_out
+    from vescale_ray.checkpoint.stores.store import store_of
 
     class Piece(ShardPiece):
         def __post_init__(self) -> None:  # no data is wanted

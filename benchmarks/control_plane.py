@@ -29,14 +29,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.reporting import figure, write
-from tests.controller.stage import Crew, Stage
+from tests.controller.stage import Stage, WorkerGroup
 from vescale_ray.controller import states
-from vescale_ray.controller.exposition import exposition
-from vescale_ray.controller.protocol import RunState, Source, World
-from vescale_ray.controller.worker_news import Heard, Lost, News
-from vescale_ray.workers.holdings import Holding
-from vescale_ray.workers.messages import Origin, Phase, Report, Stepped, StepRecord, Ticket, Usage, WorkerInfo
-from vescale_ray.workers.pace import View
+from vescale_ray.controller.http.exposition import exposition
+from vescale_ray.controller.protocol import RunState, StateSource, World
+from vescale_ray.controller.worker_group.worker_news import Heard, Lost, News
+from vescale_ray.workers.messages import Origin, Stepped, StepRecord, Ticket, Usage, WorkerInfo, WorkerPhase, WorkerReport
+from vescale_ray.workers.monitoring.pace import View
+from vescale_ray.workers.resharding.held_state import HeldState
 
 PER_NODE = 8
 TENTHS = 10
@@ -45,12 +45,12 @@ WAITED = ("all_gather", "reduce_scatter", "all_reduce", "peer_copy", "step_end")
 KINDS = ("master", "gradients", "gathered", "optimizer", "copies")
 
 
-class Simulated(Crew):
+class Simulated(WorkerGroup):
     """Workers of which each round hears a tenth, each with the step that it has completed since."""
 
     def __init__(self, world: int) -> None:
         self.names = [f"w{rank:05d}" for rank in range(world)]
-        super().__init__(*(Report(w, TICKET, Phase.TRAINING, 40, (), (), None, 1 << 30, beats=1) for w in self.names))
+        super().__init__(*(WorkerReport(w, TICKET, WorkerPhase.TRAINING, 40, (), (), None, 1 << 30, beats=1) for w in self.names))
         self.infos |= {
             w: WorkerInfo(w, rank, rank, f"node-{rank // PER_NODE}", f"host-{rank // PER_NODE}", "cuda:0", 1.0, address=f"h{rank}:1")
             for rank, w in enumerate(self.names)
@@ -85,7 +85,9 @@ class Simulated(Crew):
                 token_flops=1 << 30,
             )
             item = Stepped(TICKET, replace(record, seconds=1.0 + 1e-5 * rank), time.time(), {}, usage)
-            self.reports[worker] = Report(worker, TICKET, Phase.TRAINING, step, ((self.item, item),), (), None, 1 << 30, beats=4 * step)
+            self.reports[worker] = WorkerReport(
+                worker, TICKET, WorkerPhase.TRAINING, step, ((self.item, item),), (), None, 1 << 30, beats=4 * step
+            )
         news, self.news = self.news, []
         return [*news, *(Heard(self.reports[worker]) for worker in mine)]
 
@@ -114,12 +116,12 @@ def record_of(step: int, world: int) -> StepRecord:
 
 def measure(world: int, rounds: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        crew = Simulated(world)
-        begun = World(TICKET, tuple(crew.names), Source(Origin.MEMORY, 40))
+        worker_group = Simulated(world)
+        begun = World(TICKET, tuple(worker_group.names), StateSource(Origin.MEMORY, 40))
         config = {"elastic_workers": world, "elastic_max_workers": world, "train_slots": 2 * world, "train_steps": 10**6}
-        stage = Stage(crew, Path(folder), filled=True, state=RunState.RUNNING, world=begun, config=config)
-        stage.loop.desk.want(world, "manual")
-        for info in crew.infos.values():
+        stage = Stage(worker_group, Path(folder), filled=True, state=RunState.RUNNING, world=begun, config=config)
+        stage.loop.commands.want(world, "manual")
+        for info in worker_group.infos.values():
             assert info is not None
             stage.loop._parts.generation.worker_started(info)
         loop = stage.loop
@@ -127,9 +129,9 @@ def measure(world: int, rounds: int) -> dict[str, float]:
             loop.step()
         taken = []
         for _ in range(rounds):
-            began, simulated = time.perf_counter(), crew.simulating_s
+            began, simulated = time.perf_counter(), worker_group.simulating_s
             loop.step()
-            taken.append(time.perf_counter() - began - (crew.simulating_s - simulated))
+            taken.append(time.perf_counter() - began - (worker_group.simulating_s - simulated))
         scrapes = []
         for _ in range(5):
             for _ in range(TENTHS):
@@ -138,19 +140,19 @@ def measure(world: int, rounds: int) -> dict[str, float]:
             body, _ = exposition(stage.run.publisher.snapshot, "")
             scrapes.append(time.process_time() - began_cpu)
         # The loss of one worker: the others have left, and hold the state together.
-        lost, step = crew.names[world // 2], stage.run.stats.step
-        crew.ended[lost] = crew.now
-        del crew.reports[lost]
-        crew.news.append(Lost(lost, crew.infos[lost], "its process died"))
-        for rank, worker in enumerate(crew.names):
+        lost, step = worker_group.names[world // 2], stage.run.stats.step
+        worker_group.ended[lost] = worker_group.now
+        del worker_group.reports[lost]
+        worker_group.news.append(Lost(lost, worker_group.infos[lost], "its process died"))
+        for rank, worker in enumerate(worker_group.names):
             if worker != lost:
-                held = (Holding(TICKET.generation, world, step, (rank, (rank - 1) % world)),)
-                crew.reports[worker] = Report(worker, TICKET, Phase.PARKED, step, (), held, None, 1 << 30)
+                held = (HeldState(TICKET.generation, world, step, (rank, (rank - 1) % world)),)
+                worker_group.reports[worker] = WorkerReport(worker, TICKET, WorkerPhase.PARKED, step, (), held, None, 1 << 30)
         began = time.perf_counter()
-        while not crew.orders:
+        while not worker_group.orders:
             loop.step()
         rescale = time.perf_counter() - began
-        assert isinstance(loop.state, states.Running) and len(crew.orders[0]) == world - 1
+        assert isinstance(loop.state, states.Running) and len(worker_group.orders[0]) == world - 1
     return {
         "round_ms": 1e3 * statistics.median(taken),
         "round_most_ms": 1e3 * max(taken),

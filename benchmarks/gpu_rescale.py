@@ -21,9 +21,9 @@ from tests.ranks import RankFailed
 from tests.workers.fleet import Fleet, State
 from tests.workers.tiny import HOST, Run, held, leave, same_bits, start_fresh, start_from_memory, tiny, train, use, write_text
 from vescale_ray.config import RunConfig
-from vescale_ray.workers import groups
-from vescale_ray.workers.groups import GroupFailed
-from vescale_ray.workers.holdings import choose_resume
+from vescale_ray.workers.network import process_groups
+from vescale_ray.workers.network.process_groups import GroupFailed
+from vescale_ray.workers.resharding.held_state import choose_resume
 
 STEPS = 12
 FORM_SECONDS = 15.0
@@ -111,14 +111,14 @@ def _fail_in_a_step(state: State) -> None:
     try:
         trainer.step(settle=state["snapshots"].settle)
     except ArithmeticError as error:
-        groups.describe(error)
+        process_groups.describe(error)
     else:
         raise AssertionError("the step did not fail")
     state["snapshots"].copied()
     del trainer
     state.pop("trainer").close()
     state["snapshots"].let_go()
-    groups.dissolve()
+    process_groups.dissolve()
     state["snapshots"].verify()
 
 
@@ -181,13 +181,13 @@ def _refused(state: State, device: str, config: RunConfig, port: int, rank: int)
     begin = time.perf_counter()
     failure = ""
     try:
-        with groups.collectives("the first collective"):
-            groups.form(HOST, port, "refused", rank, 2, state["backend"], 20.0, form_timeout_s=FORM_SECONDS)
+        with process_groups.collectives("the first collective"):
+            process_groups.form(HOST, port, "refused", rank, 2, state["backend"], 20.0, form_timeout_s=FORM_SECONDS)
             dist.all_reduce(torch.ones(4, device=device))
             torch.cuda.synchronize()
     except GroupFailed as error:
         failure = str(error)
-    groups.dissolve()
+    process_groups.dissolve()
     took = time.perf_counter() - begin
     start_fresh(state, config, port, f"alone/{rank}", 0, 1, 1)
     train(state, 2, False)

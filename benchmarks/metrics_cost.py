@@ -91,7 +91,7 @@ def cpu_of(work: Callable[[], object], repeats: int = REPEATS) -> float:
 
 def metrics_work(trainer: Any, snapshots: Any, record: Any) -> dict[str, float]:
     """CPU seconds of each part of a step's work for the metrics, on this live trainer."""
-    from vescale_ray import waiting
+    from vescale_ray.communication import wait_notes
     from vescale_ray.workers.messages import Stepped, Ticket, Usage
     from vescale_ray.workers.trainer import resident_bytes
 
@@ -108,7 +108,7 @@ def metrics_work(trainer: Any, snapshots: Any, record: Any) -> dict[str, float]:
 
     def contexts() -> None:
         for kind in ("all_reduce", "peer_copy", "step_end"):
-            with waiting.counted(kind):
+            with wait_notes.counted(kind):
                 pass
 
     usage = replace(trainer.usage, memory={**trainer.usage.memory, "copies": snapshots.nbytes})
@@ -127,9 +127,9 @@ def rank_main(rank: int, world: int, store: str, rounds: int, out: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from vescale_ray import waiting
+    from vescale_ray.communication import wait_notes
     from vescale_ray.data.corpus import load_corpus
-    from vescale_ray.workers.snapshot import Snapshots
+    from vescale_ray.workers.resharding.memory_snapshots import Snapshots
     from vescale_ray.workers.trainer import Trainer
 
     torch.set_num_threads(1)
@@ -139,11 +139,11 @@ def rank_main(rank: int, world: int, store: str, rounds: int, out: Any) -> None:
     trainer.initialize()
     snapshots = Snapshots(1, node=str(rank))
     snapshots.begin(trainer)
-    real, counted, nothing = trainer._meter, waiting.counted, Nothing()
+    real, counted, nothing = trainer._meter, wait_notes.counted, Nothing()
 
     def steps(count: int, *, metrics: bool) -> tuple[float, float]:
         """Wall and CPU seconds of a step."""
-        trainer._meter, waiting.counted = (real, counted) if metrics else (nothing, uncounted)
+        trainer._meter, wait_notes.counted = (real, counted) if metrics else (nothing, uncounted)
         dist.barrier()
         began, used = time.perf_counter(), time.thread_time()
         for _ in range(count):
@@ -151,7 +151,7 @@ def rank_main(rank: int, world: int, store: str, rounds: int, out: Any) -> None:
             snapshots.after_step(trainer)
         dist.barrier()
         wall, cpu = (time.perf_counter() - began) / count, (time.thread_time() - used) / count
-        trainer._meter, waiting.counted = real, counted
+        trainer._meter, wait_notes.counted = real, counted
         return wall, cpu
 
     last: list[Any] = []
@@ -178,12 +178,12 @@ def rank_main(rank: int, world: int, store: str, rounds: int, out: Any) -> None:
 
 def controller_work(found: list[dict[str, Any]], rounds: int) -> list[dict[str, float]]:
     """CPU seconds of the controller for the reports of one step, and for a scrape."""
-    from vescale_ray.controller.budget import Budget, Limits
-    from vescale_ray.controller.exposition import exposition
-    from vescale_ray.controller.generation_log import GenerationLog
-    from vescale_ray.controller.protocol import Source, World
-    from vescale_ray.controller.publisher import Observed, Publisher
-    from vescale_ray.controller.run_log import RunLog
+    from vescale_ray.controller.failures.budget import Budget, Limits
+    from vescale_ray.controller.http.exposition import exposition
+    from vescale_ray.controller.protocol import StateSource, World
+    from vescale_ray.controller.state.generation_log import GenerationLog
+    from vescale_ray.controller.state.publisher import Observed, Publisher
+    from vescale_ray.controller.state.run_log import RunLog
     from vescale_ray.runfolder import RunFolder
     from vescale_ray.workers.messages import Origin, Stepped, Ticket, Usage
 
@@ -191,7 +191,7 @@ def controller_work(found: list[dict[str, Any]], rounds: int) -> list[dict[str, 
 
     def recorded(folder: str, *, figures: bool) -> tuple[Callable[[], None], Publisher]:
         config = config_of(len(found), folder)
-        world = World(Ticket(1, 1), names, Source(Origin.FRESH, 0))
+        world = World(Ticket(1, 1), names, StateSource(Origin.FRESH, 0))
         log = RunLog(RunFolder(config.run_folder).create(), "id", config.train.steps, world.source)
         generation, budget = GenerationLog(log, config), Budget(Limits.of(config.elastic))
         publisher = Publisher(log, config, 1, 1, Observed(len(names), budget))

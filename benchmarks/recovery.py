@@ -192,7 +192,7 @@ class Saboteur:
             self.note(f"{name}.phase.{phase}", seconds)
 
     def rescale(self) -> None:
-        from vescale_ray import client
+        from vescale_ray.cli import client
 
         for name, workers in (("shrink", self.workers - 1), ("grow", self.workers)):
             self.steady(self.workers if name == "shrink" else self.workers - 1)
@@ -201,7 +201,7 @@ class Saboteur:
             self.planned(name, self.rescaled(began))
 
     def controller(self) -> None:
-        from vescale_ray import client
+        from vescale_ray.cli import client
 
         members = self.steady(self.workers)
         before, epoch = self.lines()[-1]["step"], int(client.request(self.folder, "status")["info"]["controller_epoch"])
@@ -312,7 +312,7 @@ class Saboteur:
             print(f"drain {index + 1} of {self.rounds}", file=sys.stderr, flush=True)
 
     def work(self, act: Callable[[], None]) -> None:
-        from vescale_ray import client
+        from vescale_ray.cli import client
 
         try:
             self.steady(self.workers)
@@ -373,7 +373,7 @@ def carried_out(config: Any, saboteur: Saboteur, act: Callable[[], None]) -> dic
         RuntimeError: the run failed or lost a sample.
     """
     from vescale_ray import report
-    from vescale_ray.controller.driver import run
+    from vescale_ray.controller.driver.driver import run
     from vescale_ray.data.corpus import load_corpus
     from vescale_ray.data.stream import SampleStream
 

@@ -4,20 +4,23 @@ Each rank writes its shard as one safetensors object. A manifest, created exclus
 intervals, so that a load onto other ranks or layouts is interval arithmetic and reads no byte twice.
 ``docs/reference/checkpoint-format.md`` describes the format.
 
-The layers are: ``store`` (the interface) and its back ends ``posix``, ``s3``, ``fsspec_store``, ``memory``, ``faulty``; ``digest``;
-``layout`` (a rank's object) and ``manifest`` (the commit object); the operations ``shard``, ``copies``, ``commits``, ``reader``,
-``compare``, ``scrub``, ``proof``, ``retention``, ``rollback``; a training script's state in ``tensors``, ``state``, ``plain``, ``entries``,
-``scalars``, ``saved_meta``, ``rng``, ``api`` and ``loading`` with ``names``, ``matching``, ``materialize``, ``saver`` with ``staging``,
-``handle``, ``accord``, ``voting``, ``bounded`` and ``polling``; ``interval``; other programs' formats in ``foreign``, ``huggingface`` with
-``safetensors_file``, and ``dcp`` with ``dcp_export``, ``dcp_state``, ``dcp_files`` and ``dcp_pickle``. The package may import
+The layers are: ``stores.store`` (the interface) and its back ends ``stores.posix``, ``stores.s3``, ``stores.fsspec_store``,
+``stores.memory_store``, ``stores.faulty_store``; ``format.digest``; ``format.object_layout`` (a rank's object) and ``format.manifest`` (the
+commit object); the operations ``format.shard``, ``format.copies``, ``commits``, ``format.reader``, ``compare``, ``scrub``,
+``saving.proof``, ``retention``, ``rollback``; a training script's state in ``state.tensors``, ``state.flat_state``, ``state.plain``,
+``state.entries``, ``state.scalars``, ``state.saved_meta``, ``state.rng``, ``api`` and ``loading`` with ``state.names``, ``state.matching``,
+``state.materialize``, ``saving.saver`` with ``format.staging``, ``saving.handle``, ``saving.accord``, ``saving.voting``, ``saving.bounded``
+and ``saving.polling``; ``interval``; other programs' formats in ``bridges.foreign``, ``huggingface`` with ``bridges.safetensors_file``, and
+``bridges.dcp`` with ``bridges.dcp_export``, ``bridges.dcp_state``, ``bridges.dcp_files`` and ``bridges.dcp_pickle``. The package may import
 ``vescale_ray.geometry``, ``vescale_ray.lasting``, torch, numpy, xxhash, and in a back end its client library, but neither Ray nor fsdp.
 """
 
 from .api import save
+from .bridges.dcp import DcpReader, import_dcp
+from .bridges.dcp_export import DcpExported, export_dcp
+from .bridges.foreign import Imported
 from .commits import Commit, commit, latest, ls
 from .compare import CheckpointDiff, Difference, diff
-from .dcp import DcpReader, import_dcp
-from .dcp_export import DcpExported, export_dcp
 from .errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -32,30 +35,29 @@ from .errors import (
     SaveSkipped,
 )
 from .faults import FAULT_ENV, FAULT_POINTS, fault_point
-from .faulty import Fault, FaultyStore
-from .foreign import Imported
-from .fsspec_store import FsspecStore
-from .handle import SaveHandle
+from .format.object_layout import ShardPiece
+from .format.read_plan import ReadPlan
+from .format.reader import Checkpoint
+from .format.reader import open_checkpoint as open
+from .format.shard import Vote, new_attempt, write_shard
 from .huggingface import Exported, export_hf, import_hf
 from .interval import Interval, choose_interval, daly_interval, expected_mtbf
-from .layout import ShardPiece
 from .loading import Loaded, load
-from .matching import StoredTensor
-from .memory import MemoryStore
-from .names import NameTable
-from .posix import PosixStore
-from .read_plan import ReadPlan
-from .reader import Checkpoint
-from .reader import open_checkpoint as open
 from .retention import NO_GRACE, GcReport, Grace, Retention, gc, pin, pins, unpin
-from .rng import capture_rng, derive_rng, restore_rng
 from .rollback import roll_back
-from .s3 import S3Store
-from .s3_calls import S3Options
-from .saver import Saver
+from .saving.handle import SaveHandle
+from .saving.saver import Saver
 from .scrub import Problem, VerifyReport, verify
-from .shard import Vote, new_attempt, write_shard
-from .store import ObjectStore
+from .state.matching import StoredTensor
+from .state.names import NameTable
+from .state.rng import capture_rng, derive_rng, restore_rng
+from .stores.faulty_store import Fault, FaultyStore
+from .stores.fsspec_store import FsspecStore
+from .stores.memory_store import MemoryStore
+from .stores.posix import PosixStore
+from .stores.s3 import S3Store
+from .stores.s3_calls import S3Options
+from .stores.store import ObjectStore
 
 __all__ = [
     "FAULT_ENV",

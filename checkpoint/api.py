@@ -21,26 +21,26 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .accord import Accord, Word
 from .arguments import of_type, order, seconds, state_of
-from .bounded import Quiet, Watch, bounded
 from .commits import Commit
-from .copies import sampled
-from .digest import digest_of
 from .errors import SaveAborted, SaveFailed
-from .handle import SaveHandle
-from .layout import ShardPiece
-from .manifest import check_meta, parse_commit_name
-from .matching import Pair, label
-from .plain import KIND, Packed, data_name, pack
-from .proof import prove
+from .format.copies import sampled
+from .format.digest import digest_of
+from .format.manifest import check_meta, parse_commit_name
+from .format.object_layout import ShardPiece
+from .format.shard import Vote, new_attempt, write_shard
 from .retention import Retention, tend
-from .rng import capture_rng
-from .shard import Vote, new_attempt, write_shard
-from .state import State, flatten
-from .store import ObjectStore, Root, store_of
-from .tensors import LocalPart, local_part, owners
-from .voting import Attempt, conclude
+from .saving.accord import Accord, Word
+from .saving.bounded import Quiet, Watch, bounded
+from .saving.handle import SaveHandle
+from .saving.proof import prove
+from .saving.voting import Attempt, conclude
+from .state.flat_state import State, flatten
+from .state.matching import Pair, label
+from .state.plain import KIND, Packed, data_name, pack
+from .state.rng import capture_rng
+from .state.tensors import LocalPart, local_part, owners
+from .stores.store import ObjectStore, Root, store_of
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -107,9 +107,7 @@ def save(
     def work(watch: Watch) -> None:
         if device is not None:
             torch.cuda.set_device(device)
-        verdict = accord.agree(
-            key, prepared.word, lambda: (new_attempt(), next_epoch(newest_order(store), epoch, step)), timeout_s, watch
-        )
+        verdict = accord.agree(key, prepared.word, lambda: (new_attempt(), next_epoch(newest_order(store), epoch, step)), timeout_s, watch)
         if verdict.fate == "unfit":
             raise ValueError(verdict.text)
         if verdict.fate != "go":

@@ -23,18 +23,17 @@ import torch
 from vescale_ray.geometry import Extent, FlatSpace, merge_adjacent
 from vescale_ray.lasting import REMEDY, goes_with
 
-from .copies import Held, contradiction, each_once
-from .elsewhere import instead
+from .bridges.other_formats import instead
 from .errors import STAGES, CheckpointCorrupt, CommitExists, CommitRefused, NoCheckpoint, SaveFailed
 from .faults import fault_point
-from .layout import PlacedPiece, dtype_of, group_tensors, merge_orders, tensor_kinds
-from .manifest import (
+from .format.copies import Held, contradiction, each_once
+from .format.manifest import (
     MAX_BYTES,
     Extents,
-    Group,
     Manifest,
     ManifestError,
     TensorEntry,
+    TensorGroup,
     check_meta,
     commit_name,
     decode,
@@ -42,9 +41,10 @@ from .manifest import (
     parse_commit_name,
     unseal,
 )
-from .shard import Vote
-from .store import KeyExists, KeyMissing, ObjectStore, Root, out_of_reach, store_of
-from .tiling import ROWS, Tiling
+from .format.object_layout import PlacedPiece, dtype_of, group_tensors, merge_orders, tensor_kinds
+from .format.shard import Vote
+from .format.tiling import ROWS, Tiling
+from .stores.store import KeyExists, KeyMissing, ObjectStore, Root, out_of_reach, store_of
 
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -321,7 +321,7 @@ def _assemble(
     for (name, kind), pieces in copies.items():
         held[name, kind] += each_once(pieces, dtype_of(kinds[name][kind]).itemsize)
     tensors: dict[str, TensorEntry] = {}
-    groups: list[Group] = []
+    groups: list[TensorGroup] = []
     for group_id, (group_kinds, names) in enumerate(grouped):
         space = FlatSpace([(name, math.prod(shapes[name])) for name in names])
         for name in names:
@@ -329,7 +329,7 @@ def _assemble(
             for kind, _ in group_kinds:
                 _check_cover(name, kind, held[name, kind], space.numel_of(name))
         columns = tuple(_extents(space, names, kind, dtype_of(dtype), held, world) for kind, dtype in group_kinds)
-        groups.append(Group(group_id, space.numel, columns))
+        groups.append(TensorGroup(group_id, space.numel, columns))
     ordered = tuple(tensors[name] for _, names in grouped for name in names)
     return Manifest(
         step=step,

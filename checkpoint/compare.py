@@ -13,15 +13,15 @@ import numpy as np
 import torch
 
 from .arguments import of_type
-from .digest import as_bytes
 from .errors import CheckpointMismatch
-from .layout import dtype_name
-from .manifest import Extents, Group, Manifest, TensorEntry
-from .matching import Pair
-from .names import Globs, chosen, globs
-from .read_plan import Range
-from .reader import Checkpoint
-from .tiling import ROWS
+from .format.digest import as_bytes
+from .format.manifest import Extents, Manifest, TensorEntry, TensorGroup
+from .format.object_layout import dtype_name
+from .format.read_plan import Range
+from .format.reader import Checkpoint
+from .format.tiling import ROWS
+from .state.matching import Pair
+from .state.names import Globs, chosen, globs
 
 _PIECE = 1 << 20
 """Elements compared at a time; their difference in float64 takes up to 24 MiB."""
@@ -217,7 +217,7 @@ def _alike(a: Checkpoint, b: Checkpoint, pair: Pair) -> Callable[[int, int], boo
     return equal
 
 
-def _place(manifest: Manifest, pair: Pair) -> tuple[TensorEntry, Group, Extents] | None:
+def _place(manifest: Manifest, pair: Pair) -> tuple[TensorEntry, TensorGroup, Extents] | None:
     entry = manifest.by_name[pair[0]]
     group = manifest.groups[entry.group]
     extents = group.extents(pair[1])

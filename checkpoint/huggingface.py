@@ -21,15 +21,12 @@ from torch import nn
 
 from .api import from_first, ranks_of, together
 from .arguments import nbytes
-from .commits import Commit
-from .digest import as_bytes, view_of
-from .errors import CheckpointMismatch, ExportFailed, ForeignFileError
-from .foreign import (
+from .bridges.foreign import (
     OBJECT_BYTES,
     Files,
     Imported,
     Progress,
-    Source,
+    TensorSource,
     into_commit,
     into_state,
     is_root,
@@ -38,13 +35,16 @@ from .foreign import (
     publish,
     take_back,
 )
-from .layout import dtype_name
-from .matching import StoredTensor, some
-from .names import Globs, NameTable, chosen, globs, table_of
-from .posix import sync_folder
-from .reader import Checkpoint, open_checkpoint
-from .safetensors_file import MAX_HEADER, SAFETENSORS_NAME, Located, header_of, once, read_header
-from .store import Root
+from .bridges.safetensors_file import MAX_HEADER, SAFETENSORS_NAME, Located, header_of, once, read_header
+from .commits import Commit
+from .errors import CheckpointMismatch, ExportFailed, ForeignFileError
+from .format.digest import as_bytes, view_of
+from .format.object_layout import dtype_name
+from .format.reader import Checkpoint, open_checkpoint
+from .state.matching import StoredTensor, some
+from .state.names import Globs, NameTable, chosen, globs, table_of
+from .stores.posix import sync_folder
+from .stores.store import Root
 
 INDEX = "model.safetensors.index.json"
 _ALIASES = "vescale_ray.aliases"
@@ -368,7 +368,7 @@ def _compare(fd: int, path: Path, written: Any) -> None:
         raise ExportFailed(f"{path}: the data read back differs from the data written: the disk or its connection is at fault")
 
 
-def _from_all(path: str | os.PathLike[str], group: dist.ProcessGroup | None) -> Source:
+def _from_all(path: str | os.PathLike[str], group: dist.ProcessGroup | None) -> TensorSource:
     return together(lambda: HfSource(path), group)
 
 

@@ -21,29 +21,19 @@ from torch import nn
 from .api import from_first, ranks_of, together
 from .arguments import device_of, nbytes, state_of
 from .commits import Commit, newest_first
-from .entries import PlainValues, check_entries, plain_values, restore_values
 from .errors import CheckpointCorrupt, CheckpointMismatch, NoCheckpoint
-from .matching import Pair, match, some
-from .materialize import materialize, on_meta
-from .names import Globs, NameTable, globs, matches, table_of
-from .plain import Data, unpack
-from .read_plan import Range, ReadPlan
-from .reader import BUDGET_BYTES, Checkpoint, open_checkpoint
-from .rng import derive_rng, restore_rng
-from .saved_meta import check_saved_meta
-from .state import (
-    Choice,
-    Flat,
-    Holder,
-    Saved,
-    State,
-    created_states,
-    flatten_models,
-    flatten_targets,
-    stored_pairs,
-)
-from .store import ObjectStore, Root, store_of
-from .tensors import LocalPart, check_target, local_part
+from .format.read_plan import Range, ReadPlan
+from .format.reader import BUDGET_BYTES, Checkpoint, open_checkpoint
+from .state.entries import PlainValues, check_entries, plain_values, restore_values
+from .state.flat_state import FlatState, Holder, Saved, State, TensorChoice, created_states, flatten_models, flatten_targets, stored_pairs
+from .state.matching import Pair, match, some
+from .state.materialize import materialize, on_meta
+from .state.names import Globs, NameTable, globs, matches, table_of
+from .state.plain import EntryBytes, unpack
+from .state.rng import derive_rng, restore_rng
+from .state.saved_meta import check_saved_meta
+from .state.tensors import LocalPart, check_target, local_part
+from .stores.store import ObjectStore, Root, store_of
 
 _log = logging.getLogger(__name__)
 PARTLY = "the state now holds parts of it: load again before using it"
@@ -76,7 +66,7 @@ class Loaded:
 class _Request:
     """Options of a load, the same for every candidate."""
 
-    choice: Choice
+    choice: TensorChoice
     cast: bool
     device: torch.device | None
     rng: bool
@@ -128,7 +118,7 @@ def load(
     state_of(state)
     nbytes("budget_bytes", budget_bytes)
     store = store_of(root)
-    choice = Choice(globs(include), globs(exclude), globs(allow_missing), globs(allow_unexpected), table_of(rename))
+    choice = TensorChoice(globs(include), globs(exclude), globs(allow_missing), globs(allow_unexpected), table_of(rename))
     request = _Request(choice, cast, device_of(device), rng, budget_bytes)
     candidates = from_first(lambda: _candidates(store, commit), group)
     skipped: list[str] = []
@@ -199,14 +189,14 @@ def _own(where: str, rank: int, aux: Any) -> Any:
     if not isinstance(aux, dict) or "values" not in aux:
         return aux.get("user") if isinstance(aux, dict) else None
     try:
-        return unpack(aux["values"], Data())
+        return unpack(aux["values"], EntryBytes())
     except ValueError as error:
         raise CheckpointMismatch(f"{where}, rank {rank}: its aux cannot be restored: {error}") from error
 
 
 def prepared(
-    state: Mapping[str, Any], holder: Saved, where: str, choice: Choice, cast: bool, device: torch.device | None
-) -> tuple[Flat, dict[Pair, Pair], dict[str, Any]]:
+    state: Mapping[str, Any], holder: Saved, where: str, choice: TensorChoice, cast: bool, device: torch.device | None
+) -> tuple[FlatState, dict[Pair, Pair], dict[str, Any]]:
     """Prepare ``state`` for reading: check names, shapes and dtypes against ``holder``, allocate meta-device tensors, create missing
     optimizer states. Returns the flattened state, ``{pair here: pair stored}`` of the tensors to read, and the values of its plain entries.
 
@@ -231,7 +221,7 @@ def prepared(
         return flat, _agreed(where, holder, stored_pairs(state, holder), flat, choice, cast), values
 
 
-def _agreed(where: str, holder: Holder, among: Set[Pair], flat: Flat, choice: Choice, cast: bool) -> dict[Pair, Pair]:
+def _agreed(where: str, holder: Holder, among: Set[Pair], flat: FlatState, choice: TensorChoice, cast: bool) -> dict[Pair, Pair]:
     """``{pair here: pair stored}`` of the tensors to read.
 
     Args:
@@ -272,7 +262,7 @@ def _agreed(where: str, holder: Holder, among: Set[Pair], flat: Flat, choice: Ch
     )
 
 
-def check_filled(flat: Flat, there: Mapping[Pair, Pair], models: list[nn.Module]) -> None:
+def check_filled(flat: FlatState, there: Mapping[Pair, Pair], models: list[nn.Module]) -> None:
     """Raises ValueError, with their names, if tensors of ``models`` are on the meta device and not in ``there``."""
     empty = [name for (name, kind), tensor in flat.tensors.items() if tensor.is_meta and (name, kind) not in there]
     known = {id(tensor) for tensor in flat.tensors.values()}
@@ -285,7 +275,7 @@ def check_filled(flat: Flat, there: Mapping[Pair, Pair], models: list[nn.Module]
         )
 
 
-def _fill(checkpoint: Checkpoint, flat: Flat, there: Mapping[Pair, Pair], request: _Request, world: int, rank: int) -> ReadPlan:
+def _fill(checkpoint: Checkpoint, flat: FlatState, there: Mapping[Pair, Pair], request: _Request, world: int, rank: int) -> ReadPlan:
     """Read this rank's part of every tensor directly into it. Non-contiguous tensors go through a copy, one at a time."""
     ranges: list[Range] = []
     copied: list[tuple[LocalPart, Pair]] = []

@@ -23,9 +23,9 @@ from .arguments import of_type, whole
 from .commits import Commit, ls, read_manifest
 from .errors import NoCheckpoint
 from .faults import fault_point
-from .manifest import ManifestError, check_attempt, commit_name, parse_commit_name
-from .proof import Noted, lacking, noted, prove
-from .store import ALIGNMENT, Entry, KeyExists, KeyMissing, ObjectStore, Root, store_of
+from .format.manifest import ManifestError, check_attempt, commit_name, parse_commit_name
+from .saving.proof import Noted, lacking, noted, prove
+from .stores.store import ALIGNMENT, Entry, KeyExists, KeyMissing, ObjectStore, Root, store_of
 
 _PIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 _EPOCH, _STEP = (re.compile(b'"' + word + b'":"([0-9]{1,18})"') for word in (b"epoch", b"step"))
@@ -523,8 +523,8 @@ def _order_of(store: ObjectStore, entry: Entry) -> tuple[int, int] | None:
     """Epoch and step in a data object's header. The header is informational; here it can only keep data longer."""
     if not entry.key.endswith(".safetensors") or entry.bytes < ALIGNMENT:
         return None
-    from .digest import view_of
-    from .pages import aligned_buffer
+    from .format.digest import view_of
+    from .format.pages import aligned_buffer
 
     head = aligned_buffer(ALIGNMENT)
     try:

@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 
 from .commits import Commit, find, ls, read_manifest
 from .errors import CommitExists, CommitRefused, SaveFailed
-from .manifest import encode
-from .store import KeyExists, Root, store_of
+from .format.manifest import encode
+from .stores.store import KeyExists, Root, store_of
 
 
 def roll_back(root: Root, name: str) -> Commit:

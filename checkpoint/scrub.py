@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from .commits import Commit, find, ls, read_manifest
-from .digest import CHUNK_BYTES, digest_of, one_ahead, view_of
 from .errors import CheckpointCorrupt, describe_tensors
-from .manifest import Manifest, ManifestError, ObjectEntry
-from .pages import transfer_buffers
-from .read_plan import Segment
-from .reader import bad_blocks, corrupt_block
-from .store import ALIGNMENT, KeyMissing, ObjectStore, Root, store_of
+from .format.digest import CHUNK_BYTES, digest_of, one_ahead, view_of
+from .format.manifest import Manifest, ManifestError, ObjectEntry
+from .format.pages import transfer_buffers
+from .format.read_plan import Segment
+from .format.reader import bad_blocks, corrupt_block
+from .stores.store import ALIGNMENT, KeyMissing, ObjectStore, Root, store_of
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ Each round observes (:meth:`ControlLoop.observe`), and then follows the transiti
     Locating -> AwaitingStorage -> Recovering        only checkpoints have the state, and the storage is out of reach
 
 No transition waits: a state in which something is waited for stays for that round. So commands, losses and checkpoints are handled alike in
-every state. ``policy.after_generation`` decides what follows a generation, and ``steering`` looks after one that runs as it should.
+every state. ``policy.after_generation`` decides what follows a generation, and ``scaling`` looks after one that runs as it should.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from typing import Any
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller import states
-from vescale_ray.controller.crew import Crew
-from vescale_ray.controller.desk import Desk
-from vescale_ray.controller.durable_state import StateWriter
-from vescale_ray.controller.generation import Generations
+from vescale_ray.controller.checkpointing.committer import Committer
+from vescale_ray.controller.commands import Commands
 from vescale_ray.controller.parts import Parts
 from vescale_ray.controller.protocol import Outcome, RunSpec
-from vescale_ray.controller.publisher import Observed, Publisher
-from vescale_ray.controller.recovery import Recovery
-from vescale_ray.controller.run_begin import RunBegin
-from vescale_ray.controller.run_end import RunEnd
-from vescale_ray.controller.run_log import RunLog
-from vescale_ray.controller.saves import Saves
+from vescale_ray.controller.state.durable_state import StateWriter
+from vescale_ray.controller.state.publisher import Observed, Publisher
+from vescale_ray.controller.state.run_log import RunLog
 from vescale_ray.controller.states import State
-from vescale_ray.controller.worker_news import Heard, Lost, Ready, Told
-from vescale_ray.workers.messages import Damaged, Evaluated, Filled, Outlined, Phase, Report, Saved, Skipped, Stepped
+from vescale_ray.controller.transitions.generation import Generations
+from vescale_ray.controller.transitions.recovery import Recovery
+from vescale_ray.controller.transitions.run_begin import RunBegin
+from vescale_ray.controller.transitions.run_end import RunEnd
+from vescale_ray.controller.worker_group.worker_group import WorkerGroup
+from vescale_ray.controller.worker_group.worker_news import Heard, Lost, Ready, Told
+from vescale_ray.workers.messages import Damaged, Evaluated, Filled, Outlined, SavedShard, Skipped, Stepped, WorkerPhase, WorkerReport
 
 TICK_S = 0.1
 """Longest wait for news in one round."""
@@ -51,7 +51,7 @@ _IMMEDIATE = (
 
 
 class ControlLoop:
-    """One run, in one thread. Other threads hand commands to :attr:`desk`.
+    """One run, in one thread. Other threads hand commands to :attr:`commands`.
 
     Args:
         spec: what the driver wants.
@@ -63,10 +63,17 @@ class ControlLoop:
     """
 
     def __init__(
-        self, spec: RunSpec, config: RunConfig, crew: Crew, log: RunLog, publisher: Publisher, saves: Saves, durable: StateWriter
+        self,
+        spec: RunSpec,
+        config: RunConfig,
+        worker_group: WorkerGroup,
+        log: RunLog,
+        publisher: Publisher,
+        committer: Committer,
+        durable: StateWriter,
     ) -> None:
         self._publisher = publisher
-        self._parts = parts = Parts(spec, config, crew, log, publisher, saves, durable)
+        self._parts = parts = Parts(spec, config, worker_group, log, publisher, committer, durable)
         end, generations = RunEnd(parts), Generations(parts)
         begin, recovery = RunBegin(parts, generations, end), Recovery(parts, generations, end)
         self.state: State = states.Starting()
@@ -85,19 +92,19 @@ class ControlLoop:
         }
 
     @property
-    def desk(self) -> Desk:
-        return self._parts.desk
+    def commands(self) -> Commands:
+        return self._parts.commands
 
     def run(self) -> Outcome:
-        """Run the loop to the end of the run. Raises only what is a bug, or the loss of the nursery."""
+        """Run the loop to the end of the run. Raises only what is a bug, or the loss of the supervisor."""
         try:
             self._follow()
             while not isinstance(self.state, states.Finished):
                 self.step()
             return self.state.outcome
         finally:
-            self._parts.desk.close()
-            self._parts.keeper.layouts.close()
+            self._parts.commands.close()
+            self._parts.coordinator.layouts.close()
 
     def step(self) -> None:
         """One round, of at most :data:`TICK_S` seconds unless a call takes longer."""
@@ -115,21 +122,21 @@ class ControlLoop:
 
     def observe(self) -> None:
         """Hear the workers, record what they tell, and carry out commands."""
-        for one in self._parts.crew.pump(TICK_S):
+        for one in self._parts.worker_group.pump(TICK_S):
             match one:
                 case Ready(info):
                     self._parts.generation.worker_started(info)
-                    self._parts.steering.hire_failures.clear()
+                    self._parts.scaling.hire_failures.clear()
                 case Heard(report):
                     self._parts.detector.heard(report)
                     self._hear(report)
                 case Told(Outlined(outline)):
-                    self._parts.keeper.layouts.take(outline)
+                    self._parts.coordinator.layouts.take(outline)
                 case Lost():
                     self._lose(one)
         self._parts.detector.end_mute()
-        self._parts.keeper.collect()
-        self._parts.desk.heed()
+        self._parts.coordinator.collect()
+        self._parts.commands.heed()
         self._publisher.publish(self._observed())
         self._publisher.write_record()
 
@@ -139,9 +146,9 @@ class ControlLoop:
         kind, at = "killed" if "killed:" in reason else "died", {"pid": info and info.pid, "node": info and info.node}
         self._parts.log.record("worker_lost", worker=loss.worker, reason=reason, kind=kind, cause=str(loss.cause), **at)
         member = world is not None and loss.worker in world.members
-        self._parts.steering.lost(loss.worker, reason, warm=info is not None, member=member)
+        self._parts.scaling.lost(loss.worker, reason, warm=info is not None, member=member)
 
-    def _hear(self, report: Report) -> None:
+    def _hear(self, report: WorkerReport) -> None:
         generation = self._parts.generation
         generation.workers.heard(report.worker, time.time(), report.memory)
         for _, item in report.items:
@@ -150,15 +157,15 @@ class ControlLoop:
                     self._parts.detector.stepped(item)
                     if generation.stepped(report.worker, item):
                         self._parts.account.progressed(item.record.step)
-                        self._parts.steering.stepped(item.record)
+                        self._parts.scaling.stepped(item.record)
                 case Filled():
                     generation.filled(report.worker, item)
                 case Evaluated():
                     generation.evaluated(item)
-                case Saved():
-                    self._parts.saves.heed(item)
+                case SavedShard():
+                    self._parts.committer.heed(item)
                 case Damaged():
-                    self._parts.keeper.damaged(item.attempt)
+                    self._parts.coordinator.damaged(item.attempt)
                     about = {"attempt": item.attempt, "step": item.step, "worker": report.worker, "problem": item.problem}
                     self._parts.log.record("checkpoint_damaged", **about)
                 case Skipped():
@@ -167,7 +174,7 @@ class ControlLoop:
         if (
             world is not None
             and report.ticket == world.ticket == self._parts.detector.inherited
-            and report.phase in (Phase.TRAINING, Phase.SAVING)
+            and report.phase in (WorkerPhase.TRAINING, WorkerPhase.SAVING)
         ):
             # It has its state. The item that said so may have gone to the controller before this one.
             generation.filled(report.worker, Filled(world.ticket, world.source.step, world.source.origin, {}))
@@ -175,12 +182,12 @@ class ControlLoop:
     def _observed(self) -> Observed:
         """The observations of this round, without the run's statistics."""
         return Observed(
-            target=self._parts.desk.target,
+            target=self._parts.commands.target,
             budget=self._parts.account.budget,
-            spares=self._parts.steering.spares,
-            places_wanted=self._parts.steering.places_wanted,
-            draining=len(self._parts.steering.leaving(self._parts.log.stats.members)),
-            saves_pending=self._parts.saves.pending,
+            spares=self._parts.scaling.spares,
+            places_wanted=self._parts.scaling.places_wanted,
+            draining=len(self._parts.scaling.leaving(self._parts.log.stats.members)),
+            saves_pending=self._parts.committer.pending,
             figures=self._parts.generation.workers.figures(),
             newest=self._parts.generation.newest,
         )

@@ -1,10 +1,10 @@
 """The controller actor: what a run's thread, its HTTP server and its restarts have in common.
 
 Ray restarts the process when it dies (``max_restarts=-1``) and calls the constructor again with the same arguments. The durable state and
-the lines in the run's folder then say what was going on. The workers, which the nursery owns, train on meanwhile.
+the lines in the run's folder then say what was going on. The workers, which the supervisor owns, train on meanwhile.
 
 The run's thread owns everything of the run. Other threads (HTTP, Ray's calls) read the publisher's snapshot, which is immutable, and hand
-commands to the desk's queue.
+commands to the command queue.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vescale_ray.config import RunConfig, parse_config
-from vescale_ray.controller.budget import Budget, Limits
+from vescale_ray.controller.bounded_io import BoundedIO, begun
+from vescale_ray.controller.checkpointing.committer import Committer, retention_of
+from vescale_ray.controller.commands import ANSWER_S
 from vescale_ray.controller.control_loop import ControlLoop
-from vescale_ray.controller.crew import Crew
-from vescale_ray.controller.desk import ANSWER_S
-from vescale_ray.controller.durable_state import DurableState, StateStore, StateWriter, read_state
-from vescale_ray.controller.metrics import MetricsServer, PortInUse
+from vescale_ray.controller.failures.budget import Budget, Limits
+from vescale_ray.controller.http.metrics import MetricsServer, PortInUse
 from vescale_ray.controller.protocol import NAMESPACE, Bounds, Outcome, RequestRefused, RunSpec
-from vescale_ray.controller.publisher import Observed, Publisher
-from vescale_ray.controller.run_lifecycle import begin, outcome_of, take_up
-from vescale_ray.controller.run_log import RunLog
-from vescale_ray.controller.saves import Saves, retention_of
-from vescale_ray.controller.scribe import Scribe, begun
-from vescale_ray.controller.worker_news import NurseryLost
+from vescale_ray.controller.state.durable_state import DurableState, StateStore, StateWriter, read_state
+from vescale_ray.controller.state.publisher import Observed, Publisher
+from vescale_ray.controller.state.run_lifecycle import begin, outcome_of, take_up
+from vescale_ray.controller.state.run_log import RunLog
+from vescale_ray.controller.worker_group.worker_group import WorkerGroup
+from vescale_ray.controller.worker_group.worker_news import SupervisorLost
 from vescale_ray.runfolder import RunFolder
 
 _log = logging.getLogger(__name__)
@@ -62,15 +62,15 @@ class Controller:
     Args:
         pickled: the :class:`RunSpec`, what the driver wants. Ray keeps plain bytes with the actor, and values in an object
             store that a restart may find empty.
-        nursery_name: the run's nursery, by name in :data:`NAMESPACE`, for the same reason.
+        supervisor_name: the run's supervisor, by name in :data:`NAMESPACE`, for the same reason.
     """
 
-    def __init__(self, pickled: bytes, nursery_name: str) -> None:
+    def __init__(self, pickled: bytes, supervisor_name: str) -> None:
         self._spec: RunSpec = pickle.loads(pickled)
         try:
-            nursery = ray.get_actor(nursery_name, NAMESPACE)
+            supervisor = ray.get_actor(supervisor_name, NAMESPACE)
         except ValueError:
-            raise NurseryLost("the nursery actor is gone, and the workers that it owned") from None
+            raise SupervisorLost("the supervisor actor is gone, and the workers that it owned") from None
         self._outcome: Outcome | None = None
         self._server: MetricsServer | None = None
         self._loop: ControlLoop | None = None
@@ -79,21 +79,21 @@ class Controller:
         """Warnings of before the log was brought up to date."""
         self._since, self._told = time.monotonic(), ""
         # A folder whose server is gone says nothing for as long as it likes. That must be told, and the workers train on meanwhile.
-        self._up = begun(lambda: self._come_up(nursery))
+        self._up = begun(lambda: self._come_up(supervisor))
         if wait_for([self._up], FOLDER_S).done:
             self._up.result()
 
-    def _come_up(self, nursery: Any) -> None:
+    def _come_up(self, supervisor: Any) -> None:
         """Find out where the run is, listen, and begin."""
         spec = self._spec
         config = parse_config(spec.config)
         folder = RunFolder(spec.folder)
         with suppress(OSError):
             folder.clear_leftovers()  # of a controller that was killed
-        store, state = StateStore(spec.folder, nursery), None
+        store, state = StateStore(spec.folder, supervisor), None
         with suppress(OSError):
             state = read_state(spec.folder)
-        # The nursery of a run that has just begun is still starting, and has nothing to tell. (Ray is asked last: it takes long.)
+        # The supervisor of a run that has just begun is still starting, and has nothing to tell. (Ray is asked last: it takes long.)
         if (state is not None and state.run_id == spec.run_id) or ray.get_runtime_context().was_current_actor_reconstructed:
             state = _when_told(lambda: store.newest(spec.run_id))
         again = state is not None and state.run_id == spec.run_id
@@ -119,13 +119,13 @@ class Controller:
             folder.write_discovery(url)
 
         try:
-            Scribe().do(announce)
+            BoundedIO().do(announce)
         except OSError as error:
             _log.warning("control.json or the service discovery could not be written: %s", error)
         if not again:
             begin(self._log, config, state, spec.driver_pid)
             self._known.set()
-        what = (nursery, config, store, state, again)
+        what = (supervisor, config, store, state, again)
         self._thread = threading.Thread(target=self._conduct, args=what, name="vescale-control-loop", daemon=True)
         self._thread.start()
 
@@ -161,9 +161,9 @@ class Controller:
         """
         return self._take(action, dict(body))
 
-    def farewell(self) -> tuple[float, int]:
+    def final_scrape(self) -> tuple[float, int]:
         """The run is over: seconds until all who scrape it should have come once more (0: nobody does), and 1 if they have."""
-        return self._server.scrapes.farewell(time.monotonic()) if self._server is not None else (0.0, 0)
+        return self._server.scrapes.final_scrape(time.monotonic()) if self._server is not None else (0.0, 0)
 
     def close(self) -> None:
         """Stop listening."""
@@ -182,14 +182,14 @@ class Controller:
             _log.warning("%s", self._told)
         return (self._told,)
 
-    def _conduct(self, nursery: Any, config: RunConfig, store: StateStore, state: DurableState, again: bool) -> None:
+    def _conduct(self, supervisor: Any, config: RunConfig, store: StateStore, state: DurableState, again: bool) -> None:
         """The run's thread. Checkpoints bring torch along, which takes seconds to import: beside it, so that a restarted controller watches
         the workers and takes commands meanwhile."""
         spec, log, publisher = self._spec, self._log, self._publisher
-        saves: Saves | None = None
+        committer: Committer | None = None
 
         def conduct() -> Outcome:
-            nonlocal saves
+            nonlocal committer
             if again:
                 try:
                     publisher.publish(_when_told(lambda: take_up(log, config, state, spec.driver_pid)))
@@ -199,15 +199,17 @@ class Controller:
                 if text:
                     log.journal.warn(text)
             done = begun(lambda: _committed_attempt(spec.run_id, config.checkpoint_root)) if again else None
-            saves = Saves(config.checkpoint_root, lambda: retention_of(config), self._meta, done, max(Bounds.save, spec.bounds.save))
-            crew = Crew(nursery, spec.bounds.call, state.epoch)
-            self._loop = ControlLoop(spec, config, crew, log, publisher, saves, StateWriter(state, store))
+            committer = Committer(
+                config.checkpoint_root, lambda: retention_of(config), self._meta, done, max(Bounds.save, spec.bounds.save)
+            )
+            worker_group = WorkerGroup(supervisor, spec.bounds.call, state.epoch)
+            self._loop = ControlLoop(spec, config, worker_group, log, publisher, committer, StateWriter(state, store))
             self._begun.set()
             return self._loop.run()
 
         outcome = outcome_of(conduct, log, publisher)
-        if saves is not None:
-            saves.close()
+        if committer is not None:
+            committer.close()
         log.journal.flush(FLUSH_S)
         publisher.publish(replace(publisher.seen, over=True))  # one more scrape sees how the run ended
         self._outcome = outcome
@@ -217,7 +219,7 @@ class Controller:
         if not self._begun.wait(BEGIN_S):
             raise RequestRefused(f"the controller has just been started and takes no commands yet; try {action} again")
         assert self._loop is not None
-        return self._loop.desk.command(action, body, began + ANSWER_S - time.monotonic())
+        return self._loop.commands.command(action, body, began + ANSWER_S - time.monotonic())
 
     def _serve(self, host: str, remembered: int, wanted: int) -> MetricsServer:
         """Listen where the run listened before, if it can be: whoever scrapes it need not notice the restart.
@@ -272,14 +274,14 @@ def _committed_attempt(run_id: str, root: str) -> str | None:
     from vescale_ray import checkpoint
 
     try:
-        newest = Scribe().do(lambda: checkpoint.latest(root), LATEST_S)
+        newest = BoundedIO().do(lambda: checkpoint.latest(root), LATEST_S)
     except Exception as error:
         _log.warning("%s can't be listed: %s", root, error)
         return None
     return newest.attempt if newest is not None and newest.attempt.startswith(run_id) else None
 
 
-def actor_of(spec: RunSpec, nursery_name: str, node: str) -> Any:
+def actor_of(spec: RunSpec, supervisor_name: str, node: str) -> Any:
     """Start a run's controller on ``node``, where the run's folder is; its handle."""
     return (
         ray.remote(Controller)
@@ -292,7 +294,7 @@ def actor_of(spec: RunSpec, nursery_name: str, node: str) -> Any:
             max_concurrency=8,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
-        .remote(pickle.dumps(spec), nursery_name)
+        .remote(pickle.dumps(spec), supervisor_name)
     )
 
 

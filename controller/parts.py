@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from vescale_ray.config import RunConfig
-from vescale_ray.controller.budget import Budget
-from vescale_ray.controller.cadence import Cadence
-from vescale_ray.controller.crew import Crew
-from vescale_ray.controller.desk import Desk
-from vescale_ray.controller.durable_state import StateWriter
-from vescale_ray.controller.failure_detector import FailureDetector
-from vescale_ray.controller.generation_log import GenerationLog
-from vescale_ray.controller.keeper import Keeper
+from vescale_ray.controller.checkpointing.cadence import Cadence
+from vescale_ray.controller.checkpointing.committer import Committer
+from vescale_ray.controller.checkpointing.coordinator import CheckpointCoordinator
+from vescale_ray.controller.commands import Commands
+from vescale_ray.controller.failures.budget import Budget
+from vescale_ray.controller.failures.failure_detector import FailureDetector
 from vescale_ray.controller.protocol import Ending, RunSpec, World
-from vescale_ray.controller.publisher import Publisher
-from vescale_ray.controller.run_lifecycle import Lifecycle, budget_of
-from vescale_ray.controller.run_log import RunLog
-from vescale_ray.controller.saves import Saves
-from vescale_ray.controller.steering import Steering
+from vescale_ray.controller.scaling.scaling import Scaling
+from vescale_ray.controller.state.durable_state import StateWriter
+from vescale_ray.controller.state.generation_log import GenerationLog
+from vescale_ray.controller.state.publisher import Publisher
+from vescale_ray.controller.state.run_lifecycle import Lifecycle, budget_of
+from vescale_ray.controller.state.run_log import RunLog
+from vescale_ray.controller.worker_group.worker_group import WorkerGroup
 
 AHEAD = 4
 """Layouts are planned for up to this many workers more or fewer than there are."""
@@ -69,57 +69,81 @@ class Parts:
     """
 
     def __init__(
-        self, spec: RunSpec, config: RunConfig, crew: Crew, log: RunLog, publisher: Publisher, saves: Saves, durable: StateWriter
+        self,
+        spec: RunSpec,
+        config: RunConfig,
+        worker_group: WorkerGroup,
+        log: RunLog,
+        publisher: Publisher,
+        committer: Committer,
+        durable: StateWriter,
     ) -> None:
-        self.spec, self.config, self.crew, self.log, self.saves, self.durable = spec, config, crew, log, saves, durable
+        self.spec, self.config, self.worker_group, self.log, self.committer, self.durable = (
+            spec,
+            config,
+            worker_group,
+            log,
+            committer,
+            durable,
+        )
         self.generation = GenerationLog(log, config)
         if durable.state.generation is not None:
             self.generation.adopt(durable.state.generation.world())
         self.lifecycle = Lifecycle(log, publisher)
         self.account = BudgetAccount(budget_of(config, durable.state, log.stats.step), durable)
-        self.desk = Desk(spec, config, crew, log, durable)
+        self.commands = Commands(spec, config, worker_group, log, durable)
         cadence = Cadence(config.checkpoint, time.monotonic(), max(0.0, time.time() - log.stats.started))
-        self.keeper = Keeper(
+        self.coordinator = CheckpointCoordinator(
             config.checkpoint_root,
             spec.run_id,
-            crew,
+            worker_group,
             log,
             self.generation,
-            saves,
+            committer,
             durable,
             spec.bounds.save,
             cadence,
             config.max_workers,
             spec.oldest,
         )
-        self.steering = Steering(
-            spec, config, crew, log, self.generation, saves, self.desk, cadence, durable, self.lifecycle, self.keeper.layouts
+        self.scaling = Scaling(
+            spec,
+            config,
+            worker_group,
+            log,
+            self.generation,
+            committer,
+            self.commands,
+            cadence,
+            durable,
+            self.lifecycle,
+            self.coordinator.layouts,
         )
-        self.detector = FailureDetector(config, spec.bounds, crew, log, self.steering)
+        self.detector = FailureDetector(config, spec.bounds, worker_group, log, self.scaling)
 
     def still_living(self, ended: Ending) -> Ending:
         """The ending as it is now: parked workers may die as well."""
-        return replace(ended, living=tuple(w for w in ended.living if self.crew.alive(w)))
+        return replace(ended, living=tuple(w for w in ended.living if self.worker_group.alive(w)))
 
     def want_those_left(self, before: int, living: Sequence[str]) -> None:
         """Members were lost: the run goes on with those that are left, unless lost workers are replaced."""
-        desk, elastic, steering = self.desk, self.config.elastic, self.steering
-        fully = desk.target == before
+        commands, elastic, scaling = self.commands, self.config.elastic, self.scaling
+        fully = commands.target == before
         if not elastic.replace_lost:
-            draining = steering.leaving(steering.leavers)
-            back = [w for w in steering.leavers if self.crew.alive(w) and w not in draining]
-            left = len(living) + len(back) + len(steering.outside(living)) + self.crew.hiring
-            desk.want(max(elastic.min_workers, min(desk.target, left)), desk.reason)
+            draining = scaling.leaving(scaling.leavers)
+            back = [w for w in scaling.leavers if self.worker_group.alive(w) and w not in draining]
+            left = len(living) + len(back) + len(scaling.outside(living)) + self.worker_group.hiring
+            commands.want(max(elastic.min_workers, min(commands.target, left)), commands.reason)
         if fully or elastic.replace_lost:
-            desk.explain("replacement")
+            commands.explain("replacement")
 
     def plan_ahead(self, world: World) -> None:
         """Have the layouts that may come next planned while the workers train. Any member can tell the outline that they follow from."""
-        layouts = self.keeper.layouts
+        layouts = self.coordinator.layouts
         if layouts.told:
-            layouts.ahead(worlds_ahead(world.size, self.desk.target))
+            layouts.ahead(worlds_ahead(world.size, self.commands.target))
         else:
-            self.crew.ask_outline(world.members)
+            self.worker_group.ask_outline(world.members)
 
 
 def worlds_ahead(size: int, target: int) -> tuple[int, ...]:

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from vescale_ray.controller.budget import Budget
-from vescale_ray.controller.protocol import Ending, RequestRefused, Source, World
-from vescale_ray.workers.holdings import Holding, choose_resume
+from vescale_ray.controller.failures.budget import Budget
+from vescale_ray.controller.protocol import Ending, RequestRefused, StateSource, World
 from vescale_ray.workers.messages import FaultKind, Origin
+from vescale_ray.workers.resharding.held_state import HeldState, choose_resume
 
 # ---------------------------------------------------------------------------------------------------------------- decisions
 
@@ -109,8 +109,8 @@ def after_generation(ending: Ending, now: Situation) -> Decision:
 def next_members(
     living: Sequence[str], ready: Sequence[str], target: int, leaving: Collection[str] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Members, those who stay in their old order and joiners last (:mod:`vescale_ray.workers.seating` makes ranks of them), and leavers:
-    whoever is ``leaving``, then the last."""
+    """Members, those who stay in their old order and joiners last (:mod:`vescale_ray.workers.resharding.rank_assignment` makes ranks of
+    them), and leavers: whoever is ``leaving``, then the last."""
     staying = tuple(w for w in living if w not in leaving)[:target]
     joiners = tuple(w for w in ready if w not in leaving)[: target - len(staying)]
     stays = frozenset(staying)
@@ -149,7 +149,8 @@ def staffing(world: int, ready: int, warming: int, target: int, spares: int = 0)
 
 
 def unprotected(nodes: Sequence[str], *, copies: bool) -> int:
-    """How many ranks, on these nodes, have no copy of their shards on another one (:func:`vescale_ray.workers.snapshot.buddies`)."""
+    """How many ranks, on these nodes, have no copy of their shards on another one
+    (:func:`vescale_ray.workers.resharding.memory_snapshots.buddies`)."""
     fullest = max(Counter(nodes).values(), default=0)
     return max(0, 2 * fullest - len(nodes)) if copies else len(nodes)
 
@@ -196,7 +197,7 @@ def check_rescale(workers: object, *, fewest: int, most: int, slots: int, capaci
 
 
 @dataclass(frozen=True)
-class Kept:
+class CommittedCheckpoint:
     """A committed checkpoint: its name, path and step."""
 
     name: str
@@ -205,8 +206,8 @@ class Kept:
 
 
 def choose_source(
-    held: Mapping[str, Sequence[Holding]], members: Collection[str], newest: Kept | None, before: World | None = None
-) -> Source:
+    held: Mapping[str, Sequence[HeldState]], members: Collection[str], newest: CommittedCheckpoint | None, before: World | None = None
+) -> StateSource:
     """Where the next generation starts: the newest state that exists; of two at the same step, the one in memory.
 
     Args:
@@ -219,11 +220,11 @@ def choose_source(
     if resume is not None and (newest is None or resume.step >= newest.step):
         owners = before.members if before is not None and before.ticket.generation == resume.generation else ()
         copies = len(owners) < resume.world or any(owner not in held for owner in owners)
-        return Source(Origin.MEMORY, resume.step, resume=resume, copies=copies)
+        return StateSource(Origin.MEMORY, resume.step, resume=resume, copies=copies)
     if newest is not None:
-        return Source(Origin.CHECKPOINT, newest.step, commit=newest.name, path=newest.path)
+        return StateSource(Origin.CHECKPOINT, newest.step, commit=newest.name, path=newest.path)
     # Nothing was ever saved, and a shard is lost: the beginning is always there.
-    return Source(Origin.FRESH, 0)
+    return StateSource(Origin.FRESH, 0)
 
 
 def spread_saving(holders: Mapping[int, Sequence[str]], owners: Sequence[str]) -> dict[str, tuple[int, ...]]:

@@ -11,13 +11,13 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
 from vescale_ray.errors import BadInput
-from vescale_ray.workers.messages import Fault, Origin, Ticket
+from vescale_ray.workers.messages import Origin, Ticket, WorkerFault
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
 
 NAMESPACE = "vescale-ray"
-"""Of the controller's and the nursery's names in Ray."""
+"""Of the controller's and the supervisor's names in Ray."""
 
 
 class RunRefused(BadInput):
@@ -135,13 +135,13 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Source:
+class StateSource:
     """Where a new generation's state comes from, and at which step that is.
 
     Attributes:
         commit: name of the checkpoint, for ``Origin.CHECKPOINT``.
         path: its path, for people.
-        resume: what the workers hold (``vescale_ray.workers.holdings.Resume``), for ``Origin.MEMORY``.
+        resume: what the workers hold (``vescale_ray.workers.resharding.held_state.Resume``), for ``Origin.MEMORY``.
         copies: some shards come from the copy in another worker's memory, because their owner is gone.
     """
 
@@ -159,7 +159,7 @@ class World:
 
     ticket: Ticket
     members: tuple[str, ...]
-    source: Source
+    source: StateSource
 
     @property
     def size(self) -> int:
@@ -179,7 +179,7 @@ class Ending:
 
     living: tuple[str, ...]
     lost: Mapping[str, str] = field(default_factory=dict)
-    faults: Mapping[str, Fault] = field(default_factory=dict)
+    faults: Mapping[str, WorkerFault] = field(default_factory=dict)
     finished: bool = False
     causes: Mapping[str, str] = field(default_factory=dict)
 
@@ -214,7 +214,8 @@ class Outcome:
     Attributes:
         state: ``DONE``, ``STOPPED`` (before its last step, on request) or ``FAILED``.
         refused: the failure is the person's input: exit code 2.
-        orphaned: the nursery was lost, and all workers with it: nothing is wrong with the run, which can begin again from its checkpoint.
+        orphaned: the supervisor was lost, and all workers with it: nothing is wrong with the run, which can begin again from its
+            checkpoint.
     """
 
     state: Literal["DONE", "STOPPED", "FAILED"]
@@ -236,7 +237,8 @@ class RunSpec:
         token: that commands must bring.
         source: of the first generation.
         first_generation: number of it; above every generation that has left a checkpoint.
-        oldest: generation of the oldest checkpoint that the run may go back to (:class:`~vescale_ray.controller.preflight.Preflight`).
+        oldest: generation of the oldest checkpoint that the run may go back to
+            (:class:`~vescale_ray.controller.driver.preflight.Preflight`).
         capacity: most workers that the cluster can ever place; None: unknown, it may grow.
         driver_pid: for run.json.
         stream: what makes the order of samples, recorded with each checkpoint.
@@ -246,7 +248,7 @@ class RunSpec:
     config: Mapping[str, Any]
     folder: str
     token: str
-    source: Source
+    source: StateSource
     first_generation: int
     capacity: int | None
     driver_pid: int

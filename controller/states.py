@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from vescale_ray.controller.checkpointing.committer import SaveResult
 from vescale_ray.controller.protocol import Ending, Outcome, World
-from vescale_ray.controller.saves import SaveResult
 
 
 @dataclass(frozen=True)

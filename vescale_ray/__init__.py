@@ -24,7 +24,7 @@ check_version()
 
 _PUBLIC = {
     "Block": "vescale_ray.geometry",
-    "RaggedShard": "vescale_ray.placement",
+    "RaggedShard": "vescale_ray.dtensor.placement",
     "RaggedDTensor": "vescale_ray.dtensor",
     "distribute_tensor": "vescale_ray.dtensor",
     "DBuffer": "vescale_ray.dbuffer",
@@ -42,7 +42,8 @@ __all__ = [*_PUBLIC, "__version__"]
 
 if TYPE_CHECKING:
     from vescale_ray.dbuffer import DBuffer
-    from vescale_ray.dtensor import RaggedDTensor, distribute_tensor
+    from vescale_ray.dtensor.placement import RaggedShard
+    from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
     from vescale_ray.fsdp import (
         CPUOffloadPolicy,
         FSDPModule,
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
         share_comm_ctx,
     )
     from vescale_ray.geometry import Block
-    from vescale_ray.placement import RaggedShard
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 
 from vescale_ray.planner import Layout
-from vescale_ray.planner.layout import Kept
+from vescale_ray.planner.layout import KeptElements
 
 
 class DBuffer:
@@ -165,14 +165,14 @@ class KeptShard:
 
     __slots__ = ("flat", "kept")
 
-    def __init__(self, kept: Kept, flat: torch.Tensor) -> None:
+    def __init__(self, kept: KeptElements, flat: torch.Tensor) -> None:
         if flat.dim() != 1 or flat.numel() != kept.numel or not flat.is_contiguous():
             raise ValueError(f"a flat, contiguous tensor of {kept.numel} elements is needed, not one of shape {tuple(flat.shape)}")
         self.kept, self.flat = kept, flat
 
     @classmethod
     def empty(
-        cls, kept: Kept, part: Callable[[torch.dtype, torch.device], torch.Tensor], *, dtype: torch.dtype, device: torch.device
+        cls, kept: KeptElements, part: Callable[[torch.dtype, torch.device], torch.Tensor], *, dtype: torch.dtype, device: torch.device
     ) -> KeptShard:
         """Create uninitialised memory with zeros outside the tensors; ``device`` may be "meta". ``part`` creates a part of the buffer."""
         return cls(kept, part(dtype, device) if kept.in_place else torch.zeros(kept.numel, dtype=dtype, device=device))

@@ -27,9 +27,9 @@ from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
-from vescale_ray.collectives import in_parameter_order
-from vescale_ray.dtensor import RaggedDTensor, RaggedShard, distribute_tensor
-from vescale_ray.transfer import MOVABLE, movable
+from vescale_ray.communication.collectives import in_parameter_order
+from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor, RaggedShard, distribute_tensor
+from vescale_ray.dtensor.transfer import MOVABLE, movable
 
 __all__ = [
     "StateDictOptions",

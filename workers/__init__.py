@@ -5,14 +5,14 @@ ranks. Between two generations the process keeps its imports, its corpus and its
 
 ``worker.py`` and the tests drive a worker like this::
 
-    groups.prepare()                                             # once, after the imports: gc.freeze()
+    process_groups.prepare()                                             # once, after the imports: gc.freeze()
     snapshots = Snapshots(every=config.elastic.snapshot_every)   # once per process; survives generations
 
     # -- a generation: the controller gave (generation, attempt, rank, world, source)
     # GroupFailed here: no group stays initialised; report, and wait for the next attempt
-    groups.form(host, port, f"{run}/{generation}/{attempt}", rank, world, "gloo", timeout_s)
+    process_groups.form(host, port, f"{run}/{generation}/{attempt}", rank, world, "gloo", timeout_s)
     try:
-        with groups.collectives("..."):                          # turns collective errors into GroupFailed(str), frames cleared
+        with process_groups.collectives("..."):                          # turns collective errors into GroupFailed(str), frames cleared
             trainer = Trainer(config, rank, world, generation, device, corpus)
             trainer.initialize()                                 # source: fresh
             restore_from_checkpoint(trainer, checkpoint)         # source: checkpoint (vescale_ray.checkpoint.open(root, commit))
@@ -28,26 +28,27 @@ ranks. Between two generations the process keeps its imports, its corpus and its
     except GroupFailed as failure: ...                           # keep only str(failure)
     finally:
         trainer.close(); del trainer; snapshots.let_go()
-        groups.dissolve()                                        # closes the sockets at once, which ends the other survivors' collectives
+        process_groups.dissolve()                                        # closes the sockets at once, which ends the other survivors'
+        collectives
     snapshots.verify()                                           # after a failure: drops damaged copies
     held = snapshots.held()                                      # list[Holding]: report it
 
     # -- the controller: resume = choose_resume({worker: held, ..}, prefer=members of the new generation) -> Resume | None (checkpoint)
     #    resume.suppliers - members = leavers that hold needed shards: with them all open a transfer group (new ranks first, then leavers):
-    #    transfer = groups.open_transfer(host, port, prefix, transfer_rank, transfer_world, timeout_s)
-    #    members: execute(shards, trainer, transfer); leavers: execute(shards, None, transfer); then groups.Closing(transfer, lines)
+    #    transfer = process_groups.open_transfer(host, port, prefix, transfer_rank, transfer_world, timeout_s)
+    #    members: execute(shards, trainer, transfer); leavers: execute(shards, None, transfer); then process_groups.Closing(transfer, lines)
     # -- a checkpoint: vote = write_checkpoint_shard(export_shards(trainer), root, attempt); the controller commits the votes.
 
 | module | contents |
 |---|---|
-| ``groups`` | ``prepare form dissolve collectives describe is_collective_error GroupFailed open_transfer Closing`` |
+| ``network.process_groups`` | ``prepare form dissolve collectives describe is_collective_error GroupFailed open_transfer Closing`` |
 | ``trainer`` | ``Trainer`` |
 | ``messages`` | ``StepRecord``; names of flag bits ``STOP RESCALE CHECKPOINT BUSY`` (any int below 2**62 is ORed) |
-| ``shards`` | ``Shards Piece export_shards``: one rank's part of the training state, as views |
-| ``snapshot`` | ``Snapshots buddies`` |
-| ``holdings`` | ``Holding Resume choose_resume`` |
+| ``resharding.shards`` | ``Shards Piece export_shards``: one rank's part of the training state, as views |
+| ``resharding.memory_snapshots`` | ``Snapshots buddies`` |
+| ``resharding.held_state`` | ``Holding Resume choose_resume`` |
 | ``saving`` | ``Writer``: writes checkpoints beside the training |
-| ``reshard`` | ``plan execute ReshardReport restore_from_checkpoint write_checkpoint_shard`` |
+| ``resharding.reshard`` | ``plan execute ReshardReport restore_from_checkpoint write_checkpoint_shard`` |
 
 This package may import everything in ``vescale_ray`` but ``controller``; only ``worker.py`` may import Ray.
 """

@@ -12,8 +12,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vescale_ray.workers.holdings import Holding, Resume
-    from vescale_ray.workers.pace import View
+    from vescale_ray.workers.monitoring.pace import View
+    from vescale_ray.workers.resharding.held_state import HeldState, Resume
 
 STOP, RESCALE, CHECKPOINT = 1, 2, 4
 """Flag bits that a controller requests. ``Trainer.step`` only ORs them over the ranks."""
@@ -41,7 +41,7 @@ NO_TICKET = Ticket(0, 0)
 """Ticket of a worker that has not been in any generation."""
 
 
-class Phase(StrEnum):
+class WorkerPhase(StrEnum):
     """State of a worker's training thread.
 
     ======== ===================================================== =======================
@@ -88,7 +88,7 @@ class FaultKind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Fault:
+class WorkerFault:
     """Reason why a worker left its generation. ``text`` is one line, ``trace`` the traceback."""
 
     kind: FaultKind
@@ -114,12 +114,12 @@ class WorkerInfo:
     warm_seconds: float
     pod: str = ""
     stacks: int = -1
-    """File descriptor from which another process reads this worker's stacks (``pulse.offer_stacks``); -1 if there is none."""
+    """File descriptor from which another process reads this worker's stacks (``heartbeat.offer_stacks``); -1 if there is none."""
     thread: int = 0
     """Operating system's id of the training thread."""
     address: str = ""
-    """``host:port`` of the worker's probe port, on the network of its process groups (:mod:`vescale_ray.workers.reach`); empty if it has
-    none."""
+    """``host:port`` of the worker's probe port, on the network of its process groups (:mod:`vescale_ray.workers.network.reachability`);
+    empty if it has none."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ class Filled:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedShard:
     """Result of this worker's part (old rank ``rank`` of ``world``) of checkpoint ``attempt``.
 
     Attributes:
@@ -352,11 +352,11 @@ class Skipped:
     step: int
 
 
-Item = Stepped | Evaluated | Filled | Saved | Damaged | Skipped
+Item = Stepped | Evaluated | Filled | SavedShard | Damaged | Skipped
 
 
 @dataclass(frozen=True)
-class Report:
+class WorkerReport:
     """A worker's answer to a poll.
 
     Attributes:
@@ -365,18 +365,18 @@ class Report:
         fault: why it left the generation of ``ticket``; None while it is in it, or if it left as ordered.
         beats: heartbeats of the training thread so far; several per step.
         starved_s: seconds so far in which the thread was runnable but had no processor.
-        where: the training thread's innermost frames. ``waiting``: whether it waits for other ranks in a collective (``pulse.where``).
+        where: the training thread's innermost frames. ``waiting``: whether it waits for other ranks in a collective (``heartbeat.where``).
         unhurried: whether it does, or compiles, something that may take longer than any step.
         writing: whether it is also writing its part of a checkpoint.
     """
 
     worker: str
     ticket: Ticket
-    phase: Phase
+    phase: WorkerPhase
     completed: int
     items: tuple[tuple[int, Item], ...]
-    held: tuple[Holding, ...]
-    fault: Fault | None
+    held: tuple[HeldState, ...]
+    fault: WorkerFault | None
     memory: int
     beats: int = 0
     where: str = ""
@@ -388,4 +388,4 @@ class Report:
     @property
     def out(self) -> bool:
         """Whether it has no process group and waits for an order."""
-        return self.phase in (Phase.PARKED, Phase.FINISHED, Phase.IDLE)
+        return self.phase in (WorkerPhase.PARKED, WorkerPhase.FINISHED, WorkerPhase.IDLE)

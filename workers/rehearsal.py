@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from vescale_ray import gloo
 from vescale_ray.data.corpus import Corpus
-from vescale_ray.workers import groups
-from vescale_ray.workers.reshard import execute
-from vescale_ray.workers.snapshot import Snapshots
+from vescale_ray.workers.network import process_groups
+from vescale_ray.workers.resharding.memory_snapshots import Snapshots
+from vescale_ray.workers.resharding.reshard import execute
 from vescale_ray.workers.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ def rehearse(config: RunConfig, device: torch.device) -> None:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             _rehearse(_small(config), device)
     except Exception as error:
-        _log.info("the warm-up before the first order failed: %s", groups.describe(error))
+        _log.info("the warm-up before the first order failed: %s", process_groups.describe(error))
     finally:
-        groups.dissolve()
+        process_groups.dissolve()
 
 
 def _small(config: RunConfig) -> RunConfig:

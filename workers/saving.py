@@ -17,12 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vescale_ray.workers.groups import describe
-from vescale_ray.workers.messages import Damaged, Saved, Ticket
+from vescale_ray.workers.messages import Damaged, SavedShard, Ticket
+from vescale_ray.workers.network.process_groups import describe
 
 if TYPE_CHECKING:
     from vescale_ray.checkpoint import Vote
-    from vescale_ray.workers.snapshot import Staged
+    from vescale_ray.workers.resharding.memory_snapshots import Staged
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Writer:
         read_back: whether to read each object back after its vote, when nothing is to be written.
     """
 
-    def __init__(self, root: Any, publish: Callable[[Saved | Damaged], None], *, read_back: bool) -> None:
+    def __init__(self, root: Any, publish: Callable[[SavedShard | Damaged], None], *, read_back: bool) -> None:
         self._root, self._publish, self._read_back = root, publish, read_back
         self._lock = threading.Lock()
         self._jobs: list[_Job] = []
@@ -105,8 +105,8 @@ class Writer:
                 voted.append(item)
 
     def _prove(self, vote: Vote, ticket: Ticket, step: int) -> None:
-        from vescale_ray.checkpoint.proof import prove
-        from vescale_ray.checkpoint.store import store_of
+        from vescale_ray.checkpoint.saving.proof import prove
+        from vescale_ray.checkpoint.stores.store import store_of
 
         try:
             problem = prove(store_of(self._root), vote.object, vote.aux)
@@ -117,9 +117,9 @@ class Writer:
                 self._publish(Damaged(ticket, vote.object.key.split("/")[1], step, problem))
 
     def _write(self, job: _Job) -> None:
-        from vescale_ray.checkpoint.shard import encode_aux, write_staged
-        from vescale_ray.checkpoint.store import store_of
-        from vescale_ray.workers.reshard import stored_aux
+        from vescale_ray.checkpoint.format.shard import encode_aux, write_staged
+        from vescale_ray.checkpoint.stores.store import store_of
+        from vescale_ray.workers.resharding.reshard import stored_aux
 
         staged = job.staged
         vote: Vote | None = None
@@ -144,7 +144,7 @@ class Writer:
             self._jobs.remove(job)
             if not job.cancelled:
                 self._publish(
-                    Saved(
+                    SavedShard(
                         job.ticket,
                         job.attempt,
                         staged.step,

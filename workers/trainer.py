@@ -7,7 +7,8 @@ So the global batch, the samples of step ``s`` and each slot's random numbers de
                              rank 1 | slot 1   slot 4   filler        and backwards, since their collectives must match;
                              rank 2 | slot 2   slot 5   filler        a filler is a minimal input with weight 0
 
-With ``elastic.straggler: relieve`` a slow rank gets fewer slots (:mod:`vescale_ray.workers.pace`). Rounds are filled in the same way::
+With ``elastic.straggler: relieve`` a slow rank gets fewer slots (:mod:`vescale_ray.workers.monitoring.pace`). Rounds are filled in the same
+way::
 
     slots 0..6, rank 0 slow: rank 0 | slot 0   filler   filler        slots are numbered round by round and, within a
                              rank 1 | slot 1   slot 3   slot 5        round, by rank; samples, losses and deterministic
@@ -48,14 +49,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint as recompute
 
-from vescale_ray import waiting
+from vescale_ray.communication import wait_notes
 from vescale_ray.data.stream import SampleStream
+from vescale_ray.lr_schedule import lr_at
 from vescale_ray.models.llama import Llama, LlamaConfig
-from vescale_ray.schedule import lr_at
 from vescale_ray.workers.messages import StepRecord, Usage
-from vescale_ray.workers.meter import Meter
-from vescale_ray.workers.pace import Pace, deal
-from vescale_ray.workers.shards import Views, formats_of
+from vescale_ray.workers.monitoring.meter import Meter
+from vescale_ray.workers.monitoring.pace import Pace, deal
+from vescale_ray.workers.resharding.shards import Views, formats_of
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
@@ -68,7 +69,7 @@ class Trainer:
     """One rank of one generation, on the default process group.
 
     The model is built on the meta device, sharded, and given storage and an optimizer whose states all exist. Its values come from
-    :meth:`initialize` or :mod:`vescale_ray.workers.reshard`. :meth:`close` it before the group is dissolved.
+    :meth:`initialize` or :mod:`vescale_ray.workers.resharding.reshard`. :meth:`close` it before the group is dissolved.
 
     Args:
         config: configuration of the run, the same on every rank.
@@ -147,7 +148,7 @@ class Trainer:
         """Run one optimizer step on the global batch. ``flags`` (0 <= flags < 2**62) are ORed over the ranks.
 
         ``settle`` is called after backward, before the last collective. When the step returns, every rank has finished its ``settle``
-        (:meth:`vescale_ray.workers.snapshot.Snapshots.settle`).
+        (:meth:`vescale_ray.workers.resharding.memory_snapshots.Snapshots.settle`).
         """
         begin = time.perf_counter()
         meter = self._meter
@@ -185,7 +186,7 @@ class Trainer:
         # the norm is a sum over all ranks, so all ranks are at the same point here, but not after settle
         together = time.perf_counter() - begin
         if settle is not None:
-            with waiting.counted("peer_copy"):
+            with wait_notes.counted("peer_copy"):
                 settle()
         # The last round includes the gradient reduction, so it is not comparable; skip it if there are other rounds.
         timed = own[: rounds - 1] or own
@@ -335,7 +336,7 @@ class Trainer:
             floats[_HEADER : _HEADER + len(nlls)] = torch.stack(nlls).double().cpu()
         words[_HEADER + rounds : _HEADER + rounds + len(fed)] = torch.tensor(fed, dtype=torch.int64)
         everyone = [torch.empty_like(words) for _ in range(self.world)]
-        with waiting.counted("step_end"):
+        with wait_notes.counted("step_end"):
             dist.all_gather(everyone, words)
         losses = [0.0] * self.config.train.slots
         samples: list[list[int]] = [[] for _ in losses]

@@ -27,12 +27,10 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from vescale_ray import waiting
-from vescale_ray.workers.lines import Lines
+from vescale_ray.communication import wait_notes
 from vescale_ray.workers.messages import (
     NO_TICKET,
     Evaluated,
-    Fault,
     FaultKind,
     Filled,
     Give,
@@ -41,27 +39,29 @@ from vescale_ray.workers.messages import (
     Order,
     Origin,
     Outlined,
-    Phase,
-    Report,
     Save,
-    Saved,
+    SavedShard,
     Skipped,
     Stepped,
     Ticket,
+    WorkerFault,
     WorkerInfo,
+    WorkerPhase,
+    WorkerReport,
 )
-from vescale_ray.workers.pulse import IN, RECORDER, Pulse, offer_stacks, stacks
-from vescale_ray.workers.reach import Door, choose_interface, group_address, unreached
+from vescale_ray.workers.monitoring.heartbeat import IN, RECORDER, Heartbeat, offer_stacks, stacks
+from vescale_ray.workers.network.connections import Connections
+from vescale_ray.workers.network.reachability import Door, choose_interface, group_address, unreached
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
     from vescale_ray.data.corpus import Corpus
-    from vescale_ray.workers.groups import Closing
     from vescale_ray.workers.messages import StepRecord
-    from vescale_ray.workers.reshard import ReshardReport
+    from vescale_ray.workers.network.process_groups import Closing
+    from vescale_ray.workers.resharding.memory_snapshots import Snapshots
+    from vescale_ray.workers.resharding.reshard import ReshardReport
+    from vescale_ray.workers.resharding.shards import Shards
     from vescale_ray.workers.saving import Writer
-    from vescale_ray.workers.shards import Shards
-    from vescale_ray.workers.snapshot import Snapshots
     from vescale_ray.workers.trainer import Blank, Trainer
 
 _log = logging.getLogger(__name__)
@@ -94,10 +94,10 @@ class Worker:
         self._worker = worker
         self._config_tree = config
         self._change = threading.Condition()
-        self._phase = self._resting = Phase.WARMING
+        self._phase = self._resting = WorkerPhase.WARMING
         self._ticket = NO_TICKET
         self._fenced = NO_TICKET
-        self._fault: Fault | None = None
+        self._fault: WorkerFault | None = None
         self._completed = 0
         self._asked = 0
         self._order: Order | None = None
@@ -107,9 +107,9 @@ class Worker:
         self._warm_error: str | None = None
         self._lifeline = 0
         self._outlined: Outlined | None = None
-        self._lines: tuple[Lines, ...] = ()
+        self._lines: tuple[Connections, ...] = ()
         """Connections of the groups that the training thread is in or forms."""
-        self._pulse: Pulse | None = None
+        self._heartbeat: Heartbeat | None = None
         self._blank: Blank | None = None
         """Unsharded model for the next generation's trainer, built while the worker is idle."""
         self._template: Blank | None = None
@@ -136,7 +136,7 @@ class Worker:
             return self._info
 
     @ray.method(concurrency_group="control")
-    def poll(self, seen: int, known: tuple[Phase, Ticket] | None, wait_s: float) -> Report:
+    def poll(self, seen: int, known: tuple[WorkerPhase, Ticket] | None, wait_s: float) -> WorkerReport:
         """Report the items after ``seen``. Returns at once if there are any, or if phase and ticket differ from ``known``, those of the
         last report; otherwise after ``wait_s`` seconds.
 
@@ -148,14 +148,14 @@ class Worker:
             if seen >= 0:
                 self._forget(seen)
             items = tuple(entry for entry in self._items if entry[0] > seen)
-            out = self._phase in (Phase.PARKED, Phase.FINISHED)
+            out = self._phase in (WorkerPhase.PARKED, WorkerPhase.FINISHED)
             held = tuple(self._snapshots.held()) if out else ()
-            report = Report(self._worker, self._ticket, self._phase, self._completed, items, held, self._fault, _memory())
-        if self._pulse is None:
+            report = WorkerReport(self._worker, self._ticket, self._phase, self._completed, items, held, self._fault, _memory())
+        if self._heartbeat is None:
             return report
-        at = self._pulse.where()
-        slow = self._pulse.unhurried or at.compiling
-        beats, starved_s = self._pulse.beats, self._pulse.starved_s()
+        at = self._heartbeat.where()
+        slow = self._heartbeat.unhurried or at.compiling
+        beats, starved_s = self._heartbeat.beats, self._heartbeat.starved_s()
         writing = self._writer.writing
         return replace(report, beats=beats, where=at.text, waiting=at.waiting, unhurried=slow, starved_s=starved_s, writing=writing)
 
@@ -168,7 +168,7 @@ class Worker:
     @ray.method(concurrency_group="control")
     def stacks(self) -> str:
         """The Python stacks of all threads. If the training thread waits in a collective, a first line ``in: ..`` names it."""
-        collective = self._pulse.collective() if self._pulse is not None else ""
+        collective = self._heartbeat.collective() if self._heartbeat is not None else ""
         return (f"{IN}{collective}\n\n" if collective else "") + stacks()
 
     @ray.method(concurrency_group="control")
@@ -187,15 +187,15 @@ class Worker:
             newest = max(self._ticket, self._fenced)
             if order.ticket < self._ticket or (not isinstance(order, Save) and order.ticket <= newest):
                 raise Refused(f"{self._worker}: an order of {order.ticket} comes too late: {newest} has ended or is running")
-            if self._order is not None or self._phase not in (Phase.PARKED, Phase.FINISHED, Phase.IDLE):
+            if self._order is not None or self._phase not in (WorkerPhase.PARKED, WorkerPhase.FINISHED, WorkerPhase.IDLE):
                 raise Refused(f"{self._worker} is {self._phase} in {self._ticket}: it takes an order of {order.ticket} once it is parked")
             self._order = order
             # Set the phase now, not when the training thread starts, so that the next poll sees it. The training thread may still be
             # building a model. In this phase the controller allows it the time to form a group, and detects if it hangs.
             if isinstance(order, Save):
-                self._resting, self._phase = self._phase, Phase.SAVING
+                self._resting, self._phase = self._phase, WorkerPhase.SAVING
             else:
-                self._enter(order.ticket, Phase.GIVING if isinstance(order, Give) else Phase.FORMING)
+                self._enter(order.ticket, WorkerPhase.GIVING if isinstance(order, Give) else WorkerPhase.FORMING)
             self._change.notify_all()
 
     @ray.method(concurrency_group="control")
@@ -206,7 +206,7 @@ class Worker:
             Refused: the worker is not, or no longer, in that generation.
         """
         with self._change:
-            if ticket != self._ticket or self._phase not in (Phase.FORMING, Phase.TRAINING, Phase.SAVING):
+            if ticket != self._ticket or self._phase not in (WorkerPhase.FORMING, WorkerPhase.TRAINING, WorkerPhase.SAVING):
                 raise Refused(f"{self._worker} is {self._phase} in {self._ticket}: it takes no request for {ticket}")
             self._asked |= flags
 
@@ -232,7 +232,7 @@ class Worker:
     # ---------------------------------------------------------------------------------------------------- training thread
 
     def _live(self) -> None:
-        self._pulse = Pulse()
+        self._heartbeat = Heartbeat()
         try:
             info = self._warm_up()
             self._make_blank()  # imports what the model's factory needs, so that other ranks do not wait for it
@@ -242,7 +242,7 @@ class Worker:
                 self._change.notify_all()
             return
         with self._change:
-            self._info, self._phase = info, Phase.IDLE
+            self._info, self._phase = info, WorkerPhase.IDLE
             self._change.notify_all()
         try:
             self._take_orders()
@@ -259,8 +259,8 @@ class Worker:
                 order, self._order = self._order, None
                 if order is not None and not isinstance(order, Save) and order.ticket <= self._fenced:
                     # A fence came between the order and now. The controller waits until this worker is out of that generation, and it is.
-                    self._enter(order.ticket, Phase.PARKED)
-                    self._settle(Phase.PARKED, Fault(FaultKind.PEER, f"generation {order.ticket} was closed before it began"))
+                    self._enter(order.ticket, WorkerPhase.PARKED)
+                    self._settle(WorkerPhase.PARKED, WorkerFault(FaultKind.PEER, f"generation {order.ticket} was closed before it began"))
                     continue
             if isinstance(order, Join):
                 self._join(order)
@@ -278,12 +278,12 @@ class Worker:
 
         from vescale_ray.config import parse_config
         from vescale_ray.data.corpus import load_corpus
-        from vescale_ray.workers import groups
+        from vescale_ray.workers.network import process_groups
         from vescale_ray.workers.rehearsal import rehearse
+        from vescale_ray.workers.resharding.memory_snapshots import Snapshots
         from vescale_ray.workers.saving import Writer
-        from vescale_ray.workers.snapshot import Snapshots
 
-        for module in ("checkpoint", "fsdp", "optim", "workers.reshard", "workers.trainer"):
+        for module in ("checkpoint", "fsdp", "optim", "workers.resharding.reshard", "workers.trainer"):
             importlib.import_module(f"vescale_ray.{module}")
         config = parse_config(self._config_tree)
         torch.set_num_threads(config.train.threads)
@@ -309,7 +309,7 @@ class Worker:
             config.checkpoint_root, lambda item: self._publish(item, None, None), read_back=config.checkpoint.keep_verified
         )
         rehearse(config, device)
-        groups.prepare()
+        process_groups.prepare()
         return WorkerInfo(
             worker=self._worker,
             pid=os.getpid(),
@@ -325,19 +325,19 @@ class Worker:
         )
 
     def _join(self, order: Join) -> None:
-        from vescale_ray.workers import groups
+        from vescale_ray.workers.network import process_groups
 
         # An unfinished write would be a checkpoint of a generation that is over.
         self._writer.abandon()
-        waiting.end()  # left over from a failed wait of the last generation
-        self._enter(order.ticket, Phase.FORMING)
-        phase, fault, found = Phase.PARKED, None, None
+        wait_notes.end()  # left over from a failed wait of the last generation
+        self._enter(order.ticket, WorkerPhase.FORMING)
+        phase, fault, found = WorkerPhase.PARKED, None, None
         try:
             phase = self._generation(order)
         except BaseException as error:
-            found = groups.trace_of(error)
+            found = process_groups.trace_of(error)
             # describe() empties the frames, which keep the group's sockets open.
-            fault = Fault(_kind(error), groups.describe(error))
+            fault = WorkerFault(_kind(error), process_groups.describe(error))
         with self._without_hurry():
             self._snapshots.copied()
         self._snapshots.let_go()
@@ -347,27 +347,27 @@ class Worker:
         closing, self._closing = self._closing, None
         if closing is not None:
             closing.give_up()
-        groups.dissolve()
+        process_groups.dissolve()
         del closing  # may wait for a gloo thread, so drop it after the group, whose closing the other ranks wait for
         if fault is not None:
             assert found is not None
-            fault = replace(fault, trace=groups.tell(found))
+            fault = replace(fault, trace=process_groups.tell(found))
             self._writer.abandon()
             with self._without_hurry():  # the copies may be tens of gigabytes, and are all that is left of lost ranks
                 self._snapshots.verify()
         self._settle(phase, fault)
 
-    def _generation(self, order: Join) -> Phase:
+    def _generation(self, order: Join) -> WorkerPhase:
         """Run one generation, from forming its group to leaving it. Returns the phase afterwards."""
-        from vescale_ray.workers import groups
         from vescale_ray.workers.messages import RESCALE, STOP
+        from vescale_ray.workers.network import process_groups
 
         clock = time.perf_counter
         seat, config = order.seat, self._config
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         begin = clock()
         lines = self._connected_by()
-        groups.form(
+        process_groups.form(
             seat.store_host,
             seat.store_port,
             seat.prefix,
@@ -382,12 +382,12 @@ class Worker:
         formed = clock()
         trainer: Trainer | None = None
         try:
-            with groups.collectives(f"generation {order.ticket}"):
+            with process_groups.collectives(f"generation {order.ticket}"):
                 trainer = self._build(order)
                 built = clock()
                 moved, read_bytes = self._fill(trainer, order)
                 # Ranks may finish loading minutes apart. In a step's collective such a delay would count as a lost rank.
-                groups.barrier(FILL_SECONDS)
+                process_groups.barrier(FILL_SECONDS)
                 # The new generation's ranks come first among the participants of the move.
                 words = moved.words[: seat.world] if moved is not None else None
                 self._snapshots.begin(trainer, order.resume.generation if order.resume is not None else None, words)
@@ -401,7 +401,7 @@ class Worker:
                         moved.lower_bound if moved else 0,
                         read_bytes,
                     ),
-                    Phase.TRAINING,
+                    WorkerPhase.TRAINING,
                     trainer.completed,
                 )
                 moved = words = None  # megabytes, with a thousand ranks
@@ -427,7 +427,7 @@ class Worker:
                         break
                 self._settle_copies()
                 self._snapshots.park(trainer)
-                return Phase.FINISHED if trainer.completed >= config.train.steps else Phase.PARKED
+                return WorkerPhase.FINISHED if trainer.completed >= config.train.steps else WorkerPhase.PARKED
         finally:
             if trainer is not None:
                 trainer.close()
@@ -435,7 +435,7 @@ class Worker:
 
     def _outline(self, trainer: Trainer) -> None:
         if self._outlined is None:
-            from vescale_ray.workers.layouts import outline_of, packed
+            from vescale_ray.workers.resharding.shard_layouts import outline_of, packed
 
             self._outlined = Outlined(packed(outline_of(trainer)))  # the same at every world size
 
@@ -443,7 +443,7 @@ class Worker:
         """Build the next unsharded model while the controller plans. Later all ranks would wait for it."""
         from vescale_ray.workers.trainer import Blank
 
-        if self._blank is None and self._phase is not Phase.FINISHED:
+        if self._blank is None and self._phase is not WorkerPhase.FINISHED:
             try:
                 if self._template is None:
                     began = time.perf_counter()
@@ -465,7 +465,7 @@ class Worker:
         self._snapshots.settle()
 
     def _without_hurry(self) -> AbstractContextManager[None]:
-        return self._pulse.without_hurry() if self._pulse else nullcontext()
+        return self._heartbeat.without_hurry() if self._heartbeat else nullcontext()
 
     def _build(self, order: Join) -> Trainer:
         from vescale_ray.workers.trainer import Trainer
@@ -484,14 +484,14 @@ class Worker:
             )
         except ValueError as error:
             raise _BadInput(" ".join(str(error).split())) from None
-        if self._pulse is not None:
-            trainer.beat = self._pulse.beat
+        if self._heartbeat is not None:
+            trainer.beat = self._heartbeat.beat
         return trainer
 
     def _fill(self, trainer: Trainer, order: Join) -> tuple[ReshardReport | None, int]:
         """Load the new trainer's values. Returns the report of the move, if there was one, and the bytes read from a checkpoint."""
         from vescale_ray import checkpoint
-        from vescale_ray.workers.reshard import restore_from_checkpoint
+        from vescale_ray.workers.resharding.reshard import restore_from_checkpoint
 
         if order.origin is Origin.MEMORY:
             return self._move(order, trainer), 0
@@ -512,7 +512,7 @@ class Worker:
 
         A step's heartbeats are not used for this, since some come after its last collective.
         """
-        from vescale_ray.workers.groups import GroupFailed
+        from vescale_ray.workers.network.process_groups import GroupFailed
 
         beat = trainer.beat
 
@@ -529,8 +529,8 @@ class Worker:
 
     def _move(self, order: Join | Give, trainer: Trainer | None) -> ReshardReport:
         """Take part in the move of shards, as a member (with a trainer) or as a leaver."""
-        from vescale_ray.workers import groups
-        from vescale_ray.workers.reshard import execute
+        from vescale_ray.workers.network import process_groups
+        from vescale_ray.workers.resharding.reshard import execute
 
         assert order.resume is not None
         held = self._snapshots.shards(order.resume.generation, order.resume.step)
@@ -539,7 +539,7 @@ class Worker:
         if seat is None:
             return execute(held, trainer, word=word)
         lines = self._connected_by()
-        group = groups.open_transfer(
+        group = process_groups.open_transfer(
             seat.store_host,
             seat.store_port,
             seat.prefix,
@@ -552,21 +552,21 @@ class Worker:
         )
         self._cut_if_fenced(lines, order.ticket)
         report = execute(held, trainer, group, word=word)
-        closing = groups.Closing(group, lines, FILL_SECONDS)
+        closing = process_groups.Closing(group, lines, FILL_SECONDS)
         if trainer is None:
             closing.wait()
         else:
             self._closing = closing  # this rank's shards have arrived and are verified, so it does not wait for the others
         return report
 
-    def _connected_by(self) -> Lines:
+    def _connected_by(self) -> Connections:
         """Register and return connections for one more group, which is about to be formed."""
-        lines = Lines()
+        lines = Connections()
         with self._change:
             self._lines = (*self._lines, lines)
         return lines
 
-    def _cut_if_fenced(self, lines: Lines, ticket: Ticket) -> None:
+    def _cut_if_fenced(self, lines: Connections, ticket: Ticket) -> None:
         """Cut the connections if a fence came while the group was formed; that fence cut only those open by then."""
         with self._change:
             if ticket <= self._fenced:
@@ -583,8 +583,8 @@ class Worker:
         The checkpoint after the last step, or at a stop, is not made here. For it the controller orders the parked workers to save what
         they hold, which survives the loss of one of them.
         """
-        from vescale_ray.workers.groups import describe
         from vescale_ray.workers.messages import BUSY, CHECKPOINT
+        from vescale_ray.workers.network.process_groups import describe
 
         step, steps = record.step, self._config.train.steps
         every = self._config.train.eval_every
@@ -606,26 +606,26 @@ class Worker:
             except Exception as error:  # for example no memory for the copy: this loses the checkpoint, but training goes on
                 problem = f"the state could not be copied: {describe(error)}"
                 world, generation = trainer.world, trainer.generation
-                self._publish(Saved(order.ticket, attempt, step, generation, trainer.rank, world, None, problem, 0.0), None, None)
+                self._publish(SavedShard(order.ticket, attempt, step, generation, trainer.rank, world, None, problem, 0.0), None, None)
                 return took
             took["checkpoint"] = time.perf_counter() - began
             self._writer.submit(staged, order.ticket, attempt, took["checkpoint"])
         return took
 
     def _give(self, order: Give) -> None:
-        from vescale_ray.workers import groups
+        from vescale_ray.workers.network import process_groups
 
-        self._enter(order.ticket, Phase.GIVING)
+        self._enter(order.ticket, WorkerPhase.GIVING)
         fault = None
         try:
             self._move(order, None)
         except BaseException as error:
-            fault = Fault(_kind(error), groups.describe(error))
-        groups.dissolve()
-        self._settle(Phase.PARKED, fault)
+            fault = WorkerFault(_kind(error), process_groups.describe(error))
+        process_groups.dissolve()
+        self._settle(WorkerPhase.PARKED, fault)
 
     def _save(self, order: Save) -> None:
-        from vescale_ray.workers.groups import describe
+        from vescale_ray.workers.network.process_groups import describe
 
         ticket, held = self._ticket, {}
         missing = f"worker {self._worker} holds no shard of rank {{}} at step {order.resume.step}"
@@ -638,15 +638,17 @@ class Worker:
                 self._write(held[rank], ticket, order.attempt, order.epoch)
             else:
                 resume, problem = order.resume, missing.replace("{}", str(rank))
-                self._publish(Saved(ticket, order.attempt, resume.step, order.epoch, rank, resume.world, None, problem, 0.0), None, None)
+                self._publish(
+                    SavedShard(ticket, order.attempt, resume.step, order.epoch, rank, resume.world, None, problem, 0.0), None, None
+                )
         with self._change:
             self._phase = self._resting
             self._change.notify_all()
 
     def _write(self, shards: Shards, ticket: Ticket, attempt: str, epoch: int) -> None:
         """Write one rank's object and publish the vote, or the reason of a failure. Training goes on either way."""
-        from vescale_ray.workers.groups import describe
-        from vescale_ray.workers.reshard import write_checkpoint_shard
+        from vescale_ray.workers.network.process_groups import describe
+        from vescale_ray.workers.resharding.reshard import write_checkpoint_shard
 
         began = time.monotonic()
         vote = problem = None
@@ -656,13 +658,13 @@ class Worker:
             problem = describe(error)
         text = None if vote is None else vote.to_json()
         seconds = time.monotonic() - began
-        self._publish(Saved(ticket, attempt, shards.step, epoch, shards.rank, shards.world, text, problem, seconds), None, None)
+        self._publish(SavedShard(ticket, attempt, shards.step, epoch, shards.rank, shards.world, text, problem, seconds), None, None)
         if vote is not None:
             self._writer.wrote(vote, ticket, shards.step)
 
     def _flags(self, ticket: Ticket) -> int:
-        from vescale_ray.workers.groups import GroupFailed
         from vescale_ray.workers.messages import BUSY
+        from vescale_ray.workers.network.process_groups import GroupFailed
 
         mine = BUSY if self._writer.busy else 0
         with self._change:
@@ -671,19 +673,19 @@ class Worker:
             flags, self._asked = self._asked, 0
             return flags | mine
 
-    def _enter(self, ticket: Ticket, phase: Phase) -> None:
+    def _enter(self, ticket: Ticket, phase: WorkerPhase) -> None:
         with self._change:
             if ticket != self._ticket:
                 self._ticket, self._fault, self._asked, self._lines = ticket, None, 0, ()
             self._phase = phase
             self._change.notify_all()
 
-    def _settle(self, phase: Phase, fault: Fault | None) -> None:
+    def _settle(self, phase: WorkerPhase, fault: WorkerFault | None) -> None:
         with self._change:
             self._phase, self._fault, self._asked = phase, fault, 0
             self._change.notify_all()
 
-    def _publish(self, item: Item, phase: Phase | None, completed: int | None) -> None:
+    def _publish(self, item: Item, phase: WorkerPhase | None, completed: int | None) -> None:
         with self._change:
             self._last_item += 1
             self._items.append((self._last_item, item))
@@ -695,7 +697,7 @@ class Worker:
 
     def _forget(self, seen: int) -> None:
         """Drop acknowledged items except the newest vote, which a controller that restarts before its commit needs again."""
-        votes = [number for number, item in self._items if isinstance(item, Saved)]
+        votes = [number for number, item in self._items if isinstance(item, SavedShard)]
         last_vote = votes[-1] if votes else 0
         self._items = deque(entry for entry in self._items if entry[0] > seen or entry[0] == last_vote)
 
@@ -707,7 +709,7 @@ class _BadInput(Exception):
 def _kind(error: BaseException) -> FaultKind:
     from vescale_ray.checkpoint import CheckpointError
     from vescale_ray.errors import BadInput
-    from vescale_ray.workers.groups import GroupFailed, is_collective_error
+    from vescale_ray.workers.network.process_groups import GroupFailed, is_collective_error
 
     if isinstance(error, (_BadInput, BadInput)):
         return FaultKind.INPUT

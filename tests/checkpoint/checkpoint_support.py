@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from tests.ranks import _context
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint.store import Root
+from vescale_ray.checkpoint.stores.store import Root
 
 Tensors = Mapping[tuple[str, str], torch.Tensor]
 Held = list[list[tuple[str, str, int, int]]]

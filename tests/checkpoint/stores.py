@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.checkpoint.checkpoint_support import memory_folder
 from tests.checkpoint.s3_fake import FakeS3, fake_s3
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint.store import ObjectStore, Root
+from vescale_ray.checkpoint.stores.store import ObjectStore, Root
 
 QUICK = ckpt.S3Options(
     region="us-east-1",

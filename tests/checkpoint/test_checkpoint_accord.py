@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoint.checkpoint_support import DTYPES, random_bits
-from vescale_ray.checkpoint.accord import Accord, Verdict, Word
 from vescale_ray.checkpoint.api import prepare
 from vescale_ray.checkpoint.errors import SaveFailed
-from vescale_ray.checkpoint.polling import pause_after
+from vescale_ray.checkpoint.saving.accord import Accord, Verdict, Word
+from vescale_ray.checkpoint.saving.polling import pause_after
 
 
 def pair(store=None):

@@ -21,10 +21,10 @@ from torch import nn
 from tests.checkpoint.checkpoint_support import bits, in_subprocess, memory_folder
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint import api as api_module
-from vescale_ray.checkpoint import bounded as bounded_module
-from vescale_ray.checkpoint import saver as saver_module
-from vescale_ray.checkpoint.pages import touched_buffer
-from vescale_ray.checkpoint.saver import _Writer
+from vescale_ray.checkpoint.format.pages import touched_buffer
+from vescale_ray.checkpoint.saving import bounded as bounded_module
+from vescale_ray.checkpoint.saving import saver as saver_module
+from vescale_ray.checkpoint.saving.saver import _Writer
 
 
 @pytest.fixture
@@ -459,7 +459,7 @@ def test_every_sort_of_tensor_goes_through_the_staged_copy_bit_for_bit(root):
 EXITING = """
 import os, sys, threading, time, torch
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint import saver
+from vescale_ray.checkpoint.saving import saver
 class Store(ckpt.PosixStore):
     def put_stream(self, key, chunks, size):
         if sys.argv[2] == "hang":

@@ -14,8 +14,9 @@ import torch
 
 from tests.checkpoint.checkpoint_support import adam_like, assert_equals, memory_folder, random_bits, random_layout, save_in_process
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint import commits, manifest
-from vescale_ray.checkpoint.digest import RangeDigests, digest_of
+from vescale_ray.checkpoint import commits
+from vescale_ray.checkpoint.format import manifest
+from vescale_ray.checkpoint.format.digest import RangeDigests, digest_of
 
 W = random_bits((30, 4), torch.float32, 1)
 

@@ -206,7 +206,7 @@ def test_a_root_that_is_a_file_or_no_root_at_all_is_one_clear_line(tmp_path):
 def test_every_point_of_the_list_is_passed_in_the_listed_order(root, monkeypatch):
     """The list is the enumeration that the kill test walks; a point that is never passed would be tested vacuously."""
     passed: list[str] = []
-    for part in ("posix", "shard", "commits", "retention"):
+    for part in ("stores.posix", "format.shard", "commits", "retention"):
         module = importlib.import_module(f"vescale_ray.checkpoint.{part}")
         monkeypatch.setattr(module, "fault_point", lambda name, index=0: passed.append(name))
     save_in_process(root, AFTER, random_layout(AFTER, 1, seed=3), step=30)

@@ -57,8 +57,8 @@ from tests.checkpoint.test_checkpoint_state import SCHEDULERS, Net, adam, rates,
 from tests.checkpoint.test_checkpoint_tiling import save_tiled
 from tests.ranks import run_gloo
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint import dcp_export as bridge
-from vescale_ray.checkpoint.dcp_files import DcpFiles
+from vescale_ray.checkpoint.bridges import dcp_export as bridge
+from vescale_ray.checkpoint.bridges.dcp_files import DcpFiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
 

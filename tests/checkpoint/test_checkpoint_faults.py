@@ -19,7 +19,7 @@ import torch
 from tests.checkpoint.checkpoint_support import adam_like, assert_equals, in_subprocess, load_in_process, random_layout, save_in_process
 from tests.checkpoint.stores import KINDS, Opened, collect, opened
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint.faulty import ACTIONS, OPERATIONS
+from vescale_ray.checkpoint.stores.faulty_store import ACTIONS, OPERATIONS
 
 BEFORE, AFTER = adam_like(seed=1), adam_like(seed=2)
 

@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from tests.checkpoint.checkpoint_support import bits, dcp_index, memory_folder, rewrite_dcp_index
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint.dcp import ENTRIES
-from vescale_ray.checkpoint.dcp_pickle import read_pickle
-from vescale_ray.checkpoint.dcp_state import DcpSource
-from vescale_ray.checkpoint.torch_archive import read_archive
+from vescale_ray.checkpoint.bridges.dcp import ENTRIES
+from vescale_ray.checkpoint.bridges.dcp_pickle import read_pickle
+from vescale_ray.checkpoint.bridges.dcp_state import DcpSource
+from vescale_ray.checkpoint.bridges.torch_archive import read_archive
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
 

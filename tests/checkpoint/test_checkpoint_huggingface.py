@@ -24,7 +24,8 @@ from tests.checkpoint.checkpoint_support import bits, in_subprocess, memory_fold
 from tests.checkpoint.test_checkpoint_state import Net
 from tests.ranks import run_gloo
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint import foreign, huggingface
+from vescale_ray.checkpoint import huggingface
+from vescale_ray.checkpoint.bridges import foreign
 from vescale_ray.models.llama import Llama
 
 DTYPES = (

@@ -27,7 +27,7 @@ from tests.checkpoint.stores import collect, s3_store
 from tests.checkpoint.test_checkpoint_stores import chunks, content, race
 from tests.ranks import run_gloo
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint.store import KeyExists, KeyMissing
+from vescale_ray.checkpoint.stores.store import KeyExists, KeyMissing
 
 A, B = adam_like(seed=1), {**adam_like(seed=2), ("large", "param"): random_bits((1_600_000,), torch.float32, 3)}
 

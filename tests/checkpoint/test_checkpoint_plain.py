@@ -25,7 +25,7 @@ from tests.checkpoint.plain_ranks import digest, load_rank, loader_state, save_r
 from tests.checkpoint.test_checkpoint_safety import sealed
 from tests.ranks import run_gloo
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint.plain import INLINE_BYTES
+from vescale_ray.checkpoint.state.plain import INLINE_BYTES
 from vescale_ray.cli import main
 
 

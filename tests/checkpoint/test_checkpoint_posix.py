@@ -25,12 +25,13 @@ import torch
 from tests.checkpoint.checkpoint_support import assert_equals, in_subprocess, random_bits, random_layout, save_in_process
 from tests.checkpoint.stores import collect
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint import posix, shard
-from vescale_ray.checkpoint.bounded import DAEMONS, Workers
-from vescale_ray.checkpoint.digest import one_ahead, view_of
-from vescale_ray.checkpoint.pages import aligned_buffer, transfer_buffers
-from vescale_ray.checkpoint.shard import new_attempt, write_shard
-from vescale_ray.checkpoint.store import UNDER_WAY, KeyExists, KeyMissing, check_key
+from vescale_ray.checkpoint.format import shard
+from vescale_ray.checkpoint.format.digest import one_ahead, view_of
+from vescale_ray.checkpoint.format.pages import aligned_buffer, transfer_buffers
+from vescale_ray.checkpoint.format.shard import new_attempt, write_shard
+from vescale_ray.checkpoint.saving.bounded import DAEMONS, Workers
+from vescale_ray.checkpoint.stores import posix
+from vescale_ray.checkpoint.stores.store import UNDER_WAY, KeyExists, KeyMissing, check_key
 
 BIG = {("w", "param"): random_bits((3 << 20,), torch.uint8, 1), ("v", "param"): random_bits((70001,), torch.float32, 2)}
 

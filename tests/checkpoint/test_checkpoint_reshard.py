@@ -21,9 +21,9 @@ from tests.checkpoint.checkpoint_support import (
     save_in_process,
 )
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint import staging
-from vescale_ray.checkpoint.layout import lay_out
-from vescale_ray.checkpoint.shard import write_staged
+from vescale_ray.checkpoint.format import staging
+from vescale_ray.checkpoint.format.object_layout import lay_out
+from vescale_ray.checkpoint.format.shard import write_staged
 
 
 @pytest.mark.parametrize("writers", [1, 2, 3, 4])

@@ -14,7 +14,8 @@ import torch
 
 from tests.checkpoint.checkpoint_support import memory_folder, random_bits
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint import commits, proof, retention
+from vescale_ray.checkpoint import commits, retention
+from vescale_ray.checkpoint.saving import proof
 
 W = random_bits((30, 4), torch.float32, 1)
 

@@ -19,8 +19,8 @@ from vescale_ray.checkpoint import (
     PosixStore,
     Retention,
     SaveFailed,
-    posix,
 )
+from vescale_ray.checkpoint.stores import posix
 
 
 def save(store: ObjectStore, step: int, epoch: int) -> Commit:

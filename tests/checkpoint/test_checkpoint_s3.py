@@ -22,7 +22,7 @@ from tests.checkpoint.s3_fake import FakeS3, fake_s3
 from tests.checkpoint.stores import collect, s3_store
 from tests.checkpoint.test_checkpoint_stores import chunks, content, race
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint.s3_calls import Undecided
+from vescale_ray.checkpoint.stores.s3_calls import Undecided
 
 BEFORE, AFTER = adam_like(seed=1), {**adam_like(seed=2), ("large", "param"): random_bits((2_800_000,), torch.float32, 3)}
 TOP = "runs/one/"
@@ -484,7 +484,7 @@ def test_a_process_that_ends_with_an_upload_in_a_background_thread_ends_soon(fak
         fake,
         """
         import torch
-        from vescale_ray.checkpoint import saver
+        from vescale_ray.checkpoint.saving import saver
         saver.EXIT_S, saver.ABORT_S = 0.5, 0.1
         running = ckpt.Saver(store)
         running.async_save({"model": {"w": torch.ones(50 << 20, dtype=torch.uint8)}}, 1)

@@ -19,7 +19,7 @@ import xxhash
 from tests.checkpoint.checkpoint_support import adam_like, assert_equals, bits, random_layout, save_in_process
 from tests.checkpoint.test_checkpoint_state import Net, adam, same_module, train
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint.manifest import ManifestError, decode, strict_json
+from vescale_ray.checkpoint.format.manifest import ManifestError, decode, strict_json
 
 FOLDER = Path(__file__).resolve().parents[2] / "checkpoint"
 TENSORS = adam_like(seed=1)
@@ -338,7 +338,7 @@ def test_nothing_of_the_format_can_unpickle():
     """No module on the way from storage to tensors so much as imports what could run code: pickle and its kin, torch.load, eval."""
     forbidden = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
     checked = 0
-    for path in sorted(FOLDER.glob("*.py")):
+    for path in sorted(FOLDER.rglob("*.py")):
         if path.name.startswith(("dcp", "foreign", "huggingface")):
             continue  # bridges to other formats: their own tests
         tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -12,9 +12,9 @@ import torch
 from tests.checkpoint.checkpoint_support import adam_like, assert_equals, load_in_process, random_bits, random_layout, save_in_process
 from tests.checkpoint.stores import EXCLUSIVE, KINDS, collect, opened
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint.digest import view_of
-from vescale_ray.checkpoint.pages import aligned_buffer
-from vescale_ray.checkpoint.store import UNDER_WAY, KeyExists, KeyMissing, ObjectStore, store_of
+from vescale_ray.checkpoint.format.digest import view_of
+from vescale_ray.checkpoint.format.pages import aligned_buffer
+from vescale_ray.checkpoint.stores.store import UNDER_WAY, KeyExists, KeyMissing, ObjectStore, store_of
 
 A, B = adam_like(seed=1), adam_like(seed=2)
 

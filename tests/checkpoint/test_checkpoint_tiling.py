@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.checkpoint_support import bits, memory_folder, random_bits
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint import compare, read_plan, reader
+from vescale_ray.checkpoint import compare
 from vescale_ray.checkpoint.compare import diff
-from vescale_ray.checkpoint.manifest import Extents, ManifestError, TensorEntry, decode, seal, unseal
-from vescale_ray.checkpoint.read_plan import Block, Range, Segment
-from vescale_ray.checkpoint.tiling import MOST_TILES, ROWS, Runs, Tiling, between, rows_of, runs_between
+from vescale_ray.checkpoint.format import read_plan, reader
+from vescale_ray.checkpoint.format.manifest import Extents, ManifestError, TensorEntry, decode, seal, unseal
+from vescale_ray.checkpoint.format.read_plan import Range, ReadBlock, Segment
+from vescale_ray.checkpoint.format.tiling import MOST_TILES, ROWS, Runs, Tiling, between, rows_of, runs_between
 from vescale_ray.geometry import Box, boxes, intervals
 
 Parts = dict[int, list[int]]
@@ -353,7 +354,7 @@ def test_a_range_of_very_many_tiles_is_planned_in_few_turns() -> None:
     extents = Extents("param", torch.uint8, one, one + numel, one, one)
     for order in (ROWS, Tiling.of(shape, {1: [2] * (MOST_TILES // 2)}), entry.tiling):
         asked = Range("w", "param", 0, numel, torch.zeros(numel, dtype=torch.uint8), order)
-        turns = [batch for (batch, *_), in read_plan.batches([(asked, entry, extents)])]
+        turns = [batch for ((batch, *_),) in read_plan.batches([(asked, entry, extents)])]
         assert len(turns) < 8 and [turn.start for turn in turns[1:]] == [turn.end for turn in turns[:-1]] and turns[-1].end == numel
 
 
@@ -399,7 +400,7 @@ def test_parts_are_taken_from_a_last_block_of_any_length(times: int, to: torch.d
     raw = bytearray(range(100)) + bytearray(3)
     numbers = np.frombuffer(raw[:96], np.float32)
     out = torch.zeros(2 * times, dtype=to)
-    reader._put(torch.frombuffer(raw, dtype=torch.uint8), out, torch.float32, Block(0, 16, 0, 8, times, 24, 8))
+    reader._put(torch.frombuffer(raw, dtype=torch.uint8), out, torch.float32, ReadBlock(0, 16, 0, 8, times, 24, 8))
     assert out.tolist() == [float(numbers[4 + 6 * k + i]) for k in range(times) for i in range(2)]
 
 

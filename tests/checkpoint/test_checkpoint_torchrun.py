@@ -27,7 +27,7 @@ from tests.checkpoint.checkpoint_ranks import (
 )
 from tests.ranks import _context, run_gloo
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint.tensors import _strided
+from vescale_ray.checkpoint.state.tensors import _strided
 
 
 def assert_same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.errors import CommitExists, SaveAborted, SaveFailed
-from vescale_ray.checkpoint.voting import Attempt, conclude
+from vescale_ray.checkpoint.saving.voting import Attempt, conclude
 
 W = torch.arange(10.0)
 HALVES = ((0, 4), (4, 10))

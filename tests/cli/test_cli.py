@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 
-from vescale_ray import cli, prometheus, report
-from vescale_ray.cli import main
+from vescale_ray import report
+from vescale_ray.cli import app, main, prometheus
 from vescale_ray.config import RunConfig
-from vescale_ray.controller import driver
-from vescale_ray.controller.metrics import MetricsServer
-from vescale_ray.controller.snapshot import Snapshot
+from vescale_ray.controller.driver import driver
+from vescale_ray.controller.http.metrics import MetricsServer
+from vescale_ray.controller.state.snapshot import Snapshot
 from vescale_ray.errors import BadInput
 from vescale_ray.runfolder import RunFolder
 
@@ -79,7 +79,7 @@ def said(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]
 
 
 def test_help_takes_less_than_three_tenths_of_a_second() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(app.__file__).parents[1])}
     wall, cpu = [], []
     for _ in range(7):
         begin, spent = time.perf_counter(), os.times()
@@ -100,7 +100,7 @@ def test_help_imports_neither_torch_nor_ray_nor_numpy_nor_pydantic() -> None:
         "print([m for m in sys.modules if m in ('torch', 'ray', 'numpy', 'pydantic')])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(cli.__file__).parents[1], timeout=120, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(app.__file__).parents[1], timeout=120, check=True
     )
     assert done.stdout.splitlines()[-1] == "[]"
 
@@ -184,8 +184,8 @@ def test_the_checkpoint_of_another_model_is_bad_input() -> None:
     class CheckpointMismatch(Exception):
         pass
 
-    assert cli._is_bad_input(CheckpointMismatch("other model"))
-    assert not cli._is_bad_input(RuntimeError())
+    assert app._is_bad_input(CheckpointMismatch("other model"))
+    assert not app._is_bad_input(RuntimeError())
 
 
 def test_ctrl_c_is_exit_code_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,9 +215,7 @@ def test_a_loss_that_is_no_number_is_not_one_that_is_not_known_yet(alive: Contro
         assert "none yet" in said(capsys, *command)[1]
 
 
-def test_status_shows_the_newest_checkpoint_and_the_interval_that_was_chosen(
-    alive: Controller, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_shows_the_newest_checkpoint_and_the_interval_that_was_chosen(alive: Controller, capsys: pytest.CaptureFixture[str]) -> None:
     assert "checkpoint" not in said(capsys, "status")[1]
     alive.snapshot = replace(alive.snapshot, checkpoint_step=10, checkpoint_interval=61.0, checkpoint_interval_text="61 s (why)")
     out = said(capsys, "status")[1]

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.checkpoint_load_ranks import CONFIG
 from tests.checkpoint.s3_fake import fake_s3
-from vescale_ray import checkpoint, cli, cli_ckpt
+from vescale_ray import checkpoint
 from vescale_ray.checkpoint import S3Store
-from vescale_ray.checkpoint.manifest import seal
-from vescale_ray.cli import main
-from vescale_ray.cli_ckpt import ckpt
+from vescale_ray.checkpoint.format.manifest import seal
+from vescale_ray.cli import app, checkpoint_commands, main
+from vescale_ray.cli.checkpoint_commands import ckpt
 from vescale_ray.models.llama import Llama
 from vescale_ray.runfolder import RunFolder
 
@@ -87,7 +87,7 @@ def test_every_command_has_an_example_or_an_explanation_and_json() -> None:
     }
     for command in ckpt.commands.values():
         assert command.help and any(p.name == "as_json" for p in command.params), command.name
-    assert cli.ckpt is ckpt
+    assert app.ckpt is ckpt
 
 
 @pytest.mark.parametrize("path", [[], ["x"], ["runs/x"], ["runs/x/checkpoints"], [f"x@{BEFORE}"], ["runs/x", BEFORE]])
@@ -308,7 +308,7 @@ def test_ctrl_c_in_an_export_leaves_nothing_half(run, capsys, monkeypatch, comma
 
         yield advance
 
-    monkeypatch.setattr(cli_ckpt, "_bar", interrupted)
+    monkeypatch.setattr(checkpoint_commands, "_bar", interrupted)
     options = ["--max-shard", "1KB"] if command == "export-hf" else []
     code, _, err = said(capsys, command, "x", "out", *options)
     assert (code, err) == (130, "\nvescale-ray: interrupted\n"), "on a line after the terminal's ^C"

@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 from vescale_ray.cli import main
-from vescale_ray.cli_k8s import k8s
+from vescale_ray.cli.kubernetes_commands import k8s
 from vescale_ray.k8s import KINDS, OVERLAYS, Options
 
 ROOT = Path(__file__).resolve().parents[2]
-CLUSTER = str(Path(inspect.getfile(main)).parent / "configs" / "cluster.yaml")
+CLUSTER = str(Path(inspect.getfile(main)).parent.parent / "configs" / "cluster.yaml")
 
 
 def said(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:

@@ -15,9 +15,9 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from tests.deploy.test_alerts import full_snapshot
-from vescale_ray import cli, client, top
-from vescale_ray.controller.metrics import MetricsServer
-from vescale_ray.controller.snapshot import Histogram, Snapshot
+from vescale_ray.cli import app, client, top
+from vescale_ray.controller.http.metrics import MetricsServer
+from vescale_ray.controller.state.snapshot import Histogram, Snapshot
 from vescale_ray.runfolder import RunFolder, RunFolderError
 
 NOW = 1_700_000_000.0
@@ -123,7 +123,7 @@ def run(tmp_path: Path) -> Iterator[tuple[RunFolder, MetricsServer]]:
 
 
 def test_without_a_terminal_it_is_drawn_once(run: tuple[RunFolder, MetricsServer]) -> None:
-    told = CliRunner().invoke(cli.cli, ["top", str(run[0].path)], standalone_mode=False)
+    told = CliRunner().invoke(app.cli, ["top", str(run[0].path)], standalone_mode=False)
     assert told.return_value == 0 and "12,345 tokens/s" in told.output and "started" in told.output and "\x1b" not in told.output
 
 

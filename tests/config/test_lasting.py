@@ -15,7 +15,7 @@ from vescale_ray import checkpoint as ckpt
 from vescale_ray import lasting
 from vescale_ray.cli import main
 from vescale_ray.config import load_config
-from vescale_ray.controller import doctor, preflight
+from vescale_ray.controller.driver import doctor, preflight
 from vescale_ray.controller.protocol import RunRefused
 from vescale_ray.errors import BadInput
 

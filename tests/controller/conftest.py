@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.controller.runs import tiny
-from tests.controller.stage import Crew
-from vescale_ray.controller import local_ray
+from tests.controller.stage import WorkerGroup
+from vescale_ray.controller.driver import local_ray
 
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", local_ray.QUIET)  # before a test module imports Ray
 
@@ -36,7 +36,7 @@ def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock of the newest crew is the one of the whole process."""
+    """The clock of the newest worker group is the one of the whole process."""
     real = time.monotonic
-    monkeypatch.setattr(Crew, "newest", None)
-    monkeypatch.setattr(time, "monotonic", lambda: real() if Crew.newest is None else Crew.newest.now)
+    monkeypatch.setattr(WorkerGroup, "newest", None)
+    monkeypatch.setattr(time, "monotonic", lambda: real() if WorkerGroup.newest is None else WorkerGroup.newest.now)

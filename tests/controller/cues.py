@@ -153,7 +153,7 @@ class _Player:
         setattr(trainer, "_build", watched)  # noqa: B010
 
     def _watch_saving(self) -> None:
-        from vescale_ray.workers import reshard
+        from vescale_ray.workers.resharding import reshard
 
         whole = reshard.write_checkpoint_shard
 

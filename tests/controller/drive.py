@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from vescale_ray.config import load_config
-from vescale_ray.controller.driver import ScheduledAction, run
+from vescale_ray.controller.driver.driver import ScheduledAction, run
 
 
 def main(path: str, *actions: str) -> int:

@@ -7,25 +7,25 @@ from typing import Any
 
 from tests.controller.runs import tiny
 from vescale_ray.config import RunConfig
-from vescale_ray.controller.budget import Budget, Limits
-from vescale_ray.controller.durable_state import DurableState, LaunchedGeneration
-from vescale_ray.controller.generation_log import GenerationLog
-from vescale_ray.controller.protocol import RunState, Source, World
-from vescale_ray.controller.publisher import Observed, Publisher
-from vescale_ray.controller.run_lifecycle import begin, enter, take_up
-from vescale_ray.controller.run_log import RunLog
-from vescale_ray.controller.run_stats import RunStats
-from vescale_ray.controller.snapshot import Snapshot
+from vescale_ray.controller.failures.budget import Budget, Limits
+from vescale_ray.controller.protocol import RunState, StateSource, World
+from vescale_ray.controller.state.durable_state import DurableState, LaunchedGeneration
+from vescale_ray.controller.state.generation_log import GenerationLog
+from vescale_ray.controller.state.publisher import Observed, Publisher
+from vescale_ray.controller.state.run_lifecycle import begin, enter, take_up
+from vescale_ray.controller.state.run_log import RunLog
+from vescale_ray.controller.state.run_stats import RunStats
+from vescale_ray.controller.state.snapshot import Snapshot
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Origin, Stepped
 
-FRESH = Source(Origin.FRESH, 0)
+FRESH = StateSource(Origin.FRESH, 0)
 
 
 class Recorded:
     """One life of a controller. Each step is told by the first member."""
 
-    def __init__(self, config: RunConfig, run_id: str = "r1", source: Source = FRESH, steps_before: int = 0, epoch: int = 1) -> None:
+    def __init__(self, config: RunConfig, run_id: str = "r1", source: StateSource = FRESH, steps_before: int = 0, epoch: int = 1) -> None:
         self.config, self.about = config, (run_id, source, steps_before, epoch)
         self.folder = RunFolder(config.run_folder).create()
         self.log = RunLog(self.folder, run_id, config.train.steps, source, steps_before)
@@ -83,5 +83,3 @@ class Recorded:
 
 def recorded(folder: Path, name: str = "books", **about: Any) -> Recorded:
     return Recorded(tiny(folder, name), **about)
-
-

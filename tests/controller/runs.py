@@ -13,7 +13,7 @@ import numpy as np
 
 from vescale_ray import report
 from vescale_ray.config import RunConfig, parse_config
-from vescale_ray.controller.driver import RunResult, run
+from vescale_ray.controller.driver.driver import RunResult, run
 from vescale_ray.controller.protocol import ScheduledAction
 from vescale_ray.data.corpus import load_corpus
 from vescale_ray.data.stream import SampleStream

@@ -17,7 +17,7 @@ from typing import Any
 from tests.controller.clusters import TUNED, Nodes
 from tests.controller.hanging import SLOWLY, hang
 from tests.controller.runs import environment, lives, tiny, until
-from vescale_ray import client
+from vescale_ray.cli import client
 from vescale_ray.config import RunConfig
 from vescale_ray.runfolder import RunFolder
 
@@ -130,7 +130,7 @@ class Soak:
                 title = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
             except OSError:
                 continue
-            for name in (b"ray::Controller", b"ray::Nursery"):
+            for name in (b"ray::Controller", b"ray::Supervisor"):
                 if title.startswith(name):
                     found[name.decode()[5:].lower()] = pid
         return found

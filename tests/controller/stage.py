@@ -12,28 +12,28 @@ from typing import Any
 from tests.controller.recorded import Recorded
 from tests.controller.runs import tiny
 from vescale_ray.controller import states
-from vescale_ray.controller.budget import Cause
+from vescale_ray.controller.checkpointing.committer import Committer
 from vescale_ray.controller.control_loop import TICK_S, ControlLoop
-from vescale_ray.controller.durable_state import DurableState, LaunchedGeneration, StateWriter
-from vescale_ray.controller.generation import Generations
-from vescale_ray.controller.protocol import Bounds, Ending, Places, RunSpec, RunState, Source, World
-from vescale_ray.controller.recovery import Recovery
-from vescale_ray.controller.run_begin import RunBegin
-from vescale_ray.controller.run_end import RunEnd
-from vescale_ray.controller.saves import Saves
-from vescale_ray.controller.worker_news import Heard, Lost, News, Ready
-from vescale_ray.workers.messages import Fault, FaultKind, Filled, Origin, Phase, Report, Ticket, WorkerInfo
+from vescale_ray.controller.failures.budget import Cause
+from vescale_ray.controller.protocol import Bounds, Ending, Places, RunSpec, RunState, StateSource, World
+from vescale_ray.controller.state.durable_state import DurableState, LaunchedGeneration, StateWriter
+from vescale_ray.controller.transitions.generation import Generations
+from vescale_ray.controller.transitions.recovery import Recovery
+from vescale_ray.controller.transitions.run_begin import RunBegin
+from vescale_ray.controller.transitions.run_end import RunEnd
+from vescale_ray.controller.worker_group.worker_news import Heard, Lost, News, Ready
+from vescale_ray.workers.messages import FaultKind, Filled, Origin, Ticket, WorkerFault, WorkerInfo, WorkerPhase, WorkerReport
 
 TICKET = Ticket(7, 1)
-WORLD = World(TICKET, ("a", "b"), Source(Origin.MEMORY, 40))
-PEER = Fault(FaultKind.PEER, "gloo: connection closed")
+WORLD = World(TICKET, ("a", "b"), StateSource(Origin.MEMORY, 40))
+PEER = WorkerFault(FaultKind.PEER, "gloo: connection closed")
 BOUNDS = Bounds()
 BEGAN = 50.0
 """The clock at the beginning of a test."""
 
 
-def report(worker: str, phase: Phase, ticket: Ticket = TICKET, fault: Fault | None = None) -> Report:
-    return Report(worker, ticket, phase, 40, (), (), fault, 0)
+def report(worker: str, phase: WorkerPhase, ticket: Ticket = TICKET, fault: WorkerFault | None = None) -> WorkerReport:
+    return WorkerReport(worker, ticket, phase, 40, (), (), fault, 0)
 
 
 def node_of(worker: str) -> WorkerInfo:
@@ -41,7 +41,7 @@ def node_of(worker: str) -> WorkerInfo:
     return WorkerInfo(worker, 1, 1, f"n-{worker}", f"host-{worker}", "cpu", 1.0, address="h:1")
 
 
-class Crew:
+class WorkerGroup:
     """Workers that report what the test says. The clock advances by a tick in each round.
 
     Attributes:
@@ -53,10 +53,10 @@ class Crew:
         told: calls with an effect, in their order.
     """
 
-    newest: Crew | None = None
+    newest: WorkerGroup | None = None
 
-    def __init__(self, *reports: Report) -> None:
-        Crew.newest = self
+    def __init__(self, *reports: WorkerReport) -> None:
+        WorkerGroup.newest = self
         self.reports = {one.worker: one for one in reports}
         self.now = BEGAN
         self.fenced: list[tuple[float, tuple[str, ...]]] = []
@@ -87,7 +87,7 @@ class Crew:
     def alive(self, worker: str) -> bool:
         return worker in self.reports
 
-    def report(self, worker: str) -> Report | None:
+    def report(self, worker: str) -> WorkerReport | None:
         return self.reports.get(worker)
 
     def doomed(self, worker: str) -> bool:
@@ -137,7 +137,7 @@ class Crew:
         self.asked.append(flags)
         return True
 
-    def ask_reach(self, tries: Mapping[str, Collection[str]], wait_s: float) -> Any:
+    def ask_reachability(self, tries: Mapping[str, Collection[str]], wait_s: float) -> Any:
         """All reach all."""
         return SimpleNamespace(unreached=lambda: {worker: frozenset() for worker in tries})
 
@@ -179,7 +179,7 @@ class Stage:
 
     def __init__(
         self,
-        crew: Crew,
+        worker_group: WorkerGroup,
         folder: Path,
         leavers: tuple[str, ...] = (),
         filled: bool = False,
@@ -191,7 +191,7 @@ class Stage:
         config: Mapping[str, Any] | None = None,
         **elastic: Any,
     ) -> None:
-        self.crew, self.world = crew, replace(world, source=replace(world.source, step=step))
+        self.worker_group, self.world = worker_group, replace(world, source=replace(world.source, step=step))
         changes = {"train_steps": 60, "elastic_workers": 2, **(config or {}), **{f"elastic_{key}": value for key, value in elastic.items()}}
         folder.mkdir(exist_ok=True)
         self.config = tiny(folder, "loop", **changes)
@@ -201,11 +201,11 @@ class Stage:
         self.written: list[DurableState] = []
         launched = DurableState("r", 7, LaunchedGeneration.of(self.world), leavers, target=2, reason="drain", epoch=1)
         self.durable = StateWriter(durable or launched, SimpleNamespace(write=self._write))  # type: ignore[arg-type]
-        source = Source(Origin.FRESH, 0)
+        source = StateSource(Origin.FRESH, 0)
         spec = RunSpec("r", self.config.model_dump(mode="json"), str(self.run.folder.path), "t", source, 1, None, 1, {}, bounds=bounds)
-        self.saves = Saves(self.config.checkpoint_root, None, lambda step: {}, None)  # type: ignore[arg-type]
-        workers: Any = crew
-        self.loop: Any = ControlLoop(spec, self.config, workers, self.run.log, self.run.publisher, self.saves, self.durable)
+        self.committer = Committer(self.config.checkpoint_root, None, lambda step: {}, None)  # type: ignore[arg-type]
+        workers: Any = worker_group
+        self.loop: Any = ControlLoop(spec, self.config, workers, self.run.log, self.run.publisher, self.committer, self.durable)
         self.loop.state = states.Running(self.world)
         parts = self.loop._parts
         self.end, generations = RunEnd(parts), Generations(parts)
@@ -246,14 +246,14 @@ class Stage:
 
     def lose(self, worker: str, cause: Cause) -> None:
         """A worker's node takes it away."""
-        self.crew.reports.pop(worker, None)
-        self.crew.news.append(Lost(worker, self.crew.info(worker) or node_of(worker), "its node does not answer", cause))
+        self.worker_group.reports.pop(worker, None)
+        self.worker_group.news.append(Lost(worker, self.worker_group.info(worker) or node_of(worker), "its node does not answer", cause))
 
     def drain(self, *workers: str) -> None:
         """The nodes of these workers are about to go."""
-        self.crew.infos |= {worker: node_of(worker) for worker in workers}
-        self.loop._parts.steering.nodes._draining = {node_of(worker).node: time.time() + 60.0 for worker in workers}
+        self.worker_group.infos |= {worker: node_of(worker) for worker in workers}
+        self.loop._parts.scaling.nodes._draining = {node_of(worker).node: time.time() + 60.0 for worker in workers}
 
     def warm(self, worker: str) -> None:
-        self.crew.reports[worker] = report(worker, Phase.IDLE, Ticket(0, 0))
-        self.crew.news.append(Ready(node_of(worker)))
+        self.worker_group.reports[worker] = report(worker, WorkerPhase.IDLE, Ticket(0, 0))
+        self.worker_group.news.append(Ready(node_of(worker)))

@@ -134,7 +134,7 @@ class Started:
 
     def of_runs(self) -> dict[int, str]:
         """Those that belong to a run: its driver, its actors."""
-        words = ("vescale-ray", "vescale_ray", "ray::Worker", "ray::Controller", "ray::Nursery", "ray::Agent")
+        words = ("vescale-ray", "vescale_ray", "ray::Worker", "ray::Controller", "ray::Supervisor", "ray::Agent")
         return {pid: title for pid, title in self.processes().items() if any(word in title for word in words)}
 
     def close(self) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from tests.controller.runs import tiny, until
 from tests.controller.started import started
-from tests.controller.test_growth import Driven
-from vescale_ray import client
+from tests.controller.test_autoscaling import Driven
+from vescale_ray.cli import client
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 AFTER_S, GAP_S = 2.0, 2.0

@@ -27,28 +27,43 @@ import torch
 
 from tests.controller.recorded import Recorded, recorded
 from tests.controller.runs import tiny, until
-from vescale_ray import checkpoint, client
+from vescale_ray import checkpoint
 from vescale_ray.checkpoint import commits
+from vescale_ray.cli import client
 from vescale_ray.config import CheckpointSection
-from vescale_ray.controller import controller, driver, durable_state, keeper, run_begin, run_log, snapshot, step_stats, watchdog
-from vescale_ray.controller.budget import Budget, Limits
-from vescale_ray.controller.cadence import Cadence
-from vescale_ray.controller.checkpoint_stats import CheckpointStats, saved_event
+from vescale_ray.controller import controller
+from vescale_ray.controller.bounded_io import BoundedIO
+from vescale_ray.controller.checkpointing import coordinator
+from vescale_ray.controller.checkpointing.cadence import Cadence
+from vescale_ray.controller.checkpointing.committer import Committer, SaveResult, newest_kept
+from vescale_ray.controller.checkpointing.coordinator import CheckpointCoordinator, Unanswered
+from vescale_ray.controller.commands import ANSWER_S, DONE_S, Commands
 from vescale_ray.controller.control_loop import ControlLoop
-from vescale_ray.controller.desk import ANSWER_S, DONE_S, Desk
-from vescale_ray.controller.durable_state import NAME, VERSION, DurableState, LaunchedGeneration, StateStore, StateWriter, read_state
-from vescale_ray.controller.hang import PERIOD
-from vescale_ray.controller.keeper import Keeper, Unanswered
-from vescale_ray.controller.policy import Kept
-from vescale_ray.controller.protocol import FINAL, TRANSITIONS, Bounds, RequestRefused, RunSpec, RunState, Source, World, check_transition
-from vescale_ray.controller.publisher import Observed
-from vescale_ray.controller.saves import SaveResult, Saves, newest_kept
-from vescale_ray.controller.scribe import Scribe
-from vescale_ray.controller.steering import Steering
-from vescale_ray.controller.step_stats import StepStats
+from vescale_ray.controller.driver import driver, watchdog
+from vescale_ray.controller.failures.budget import Budget, Limits
+from vescale_ray.controller.failures.hang import PERIOD
+from vescale_ray.controller.policy import CommittedCheckpoint
+from vescale_ray.controller.protocol import (
+    FINAL,
+    TRANSITIONS,
+    Bounds,
+    RequestRefused,
+    RunSpec,
+    RunState,
+    StateSource,
+    World,
+    check_transition,
+)
+from vescale_ray.controller.scaling.scaling import Scaling
+from vescale_ray.controller.state import durable_state, run_log, snapshot, step_stats
+from vescale_ray.controller.state.checkpoint_stats import CheckpointStats, saved_event
+from vescale_ray.controller.state.durable_state import NAME, VERSION, DurableState, LaunchedGeneration, StateStore, StateWriter, read_state
+from vescale_ray.controller.state.publisher import Observed
+from vescale_ray.controller.state.step_stats import StepStats
+from vescale_ray.controller.transitions import run_begin
 from vescale_ray.runfolder import RunFolder
-from vescale_ray.workers.holdings import Holding
-from vescale_ray.workers.messages import Evaluated, Filled, Origin, Phase, Report, Save, Saved, Stepped, StepRecord, Ticket
+from vescale_ray.workers.messages import Evaluated, Filled, Origin, Save, SavedShard, Stepped, StepRecord, Ticket, WorkerPhase, WorkerReport
+from vescale_ray.workers.resharding.held_state import HeldState
 
 # ------------------------------------------------------------------------------------------------------------------- states
 
@@ -79,7 +94,7 @@ def test_a_transition_that_is_not_in_the_table_is_an_error_that_names_what_is_al
 
 
 def written(folder: Path, state: DurableState) -> DurableState:
-    """``state``, written to the folder; there is no nursery."""
+    """``state``, written to the folder; there is no supervisor."""
     return StateStore(folder, None).write(state)
 
 
@@ -127,7 +142,7 @@ def stepped(world: World, index: int, ended: float, seconds: float = 0.5, alone:
 
 
 def generation(number: int, step: int, *members: str, origin: Origin = Origin.MEMORY, copies: bool = False) -> World:
-    return World(Ticket(number, 1), members, Source(origin, step, copies=copies))
+    return World(Ticket(number, 1), members, StateSource(origin, step, copies=copies))
 
 
 @pytest.fixture
@@ -215,17 +230,17 @@ def test_commands_that_come_when_the_loop_is_over_are_answered_at_once(run: Reco
     """One that had come and was not heeded, and those after it: nobody waits 8 s for a run that is over."""
     spec: Any = SimpleNamespace(schedule=(), capacity=None)
     store: Any = SimpleNamespace(write=lambda state: state)
-    desk = Desk(spec, tiny(tmp_path, "books"), SimpleNamespace(), run.log, StateWriter(DurableState("r1", 0), store))  # type: ignore[arg-type]
+    commands = Commands(spec, tiny(tmp_path, "books"), SimpleNamespace(), run.log, StateWriter(DurableState("r1", 0), store))  # type: ignore[arg-type]
     told: list[dict[str, Any]] = []
-    early = threading.Thread(target=lambda: told.append(desk.command("stop", {})))
+    early = threading.Thread(target=lambda: told.append(commands.command("stop", {})))
     early.start()
     time.sleep(0.1)
     began = time.monotonic()
-    desk.close()
+    commands.close()
     early.join(5)
-    assert told == [{"ok": True, "message": "the run is over, at step 0"}] == [desk.command("stop", {})]
+    assert told == [{"ok": True, "message": "the run is over, at step 0"}] == [commands.command("stop", {})]
     with pytest.raises(RequestRefused, match="the run is over, at step 0: rescale comes too late"):
-        desk.command("rescale", {"workers": 2})
+        commands.command("rescale", {"workers": 2})
     assert time.monotonic() - began < 2.0
 
 
@@ -234,18 +249,18 @@ def test_a_command_that_was_given_up_is_never_carried_out(run: Recorded, tmp_pat
     """Who was told that nothing had come of it, and gave another one, got both."""
     spec: Any = SimpleNamespace(schedule=(), capacity=None)
     store: Any = SimpleNamespace(write=lambda state: state)
-    desk = Desk(spec, tiny(tmp_path, "books"), SimpleNamespace(), run.log, StateWriter(DurableState("r1", 0), store))  # type: ignore[arg-type]
-    before = desk.target
+    commands = Commands(spec, tiny(tmp_path, "books"), SimpleNamespace(), run.log, StateWriter(DurableState("r1", 0), store))  # type: ignore[arg-type]
+    before = commands.target
     with pytest.raises(RequestRefused, match=f"did not come to {action} within 0.2 s"):
-        desk.command(action, {"workers": 1}, wait_s=0.2)
-    desk.heed()
-    assert (desk.target, desk.stop) == (before, None)
+        commands.command(action, {"workers": 1}, wait_s=0.2)
+    commands.heed()
+    assert (commands.target, commands.stop) == (before, None)
     told: list[dict[str, Any]] = []
-    second = threading.Thread(target=lambda: told.append(desk.command("rescale", {"workers": 2})))
+    second = threading.Thread(target=lambda: told.append(commands.command("rescale", {"workers": 2})))
     second.start()
-    until(lambda: bool(desk.heed() or told), 5, "an answer")
+    until(lambda: bool(commands.heed() or told), 5, "an answer")
     second.join(5)
-    assert told[0]["workers"] == desk.target == 2
+    assert told[0]["workers"] == commands.target == 2
 
 
 def test_a_command_is_answered_before_who_gave_it_has_stopped_listening() -> None:
@@ -301,7 +316,7 @@ def test_a_replay_reads_the_end_of_the_lines_alone_and_knows_as_much(run: Record
     run.open(world)
     for i in range(30):
         run.stepped(stepped(world, i, time.time()))
-    begins = {"run_id": "r2", "source": Source(Origin.CHECKPOINT, 10), "steps_before": 30}
+    begins = {"run_id": "r2", "source": StateSource(Origin.CHECKPOINT, 10), "steps_before": 30}
     now, read = Recorded(run.config, **begins).started(), list[int]()  # type: ignore[arg-type]
     real = RunFolder.each_metrics
 
@@ -395,7 +410,7 @@ def test_the_evaluation_after_the_last_step_is_no_part_of_the_last_checkpoint(ru
 
 def test_steps_that_an_earlier_start_had_done_are_replayed_and_do_not_count_again(tmp_path: Path) -> None:
     """After a rollback, or the loss of everything since the newest checkpoint."""
-    run = recorded(tmp_path, source=Source(Origin.CHECKPOINT, 2, path="/c2"), steps_before=4).started()
+    run = recorded(tmp_path, source=StateSource(Origin.CHECKPOINT, 2, path="/c2"), steps_before=4).started()
     first = generation(1, 2, "a", "b", origin=Origin.CHECKPOINT)
     run.open(first)
     begin = time.time()
@@ -425,7 +440,7 @@ def saved(run: Recorded, result: SaveResult) -> None:
 
 
 def test_checkpoints_are_counted_by_stage_and_what_was_read_of_them_too_also_after_a_restart(tmp_path: Path) -> None:
-    first = World(Ticket(1, 1), ("a", "b"), Source(Origin.CHECKPOINT, 4, commit="c4", path="/c4"))
+    first = World(Ticket(1, 1), ("a", "b"), StateSource(Origin.CHECKPOINT, 4, commit="c4", path="/c4"))
     run = recorded(tmp_path, source=first.source).started()
     assert (run.snapshot.checkpoint_step, run.snapshot.checkpoint_path, run.snapshot.checkpoint_time) == (4, "/c4", None)
     run.open(first)
@@ -434,7 +449,7 @@ def test_checkpoints_are_counted_by_stage_and_what_was_read_of_them_too_also_aft
     run.log.record("checkpoint_load_failed", commit="c3", error="block 3 is damaged")
     for stall in (0.25, 0.5):
         stages = {"snapshot": stall, "upload": 3.0, "commit": 0.125}
-        saved(run, SaveResult("x", 5, 1, 3.125, Kept("c5", "/c5", 5), 700, stall_s=stall, stages=stages))
+        saved(run, SaveResult("x", 5, 1, 3.125, CommittedCheckpoint("c5", "/c5", 5), 700, stall_s=stall, stages=stages))
     again = run.restarted(first)
     for worker in ("a", "b"):  # they train: the restarted controller takes for granted that they have their state
         again.generation.filled(worker, Filled(first.ticket, 4, Origin.CHECKPOINT, {}))
@@ -529,8 +544,8 @@ class Hung:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tell_s: float = 0.0) -> None:
         self._back = threading.Event()
-        monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.4)
-        monkeypatch.setattr("vescale_ray.controller.journal.TELL_S", tell_s)
+        monkeypatch.setattr("vescale_ray.controller.bounded_io.PATIENCE_S", 0.4)
+        monkeypatch.setattr("vescale_ray.controller.state.journal.TELL_S", tell_s)
         for owner, name in ((RunFolder, "_append"), (RunFolder, "_replace"), (durable_state, "_replace")):
             monkeypatch.setattr(owner, name, self._stands_still(getattr(owner, name)))
 
@@ -586,8 +601,8 @@ def test_a_disk_that_is_only_slow_is_not_told_of(tmp_path: Path, monkeypatch: py
 
 def test_a_write_that_is_done_late_is_not_done_again_though_another_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A line of samples that is there twice is a sample used twice, to whoever counts."""
-    monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.3)
-    scribe, back, done = Scribe(), threading.Event(), []
+    monkeypatch.setattr("vescale_ray.controller.bounded_io.PATIENCE_S", 0.3)
+    bounded_io, back, done = BoundedIO(), threading.Event(), []
 
     def line() -> str:
         done.append("line")
@@ -596,23 +611,23 @@ def test_a_write_that_is_done_late_is_not_done_again_though_another_is_asked_for
 
     for _ in range(3):
         with pytest.raises(OSError, match="does not answer"):
-            scribe.do(line)
+            bounded_io.do(line)
     with pytest.raises(TimeoutError):
-        scribe.do(lambda: done.append("not begun"))
+        bounded_io.do(lambda: done.append("not begun"))
     back.set()
-    until(lambda: scribe._late is not None and scribe._late[0].done(), 10, "the disk")
-    scribe.do(lambda: done.append("report"))
-    assert scribe.do(line) == "written" and done == ["line", "report"]
+    until(lambda: bounded_io._late is not None and bounded_io._late[0].done(), 10, "the disk")
+    bounded_io.do(lambda: done.append("report"))
+    assert bounded_io.do(line) == "written" and done == ["line", "report"]
     with pytest.raises(ZeroDivisionError):
-        scribe.do(lambda: 1 // 0)
+        bounded_io.do(lambda: 1 // 0)
 
 
 def test_a_line_that_is_done_late_is_not_done_again_though_another_write_is_late_before_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A disk that has come back, and is slow: the report of a hang is what is written next, and nobody asks what came of it."""
-    monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.3)
-    scribe, done = Scribe(), []
+    monkeypatch.setattr("vescale_ray.controller.bounded_io.PATIENCE_S", 0.3)
+    bounded_io, done = BoundedIO(), []
 
     def line() -> None:
         done.append("line")
@@ -626,19 +641,19 @@ def test_a_line_that_is_done_late_is_not_done_again_though_another_write_is_late
     for write in writes:
         back = threading.Event()
         with pytest.raises(TimeoutError):
-            scribe.do(write)
+            bounded_io.do(write)
         back.set()
-        until(lambda: scribe._late is not None and scribe._late[0].done(), 10, "the disk")
-    scribe.do(line)
+        until(lambda: bounded_io._late is not None and bounded_io._late[0].done(), 10, "the disk")
+    bounded_io.do(line)
     assert done == ["line", *(f"report {number}" for number in range(4))]
 
 
 def test_a_process_ends_though_a_disk_does_not_answer() -> None:
     """A thread of a pool is waited for by the interpreter as it ends: for ever."""
     program = (
-        "import threading, vescale_ray.controller.scribe as scribe\n"
-        "scribe.PATIENCE_S = 0.3\n"
-        "try:\n    scribe.Scribe().do(threading.Event().wait)\n"
+        "import threading, vescale_ray.controller.bounded_io as bounded_io\n"
+        "bounded_io.PATIENCE_S = 0.3\n"
+        "try:\n    bounded_io.BoundedIO().do(threading.Event().wait)\n"
         "except TimeoutError:\n    print('goes on')\n"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=True).stdout == b"goes on\n"
@@ -650,7 +665,7 @@ def test_a_run_whose_disk_does_not_answer_takes_everything_down_and_writes_its_e
     comes_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stood still before the first worker was ended, and took no signal any more."""
-    monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.3)
+    monkeypatch.setattr("vescale_ray.controller.bounded_io.PATIENCE_S", 0.3)
     monkeypatch.setattr(driver, "LAST_WORDS_S", 30.0 if comes_back else 0.3)
     back, ended, config = threading.Event(), [], tiny(tmp_path, "hung")
     folder = RunFolder(config.run_folder).create()
@@ -687,35 +702,37 @@ def test_a_storage_that_says_nothing_is_one_that_is_out_of_reach(tmp_path: Path,
     """The run's thread stood still for as long as it said nothing: it was neither given up nor stopped. Later for a minute each time: then
     a `vescale-ray stop`, which waits for eight seconds, was hardly ever taken."""
     back = threading.Event()
-    newest = Kept("commit-4", "/runs/checkpoints/commit-4", 30)
-    monkeypatch.setattr(keeper, "newest_kept", lambda *_: newest if back.wait(60) else None)
-    monkeypatch.setattr(keeper, "STORAGE_S", 4.0)
-    monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.3)
+    newest = CommittedCheckpoint("commit-4", "/runs/checkpoints/commit-4", 30)
+    monkeypatch.setattr(coordinator, "newest_kept", lambda *_: newest if back.wait(60) else None)
+    monkeypatch.setattr(coordinator, "STORAGE_S", 4.0)
+    monkeypatch.setattr("vescale_ray.controller.bounded_io.PATIENCE_S", 0.3)
     known = CheckpointStats(20, "/runs/checkpoints/commit-3")
     log: Any = SimpleNamespace(stats=SimpleNamespace(checkpoints=known))
     nobody: Any = SimpleNamespace(alive=lambda worker: False)
     nothing: Any = None
-    keeps = keeper.Keeper(str(tmp_path), "r1", nobody, log, nothing, nothing, nothing, 1.0, nothing, 4)
+    keeps = coordinator.CheckpointCoordinator(str(tmp_path), "r1", nobody, log, nothing, nothing, nothing, 1.0, nothing, 4)
     rounds: list[float] = []
-    assert answered(keeps.newest, lambda: rounds.append(time.monotonic())) == Kept("commit-3", "/runs/checkpoints/commit-3", 20)
+    assert answered(keeps.newest, lambda: rounds.append(time.monotonic())) == CommittedCheckpoint(
+        "commit-3", "/runs/checkpoints/commit-3", 20
+    )
     assert len(rounds) > 10, "the loop goes on meanwhile"
-    monkeypatch.setattr(keeper, "STORAGE_S", 0.8)
+    monkeypatch.setattr(coordinator, "STORAGE_S", 0.8)
     with pytest.raises(OSError, match="does not answer"):
         answered(lambda: keeps.newer(["a"]))
     threading.Timer(0.3, back.set).start()
-    monkeypatch.setattr(keeper, "STORAGE_S", 60.0)
+    monkeypatch.setattr(coordinator, "STORAGE_S", 60.0)
     known.path = "/stale/commit-1"
     assert answered(keeps.newest) == newest, "what it says late is heard"
 
 
 @pytest.mark.fault("S3")
-def test_the_nursery_keeps_the_state_while_the_disk_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_supervisor_keeps_the_state_while_the_disk_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A generation's number is noted somewhere before it is used; and what the disk takes late replaces nothing newer."""
     disk, kept = Hung(monkeypatch), [""]
-    nursery: Any = SimpleNamespace(kept=SimpleNamespace(remote=lambda: kept[0]))
-    nursery.keep = SimpleNamespace(remote=lambda text: kept.__setitem__(0, text))
-    monkeypatch.setattr("vescale_ray.controller.durable_state.ray.get", lambda answer, timeout: answer)
-    store, state = StateStore(tmp_path, nursery), DurableState("r1", 7)
+    supervisor: Any = SimpleNamespace(kept=SimpleNamespace(remote=lambda: kept[0]))
+    supervisor.keep = SimpleNamespace(remote=lambda text: kept.__setitem__(0, text))
+    monkeypatch.setattr("vescale_ray.controller.state.durable_state.ray.get", lambda answer, timeout: answer)
+    store, state = StateStore(tmp_path, supervisor), DurableState("r1", 7)
     began = time.monotonic()
     for number in range(8, 12):
         state = store.write(replace(state, last_number=number))
@@ -737,7 +754,7 @@ def test_a_controller_that_begins_again_does_not_wait_for_a_storage_that_says_no
     back = threading.Event()
     monkeypatch.setattr(checkpoint, "latest", lambda _: back.wait(60))
     monkeypatch.setattr(controller, "LATEST_S", 0.3)
-    monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.3)
+    monkeypatch.setattr("vescale_ray.controller.bounded_io.PATIENCE_S", 0.3)
     began = time.monotonic()
     assert controller._committed_attempt("r1", str(tmp_path)) is None and time.monotonic() - began < 30
     back.set()
@@ -751,13 +768,13 @@ def begun_again(
     config, conducted = tiny(tmp_path, "again"), []
     folder = RunFolder(config.run_folder).create()
     written(folder.path, DurableState("r1", 7, LaunchedGeneration(7, 1, ("a",), "fresh", 0), epoch=1))
-    spec = RunSpec("r1", config.model_dump(mode="json"), str(folder.path), "t", Source(Origin.FRESH, 0), 1, None, 1, {})
+    spec = RunSpec("r1", config.model_dump(mode="json"), str(folder.path), "t", StateSource(Origin.FRESH, 0), 1, None, 1, {})
     about = SimpleNamespace(was_current_actor_reconstructed=True, get_session_name=lambda: "session")
     hired = dict.fromkeys(roster, "its handle")
-    nursery = SimpleNamespace(kept=SimpleNamespace(remote=lambda: None), roster=SimpleNamespace(remote=lambda: hired))
-    stub = SimpleNamespace(get_actor=lambda *_: nursery, get_runtime_context=lambda: about)
+    supervisor = SimpleNamespace(kept=SimpleNamespace(remote=lambda: None), roster=SimpleNamespace(remote=lambda: hired))
+    stub = SimpleNamespace(get_actor=lambda *_: supervisor, get_runtime_context=lambda: about)
     monkeypatch.setattr(controller, "ray", stub)
-    monkeypatch.setattr("vescale_ray.controller.durable_state.ray.get", lambda answer, timeout: answer)
+    monkeypatch.setattr("vescale_ray.controller.state.durable_state.ray.get", lambda answer, timeout: answer)
 
     def conduct(self: controller.Controller, *what: Any) -> None:
         conducted.append(what)
@@ -768,7 +785,7 @@ def begun_again(
     monkeypatch.setattr(controller, "FOLDER_S", 0.3)
     monkeypatch.setattr(controller, "TELL_S", 0.5)
     monkeypatch.setattr(controller, "ASK_GAP_S", 0.05)
-    return lambda: controller.Controller(pickle.dumps(spec), "nursery:r1"), conducted
+    return lambda: controller.Controller(pickle.dumps(spec), "supervisor:r1"), conducted
 
 
 @pytest.mark.fault("S4")
@@ -908,7 +925,7 @@ def test_books_that_can_not_be_read_to_their_end_are_read_again_and_nothing_is_c
         return Observed(2, Budget(Limits(3, 20, 20)))
 
     monkeypatch.setattr(controller, "take_up", take)
-    monkeypatch.setattr(controller, "Crew", lambda *_: 1 // 0)
+    monkeypatch.setattr(controller, "WorkerGroup", lambda *_: 1 // 0)
     controlled = start()
     until(lambda: controlled.status()["outcome"] is not None, 10, "the end")
     assert len(taken) == 2 and controlled.status()["outcome"]["error"].startswith("ZeroDivisionError"), "and so it came past its books"
@@ -922,14 +939,14 @@ def test_a_run_that_has_ended_does_not_ask_a_disk_that_does_not_answer_whether_i
 ) -> None:
     """Nothing of it was left but the driver, which stood still, deaf to signals."""
     config, back = tiny(tmp_path, "over"), threading.Event()
-    ready = SimpleNamespace(config=config, source=Source(Origin.FRESH, 0), oldest=0)
+    ready = SimpleNamespace(config=config, source=StateSource(Origin.FRESH, 0), oldest=0)
     result = driver.RunResult("FAILED", 7, 10, "the reason", None, RunFolder(config.run_folder).create().path)
     attempt = SimpleNamespace(run=lambda: result, close=lambda: None, orphaned=orphaned, run_id="r1")
     monkeypatch.setattr(driver, "check", lambda *_: ready)
     monkeypatch.setattr(driver, "_Attempt", lambda *_: attempt)
     monkeypatch.setattr(driver, "_was_to_stop", lambda _: back.wait(60))
     monkeypatch.setattr(driver, "LAST_WORDS_S", 0.3)
-    monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.3)
+    monkeypatch.setattr("vescale_ray.controller.bounded_io.PATIENCE_S", 0.3)
     began = time.monotonic()
     error = driver.run(config).error
     back.set()
@@ -963,7 +980,7 @@ def test_a_run_whose_controller_can_not_read_its_books_goes_on_for_as_long_as_fo
 
 
 def test_what_a_writer_that_was_killed_has_left_is_removed_when_nobody_writes(tmp_path: Path) -> None:
-    code = "import os; from vescale_ray.controller.durable_state import *; os.fsync = lambda file: os.kill(os.getpid(), 9)\n"
+    code = "import os; from vescale_ray.controller.state.durable_state import *; os.fsync = lambda file: os.kill(os.getpid(), 9)\n"
     code += f"StateStore({str(tmp_path)!r}, None).write(DurableState('r', 1))"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[2], timeout=60, check=False).returncode == -9
     (left,) = tmp_path.iterdir()
@@ -1014,32 +1031,32 @@ def test_lines_are_whole_and_in_order_though_the_disk_took_a_part_of_one_and_the
 # -------------------------------------------------------------------------------------------------------------------- saves
 
 
-def vote(root: Path, attempt: str, rank: int, world: int, step: int) -> Saved:
+def vote(root: Path, attempt: str, rank: int, world: int, step: int) -> SavedShard:
     data = torch.arange(8, dtype=torch.float32)
     cut = [8 * r // world for r in range(world + 1)]
     piece = checkpoint.ShardPiece("w", "param", cut[rank], cut[rank + 1], (8,), torch.float32, data[cut[rank] : cut[rank + 1]])
     given = checkpoint.write_shard(root, attempt, rank, [piece], step=step, epoch=1)
-    return Saved(Ticket(1, 1), attempt, step, 1, rank, world, given.to_json(), None, 1.5)
+    return SavedShard(Ticket(1, 1), attempt, step, 1, rank, world, given.to_json(), None, 1.5)
 
 
-def ended(saves: Saves) -> list[SaveResult]:
+def ended(committer: Committer) -> list[SaveResult]:
     deadline = time.monotonic() + 20
     results: list[SaveResult] = []
     while not results and time.monotonic() < deadline:
-        results = saves.results()
+        results = committer.results()
         time.sleep(0.01)
     return results
 
 
 def test_a_checkpoint_is_committed_when_the_last_vote_is_in_and_not_before(tmp_path: Path) -> None:
-    saves = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {"at": step}, None)
-    saves.heed(vote(tmp_path, "t1", 0, 2, 5))
-    assert saves.busy and not saves.results() and newest_kept(str(tmp_path)) is None
-    saves.heed(vote(tmp_path, "t1", 1, 2, 5))
-    (result,) = ended(saves)
+    committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {"at": step}, None)
+    committer.heed(vote(tmp_path, "t1", 0, 2, 5))
+    assert committer.busy and not committer.results() and newest_kept(str(tmp_path)) is None
+    committer.heed(vote(tmp_path, "t1", 1, 2, 5))
+    (result,) = ended(committer)
     assert result.error is None and result.kept == newest_kept(str(tmp_path)) and result.step == 5
     assert result.stages["upload"] == 1.5 and sum(result.stages.values()) == pytest.approx(result.seconds + result.stall_s)
-    assert checkpoint.open(tmp_path).meta["at"] == 5 and not saves.busy
+    assert checkpoint.open(tmp_path).meta["at"] == 5 and not committer.busy
 
 
 def test_a_checkpoint_that_can_not_be_read_back_is_not_resumed_from_whenever_that_is_told(tmp_path: Path) -> None:
@@ -1047,14 +1064,17 @@ def test_a_checkpoint_that_can_not_be_read_back_is_not_resumed_from_whenever_tha
         noted: list[str] = []
         log = log_of(None)[0]
         log.record = lambda name, noted=noted, **about: noted.append(name)
-        saves = SimpleNamespace(results=lambda: [SaveResult("bad", 7, 1, 0.1, Kept("c7", "/c7", 7))])
-        keeper = Keeper(str(tmp_path), "run", None, log, None, saves, None, 1.0, SimpleNamespace(saved=lambda _: None), 8)  # type: ignore[arg-type]
+        committer = SimpleNamespace(results=lambda: [SaveResult("bad", 7, 1, 0.1, CommittedCheckpoint("c7", "/c7", 7))])
+        build: Any = CheckpointCoordinator
+        coordinator = build(
+            str(tmp_path), "run", None, log, None, committer, None, 1.0, SimpleNamespace(saved=lambda _: None), 8
+        )
         if order == "told before":
-            keeper.damaged("bad")
-        keeper.collect()
+            coordinator.damaged("bad")
+        coordinator.collect()
         if order == "told after the commit":
-            keeper.damaged("bad")
-        assert keeper._bad == {"c7"} and noted == ["checkpoint_saved"], order
+            coordinator.damaged("bad")
+        assert coordinator._bad == {"c7"} and noted == ["checkpoint_saved"], order
 
 
 def log_of(kept: int | None, path: str | None = None, world: World | None = None, **stats: Any) -> tuple[Any, Any]:
@@ -1077,49 +1097,55 @@ def test_a_recovery_needs_no_storage_where_the_workers_hold_a_state(
         raise OSError(errno.EIO, "out of reach")
 
     monkeypatch.setattr(commits, "_listed", refuse)
-    held = () if in_memory is None else (Holding(4, 1, in_memory, (0,)),)
-    crew = SimpleNamespace(alive=lambda w: True, report=lambda w: Report(w, Ticket(4, 1), Phase.PARKED, 41, (), held, None, 0))
-    keeper = Keeper(str(tmp_path), "run", crew, *log_of(40, "/c/e4-s40"), None, None, 1.0, None, 8)  # type: ignore[arg-type]
-    assert keeper.held_step("a") == (-1 if in_memory is None else in_memory) and not asked
+    held = () if in_memory is None else (HeldState(4, 1, in_memory, (0,)),)
+    worker_group = SimpleNamespace(
+        alive=lambda w: True, report=lambda w: WorkerReport(w, Ticket(4, 1), WorkerPhase.PARKED, 41, (), held, None, 0)
+    )
+    coordinator = CheckpointCoordinator(str(tmp_path), "run", worker_group, *log_of(40, "/c/e4-s40"), None, None, 1.0, None, 8)  # type: ignore[arg-type]
+    assert coordinator.held_step("a") == (-1 if in_memory is None else in_memory) and not asked
     if in_memory is None:
         with pytest.raises(OSError, match="out of reach"):
-            keeper.newer("a")
+            coordinator.newer("a")
         return
-    source = keeper.source("a", "a", keeper.newer("a"))
+    source = coordinator.source("a", "a", coordinator.newer("a"))
     assert (source.origin, source.step) == (Origin.MEMORY, in_memory)
     assert len(asked) == (in_memory < 40), "only where a checkpoint may be newer"
-    newest = keeper.newest()
+    newest = coordinator.newest()
     assert newest is not None and newest.path == "/c/e4-s40", "what the end of the run tells is not worth failing for"
 
 
 @pytest.mark.fault("S6")
 def test_a_storage_that_shows_none_of_the_checkpoints_that_were_made_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
     """Its mount was gone: the run that needed a checkpoint began from its first step, and the one that stopped said so of its resume."""
-    crew = SimpleNamespace(alive=lambda w: True, report=lambda w: None)
+    worker_group = SimpleNamespace(alive=lambda w: True, report=lambda w: None)
     log, newest = log_of(40, "/c/e4-s40")
-    keeper = Keeper(str(tmp_path / "not mounted"), "run", crew, log, newest, None, None, 1.0, None, 8)  # type: ignore[arg-type]
+    coordinator = CheckpointCoordinator(str(tmp_path / "not mounted"), "run", worker_group, log, newest, None, None, 1.0, None, 8)  # type: ignore[arg-type]
     with pytest.raises(OSError, match="not mounted has no checkpoint any more, though there was one of step 40: is it mounted"):
-        keeper.newer("a")
-    assert keeper.newest() == Kept("e4-s40", "/c/e4-s40", 40)
-    keeper.distrust("one of long ago")
+        coordinator.newer("a")
+    assert coordinator.newest() == CommittedCheckpoint("e4-s40", "/c/e4-s40", 40)
+    coordinator.distrust("one of long ago")
     with pytest.raises(OSError, match="is it mounted"):
-        keeper.newer("a")
+        coordinator.newer("a")
     log.stats.checkpoints.step = None
-    assert keeper.newest() is None and keeper.source("a", "a", keeper.newer("a")).origin is Origin.FRESH, "there was none yet"
+    assert coordinator.newest() is None and coordinator.source("a", "a", coordinator.newer("a")).origin is Origin.FRESH, (
+        "there was none yet"
+    )
 
 
 def test_where_all_checkpoints_are_damaged_the_run_begins_anew_and_does_not_ask_for_a_mount(tmp_path: Path) -> None:
-    saves = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
-    saves.heed(vote(tmp_path, "t1", 0, 1, 40))
-    (result,) = ended(saves)
+    committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
+    committer.heed(vote(tmp_path, "t1", 0, 1, 40))
+    (result,) = ended(committer)
     assert result.kept is not None
-    crew = SimpleNamespace(alive=lambda w: True, report=lambda w: None)
+    worker_group = SimpleNamespace(alive=lambda w: True, report=lambda w: None)
     log, newest = log_of(40, result.kept.path)
-    keeper = Keeper(str(tmp_path), "run", crew, log, newest, None, None, 1.0, None, 8)  # type: ignore[arg-type]
-    assert keeper.source("a", "a", keeper.newer("a")).commit == result.kept.name
-    keeper.distrust(result.kept.name)
-    assert keeper.newest() is None and keeper.source("a", "a", keeper.newer("a")).origin is Origin.FRESH, "its data is damaged"
-    again = Keeper(str(tmp_path), "run", crew, log, newest, None, None, 1.0, None, 8)  # type: ignore[arg-type]
+    coordinator = CheckpointCoordinator(str(tmp_path), "run", worker_group, log, newest, None, None, 1.0, None, 8)  # type: ignore[arg-type]
+    assert coordinator.source("a", "a", coordinator.newer("a")).commit == result.kept.name
+    coordinator.distrust(result.kept.name)
+    assert coordinator.newest() is None and coordinator.source("a", "a", coordinator.newer("a")).origin is Origin.FRESH, (
+        "its data is damaged"
+    )
+    again = CheckpointCoordinator(str(tmp_path), "run", worker_group, log, newest, None, None, 1.0, None, 8)  # type: ignore[arg-type]
     for piece in (tmp_path / "data").rglob("*"):
         if piece.is_file():
             piece.write_bytes(b"")
@@ -1127,11 +1153,11 @@ def test_where_all_checkpoints_are_damaged_the_run_begins_anew_and_does_not_ask_
 
 
 @pytest.mark.parametrize("kept", [None, "/runs/c/commits/e4-s40.json"])
-def test_a_run_that_lost_its_nursery_does_not_begin_from_the_first_step_where_its_checkpoints_are_not_to_be_seen(
+def test_a_run_that_lost_its_supervisor_does_not_begin_from_the_first_step_where_its_checkpoints_are_not_to_be_seen(
     kept: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny(tmp_path, "mislaid")
-    ready = SimpleNamespace(config=config, source=Source(Origin.FRESH, 0), oldest=0)
+    ready = SimpleNamespace(config=config, source=StateSource(Origin.FRESH, 0), oldest=0)
     folder, lives = RunFolder(config.run_folder).create(), iter([True, False])
     result = driver.RunResult("FAILED", 47, 60, "the reason", kept, folder.path)
     monkeypatch.setattr(driver, "check", lambda *_, **__: ready)
@@ -1148,7 +1174,7 @@ def test_a_run_that_lost_its_nursery_does_not_begin_from_the_first_step_where_it
 
 
 @pytest.mark.parametrize("ends", ["comes back", "stays away", "signal", "bad input"])
-def test_a_run_that_lost_its_nursery_waits_for_its_storage_before_it_begins_anew(
+def test_a_run_that_lost_its_supervisor_waits_for_its_storage_before_it_begins_anew(
     ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was tried once. The storage's server had gone with the head's network: the run was FAILED."""
@@ -1198,18 +1224,18 @@ def test_what_is_lost_while_a_storage_that_says_nothing_is_asked_is_no_reason_to
 ) -> None:
     """What two workers held, older than the checkpoint, was lost with one of them in that minute: the run began from its first step."""
     back, living = threading.Event(), {"a", "b"}
-    monkeypatch.setattr(keeper, "newest_kept", lambda *_: back.wait(60) and None)
-    monkeypatch.setattr(keeper, "STORAGE_S", 4.0)
-    monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.3)
+    monkeypatch.setattr(coordinator, "newest_kept", lambda *_: back.wait(60) and None)
+    monkeypatch.setattr(coordinator, "STORAGE_S", 4.0)
+    monkeypatch.setattr("vescale_ray.controller.bounded_io.PATIENCE_S", 0.3)
 
-    def report(worker: str) -> Report:
-        return Report(worker, Ticket(4, 1), Phase.PARKED, 30, (), (Holding(4, 2, 30, ("ab".index(worker),)),), None, 0)
+    def report(worker: str) -> WorkerReport:
+        return WorkerReport(worker, Ticket(4, 1), WorkerPhase.PARKED, 30, (), (HeldState(4, 2, 30, ("ab".index(worker),)),), None, 0)
 
-    crew = SimpleNamespace(alive=lambda w: w in living, report=report)
+    worker_group = SimpleNamespace(alive=lambda w: w in living, report=report)
     log, newest = log_of(40, "/c/e4-s40", generation(4, 0, "a", "b"))
     nothing: Any = None
 
-    keeps = Keeper(str(tmp_path), "run", crew, log, newest, nothing, nothing, 1.0, nothing, 8)  # type: ignore[arg-type]
+    keeps = CheckpointCoordinator(str(tmp_path), "run", worker_group, log, newest, nothing, nothing, 1.0, nothing, 8)  # type: ignore[arg-type]
     assert keeps.held_step("ab") == 30
     with pytest.raises(OSError, match="does not answer"):
         answered(lambda: keeps.newer("ab"), lambda: living.discard("b"))
@@ -1225,13 +1251,13 @@ class Writers:
     def __init__(self) -> None:
         self.round, self.ordered, self.refused, self.living = 10, 0, 0, {"a", "b"}
         self.results: list[SaveResult] = []
-        self.keeper: Any = None
+        self.coordinator: Any = None
 
-    def report(self, worker: str) -> Report:
-        held = (Holding(4, 2, 41, (0, 1)),)
+    def report(self, worker: str) -> WorkerReport:
+        held = (HeldState(4, 2, 41, (0, 1)),)
         seen = self.round - 3
-        phase = Phase.SAVING if worker == "a" and self.ordered and self.ordered <= seen < self.ordered + 5 else Phase.FINISHED
-        return Report(worker, self.TICKET, phase, 41, (), held if phase is Phase.FINISHED else (), None, 0)
+        phase = WorkerPhase.SAVING if worker == "a" and self.ordered and self.ordered <= seen < self.ordered + 5 else WorkerPhase.FINISHED
+        return WorkerReport(worker, self.TICKET, phase, 41, (), held if phase is WorkerPhase.FINISHED else (), None, 0)
 
     def alive(self, worker: str) -> bool:
         return worker in self.living
@@ -1246,49 +1272,49 @@ class Writers:
         self.ordered = self.round
         self.living.discard("b")
         if orders.keys() == {"a"}:
-            self.results.append(SaveResult(orders["a"].attempt, 41, orders["a"].epoch, 0.1, Kept("c41", "/c41", 41)))
+            self.results.append(SaveResult(orders["a"].attempt, 41, orders["a"].epoch, 0.1, CommittedCheckpoint("c41", "/c41", 41)))
         return {}
 
     def save(self) -> SaveResult | None:
         """The checkpoint of both, in as many rounds as it takes."""
-        result: SaveResult | None = answered(lambda: self.keeper.save(["a", "b"]), self.next_round)
+        result: SaveResult | None = answered(lambda: self.coordinator.save(["a", "b"]), self.next_round)
         return result
 
     def next_round(self) -> None:
         assert self.round < 110
         self.round += 1
-        self.keeper.collect()
+        self.coordinator.collect()
 
 
 def test_a_last_checkpoint_is_written_by_who_is_left_though_it_is_still_at_the_one_that_the_dead_had_a_part_in(tmp_path: Path) -> None:
     """That it is tells the controller a moment later than the next order would come, and each refusal counted as a try."""
-    crew, numbers = Writers(), SimpleNamespace(take_number=iter(range(5, 100)).__next__)
+    worker_group, numbers = Writers(), SimpleNamespace(take_number=iter(range(5, 100)).__next__)
     log, current = log_of(None, None, generation(4, 40, "a", "b"), step=41)
-    saves: Any = SimpleNamespace(
-        results=lambda: [crew.results.pop()] if crew.results else [], abandon=lambda _: [], committing=lambda _: False
+    committer: Any = SimpleNamespace(
+        results=lambda: [worker_group.results.pop()] if worker_group.results else [], abandon=lambda _: [], committing=lambda _: False
     )
     cadence: Any = SimpleNamespace(saved=lambda _: None)
-    crew.keeper = Keeper(str(tmp_path), "run", crew, log, current, saves, numbers, 30.0, cadence, 8)  # type: ignore[arg-type]
-    result = crew.save()
+    worker_group.coordinator = CheckpointCoordinator(str(tmp_path), "run", worker_group, log, current, committer, numbers, 30.0, cadence, 8)  # type: ignore[arg-type]
+    result = worker_group.save()
     assert result is not None and result.kept is not None and result.error is None
-    assert crew.refused == 0 and crew.living == {"a"}
+    assert worker_group.refused == 0 and worker_group.living == {"a"}
 
 
 def test_what_is_held_is_not_kept_as_the_newest_where_a_checkpoint_is_newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies every 10 steps, a checkpoint of step 45, and the loss of a worker as the run was stopped: the state of step 41 became the
     newest checkpoint, and step 45 was forgotten by retention."""
-    crew, numbers = Writers(), SimpleNamespace(take_number=iter(range(5, 100)).__next__)
-    newest = [Kept("c45", "/c45", 45)]
-    monkeypatch.setattr(keeper, "newest_kept", lambda *about: newest[0])
+    worker_group, numbers = Writers(), SimpleNamespace(take_number=iter(range(5, 100)).__next__)
+    newest = [CommittedCheckpoint("c45", "/c45", 45)]
+    monkeypatch.setattr(coordinator, "newest_kept", lambda *about: newest[0])
     log, current = log_of(45, None, generation(4, 40, "a", "b"), step=47)
-    saves: Any = SimpleNamespace(
-        results=lambda: [crew.results.pop()] if crew.results else [], abandon=lambda _: [], committing=lambda _: False
+    committer: Any = SimpleNamespace(
+        results=lambda: [worker_group.results.pop()] if worker_group.results else [], abandon=lambda _: [], committing=lambda _: False
     )
     cadence: Any = SimpleNamespace(saved=lambda _: None)
-    crew.keeper = Keeper(str(tmp_path), "run", crew, log, current, saves, numbers, 30.0, cadence, 8)  # type: ignore[arg-type]
-    assert crew.save() is None and crew.ordered == 0
-    newest[0] = Kept("c40", "/c40", 40)  # the one of step 45 is damaged
-    result = crew.save()
+    worker_group.coordinator = CheckpointCoordinator(str(tmp_path), "run", worker_group, log, current, committer, numbers, 30.0, cadence, 8)  # type: ignore[arg-type]
+    assert worker_group.save() is None and worker_group.ordered == 0
+    newest[0] = CommittedCheckpoint("c40", "/c40", 40)  # the one of step 45 is damaged
+    result = worker_group.save()
     assert result is not None and result.kept is not None and result.step == 41
 
 
@@ -1298,42 +1324,42 @@ def test_a_last_checkpoint_that_hangs_in_the_storage_is_given_up_when_its_time_i
     """It was ordered twice more, each time for as long, and each time it was waited for those who still wrote: more than an hour."""
     now, ordered = [50.0], []
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    busy = Report("a", Writers.TICKET, Phase.FINISHED, 41, (), (Holding(4, 1, 41, (0,)),), None, 0)
+    busy = WorkerReport("a", Writers.TICKET, WorkerPhase.FINISHED, 41, (), (HeldState(4, 1, 41, (0,)),), None, 0)
     log, current = log_of(None, None, generation(4, 40, "a"), step=41)
-    saves: Any = SimpleNamespace(results=list, abandon=lambda _: [], committing=lambda _: False)
+    committer: Any = SimpleNamespace(results=list, abandon=lambda _: [], committing=lambda _: False)
     stuck: Any = SimpleNamespace(
         alive=lambda w: True, stale=lambda w: bool(ordered), report=lambda w: busy, order=lambda o: ordered.append(o)
     )
     numbers: Any = SimpleNamespace(take_number=lambda: 8)
-    keeper = Keeper(str(tmp_path), "run", stuck, log, current, saves, numbers, 600.0, None, 8)  # type: ignore[arg-type]
-    result = answered(lambda: keeper.save(["a"]), lambda: now.__setitem__(0, now[0] + 10.0))
+    coordinator = CheckpointCoordinator(str(tmp_path), "run", stuck, log, current, committer, numbers, 600.0, None, 8)  # type: ignore[arg-type]
+    result = answered(lambda: coordinator.save(["a"]), lambda: now.__setitem__(0, now[0] + 10.0))
     assert result is not None and result.kept is None and result.error == "it was not written within 600 s (checkpoint.last_timeout_s)"
     assert now == [650.0] and len(ordered) == 1
 
 
 def test_votes_that_come_again_after_a_restart_change_nothing(tmp_path: Path) -> None:
-    saves = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
+    committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
     votes = [vote(tmp_path, "t1", rank, 2, 5) for rank in range(2)]
     for one in votes:
-        saves.heed(one)
-    assert len(ended(saves)) == 1
+        committer.heed(one)
+    assert len(ended(committer)) == 1
     for one in votes:
-        saves.heed(one)
+        committer.heed(one)
     known: Future[str | None] = Future()
-    again = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, known)
+    again = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, known)
     for one in votes:
         again.heed(one)
     assert again.busy and not again.results() and not again.committing("t1"), "a restarted controller asks the storage first"
     known.set_result("t1")
-    assert not saves.busy and not again.busy and len(checkpoint.ls(tmp_path)) == 1
+    assert not committer.busy and not again.busy and len(checkpoint.ls(tmp_path)) == 1
     # Restarted before the commit was noted: the same votes make the same commit.
-    third = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
+    third = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
     for one in votes:
         third.heed(one)
     assert ended(third)[0].error is None and len(checkpoint.ls(tmp_path)) == 1
     for step, failed in ((6, None), (7, RuntimeError("no such store"))):
         asked: Future[str | None] = Future()
-        fourth = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, asked)
+        fourth = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, asked)
         fourth.heed(vote(tmp_path, f"t{step}", 0, 2, step))
         if failed is None:
             asked.set_result(None)
@@ -1345,68 +1371,68 @@ def test_votes_that_come_again_after_a_restart_change_nothing(tmp_path: Path) ->
 
 
 def test_a_rank_that_could_not_write_fails_the_checkpoint_with_its_reason_and_spares_the_older_one(tmp_path: Path) -> None:
-    saves = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
+    committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
     for rank in range(2):
-        saves.heed(vote(tmp_path, "t1", rank, 2, 5))
-    ended(saves)
-    saves.heed(vote(tmp_path, "t2", 0, 2, 6))
-    saves.heed(Saved(Ticket(1, 1), "t2", 6, 1, 1, 2, None, "No space left on device", 0.5))
-    (result,) = ended(saves)
+        committer.heed(vote(tmp_path, "t1", rank, 2, 5))
+    ended(committer)
+    committer.heed(vote(tmp_path, "t2", 0, 2, 6))
+    committer.heed(SavedShard(Ticket(1, 1), "t2", 6, 1, 1, 2, None, "No space left on device", 0.5))
+    (result,) = ended(committer)
     assert result.kept is None and result.error == "rank 1: No space left on device"
-    saves.heed(vote(tmp_path, "t3", 0, 2, 7))
-    (result,) = saves.abandon("a worker was lost")
-    assert result.error == "a worker was lost" and not saves.busy
+    committer.heed(vote(tmp_path, "t3", 0, 2, 7))
+    (result,) = committer.abandon("a worker was lost")
+    assert result.error == "a worker was lost" and not committer.busy
     kept = newest_kept(str(tmp_path))
     assert kept is not None and kept.step == 5
     assert newest_kept(str(tmp_path), frozenset({kept.name})) is None
 
 
 def test_a_failed_checkpoint_keeps_no_space_on_the_disk(tmp_path: Path) -> None:
-    saves = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
-    saves.heed(vote(tmp_path, "t2", 0, 2, 6))
+    committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
+    committer.heed(vote(tmp_path, "t2", 0, 2, 6))
     assert (tmp_path / "data/t2").is_dir()
-    saves.heed(Saved(Ticket(1, 1), "t2", 6, 1, 1, 2, None, "No space left on device", 0.5))
-    assert ended(saves)[0].error is not None
-    saves.close()
+    committer.heed(SavedShard(Ticket(1, 1), "t2", 6, 1, 1, 2, None, "No space left on device", 0.5))
+    assert ended(committer)[0].error is not None
+    committer.close()
     assert not (tmp_path / "data/t2").exists()
 
 
 def test_a_vote_or_a_commit_that_never_comes_is_told_of_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saves = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None, 0.3)
-    saves.heed(vote(tmp_path, "t1", 1, 3, 5))
-    (result,) = ended(saves)
-    assert result.kept is None and result.error == "no vote from ranks [0, 2] for 0.3 s: given up" and not saves.busy
+    committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None, 0.3)
+    committer.heed(vote(tmp_path, "t1", 1, 3, 5))
+    (result,) = ended(committer)
+    assert result.kept is None and result.error == "no vote from ranks [0, 2] for 0.3 s: given up" and not committer.busy
     gate = threading.Event()
     real = checkpoint.commit
     monkeypatch.setattr(checkpoint, "commit", lambda *a, **k: gate.wait(20) and real(*a, **k))
-    saves.heed(vote(tmp_path, "t2", 0, 1, 6))
-    (result,) = ended(saves)
-    assert result.error is not None and "no answer to its commit from" in result.error and not saves.busy
+    committer.heed(vote(tmp_path, "t2", 0, 1, 6))
+    (result,) = ended(committer)
+    assert result.error is not None and "no answer to its commit from" in result.error and not committer.busy
     gate.set()
-    saves.heed(vote(tmp_path, "t3", 0, 1, 7))
-    assert ended(saves)[0].error is None, "a store that answers again is used again"
+    committer.heed(vote(tmp_path, "t3", 0, 1, 7))
+    assert ended(committer)[0].error is None, "a store that answers again is used again"
 
 
 def test_what_a_checkpoint_took_does_not_depend_on_the_hosts_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interval would be a day if a worker's clock were: it is never less than writing one takes."""
     real = time.time
-    saves = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
-    saves.heed(vote(tmp_path, "t1", 0, 2, 5))
+    committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
+    committer.heed(vote(tmp_path, "t1", 0, 2, 5))
     monkeypatch.setattr(time, "time", lambda: real() + 86400)
-    saves.heed(vote(tmp_path, "t1", 1, 2, 5))
-    (result,) = ended(saves)
+    committer.heed(vote(tmp_path, "t1", 1, 2, 5))
+    (result,) = ended(committer)
     assert result.error is None and 1.5 <= result.seconds < 10
 
 
 def test_what_is_deleted_waits_for_the_workers_to_read_the_new_one_back(tmp_path: Path) -> None:
-    from vescale_ray.checkpoint.proof import prove
+    from vescale_ray.checkpoint.saving.proof import prove
 
-    saves = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=1), lambda step: {}, None)
+    committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=1), lambda step: {}, None)
     for step in (5, 6, 7):
         told = [vote(tmp_path, f"t{step}", rank, 2, step) for rank in range(2)]
         for one in told:
-            saves.heed(one)
-        assert ended(saves)[0].error is None
+            committer.heed(one)
+        assert ended(committer)[0].error is None
         if step < 7:
             for given in (checkpoint.Vote.from_json(one.vote) for one in told if one.vote):
                 assert prove(checkpoint.PosixStore(tmp_path), given.object, given.aux) is None
@@ -1417,7 +1443,7 @@ def test_what_is_deleted_waits_for_the_workers_to_read_the_new_one_back(tmp_path
                 time.sleep(0.02)
             time.sleep(0.3)
             assert [c.step for c in checkpoint.ls(tmp_path)] == [6, 7], "7 has not been read back"
-    saves.close()
+    committer.close()
     assert [c.step for c in checkpoint.ls(tmp_path)] == [6, 7]
 
 
@@ -1469,30 +1495,30 @@ def test_the_watchdog_acts_when_its_pipe_ends_without_the_word(tmp_path: Path, w
 
 def test_a_vote_of_a_generation_that_is_over_begins_nothing_but_completes_what_was_begun(tmp_path: Path) -> None:
     """Votes have epoch 1. What had a vote before the fence may still be completed; a later lone vote would be waited for in vain."""
-    saves = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
-    saves.heed(vote(tmp_path, "t1", 0, 2, 5))
-    saves.fence(2)
-    saves.heed(vote(tmp_path, "t2", 0, 2, 6))
-    saves.heed(vote(tmp_path, "t1", 1, 2, 5))
-    (result,) = ended(saves)
-    assert result.kept is not None and result.kept.step == 5 and not saves.busy
+    committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
+    committer.heed(vote(tmp_path, "t1", 0, 2, 5))
+    committer.fence(2)
+    committer.heed(vote(tmp_path, "t2", 0, 2, 6))
+    committer.heed(vote(tmp_path, "t1", 1, 2, 5))
+    (result,) = ended(committer)
+    assert result.kept is not None and result.kept.step == 5 and not committer.busy
 
 
 def test_an_attempt_that_a_later_one_has_overtaken_is_given_up(tmp_path: Path) -> None:
     """Its missing vote was heard by a controller that is no more; the workers vote in order."""
-    saves = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
-    saves.heed(vote(tmp_path, "t1", 0, 2, 5))
+    committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
+    committer.heed(vote(tmp_path, "t1", 0, 2, 5))
     for rank in (0, 1):
-        saves.heed(vote(tmp_path, "t2", rank, 2, 6))
-    results = ended(saves)
-    assert [(r.step, r.error) for r in results] == [(6, None), (5, "a later one was complete before it")] and not saves.busy
+        committer.heed(vote(tmp_path, "t2", rank, 2, 6))
+    results = ended(committer)
+    assert [(r.step, r.error) for r in results] == [(6, None), (5, "a later one was complete before it")] and not committer.busy
 
 
 # ------------------------------------------------------------------------------------------------------------------- cadence
 
 
 def kept(stall: float, seconds: float, step: int = 1) -> SaveResult:
-    return SaveResult("a", step, 1, seconds, Kept("n", "p", step), 5, stall_s=stall)
+    return SaveResult("a", step, 1, seconds, CommittedCheckpoint("n", "p", step), 5, stall_s=stall)
 
 
 def auto(**changes: Any) -> Cadence:
@@ -1514,7 +1540,7 @@ def test_the_first_checkpoint_comes_after_the_least_interval_and_the_next_after_
 def test_where_no_checkpoint_has_ended_yet_nothing_is_imported_that_a_restarted_controller_still_imports_beside() -> None:
     """Its loop stood still until torch was there, for 5 s on a machine with much to do: nobody was watched, and a stop was refused."""
     program = (
-        "import sys; from vescale_ray.config import CheckpointSection; from vescale_ray.controller.cadence import Cadence\n"
+        "import sys; from vescale_ray.config import CheckpointSection; from vescale_ray.controller.checkpointing.cadence import Cadence\n"
         "for every in ('auto', 100): assert Cadence(CheckpointSection(every=every), 0.0).news(1.0, 3) is None\n"
         "assert not {'torch', 'vescale_ray.checkpoint'} & sys.modules.keys()"
     )
@@ -1579,8 +1605,8 @@ def test_another_checkpoint_interval_is_recorded_and_known_after_a_restart(run: 
     run.started()
     cadence = auto()
     cadence.saved(kept(0.5, 3.0))
-    steering: Any = SimpleNamespace(_cadence=cadence, _log=run.log, _saves=SimpleNamespace(busy=True))
-    Steering._save_if_due(steering, generation(1, 0, "a"))
+    scaling: Any = SimpleNamespace(_cadence=cadence, _log=run.log, _committer=SimpleNamespace(busy=True))
+    Scaling._save_if_due(scaling, generation(1, 0, "a"))
     text = str(cadence.interval)
     for one in (run, run.restarted(None)):
         told = one.snapshot
@@ -1603,7 +1629,7 @@ def test_a_driver_that_stood_still_itself_asks_more_than_once_before_it_gives_th
 ) -> None:
     """A container was frozen for two minutes, and the first question after that was not answered in time: the run was FAILED."""
     now, asked = [1000.0], list[float]()
-    about: Any = SimpleNamespace(config=tiny(tmp_path, "still"), source=Source(Origin.FRESH, 0), oldest=0)
+    about: Any = SimpleNamespace(config=tiny(tmp_path, "still"), source=StateSource(Origin.FRESH, 0), oldest=0)
     attempt = driver._Attempt(about, RunFolder(tmp_path), (), Bounds(), driver._Signals(), None, ())
     monkeypatch.setattr(driver.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(driver.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))

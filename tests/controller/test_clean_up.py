@@ -23,7 +23,8 @@ from typing import Any
 import pytest
 
 from tests.controller.runs import environment, tiny, until
-from vescale_ray import checkpoint, client
+from vescale_ray import checkpoint
+from vescale_ray.cli import client
 from vescale_ray.config import RunConfig
 from vescale_ray.runfolder import RunFolder
 
@@ -164,9 +165,7 @@ def ray_folders(driver: Driver) -> set[Path]:
 CODES = {"success": 0, "failure": 1, "stop": 0, "SIGINT to the group": 130, "SIGTERM to the group": 130, "SIGKILL": -signal.SIGKILL}
 
 
-@pytest.mark.parametrize(
-    "endings", [("failure", "SIGKILL"), pytest.param(tuple(CODES), marks=pytest.mark.slow)], ids=["two", "all"]
-)
+@pytest.mark.parametrize("endings", [("failure", "SIGKILL"), pytest.param(tuple(CODES), marks=pytest.mark.slow)], ids=["two", "all"])
 @pytest.mark.fault("E1", "E4")
 def test_nothing_is_left_of_a_run_within_15_s_whatever_ends_it(tmp_path: Path, drivers: list[Driver], endings: tuple[str, ...]) -> None:
     # All at once: most of a start is waiting, and they must not get in each other's way either.
@@ -183,7 +182,7 @@ def test_nothing_is_left_of_a_run_within_15_s_whatever_ends_it(tmp_path: Path, d
     for ending, driver in by_ending.items():
         driver.wait_for_step(2)
         left[ending] = driver.sockets() & listening(), ray_folders(driver)
-        # Ray's servers, the nursery, the controller, a worker; Ray's own agents come and go.
+        # Ray's servers, the supervisor, the controller, a worker; Ray's own agents come and go.
         assert len(driver.processes()) > 4 and all(left[ending]), ending
     if "stop" in by_ending:
         client.request(by_ending["stop"].folder, "stop", {})

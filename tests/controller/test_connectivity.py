@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.controller.stage import BEGAN, TICKET, WORLD, Crew, Stage, node_of, report
+from tests.controller.stage import BEGAN, TICKET, WORLD, Stage, WorkerGroup, node_of, report
 from vescale_ray.config import ElasticSection
-from vescale_ray.controller.budget import Cause
-from vescale_ray.controller.connectivity import (
+from vescale_ray.controller.failures.budget import Cause
+from vescale_ray.controller.failures.connectivity import (
     GAP_S,
     NOBODY,
     PROVEN_S,
@@ -29,11 +29,11 @@ from vescale_ray.controller.connectivity import (
     Probe,
     fewest,
 )
-from vescale_ray.controller.crew import Crew as RealCrew
-from vescale_ray.controller.hang import FIRST_S, LEAST_S, HangWatch
-from vescale_ray.controller.nodes import FORGET_S, LONGEST_SHUN_S, SHUN_S, Nodes
+from vescale_ray.controller.failures.hang import FIRST_S, LEAST_S, HangWatch
 from vescale_ray.controller.protocol import Bounds, Ending, Event, Places, RunState
-from vescale_ray.workers.messages import Fault, FaultKind, Phase, Ticket, WorkerInfo
+from vescale_ray.controller.scaling.nodes import FORGET_S, LONGEST_SHUN_S, SHUN_S, Nodes
+from vescale_ray.controller.worker_group.worker_group import WorkerGroup as RealWorkerGroup
+from vescale_ray.workers.messages import FaultKind, Ticket, WorkerFault, WorkerInfo, WorkerPhase
 
 pytestmark = pytest.mark.usefixtures("clock")
 
@@ -281,7 +281,7 @@ def test_of_choices_that_cost_the_same_that_with_more_broken_ways_goes_then_the_
 
 def test_a_node_that_others_do_not_reach_is_shunned_for_a_while_which_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes, now = Nodes(), 50.0
-    monkeypatch.setattr("vescale_ray.controller.nodes.time.monotonic", lambda: now)
+    monkeypatch.setattr("vescale_ray.controller.scaling.nodes.time.monotonic", lambda: now)
     assert max(SHUN_S, LONGEST_SHUN_S) < min(Bounds().start, Bounds().replace), "who waits for a place there outlasts it"
     for lasts in (SHUN_S, LONGEST_SHUN_S, LONGEST_SHUN_S, SHUN_S):
         nodes.shun("a")
@@ -301,7 +301,7 @@ def test_a_node_that_others_do_not_reach_is_shunned_for_a_while_which_is_forgott
 def test_all_stand_still_where_nobody_makes_a_beat_for_the_bound_and_nobody_hangs() -> None:
     watch = HangWatch(patience_s=30.0)
     watch.begin(TICKET, 2)
-    forming = [report(w, Phase.FORMING) for w in "ab"]
+    forming = [report(w, WorkerPhase.FORMING) for w in "ab"]
     for one in forming:
         watch.heard(one, 0.0)
     now = 0.0
@@ -314,20 +314,20 @@ def test_all_stand_still_where_nobody_makes_a_beat_for_the_bound_and_nobody_hang
     for step in range(4):
         watch.stepped(TICKET, step, 0.1)
     for w in "ab":
-        watch.heard(replace(report(w, Phase.TRAINING), beats=7), 10.0)
+        watch.heard(replace(report(w, WorkerPhase.TRAINING), beats=7), 10.0)
     watch.verdict("ab", 10.0)  # the test's own gap: it listens first
     for tenth in range(102, 130):
         now = tenth / 10
         watch.verdict("ab", now)
         assert watch.stalled("ab", now) == (now - 10.0 >= LEAST_S + 0.001 and now >= 10.0 + LEAST_S), now
-    watch.heard(report("a", Phase.PARKED), 13.0)
+    watch.heard(report("a", WorkerPhase.PARKED), 13.0)
     assert not watch.stalled("ab", 13.0), "one of them is out: that is another matter"
     # The steps take minutes, or a fixed bound does: it is asked long before the collective fails, at 30 s here.
     for slow in (HangWatch(patience_s=30.0), HangWatch(fixed=300.0, patience_s=30.0)):
         slow.begin(TICKET, 2)
         for step in range(4):
             slow.stepped(TICKET, step, 200.0)
-        for phase, bound in ((Phase.TRAINING, 10.0), (Phase.FORMING, FIRST_S)):
+        for phase, bound in ((WorkerPhase.TRAINING, 10.0), (WorkerPhase.FORMING, FIRST_S)):
             for w in "ab":
                 slow.heard(replace(report(w, phase), beats=hash(phase) % 1000), 0.0)
             slow._asked = None
@@ -346,25 +346,25 @@ class Cut:
     def __init__(
         self, folder: Path, members: str = "ab", cut: str = "b", leavers: tuple[str, ...] = (), filled: bool = True, **elastic: Any
     ) -> None:
-        self.crew = crew = Crew(*(report(w, Phase.TRAINING) for w in members))
+        self.worker_group = worker_group = WorkerGroup(*(report(w, WorkerPhase.TRAINING) for w in members))
         world = replace(WORLD, members=tuple(members))
         config = {"elastic_workers": len(members), "elastic_max_workers": 6}
-        self.stage = Stage(crew, folder, leavers, filled=filled, state=RunState.RUNNING, world=world, config=config, **elastic)
+        self.stage = Stage(worker_group, folder, leavers, filled=filled, state=RunState.RUNNING, world=world, config=config, **elastic)
         self.found: CutOff | None
         self.found = CutOff(dict.fromkeys(cut, "n2"), {"n2": ("n1",)}, {"n1": "10.0.0.1", "n2": "10.0.0.2"}, 3.0)
-        crew.infos |= {"spare": replace(node_of("spare"), node="n2"), "other": replace(node_of("other"), node="n1")}
-        self.detector, self.steering = self.stage.loop._parts.detector, self.stage.loop._parts.steering
-        self.steering.cut_off = lambda members, leavers: self.found
+        worker_group.infos |= {"spare": replace(node_of("spare"), node="n2"), "other": replace(node_of("other"), node="n1")}
+        self.detector, self.scaling = self.stage.loop._parts.detector, self.stage.loop._parts.scaling
+        self.scaling.cut_off = lambda members, leavers: self.found
         self.detector._hangs = SimpleNamespace(stalled=lambda members, now: True, heard=lambda *about: None, forming_s=1e9, bound_s=1e9)
 
     def beside(self, *workers: str) -> None:
         """These are there beside the members; ``warming`` is not warm."""
-        self.crew.reports |= {w: report(w, Phase.IDLE, Ticket(0, 0)) for w in workers if w != "warming"}
-        self.crew.on_the_way = [w for w in workers if w == "warming"]
+        self.worker_group.reports |= {w: report(w, WorkerPhase.IDLE, Ticket(0, 0)) for w in workers if w != "warming"}
+        self.worker_group.on_the_way = [w for w in workers if w == "warming"]
 
     @property
     def shunned(self) -> frozenset[str]:
-        nodes: frozenset[str] = self.steering.nodes.avoided
+        nodes: frozenset[str] = self.scaling.nodes.avoided
         return nodes
 
     def acts(self) -> bool:
@@ -374,8 +374,8 @@ class Cut:
 
     def fail(self, kind: FaultKind = FaultKind.PEER) -> Ending:
         """A collective fails at once on all of them; how the generation has ended."""
-        fault = Fault(kind, "gloo: no route to host")
-        self.crew.reports |= {w: report(w, Phase.PARKED, fault=fault) for w in self.crew.reports}
+        fault = WorkerFault(kind, "gloo: no route to host")
+        self.worker_group.reports |= {w: report(w, WorkerPhase.PARKED, fault=fault) for w in self.worker_group.reports}
         return self.stage.watch()
 
 
@@ -383,15 +383,15 @@ def test_a_worker_that_is_cut_off_is_ended_and_its_node_shunned(tmp_path: Path) 
     cut = Cut(tmp_path, replace_lost=True)
     cut.beside("spare", "warming")
     moved: list[bool] = []
-    cut.steering.connectivity.progressed = lambda: moved.append(True)
+    cut.scaling.connectivity.progressed = lambda: moved.append(True)
     cut.detector._hangs.stalled = lambda members, now: False
     assert not cut.acts() and moved
     cut.detector._hangs.stalled = lambda members, now: True
     assert cut.acts() and len(moved) == 1
-    assert cut.shunned == {"n2"} and cut.crew.dismissed == ["spare"]
+    assert cut.shunned == {"n2"} and cut.worker_group.dismissed == ["spare"]
     (event,) = cut.stage.of("cut_off")
     assert event["workers"] == {"b": "its node (10.0.0.2) and 10.0.0.1 do not reach each other"} and event["unreached"] == {"n2": ["n1"]}
-    assert set(cut.crew.ended) == {"b"} and not cut.acts(), "what follows from that is seen in a moment"
+    assert set(cut.worker_group.ended) == {"b"} and not cut.acts(), "what follows from that is seen in a moment"
 
 
 @pytest.mark.parametrize(
@@ -444,14 +444,14 @@ def test_a_cut_off_node_is_found_before_the_next_group_is_formed(tmp_path: Path,
         assert "do not reach each other" in ending.lost["b"]
         assert (cut.stage.loop._parts.account.budget.crashes, cut.stage.loop._parts.account.budget.nodes) == (0, 1)
     else:
-        assert ending.living == ("a", "b") and not cut.crew.ended and cut.stage.loop._parts.account.budget.crashes == 1
+        assert ending.living == ("a", "b") and not cut.worker_group.ended and cut.stage.loop._parts.account.budget.crashes == 1
 
 
 def test_a_leaver_that_alone_is_cut_off_counts_as_a_lost_node(tmp_path: Path) -> None:
     cut = Cut(tmp_path, cut="l", leavers=("l",), filled=False)
-    cut.crew.reports["l"] = report("l", Phase.GIVING)
+    cut.worker_group.reports["l"] = report("l", WorkerPhase.GIVING)
     ending = cut.fail()
-    assert ending.living == ("a", "b") and not ending.lost and not cut.steering.leavers
+    assert ending.living == ("a", "b") and not ending.lost and not cut.scaling.leavers
     budget = cut.stage.loop._parts.account.budget
     assert (budget.crashes, budget.nodes) == (0, 1) and "do not reach each other" in budget.errors[-1]
 
@@ -459,128 +459,137 @@ def test_a_leaver_that_alone_is_cut_off_counts_as_a_lost_node(tmp_path: Path) ->
 def test_nobody_is_waited_for_where_all_reach_each_other(tmp_path: Path) -> None:
     cut = Cut(tmp_path / "1")
     answers: list[CutOff | None] = [None, None, NOBODY]
-    cut.steering.cut_off = lambda members, leavers: answers.pop(0)
+    cut.scaling.cut_off = lambda members, leavers: answers.pop(0)
     ending = cut.fail()
-    assert ending.living == ("a", "b") and not answers and cut.crew.now < BEGAN + 1.0 and cut.stage.loop._parts.account.budget.crashes == 1
+    assert (
+        ending.living == ("a", "b")
+        and not answers
+        and cut.worker_group.now < BEGAN + 1.0
+        and cut.stage.loop._parts.account.budget.crashes == 1
+    )
     # One that never answers is no reason to wait for ever.
     other = Cut(tmp_path / "2")
     other.found = None
-    assert other.fail().living == ("a", "b") and 14.0 < other.crew.now - BEGAN < 25.0
+    assert other.fail().living == ("a", "b") and 14.0 < other.worker_group.now - BEGAN < 25.0
     # Who dies meanwhile is lost.
     third = Cut(tmp_path / "3")
     third.found = None
-    third.crew.each_round = lambda passed: third.stage.lose("b", Cause.KILLED) if passed > 1.0 and "b" in third.crew.reports else None
+    third.worker_group.each_round = lambda passed: (
+        third.stage.lose("b", Cause.KILLED) if passed > 1.0 and "b" in third.worker_group.reports else None
+    )
     ending = third.fail()
-    assert ending.living == ("a",) and set(ending.lost) == {"b"} and third.crew.now < BEGAN + 2.0
+    assert ending.living == ("a",) and set(ending.lost) == {"b"} and third.worker_group.now < BEGAN + 2.0
 
 
 class Steered:
     """The scaling of a run of two workers that wants three, with ``ready`` beside them."""
 
     def __init__(self, folder: Path, ready: str = "") -> None:
-        self.crew = crew = Crew(*(report(w, Phase.TRAINING) for w in "ab"), *(report(w, Phase.IDLE) for w in ready))
-        crew.infos |= {w: node_of(w) for w in "abcdefg"}
-        self.stage = Stage(crew, folder, filled=True, state=RunState.RUNNING, config={"elastic_max_workers": 6})
-        self.steering: Any = self.stage.loop._parts.steering
+        self.worker_group = worker_group = WorkerGroup(
+            *(report(w, WorkerPhase.TRAINING) for w in "ab"), *(report(w, WorkerPhase.IDLE) for w in ready)
+        )
+        worker_group.infos |= {w: node_of(w) for w in "abcdefg"}
+        self.stage = Stage(worker_group, folder, filled=True, state=RunState.RUNNING, config={"elastic_max_workers": 6})
+        self.scaling: Any = self.stage.loop._parts.scaling
         self.wished: list[int] = []
-        crew.wish = self._wish  # type: ignore[method-assign]
+        worker_group.wish = self._wish  # type: ignore[method-assign]
 
     def admits(self, admit: Callable[[Sequence[str]], Admission]) -> None:
-        self.steering.connectivity = SimpleNamespace(admit=lambda ready, members, network: admit(ready))
+        self.scaling.connectivity = SimpleNamespace(admit=lambda ready, members, network: admit(ready))
 
     def _wish(self, count: int, avoid: Collection[str] = ()) -> None:
         self.wished.append(count)
-        assert count == len(self.crew.places.wishes) and not avoid
+        assert count == len(self.worker_group.places.wishes) and not avoid
 
 
 def test_probes_are_made_with_the_workers_and_their_answers_heard(tmp_path: Path) -> None:
     table = Steered(tmp_path, "c")
-    steering, asked, answers = table.steering, list[Any](), list[Any]()
+    scaling, asked, answers = table.scaling, list[Any](), list[Any]()
 
     def ask(tries: Mapping[str, Collection[str]], wait_s: float) -> Any:
         asked.append(({worker: sorted(others) for worker, others in tries.items()}, wait_s))
         return SimpleNamespace(unreached=lambda: answers.pop() if answers else None)
 
-    table.crew.ask_reach = ask  # type: ignore[method-assign]
+    table.worker_group.ask_reachability = ask  # type: ignore[method-assign]
     for _ in range(3):
-        assert steering._admitted(["c"], WORLD) == [] and steering.untried == {"c"}
+        assert scaling._admitted(["c"], WORLD) == [] and scaling.untried == {"c"}
     assert asked == [({"a": ["c"], "b": ["c"], "c": ["a", "b"]}, TRY_S)], "once, as long as nobody answers"
     answers.append({"a": frozenset(), "b": frozenset(), "c": frozenset()})
-    assert steering._admitted(["c"], WORLD) == [] and steering._admitted(["c"], WORLD) == ["c"] and not table.crew.dismissed
+    assert scaling._admitted(["c"], WORLD) == [] and scaling._admitted(["c"], WORLD) == ["c"] and not table.worker_group.dismissed
     for looks in (2, 3):
         for _ in range(3):
-            assert steering.cut_off(["a", "b"], []) is None
+            assert scaling.cut_off(["a", "b"], []) is None
         assert len(asked) == looks and asked[-1] == ({"a": ["b"], "b": ["a"]}, TRY_S)
         answers.append({"a": frozenset("b")})
-        found = steering.cut_off(["a", "b"], [])
+        found = scaling.cut_off(["a", "b"], [])
     assert found is not None and found.workers == {"b": "n-b"} and found.hosts == {"n-a": "host-a", "n-b": "host-b"}
 
 
 def test_refused_workers_are_dismissed_and_their_node_is_shunned_once(tmp_path: Path) -> None:
     """After three refusals no more are hired."""
     table = Steered(tmp_path, "cde")
-    steering = table.steering
+    scaling = table.scaling
     cut = CutOff({"c": "n2", "d": "n2"}, {"n2": ("n1",)}, {"n1": "10.0.0.1", "n2": "10.0.0.2"})
     table.admits(lambda ready: Admission((), cut))
-    assert steering._admitted(["c", "d", "e"], WORLD) == [] and table.crew.dismissed == ["c", "d"]
-    assert steering.nodes._shunned["n2"][1] == 1 and steering.nodes.avoided == {"n2"}
+    assert scaling._admitted(["c", "d", "e"], WORLD) == [] and table.worker_group.dismissed == ["c", "d"]
+    assert scaling.nodes._shunned["n2"][1] == 1 and scaling.nodes.avoided == {"n2"}
     assert [(event["worker"], event["node"]) for event in table.stage.of("joiner_refused")] == [("c", "n2"), ("d", "n2")]
-    assert steering.untried == {"c", "d", "e"}, "and e is the last to be taken, should one be needed now"
-    assert len(steering.refusals) == len(steering.hire_failures) == steering.failed_hires == 1, "the node"
-    steering.hire_failures.clear()  # as each worker does that becomes warm
-    assert len(steering.refusals) == 1
+    assert scaling.untried == {"c", "d", "e"}, "and e is the last to be taken, should one be needed now"
+    assert len(scaling.refusals) == len(scaling.hire_failures) == scaling.failed_hires == 1, "the node"
+    scaling.hire_failures.clear()  # as each worker does that becomes warm
+    assert len(scaling.refusals) == 1
     table.admits(lambda ready: Admission(tuple(ready)))
-    assert steering._admitted(["e"], WORLD) == ["e"] and not steering.untried and not steering.refusals, "one is let in"
-    steering.refusals.append("of another")
+    assert scaling._admitted(["e"], WORLD) == ["e"] and not scaling.untried and not scaling.refusals, "one is let in"
+    scaling.refusals.append("of another")
     for fine in ([], ["e"]):
         table.admits(lambda ready, fine=fine: Admission(tuple(fine)))  # type: ignore[misc]
-        assert steering._admitted(["e"], WORLD) == fine
-        assert steering.refusals == ["of another"], "a spare that is tried again, and does: else it was hired and refused for ever"
+        assert scaling._admitted(["e"], WORLD) == fine
+        assert scaling.refusals == ["of another"], "a spare that is tried again, and does: else it was hired and refused for ever"
     table.admits(lambda ready: Admission(tuple(ready)))
-    assert steering._admitted(["e", "f"], WORLD) and not steering.refusals, "another"
+    assert scaling._admitted(["e", "f"], WORLD) and not scaling.refusals, "another"
 
 
 def test_a_growth_goes_on_with_those_that_are_not_refused(tmp_path: Path) -> None:
     """Four refused, more than the limit: it was abandoned again in each round, and the good one never let in."""
     table = Steered(tmp_path, "cdefg")
-    steering, desk = table.steering, table.stage.loop.desk
-    desk.want(7, "growth")
+    scaling, commands = table.scaling, table.stage.loop.commands
+    commands.want(7, "growth")
     hosts = {f"n{n}": f"10.0.0.{n}" for n in range(1, 6)}
     table.admits(lambda ready: Admission(("g",), CutOff(dict.fromkeys("cdef", "n2"), {"n2": ("n1",)}, hosts)))
-    steering._admitted(list("cdefg"), WORLD)
-    assert len(table.crew.dismissed) == 4 and not steering._cannot_grow(WORLD, ["g"]), "all on one node: others are yet to be tried"
+    scaling._admitted(list("cdefg"), WORLD)
+    assert len(table.worker_group.dismissed) == 4 and not scaling._cannot_grow(WORLD, ["g"]), "all on one node: others are yet to be tried"
     for n in (3, 4, 5):
         cut = CutOff({"c": f"n{n}"}, {f"n{n}": ("n1",)}, hosts)
         table.admits(lambda ready, cut=cut: Admission(("g",), cut))  # type: ignore[misc]
-        steering._admitted(["c", "g"], WORLD)
-    assert steering._cannot_grow(WORLD, ["g"]) and desk.target == 3
-    desk.want(7, "growth")
-    assert not steering._cannot_grow(WORLD, ["g"]) and desk.target == 7, "it is acted on once"
+        scaling._admitted(["c", "g"], WORLD)
+    assert scaling._cannot_grow(WORLD, ["g"]) and commands.target == 3
+    commands.want(7, "growth")
+    assert not scaling._cannot_grow(WORLD, ["g"]) and commands.target == 7, "it is acted on once"
 
 
 def test_a_worker_kept_from_a_node_that_may_be_used_again_is_hired_anew(tmp_path: Path) -> None:
     table = Steered(tmp_path)
-    crew, steering = table.crew, table.steering
+    worker_group, scaling = table.worker_group, table.scaling
     avoided: list[Any] = []
-    crew.hemmed = lambda nodes: ["new1", "new2"] if not nodes else []  # type: ignore[method-assign, assignment]
-    crew.hire = lambda nodes=(): avoided.append(nodes)  # type: ignore[method-assign, assignment]
-    steering.nodes.shun("n2")
-    steering.free_hemmed(steering.nodes.avoided)
+    worker_group.hemmed = lambda nodes: ["new1", "new2"] if not nodes else []  # type: ignore[method-assign, assignment]
+    worker_group.hire = lambda nodes=(): avoided.append(nodes)  # type: ignore[method-assign, assignment]
+    scaling.nodes.shun("n2")
+    scaling.free_hemmed(scaling.nodes.avoided)
     assert not table.wished and not avoided, "nothing is asked while all are where they may be"
-    crew.now += 1e9
-    steering.free_hemmed(steering.nodes.avoided)
+    worker_group.now += 1e9
+    scaling.free_hemmed(scaling.nodes.avoided)
     assert len(table.wished) == 1 and not avoided, "of none it is known that it has no place"
-    crew.places = Places((None,), frozenset({"new2", "new3"}))
-    steering.free_hemmed(steering.nodes.avoided)
-    assert crew.dismissed == ["new2"] and avoided == [frozenset()]
+    worker_group.places = Places((None,), frozenset({"new2", "new3"}))
+    scaling.free_hemmed(scaling.nodes.avoided)
+    assert worker_group.dismissed == ["new2"] and avoided == [frozenset()]
 
 
 def test_whom_an_earlier_controller_has_hired_is_hired_anew_if_it_has_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which nodes it may not come up on went with that controller: it would have waited for another one to the bound."""
-    crew = RealCrew(None, call_s=1.0, epoch=2)
+    worker_group = RealWorkerGroup(None, call_s=1.0, epoch=2)
     call = SimpleNamespace(remote=lambda *about: None)
     handle = SimpleNamespace(lifeline=call, hello=call)
-    monkeypatch.setattr(crew, "_ask_nursery", lambda method, epoch: {"w0": handle, "w1": handle})
-    crew.adopt({"w0": WorkerInfo("w0", 1, 1, "n1", "host", "cpu", 1.0)})
+    monkeypatch.setattr(worker_group, "_ask_supervisor", lambda method, epoch: {"w0": handle, "w1": handle})
+    worker_group.adopt({"w0": WorkerInfo("w0", 1, 1, "n1", "host", "cpu", 1.0)})
     for avoided in ((), ("n2",)):
-        assert crew.hemmed(avoided) == ["w1"], "and w0 is warm"
+        assert worker_group.hemmed(avoided) == ["w1"], "and w0 is warm"

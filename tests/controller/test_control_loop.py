@@ -10,24 +10,36 @@ from typing import Any
 
 import pytest
 
-from tests.controller.stage import BEGAN, PEER, TICKET, WORLD, Crew, Stage, node_of, report
+from tests.controller.stage import BEGAN, PEER, TICKET, WORLD, Stage, WorkerGroup, node_of, report
 from vescale_ray.config import ElasticSection
 from vescale_ray.controller import states
-from vescale_ray.controller.autoscaling import PLACE_S
-from vescale_ray.controller.budget import Cause
+from vescale_ray.controller.checkpointing.committer import SaveResult
+from vescale_ray.controller.checkpointing.coordinator import Unanswered
 from vescale_ray.controller.control_loop import TICK_S
-from vescale_ray.controller.durable_state import DurableState, LaunchedGeneration
-from vescale_ray.controller.generation import GIVER_S
-from vescale_ray.controller.hang import LEAST_S
-from vescale_ray.controller.keeper import Unanswered
-from vescale_ray.controller.launch import evaluation_due
-from vescale_ray.controller.policy import Kept
-from vescale_ray.controller.protocol import Bounds, Ending, RunState, Source
-from vescale_ray.controller.run_lifecycle import budget_of
-from vescale_ray.controller.saves import SaveResult
-from vescale_ray.controller.steering import PLANNED_S
-from vescale_ray.controller.worker_news import Lost, Told
-from vescale_ray.workers.messages import CHECKPOINT, RESCALE, Evaluated, Fault, FaultKind, Origin, Phase, Report, Saved, Stepped, Ticket
+from vescale_ray.controller.failures.budget import Cause
+from vescale_ray.controller.failures.hang import LEAST_S
+from vescale_ray.controller.policy import CommittedCheckpoint
+from vescale_ray.controller.protocol import Bounds, Ending, RunState, StateSource
+from vescale_ray.controller.scaling.autoscaling import PLACE_S
+from vescale_ray.controller.scaling.scaling import PLANNED_S
+from vescale_ray.controller.state.durable_state import DurableState, LaunchedGeneration
+from vescale_ray.controller.state.run_lifecycle import budget_of
+from vescale_ray.controller.transitions.generation import GIVER_S
+from vescale_ray.controller.transitions.launch import evaluation_due
+from vescale_ray.controller.worker_group.worker_news import Lost, Told
+from vescale_ray.workers.messages import (
+    CHECKPOINT,
+    RESCALE,
+    Evaluated,
+    FaultKind,
+    Origin,
+    SavedShard,
+    Stepped,
+    Ticket,
+    WorkerFault,
+    WorkerPhase,
+    WorkerReport,
+)
 
 pytestmark = pytest.mark.usefixtures("clock")
 
@@ -35,18 +47,18 @@ pytestmark = pytest.mark.usefixtures("clock")
 @pytest.mark.fault("W15")
 def test_a_leaver_whose_machine_stops_before_it_gives_is_not_awaited(tmp_path: Path) -> None:
     """No connection breaks: the members would wait in the move until the bound of the collectives is over."""
-    crew = Crew(report("a", Phase.FORMING), report("b", Phase.FORMING), report("l", Phase.GIVING))
-    stage = Stage(crew, tmp_path, ("l",))
+    worker_group = WorkerGroup(report("a", WorkerPhase.FORMING), report("b", WorkerPhase.FORMING), report("l", WorkerPhase.GIVING))
+    stage = Stage(worker_group, tmp_path, ("l",))
 
     def play(passed: float) -> None:
-        if passed > 1.0 and "l" in crew.reports:
+        if passed > 1.0 and "l" in worker_group.reports:
             stage.lose("l", Cause.NODE)
-        if crew.fenced:
-            crew.reports |= {w: report(w, Phase.PARKED, fault=PEER) for w in "ab"}
+        if worker_group.fenced:
+            worker_group.reports |= {w: report(w, WorkerPhase.PARKED, fault=PEER) for w in "ab"}
 
-    crew.each_round = play
+    worker_group.each_round = play
     ending = stage.watch()
-    ((when, inside),) = crew.fenced
+    ((when, inside),) = worker_group.fenced
     assert when - BEGAN - 1.0 == pytest.approx(GIVER_S, abs=3 * TICK_S) and inside == ("a", "b")
     assert not ending.lost and set(ending.faults) == {"a", "b"}
     assert (stage.loop._parts.account.budget.nodes, stage.loop._parts.account.budget.crashes) == (1, 0), "it was a node, and nobody's crash"
@@ -54,18 +66,20 @@ def test_a_leaver_whose_machine_stops_before_it_gives_is_not_awaited(tmp_path: P
 
 def test_a_leaver_that_fails_before_it_gives_is_not_awaited(tmp_path: Path) -> None:
     """The members waited for it to come, for as long as a collective may take; and then all of them were taken for hung."""
-    crew = Crew(report("a", Phase.FORMING), report("b", Phase.FORMING), report("l", Phase.GIVING))
-    stage = Stage(crew, tmp_path, ("l",))
+    worker_group = WorkerGroup(report("a", WorkerPhase.FORMING), report("b", WorkerPhase.FORMING), report("l", WorkerPhase.GIVING))
+    stage = Stage(worker_group, tmp_path, ("l",))
 
     def play(passed: float) -> None:
         if passed > 1.0:
-            crew.reports["l"] = report("l", Phase.PARKED, fault=Fault(FaultKind.OWN, "MemoryError: no room for a batch"))
-        if crew.fenced:
-            crew.reports |= {w: report(w, Phase.PARKED, fault=PEER) for w in "ab"}
+            worker_group.reports["l"] = report(
+                "l", WorkerPhase.PARKED, fault=WorkerFault(FaultKind.OWN, "MemoryError: no room for a batch")
+            )
+        if worker_group.fenced:
+            worker_group.reports |= {w: report(w, WorkerPhase.PARKED, fault=PEER) for w in "ab"}
 
-    crew.each_round = play
+    worker_group.each_round = play
     stage.watch()
-    ((when, _),) = crew.fenced
+    ((when, _),) = worker_group.fenced
     assert when - BEGAN - 1.0 == pytest.approx(GIVER_S, abs=3 * TICK_S)
     assert (
         stage.loop._parts.account.budget.total == {Cause.ERROR: 1} and "no room for a batch" in stage.loop._parts.account.budget.errors[0]
@@ -74,63 +88,63 @@ def test_a_leaver_that_fails_before_it_gives_is_not_awaited(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("told", [True, False], ids=["it has told so", "its word was lost with it"])
 def test_a_leaver_that_is_lost_after_it_gave_is_missed_by_nobody(told: bool, tmp_path: Path) -> None:
-    crew = Crew(report("a", Phase.FORMING), report("b", Phase.FORMING), report("l", Phase.GIVING))
-    stage = Stage(crew, tmp_path, ("l",))
+    worker_group = WorkerGroup(report("a", WorkerPhase.FORMING), report("b", WorkerPhase.FORMING), report("l", WorkerPhase.GIVING))
+    stage = Stage(worker_group, tmp_path, ("l",))
 
     def play(passed: float) -> None:
         if told and 0.4 < passed < 0.6:
-            crew.reports["l"] = report("l", Phase.PARKED)
-        if passed > 1.0 and "l" in crew.reports:
+            worker_group.reports["l"] = report("l", WorkerPhase.PARKED)
+        if passed > 1.0 and "l" in worker_group.reports:
             stage.lose("l", Cause.NODE)
         if passed > (5.0 if told else 1.0 + GIVER_S / 2):
             for worker in "ab":
                 stage.fill(worker)
         if passed > 8.0:
-            crew.reports |= {w: report(w, Phase.PARKED) for w in "ab"}
+            worker_group.reports |= {w: report(w, WorkerPhase.PARKED) for w in "ab"}
 
-    crew.each_round = play
-    assert stage.watch().clean and not crew.fenced and stage.loop._parts.account.budget.tries == 0
+    worker_group.each_round = play
+    assert stage.watch().clean and not worker_group.fenced and stage.loop._parts.account.budget.tries == 0
 
 
 def test_a_worker_without_a_processor_is_given_as_much_more_time(tmp_path: Path) -> None:
     """It had none for 3 of the seconds: it has as many more."""
-    crew = Crew(report("a", Phase.TRAINING), report("b", Phase.TRAINING))
-    stage = Stage(crew, tmp_path, filled=True, state=RunState.RUNNING)
+    worker_group = WorkerGroup(report("a", WorkerPhase.TRAINING), report("b", WorkerPhase.TRAINING))
+    stage = Stage(worker_group, tmp_path, filled=True, state=RunState.RUNNING)
     hangs = stage.loop._parts.detector._hangs
     hangs.begin(TICKET, 2)
     for step in range(1, 20):
         for _ in WORLD.members:
             hangs.stepped(TICKET, step, 0.1)
-    crew.reports |= {w: replace(one, waiting=True) for w, one in crew.reports.items()}
-    crew.starve["b"] = 3.0
+    worker_group.reports |= {w: replace(one, waiting=True) for w, one in worker_group.reports.items()}
+    worker_group.starve["b"] = 3.0
 
     def play(passed: float) -> None:
         if passed > 1.0:
-            crew.silence.setdefault("b", crew.now)
-        if crew.ended:
+            worker_group.silence.setdefault("b", worker_group.now)
+        if worker_group.ended:
             stage.lose("b", Cause.HANG)
-            crew.reports["a"] = report("a", Phase.PARKED, fault=PEER)
+            worker_group.reports["a"] = report("a", WorkerPhase.PARKED, fault=PEER)
 
-    crew.each_round = play
+    worker_group.each_round = play
     stage.watch()
-    assert set(crew.ended) == {"b"} and not crew.starve
-    assert crew.ended["b"] - BEGAN - 1.0 == pytest.approx(LEAST_S + 3.0, abs=4 * TICK_S)
+    assert set(worker_group.ended) == {"b"} and not worker_group.starve
+    assert worker_group.ended["b"] - BEGAN - 1.0 == pytest.approx(LEAST_S + 3.0, abs=4 * TICK_S)
 
 
 def test_a_hang_is_reported_once_however_long_its_worker_takes_to_die(tmp_path: Path) -> None:
     """Ten reports of one hang, each of which stopped the controller for half a second, where its node told nothing of its death."""
-    crew = Crew(report("a", Phase.TRAINING), report("b", Phase.TRAINING))
-    stage = Stage(crew, tmp_path, filled=True, state=RunState.RUNNING)
+    worker_group = WorkerGroup(report("a", WorkerPhase.TRAINING), report("b", WorkerPhase.TRAINING))
+    stage = Stage(worker_group, tmp_path, filled=True, state=RunState.RUNNING)
     stage.loop._parts.detector._hangs = SimpleNamespace(
         verdict=lambda *about: {"b": "it stands"}, ended=lambda hung: None, heard=lambda *about: None, forming_s=5.0, bound_s=5.0
     )
 
     def play(passed: float) -> None:
-        if crew.now - crew.ended.get("b", crew.now) > 1.0:
+        if worker_group.now - worker_group.ended.get("b", worker_group.now) > 1.0:
             stage.lose("b", Cause.HANG)
-            crew.reports["a"] = report("a", Phase.PARKED, fault=PEER)
+            worker_group.reports["a"] = report("a", WorkerPhase.PARKED, fault=PEER)
 
-    crew.each_round = play
+    worker_group.each_round = play
     stage.watch()
     (hang,) = stage.of("hang")
     assert set(hang["workers"]) == {"b"}
@@ -138,16 +152,16 @@ def test_a_hang_is_reported_once_however_long_its_worker_takes_to_die(tmp_path: 
 
 def test_a_worker_that_leaves_its_generation_as_it_is_ended_is_lost(tmp_path: Path) -> None:
     """It was made a member of the next one, which then failed as well."""
-    crew = Crew(report("a", Phase.PARKED, fault=PEER), report("b", Phase.TRAINING))
-    stage = Stage(crew, tmp_path, filled=True, state=RunState.RUNNING)
+    worker_group = WorkerGroup(report("a", WorkerPhase.PARKED, fault=PEER), report("b", WorkerPhase.TRAINING))
+    stage = Stage(worker_group, tmp_path, filled=True, state=RunState.RUNNING)
 
     def play(passed: float) -> None:
-        if crew.ended:
-            crew.reports["b"] = report("b", Phase.PARKED, fault=PEER)
-        if crew.now - crew.ended.get("b", crew.now) > 0.3:
+        if worker_group.ended:
+            worker_group.reports["b"] = report("b", WorkerPhase.PARKED, fault=PEER)
+        if worker_group.now - worker_group.ended.get("b", worker_group.now) > 0.3:
             stage.lose("b", Cause.HANG)
 
-    crew.each_round = play
+    worker_group.each_round = play
     ending = stage.watch()
     assert ending.living == ("a",) and set(ending.lost) == {"b"}
 
@@ -155,42 +169,47 @@ def test_a_worker_that_leaves_its_generation_as_it_is_ended_is_lost(tmp_path: Pa
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_restarted_controller_awaits_a_last_checkpoint_as_long_as_the_first(tmp_path: Path, ends: bool) -> None:
     """The controller that had ordered it would have given it up; the next one took its writers for members that train, for ever."""
-    crew = Crew(report("a", Phase.SAVING), report("b", Phase.SAVING))
-    stage = Stage(crew, tmp_path, filled=True, bounds=Bounds(save=30.0))
+    worker_group = WorkerGroup(report("a", WorkerPhase.SAVING), report("b", WorkerPhase.SAVING))
+    stage = Stage(worker_group, tmp_path, filled=True, bounds=Bounds(save=30.0))
     stage.loop._parts.detector.adopt(WORLD)
 
     def play(passed: float) -> None:
         if ends:
-            phases = {"a": Phase.FINISHED if passed > 10.0 else Phase.SAVING, "b": Phase.FINISHED if passed > 20.0 else Phase.SAVING}
-            crew.reports |= {w: report(w, phase) for w, phase in phases.items()}
-        for worker in [w for w in crew.ended if w in crew.reports]:
+            phases = {
+                "a": WorkerPhase.FINISHED if passed > 10.0 else WorkerPhase.SAVING,
+                "b": WorkerPhase.FINISHED if passed > 20.0 else WorkerPhase.SAVING,
+            }
+            worker_group.reports |= {w: report(w, phase) for w, phase in phases.items()}
+        for worker in [w for w in worker_group.ended if w in worker_group.reports]:
             stage.lose(worker, Cause.HANG)
 
-    crew.each_round = play
+    worker_group.each_round = play
     ending = stage.watch()
     if ends:
-        assert ending.clean and ending.finished and not crew.fenced and crew.now - BEGAN == pytest.approx(20.0, abs=3 * TICK_S)
+        assert (
+            ending.clean and ending.finished and not worker_group.fenced and worker_group.now - BEGAN == pytest.approx(20.0, abs=3 * TICK_S)
+        )
         return
-    assert set(ending.lost) == {"a", "b"} and not crew.asked
-    assert all(when - BEGAN == pytest.approx(30.0, abs=3 * TICK_S) for when in crew.ended.values())
+    assert set(ending.lost) == {"a", "b"} and not worker_group.asked
+    assert all(when - BEGAN == pytest.approx(30.0, abs=3 * TICK_S) for when in worker_group.ended.values())
     assert "it still writes a checkpoint after 30 s" in str(stage.of("hang")[0]["workers"])
 
 
 @pytest.mark.parametrize(("stop", "step", "state"), [(None, 60, "CHECKPOINTING"), ("SIGTERM", 40, "STOPPING"), (None, 40, "RESCALING")])
 def test_a_restarted_controller_says_what_is_saved_for(tmp_path: Path, stop: str | None, step: int, state: str) -> None:
     """It said RESCALING for as long as that took. What is kept of a run that has failed is no last checkpoint."""
-    crew = Crew(report("a", Phase.SAVING), report("b", Phase.SAVING))
-    stage, seen = Stage(crew, tmp_path, step=step), list[RunState]()
+    worker_group = WorkerGroup(report("a", WorkerPhase.SAVING), report("b", WorkerPhase.SAVING))
+    stage, seen = Stage(worker_group, tmp_path, step=step), list[RunState]()
     stage.loop._parts.detector.adopt(stage.world)
     if stop:
-        stage.loop.desk.end(stop)
+        stage.loop.commands.end(stop)
 
     def play(passed: float) -> None:
         seen.append(stage.run.stats.state)
         if passed > 1.0:
-            crew.reports |= {w: report(w, Phase.PARKED if stop else Phase.FINISHED) for w in "ab"}
+            worker_group.reports |= {w: report(w, WorkerPhase.PARKED if stop else WorkerPhase.FINISHED) for w in "ab"}
 
-    crew.each_round = play
+    worker_group.each_round = play
     assert stage.watch().clean
     assert str(seen[-1]) == str(stage.run.stats.state) == state
 
@@ -206,58 +225,60 @@ def adopted(stage: Stage) -> states.Running:
 def test_an_order_that_a_leaver_did_not_get_is_taken_back(tmp_path: Path) -> None:
     """A killed controller gave it to the members alone. They would wait for that leaver for as long as a group may take to form."""
     before = replace(TICKET, generation=6)
-    crew = Crew(report("a", Phase.FORMING), report("b", Phase.FORMING), report("l", Phase.PARKED, before))
-    adopted(Stage(crew, tmp_path / "1", ("l",)))
-    assert [who for _, who in crew.fenced] == [("a", "b", "l")]
-    crew = Crew(report("a", Phase.FORMING), report("b", Phase.FORMING), report("l", Phase.GIVING))
-    adopted(Stage(crew, tmp_path / "2", ("l",)))
-    assert not crew.fenced
+    worker_group = WorkerGroup(report("a", WorkerPhase.FORMING), report("b", WorkerPhase.FORMING), report("l", WorkerPhase.PARKED, before))
+    adopted(Stage(worker_group, tmp_path / "1", ("l",)))
+    assert [who for _, who in worker_group.fenced] == [("a", "b", "l")]
+    worker_group = WorkerGroup(report("a", WorkerPhase.FORMING), report("b", WorkerPhase.FORMING), report("l", WorkerPhase.GIVING))
+    adopted(Stage(worker_group, tmp_path / "2", ("l",)))
+    assert not worker_group.fenced
 
 
 @pytest.mark.parametrize(
     ("a", "b", "moved"),
     [
-        (Phase.TRAINING, Phase.TRAINING, True),
-        (Phase.TRAINING, Phase.FINISHED, True),
-        (Phase.SAVING, Phase.PARKED, True),
-        (Phase.FORMING, Phase.FORMING, False),
+        (WorkerPhase.TRAINING, WorkerPhase.TRAINING, True),
+        (WorkerPhase.TRAINING, WorkerPhase.FINISHED, True),
+        (WorkerPhase.SAVING, WorkerPhase.PARKED, True),
+        (WorkerPhase.FORMING, WorkerPhase.FORMING, False),
         # Who has its part trains, and waits in its first step for who has not: it may be that one which waits for the leaver.
-        (Phase.TRAINING, Phase.FORMING, False),
+        (WorkerPhase.TRAINING, WorkerPhase.FORMING, False),
     ],
 )
-def test_a_restarted_controller_misses_no_leaver_of_a_move_that_is_over(a: Phase, b: Phase, moved: bool, tmp_path: Path) -> None:
+def test_a_restarted_controller_misses_no_leaver_of_a_move_that_is_over(
+    a: WorkerPhase, b: WorkerPhase, moved: bool, tmp_path: Path
+) -> None:
     """Its durable state names them until something else is written down."""
-    stage = Stage(Crew(report("a", a), report("b", b)), tmp_path, ("gone",))
+    stage = Stage(WorkerGroup(report("a", a), report("b", b)), tmp_path, ("gone",))
     adopted(stage)
-    assert stage.loop._parts.steering.leavers == (() if moved else ("gone",))
+    assert stage.loop._parts.scaling.leavers == (() if moved else ("gone",))
 
 
-@pytest.mark.parametrize("b", [report("b", Phase.PARKED, fault=PEER), None], ids=["failed", "says nothing"])
+@pytest.mark.parametrize("b", [report("b", WorkerPhase.PARKED, fault=PEER), None], ids=["failed", "says nothing"])
 @pytest.mark.parametrize("stepped", [True, False])
-def test_a_step_of_the_generation_says_that_the_move_is_over(b: Report | None, stepped: bool, tmp_path: Path) -> None:
+def test_a_step_of_the_generation_says_that_the_move_is_over(b: WorkerReport | None, stepped: bool, tmp_path: Path) -> None:
     """Of a member that had no processor for a while nothing was heard; that the leaver, gone for hours, was missed broke the generation."""
-    stage = Stage(Crew(*(one for one in (report("a", Phase.TRAINING), b) if one is not None)), tmp_path, ("gone",))
+    stage = Stage(WorkerGroup(*(one for one in (report("a", WorkerPhase.TRAINING), b) if one is not None)), tmp_path, ("gone",))
     if stepped:
         stage.run.stats.steps.last["generation"] = TICKET.generation
     adopted(stage)
-    assert stage.loop._parts.steering.leavers == (() if stepped else ("gone",))
+    assert stage.loop._parts.scaling.leavers == (() if stepped else ("gone",))
 
 
 def test_the_next_worker_is_asked_where_one_does_not_know_the_outline(tmp_path: Path) -> None:
-    crew = Crew(report("a", Phase.TRAINING), report("b", Phase.TRAINING))
-    stage, asked = Stage(crew, tmp_path), list[float]()
+    worker_group = WorkerGroup(report("a", WorkerPhase.TRAINING), report("b", WorkerPhase.TRAINING))
+    stage, asked = Stage(worker_group, tmp_path), list[float]()
 
     def ask(workers: Any) -> None:
-        if len(asked) < 2 and not crew.asking_outline:
-            asked.append(crew.now)
-            crew.asking_outline = True
+        if len(asked) < 2 and not worker_group.asking_outline:
+            asked.append(worker_group.now)
+            worker_group.asking_outline = True
 
     def play(passed: float) -> None:
-        if crew.asking_outline:
-            crew.asking_outline = False  # "I don't know"
-            crew.news.append(Told(None))
+        if worker_group.asking_outline:
+            worker_group.asking_outline = False  # "I don't know"
+            worker_group.news.append(Told(None))
 
-    crew.ask_outline, crew.each_round = ask, play  # type: ignore[method-assign]
+    worker_group.ask_outline, worker_group.each_round = ask, play  # type: ignore[method-assign]
     adopted(stage)
     assert len(asked) == 2
 
@@ -265,16 +286,16 @@ def test_the_next_worker_is_asked_where_one_does_not_know_the_outline(tmp_path: 
 @pytest.mark.parametrize("generation", [6, 7])
 def test_a_restarted_controller_awaits_no_checkpoint_of_an_old_generation(generation: int, tmp_path: Path) -> None:
     """Every worker tells it its last vote, those of the others were given up long since: none was begun for ten minutes."""
-    item = Saved(Ticket(generation, 1), f"r-g{generation}-s40", 40, generation, 0, 2, "{}", None, 0.1)
-    stage = Stage(Crew(replace(report("a", Phase.TRAINING), items=((1, item),)), report("b", Phase.TRAINING)), tmp_path)
+    item = SavedShard(Ticket(generation, 1), f"r-g{generation}-s40", 40, generation, 0, 2, "{}", None, 0.1)
+    stage = Stage(WorkerGroup(replace(report("a", WorkerPhase.TRAINING), items=((1, item),)), report("b", WorkerPhase.TRAINING)), tmp_path)
     adopted(stage)
-    assert stage.saves.busy == (generation == 7)
+    assert stage.committer.busy == (generation == 7)
 
 
 def awaited(stage: Stage, ended: Ending, workers: int, hire: int) -> bool:
     """Whether the workers that are awaited come in time."""
-    waiting = states.Waiting(ended, workers, hire, stage.crew.now)
-    stage.loop._parts.steering.hire_failures.clear()
+    waiting = states.Waiting(ended, workers, hire, stage.worker_group.now)
+    stage.loop._parts.scaling.hire_failures.clear()
     recovering: states.Recovering = stage.rounds(states.Recovering, begin=stage.recovery._hire_awaited(waiting))
     return not recovering.waited
 
@@ -289,33 +310,33 @@ def test_a_replacement_that_dies_is_hired_anew_as_often_as_at_the_start(
     deaths: int, elastic: dict[str, Any], comes: bool, tmp_path: Path
 ) -> None:
     """One such death ended the run, with "no replacement came in time"."""
-    crew = Crew(report("a", Phase.PARKED))
-    stage = Stage(crew, tmp_path, **elastic)
+    worker_group = WorkerGroup(report("a", WorkerPhase.PARKED))
+    stage = Stage(worker_group, tmp_path, **elastic)
     if not elastic:
-        crew.on_the_way.append("spare")
+        worker_group.on_the_way.append("spare")
     died = 0
 
     def play(passed: float) -> None:
         nonlocal died
-        if not crew.on_the_way:
+        if not worker_group.on_the_way:
             return
-        worker = crew.on_the_way.pop()
+        worker = worker_group.on_the_way.pop()
         if died < deaths:
             died += 1
-            crew.news.append(Lost(worker, None, "its process died"))
+            worker_group.news.append(Lost(worker, None, "its process died"))
         else:
-            crew.reports["fresh"] = report("fresh", Phase.IDLE)
+            worker_group.reports["fresh"] = report("fresh", WorkerPhase.IDLE)
 
-    crew.each_round = play
+    worker_group.each_round = play
     assert awaited(stage, Ending(("a",)), 2, 1 if elastic else 0) is comes
     limit = ElasticSection(workers=2).max_recoveries_without_progress
-    assert crew.hired == (deaths + 1 if comes else limit + 1 if elastic else 0)
+    assert worker_group.hired == (deaths + 1 if comes else limit + 1 if elastic else 0)
 
 
 def test_a_lone_worker_that_hangs_is_given_time_where_none_replaces_it(tmp_path: Path) -> None:
     def replaced(name: str, **changes: Any) -> bool:
         config = {"elastic_workers": 1, "run_name": name, **changes}
-        return bool(Stage(Crew(), tmp_path / name, config=config).loop._parts.detector._hangs.replaced)
+        return bool(Stage(WorkerGroup(), tmp_path / name, config=config).loop._parts.detector._hangs.replaced)
 
     assert not replaced("alone")
     for name, changes in (("lost", {"elastic_replace_lost": True}), ("grow", {"elastic_grow": True})):
@@ -325,23 +346,23 @@ def test_a_lone_worker_that_hangs_is_given_time_where_none_replaces_it(tmp_path:
 
 def test_a_loss_between_a_stop_and_its_boundary_does_not_prevent_the_stop(tmp_path: Path) -> None:
     """The run failed, with what its workers held, on the way from STOPPING to RESCALING."""
-    crew = Crew(report("a", Phase.TRAINING), report("b", Phase.TRAINING))
-    stage = Stage(crew, tmp_path, filled=True, state=RunState.STOPPING)
-    stage.loop.desk.end("SIGTERM")
+    worker_group = WorkerGroup(report("a", WorkerPhase.TRAINING), report("b", WorkerPhase.TRAINING))
+    stage = Stage(worker_group, tmp_path, filled=True, state=RunState.STOPPING)
+    stage.loop.commands.end("SIGTERM")
 
     def play(passed: float) -> None:
-        if passed > 1.0 and "b" in crew.reports:
+        if passed > 1.0 and "b" in worker_group.reports:
             stage.lose("b", Cause.KILLED)
-        if crew.fenced:
-            crew.reports["a"] = report("a", Phase.PARKED, fault=PEER)
+        if worker_group.fenced:
+            worker_group.reports["a"] = report("a", WorkerPhase.PARKED, fault=PEER)
 
-    crew.each_round = play
+    worker_group.each_round = play
     ending = stage.watch()
-    assert ending.living == ("a",) and set(ending.lost) == {"b"} and crew.fenced
+    assert ending.living == ("a",) and set(ending.lost) == {"b"} and worker_group.fenced
     assert stage.run.stats.state is RunState.STOPPING and stage.run.stats.rescale is None
 
 
-def saves(stage: Stage, result: SaveResult | None) -> list[tuple[str, ...]]:
+def committer(stage: Stage, result: SaveResult | None) -> list[tuple[str, ...]]:
     """Let each checkpoint of parked workers have this result; the workers of each."""
     made: list[tuple[str, ...]] = []
 
@@ -349,42 +370,44 @@ def saves(stage: Stage, result: SaveResult | None) -> list[tuple[str, ...]]:
         made.append(tuple(workers))
         return result
 
-    stage.loop._parts.keeper.save = save
+    stage.loop._parts.coordinator.save = save
     return made
 
 
-LAST = SaveResult("r-h8-s60", 60, 8, 0.1, Kept("c60", "/c60", 60))
+LAST = SaveResult("r-h8-s60", 60, 8, 0.1, CommittedCheckpoint("c60", "/c60", 60))
 
 
 @pytest.mark.parametrize("state", [RunState.STOPPING, RunState.STARTING, RunState.RESCALING, RunState.RUNNING])
 def test_a_run_is_done_after_its_last_step_from_every_state(tmp_path: Path, state: RunState) -> None:
     """A stop may meet the last step; of a run with one step left the first word may be that it is done. Both failed."""
-    stage = Stage(Crew(report("a", Phase.FINISHED), report("b", Phase.FINISHED)), tmp_path, state=state, step=60)
-    saves(stage, LAST)
+    stage = Stage(WorkerGroup(report("a", WorkerPhase.FINISHED), report("b", WorkerPhase.FINISHED)), tmp_path, state=state, step=60)
+    committer(stage, LAST)
     outcome = stage.rounds(begin=stage.end.complete(Ending(("a", "b"), finished=True))).outcome
     assert (outcome.state, outcome.step, outcome.checkpoint) == ("DONE", 60, "/c60")
     assert stage.run.stats.state is RunState.DONE
 
 
 def test_a_change_that_the_last_step_comes_before_is_none(tmp_path: Path) -> None:
-    stage = Stage(Crew(report("a", Phase.FINISHED), report("b", Phase.FINISHED)), tmp_path)
+    stage = Stage(WorkerGroup(report("a", WorkerPhase.FINISHED), report("b", WorkerPhase.FINISHED)), tmp_path)
     stage.loop._parts.generation.begin_rescale("manual", 2)
-    saves(stage, LAST)
+    committer(stage, LAST)
     stage.rounds(begin=stage.end.complete(Ending(("a", "b"), finished=True)))
     assert "rescale_abandoned" in stage.events and "rescaled" not in stage.events
 
 
 def completing(folder: Path, kept: int | None, *living: str) -> tuple[Stage, Any]:
     """What follows the last checkpoint of a run of 60 steps, which is of step ``kept``; ``living``: the workers that are left after it."""
-    stage = Stage(Crew(report("a", Phase.FINISHED), report("b", Phase.FINISHED)), folder, state=RunState.RUNNING, step=60)
+    stage = Stage(
+        WorkerGroup(report("a", WorkerPhase.FINISHED), report("b", WorkerPhase.FINISHED)), folder, state=RunState.RUNNING, step=60
+    )
 
     def save(workers: Any, *, only_newer: bool = False) -> SaveResult | None:
         for worker in {"a", "b"} - set(living):
             stage.loop._lose(Lost(worker, node_of(worker), "its process died"))
-            del stage.crew.reports[worker]
-        return None if kept is None else SaveResult("r-h8", kept, 8, 0.1, Kept(f"c{kept}", f"/c{kept}", kept))
+            del stage.worker_group.reports[worker]
+        return None if kept is None else SaveResult("r-h8", kept, 8, 0.1, CommittedCheckpoint(f"c{kept}", f"/c{kept}", kept))
 
-    stage.loop._parts.keeper.save = save
+    stage.loop._parts.coordinator.save = save
     return stage, stage.rounds(states.Recovering, begin=stage.end.complete(Ending(("a", "b"), finished=True)))
 
 
@@ -392,7 +415,7 @@ def test_a_run_is_not_done_with_a_checkpoint_of_an_earlier_step(tmp_path: Path) 
     """With a copy every third step, and a worker lost in the last checkpoint: of the last step nobody has its part. It was called DONE."""
     stage, state = completing(tmp_path, 59, "a")
     assert isinstance(state, states.Recovering), "training goes back to what is left"
-    assert stage.loop._parts.account.budget.crashes == 1 and stage.loop.desk.target == 1, "those that are left go on"
+    assert stage.loop._parts.account.budget.crashes == 1 and stage.loop.commands.target == 1, "those that are left go on"
 
 
 def test_an_incomplete_state_after_the_last_step_is_no_further_failure(tmp_path: Path) -> None:
@@ -415,7 +438,7 @@ def decided(stage: Stage) -> list[type | tuple[str, ...]]:
         return transitions[states.Waiting](state)
 
     stage.loop._transitions = {**transitions, states.Locating: locating, states.Waiting: waiting}
-    living = tuple(w for w in WORLD.members if stage.crew.alive(w))
+    living = tuple(w for w in WORLD.members if stage.worker_group.alive(w))
     stage.rounds(begin=states.Recovering(Ending(living, {"b": "its process died"}, {}, False, {"b": "killed"})))
     return made
 
@@ -423,118 +446,120 @@ def decided(stage: Stage) -> list[type | tuple[str, ...]]:
 @pytest.mark.fault("W8")
 def test_a_leaver_that_lives_takes_part_again_after_a_loss_in_the_move(tmp_path: Path) -> None:
     """Three were to become two. The run failed, or waited for a replacement without end, with two warm workers there."""
-    crew = Crew(report("a", Phase.FORMING), report("b", Phase.FORMING), report("l", Phase.GIVING))
-    stage = Stage(crew, tmp_path, ("l",), min_workers=2)
+    worker_group = WorkerGroup(report("a", WorkerPhase.FORMING), report("b", WorkerPhase.FORMING), report("l", WorkerPhase.GIVING))
+    stage = Stage(worker_group, tmp_path, ("l",), min_workers=2)
 
     def play(passed: float) -> None:
-        if passed > 1.0 and "b" in crew.reports:
+        if passed > 1.0 and "b" in worker_group.reports:
             stage.lose("b", Cause.KILLED)
-            crew.reports |= {w: report(w, Phase.PARKED, fault=PEER) for w in "al"}
+            worker_group.reports |= {w: report(w, WorkerPhase.PARKED, fault=PEER) for w in "al"}
 
-    crew.each_round = play
+    worker_group.each_round = play
     stage.loop._transitions, transitions = {**stage.loop._transitions}, stage.loop._transitions
     stage.watch()
     stage.loop._transitions = transitions
-    assert stage.loop.desk.target == 2
+    assert stage.loop.commands.target == 2
     assert decided(stage) == [("a", "l")]
-    assert crew.hired == 0
+    assert worker_group.hired == 0
 
 
 @pytest.mark.parametrize(("fewest", "members"), [(1, ("a",)), (2, ("a", "l"))])
 def test_a_draining_leaver_takes_part_again_only_where_it_is_needed(fewest: int, members: tuple[str, ...], tmp_path: Path) -> None:
-    crew = Crew(report("a", Phase.PARKED, fault=PEER), report("l", Phase.PARKED, fault=PEER))
-    stage = Stage(crew, tmp_path, ("l",), min_workers=fewest)
+    worker_group = WorkerGroup(report("a", WorkerPhase.PARKED, fault=PEER), report("l", WorkerPhase.PARKED, fault=PEER))
+    stage = Stage(worker_group, tmp_path, ("l",), min_workers=fewest)
     stage.drain("l")
     transitions = stage.loop._transitions
     stage.watch()
     stage.loop._transitions = transitions
-    assert stage.loop.desk.target == fewest
+    assert stage.loop.commands.target == fewest
     assert decided(stage) == [members]
 
 
 def test_a_growing_run_hires_one_worker_where_one_is_missing(tmp_path: Path) -> None:
     """It wanted fewer than it may have, waited for more, had them, wanted fewer: another hiring with each round, for ever."""
-    crew = Crew(report("a", Phase.PARKED, fault=PEER))
-    stage = Stage(crew, tmp_path, min_workers=2, grow=True)
-    crew.each_round = lambda passed: crew.reports.update({w: report(w, Phase.IDLE, Ticket(0, 0)) for w in crew.on_the_way})
+    worker_group = WorkerGroup(report("a", WorkerPhase.PARKED, fault=PEER))
+    stage = Stage(worker_group, tmp_path, min_workers=2, grow=True)
+    worker_group.each_round = lambda passed: worker_group.reports.update(
+        {w: report(w, WorkerPhase.IDLE, Ticket(0, 0)) for w in worker_group.on_the_way}
+    )
     transitions = stage.loop._transitions
     stage.watch()
     stage.loop._transitions = transitions
     made = decided(stage)
-    assert crew.hired == 1 and made == [states.Waiting, ("a", "new1")]
+    assert worker_group.hired == 1 and made == [states.Waiting, ("a", "new1")]
 
 
 def test_a_worker_that_is_being_hired_counts_when_another_is_lost(tmp_path: Path) -> None:
-    crew = Crew(report("a", Phase.PARKED, fault=PEER))
-    crew.hiring = 1
-    stage = Stage(crew, tmp_path)
+    worker_group = WorkerGroup(report("a", WorkerPhase.PARKED, fault=PEER))
+    worker_group.hiring = 1
+    stage = Stage(worker_group, tmp_path)
     stage.watch()
-    assert stage.loop.desk.target == 2
+    assert stage.loop.commands.target == 2
 
 
 @pytest.mark.parametrize(("out_s", "ends"), [(20.0, "begun"), (1e9, "FAILED"), (1e9, "STOPPED")], ids=["comes back", "stays away", "stop"])
 @pytest.mark.fault("S6")
 def test_a_storage_out_of_reach_is_awaited_where_no_worker_holds_a_state(out_s: float, ends: str, tmp_path: Path) -> None:
     """The loss of two neighbours in the moment of an outage ended the run, and its last words were those of a socket."""
-    crew = Crew(report("a", Phase.PARKED))
-    stage = Stage(crew, tmp_path, bounds=Bounds(storage=60.0))
-    keeper = stage.loop._parts.keeper
+    worker_group = WorkerGroup(report("a", WorkerPhase.PARKED))
+    stage = Stage(worker_group, tmp_path, bounds=Bounds(storage=60.0))
+    coordinator = stage.loop._parts.coordinator
 
-    def newer(holders: Any) -> Kept:
-        if crew.now - BEGAN < out_s:
-            raise OSError(5, f"s3://bucket: no answer to request {crew.now}")
-        return Kept("c30", "/c30", 30)
+    def newer(holders: Any) -> CommittedCheckpoint:
+        if worker_group.now - BEGAN < out_s:
+            raise OSError(5, f"s3://bucket: no answer to request {worker_group.now}")
+        return CommittedCheckpoint("c30", "/c30", 30)
 
-    keeper.newer, keeper.newest = newer, lambda: Kept("c30", "/c30", 30)
+    coordinator.newer, coordinator.newest = newer, lambda: CommittedCheckpoint("c30", "/c30", 30)
     if ends == "STOPPED":
-        crew.each_round = lambda passed: stage.loop.desk.end("asked to") if passed > 10.0 else None
+        worker_group.each_round = lambda passed: stage.loop.commands.end("asked to") if passed > 10.0 else None
     state = stage.rounds(states.Running, begin=states.Recovering(Ending(("a",), {"b": "its process died"})))
     if ends == "begun":
-        assert state.world.members == ("a",) and state.world.source.step == 30 and 20.0 <= crew.now - BEGAN < 23.0
+        assert state.world.members == ("a",) and state.world.source.step == 30 and 20.0 <= worker_group.now - BEGAN < 23.0
     elif ends == "FAILED":
         assert "no worker holds a state" in state.outcome.error and "s3://bucket: no answer to" in state.outcome.error
-        assert not state.outcome.refused and 60.0 < crew.now - BEGAN < 65.0
+        assert not state.outcome.refused and 60.0 < worker_group.now - BEGAN < 65.0
     else:
-        assert state.outcome.state == "STOPPED" and crew.now - BEGAN < 11.0, "whoever stops it need not wait"
+        assert state.outcome.state == "STOPPED" and worker_group.now - BEGAN < 11.0, "whoever stops it need not wait"
     assert len(stage.of("storage_unreachable")) == 1, "told of once"
 
 
 def test_a_storage_that_does_not_answer_stops_neither_the_loop_nor_a_stop(tmp_path: Path) -> None:
     """The loop waits in its rounds, so that a command reaches it; a worker that dies meanwhile is no member of the next generation."""
-    crew = Crew(report("a", Phase.PARKED), report("b", Phase.PARKED))
-    stage = Stage(crew, tmp_path)
-    keeper, died = stage.loop._parts.keeper, [False]
-    keeper.newest = lambda: Kept("c30", "/c30", 30)
+    worker_group = WorkerGroup(report("a", WorkerPhase.PARKED), report("b", WorkerPhase.PARKED))
+    stage = Stage(worker_group, tmp_path)
+    coordinator, died = stage.loop._parts.coordinator, [False]
+    coordinator.newest = lambda: CommittedCheckpoint("c30", "/c30", 30)
 
-    def newer(holders: Any) -> Kept:
-        if crew.now - BEGAN < 5.0:
+    def newer(holders: Any) -> CommittedCheckpoint:
+        if worker_group.now - BEGAN < 5.0:
             raise Unanswered
-        return Kept("c30", "/c30", 30)
+        return CommittedCheckpoint("c30", "/c30", 30)
 
     def play(passed: float) -> None:
         if passed > 2.0 and not died[0]:
             died[0] = True
             stage.lose("b", Cause.KILLED)
 
-    keeper.newer, crew.each_round = newer, play
+    coordinator.newer, worker_group.each_round = newer, play
     state = stage.rounds(states.Running, begin=states.Recovering(Ending(("a", "b"))))
-    assert state.world.members == ("a",) and 5.0 <= crew.now - BEGAN < 5.5
-    again = Stage(Crew(report("a", Phase.PARKED)), tmp_path / "again")
-    again.loop._parts.keeper.newest = keeper.newest
+    assert state.world.members == ("a",) and 5.0 <= worker_group.now - BEGAN < 5.5
+    again = Stage(WorkerGroup(report("a", WorkerPhase.PARKED)), tmp_path / "again")
+    again.loop._parts.coordinator.newest = coordinator.newest
 
-    def never(holders: Any) -> Kept:
+    def never(holders: Any) -> CommittedCheckpoint:
         raise Unanswered
 
-    again.loop._parts.keeper.newer = never
-    again.loop.desk.end("asked to")
+    again.loop._parts.coordinator.newer = never
+    again.loop.commands.end("asked to")
     began = states.Locating(Ending(("a",)), ("a",), ())
-    assert again.rounds(begin=began).outcome.state == "STOPPED" and again.crew.now - BEGAN < 1.0
+    assert again.rounds(begin=began).outcome.state == "STOPPED" and again.worker_group.now - BEGAN < 1.0
 
 
 def test_an_evaluation_that_was_lost_is_made_up_and_none_is_made_twice(tmp_path: Path) -> None:
     config = {"train_eval_every": 20, "data_eval_samples": 8}
-    stage = Stage(Crew(report("a", Phase.PARKED)), tmp_path, config=config)
-    spec: Any = SimpleNamespace(source=Source(Origin.CHECKPOINT, 20))
+    stage = Stage(WorkerGroup(report("a", WorkerPhase.PARKED)), tmp_path, config=config)
+    spec: Any = SimpleNamespace(source=StateSource(Origin.CHECKPOINT, 20))
     stage.loop._parts.generation.evaluated(Evaluated(TICKET, 40, 1.5, 8))
     heldout = stage.run.stats.heldout
     due = [step for step in (0, 1, 20, 21, 40, 60) if evaluation_due(step, stage.config, spec, heldout)]
@@ -542,11 +567,11 @@ def test_an_evaluation_that_was_lost_is_made_up_and_none_is_made_twice(tmp_path:
     assert [step for step in (39, 40, 41) if evaluation_due(step, stage.config, spec, ())] == [40]
 
 
-def trains(folder: Path, crew: Crew, **about: Any) -> Stage:
+def trains(folder: Path, worker_group: WorkerGroup, **about: Any) -> Stage:
     """A generation that trains, and has done a step."""
-    world = replace(WORLD, members=tuple(w for w in "abcd" if w in crew.reports))
-    crew.infos |= {w: node_of(w) for w in (*crew.reports, *crew.on_the_way)}
-    stage = Stage(crew, folder, filled=True, state=RunState.RUNNING, world=world, **about)
+    world = replace(WORLD, members=tuple(w for w in "abcd" if w in worker_group.reports))
+    worker_group.infos |= {w: node_of(w) for w in (*worker_group.reports, *worker_group.on_the_way)}
+    stage = Stage(worker_group, folder, filled=True, state=RunState.RUNNING, world=world, **about)
     stage.run.stats.steps.last["generation"] = TICKET.generation
     return stage
 
@@ -563,18 +588,18 @@ def test_a_change_lets_a_checkpoint_be_written_and_a_drain_does_not(
     writes: str, took_s: float | None, waits_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each change gave up the checkpoint that was being written: with one a minute, and a minute's writing, there was never any."""
-    crew = Crew(*(replace(report(w, Phase.TRAINING), writing=writes == "a worker" and w == "b") for w in "ab"))
-    stage = trains(tmp_path, crew)
+    worker_group = WorkerGroup(*(replace(report(w, WorkerPhase.TRAINING), writing=writes == "a worker" and w == "b") for w in "ab"))
+    stage = trains(tmp_path, worker_group)
     if took_s is not None:
         stage.run.stats.checkpoints.seconds = took_s
-    planned = {"plans": lambda: crew.now > 53.0, "no plans": lambda: False}.get(writes, lambda: True)
-    monkeypatch.setattr(type(stage.loop._parts.keeper.layouts), "planned", lambda self, *worlds: planned())
-    monkeypatch.setattr(type(stage.saves), "busy", property(lambda self: writes == "a commit"))
-    stage.loop.desk.want(1, "manual")
-    while not crew.asked:
+    planned = {"plans": lambda: worker_group.now > 53.0, "no plans": lambda: False}.get(writes, lambda: True)
+    monkeypatch.setattr(type(stage.loop._parts.coordinator.layouts), "planned", lambda self, *worlds: planned())
+    monkeypatch.setattr(type(stage.committer), "busy", property(lambda self: writes == "a commit"))
+    stage.loop.commands.want(1, "manual")
+    while not worker_group.asked:
         stage.loop.step()
-    assert crew.asked == [RESCALE] and crew.now - BEGAN == pytest.approx(waits_s, abs=3 * TICK_S)
-    other = Crew(*crew.reports.values())
+    assert worker_group.asked == [RESCALE] and worker_group.now - BEGAN == pytest.approx(waits_s, abs=3 * TICK_S)
+    other = WorkerGroup(*worker_group.reports.values())
     drained = trains(tmp_path / "drained", other)
     drained.drain("b")
     drained.loop.step()
@@ -585,77 +610,77 @@ def test_a_change_lets_a_checkpoint_be_written_and_a_drain_does_not(
 @pytest.mark.fault("N7")
 def test_a_drain_leaves_workers_on_the_way_alone(warming: str, hiring: int, wanted: int, tmp_path: Path) -> None:
     """Of three that were to be five one had to go as the two were still warming: the run stayed at two, and they were sent away."""
-    crew = Crew(*(report(w, Phase.TRAINING) for w in "abc"))
-    crew.on_the_way, crew.hiring = list(warming), hiring
-    stage = trains(tmp_path, crew, config={"elastic_workers": 3, "elastic_max_workers": 6})
-    stage.loop.desk.want(5, "manual")
+    worker_group = WorkerGroup(*(report(w, WorkerPhase.TRAINING) for w in "abc"))
+    worker_group.on_the_way, worker_group.hiring = list(warming), hiring
+    stage = trains(tmp_path, worker_group, config={"elastic_workers": 3, "elastic_max_workers": 6})
+    stage.loop.commands.want(5, "manual")
     stage.drain("c")
     stage.loop.step()
-    assert crew.asked == [RESCALE] and stage.of("rescale_started")[0]["reason"] == "drain" and not crew.dismissed
-    assert stage.loop.desk.target == wanted
-    assert stage.loop.desk.reason == ("manual" if warming or hiring else "drain"), "those on their way were not asked for by a drain"
+    assert worker_group.asked == [RESCALE] and stage.of("rescale_started")[0]["reason"] == "drain" and not worker_group.dismissed
+    assert stage.loop.commands.target == wanted
+    assert stage.loop.commands.reason == ("manual" if warming or hiring else "drain"), "those on their way were not asked for by a drain"
 
 
 @pytest.mark.parametrize(("spare", "parks"), [("ready", True), ("not reached", False), ("warming", False), ("leaving", False)])
 def test_a_drain_counts_those_that_can_take_a_place_at_once(spare: str, parks: bool, tmp_path: Path) -> None:
     """Of four, three at the least, two had to go, and one was there to come: training stayed on the node until it died."""
-    crew = Crew(*(report(w, Phase.TRAINING) for w in "abcd"))
+    worker_group = WorkerGroup(*(report(w, WorkerPhase.TRAINING) for w in "abcd"))
     if spare == "warming":
-        crew.on_the_way = ["x"]
+        worker_group.on_the_way = ["x"]
     else:
-        crew.reports["x"] = report("x", Phase.IDLE)
+        worker_group.reports["x"] = report("x", WorkerPhase.IDLE)
     if spare == "not reached":
-        crew.ask_reach = lambda tries, wait_s: SimpleNamespace(unreached=lambda: None)  # type: ignore[method-assign]
-    stage = trains(tmp_path, crew, config={"elastic_workers": 4}, min_workers=3, replace_lost=True, spares=1, max_workers=6)
-    stage.loop.desk.want(4, "manual")
+        worker_group.ask_reachability = lambda tries, wait_s: SimpleNamespace(unreached=lambda: None)  # type: ignore[method-assign]
+    stage = trains(tmp_path, worker_group, config={"elastic_workers": 4}, min_workers=3, replace_lost=True, spares=1, max_workers=6)
+    stage.loop.commands.want(4, "manual")
     for _ in range(5):
         stage.loop.step()  # the spare is let in
-    crew.asked.clear()
+    worker_group.asked.clear()
     stage.drain(*("cdx" if spare == "leaving" else "cd"))
     stage.loop.step()
-    assert crew.asked[:1] == [RESCALE if parks else CHECKPOINT]
+    assert worker_group.asked[:1] == [RESCALE if parks else CHECKPOINT]
 
 
 def test_warm_workers_that_die_before_they_join_are_counted(tmp_path: Path) -> None:
     """A spare that something ended soon after it was warm was hired again at once, and so on for ever."""
-    crew = Crew(*(report(w, Phase.TRAINING) for w in "ab"))
-    stage = trains(tmp_path, crew)
+    worker_group = WorkerGroup(*(report(w, WorkerPhase.TRAINING) for w in "ab"))
+    stage = trains(tmp_path, worker_group)
     for worker, about in (("s", node_of("s")), ("a", node_of("a")), ("x", None)):
-        crew.news = [Lost(worker, about, f"{worker} died")]
+        worker_group.news = [Lost(worker, about, f"{worker} died")]
         stage.loop.observe()
-    steering = stage.loop._parts.steering
-    assert steering.fleeting == ["s died"] and steering.hire_failures == ["x died"], "a member that is lost says nothing of spares"
+    scaling = stage.loop._parts.scaling
+    assert scaling.fleeting == ["s died"] and scaling.hire_failures == ["x died"], "a member that is lost says nothing of spares"
     assert stage.run.stats.lost == 2, "who never came up is not lost: checkpoints are made no more often for that"
 
 
 @pytest.mark.parametrize(
     ("origin", "phase", "stepped", "cut"),
     [
-        (Origin.CHECKPOINT, Phase.FORMING, False, True),
-        (Origin.FRESH, Phase.FORMING, False, True),
-        (Origin.MEMORY, Phase.FORMING, False, False),
+        (Origin.CHECKPOINT, WorkerPhase.FORMING, False, True),
+        (Origin.FRESH, WorkerPhase.FORMING, False, True),
+        (Origin.MEMORY, WorkerPhase.FORMING, False, False),
         # A controller that was just restarted has heard of nobody that it has its state; the run's first generation trains for days.
-        (Origin.FRESH, Phase.TRAINING, False, False),
-        (Origin.FRESH, Phase.FORMING, True, False),
+        (Origin.FRESH, WorkerPhase.TRAINING, False, False),
+        (Origin.FRESH, WorkerPhase.FORMING, True, False),
     ],
 )
-def test_a_stop_waits_for_no_large_state_to_be_read(origin: Origin, phase: Phase, stepped: bool, cut: bool, tmp_path: Path) -> None:
+def test_a_stop_waits_for_no_large_state_to_be_read(origin: Origin, phase: WorkerPhase, stepped: bool, cut: bool, tmp_path: Path) -> None:
     """It waited for all of it, and for a step: with a grace of a minute the run was killed in that, after eleven it was FAILED."""
-    crew = Crew(report("a", Phase.FORMING), report("b", phase))
-    stage = Stage(crew, tmp_path, world=replace(WORLD, source=Source(origin, 40)))
+    worker_group = WorkerGroup(report("a", WorkerPhase.FORMING), report("b", phase))
+    stage = Stage(worker_group, tmp_path, world=replace(WORLD, source=StateSource(origin, 40)))
     if stepped:
         stage.run.stats.steps.last["generation"] = TICKET.generation
 
     def play(passed: float) -> None:
         if passed > 1:
-            stage.loop.desk.end("SIGTERM")
-        if crew.fenced and passed > 3 or passed > 20:
-            crew.reports |= {w: report(w, Phase.PARKED, fault=PEER) for w in "ab"}
+            stage.loop.commands.end("SIGTERM")
+        if worker_group.fenced and passed > 3 or passed > 20:
+            worker_group.reports |= {w: report(w, WorkerPhase.PARKED, fault=PEER) for w in "ab"}
 
-    crew.each_round = play
+    worker_group.each_round = play
     ended = stage.watch()
     assert ended.living == ("a", "b")
-    assert [who for _, who in crew.fenced][:1] == ([("a", "b")] if cut else [])
+    assert [who for _, who in worker_group.fenced][:1] == ([("a", "b")] if cut else [])
     assert (stage.run.stats.state is RunState.STOPPING) is cut
     assert (stage.loop._parts.account.budget.tries == 0) is cut, "a stop is no failure"
     assert "checkpoint_load_failed" not in stage.events
@@ -664,52 +689,52 @@ def test_a_stop_waits_for_no_large_state_to_be_read(origin: Origin, phase: Phase
 @pytest.mark.fault("N8")
 def test_parked_workers_save_their_state_where_a_node_is_to_go(tmp_path: Path) -> None:
     """Nobody trained, and the notice was not heard: the node went with the only copies."""
-    crew = Crew(*(report(w, Phase.PARKED) for w in "ab"))
-    crew.infos |= {w: node_of(w) for w in "ab"}
-    stage = Stage(crew, tmp_path, config={"elastic_workers": 3}, min_workers=3, replace_lost=True)
+    worker_group = WorkerGroup(*(report(w, WorkerPhase.PARKED) for w in "ab"))
+    worker_group.infos |= {w: node_of(w) for w in "ab"}
+    stage = Stage(worker_group, tmp_path, config={"elastic_workers": 3}, min_workers=3, replace_lost=True)
     stage.run.stats.checkpoints.step = 30
-    keeper, writes, made = stage.loop._parts.keeper, [False], saves(stage, None)
-    keeper.held_step, keeper.writes = lambda workers: 41, lambda workers: writes[0]
+    coordinator, writes, made = stage.loop._parts.coordinator, [False], committer(stage, None)
+    coordinator.held_step, coordinator.writes = lambda workers: 41, lambda workers: writes[0]
 
     def play(passed: float) -> None:
         if passed > 2:
             stage.drain("b")
         writes[0] = 2 < passed < 6
         if passed > 4:
-            crew.reports["c"] = report("c", Phase.IDLE)
+            worker_group.reports["c"] = report("c", WorkerPhase.IDLE)
 
-    crew.each_round = play
+    worker_group.each_round = play
     assert awaited(stage, Ending(("a", "b"), {"c": "its process died"}), 3, 1)
     assert made == [("a", "b")] and [event["workers"] for event in stage.of("node_draining")] == [["b"]]
-    assert crew.now - BEGAN >= 6.0, "who still writes would be taken for one that holds nothing, and refuse to join"
+    assert worker_group.now - BEGAN >= 6.0, "who still writes would be taken for one that holds nothing, and refuse to join"
 
 
 @pytest.mark.parametrize("controllers", [20, 22, 23])
 def test_a_run_whose_controllers_fail_keeps_what_its_workers_hold(tmp_path: Path, controllers: int) -> None:
     """They had trained on. All of them were ended with what they held since the last checkpoint."""
-    crew = Crew(report("a", Phase.TRAINING), report("b", Phase.TRAINING))
+    worker_group = WorkerGroup(report("a", WorkerPhase.TRAINING), report("b", WorkerPhase.TRAINING))
     durable = DurableState(
         "r", 7, LaunchedGeneration.of(WORLD), target=2, highest_step=40, epoch=2, controller_restarts=controllers, failures={}
     )
-    stage = Stage(crew, tmp_path, durable=durable, config={"elastic_max_controller_restarts_without_progress": 20})
-    stage.loop._parts.steering.nodes.start = lambda: None
+    stage = Stage(worker_group, tmp_path, durable=durable, config={"elastic_max_controller_restarts_without_progress": 20})
+    stage.loop._parts.scaling.nodes.start = lambda: None
     stepped = Stepped(TICKET, SimpleNamespace(step=41, seconds=0.1, alone_seconds=0.0), 0.0, {}, None)  # type: ignore[arg-type]
-    keeper, made = stage.loop._parts.keeper, saves(stage, None)
-    keeper.newest = lambda: Kept("c30", "/c30", 30)
+    coordinator, made = stage.loop._parts.coordinator, committer(stage, None)
+    coordinator.newest = lambda: CommittedCheckpoint("c30", "/c30", 30)
     stage.loop._parts.generation.stepped = lambda worker, item: item is stepped
-    stage.loop._parts.steering.stepped = lambda record: None
+    stage.loop._parts.scaling.stepped = lambda record: None
     asked: list[float] = []
 
     def ask(workers: Any, ticket: Ticket, flags: int) -> bool:
-        asked.append(crew.now)
+        asked.append(worker_group.now)
         return True
 
     def play(passed: float) -> None:
         if asked:
-            crew.reports["a"] = replace(report("a", Phase.PARKED), items=((1, stepped),))
-            crew.reports["b"] = report("b", Phase.PARKED)
+            worker_group.reports["a"] = replace(report("a", WorkerPhase.PARKED), items=((1, stepped),))
+            worker_group.reports["b"] = report("b", WorkerPhase.PARKED)
 
-    crew.ask, crew.each_round = ask, play  # type: ignore[method-assign]
+    worker_group.ask, worker_group.each_round = ask, play  # type: ignore[method-assign]
     outcome = stage.rounds(begin=states.Starting()).outcome
     assert outcome.state == "FAILED" and outcome.error.startswith(f"the controller was restarted {controllers + 1} times")
     assert made[:1] == ([("a", "b")] if controllers < 23 else [()]), "the fourth that tries would come to nothing as well"
@@ -724,28 +749,28 @@ def test_a_run_whose_controllers_fail_keeps_what_its_workers_hold(tmp_path: Path
 
 def test_leavers_stay_until_the_next_generation_has_made_a_step(tmp_path: Path) -> None:
     """Until then its first copies are on their way: a worker that is lost meanwhile would be lost with what only leavers hold."""
-    crew = Crew(*(report(w, Phase.FORMING) for w in "ab"), *(report(w, Phase.PARKED) for w in "lm"))
-    stage = Stage(crew, tmp_path, ("l", "m"))
+    worker_group = WorkerGroup(*(report(w, WorkerPhase.FORMING) for w in "ab"), *(report(w, WorkerPhase.PARKED) for w in "lm"))
+    stage = Stage(worker_group, tmp_path, ("l", "m"))
     for _ in range(3):
         stage.loop.step()
     for worker in "ab":
         stage.fill(worker)
     stage.loop.step()
-    assert stage.loop._parts.steering.leavers == ("l", "m") and not crew.dismissed
+    assert stage.loop._parts.scaling.leavers == ("l", "m") and not worker_group.dismissed
     stage.run.stats.steps.last["generation"] = TICKET.generation
     stage.loop.step()
-    assert stage.loop._parts.steering.leavers == () and crew.dismissed == ["l", "m"]
+    assert stage.loop._parts.scaling.leavers == () and worker_group.dismissed == ["l", "m"]
 
 
 def test_a_failure_that_an_earlier_controller_has_counted_counts_once(tmp_path: Path) -> None:
     """While the run waited for a replacement each restart of its controller counted it again, and a lost node as a crash."""
-    crew = Crew(report("a", Phase.PARKED, fault=PEER), report("b", Phase.TRAINING))
-    first = Stage(crew, tmp_path, min_workers=2, replace_lost=True)
+    worker_group = WorkerGroup(report("a", WorkerPhase.PARKED, fault=PEER), report("b", WorkerPhase.TRAINING))
+    first = Stage(worker_group, tmp_path, min_workers=2, replace_lost=True)
     first.lose("b", Cause.NODE)
     first.rounds(states.Waiting)
     assert first.written[-1].node_losses == 1, "it is written down before the wait"
-    crew = Crew(report("a", Phase.PARKED, fault=PEER))
-    again = Stage(crew, tmp_path / "again", durable=first.written[-1])
+    worker_group = WorkerGroup(report("a", WorkerPhase.PARKED, fault=PEER))
+    again = Stage(worker_group, tmp_path / "again", durable=first.written[-1])
     ending = again.watch()
     assert set(ending.lost) == {"b"}
     assert (again.loop._parts.account.budget.nodes, again.loop._parts.account.budget.crashes) == (
@@ -753,7 +778,9 @@ def test_a_failure_that_an_earlier_controller_has_counted_counts_once(tmp_path: 
         0,
     ) and again.loop._parts.account.budget.total == {Cause.NODE: 1}
     other = replace(WORLD, ticket=Ticket(8, 1))
-    third = Stage(Crew(report("a", Phase.PARKED, other.ticket, PEER)), tmp_path / "third", durable=first.written[-1], world=other)
+    third = Stage(
+        WorkerGroup(report("a", WorkerPhase.PARKED, other.ticket, PEER)), tmp_path / "third", durable=first.written[-1], world=other
+    )
     third.loop._parts.generation.adopt(other)
     third.watch()
     assert third.loop._parts.account.budget.crashes == 1, "of another generation"
@@ -761,8 +788,8 @@ def test_a_failure_that_an_earlier_controller_has_counted_counts_once(tmp_path: 
 
 @pytest.mark.parametrize("heard", [True, False], ids=["the answer came", "the answer came late"])
 def test_a_change_that_was_asked_for_is_no_failure_when_the_answer_is_late(tmp_path: Path, heard: bool) -> None:
-    stage = Stage(Crew(report("a", Phase.PARKED), report("b", Phase.PARKED)), tmp_path, state=RunState.RUNNING)
-    stage.loop.desk.explain("manual")
+    stage = Stage(WorkerGroup(report("a", WorkerPhase.PARKED), report("b", WorkerPhase.PARKED)), tmp_path, state=RunState.RUNNING)
+    stage.loop.commands.explain("manual")
     if heard:
         stage.loop._parts.generation.begin_rescale("drain", 2)
         stage.loop._parts.lifecycle.enter(RunState.RESCALING)
@@ -772,9 +799,9 @@ def test_a_change_that_was_asked_for_is_no_failure_when_the_answer_is_late(tmp_p
 
 def test_a_change_whose_controller_is_killed_meanwhile_is_no_failure(tmp_path: Path) -> None:
     """The workers had stopped at the boundary that they were asked to; the next controller took that for a failure, as did the alerts."""
-    stage = Stage(Crew(report("a", Phase.PARKED), report("b", Phase.PARKED)), tmp_path)
+    stage = Stage(WorkerGroup(report("a", WorkerPhase.PARKED), report("b", WorkerPhase.PARKED)), tmp_path)
     stage.loop._parts.detector.adopt(stage.world)
-    stage.loop.desk.explain("manual")
+    stage.loop.commands.explain("manual")
     assert stage.watch().clean
     assert stage.run.stats.rescale is not None and stage.run.stats.rescale.reason == "manual"
 
@@ -782,26 +809,26 @@ def test_a_change_whose_controller_is_killed_meanwhile_is_no_failure(tmp_path: P
 @pytest.mark.parametrize(("asked", "hired"), [(1, 2), (3, 3)])
 def test_a_rescale_is_heeded_while_the_first_workers_are_awaited(asked: int, hired: int, tmp_path: Path) -> None:
     """The run went on waiting for as many as it was begun with, for three minutes."""
-    crew = Crew()
-    stage = Stage(crew, tmp_path, durable=DurableState("r", 7, target=2, epoch=1), config={"elastic_max_workers": 4})
+    worker_group = WorkerGroup()
+    stage = Stage(worker_group, tmp_path, durable=DurableState("r", 7, target=2, epoch=1), config={"elastic_max_workers": 4})
 
     def play(passed: float) -> None:
         if passed > 1.0:
-            crew.reports["new1"] = report("new1", Phase.IDLE, Ticket(0, 0))
+            worker_group.reports["new1"] = report("new1", WorkerPhase.IDLE, Ticket(0, 0))
         if passed > 2.0:
-            stage.loop.desk.want(asked, "manual")
+            stage.loop.commands.want(asked, "manual")
         if passed > 3.0 and asked > 2:
-            crew.reports.update({w: report(w, Phase.IDLE, Ticket(0, 0)) for w in crew.on_the_way})
+            worker_group.reports.update({w: report(w, WorkerPhase.IDLE, Ticket(0, 0)) for w in worker_group.on_the_way})
 
-    crew.each_round = play
+    worker_group.each_round = play
     running = stage.rounds(states.Running, begin=states.Gathering(BEGAN + 180.0))
-    assert crew.now - BEGAN < 4.0 and crew.hired == hired and running.world.size == asked
+    assert worker_group.now - BEGAN < 4.0 and worker_group.hired == hired and running.world.size == asked
 
 
 def test_a_node_that_was_cut_off_is_used_again_where_no_other_has_a_place(tmp_path: Path) -> None:
-    crew = Crew(report("a", Phase.PARKED))
-    stage = Stage(crew, tmp_path, replace_lost=True, min_workers=2)
-    nodes = stage.loop._parts.steering.nodes
+    worker_group = WorkerGroup(report("a", WorkerPhase.PARKED))
+    stage = Stage(worker_group, tmp_path, replace_lost=True, min_workers=2)
+    nodes = stage.loop._parts.scaling.nodes
     nodes.shun("n2")
     nodes._draining = {"n3": 1.0}
     freed: list[tuple[float, frozenset[str]]] = []
@@ -809,14 +836,16 @@ def test_a_node_that_was_cut_off_is_used_again_where_no_other_has_a_place(tmp_pa
 
     def hire(avoid: Collection[str] = ()) -> None:
         hired.append(frozenset(avoid))
-        crew.on_the_way.append("new")
+        worker_group.on_the_way.append("new")
 
     def hemmed(avoid: Collection[str]) -> list[str]:
-        freed.append((crew.now - BEGAN, frozenset(avoid)))
+        freed.append((worker_group.now - BEGAN, frozenset(avoid)))
         return []
 
-    crew.hire, crew.hemmed = hire, hemmed  # type: ignore[method-assign]
-    crew.each_round = lambda passed: crew.reports.update(new=report("new", Phase.IDLE)) if passed > 2 * PLACE_S else None
+    worker_group.hire, worker_group.hemmed = hire, hemmed  # type: ignore[method-assign]
+    worker_group.each_round = lambda passed: (
+        worker_group.reports.update(new=report("new", WorkerPhase.IDLE)) if passed > 2 * PLACE_S else None
+    )
     assert awaited(stage, Ending(("a",)), 2, 1)
     assert hired == [{"n2", "n3"}]
     assert {avoid for at, avoid in freed if at < PLACE_S} == {frozenset({"n2", "n3"})}
@@ -825,7 +854,7 @@ def test_a_node_that_was_cut_off_is_used_again_where_no_other_has_a_place(tmp_pa
 
 def test_the_loop_is_built_in_one_line_and_its_states_are_values(tmp_path: Path) -> None:
     """A round in which nothing happens leaves the state equal, and orders nothing."""
-    stage = trains(tmp_path, Crew(report("a", Phase.TRAINING), report("b", Phase.TRAINING)))
+    stage = trains(tmp_path, WorkerGroup(report("a", WorkerPhase.TRAINING), report("b", WorkerPhase.TRAINING)))
     before = stage.loop.state
     stage.loop.step()
-    assert stage.loop.state == before == states.Running(stage.world) and not stage.crew.orders and not stage.crew.asked
+    assert stage.loop.state == before == states.Running(stage.world) and not stage.worker_group.orders and not stage.worker_group.asked

@@ -21,10 +21,10 @@ from click.testing import CliRunner
 
 from tests.controller.clusters import cluster
 from tests.controller.runs import tiny
-from vescale_ray import cli
-from vescale_ray.checkpoint.faulty import Fault, FaultyStore
-from vescale_ray.checkpoint.memory import MemoryStore
-from vescale_ray.controller import doctor
+from vescale_ray.checkpoint.stores.faulty_store import Fault, FaultyStore
+from vescale_ray.checkpoint.stores.memory_store import MemoryStore
+from vescale_ray.cli import app
+from vescale_ray.controller.driver import doctor
 
 CONSTRAINTS = (Path(__file__).resolve().parents[2] / "constraints.txt").read_text()
 
@@ -62,7 +62,7 @@ class Late(MemoryStore):
     ],
 )
 def test_storage_that_does_not_do_what_a_checkpoint_needs_is_found(store: object, verdict: str, words: str, monkeypatch) -> None:
-    monkeypatch.setattr("vescale_ray.checkpoint.store.store_of", lambda root: store)
+    monkeypatch.setattr("vescale_ray.checkpoint.stores.store.store_of", lambda root: store)
     found = doctor.storage("memory://x")
     assert (found.verdict, words in found.text) == (verdict, True), found
     assert bool(found.remedy) == (verdict != "ok")
@@ -220,14 +220,14 @@ def test_the_command_line_tells_it_and_fails_if_a_run_would(tmp_path: Path, monk
     monkeypatch.setattr(doctor, "RAY_S", 1.0)
     path = tmp_path / "run.yaml"
     path.write_text(tiny(tmp_path, "d").to_yaml())
-    told = CliRunner().invoke(cli.cli, ["doctor", str(path), "--json"], standalone_mode=False)
+    told = CliRunner().invoke(app.cli, ["doctor", str(path), "--json"], standalone_mode=False)
     findings = [json.loads(line) for line in told.output.splitlines()]
     assert {one["verdict"] for one in findings} <= {"ok", "warn"} and told.return_value == 0, told.output
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        told = CliRunner().invoke(cli.cli, ["doctor", str(path), f"metrics.port={taken.getsockname()[1]}"], standalone_mode=False)
+        told = CliRunner().invoke(app.cli, ["doctor", str(path), f"metrics.port={taken.getsockname()[1]}"], standalone_mode=False)
     assert told.return_value == 0 and "warn  metrics port" in told.output and "-> another run" in told.output
-    told = CliRunner().invoke(cli.cli, ["doctor", str(path), "run.dir=/proc/nothing"], standalone_mode=False)
+    told = CliRunner().invoke(app.cli, ["doctor", str(path), "run.dir=/proc/nothing"], standalone_mode=False)
     assert told.return_value == 1 and "FAIL  run folder" in told.output
     assert os.listdir(tmp_path) == ["run.yaml"] or set(os.listdir(tmp_path)) == {"run.yaml", "text.txt"}

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from vescale_ray.config import ElasticSection
-from vescale_ray.controller.exit_deadlines import FORM_S, ExitDeadlines, Surroundings, WorkerView
-from vescale_ray.controller.hang import FIRST_S
+from vescale_ray.controller.failures.exit_deadlines import FORM_S, ExitDeadlines, Surroundings, WorkerView
+from vescale_ray.controller.failures.hang import FIRST_S
 from vescale_ray.controller.protocol import Bounds
-from vescale_ray.workers.messages import Phase, Report, Ticket
+from vescale_ray.workers.messages import Ticket, WorkerPhase, WorkerReport
 
 PARK_S, COLLECTIVE_S, STEP = Bounds().park, 20.0, 41
 
@@ -21,7 +21,7 @@ PARK_S, COLLECTIVE_S, STEP = Bounds().park, 20.0, 41
 class Scene:
     """Three workers: ``a`` and ``b`` are out, ``c`` is as its report says; ``complete``: those that are out hold the newest step."""
 
-    report: Report | None
+    report: WorkerReport | None
     elastic: dict[str, Any] = field(default_factory=dict)
     complete: bool = True
     silent: Sequence[str] = ()
@@ -46,41 +46,41 @@ class Scene:
         return at
 
 
-def report(phase: Phase, waiting: bool = False, unhurried: bool = False) -> Report:
-    return Report("c", Ticket(3, 1), phase, STEP, (), (), None, 0, waiting=waiting, unhurried=unhurried)
+def report(phase: WorkerPhase, waiting: bool = False, unhurried: bool = False) -> WorkerReport:
+    return WorkerReport("c", Ticket(3, 1), phase, STEP, (), (), None, 0, waiting=waiting, unhurried=unhurried)
 
 
 AFTER = 0.1
-WAITS = report(Phase.TRAINING, waiting=True)
+WAITS = report(WorkerPhase.TRAINING, waiting=True)
 
 
 def test_whoever_computes_or_answers_nothing_is_ended_when_a_step_would_be_over_long_since() -> None:
-    assert Scene(report(Phase.TRAINING)).ended() == pytest.approx(PARK_S + AFTER)
+    assert Scene(report(WorkerPhase.TRAINING)).ended() == pytest.approx(PARK_S + AFTER)
     assert Scene(WAITS, silent=["c"]).ended() == pytest.approx(PARK_S + AFTER), "what it said before it fell silent is old"
     assert Scene(None).ended() == pytest.approx(PARK_S + AFTER)
-    for phase in (Phase.FORMING, Phase.GIVING):
+    for phase in (WorkerPhase.FORMING, WorkerPhase.GIVING):
         assert Scene(report(phase)).ended() == pytest.approx(2 * FORM_S + AFTER)
         assert Scene(report(phase), silent=["c"]).ended() == pytest.approx(FIRST_S + AFTER), "it is not the forming that it waits for"
 
 
 def test_whoever_copies_its_shards_which_may_take_longer_than_any_step_is_given_time_unless_it_is_silent() -> None:
     """Copies of one size take a different time on each machine: the others may be out for long."""
-    copies = report(Phase.TRAINING, unhurried=True)
+    copies = report(WorkerPhase.TRAINING, unhurried=True)
     assert Scene(copies).ended() == pytest.approx(COLLECTIVE_S + PARK_S + AFTER)
     assert Scene(copies, {"replace_lost": True}).ended() == pytest.approx(COLLECTIVE_S + PARK_S + AFTER), "it does not wait for a rank"
     assert Scene(copies, silent=["c"]).ended() == pytest.approx(PARK_S + AFTER)
 
 
 def test_nobody_is_ended_twice_and_whoever_writes_a_checkpoint_has_the_time_for_that_and_no_more() -> None:
-    assert Scene(report(Phase.TRAINING), doomed=["c"]).ended() == float("inf")
+    assert Scene(report(WorkerPhase.TRAINING), doomed=["c"]).ended() == float("inf")
     for silent in ([], ["c"]):
-        scene = Scene(report(Phase.SAVING), silent=silent)
+        scene = Scene(report(WorkerPhase.SAVING), silent=silent)
         assert not scene.late(Bounds().save) and scene.late(Bounds().save + AFTER)
 
 
 def test_whoever_waits_in_a_collective_is_given_the_time_after_which_that_ends_and_no_more() -> None:
     assert Scene(WAITS).ended() == pytest.approx(COLLECTIVE_S + PARK_S + AFTER)
-    forming = report(Phase.FORMING, waiting=True)
+    forming = report(WorkerPhase.FORMING, waiting=True)
     assert Scene(forming).ended() == pytest.approx(2 * FORM_S + AFTER), "the two bounds count side by side"
     assert Scene(forming, {"collective_timeout_s": 40.0}).ended() == pytest.approx(40.0 + PARK_S + AFTER)
 
@@ -99,8 +99,8 @@ def test_where_another_takes_its_place_and_nothing_is_lost_whoever_waits_is_ende
 @pytest.mark.fault("W11")
 def test_who_does_what_only_some_steps_do_as_another_is_lost_is_given_the_time_that_those_take() -> None:
     """With steps of half a second, of which each tenth took ten, a third of all losses took every survivor along."""
-    assert Scene(report(Phase.TRAINING), longest=10.0).ended() == pytest.approx(15.0 + AFTER)
-    assert Scene(report(Phase.TRAINING), longest=1.5).ended() == pytest.approx(PARK_S + AFTER)
+    assert Scene(report(WorkerPhase.TRAINING), longest=10.0).ended() == pytest.approx(15.0 + AFTER)
+    assert Scene(report(WorkerPhase.TRAINING), longest=1.5).ended() == pytest.approx(PARK_S + AFTER)
 
 
 @pytest.mark.fault("W11")
@@ -108,19 +108,19 @@ def test_where_all_that_are_left_compute_and_answer_none_of_them_is_taken_for_hu
     """They are at something longer than any step so far. All were ended in one moment, and with them all that was left of the lost one."""
     patient = pytest.approx(COLLECTIVE_S + PARK_S + AFTER)
     early = pytest.approx(PARK_S + AFTER)
-    busy = Scene(report(Phase.TRAINING))
+    busy = Scene(report(WorkerPhase.TRAINING))
     assert busy.ended("abc", "") == patient and busy.ended("c", "") == patient
     assert "after its generation was over" in busy.late(60.0, "c", "")["c"]
     assert busy.ended("bc", "a") == early, "another has left"
     assert Scene(WAITS).ended("abc", "") == patient and Scene(None).ended("abc", "") == early, "nobody has answered anything"
     # One that is silent hangs, and the others do what takes long all the same. Who is ended already tells nothing.
-    assert set(Scene(report(Phase.TRAINING), silent=["b"]).late(PARK_S + AFTER, "abc", "")) == {"b"}
-    assert Scene(report(Phase.TRAINING), silent=["b"], doomed=["b"]).ended("abc", "") == patient
+    assert set(Scene(report(WorkerPhase.TRAINING), silent=["b"]).late(PARK_S + AFTER, "abc", "")) == {"b"}
+    assert Scene(report(WorkerPhase.TRAINING), silent=["b"], doomed=["b"]).ended("abc", "") == patient
 
 
 def test_when_the_first_of_those_is_done_the_others_have_their_time_from_then_on() -> None:
     """As the first had written its step, after twelve seconds, the others were ended at once: they had had three."""
-    busy = Scene(report(Phase.TRAINING))
+    busy = Scene(report(WorkerPhase.TRAINING))
     policy = busy.policy()
     assert not any(busy.late(tenth / 10, "abc", "", policy) for tenth in range(120))
     left = next(tenth / 10 for tenth in range(120, 1000) if busy.late(tenth / 10, "bc", "a", policy))
@@ -131,7 +131,7 @@ def test_when_the_first_of_those_is_done_the_others_have_their_time_from_then_on
 
 
 def test_the_duration_of_the_last_step_counts_three_times() -> None:
-    assert Scene(report(Phase.TRAINING), last=4.0).ended() == pytest.approx(12.0 + AFTER)
+    assert Scene(report(WorkerPhase.TRAINING), last=4.0).ended() == pytest.approx(12.0 + AFTER)
     assert Scene(WAITS, last=4.0).ended() == pytest.approx(COLLECTIVE_S + 12.0 + AFTER)
-    for phase in (Phase.FORMING, Phase.GIVING):
+    for phase in (WorkerPhase.FORMING, WorkerPhase.GIVING):
         assert Scene(report(phase), last=None).ended() == pytest.approx(2 * FORM_S + AFTER)

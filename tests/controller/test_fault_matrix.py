@@ -21,11 +21,12 @@ from tests.controller.hanging import FOR_S
 from tests.controller.runs import Finished, carry_out, parents, tiny, until
 from tests.controller.soak import start_driver
 from tests.controller.test_runs_on_ray import nothing_left
-from vescale_ray import checkpoint, client
+from vescale_ray import checkpoint
+from vescale_ray.cli import client
 from vescale_ray.config import RunConfig
-from vescale_ray.controller.driver import RunResult
-from vescale_ray.controller.driver import ScheduledAction as Act
-from vescale_ray.controller.durable_state import NAME
+from vescale_ray.controller.driver.driver import RunResult
+from vescale_ray.controller.driver.driver import ScheduledAction as Act
+from vescale_ray.controller.state.durable_state import NAME
 from vescale_ray.runfolder import FINAL_STATES, RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here"), pytest.mark.timeout(300)]
@@ -364,7 +365,7 @@ def wait_for(value: Callable[[], int | None], what: str, seconds: float = 60.0) 
 
 @pytest.mark.parametrize("besides", ["", "the controller"])
 @pytest.mark.fault("C5")
-def test_a_nursery_that_is_killed_takes_the_workers_along_and_the_run_begins_anew_from_its_checkpoint(besides: str, home: Path) -> None:
+def test_a_supervisor_that_is_killed_takes_the_workers_along_and_the_run_begins_anew_from_its_checkpoint(besides: str, home: Path) -> None:
     """A machine's memory monitor chooses as it likes. Whoever waits for the run need not notice."""
     model = {"model_factory": "tests.controller.hanging:model"}
     config = config_of(home, f"orphan{len(besides)}", elastic_workers=2, train_steps=1_000_000, checkpoint_every=10, **model)
@@ -375,7 +376,7 @@ def test_a_nursery_that_is_killed_takes_the_workers_along_and_the_run_begins_ane
         if not besides:
             client.request(run, "rescale", {"workers": 1})
             until(lambda: run.read_metrics()[-1]["world"] == 1, 60, "a worker less")
-        victims = processes(b"ray::Nursery") + (processes(CONTROLLER) if besides else [])
+        victims = processes(b"ray::Supervisor") + (processes(CONTROLLER) if besides else [])
         seen["step"], seen["killed"] = len(run.read_metrics()), time.time()
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
@@ -386,31 +387,31 @@ def test_a_nursery_that_is_killed_takes_the_workers_along_and_the_run_begins_ane
 
     with Sideline(config, strike):
         finished = carry_out(config)
-    print(f"\nbeyond the step before {seen['on'] - seen['killed']:.1f} s after the nursery{besides and ' and '}{besides} died", end="")
+    print(f"\nbeyond the step before {seen['on'] - seen['killed']:.1f} s after the supervisor{besides and ' and '}{besides} died", end="")
     assert finished.result.state == "STOPPED" and finished.result.exit_code == 0, finished.result
     (warning,) = finished.result.warnings
-    assert "begun anew from step" in warning and ("nursery" in warning or "controller" in warning)
+    assert "begun anew from step" in warning and ("supervisor" in warning or "controller" in warning)
     assert finished.accounting().exact
     nothing_left(finished)
 
 
 @pytest.mark.fault("C5")
-def test_a_nursery_that_is_killed_again_and_again_ends_the_run_with_a_line_that_says_so_and_it_resumes(home: Path) -> None:
+def test_a_supervisor_that_is_killed_again_and_again_ends_the_run_with_a_line_that_says_so_and_it_resumes(home: Path) -> None:
     model = {"model_factory": "tests.controller.hanging:model", "elastic_max_recoveries_without_progress": 1}
-    config = config_of(home, "nursery", elastic_workers=2, train_steps=100_000, checkpoint_every=10, **model)
+    config = config_of(home, "supervisor", elastic_workers=2, train_steps=100_000, checkpoint_every=10, **model)
     ended: list[float] = []
 
     def strike(run: RunFolder) -> None:
         until(lambda: any(e["event"] == "checkpoint_saved" for e in run.read_events()), 60, "a checkpoint")
         killed: list[int] = []
         for _ in range(2):
-            killed.append(wait_for(lambda: next((p for p in processes(b"ray::Nursery") if p not in killed), None), "a nursery"))
+            killed.append(wait_for(lambda: next((p for p in processes(b"ray::Supervisor") if p not in killed), None), "a supervisor"))
             ended.append(time.time())
             os.kill(killed[-1], signal.SIGKILL)
 
     with Sideline(config, strike):
         finished = carry_out(config)
-    assert finished.result.state == "FAILED" and "nursery" in str(finished.result.error), finished.result
+    assert finished.result.state == "FAILED" and "supervisor" in str(finished.result.error), finished.result
     assert finished.of("run_failed")[0]["time"] - ended[0] < 15
     nothing_left(finished)
     newest = checkpoint.latest(config.checkpoint_root)

@@ -15,10 +15,11 @@ import pytest
 
 from tests.controller.clusters import cluster
 from tests.controller.runs import alive, environment, lives, tiny, until
-from vescale_ray import client
+from vescale_ray.cli import client
 from vescale_ray.runfolder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
 
 @pytest.fixture
 def address() -> Iterator[str]:

@@ -9,17 +9,29 @@ from typing import Any
 
 import pytest
 
-from vescale_ray.controller import hang_report
-from vescale_ray.controller.clocks import GAP_S, AwakeClock
-from vescale_ray.controller.crew import LATE_HALF_S, LOOKS, POLL_WAIT_S, SLOWER, SLOWEST_S, Crew
-from vescale_ray.controller.hang import AGAIN, FACTOR, FIRST, FIRST_S, LEAST_S, LONGEST, OWN_GAP_S, PERIOD, RECENT, STEPS, HangWatch
-from vescale_ray.controller.member import Member
-from vescale_ray.controller.worker_news import Told
-from vescale_ray.workers.messages import Phase, Report, Ticket, WorkerInfo
+from vescale_ray.controller.failures import hang_report
+from vescale_ray.controller.failures.hang import (
+    AGAIN,
+    FACTOR,
+    FIRST,
+    FIRST_S,
+    LEAST_S,
+    LONGEST,
+    OWN_GAP_S,
+    PERIOD,
+    RECENT,
+    STEPS,
+    HangWatch,
+)
+from vescale_ray.controller.worker_group.clocks import GAP_S, AwakeClock
+from vescale_ray.controller.worker_group.member import Member
+from vescale_ray.controller.worker_group.worker_group import LATE_HALF_S, LOOKS, POLL_WAIT_S, SLOWER, SLOWEST_S, WorkerGroup
+from vescale_ray.controller.worker_group.worker_news import Told
+from vescale_ray.workers.messages import Ticket, WorkerInfo, WorkerPhase, WorkerReport
 
 TICKET = Ticket(3, 1)
 MEMBERS = ("a", "b", "c")
-IDLE = Report("", TICKET, Phase.TRAINING, 0, (), (), None, 0, where="forward (model.py:7)")
+IDLE = WorkerReport("", TICKET, WorkerPhase.TRAINING, 0, (), (), None, 0, where="forward (model.py:7)")
 
 
 class Play:
@@ -44,7 +56,7 @@ class Play:
             for _ in self.members:
                 self.watch.stepped(self.ticket, self.completed, step)
 
-    def go(self, seconds: float, tick: float = 0.1, phase: Phase = Phase.TRAINING, **acts: str) -> dict[str, str]:
+    def go(self, seconds: float, tick: float = 0.1, phase: WorkerPhase = WorkerPhase.TRAINING, **acts: str) -> dict[str, str]:
         """The first verdict within ``seconds``; ``since`` is when."""
         begin = self.now
         while self.now < begin + seconds:
@@ -239,7 +251,7 @@ def test_what_only_every_hundredth_step_does_is_taken_for_a_hang_once():
     assert play.watch.bound_s == LEAST_S, "silence tells nothing of what a step takes"
 
 
-@pytest.mark.parametrize("where", [Phase.FORMING, Phase.TRAINING])
+@pytest.mark.parametrize("where", [WorkerPhase.FORMING, WorkerPhase.TRAINING])
 @pytest.mark.fault("W4")
 def test_a_worker_that_is_alone_and_hangs_before_any_step_was_seen_is_found_at_last(where):
     """Nothing ended it: one that read its checkpoint from a file system that does not answer trained "soon", for ever."""
@@ -248,7 +260,7 @@ def test_a_worker_that_is_alone_and_hangs_before_any_step_was_seen_is_found_at_l
     assert play.go(5) == {} and play.go(3 * 20.0, phase=where, a="stuck") == {}
     hung = play.go(600, phase=where, a="stuck")
     assert set(hung) == {"a"} and 3 * 20.0 + play.since == pytest.approx(LONGEST * 20.0, abs=0.3)
-    assert ("while its group forms" in hung["a"]) == (where is Phase.FORMING) and "forward (model.py:7)" in hung["a"]
+    assert ("while its group forms" in hung["a"]) == (where is WorkerPhase.FORMING) and "forward (model.py:7)" in hung["a"]
     play = Play(members=("a",), steps=0)
     play.watch.patience_s = 20.0
     assert play.go(600, phase=where) == {}, "it makes beats: a checkpoint may take long to read"
@@ -275,14 +287,14 @@ def test_who_waits_for_others_while_the_group_forms_is_left_to_the_collectives_a
     play = Play()
     play.watch.patience_s = 20.0
     play.go(1)
-    assert play.go(LONGEST * 20.0 - 2.0, phase=Phase.FORMING, a="waits", b="stuck", c="waits") == {}
-    assert set(play.go(5, phase=Phase.FORMING, a="waits", b="stuck", c="waits")) == {"b"}
+    assert play.go(LONGEST * 20.0 - 2.0, phase=WorkerPhase.FORMING, a="waits", b="stuck", c="waits") == {}
+    assert set(play.go(5, phase=WorkerPhase.FORMING, a="waits", b="stuck", c="waits")) == {"b"}
     play.go(1)
-    assert play.go(600, phase=Phase.FORMING, a="waits", b="waits", c="waits") == {}
+    assert play.go(600, phase=WorkerPhase.FORMING, a="waits", b="waits", c="waits") == {}
 
 
-@pytest.mark.parametrize("phase", [Phase.FORMING, Phase.TRAINING], ids=["as it builds its model", "in the first step"])
-def test_whoever_is_as_slow_as_one_that_was_ended_before_any_step_was_seen_is_given_twice_as_long(phase: Phase) -> None:
+@pytest.mark.parametrize("phase", [WorkerPhase.FORMING, WorkerPhase.TRAINING], ids=["as it builds its model", "in the first step"])
+def test_whoever_is_as_slow_as_one_that_was_ended_before_any_step_was_seen_is_given_twice_as_long(phase: WorkerPhase) -> None:
     """A model that takes six minutes to build was ended after five, each time, until the run had failed."""
     play = Play(steps=0)
     play.watch.patience_s = 20.0
@@ -301,13 +313,15 @@ def test_the_report_does_not_take_where_a_silent_worker_was_last_seen_for_where_
     told: dict[str, Any] = {}
     reports = {worker: replace(IDLE, worker=worker, where="all_reduce (distributed_c10d.py:3252)") for worker in "ab"}
     stacks = {"a": "in: all-gather of body .., 2,688 bytes, 2 ranks\n\nThread 1", "b": 'File "model.py", line 7 in forward'}
-    crew: Any = SimpleNamespace(report=reports.get, given=lambda worker: 0.001, silent=lambda seconds: ["b"], kill=lambda whom, cause: None)
-    crew.stacks = lambda workers, seconds: {worker: stacks[worker] for worker in workers}
+    worker_group: Any = SimpleNamespace(
+        report=reports.get, given=lambda worker: 0.001, silent=lambda seconds: ["b"], kill=lambda whom, cause: None
+    )
+    worker_group.stacks = lambda workers, seconds: {worker: stacks[worker] for worker in workers}
     journal = SimpleNamespace(report=lambda keep, name, text: told.update(text=text))
     log: Any = SimpleNamespace(stats=SimpleNamespace(step=0), journal=journal, folder=SimpleNamespace(write_hang=None))
     log.record = lambda name, **about: told.update(about)
     world: Any = SimpleNamespace(members=("a", "b"), ticket=TICKET)
-    hang_report.end_hung(crew, log, world, {"b": "it is hung: it has answered nothing for 1.8 s"})
+    hang_report.end_hung(worker_group, log, world, {"b": "it is hung: it has answered nothing for 1.8 s"})
     first, second, *rest = told["text"].splitlines()
     place = "training, 0 steps, at all_reduce (distributed_c10d.py:3252)"
     assert first == f"rank 0 a: {place}, in all-gather of body .., 2,688 bytes, 2 ranks"
@@ -338,7 +352,7 @@ def test_the_first_steps_and_other_phases_have_other_bounds():
     assert play.go(60, a="waits", b="stuck", c="waits") and FIRST * FACTOR * 4.0 <= play.since < FIRST * FACTOR * 4.0 + 0.3
     play = Play()
     play.go(1)
-    assert play.go(30, phase=Phase.FORMING, a="waits", b="stuck", c="waits") == {}
+    assert play.go(30, phase=WorkerPhase.FORMING, a="waits", b="stuck", c="waits") == {}
 
 
 @pytest.mark.fault("C2")
@@ -427,34 +441,34 @@ def test_while_a_group_forms_only_silence_counts_and_is_given_the_time_of_the_fi
 def test_nobody_was_silent_while_the_one_who_listens_stood_still():
     """A controller that was stopped for longer than the bound ended workers whose answers it had, and had not come to."""
     now = [100.0]
-    crew = Crew(nursery=None, call_s=1.0, epoch=1)
-    crew.clock = AwakeClock(lambda: now[0])
-    crew.members["a"] = Member("a", handle=None, hired=0.0, poll=object(), owes=True, owes_since=crew.clock())
+    worker_group = WorkerGroup(supervisor=None, call_s=1.0, epoch=1)
+    worker_group.clock = AwakeClock(lambda: now[0])
+    worker_group.members["a"] = Member("a", handle=None, hired=0.0, poll=object(), owes=True, owes_since=worker_group.clock())
     now[0] += 60.0
-    assert not crew.silent(1.0)
+    assert not worker_group.silent(1.0)
 
     def told() -> frozenset[str]:
         now[0] += 0.1
-        return crew.silent(1.0)
+        return worker_group.silent(1.0)
 
     assert next(look for look in range(100) if told() == {"a"}) == pytest.approx((1.0 + POLL_WAIT_S - GAP_S) / 0.1, abs=1)
 
 
 def test_how_late_a_machines_other_workers_are_tells_how_late_one_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("vescale_ray.controller.crew.time.monotonic", lambda: now[0])
-    crew = Crew(nursery=None, call_s=1.0, epoch=1)
+    monkeypatch.setattr("vescale_ray.controller.worker_group.worker_group.time.monotonic", lambda: now[0])
+    worker_group = WorkerGroup(supervisor=None, call_s=1.0, epoch=1)
     for worker, node, late in (("a", "1", 0.0), ("b", "1", 0.8), ("c", "1", 0.2), ("d", "2", 3.0)):
         info = WorkerInfo(worker, 1, 1, node, "host", "cpu", 1.0)
-        crew.members[worker] = Member(worker, handle=None, hired=0.0, info=info, heard=now[0], late_s=late)
-    told = {accused: crew._late("2" if accused == "d" else "1", accused) for accused in ("a", "b", "ab", "abc", "d")}
+        worker_group.members[worker] = Member(worker, handle=None, hired=0.0, info=info, heard=now[0], late_s=late)
+    told = {accused: worker_group._late("2" if accused == "d" else "1", accused) for accused in ("a", "b", "ab", "abc", "d")}
     assert told == {"a": 0.8, "b": 0.2, "ab": 0.2, "abc": 0.0, "d": 0.0}
     now[0] += LATE_HALF_S
-    assert crew._late("1", "a") == pytest.approx(0.4), "a moment's lateness is soon forgotten"
+    assert worker_group._late("1", "a") == pytest.approx(0.4), "a moment's lateness is soon forgotten"
 
 
 class Nodes:
-    """A nursery whose nodes tell of their threads what the test says, each after some time; None: after a second, that it is gone."""
+    """A supervisor whose nodes tell of their threads what the test says, each after some time; None: after a second, that it is gone."""
 
     def __init__(self, now: list[float], told: dict[str, tuple[float, dict[str, float] | None]]) -> None:
         self.now, self.told, self.asked = now, told, 0
@@ -474,24 +488,24 @@ class Nodes:
 def test_who_is_asked_for_what_it_could_not_do_and_what_is_given_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     nodes = Nodes(now, {"1": (0.01, {"a": 7.5, "b": 3.0}), "2": (0.3, {"c": 0.0}), "3": (1.0, None), "4": (2.0, {"e": 0.0})})
-    monkeypatch.setattr("vescale_ray.controller.crew.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("vescale_ray.controller.crew.ray.wait", nodes.wait)
-    monkeypatch.setattr("vescale_ray.controller.crew.ray.get", lambda ref, timeout=None: ref[1])
-    crew = Crew(nodes, call_s=5.0, epoch=1)
+    monkeypatch.setattr("vescale_ray.controller.worker_group.worker_group.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("vescale_ray.controller.worker_group.worker_group.ray.wait", nodes.wait)
+    monkeypatch.setattr("vescale_ray.controller.worker_group.worker_group.ray.get", lambda ref, timeout=None: ref[1])
+    worker_group = WorkerGroup(nodes, call_s=5.0, epoch=1)
     for worker, node in (("a", "1"), ("b", "1"), ("c", "2"), ("d", "3"), ("e", "4"), ("f", "1")):
         info = WorkerInfo(worker, 1, 1, node, "host", "cpu", 1.0)
         report = replace(IDLE, worker=worker, starved_s=3.0)
-        crew.members[worker] = Member(worker, handle=None, hired=0.0, info=info, heard=now[0], report=report, owes=worker != "f")
-    given = crew.starved("abcdef")
+        worker_group.members[worker] = Member(worker, handle=None, hired=0.0, info=info, heard=now[0], report=report, owes=worker != "f")
+    given = worker_group.starved("abcdef")
     assert given == pytest.approx({"a": 4.5, "c": SLOWER * 0.3, "e": SLOWEST_S}) and nodes.asked == 4
     now[0] += 1.0
     nodes.told["2"] = (0.4, {"c": 0.0})
-    assert crew.starved("ac") == pytest.approx({"c": SLOWER * 0.1}), "only what has come since"
+    assert worker_group.starved("ac") == pytest.approx({"c": SLOWER * 0.1}), "only what has come since"
     for number in range(LOOKS + 1):
         info = WorkerInfo(f"n{number}", 1, 1, f"n{number}", "host", "cpu", 1.0)
-        crew.members[f"n{number}"] = Member(f"n{number}", handle=None, hired=0.0, info=info, report=report, owes=True)
+        worker_group.members[f"n{number}"] = Member(f"n{number}", handle=None, hired=0.0, info=info, report=report, owes=True)
     asked = nodes.asked
-    assert crew.starved([f"n{number}" for number in range(LOOKS + 1)]) == {} and nodes.asked == asked, "a rack, and no slow machine"
+    assert worker_group.starved([f"n{number}" for number in range(LOOKS + 1)]) == {} and nodes.asked == asked, "a rack, and no slow machine"
 
 
 class Shelf:
@@ -509,27 +523,27 @@ class Shelf:
 def test_who_does_not_know_the_outline_is_not_asked_for_it_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The controller asked the first of them as fast as it answered, and never the one that knew."""
     now = [100.0]
-    monkeypatch.setattr("vescale_ray.controller.crew.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("vescale_ray.controller.crew.ray.get", lambda ref: ref[0])
-    crew = Crew(nursery=None, call_s=1.0, epoch=1)
+    monkeypatch.setattr("vescale_ray.controller.worker_group.worker_group.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("vescale_ray.controller.worker_group.worker_group.ray.get", lambda ref: ref[0])
+    worker_group = WorkerGroup(supervisor=None, call_s=1.0, epoch=1)
     joined, trains = Shelf(None), Shelf("outline")
     for worker, handle in (("a", joined), ("b", trains)):
-        crew.members[worker] = Member(worker, handle=handle, hired=0.0, report=replace(IDLE, worker=worker))
+        worker_group.members[worker] = Member(worker, handle=handle, hired=0.0, report=replace(IDLE, worker=worker))
 
     def ask() -> list[object]:
-        crew.ask_outline("ab")
-        assert crew.asking_outline
-        crew.ask_outline("ab")  # one at a time
-        (member,) = (m for m in crew.members.values() if m.outline is not None)
-        (news,) = crew._receive(member, member.outline)
+        worker_group.ask_outline("ab")
+        assert worker_group.asking_outline
+        worker_group.ask_outline("ab")  # one at a time
+        (member,) = (m for m in worker_group.members.values() if m.outline is not None)
+        (news,) = worker_group._receive(member, member.outline)
         assert isinstance(news, Told)
         return [member.worker, news.outlined]
 
     assert ask() == ["a", None] and ask() == ["b", "outline"] and (joined.asked, trains.asked) == (1, 1)
     trains.outline = None
     assert ask() == ["b", None]
-    crew.ask_outline("ab")
-    assert not crew.asking_outline, "nobody knows it: nobody is waited for"
+    worker_group.ask_outline("ab")
+    assert not worker_group.asking_outline, "nobody knows it: nobody is waited for"
     now[0] += POLL_WAIT_S
     joined.outline = "outline"
     assert ask() == ["a", "outline"]

@@ -19,12 +19,12 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from vescale_ray.controller import metrics
-from vescale_ray.controller.budget import Cause
-from vescale_ray.controller.exposition import EXTREMES, MOST_RANKS, QUANTILES, exposition
-from vescale_ray.controller.goodput import Loss
-from vescale_ray.controller.metrics import MetricsServer, PortInUse, Scrapes
-from vescale_ray.controller.snapshot import STATES, Histogram, Snapshot
+from vescale_ray.controller.failures.budget import Cause
+from vescale_ray.controller.http import metrics
+from vescale_ray.controller.http.exposition import EXTREMES, MOST_RANKS, QUANTILES, exposition
+from vescale_ray.controller.http.metrics import MetricsServer, PortInUse, Scrapes
+from vescale_ray.controller.state.goodput import Loss
+from vescale_ray.controller.state.snapshot import STATES, Histogram, Snapshot
 from vescale_ray.errors import BadInput
 
 FULL = Snapshot(
@@ -244,7 +244,7 @@ def test_whoever_scrapes_is_expected_again_and_nobody_else_is() -> None:
         scrapes = Scrapes()
         for at in visits:
             scrapes.came(at)
-        return scrapes.farewell(now)[0]
+        return scrapes.final_scrape(now)[0]
 
     assert after(now=100.0) == 0, "nobody comes"
     assert after(100.0, now=101.0) == 0, "somebody came once"
@@ -260,14 +260,14 @@ def test_both_of_a_pair_of_scrapers_are_waited_for_and_nobody_who_looked_by_hand
         scrapes.came(at, "a Prometheus")
         scrapes.came(at + 0.1, "b Prometheus")
     scrapes.came(121.0, "c curl")
-    due, all_came = scrapes.farewell(122.0)
+    due, all_came = scrapes.final_scrape(122.0)
     assert due == pytest.approx(120.1 + 15.5 - 122) and all_came == 0
     scrapes.came(123.0, "c curl")
-    assert scrapes.farewell(123.0)[1] == 0
+    assert scrapes.final_scrape(123.0)[1] == 0
     scrapes.came(130.0, "a Prometheus")
-    assert scrapes.farewell(130.05)[1] == 0
+    assert scrapes.final_scrape(130.05)[1] == 0
     scrapes.came(130.1, "b Prometheus")
-    assert scrapes.farewell(130.2)[1] == 1
+    assert scrapes.final_scrape(130.2)[1] == 1
 
 
 def test_who_scrapes_is_told_apart_and_not_remembered_for_ever(server: MetricsServer) -> None:

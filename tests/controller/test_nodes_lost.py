@@ -15,7 +15,7 @@ import pytest
 from tests.controller.clusters import TUNED, Nodes, cluster
 from tests.controller.runs import Finished, lives, parents, until
 from tests.controller.soak import config_of, start_driver
-from vescale_ray.controller.driver import RunResult
+from vescale_ray.controller.driver.driver import RunResult
 from vescale_ray.runfolder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

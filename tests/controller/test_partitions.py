@@ -18,7 +18,7 @@ from tests.controller.clusters import TUNED, Nodes, cluster
 from tests.controller.hosts import Network, network
 from tests.controller.runs import Finished, lives, until
 from tests.controller.soak import config_of, start_driver
-from vescale_ray.controller.driver import RunResult
+from vescale_ray.controller.driver.driver import RunResult
 from vescale_ray.runfolder import RunFolder
 
 pytestmark = [
@@ -86,7 +86,7 @@ def join(net: Network, host: int, *others: int) -> None:
 
 def told(run: Parted, began: float) -> str:
     (event,) = run.of("rescaled")
-    return f"trained again {event['time'] - began:.2f} s after, phases {({k: round(v, 2) for k, v in event['phases'].items()})}"
+    return f"trained again {event['time'] - began:.2f} s after, phases { ({k: round(v, 2) for k, v in event['phases'].items()}) }"
 
 
 @pytest.mark.slow

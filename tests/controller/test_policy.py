@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vescale_ray.controller import policy
-from vescale_ray.controller.budget import Budget, Cause, Limits
-from vescale_ray.controller.policy import Await, Complete, GiveUp, Go, Halt, Kept, Situation
+from vescale_ray.controller.failures.budget import Budget, Cause, Limits
+from vescale_ray.controller.policy import Await, CommittedCheckpoint, Complete, GiveUp, Go, Halt, Situation
 from vescale_ray.controller.protocol import Ending, RequestRefused, World
-from vescale_ray.workers.holdings import Holding
-from vescale_ray.workers.messages import NO_TICKET, Fault, FaultKind, Origin, Ticket
+from vescale_ray.workers.messages import NO_TICKET, FaultKind, Origin, Ticket, WorkerFault
+from vescale_ray.workers.resharding.held_state import HeldState
 
-PEER = Fault(FaultKind.PEER, "Connection closed by peer")
+PEER = WorkerFault(FaultKind.PEER, "Connection closed by peer")
 
 
 def budget(crashes: int, nodes: int = 20, controllers: int = 20, **total: int) -> Budget:
@@ -79,7 +79,7 @@ def test_too_few_workers_wait_for_those_who_are_coming_or_are_hired_but_not_for_
 
 
 def test_wrong_input_ends_the_run_at_once_as_refused() -> None:
-    ending = Ending(("a", "b"), faults={"a": Fault(FaultKind.INPUT, "no such factory"), "b": PEER})
+    ending = Ending(("a", "b"), faults={"a": WorkerFault(FaultKind.INPUT, "no such factory"), "b": PEER})
     assert policy.after_generation(ending, now()) == GiveUp("no such factory", refused=True)
 
 
@@ -204,16 +204,20 @@ def test_rescale_requests_outside_of_the_bounds_are_refused_with_the_bound() -> 
 
 # ------------------------------------------------------------------------------------------------------------------- source
 
-BEFORE = World(Ticket(4, 1), ("a", "b", "c"), policy.Source(Origin.FRESH, 0))
+BEFORE = World(Ticket(4, 1), ("a", "b", "c"), policy.StateSource(Origin.FRESH, 0))
 
 
-def holding(step: int, *ranks: int, generation: int = 4) -> Holding:
-    return Holding(generation, 3, step, ranks)
+def held_state(step: int, *ranks: int, generation: int = 4) -> HeldState:
+    return HeldState(generation, 3, step, ranks)
 
 
 def test_the_state_in_memory_is_taken_unless_a_newer_one_is_on_disk() -> None:
-    held = {"a": [holding(20, 0, 2)], "b": [holding(20, 0, 1)], "c": [holding(20, 1, 2)]}
-    on_disk = [Kept("old", "/k/old", 10), Kept("same", "/k/same", 20), Kept("new", "/k/new", 25)]
+    held = {"a": [held_state(20, 0, 2)], "b": [held_state(20, 0, 1)], "c": [held_state(20, 1, 2)]}
+    on_disk = [
+        CommittedCheckpoint("old", "/k/old", 10),
+        CommittedCheckpoint("same", "/k/same", 20),
+        CommittedCheckpoint("new", "/k/new", 25),
+    ]
     sources = [policy.choose_source(held, "abc", kept, BEFORE) for kept in on_disk]
     assert [(s.origin, s.step, s.commit) for s in sources] == [
         (Origin.MEMORY, 20, None),
@@ -224,16 +228,16 @@ def test_the_state_in_memory_is_taken_unless_a_newer_one_is_on_disk() -> None:
 
 
 def test_the_lost_workers_shard_comes_from_its_buddys_copy() -> None:
-    held = {"a": [holding(20, 0, 2)], "c": [holding(20, 1, 2)]}
+    held = {"a": [held_state(20, 0, 2)], "c": [held_state(20, 1, 2)]}
     source = policy.choose_source(held, "ac", None, BEFORE)
     assert (source.origin, source.step, source.copies) == (Origin.MEMORY, 20, True)
     assert source.resume.suppliers[1] == "c"
 
 
 def test_a_shard_that_nobody_holds_sends_the_run_to_the_checkpoint_and_without_one_to_its_beginning() -> None:
-    held = {"a": [holding(20, 0, 2)]}
-    assert policy.choose_source(held, "a", Kept("k", "/k", 7), BEFORE).commit == "k"
-    assert policy.choose_source(held, "a", None, BEFORE) == policy.Source(Origin.FRESH, 0)
+    held = {"a": [held_state(20, 0, 2)]}
+    assert policy.choose_source(held, "a", CommittedCheckpoint("k", "/k", 7), BEFORE).commit == "k"
+    assert policy.choose_source(held, "a", None, BEFORE) == policy.StateSource(Origin.FRESH, 0)
     assert policy.choose_source({}, "a", None, None).origin is Origin.FRESH
 
 

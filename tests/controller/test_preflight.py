@@ -14,10 +14,10 @@ import torch
 from tests.controller.runs import tiny
 from vescale_ray import checkpoint
 from vescale_ray.config import ConfigError, RunConfig
-from vescale_ray.controller import driver, preflight
-from vescale_ray.controller.checkpoint_stats import CheckpointStats
-from vescale_ray.controller.keeper import Keeper
+from vescale_ray.controller.checkpointing.coordinator import CheckpointCoordinator
+from vescale_ray.controller.driver import driver, preflight
 from vescale_ray.controller.protocol import ScheduledAction
+from vescale_ray.controller.state.checkpoint_stats import CheckpointStats
 from vescale_ray.data.corpus import load_corpus
 from vescale_ray.errors import BadInput
 from vescale_ray.workers.messages import Origin
@@ -132,21 +132,23 @@ def test_a_run_resumes_from_its_newest_checkpoint_in_a_generation_above_all_befo
 
 
 def test_a_run_that_is_to_resume_never_goes_back_to_its_own_checkpoints_and_to_no_others(tmp_path: Path) -> None:
-    """Where shards were lost before it had made any it took up the run before it, 20 steps ahead; and where its nursery was lost later, it
-    began from the first step again."""
+    """Where shards were lost before it had made any it took up the run before it, 20 steps ahead; and where its supervisor was lost later,
+    it began from the first step again."""
     config = tiny(tmp_path, "r", checkpoint_resume="never")
     save(config, 20, epoch=5)
     first = preflight.check(config)
-    crew: Any = SimpleNamespace(alive=lambda worker: False)
+    worker_group: Any = SimpleNamespace(alive=lambda worker: False)
     log: Any = SimpleNamespace(stats=SimpleNamespace(checkpoints=CheckpointStats()))
     generation: Any = SimpleNamespace(world=None)
     nothing: Any = None
-    keeper = Keeper(config.checkpoint_root, "r", crew, log, generation, nothing, nothing, 1.0, nothing, 8, first.oldest)
-    assert keeper.newest() is None and keeper.source("a", "a", keeper.newer("a")).origin is Origin.FRESH
+    coordinator = CheckpointCoordinator(
+        config.checkpoint_root, "r", worker_group, log, generation, nothing, nothing, 1.0, nothing, 8, first.oldest
+    )
+    assert coordinator.newest() is None and coordinator.source("a", "a", coordinator.newer("a")).origin is Origin.FRESH
     again = preflight.check(config, oldest=first.oldest)
     assert (again.source.origin, again.first_generation, again.oldest) == (Origin.FRESH, 6, 6)
     save(config, 7, epoch=6)
-    assert keeper.source("a", "a", keeper.newer("a")).step == 7
+    assert coordinator.source("a", "a", coordinator.newer("a")).step == 7
     again = preflight.check(config, oldest=first.oldest)
     assert (again.source.origin, again.source.step, again.first_generation, again.oldest) == (Origin.CHECKPOINT, 7, 7, 6)
     assert preflight.check(config).source.origin is Origin.FRESH, "whoever starts it once more begins anew"

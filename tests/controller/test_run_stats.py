@@ -12,19 +12,19 @@ from pathlib import Path
 import pytest
 
 from tests.controller.recorded import Recorded, recorded
-from vescale_ray.controller import run_log, step_stats
-from vescale_ray.controller.checkpoint_stats import saved_event
-from vescale_ray.controller.policy import Kept
-from vescale_ray.controller.protocol import FINAL, RunState, Source, World
-from vescale_ray.controller.publisher import HEARD_S
-from vescale_ray.controller.saves import SaveResult
-from vescale_ray.controller.straggler import Known, StragglerNote, Stragglers
+from vescale_ray.controller.checkpointing.committer import SaveResult
+from vescale_ray.controller.failures.straggler import Known, StragglerNote, Stragglers
+from vescale_ray.controller.policy import CommittedCheckpoint
+from vescale_ray.controller.protocol import FINAL, RunState, StateSource, World
+from vescale_ray.controller.state import run_log, step_stats
+from vescale_ray.controller.state.checkpoint_stats import saved_event
+from vescale_ray.controller.state.publisher import HEARD_S
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Evaluated, Filled, Origin, Stepped, StepRecord, Ticket, Usage, WorkerInfo
-from vescale_ray.workers.pace import View
+from vescale_ray.workers.monitoring.pace import View
 
 MOVES = 70
-BEGAN_FROM = Source(Origin.CHECKPOINT, 5, path="/c5")
+BEGAN_FROM = StateSource(Origin.CHECKPOINT, 5, path="/c5")
 
 
 class Player:
@@ -57,7 +57,7 @@ class Player:
         self.number += 1
         members = tuple(self.random.sample("abcd", self.random.randint(1, 4)))
         step = self.random.randint(max(5, self.run.stats.step - 4), max(5, self.run.stats.step))
-        world = World(Ticket(self.number, 1), members, Source(self.random.choice(list(Origin)), step, commit="c5"))
+        world = World(Ticket(self.number, 1), members, StateSource(self.random.choice(list(Origin)), step, commit="c5"))
         phases = {"plan": self.random.random(), "fence": self.random.random()}
         self.run.generation.open(world, phases, self.random.choice(("layouts", "equal intervals")))
 
@@ -106,7 +106,7 @@ class Player:
 
     def save(self) -> None:
         step = self.run.stats.step
-        kept = Kept(f"c{step}", f"/c{step}", step) if self.random.random() < 0.7 else None
+        kept = CommittedCheckpoint(f"c{step}", f"/c{step}", step) if self.random.random() < 0.7 else None
         stages = {"snapshot": 0.1, "upload": self.random.random(), "commit": 0.05}
         result = SaveResult("x", step, self.number, 1.25, kept, 700, None if kept else "no space", stall_s=0.1, stages=stages)
         name, about = saved_event(result, self.run.stats.ended(step))
@@ -190,7 +190,7 @@ def test_time_that_was_told_as_lost_stays_lost_though_a_step_had_begun_by_then(t
     now = [1000.0]
     monkeypatch.setattr(time, "time", lambda: now[0])
     run = recorded(tmp_path).started()
-    world = World(Ticket(1, 1), ("a",), Source(Origin.FRESH, 0))
+    world = World(Ticket(1, 1), ("a",), StateSource(Origin.FRESH, 0))
     run.open(world)
     now[0] = 1010.0
     assert run.snapshot.lost_seconds == {"startup": 10.0 - HEARD_S}
@@ -203,7 +203,7 @@ def test_time_that_was_told_as_lost_stays_lost_though_a_step_had_begun_by_then(t
 def test_nobody_else_can_change_the_snapshot(tmp_path: Path) -> None:
     """What the HTTP server's threads hold stays as it was while the run goes on."""
     run = recorded(tmp_path).started()
-    world = World(Ticket(1, 1), ("a", "b"), Source(Origin.FRESH, 0))
+    world = World(Ticket(1, 1), ("a", "b"), StateSource(Origin.FRESH, 0))
     run.open(world)
     before = run.snapshot
     told = json.dumps(before.to_json()), json.dumps(before.record), before.processes
@@ -211,7 +211,7 @@ def test_nobody_else_can_change_the_snapshot(tmp_path: Path) -> None:
     run.log.record("straggler", worker="a", rank=0, factor=2.0, since_step=1, node="node")
     run.log.record("worker_lost", worker="a", reason="x", kind="died", pid=1)
     run.generation.begin_rescale("manual", 2)
-    run.open(World(Ticket(2, 1), ("a",), Source(Origin.FRESH, 0)))
+    run.open(World(Ticket(2, 1), ("a",), StateSource(Origin.FRESH, 0)))
     about = (1, 2, (8.0,), (1,))
     run.stepped(Stepped(Ticket(2, 1), StepRecord(0, 2.0, 192, (1,), 1.0, 1e-3, 8.0, 0, *about), time.time()))
     run.log.record("checkpoint_loaded", seconds=1.0, bytes=2, generation=2)

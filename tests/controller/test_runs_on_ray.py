@@ -23,12 +23,13 @@ from tests.controller.conftest import SECRET
 from tests.controller.hanging import hang
 from tests.controller.runs import STEPS, Finished, alive, carry_out, print_figures, tiny, worst_difference
 from tests.workers.test_moved_bytes import common_bytes, most_kept, owned_bytes, trained
-from vescale_ray import checkpoint, cli, client
+from vescale_ray import checkpoint
+from vescale_ray.cli import app, client
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.controller import controller_name
-from vescale_ray.controller.driver import ScheduledAction as Act
-from vescale_ray.controller.nursery import actor_of
+from vescale_ray.controller.driver.driver import ScheduledAction as Act
 from vescale_ray.controller.protocol import NAMESPACE, TRANSITIONS, RunState
+from vescale_ray.controller.worker_group.supervisor import actor_of
 from vescale_ray.runfolder import RunFolder
 
 pytestmark = [pytest.mark.usefixtures("ray_here"), pytest.mark.timeout(240)]
@@ -186,7 +187,7 @@ def test_a_stopped_run_resumes_with_another_number_of_workers_as_if_it_had_not_s
     again = carry_out(tiny(home, "stopped", elastic_workers=1))
     assert again.result.state == "DONE" and len(again.events) == len(resumed.events), "a run that is done does nothing"
     older = checkpoint.ls(resumed.config.checkpoint_root)[-2]
-    assert cli.main(["ckpt", "rollback", str(resumed.folder.path), str(older.step)]) == 0
+    assert app.main(["ckpt", "rollback", str(resumed.folder.path), str(older.step)]) == 0
     back = carry_out(tiny(home, "stopped", elastic_workers=1))
     done_again = STEPS - older.step
     assert back.result.state == "DONE" and done_again > 0 and len(back.losses) == STEPS
@@ -511,15 +512,15 @@ def test_where_an_optimizer_keeps_matrices_whole_a_growth_moves_no_more_than_it_
     nothing_left(finished)
 
 
-def test_nobody_is_hired_by_a_nursery_that_was_closed() -> None:
+def test_nobody_is_hired_by_a_supervisor_that_was_closed() -> None:
     """The controller may be about to, as the driver ends a run; nobody would give that worker's place back."""
     import ray
     from ray.util.placement_group import placement_group_table
 
     tree = {"run": {"name": "closed"}, "ray": {"cpus_per_worker": 0.5, "gpus_per_worker": 0.0}}
-    nursery = actor_of(tree, "closed", ray.get_runtime_context().get_node_id(), NAMESPACE)
-    ray.get(nursery.close.remote(), timeout=30)
+    supervisor = actor_of(tree, "closed", ray.get_runtime_context().get_node_id(), NAMESPACE)
+    ray.get(supervisor.close.remote(), timeout=30)
     with pytest.raises(ray.exceptions.RayTaskError, match="the run is over"):
-        ray.get(nursery.hire.remote(), timeout=30)
-    ray.kill(nursery)
+        ray.get(supervisor.hire.remote(), timeout=30)
+    ray.kill(supervisor)
     assert {group["state"] for group in placement_group_table().values()} <= {"REMOVED"}

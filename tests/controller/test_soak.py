@@ -1,6 +1,6 @@
 """The soak: half an hour of random faults, drains, joiners and pauses, one every ten seconds; then SIGKILL of everything and a resume.
 
-    VESCALE_SOAK_MINUTES=3 VESCALE_SOAK_SEED=7 python -m pytest tests/controller/test_soak.py -m slow -s
+VESCALE_SOAK_MINUTES=3 VESCALE_SOAK_SEED=7 python -m pytest tests/controller/test_soak.py -m slow -s
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.controller.runs import Finished, lives, until
 from tests.controller.soak import Soak, config_of, start_driver
 from vescale_ray import checkpoint
 from vescale_ray.config import RunConfig
-from vescale_ray.controller.driver import RunResult
+from vescale_ray.controller.driver.driver import RunResult
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.worker import born
 
@@ -49,7 +49,9 @@ def test_half_an_hour_of_everything_at_once_costs_no_sample_changes_no_bit_and_l
             time.sleep(10)
         print(watch.table(least_s=min(60.0, 12 * MINUTES)))
         leaks = watch.leaks()
-        assert {"driver", "nursery"} <= {life.name for life in watch.lives.values() if life.tells}, "nobody lived long enough to be judged"
+        assert {"driver", "supervisor"} <= {life.name for life in watch.lives.values() if life.tells}, (
+            "nobody lived long enough to be judged"
+        )
         reached = soak.step()
     finally:
         soak.end_everything()

@@ -16,7 +16,7 @@ from tests.controller.runs import Finished, alive, parents, tiny, until
 from tests.controller.soak import MODEL, start_driver
 from tests.controller.started import Started, started
 from vescale_ray import checkpoint
-from vescale_ray.controller.driver import RunResult
+from vescale_ray.controller.driver.driver import RunResult
 from vescale_ray.runfolder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

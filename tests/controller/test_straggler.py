@@ -13,12 +13,12 @@ import pytest
 
 from tests.controller.recorded import Recorded
 from tests.controller.runs import tiny
-from vescale_ray.controller.exposition import families
+from vescale_ray.controller.failures.straggler import PAUSE_S, Known, StragglerNote, Stragglers
+from vescale_ray.controller.http.exposition import families
 from vescale_ray.controller.policy import next_members, staffing
-from vescale_ray.controller.protocol import Event, Source, World
-from vescale_ray.controller.straggler import PAUSE_S, Known, StragglerNote, Stragglers
+from vescale_ray.controller.protocol import Event, StateSource, World
 from vescale_ray.workers.messages import Origin, Stepped, StepRecord, Ticket, WorkerInfo
-from vescale_ray.workers.pace import View, even
+from vescale_ray.workers.monitoring.pace import View, even
 
 START_S = 30.0
 
@@ -37,7 +37,7 @@ class Table:
         if life == 1:
             self.run.started()
         self.slow = Stragglers(config, capacity, START_S, StragglerNote(**json.loads(past)), now)
-        self.world = World(Ticket(0, 1), (), Source(Origin.FRESH, 0))
+        self.world = World(Ticket(0, 1), (), StateSource(Origin.FRESH, 0))
 
     def record(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -62,7 +62,7 @@ class Table:
         self.world = world
 
     def open(self, *members: str) -> None:
-        self.world = World(Ticket(self.world.ticket.generation + 1, 1), members, Source(Origin.FRESH, self.run.stats.step))
+        self.world = World(Ticket(self.world.ticket.generation + 1, 1), members, StateSource(Origin.FRESH, self.run.stats.step))
         self.run.open(self.world)
 
     def step(self, factors: Sequence[float] = (), since: Sequence[int] = (), shares: Sequence[int] = ()) -> None:

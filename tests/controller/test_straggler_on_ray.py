@@ -11,7 +11,7 @@ import pytest
 
 from tests.controller.hanging import at_full_speed, slow_down
 from tests.controller.runs import Finished, carry_out, tiny, worst_difference
-from vescale_ray import client
+from vescale_ray.cli import client
 from vescale_ray.config import RunConfig
 from vescale_ray.runfolder import RunFolder
 

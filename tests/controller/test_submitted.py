@@ -15,7 +15,7 @@ from tests.controller.hanging import SLOWLY
 from tests.controller.runs import Finished, tiny, until, write_text
 from tests.controller.started import Started, started
 from vescale_ray import checkpoint
-from vescale_ray.controller.driver import RunResult
+from vescale_ray.controller.driver.driver import RunResult
 from vescale_ray.runfolder import RunFolder
 
 STEPS = 40

@@ -12,8 +12,8 @@ import pytest
 
 from tests.controller.recorded import Recorded, recorded
 from tests.controller.test_books import generation, stepped
-from vescale_ray.controller.exposition import families
-from vescale_ray.controller.worker_stats import WorkerStats
+from vescale_ray.controller.http.exposition import families
+from vescale_ray.controller.state.worker_stats import WorkerStats
 from vescale_ray.workers.messages import Filled, Origin, Stepped, Usage
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vescale_ray.data.corpus import Corpus, CorpusError, load_corpus
-from vescale_ray.data.units import bits_per_byte
+from vescale_ray.data.loss_units import bits_per_byte
 from vescale_ray.errors import BadInput
 
 

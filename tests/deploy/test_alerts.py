@@ -12,11 +12,11 @@ import click
 import pytest
 import yaml
 
-from vescale_ray import cli
+from vescale_ray.cli import app
 from vescale_ray.config import RunConfig
-from vescale_ray.controller.exposition import DEVICE_MEMORY, families
+from vescale_ray.controller.http.exposition import DEVICE_MEMORY, families
 from vescale_ray.controller.protocol import RunState
-from vescale_ray.controller.snapshot import Snapshot
+from vescale_ray.controller.state.snapshot import Snapshot
 from vescale_ray.errors import BadInput
 from vescale_ray.k8s import Options, documents
 from vescale_ray.k8s.options import RUNBOOKS as PLACE
@@ -153,7 +153,7 @@ def test_the_runbooks_are_of_alerts_that_exist_and_name_keys_and_commands_that_e
             model: Any = sections[section].annotation
             assert key in model.model_fields, f"{section}.{key}"
     for command, sub in set(re.findall(r"vescale-ray (\w+)(?: (\w+))?", RUNBOOKS)):
-        found = cli.cli.get_command(None, command)  # type: ignore[arg-type]
+        found = app.cli.get_command(None, command)  # type: ignore[arg-type]
         assert found is not None, command
         if command == "ckpt":
             assert found.get_command(None, sub) is not None, sub  # type: ignore[attr-defined]
@@ -164,7 +164,7 @@ def test_every_command_of_the_runbooks_has_the_arguments_and_options_that_it_nee
     commands = set(re.findall(r"`(vescale-ray [a-z][^`\n]*)`", RUNBOOKS))
     assert len(commands) > 8
     for text in commands:
-        command: click.Command = cli.cli
+        command: click.Command = app.cli
         words = re.sub(r"\b(N|STEP)\b", "2", text).split()[1:]
         while isinstance(command, click.Group):
             command = command.commands[words.pop(0)]

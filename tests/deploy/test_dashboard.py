@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from tests.deploy.test_alerts import RULES, full_snapshot, known
-from vescale_ray import dash
-from vescale_ray.controller.exposition import families
-from vescale_ray.controller.snapshot import STATES
+from vescale_ray.cli import dash
+from vescale_ray.controller.http.exposition import families
+from vescale_ray.controller.state.snapshot import STATES
 from vescale_ray.deploy import dashboard as made
 from vescale_ray.deploy.panel import STATES as SHOWN
 from vescale_ray.errors import BadInput

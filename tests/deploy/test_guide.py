@@ -13,8 +13,8 @@ import click
 import pytest
 import yaml
 
-from vescale_ray.cli import cli, main
-from vescale_ray.cli_k8s import k8s
+from vescale_ray.cli.app import cli, main
+from vescale_ray.cli.kubernetes_commands import k8s
 from vescale_ray.k8s import Options
 
 ROOT = Path(__file__).resolve().parents[2]

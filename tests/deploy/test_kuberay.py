@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import vescale_ray
 from tests.deploy.manifests import CONFIG, ROOT, RUNS, VARIANTS, Documents, cluster_of, env_of, made, pods_of, spec_of, the
 from vescale_ray.config import read_config
-from vescale_ray.controller.exposition import families
-from vescale_ray.controller.snapshot import Snapshot
-from vescale_ray.k8s import ManifestError, Options, documents
+from vescale_ray.controller.http.exposition import families
+from vescale_ray.controller.state.snapshot import Snapshot
+from vescale_ray.k8s import Options, RenderError, documents
 from vescale_ray.k8s.render import quoted
 
 ray = importlib.util.find_spec("ray")  # its sources are read: importing its dashboard takes seconds
@@ -129,7 +129,7 @@ def test_pods_are_as_few_as_hold_the_workers(each: float, gpus: int, bounds: lis
     least, wanted, limit = (-(-n // room) for n in (fewest, first + spares, most + spares))
     options = Options(gpus=gpus, overlays=frozenset({"spot"} if spot else ()))
     if spot and least == limit:
-        with pytest.raises(ManifestError, match="none may be pre-empted"):
+        with pytest.raises(RenderError, match="none may be pre-empted"):
             documents(run, options, "job")
         return
     groups = cluster_of(documents(run, options, "job"))["workerGroupSpecs"]

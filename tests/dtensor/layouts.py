@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from vescale_ray.dtensor import RaggedDTensor
-from vescale_ray.placement import RaggedShard
+from vescale_ray.dtensor.placement import RaggedShard
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from tests.dtensor.op_coverage import DTYPES, PENDING, Warned, call, database, difference, draws, ragged_as, samples_of, usable, whole
 from tests.ranks import RankFailed, run_gloo
 from vescale_ray.dtensor import distribute_tensor
-from vescale_ray.placement import RaggedShard
+from vescale_ray.dtensor.placement import RaggedShard
 
 CHUNK = 8
 """Operations for one pair of processes."""

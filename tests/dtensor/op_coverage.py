@@ -35,11 +35,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from tests.ranks import RankFailed, run_threads
 from vescale_ray.dtensor import RaggedFallbackWarning, distribute_tensor
-from vescale_ray.dtensor_derived import derived
-from vescale_ray.dtensor_spec import norm_partial
-from vescale_ray.placement import RaggedShard
-from vescale_ray.redistribute import plain_spec
-from vescale_ray.transfer import MOVABLE
+from vescale_ray.dtensor.derived import derived
+from vescale_ray.dtensor.placement import RaggedShard
+from vescale_ray.dtensor.redistribution import plain_spec
+from vescale_ray.dtensor.spec import norm_partial
+from vescale_ray.dtensor.transfer import MOVABLE
 
 LAYOUTS = {"elements": (3,), "rows": (3,), "with Shard(0)": (2, 2)}
 PENDING = {"pending sum": (2,), "pending norm": (2,), "pending max": (2,)}

@@ -19,8 +19,8 @@ from tests.dtensor.layouts import whole
 from tests.ranks import run_gloo
 from vescale_ray import fully_shard
 from vescale_ray.dtensor import RaggedDTensor, distribute_tensor
-from vescale_ray.dtensor_spec import norm_partial
-from vescale_ray.placement import RaggedShard
+from vescale_ray.dtensor.placement import RaggedShard
+from vescale_ray.dtensor.spec import norm_partial
 
 BACKEND = "aot_eager"
 CUT: list[Placement] = [RaggedShard((0,), (1, 2))]

@@ -19,7 +19,7 @@ from tests.dtensor.layouts import values
 from tests.dtensor.test_redistribute import spy
 from tests.ranks import run_gloo, run_threads
 from vescale_ray.dtensor import RaggedDTensor, distribute_tensor, redistribute
-from vescale_ray.placement import RaggedShard
+from vescale_ray.dtensor.placement import RaggedShard
 
 Index = torch.Tensor
 
@@ -115,9 +115,7 @@ def _move(rank: int, world: int, shape: tuple[int, ...], source: Layout, target:
 
 @settings(max_examples=60)
 @given(moves(), st.booleans(), st.booleans())
-def test_any_two_layouts_with_shards_on_the_other_mesh_dimension(
-    move: tuple[Any, Layout, Layout], backwards: bool, async_op: bool
-) -> None:
+def test_any_two_layouts_with_shards_on_the_other_mesh_dimension(move: tuple[Any, Layout, Layout], backwards: bool, async_op: bool) -> None:
     shape, source, target = move
     if backwards:
         source, target = target, source
@@ -324,7 +322,6 @@ def _between_processes(rank: int, world: int) -> None:
             for target in ((other, Shard(1)), (Shard(0), Shard(0)), (Shard(1), ragged), (ragged, Replicate()), (Replicate(), Replicate())):
                 for async_op in (False, True):
                     _move_dtype(mesh, full, Layout((2, 2), source), Layout((2, 2), target), async_op)
-
 
     for op in ("sum", "avg", "max", "product"):
         mine = torch.full((2 * (1, 3)[here(mesh)[1]], 4), rank // 2 + 1.0)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 from tests.ranks import run_threads
-from vescale_ray.placement import RaggedShard
+from vescale_ray.dtensor.placement import RaggedShard
 
 
 @given(

@@ -326,7 +326,7 @@ LISTS = (a, b)
 before, lists = snapshot(), [list(x) for x in LISTS]
 safe = set(torch.serialization.get_safe_globals())
 import vescale_ray, vescale_ray.dtensor as ours
-import vescale_ray.state_dict, vescale_ray.fsdp, vescale_ray.optim, vescale_ray.redistribute, vescale_ray.checkpoint
+import vescale_ray.state_dict, vescale_ray.fsdp, vescale_ray.optim, vescale_ray.dtensor.redistribution, vescale_ray.checkpoint
 after = snapshot()
 changed = [k for k in before if before[k] != after.get(k)]
 added = [k for k in after if k not in before and k.rpartition(".")[0] in before]  # new attributes of torch's classes
@@ -335,7 +335,7 @@ assert not added, added
 for now, then in zip(LISTS, lists):
     assert list(now) == [*then, ours.RaggedDTensor]
 extra = set(torch.serialization.get_safe_globals()) - safe
-from vescale_ray.dtensor_derived import unpickled_derived
+from vescale_ray.dtensor.derived import unpickled_derived
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 assert extra == {ours.RaggedDTensor, ours.RaggedShard, ours._rebuild, unpickled_derived, _NormPartial}, extra
 from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks, _global_optimizer_post_hooks

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from tests.dtensor.layouts import values, whole
 from tests.ranks import run_gloo
 from vescale_ray.dtensor import distribute_tensor
+from vescale_ray.dtensor.placement import RaggedShard
 from vescale_ray.fsdp import MixedPrecisionPolicy, fully_shard
 from vescale_ray.geometry import Block
-from vescale_ray.placement import RaggedShard
 from vescale_ray.state_dict import (
     StateDictOptions,
     get_model_state_dict,

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map
 from tests.dtensor.layouts import values, whole
 from tests.ranks import run_gloo, run_threads
 from vescale_ray.dtensor import RaggedDTensor, distribute_tensor
+from vescale_ray.dtensor.placement import RaggedShard
 from vescale_ray.fsdp import stand_in_for_torch
-from vescale_ray.placement import RaggedShard
 
 FULL = values((6, 4))
 

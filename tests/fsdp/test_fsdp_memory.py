@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.fsdp.transformer import build
 from tests.ranks import join, run_gloo, run_threads
 from vescale_ray.fsdp import explain, fully_shard
-from vescale_ray.fsdp.group import Group
+from vescale_ray.fsdp.group import ParameterGroup
 from vescale_ray.fsdp.schedule import Schedule, unit_of
 from vescale_ray.fsdp.unit import Unit
 from vescale_ray.planner.step_buffers import Travel, device_buffers
@@ -340,7 +340,7 @@ def survives_a_lost_rank(rank, world, folder):
     group_ref = weakref.ref(dist.distributed_c10d._get_default_group())
     del model, optimizer
     gc.collect()
-    left = [type(o).__name__ for o in gc.get_objects() if isinstance(o, Unit | Group | Schedule | dist.Work)]
+    left = [type(o).__name__ for o in gc.get_objects() if isinstance(o, Unit | ParameterGroup | Schedule | dist.Work)]
     dist.destroy_process_group()
     gc.collect()
     alive = group_ref() is not None

@@ -595,7 +595,7 @@ def building_fails_late(rank: int, world: int, monkeypatch: pytest.MonkeyPatch) 
     from vescale_ray.fsdp import group
 
     built = []
-    original = group.Group._new_master
+    original = group.ParameterGroup._new_master
 
     def second_fails(self: Any, device: torch.device) -> Any:
         built.append(self)
@@ -606,7 +606,7 @@ def building_fails_late(rank: int, world: int, monkeypatch: pytest.MonkeyPatch) 
     model = fill(half_frozen())
     before = snapshot(model)
     with monkeypatch.context() as patch:
-        patch.setattr(group.Group, "_new_master", second_fails)
+        patch.setattr(group.ParameterGroup, "_new_master", second_fails)
         with pytest.raises(MemoryError):
             fully_shard(model)
     assert snapshot(model) == before

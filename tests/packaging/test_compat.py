@@ -19,7 +19,7 @@ COMPAT = ROOT / "vescale_ray" / "compat"
 THEMES = sorted(COMPAT.glob("*.py"))
 PRODUCT = [path for part, path in SOURCES if part != "compat"] + [ROOT / "vescale_ray" / "__init__.py"]
 # Pickles name the classes and functions that wrote them; these readers compare the names and import none of them.
-FILE_FORMATS = {"checkpoint/torch_archive.py", "checkpoint/dcp_pickle.py"}
+FILE_FORMATS = {"checkpoint/bridges/torch_archive.py", "checkpoint/bridges/dcp_pickle.py"}
 # Of Python and of pybind11, not of torch.
 NOT_TORCHS = {"_exit", "_current_frames", "_pybind11_conduit_v1_"}
 

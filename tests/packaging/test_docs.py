@@ -10,9 +10,9 @@ import click
 import pytest
 
 from tests.deploy.test_alerts import full_snapshot
-from vescale_ray.cli import cli
-from vescale_ray.controller.exposition import families
-from vescale_ray.controller.snapshot import DRIVER_ONLY, Snapshot
+from vescale_ray.cli.app import cli
+from vescale_ray.controller.http.exposition import families
+from vescale_ray.controller.state.snapshot import DRIVER_ONLY, Snapshot
 from vescale_ray.runfolder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,7 +125,7 @@ def test_the_documents_name_every_metric_and_no_other() -> None:
 
 
 def test_every_figure_of_the_snapshot_has_a_use() -> None:
-    source = (ROOT / "controller" / "exposition.py").read_text(encoding="utf-8")
+    source = (ROOT / "controller" / "http" / "exposition.py").read_text(encoding="utf-8")
     only_status = {"started", "checkpoint_path", "checkpoint_interval_text", "error"}
     known = only_status | DRIVER_ONLY
     unused = [field.name for field in fields(Snapshot) if f"s.{field.name}" not in source and field.name not in known]

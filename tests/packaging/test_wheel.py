@@ -68,11 +68,11 @@ def test_the_wheel_works_where_nothing_else_of_the_project_is_and_does_not_exten
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     code = (
         "import importlib.resources as r, vescale_ray, vescale_ray.checkpoint, vescale_ray.config, vescale_ray.workers\n"
-        "import vescale_ray.controller.metrics\n"
+        "import vescale_ray.controller.http.metrics\n"
         "assert len(list(vescale_ray.__path__)) == 1, list(vescale_ray.__path__)\n"
         "assert 'site' in vescale_ray.checkpoint.__file__\n"
         "assert (r.files('vescale_ray.deploy') / 'kuberay' / 'rayjob.yaml').is_file()\n"
-        "from vescale_ray.demo import demo_config; print(demo_config().train.steps)\n"
+        "from vescale_ray.cli.demo import demo_config; print(demo_config().train.steps)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
@@ -81,7 +81,7 @@ def test_the_wheel_works_where_nothing_else_of_the_project_is_and_does_not_exten
 
 def test_a_checkout_works_with_nothing_installed_from_any_folder(tmp_path: Path) -> None:
     (tmp_path / "checkpoint.py").write_text("raise SystemExit('the user\\'s own checkpoint.py was imported')")
-    code = "import vescale_ray.checkpoint, vescale_ray.controller.metrics, vescale_ray.deploy; print('ok')"
+    code = "import vescale_ray.checkpoint, vescale_ray.controller.http.metrics, vescale_ray.deploy; print('ok')"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout == "ok\n", done.stderr

@@ -183,7 +183,7 @@ def test_the_command_tells_bad_input_in_one_line(capsys: pytest.CaptureFixture[s
 SAME = """
 import json
 from vescale_ray.planner import choose_sharding, Policy, Blocks, plan_unit, Lever, model_shapes
-from vescale_ray.planner.report import as_json
+from vescale_ray.planner.choice_report import as_json
 policy = Policy(optimizer="adamw8bit", blocks=Blocks(128, "experts"), strided=True)
 told = as_json(choose_sharding("qwen3-30b-a3b", 96, "h200", policy))
 unit = max(model_shapes("deepseek-v3", experts="separate").units, key=lambda u: u.numel * u.count)

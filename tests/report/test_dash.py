@@ -20,9 +20,9 @@ from click.testing import CliRunner
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vescale_ray import cli, dash
+from vescale_ray.cli import app, dash
+from vescale_ray.cli.page import Chart, Mark, Page, Series, few, render, thinned
 from vescale_ray.errors import BadInput
-from vescale_ray.page import Chart, Mark, Page, Series, few, render, thinned
 from vescale_ray.runfolder import Record, RunFolder, RunFolderError
 
 BEGAN = 1_700_000_000.0
@@ -65,7 +65,7 @@ def test_whatever_stands_in_the_files_is_shown_and_not_obeyed(folder: RunFolder)
     about = {"from": "<b>", "to": "</title>", "direction": "grow", "reason": "no file b\udcff", "source": "peer"}
     folder.append_event({"time": BEGAN + 9, "event": "rescaled", "step": 5, **about})
     folder.write_state({"run": "</title><script>", "state": "<i>", "error": "\x1b[31mno file a\udcff"})
-    done = CliRunner().invoke(cli.cli, ["dash", str(folder.path)], standalone_mode=False, catch_exceptions=False)
+    done = CliRunner().invoke(app.cli, ["dash", str(folder.path)], standalone_mode=False, catch_exceptions=False)
     text = (folder.path / "dash.html").read_text(encoding="utf-8")
     assert done.exit_code == 0 and not re.search(r"(?i)<script|<img|<b>|<i>", text) and "\x1b" not in text
     assert "<title>&lt;/title&gt;&lt;script&gt; - vescale-ray</title>" in text and len(drawing(text)) == 9
@@ -261,11 +261,11 @@ def test_from_a_prometheus_the_page_has_the_same_pictures(prometheus: str, folde
     assert min(map(float, lines)) >= 64.0, "nothing is drawn left of the axis"
     assert page.goodput == {"productive": 3.0, "lost": {"startup": 3.0}}
     out = tmp_path / "p.html"
-    done = CliRunner().invoke(cli.cli, ["dash", "--prometheus", prometheus, "--run", "there", "--out", str(out)])
+    done = CliRunner().invoke(app.cli, ["dash", "--prometheus", prometheus, "--run", "there", "--out", str(out)])
     assert done.exit_code == 0 and len(drawing(out.read_text())) == 9
     several = ["dash", "--prometheus", prometheus, "--run", "two", "--out", str(out)]
-    assert cli.main(several) == 2
-    assert CliRunner().invoke(cli.cli, [*several, "--namespace", "x"]).exit_code == 0
+    assert app.main(several) == 2
+    assert CliRunner().invoke(app.cli, [*several, "--namespace", "x"]).exit_code == 0
 
 
 @pytest.mark.parametrize("began", [0.0, 40_000.0, 86_290.0])
@@ -345,8 +345,8 @@ def test_wrong_calls_are_one_sentence(prometheus: str, tmp_path: Path, folder: R
     runner = CliRunner()
     for arguments in (["--run", "x"], ["--prometheus", prometheus], [str(folder.path), "--prometheus", prometheus, "--run", "there"]):
         with pytest.raises(BadInput):
-            runner.invoke(cli.cli, ["dash", *arguments], standalone_mode=False, catch_exceptions=False)
+            runner.invoke(app.cli, ["dash", *arguments], standalone_mode=False, catch_exceptions=False)
     with pytest.raises(BadInput, match="can't be written"):
-        runner.invoke(cli.cli, ["dash", str(folder.path), "--out", "/proc/x.html"], standalone_mode=False, catch_exceptions=False)
+        runner.invoke(app.cli, ["dash", str(folder.path), "--out", "/proc/x.html"], standalone_mode=False, catch_exceptions=False)
     with pytest.raises(RunFolderError):
-        runner.invoke(cli.cli, ["dash", str(tmp_path / "none")], standalone_mode=False, catch_exceptions=False)
+        runner.invoke(app.cli, ["dash", str(tmp_path / "none")], standalone_mode=False, catch_exceptions=False)

@@ -128,10 +128,10 @@ class Fleet:
 def _main(pipe: Connection) -> None:
     import torch
 
-    from vescale_ray.workers import groups
+    from vescale_ray.workers.network import process_groups
 
     torch.set_num_threads(1)
-    groups.prepare()
+    process_groups.prepare()
     state: State = {}
     while True:
         try:

@@ -7,17 +7,17 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vescale_ray.workers.holdings import Holding, choose_resume
+from vescale_ray.workers.resharding.held_state import HeldState, choose_resume
 
 
-def _held(world: int, step: int, generation: int = 1, *, incomplete: dict[int, set[int]] | None = None) -> dict[str, list[Holding]]:
+def _held(world: int, step: int, generation: int = 1, *, incomplete: dict[int, set[int]] | None = None) -> dict[str, list[HeldState]]:
     """After exchange ``step``, rank r is worker "r" and holds r and r - 1; ``incomplete``: rank -> what it has of step + 1."""
     held = {}
     for rank in range(world):
-        holdings = [Holding(generation, world, step, tuple(sorted({rank, (rank - 1) % world})))]
+        held_states = [HeldState(generation, world, step, tuple(sorted({rank, (rank - 1) % world})))]
         if incomplete and rank in incomplete:
-            holdings.append(Holding(generation, world, step + 1, tuple(sorted(incomplete[rank]))))
-        held[str(rank)] = holdings
+            held_states.append(HeldState(generation, world, step + 1, tuple(sorted(incomplete[rank]))))
+        held[str(rank)] = held_states
     return held
 
 
@@ -55,13 +55,13 @@ def test_a_death_in_the_middle_of_the_exchange_resumes_at_the_new_step_only_if_a
 
 def test_a_death_while_the_next_generation_is_filled_resumes_from_the_old_one() -> None:
     # Generation 1 (world 3) lost rank 0; generation 2 (world 2) began, and its rank 1 (worker "2") died before it had a copy of everything.
-    held = {"1": [Holding(1, 3, 7, (0, 1)), Holding(2, 2, 7, (0,))], "3": [Holding(1, 3, 7, (2,))]}
+    held = {"1": [HeldState(1, 3, 7, (0, 1)), HeldState(2, 2, 7, (0,))], "3": [HeldState(1, 3, 7, (2,))]}
     resume = choose_resume(held)
     assert resume is not None and (resume.generation, resume.world, resume.step) == (1, 3, 7)
 
 
 def test_of_two_generations_at_the_same_step_the_later_is_taken() -> None:
-    held = {"a": [Holding(1, 2, 5, (0, 1)), Holding(2, 1, 5, (0,))]}
+    held = {"a": [HeldState(1, 2, 5, (0, 1)), HeldState(2, 1, 5, (0,))]}
     resume = choose_resume(held)
     assert resume is not None and resume.generation == 2
 
@@ -70,7 +70,7 @@ def test_a_leaver_is_asked_only_for_what_the_members_do_not_hold() -> None:
     held = _held(4, step=3)
     resume = choose_resume(held, prefer=["0", "1", "2"])  # worker 3 leaves: its shards are with worker 0
     assert resume is not None and resume.workers == ("0", "1", "2") and resume.suppliers[3] == "0"
-    parked = {str(rank): [Holding(1, 4, 3, (rank,))] for rank in range(4)}  # no copies: it must give its own
+    parked = {str(rank): [HeldState(1, 4, 3, (rank,))] for rank in range(4)}  # no copies: it must give its own
     resume = choose_resume(parked, prefer=["0", "1", "2"])
     assert resume is not None and resume.workers == ("0", "1", "2", "3")
 
@@ -85,15 +85,15 @@ def test_nothing_held_is_answered_with_none() -> None:
 def test_the_answer_is_covered_by_its_suppliers_and_no_newer_step_is(data: st.DataObject) -> None:
     workers = [f"w{i}" for i in range(data.draw(st.integers(1, 5)))]
     worlds = {1: data.draw(st.integers(1, 4)), 2: data.draw(st.integers(1, 4))}
-    holding = st.builds(
-        lambda g, step, ranks: Holding(g, worlds[g], step, tuple(sorted(r % worlds[g] for r in ranks))),
+    held_state = st.builds(
+        lambda g, step, ranks: HeldState(g, worlds[g], step, tuple(sorted(r % worlds[g] for r in ranks))),
         st.sampled_from([1, 2]),
         st.integers(0, 3),
         st.sets(st.integers(0, 3), min_size=1),
     )
-    held = {w: data.draw(st.lists(holding, max_size=4)) for w in workers}
+    held = {w: data.draw(st.lists(held_state, max_size=4)) for w in workers}
     resume = choose_resume(held, prefer=workers[:2])
-    have = {(h.generation, h.step, r) for holdings in held.values() for h in holdings for r in h.ranks}
+    have = {(h.generation, h.step, r) for held_states in held.values() for h in held_states for r in h.ranks}
     full = {(g, s) for g in worlds for s in range(4) if all((g, s, r) in have for r in range(worlds[g]))}
     if resume is None:
         assert not full

@@ -11,8 +11,8 @@ import pytest
 
 from tests.workers.fleet import Fleet, State
 from tests.workers.tiny import FullState, Run, evaluate, same_bits, slow_down, tiny, write_text
-from vescale_ray.workers import pace
 from vescale_ray.workers.messages import StepRecord
+from vescale_ray.workers.monitoring import pace
 
 Facts = tuple[list[tuple[float, float]], FullState, tuple[float, int]]
 

@@ -37,14 +37,15 @@ from tests.workers.tiny import (
     write_text,
 )
 from vescale_ray import checkpoint
+from vescale_ray.communication.point_to_point import Messages
 from vescale_ray.config import RunConfig
 from vescale_ray.data.stream import SampleStream
-from vescale_ray.messages import Messages
-from vescale_ray.workers import groups, reshard
-from vescale_ray.workers.groups import GroupFailed
-from vescale_ray.workers.holdings import Holding, choose_resume
-from vescale_ray.workers.reshard import execute, restore_from_checkpoint, write_checkpoint_shard
-from vescale_ray.workers.shards import export_shards
+from vescale_ray.workers.network import process_groups
+from vescale_ray.workers.network.process_groups import GroupFailed
+from vescale_ray.workers.resharding import reshard
+from vescale_ray.workers.resharding.held_state import HeldState, choose_resume
+from vescale_ray.workers.resharding.reshard import execute, restore_from_checkpoint, write_checkpoint_shard
+from vescale_ray.workers.resharding.shards import export_shards
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +137,7 @@ def test_with_a_copy_every_third_step_at_most_three_steps_are_done_again(text: s
         _check_curve_and_samples(run, undisturbed, config, 12)
 
 
-def test_who_can_not_prove_its_collectives_agrees_to_no_step_and_the_others_are_out_with_it(
-    text: str, undisturbed: list[float]
-) -> None:
+def test_who_can_not_prove_its_collectives_agrees_to_no_step_and_the_others_are_out_with_it(text: str, undisturbed: list[float]) -> None:
     """An aborted collective of NCCL ends as if nothing were: what it leaves would be trained on."""
     with Fleet(2) as fleet:
         run = Run(fleet, tiny(text))
@@ -191,7 +190,7 @@ def _form_and_fail(state: State, leaves: bool, *where: object) -> str:
             failure = str(error)
         assert failure.startswith("move shards: ")
     state.pop("trainer").close()
-    groups.dissolve()
+    process_groups.dissolve()
     return failure
 
 
@@ -207,7 +206,7 @@ def test_a_death_between_the_own_copy_and_the_exchange_resumes_one_copy_earlier(
         assert outcome.pop(1)[1] == "died"
         fleet.reap(1)
         # Rank 2 never got rank 1's shards of step 5; step 4 is complete with the survivors.
-        assert Holding(1, 3, 5, (1, 2)) not in outcome[2][1][2] and Holding(1, 3, 4, (1, 2)) in outcome[2][1][2]
+        assert HeldState(1, 3, 5, (1, 2)) not in outcome[2][1][2] and HeldState(1, 3, 4, (1, 2)) in outcome[2][1][2]
         assert run.resume([0, 2], [0, 2]).step == 4
         run.train(12)
         _check_curve_and_samples(run, undisturbed, config, 12)
@@ -224,23 +223,23 @@ def test_two_steps_are_held_by_each_rank_its_own_shards_and_its_predecessors(tex
     with Fleet(3) as fleet:
         run = Run(fleet, tiny(text, elastic_snapshot_every=2))
         run.fresh([0, 1, 2])
-        assert fleet.run([0], held)[0] == [Holding(1, 3, 0, (0,))], "the other's copy comes while the first step computes"
+        assert fleet.run([0], held)[0] == [HeldState(1, 3, 0, (0,))], "the other's copy comes while the first step computes"
         run.train(1)
-        assert fleet.run([0], held)[0] == [Holding(1, 3, 0, (0, 2))]
+        assert fleet.run([0], held)[0] == [HeldState(1, 3, 0, (0, 2))]
         run.train(7)
         for rank in range(3):
             neighbours = tuple(sorted((rank, (rank - 1) % 3)))
-            assert fleet.run([rank], held)[rank] == [Holding(1, 3, 4, neighbours), Holding(1, 3, 6, neighbours)]
+            assert fleet.run([rank], held)[rank] == [HeldState(1, 3, 4, neighbours), HeldState(1, 3, 6, neighbours)]
         run.end()  # at step 7, which is no step of copies: the live shards are parked
-        assert fleet.run([1], held)[1][-1] == Holding(1, 3, 7, (1,))
+        assert fleet.run([1], held)[1][-1] == HeldState(1, 3, 7, (1,))
         assert run.resume([0, 1, 2], [2, 0]).step == 7
-        assert Holding(1, 3, 7, (0,)) in fleet.run([0], held)[0], "kept until the new generation is known to be safe"
+        assert HeldState(1, 3, 7, (0,)) in fleet.run([0], held)[0], "kept until the new generation is known to be safe"
         run.train(8)
-        assert fleet.run([0], held)[0] == [Holding(2, 2, 7, (0, 1)), Holding(2, 2, 8, (1,))]
+        assert fleet.run([0], held)[0] == [HeldState(2, 2, 7, (0, 1)), HeldState(2, 2, 8, (1,))]
         # Where all stop to rescale, nobody waits for another copy, and the older one makes room for the live shards.
         run.train(10, rescale=True)
         run.end()
-        assert fleet.run([0], held)[0] == [Holding(2, 2, 8, (0, 1)), Holding(2, 2, 10, (1,))]
+        assert fleet.run([0], held)[0] == [HeldState(2, 2, 8, (0, 1)), HeldState(2, 2, 10, (1,))]
         # Where one is lost on the way, the others have the copies.
         assert run.resume([0], [0]).step == 8
         run.train(9)
@@ -336,7 +335,7 @@ def _receive_with_a_flipped_bit(state: State, *where: Any) -> None:
             super().wait(times)
             first[len(first) // 2] ^= 4
 
-    setattr(reshard, "messages", lambda group: Flipping(groups._group(group), groups._MOVE))  # noqa: B010
+    setattr(reshard, "messages", lambda group: Flipping(process_groups._group(group), process_groups._MOVE))  # noqa: B010
     start_from_memory(state, *where)
 
 

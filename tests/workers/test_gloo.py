@@ -24,10 +24,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.ranks import RankFailed, run_gloo
 from tests.workers.tiny import tiny
 from vescale_ray import gloo
+from vescale_ray.communication.point_to_point import is_pairwise
 from vescale_ray.fsdp import CPUOffloadPolicy, Sharding, fully_shard
 from vescale_ray.fsdp.schedule import unit_of
-from vescale_ray.messages import is_pairwise
-from vescale_ray.workers import groups, rehearsal
+from vescale_ray.workers import rehearsal
+from vescale_ray.workers.network import process_groups
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -110,29 +111,29 @@ def test_a_group_of_each_specification_has_one_thread(backend: str | None) -> No
         dist.all_gather_object(told, "all of it")
         assert found.tolist() == [1.0, 1.0] and told == ["all of it"]
     finally:
-        groups.dissolve()
+        process_groups.dissolve()
 
 
 def test_groups_of_workers_have_one_thread() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    groups.form("127.0.0.1", store.port, "test/one", 0, 1, "gloo", 5.0)
+    process_groups.form("127.0.0.1", store.port, "test/one", 0, 1, "gloo", 5.0)
     try:
-        transfer = groups.open_transfer("127.0.0.1", store.port, "test/move", 0, 1, 5.0)
+        transfer = process_groups.open_transfer("127.0.0.1", store.port, "test/move", 0, 1, 5.0)
         assert gloo.worker_threads(default_group()) == transfer.options._threads == 1
         assert transfer.options._timeout == timedelta(seconds=5)
     finally:
-        groups.dissolve()
+        process_groups.dissolve()
 
 
 def test_the_group_of_a_rehearsal_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[int] = []
-    dissolve = groups.dissolve
+    dissolve = process_groups.dissolve
 
     def looks() -> None:
         found.append(gloo.worker_threads(default_group()))
         dissolve()
 
-    monkeypatch.setattr(groups, "dissolve", looks)
+    monkeypatch.setattr(process_groups, "dissolve", looks)
     rehearsal.rehearse(tiny("stdlib", train_optimizer="adamw"), CPU)
     assert found == [1]
 
@@ -174,7 +175,7 @@ def test_fully_shard_warns_once_of_a_group_with_two_threads(options: dict[str, A
             try:
                 sharded(**options)
             finally:
-                groups.dissolve()
+                process_groups.dissolve()
             texts = [str(warning.message) for warning in told if "worker threads" in str(warning.message)]
             assert len(texts) == count, make
             assert all("2 gloo worker threads" in text and "vescale_ray.gloo.init_process_group" in text for text in texts)
@@ -190,7 +191,7 @@ def test_a_group_that_asks_for_gloo_by_name_is_told_what_to_ask_for() -> None:
             texts = [str(warning.message) for warning in told]
             assert len(texts) == count and all("this one with backend=vescale_ray.gloo.BACKEND" in text for text in texts)
     finally:
-        groups.dissolve()
+        process_groups.dissolve()
 
 
 def test_a_backend_that_is_no_name_is_refused() -> None:

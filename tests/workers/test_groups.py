@@ -19,15 +19,15 @@ import torch.distributed as dist
 
 from tests.workers.fleet import Fleet, State
 from vescale_ray import gloo
-from vescale_ray.workers import groups
-from vescale_ray.workers.groups import GroupFailed
-from vescale_ray.workers.lines import Lines
+from vescale_ray.workers.network import process_groups
+from vescale_ray.workers.network.connections import Connections
+from vescale_ray.workers.network.process_groups import GroupFailed
 
 HOST = "127.0.0.1"
 
 
 def _form(state: State, port: int, prefix: str, rank: int, world: int, timeout_s: float = 30.0) -> None:
-    state["lines"] = groups.form(HOST, port, prefix, rank, world, "gloo", timeout_s)
+    state["lines"] = process_groups.form(HOST, port, prefix, rank, world, "gloo", timeout_s)
 
 
 def _sum_of_ranks(state: State) -> float:
@@ -37,7 +37,7 @@ def _sum_of_ranks(state: State) -> float:
 
 
 def _dissolve(state: State) -> bool:
-    groups.dissolve()
+    process_groups.dissolve()
     return dist.is_initialized()
 
 
@@ -47,7 +47,7 @@ def _step_until_a_peer_is_lost(state: State) -> tuple[str, float, int, int, bool
     group = weakref.ref(dist.distributed_c10d._get_default_group())
     try:
         while True:
-            with groups.collectives("step"):
+            with process_groups.collectives("step"):
                 ahead = dist.all_gather_into_tensor(torch.empty(dist.get_world_size() * 10_000), part, async_op=True)
                 dist.all_reduce(full)
                 ahead.wait()
@@ -55,14 +55,15 @@ def _step_until_a_peer_is_lost(state: State) -> tuple[str, float, int, int, bool
     except GroupFailed as failure:
         text = str(failure)
         assert failure.__context__ is None or failure.__context__.__traceback__ is None
-    groups.dissolve()
+    process_groups.dissolve()
     return text, time.monotonic(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), group() is None
 
 
 @pytest.mark.timeout(300)  # 24 processes and 40 groups: 13 s on two free cores, a minute on two that are shared by many
 def test_survivors_of_a_sigkill_are_out_within_two_seconds_and_meet_again_twenty_times_without_leaks() -> None:
     """But for who waits, in gloo's own collectives, for a message that was half way: gloo tells nobody, and the group's bound counts, 30 s.
-    (Rare, and seen with other work on both processors; the engine's own messages do not wait so: ``tests/workers/test_waits.py``.)"""
+    (Rare, and seen with other work on both processors; the engine's own messages do not wait so:
+    ``tests/workers/test_abortable_waits.py``.)"""
     with Fleet(4) as fleet:
         members = [0, 1, 2, 3]
         delays: list[float] = []
@@ -102,7 +103,7 @@ def _fail_to_form(state: State, port: int, prefix: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gloo, "create", lost)
         try:
-            groups.form(HOST, port, prefix, 0, 1, "gloo", 30.0)
+            process_groups.form(HOST, port, prefix, 0, 1, "gloo", 30.0)
         except GroupFailed as failure:
             return str(failure)
     return ""
@@ -151,7 +152,7 @@ def _step_until_cut(state: State, after_s: float | None) -> tuple[str, float, in
 
 
 def test_lines_that_are_gone_or_belong_to_others_by_now_are_left_alone() -> None:
-    ours, lines = socket.socketpair(), Lines()
+    ours, lines = socket.socketpair(), Connections()
     with lines.recorded():
         gone = socket.socketpair()
     numbers = [end.fileno() for end in gone]
@@ -173,7 +174,7 @@ def test_lines_that_are_gone_or_belong_to_others_by_now_are_left_alone() -> None
 
 def test_who_connects_to_a_worker_while_it_waits_for_the_others_is_cut_with_none_of_them() -> None:
     """A controller that has just been restarted, for example, over Ray's connection."""
-    lines = Lines()
+    lines = Connections()
     with lines.recorded(2):
         to_the_store = socket.socketpair()
         with lines.paused():
@@ -203,7 +204,7 @@ class _Stuck:
 
 
 def test_communicators_are_aborted_once_by_a_thread_that_nobody_waits_for_unless_they_were_let_go() -> None:
-    stuck, broken, gone, lines = _Stuck(), _Stuck(broken=True), _Stuck(), Lines()
+    stuck, broken, gone, lines = _Stuck(), _Stuck(broken=True), _Stuck(), Connections()
     lines.hold(gone)
     lines.let_go()
     for one in (broken, stuck):
@@ -217,19 +218,19 @@ def test_communicators_are_aborted_once_by_a_thread_that_nobody_waits_for_unless
 
 
 def test_before_nccl_is_used_torch_is_told_that_the_process_goes_on_without_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in groups.NCCL:
+    for name in process_groups.NCCL:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")  # somebody knows better
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     if not torch.cuda.is_available():
         with pytest.raises(GroupFailed, match="forming test/nccl as rank 0 of 1 failed"):
-            groups.form("127.0.0.1", store.port, "test/nccl", 0, 1, "nccl", 20.0)
+            process_groups.form("127.0.0.1", store.port, "test/nccl", 0, 1, "nccl", 20.0)
     else:
-        groups.form("127.0.0.1", store.port, "test/nccl", 0, 1, "nccl", 20.0)
-        groups.dissolve()
+        process_groups.form("127.0.0.1", store.port, "test/nccl", 0, 1, "nccl", 20.0)
+        process_groups.dissolve()
     assert not dist.is_initialized()
-    told = {name: os.environ.pop(name) for name in groups.NCCL}
-    assert told == {**groups.NCCL, "NCCL_NVLS_ENABLE": "1"}
+    told = {name: os.environ.pop(name) for name in process_groups.NCCL}
+    assert told == {**process_groups.NCCL, "NCCL_NVLS_ENABLE": "1"}
 
 
 def test_forming_with_a_missing_rank_fails_in_the_given_time_and_leaves_nothing_behind() -> None:
@@ -243,7 +244,7 @@ def test_forming_with_a_missing_rank_fails_in_the_given_time_and_leaves_nothing_
 def _form_alone(state: State, port: int) -> str:
     begin = time.monotonic()
     try:
-        groups.form(HOST, port, "test/alone", 0, 2, "gloo", 30.0, form_timeout_s=1.0)
+        process_groups.form(HOST, port, "test/alone", 0, 2, "gloo", 30.0, form_timeout_s=1.0)
     except GroupFailed as failure:
         assert not dist.is_initialized()
         assert time.monotonic() - begin < 5.0
@@ -254,11 +255,11 @@ def _form_alone(state: State, port: int) -> str:
 def test_nobody_waits_for_who_has_not_come_once_the_attempt_is_closed() -> None:
     """Otherwise a rank that is lost before it comes costs the whole bound of forming, 15 s."""
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    for number, form in enumerate((groups.form, groups.open_transfer)):
+    for number, form in enumerate((process_groups.form, process_groups.open_transfer)):
         closed = threading.Event()
         threading.Timer(0.3, closed.set).start()
         began = time.monotonic()
-        words = ("gloo", 30.0) if form is groups.form else (30.0,)
+        words = ("gloo", 30.0) if form is process_groups.form else (30.0,)
         with pytest.raises(GroupFailed, match="the attempt was closed when 1 of 2 ranks had joined"):
             form(HOST, store.port, f"test/closed{number}", 0, 2, *words, closed=closed.is_set)  # type: ignore[operator]
         assert 0.2 < time.monotonic() - began < 7.5 and not dist.is_initialized()
@@ -269,14 +270,14 @@ def test_nobody_waits_for_who_is_lost_after_all_had_met_once_its_lines_are_cut(h
     """gloo waits for that rank at the store, for its connection, or for its answer: for 15 s, the bound of forming."""
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     with _deaf() as port:
-        for number, form in enumerate((groups.form, groups.open_transfer)):
-            prefix, lines = f"test/{how.split()[0]}{number}", Lines()
+        for number, form in enumerate((process_groups.form, process_groups.open_transfer)):
+            prefix, lines = f"test/{how.split()[0]}{number}", Connections()
             dist.PrefixStore(prefix, store).add("here", 1)  # the lost one: it comes, and goes
             other = {"it was to connect": 0xFFFF, "it does not answer": port}.get(how)
             killer = threading.Thread(target=_lose, args=(store, prefix, other, lines))
             killer.start()
             began = time.monotonic()
-            words = ("gloo", 30.0) if form is groups.form else (30.0,)
+            words = ("gloo", 30.0) if form is process_groups.form else (30.0,)
             with pytest.raises(GroupFailed):
                 form(HOST, store.port, prefix, 0, 2, *words, lines=lines)  # type: ignore[operator]
             assert 0.5 < time.monotonic() - began < 8.0 and not dist.is_initialized()
@@ -303,7 +304,7 @@ def _deaf() -> Iterator[int]:
         yield port
 
 
-def _lose(store: dist.TCPStore, prefix: str, port: int | None, lines: Lines) -> None:
+def _lose(store: dist.TCPStore, prefix: str, port: int | None, lines: Connections) -> None:
     """Publish ``port`` as that of a rank 1, as gloo would, half a second before the lines of rank 0 are cut."""
     if port is not None:
         mine = _key_of(store, prefix, "/0")
@@ -335,7 +336,7 @@ def test_the_bound_of_a_collective_is_the_one_given_to_form_not_that_of_forming(
 def _wait_for_an_absent_peer(state: State) -> tuple[str, float]:
     begin = time.monotonic()
     try:
-        with groups.collectives("wait"):
+        with process_groups.collectives("wait"):
             dist.all_reduce(torch.ones(1))
     except GroupFailed as failure:
         return str(failure), time.monotonic() - begin
@@ -352,22 +353,22 @@ def test_a_transfer_group_serves_bytes_beside_the_default_group() -> None:
 
 
 def _transfer(state: State, port: int, prefix: str, rank: int, world: int) -> Any:
-    lines = Lines()
-    group = groups.open_transfer(HOST, port, prefix, rank, world, 10.0, lines=lines)
-    texts = groups.all_gather_bytes(b"x" * rank, group)
+    lines = Connections()
+    group = process_groups.open_transfer(HOST, port, prefix, rank, world, 10.0, lines=lines)
+    texts = process_groups.all_gather_bytes(b"x" * rank, group)
     long = [bytes([other]) * (30_000 * other + 5) for other in range(world)]  # within what goes at once, and beyond it
-    assert groups.all_gather_bytes(long[rank], group) == long
-    edge = [b"e" * (groups._FIRST_BYTES - 1 + other) for other in range(world)]
-    assert groups.all_gather_bytes(edge[rank], group) == edge
+    assert process_groups.all_gather_bytes(long[rank], group) == long
+    edge = [b"e" * (process_groups._FIRST_BYTES - 1 + other) for other in range(world)]
+    assert process_groups.all_gather_bytes(edge[rank], group) == edge
     # Rank r sends the bytes r, 10 + r, 20 + r to ranks 0, 1, 2.
     data = torch.tensor([10 * j + rank for j in range(world)], dtype=torch.uint8)
     out = torch.full((world,), 11 * rank, dtype=torch.uint8)
-    messages = groups.messages(group)
+    messages = process_groups.messages(group)
     for other in {*range(world)} - {rank}:
         messages.receive(out[other : other + 1], other)
         messages.send(data[other : other + 1], other)
     messages.wait()
-    groups.Closing(group, lines).wait()
+    process_groups.Closing(group, lines).wait()
     return texts, out.tolist()
 
 
@@ -385,19 +386,19 @@ def _come_late(_: State, port: int, prefix: str, rank: int, bound_s: float | Non
     told = []
 
     def closes() -> None:
-        lines = Lines()
-        group = groups.open_transfer(HOST, port, f"{prefix}/transfer", rank, 2, 1.0, lines=lines)
+        lines = Connections()
+        group = process_groups.open_transfer(HOST, port, f"{prefix}/transfer", rank, 2, 1.0, lines=lines)
         time.sleep(2.0 * rank)
-        groups.Closing(group, lines, bound_s).wait()
+        process_groups.Closing(group, lines, bound_s).wait()
 
     def meets() -> None:
-        groups.form(HOST, port, f"{prefix}/meets", rank, 2, "gloo", 1.0)
+        process_groups.form(HOST, port, f"{prefix}/meets", rank, 2, "gloo", 1.0)
         time.sleep(2.0 * rank)
-        groups.barrier(bound_s)
+        process_groups.barrier(bound_s)
 
     def receives() -> None:
-        groups.form(HOST, port, f"{prefix}/receives", rank, 2, "gloo", 1.0)
-        messages = groups.messages()
+        process_groups.form(HOST, port, f"{prefix}/receives", rank, 2, "gloo", 1.0)
+        messages = process_groups.messages()
         time.sleep(2.0 * rank)
         if rank:
             messages.send(torch.ones(3), 0)
@@ -407,12 +408,12 @@ def _come_late(_: State, port: int, prefix: str, rank: int, bound_s: float | Non
 
     for act in (closes, meets, receives):
         try:
-            with groups.collectives("wait"):
+            with process_groups.collectives("wait"):
                 act()
             told.append("done")
         except GroupFailed:
             told.append("failed")
-        groups.dissolve()
+        process_groups.dissolve()
         time.sleep(2.5 * (1 - rank) * (told[-1] == "failed"))
     return told
 
@@ -427,13 +428,13 @@ def test_who_trains_on_after_a_move_does_not_wait_for_a_leaver_that_stands_still
 
 
 def _open(state: State, port: int, prefix: str, rank: int) -> bool:
-    state["lines"] = Lines()
-    state["group"] = groups.open_transfer(HOST, port, prefix, rank, 2, 30.0, lines=state["lines"])
+    state["lines"] = Connections()
+    state["group"] = process_groups.open_transfer(HOST, port, prefix, rank, 2, 30.0, lines=state["lines"])
     return True
 
 
 def _close_alone(state: State) -> tuple[bool, float]:
-    closing = groups.Closing(state.pop("group"), state["lines"])
+    closing = process_groups.Closing(state.pop("group"), state["lines"])
     time.sleep(0.2)
     over, began = closing.is_over(), time.monotonic()
     closing.give_up()
@@ -443,16 +444,16 @@ def _close_alone(state: State) -> tuple[bool, float]:
 
 def _wait_until_closed(state: State) -> str:
     try:
-        groups.Closing(state.pop("group"), state["lines"]).wait()
+        process_groups.Closing(state.pop("group"), state["lines"]).wait()
     except GroupFailed as failure:
         return str(failure)
     return "nothing failed"
 
 
 def test_an_exception_of_the_ranks_own_passes_and_a_described_one_keeps_no_frame_alive() -> None:
-    with pytest.raises(ZeroDivisionError), groups.collectives("step"):
+    with pytest.raises(ZeroDivisionError), process_groups.collectives("step"):
         _ = 1 // 0
-    with pytest.raises(NotImplementedError), groups.collectives("step"):
+    with pytest.raises(NotImplementedError), process_groups.collectives("step"):
         raise NotImplementedError("not for the gloo backend")
 
     class Held:
@@ -464,21 +465,23 @@ def test_an_exception_of_the_ranks_own_passes_and_a_described_one_keeps_no_frame
         raise RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234")
 
     kept: list[weakref.ref[Held]] = []
-    with pytest.raises(GroupFailed, match="step: RuntimeError: .*Connection closed by peer") as raised, groups.collectives("step"):
+    with pytest.raises(GroupFailed, match="step: RuntimeError: .*Connection closed by peer") as raised, process_groups.collectives("step"):
         fail()
     assert kept[0]() is None
     assert raised.value.__context__ is None or raised.value.__context__.__traceback__ is None
-    assert raised.value.trace is not None and "test_groups.py" in groups.tell(raised.value.trace), "where it was is known all the same"
-    assert ", in fail" in groups.tell(raised.value.trace)
+    assert raised.value.trace is not None and "test_groups.py" in process_groups.tell(raised.value.trace), (
+        "where it was is known all the same"
+    )
+    assert ", in fail" in process_groups.tell(raised.value.trace)
 
 
 def test_dissolving_without_a_group_is_harmless_and_forming_over_a_group_is_refused() -> None:
-    groups.dissolve()
+    process_groups.dissolve()
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    groups.form(HOST, store.port, "test/single", 0, 1, "gloo", 5.0)
+    process_groups.form(HOST, store.port, "test/single", 0, 1, "gloo", 5.0)
     try:
         with pytest.raises(ValueError, match="dissolve"):
-            groups.form(HOST, store.port, "test/again", 0, 1, "gloo", 5.0)
+            process_groups.form(HOST, store.port, "test/again", 0, 1, "gloo", 5.0)
     finally:
-        groups.dissolve()
+        process_groups.dissolve()
     assert not dist.is_initialized() and threading.active_count() < 50

@@ -16,8 +16,8 @@ from tests.workers.tiny import Run, slow_down, tiny, write_text
 from vescale_ray.config import RunConfig
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.planner import cost
-from vescale_ray.workers import flops
 from vescale_ray.workers.messages import StepRecord, Usage
+from vescale_ray.workers.monitoring import flops
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,11 @@ from tests.workers.tiny import text_of, tiny, write_text
 from vescale_ray import Block
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.planner import Bundle, TensorSpec, plan_buffers
-from vescale_ray.workers import layouts
-from vescale_ray.workers.layouts import Layouts, Outline, outline_of, overlap, packed, parts_of
-from vescale_ray.workers.reshard import plan
-from vescale_ray.workers.seating import even, seated, staying
-from vescale_ray.workers.shards import PARAM, Span, export_shards, strips_of
+from vescale_ray.workers.resharding import shard_layouts
+from vescale_ray.workers.resharding.rank_assignment import even, seated, staying
+from vescale_ray.workers.resharding.reshard import plan
+from vescale_ray.workers.resharding.shard_layouts import Layouts, Outline, outline_of, overlap, packed, parts_of
+from vescale_ray.workers.resharding.shards import PARAM, Span, export_shards, strips_of
 from vescale_ray.workers.trainer import Trainer
 
 Spans = tuple[Span, ...]
@@ -211,12 +211,12 @@ def test_a_layout_that_is_not_known_in_time_or_can_not_be_planned_is_taken_for_e
 
     go = Event()
 
-    def slowly(outline: Outline, world: int) -> layouts.Parts:
+    def slowly(outline: Outline, world: int) -> shard_layouts.Parts:
         assert go.wait(10)
         return parts_of(outline, world)
 
     with monkeypatch.context() as patch:
-        patch.setattr(layouts, "parts_of", slowly)
+        patch.setattr(shard_layouts, "parts_of", slowly)
         late = Layouts(8)
         late.take(packed(outline))
         assert not late.planned(3, 9) and sorted(late._planned) == [3]
@@ -237,5 +237,5 @@ def test_a_layout_that_is_not_known_in_time_or_can_not_be_planned_is_taken_for_e
     bundle = Bundle((TensorSpec("odd", (3, 5), Block.tile(2, 2)),))
     failing = Layouts(8)
     failing.take(packed(Outline((replace(bundle, specs=(*bundle.specs, *bundle.specs)),), ((60, 60),))))  # a name that is there twice
-    monkeypatch.setattr(layouts, "WAIT_S", 10.0)
+    monkeypatch.setattr(shard_layouts, "WAIT_S", 10.0)
     assert np.array_equal(failing.overlap(3, 2), even(3, 2))

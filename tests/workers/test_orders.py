@@ -16,11 +16,12 @@ from torch import nn
 
 from tests.controller.runs import until
 from tests.workers.tiny import tiny, write_text
-from vescale_ray.workers import groups, trainer
-from vescale_ray.workers.groups import GroupFailed
-from vescale_ray.workers.holdings import Resume
-from vescale_ray.workers.messages import NO_TICKET, FaultKind, Give, Join, Origin, Phase, Save, Seat, Ticket
-from vescale_ray.workers.pulse import Pulse
+from vescale_ray.workers import trainer
+from vescale_ray.workers.messages import NO_TICKET, FaultKind, Give, Join, Origin, Save, Seat, Ticket, WorkerPhase
+from vescale_ray.workers.monitoring.heartbeat import Heartbeat
+from vescale_ray.workers.network import process_groups
+from vescale_ray.workers.network.process_groups import GroupFailed
+from vescale_ray.workers.resharding.held_state import Resume
 from vescale_ray.workers.worker import Refused, Worker
 
 LIVE = Worker._live
@@ -30,7 +31,7 @@ LIVE = Worker._live
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(Worker, "_live", lambda self: None)
     made = Worker("w7", {})  # the plain class: Ray's decorators only mark its methods
-    made._phase = Phase.PARKED
+    made._phase = WorkerPhase.PARKED
     made._ticket = Ticket(4, 1)
     return made
 
@@ -66,7 +67,7 @@ def test_a_fence_cuts_all_groups_of_the_generation_that_of_the_move_too_and_none
         with worker._connected_by().recorded():
             return socket.socketpair()
 
-    worker._enter(Ticket(5, 1), Phase.FORMING)
+    worker._enter(Ticket(5, 1), WorkerPhase.FORMING)
     ends = [connected(), connected()]
     worker.fence(Ticket(4, 1))
     for one, other in ends:
@@ -74,7 +75,7 @@ def test_a_fence_cuts_all_groups_of_the_generation_that_of_the_move_too_and_none
         assert other.recv(1) == b"x", "it is another generation that was closed"
     worker.fence(Ticket(5, 1))
     assert [other.recv(1) for _, other in ends] == [b"", b""]
-    worker._enter(Ticket(6, 1), Phase.FORMING)
+    worker._enter(Ticket(6, 1), WorkerPhase.FORMING)
     ends.append(connected())
     worker.fence(Ticket(5, 1))
     ends[-1][0].send(b"x")
@@ -87,7 +88,7 @@ def test_a_fence_cuts_all_groups_of_the_generation_that_of_the_move_too_and_none
 def test_a_busy_worker_takes_no_order_and_a_zombie_no_vote(worker: Any) -> None:
     worker.give_order(join(5))
     refused(lambda: worker.give_order(join(6)), "takes an order of 6.1 once it is parked")
-    worker._order, worker._phase, worker._ticket = None, Phase.TRAINING, Ticket(5, 1)
+    worker._order, worker._phase, worker._ticket = None, WorkerPhase.TRAINING, Ticket(5, 1)
     refused(lambda: worker.give_order(join(6)), "is training in 5.1")
     refused(lambda: worker.ask(Ticket(4, 1), 1), "it takes no request for 4.1")
     worker.ask(Ticket(5, 1), 1)
@@ -115,7 +116,7 @@ def test_whoever_was_to_join_a_generation_that_is_closed_before_it_begins_report
     threading.Thread(target=LIVE, args=(worker,), daemon=True).start()  # only now does its thread come to the order
     until(lambda: worker._fault is not None, 5, "that it knows of the generation")
     report = worker.poll(0, None, 0.0)
-    assert (report.ticket, report.phase, report.out, begun) == (Ticket(5, 1), Phase.PARKED, True, [])
+    assert (report.ticket, report.phase, report.out, begun) == (Ticket(5, 1), WorkerPhase.PARKED, True, [])
     assert report.fault.kind is FaultKind.PEER and "5.1 was closed before it began" in report.fault.text
     worker.give_order(join(6))
     until(lambda: bool(begun), 5, "the next generation")
@@ -135,7 +136,7 @@ def test_a_worker_that_can_not_check_its_copies_fails_the_checkpoint_and_takes_t
     worker._save(worker._order)
     told = [item for _, item in worker._items]
     assert [(item.rank, item.vote) for item in told] == [(0, None), (1, None)] and "no room for checksums" in told[1].error
-    assert worker._phase is Phase.PARKED and "rank 1" in told[1].error
+    assert worker._phase is WorkerPhase.PARKED and "rank 1" in told[1].error
 
 
 def test_a_worker_whose_training_thread_has_ended_ends(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +164,7 @@ def test_a_leaver_waits_as_long_as_the_others_need_to_build_and_they_wait_for_ea
         assert meet_timeout_s >= 120.0
         raise GroupFailed("that was all")
 
-    monkeypatch.setattr(groups, "open_transfer", come_after_two_minutes)
+    monkeypatch.setattr(process_groups, "open_transfer", come_after_two_minutes)
     worker._snapshots = SimpleNamespace(shards=lambda generation, step: [], word=lambda trainer: b"")
     worker._config = SimpleNamespace(elastic=SimpleNamespace(collective_timeout_s=30.0))
     seat, resume = Seat("host", 1, "prefix/move", 2, 3), Resume(4, 3, 40, {0: "w7"})
@@ -175,9 +176,10 @@ def test_a_leaver_waits_as_long_as_the_others_need_to_build_and_they_wait_for_ea
 def test_who_makes_its_own_copy_is_in_no_hurry_and_who_waits_for_anothers_is(worker: Any) -> None:
     """Copies are made beside the step: of large shards that takes longer than a step, and is no hang; a buddy that stands still is one."""
     seen: list[tuple[str, bool]] = []
-    worker._pulse = Pulse()
+    worker._heartbeat = Heartbeat()
     worker._snapshots = SimpleNamespace(
-        copied=lambda: seen.append(("copied", worker._pulse.unhurried)), settle=lambda: seen.append(("settled", worker._pulse.unhurried))
+        copied=lambda: seen.append(("copied", worker._heartbeat.unhurried)),
+        settle=lambda: seen.append(("settled", worker._heartbeat.unhurried)),
     )
     worker._settle_copies()
     assert seen == [("copied", True), ("settled", False)]
@@ -202,7 +204,7 @@ def test_who_makes_a_model_when_its_order_comes_forms_the_generation_from_then_o
     assert makes.wait(5)
     worker.give_order(join(5))
     report = worker.poll(0, None, 0.0)
-    assert (report.ticket, report.phase, report.out) == (Ticket(5, 1), Phase.FORMING, False)
+    assert (report.ticket, report.phase, report.out) == (Ticket(5, 1), WorkerPhase.FORMING, False)
     assert "build (test_orders.py" in report.where
     made.set()
     until(lambda: bool(joined), 5, "the generation")
@@ -213,8 +215,8 @@ def test_who_makes_a_model_when_its_order_comes_forms_the_generation_from_then_o
 def test_who_has_no_step_left_parts_when_all_have_their_values(worker: Any, monkeypatch: pytest.MonkeyPatch, origin: Origin) -> None:
     """Whoever was first cut the connections of the move under those that still received: there is no step in which it would wait."""
     happened: list[str] = []
-    monkeypatch.setattr(groups, "form", lambda *about, **rest: None)
-    monkeypatch.setattr(groups, "barrier", lambda bound_s: happened.append("all have their values"))
+    monkeypatch.setattr(process_groups, "form", lambda *about, **rest: None)
+    monkeypatch.setattr(process_groups, "barrier", lambda bound_s: happened.append("all have their values"))
     worker._config = SimpleNamespace(elastic=SimpleNamespace(collective_timeout_s=1.0), train=SimpleNamespace(steps=5))
     worker._device = torch.device("cpu")
     worker._build = lambda order: SimpleNamespace(completed=5, close=lambda: happened.append("closed"))
@@ -222,8 +224,8 @@ def test_who_has_no_step_left_parts_when_all_have_their_values(worker: Any, monk
     worker._outline = lambda trainer: None
     worker._snapshots = SimpleNamespace(begin=lambda *about: None, park=lambda trainer: happened.append("parked"))
     worker._settle_copies = lambda: None
-    worker._enter(Ticket(5, 1), Phase.FORMING)
-    assert worker._generation(replace(join(5), origin=origin)) is Phase.FINISHED
+    worker._enter(Ticket(5, 1), WorkerPhase.FORMING)
+    assert worker._generation(replace(join(5), origin=origin)) is WorkerPhase.FINISHED
     assert happened == ["all have their values", "parked", "closed"]
 
 
@@ -249,7 +251,7 @@ def test_who_fills_its_values_in_leaves_at_the_next_piece_when_the_generation_is
                     worker.fence(Ticket(5, 1))
                 self.beat()
 
-    monkeypatch.setattr("vescale_ray.workers.reshard.restore_from_checkpoint", lambda trainer, opened: trainer.initialize() or 0)
+    monkeypatch.setattr("vescale_ray.workers.resharding.reshard.restore_from_checkpoint", lambda trainer, opened: trainer.initialize() or 0)
     monkeypatch.setattr("vescale_ray.checkpoint.open", lambda root, commit: None)
     worker._config = SimpleNamespace(checkpoint_root="/nowhere")
     trainer: Any = Trainer()
@@ -266,18 +268,18 @@ def test_whoever_verifies_its_copies_after_a_failure_is_not_in_a_hurry(worker: A
     seen: list[tuple[str, bool]] = []
 
     def note(what: str) -> Callable[[], None]:
-        return lambda: seen.append((what, worker._pulse.unhurried))
+        return lambda: seen.append((what, worker._heartbeat.unhurried))
 
-    def fail(order: Join) -> Phase:
+    def fail(order: Join) -> WorkerPhase:
         raise GroupFailed("a peer is gone")
 
-    worker._pulse = Pulse()
+    worker._heartbeat = Heartbeat()
     worker._generation, worker._writer = fail, SimpleNamespace(abandon=lambda: None, writing=False)
     worker._snapshots = SimpleNamespace(copied=note("copied"), let_go=note("let go"), verify=note("verified"), held=tuple)
     worker._join(join(5))
     assert seen == [("copied", True), ("let go", False), ("verified", True)]
     report = worker.poll(0, None, 0.0)
-    assert report.phase is Phase.PARKED and report.fault is not None and report.fault.kind is FaultKind.PEER and not report.unhurried
+    assert report.phase is WorkerPhase.PARKED and report.fault is not None and report.fault.kind is FaultKind.PEER and not report.unhurried
 
 
 @pytest.mark.parametrize("slow", [True, False])

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from vescale_ray.workers import pace
-from vescale_ray.workers.pace import Pace, View, deal, even, seconds, spread
+from vescale_ray.workers.monitoring import pace
+from vescale_ray.workers.monitoring.pace import Pace, View, deal, even, seconds, spread
 
 
 def cluster(

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vescale_ray.workers import reshard
-from vescale_ray.workers.reshard import ROUND_BYTES, Move, Plan, ReshardError, execute
-from vescale_ray.workers.shards import Span, strips_of
+from vescale_ray.workers.resharding import reshard
+from vescale_ray.workers.resharding.reshard import ROUND_BYTES, Move, ReshardError, ReshardPlan, execute
+from vescale_ray.workers.resharding.shards import Span, strips_of
 
 Tensors = list[tuple[str, str, tuple[int, ...], str]]
 
@@ -35,7 +35,7 @@ ALIKE: Tensors = [
 """Every state is as its parameter is."""
 
 
-def plan(sources: Sequence[Sequence[Span]], wanted: Sequence[Sequence[Span]], *, round_bytes: int = ROUND_BYTES) -> Plan:
+def plan(sources: Sequence[Sequence[Span]], wanted: Sequence[Sequence[Span]], *, round_bytes: int = ROUND_BYTES) -> ReshardPlan:
     return reshard.plan([strips_of(spans) for spans in sources], [strips_of(spans) for spans in wanted], round_bytes=round_bytes)
 
 
@@ -74,7 +74,7 @@ def _cut_alike(tensors: Tensors, cuts: Sequence[int]) -> list[list[Span]]:
     ]
 
 
-def _carry_out(planned: Plan, sources: Sequence[Sequence[Span]], wanted: Sequence[Sequence[Span]]) -> list[list[np.ndarray]]:
+def _carry_out(planned: ReshardPlan, sources: Sequence[Sequence[Span]], wanted: Sequence[Sequence[Span]]) -> list[list[np.ndarray]]:
     """Element i of a tensor holds the value i; unfilled elements hold -1. Fails if an element is written twice."""
     have = [[np.arange(s.start, s.end) for s in spans] for spans in sources]
     got = [[np.full(s.numel, -1) for s in spans] for spans in wanted]
@@ -132,7 +132,7 @@ def test_every_wanted_element_arrives_once_and_only_those_move_that_their_new_ow
             assert sum(m.nbytes for m in moves if m.dst == rank) <= limit
 
 
-def _waits(planned: Plan, ranks: int) -> tuple[float, float]:
+def _waits(planned: ReshardPlan, ranks: int) -> tuple[float, float]:
     """When the whole move is over, and the longest that a rank waits in a round for another to come to it, beyond a round for each in which
     it had nothing to do before; in units of a full round. In a round a rank is busy for as long as what it sends or gets takes."""
     limit = max(sum(m.nbytes for m in moves if m.dst == r) for moves in planned.rounds for r in range(ranks))
@@ -191,7 +191,7 @@ def test_who_has_nothing_to_do_in_a_round_waits_in_the_next_one_for_as_long_agai
     waited: dict[int, list[int]] = {}
     told = b'{"states": [[1, 3, 5]], "have": [], "want": [], "scalars": null}\n'
     monkeypatch.setattr(reshard, "all_gather_bytes", lambda payload, group: [told] * 3)
-    monkeypatch.setattr(reshard, "plan", lambda *about, **how: Plan(moves, (), 0, 0))
+    monkeypatch.setattr(reshard, "plan", lambda *about, **how: ReshardPlan(moves, (), 0, 0))
     for me in range(3):
         monkeypatch.setattr(reshard, "_my_index", lambda group, me=me: me)
         seen = waited.setdefault(me, [])

@@ -14,8 +14,8 @@ import pytest
 from tests.workers.fleet import Fleet, State
 from tests.workers.tiny import Run, same_bits, tiny, write_text
 from vescale_ray import checkpoint
-from vescale_ray.checkpoint.faulty import Fault, FaultyStore
-from vescale_ray.workers.messages import Damaged, Saved, Ticket
+from vescale_ray.checkpoint.stores.faulty_store import Fault, FaultyStore
+from vescale_ray.workers.messages import Damaged, SavedShard, Ticket
 from vescale_ray.workers.saving import Writer
 
 
@@ -51,7 +51,7 @@ def busy(state: State) -> bool:
     return answer
 
 
-def finish(state: State, count: int) -> list[Saved]:
+def finish(state: State, count: int) -> list[SavedShard]:
     state["store"].gate.set()
     deadline = time.monotonic() + 20
     while (len(state["votes"]) < count or state["writer"].busy) and time.monotonic() < deadline:
@@ -59,9 +59,9 @@ def finish(state: State, count: int) -> list[Saved]:
     return list(state["votes"])
 
 
-def save_with_a_flipped_bit(state: State, root: str) -> list[Saved | Damaged]:
+def save_with_a_flipped_bit(state: State, root: str) -> list[SavedShard | Damaged]:
     """Everything that is published of a checkpoint of which the storage has changed a bit."""
-    told: list[Saved | Damaged] = []
+    told: list[SavedShard | Damaged] = []
     store = FaultyStore(checkpoint.PosixStore(root), [Fault("put_stream", "flip")])
     writer = Writer(store, told.append, read_back=True)
     writer.submit(state["snapshots"].stage(state["trainer"]), Ticket(1, 1), "flipped", 0.5)
@@ -71,7 +71,7 @@ def save_with_a_flipped_bit(state: State, root: str) -> list[Saved | Damaged]:
     return told
 
 
-def give_up(state: State) -> list[Saved]:
+def give_up(state: State) -> list[SavedShard]:
     """Give up, then let the storage go on."""
     state["writer"].abandon()
     state["store"].gate.set()
@@ -120,7 +120,7 @@ def test_damage_that_reading_back_finds_is_told_of(text: str, tmp_path: Path) ->
         run.fresh([0])
         run.train(1)
         voted, damaged = fleet.run([0], save_with_a_flipped_bit, str(tmp_path))[0]
-        assert isinstance(voted, Saved) and voted.vote is not None
+        assert isinstance(voted, SavedShard) and voted.vote is not None
         assert isinstance(damaged, Damaged) and (damaged.ticket, damaged.attempt, damaged.step) == (Ticket(1, 1), "flipped", 1)
         assert "block" in damaged.problem and ".safetensors" in damaged.problem
 
@@ -144,7 +144,7 @@ def test_a_copy_that_can_not_be_made_costs_the_checkpoint_and_not_the_training()
     def stage(_: Any) -> None:
         raise MemoryError("no room for 3 GiB")
 
-    told: list[Saved] = []
+    told: list[SavedShard] = []
     config = SimpleNamespace(
         train=SimpleNamespace(steps=100, eval_every=0), data=SimpleNamespace(eval_samples=0), checkpoint=SimpleNamespace(every=5)
     )

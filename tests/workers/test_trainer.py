@@ -18,12 +18,13 @@ from tests.workers.fleet import Fleet, State
 from tests.workers.tiny import FullState, Run, evaluate, plain_run, text_of, tiny, write_text
 from vescale_ray import checkpoint
 from vescale_ray.data.stream import SampleStream
-from vescale_ray.workers import groups, snapshot
-from vescale_ray.workers.holdings import choose_resume
 from vescale_ray.workers.messages import StepRecord
-from vescale_ray.workers.reshard import execute, restore_from_checkpoint, write_checkpoint_shard
-from vescale_ray.workers.shards import Piece, export_shards
-from vescale_ray.workers.snapshot import Snapshots
+from vescale_ray.workers.network import process_groups
+from vescale_ray.workers.resharding import memory_snapshots
+from vescale_ray.workers.resharding.held_state import choose_resume
+from vescale_ray.workers.resharding.memory_snapshots import Snapshots
+from vescale_ray.workers.resharding.reshard import execute, restore_from_checkpoint, write_checkpoint_shard
+from vescale_ray.workers.resharding.shards import Piece, export_shards
 from vescale_ray.workers.trainer import Blank, Trainer, build_model, select_units
 
 
@@ -190,7 +191,7 @@ def test_generations_that_come_to_nothing_one_after_another_take_no_more_memory_
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     snapshots, taken = Snapshots(1), []
     for generation in range(1, 8):
-        groups.form("127.0.0.1", store.port, f"test/storm{generation}", 0, 1, "gloo", 10.0)
+        process_groups.form("127.0.0.1", store.port, f"test/storm{generation}", 0, 1, "gloo", 10.0)
         try:
             trainer = Trainer(config, 0, 1, generation, "cpu", text_of(config))
             resume = choose_resume({"me": snapshots.held()})
@@ -208,13 +209,13 @@ def test_generations_that_come_to_nothing_one_after_another_take_no_more_memory_
             trainer.close()
         finally:
             snapshots.let_go()
-            groups.dissolve()
+            process_groups.dissolve()
     assert taken[2:] == taken[2:3] * 5 and taken[2] <= 2 * taken[0], taken
 
 
 def test_a_copy_is_of_its_step_however_long_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is made while the next step computes: that waits for it before its optimizer writes, and a checkpoint before it takes it."""
-    real, slow = snapshot.copy_pieces, threading.Event()
+    real, slow = memory_snapshots.copy_pieces, threading.Event()
 
     def slowly(*args: Any, **kwargs: Any) -> Any:
         if slow.is_set():
@@ -227,10 +228,10 @@ def test_a_copy_is_of_its_step_however_long_it_takes(tmp_path: Path, monkeypatch
     def same(found: dict[tuple[str, str], Tensor], wanted: dict[tuple[str, str], Tensor]) -> bool:
         return found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
 
-    monkeypatch.setattr(snapshot, "copy_pieces", slowly)
+    monkeypatch.setattr(memory_snapshots, "copy_pieces", slowly)
     config = tiny(write_text(tmp_path))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    groups.form("127.0.0.1", store.port, "test/copies", 0, 1, "gloo", 10.0)
+    process_groups.form("127.0.0.1", store.port, "test/copies", 0, 1, "gloo", 10.0)
     snapshots = Snapshots(1)
     try:
         trainer = Trainer(config, 0, 1, 1, "cpu", text_of(config))
@@ -256,7 +257,7 @@ def test_a_copy_is_of_its_step_however_long_it_takes(tmp_path: Path, monkeypatch
             raise MemoryError("no room for a copy")
 
         trainer.step(settle=snapshots.settle)
-        monkeypatch.setattr(snapshot, "copy_pieces", fails)
+        monkeypatch.setattr(memory_snapshots, "copy_pieces", fails)
         snapshots.after_step(trainer)
         with pytest.raises(MemoryError, match="no room"):
             snapshots.stage(trainer)
@@ -269,7 +270,7 @@ def test_a_copy_is_of_its_step_however_long_it_takes(tmp_path: Path, monkeypatch
         snapshots.clear()
         trainer.close()
     finally:
-        groups.dissolve()
+        process_groups.dissolve()
 
 
 def _pieces_follow_their_tensors(trainer: Trainer) -> None:
@@ -292,7 +293,7 @@ def _pieces_follow_their_tensors(trainer: Trainer) -> None:
 def test_one_process_trains_alone_without_any_held_out_text(tmp_path: Path) -> None:
     config = tiny(write_text(tmp_path), data_heldout=0.0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    groups.form("127.0.0.1", store.port, "test/alone", 0, 1, "gloo", 10.0)
+    process_groups.form("127.0.0.1", store.port, "test/alone", 0, 1, "gloo", 10.0)
     try:
         trainer = Trainer(config, 0, 1, 1, "cpu", text_of(config))
         beats: list[int] = []
@@ -311,7 +312,7 @@ def test_one_process_trains_alone_without_any_held_out_text(tmp_path: Path) -> N
         trainer.close()
         trainer.close()
     finally:
-        groups.dissolve()
+        process_groups.dissolve()
 
 
 def test_states_of_other_blocks_are_refused_though_their_shapes_are_the_same(tmp_path: Path) -> None:
@@ -323,7 +324,7 @@ def test_states_of_other_blocks_are_refused_though_their_shapes_are_the_same(tmp
         config = tiny(text, train_optimizer="adamw8bit", train_optimizer_options=options)
         return Trainer(config, 0, 1, 1, "cpu", text_of(config))
 
-    groups.form("127.0.0.1", store.port, "test/blocks", 0, 1, "gloo", 10.0)
+    process_groups.form("127.0.0.1", store.port, "test/blocks", 0, 1, "gloo", 10.0)
     try:
         first = trainer_of("rows 4")
         first.initialize()
@@ -343,7 +344,7 @@ def test_states_of_other_blocks_are_refused_though_their_shapes_are_the_same(tmp
         for one in (first, other, same):
             one.close()
     finally:
-        groups.dissolve()
+        process_groups.dissolve()
 
 
 def test_a_copied_model_trains_as_the_one_that_it_is_a_copy_of(tmp_path: Path) -> None:
@@ -351,12 +352,12 @@ def test_a_copied_model_trains_as_the_one_that_it_is_a_copy_of(tmp_path: Path) -
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     losses, template = [], Blank(config)
     for number, blank in enumerate((template.copied(), template.copied(), template)):
-        groups.form("127.0.0.1", store.port, f"test/copied{number}", 0, 1, "gloo", 10.0)
+        process_groups.form("127.0.0.1", store.port, f"test/copied{number}", 0, 1, "gloo", 10.0)
         try:
             trainer = Trainer(config, 0, 1, 1, "cpu", text_of(config), blank)
             trainer.initialize()
             losses.append([trainer.step().loss for _ in range(4)])
             trainer.close()
         finally:
-            groups.dissolve()
+            process_groups.dissolve()
     assert losses[0] == losses[1] == losses[2] and len(set(losses[0])) == 4

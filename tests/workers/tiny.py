@@ -23,16 +23,17 @@ from vescale_ray import checkpoint
 from vescale_ray.config import RunConfig, parse_config
 from vescale_ray.data.corpus import Corpus, load_corpus
 from vescale_ray.data.stream import SampleStream
+from vescale_ray.lr_schedule import lr_at
 from vescale_ray.models.llama import Llama, LlamaConfig
-from vescale_ray.schedule import lr_at
-from vescale_ray.workers import groups, reshard, snapshot
-from vescale_ray.workers.groups import GroupFailed
-from vescale_ray.workers.holdings import Holding, choose_resume
-from vescale_ray.workers.lines import Lines
 from vescale_ray.workers.messages import StepRecord
-from vescale_ray.workers.reshard import ReshardReport, execute, restore_from_checkpoint
-from vescale_ray.workers.shards import export_shards
-from vescale_ray.workers.snapshot import Snapshots
+from vescale_ray.workers.network import process_groups
+from vescale_ray.workers.network.connections import Connections
+from vescale_ray.workers.network.process_groups import GroupFailed
+from vescale_ray.workers.resharding import memory_snapshots, reshard
+from vescale_ray.workers.resharding.held_state import HeldState, choose_resume
+from vescale_ray.workers.resharding.memory_snapshots import Snapshots
+from vescale_ray.workers.resharding.reshard import ReshardReport, execute, restore_from_checkpoint
+from vescale_ray.workers.resharding.shards import export_shards
 from vescale_ray.workers.trainer import Trainer
 
 FullState = dict[tuple[str, str], np.ndarray]
@@ -245,14 +246,12 @@ def use(state: State, device: str, backend: str | None = None) -> None:
         torch.cuda.set_device(0)
 
 
-def form(
-    state: State, config: RunConfig, port: int, prefix: str, rank: int, world: int, generation: int, *, filled: bool = True
-) -> None:
+def form(state: State, config: RunConfig, port: int, prefix: str, rank: int, world: int, generation: int, *, filled: bool = True) -> None:
     """Join the generation's group; build the trainer, still without values. ``filled``: all of them will come; what does not is NaN."""
     device, backend = state.get("device", "cpu"), state.get("backend", "gloo")
     state.setdefault("snapshots", Snapshots(config.elastic.snapshot_every, pin=device == "cuda"))
     state.setdefault("corpus", text_of(config))
-    groups.form(HOST, port, prefix, rank, world, backend, config.elastic.collective_timeout_s)
+    process_groups.form(HOST, port, prefix, rank, world, backend, config.elastic.collective_timeout_s)
     state["trainer"] = Trainer(config, rank, world, generation, device, state["corpus"], filled=filled)
     for piece in export_shards(state["trainer"]).pieces if filled else ():
         piece.data.fill_(float("nan") if piece.data.is_floating_point() else 99)
@@ -283,11 +282,11 @@ def start_with_leavers(
     port, world = where[1], where[4]
     if transfer_rank < world:
         form(state, *where)
-    snapshots, lines = state["snapshots"], Lines()
+    snapshots, lines = state["snapshots"], Connections()
     word = snapshots.word(state["trainer"]) if transfer_rank < world else b""
-    group = groups.open_transfer(HOST, port, transfer_prefix, transfer_rank, transfer_world, 20.0, lines=lines)
+    group = process_groups.open_transfer(HOST, port, transfer_prefix, transfer_rank, transfer_world, 20.0, lines=lines)
     report = execute(snapshots.shards(generation, step), state.get("trainer"), group, word=word, round_bytes=4096)
-    closing = groups.Closing(group, lines)
+    closing = process_groups.Closing(group, lines)
     del group
     if transfer_rank < world:
         state["closing"] = closing
@@ -314,7 +313,7 @@ def keep_its_copies_to_itself(state: State) -> None:
     send = dist.isend
 
     def hold(*args: Any, **kwargs: Any) -> Any:
-        copied = kwargs.get("tag") in (snapshot._EXCHANGE, snapshot._SUMS)
+        copied = kwargs.get("tag") in (memory_snapshots._EXCHANGE, memory_snapshots._SUMS)
         return SimpleNamespace(wait=lambda *about: True) if copied else send(*args, **kwargs)
 
     setattr(dist, "isend", hold)  # noqa: B010
@@ -325,7 +324,7 @@ def lose_the_group(state: State) -> None:
     _end_the_move(state)
     state.pop("trainer").close()
     state["snapshots"].let_go()
-    groups.dissolve()
+    process_groups.dissolve()
     state["snapshots"].verify()
 
 
@@ -389,10 +388,10 @@ def scalars(state: State) -> dict[str, Any]:
     return dict(export_shards(state["trainer"]).scalars)
 
 
-def held(state: State) -> list[Holding]:
+def held(state: State) -> list[HeldState]:
     """What is held once this rank's own last copy is made, which no other rank is needed for."""
     state["snapshots"].copied()
-    answer: list[Holding] = state["snapshots"].held()
+    answer: list[HeldState] = state["snapshots"].held()
     return answer
 
 
@@ -405,17 +404,17 @@ def leave(state: State, park: bool = True) -> dict[str, bool]:
     alive = {"model": weakref.ref(trainer.model), "group": weakref.ref(dist.distributed_c10d._get_default_group())}
     trainer.close()
     del trainer
-    groups.dissolve()
+    process_groups.dissolve()
     return {what: ref() is not None for what, ref in alive.items()}
 
 
-def train_or_fail(state: State, until: int, kill_at: tuple[int, float] | None) -> tuple[str, list[StepRecord], list[Holding], float]:
+def train_or_fail(state: State, until: int, kill_at: tuple[int, float] | None) -> tuple[str, list[StepRecord], list[HeldState], float]:
     """Train until ``until``, or until a peer is lost: ('' or the failure, records, held, when). The victim kills itself ``kill_at``
     (step, seconds after that step began)."""
     records: list[StepRecord] = []
     failure = ""
     try:
-        with groups.collectives("train"):
+        with process_groups.collectives("train"):
             while state["trainer"].completed < until:
                 if kill_at and state["trainer"].completed == kill_at[0]:
                     threading.Timer(kill_at[1], os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -429,7 +428,7 @@ def train_or_fail(state: State, until: int, kill_at: tuple[int, float] | None) -
         state.pop("trainer").close()
         state["snapshots"].let_go()
         _end_the_move(state)
-        groups.dissolve()
+        process_groups.dissolve()
         state["snapshots"].verify()
         return failure, records, state["snapshots"].held(), time.monotonic()
     return failure, records, state["snapshots"].held(), time.monotonic()
@@ -469,9 +468,9 @@ class Run:
 
     def resume(self, survivors: list[int], members: list[int]) -> ReshardReport:
         """From the memory of ``survivors``, in which some may leave and ``members`` may have joiners."""
-        holdings = self.fleet.run(survivors, held)
-        chosen = choose_resume({str(w): h for w, h in holdings.items()}, prefer=[str(w) for w in members])
-        assert chosen is not None, holdings
+        held_states = self.fleet.run(survivors, held)
+        chosen = choose_resume({str(w): h for w, h in held_states.items()}, prefer=[str(w) for w in members])
+        assert chosen is not None, held_states
         leavers = [w for w in survivors if w not in members and str(w) in chosen.workers]
         where = self._where(members)
         state = (chosen.generation, chosen.step)

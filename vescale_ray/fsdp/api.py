@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from vescale_ray import gloo
 from vescale_ray.compat.fsdp import DataParallelMeshDims, FSDPMeshInfo, ShardPlacementResult
-from vescale_ray.dtensor_spec import enclose
+from vescale_ray.dtensor.spec import enclose
 from vescale_ray.errors import BadArgument
 from vescale_ray.fsdp.arguments import (
     check_block,
@@ -36,14 +36,14 @@ from vescale_ray.fsdp.arguments import (
     unit_modules,
 )
 from vescale_ray.fsdp.checks import remember_parameters
-from vescale_ray.fsdp.group import Group
+from vescale_ray.fsdp.group import ParameterGroup
 from vescale_ray.fsdp.grouping import plan_groups
 from vescale_ray.fsdp.hooked import HookedGroup
 from vescale_ray.fsdp.marks import watch_modules
+from vescale_ray.fsdp.mixed_precision import policy_of
 from vescale_ray.fsdp.module import FSDPModule, sharded_class
-from vescale_ray.fsdp.parameters import REPLACED, Owner, Parallel, Source, local_of
+from vescale_ray.fsdp.parameters import REPLACED, OriginalParameter, Owner, Parallel, local_of
 from vescale_ray.fsdp.phases import Phase, PhaseError, Retain
-from vescale_ray.fsdp.policy import policy_of
 from vescale_ray.fsdp.schedule import Lanes, unit_of
 from vescale_ray.fsdp.sharding import Sharding, default_mesh, flattened, plan_sharding
 from vescale_ray.fsdp.torch_state import leave_state, state_of
@@ -135,7 +135,7 @@ def fully_shard(
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise BadArgument("Please init the 2D mesh for HSDP with mesh_dim_names specified, as ('replicate', 'shard')")
-    default = Data(mesh, whole_mesh, dp_mesh_dims)
+    default = DataParallelRanks(mesh, whole_mesh, dp_mesh_dims)
     device = device_of(mesh)
     if device.type == "cpu" or type(offload_policy) is not OffloadPolicy:  # shards in host memory
         gloo.warn_of_threads(mesh.get_all_groups())
@@ -175,7 +175,7 @@ def fully_shard(
             f"build all of the module on the meta device"
         )
 
-    by_kind: dict[tuple[MixedPrecisionPolicy, torch.dtype, bool, bool, Ranks], list[Source]] = {}
+    by_kind: dict[tuple[MixedPrecisionPolicy, torch.dtype, bool, bool, Ranks], list[OriginalParameter]] = {}
     for param, (fqn, where) in owners.items():
         block = block_policy(fqn, param) if block_policy is not None else None
         check_block(fqn, block)
@@ -188,7 +188,7 @@ def fully_shard(
             why = "shard_placement_fn" if kept_apart is None or kept_apart.even else "its uneven tensor parallelism"
             raise ValueError(f"{fqn!r} has Shard({shard_dim}) from {why} and {block} from block_policy: give it one of them")
         hooked, tied = has_hooks(fqn, param, block, shard_dim), bool(param.__dict__.get(REPLACED))
-        source = Source(fqn, param, tuple(where), block, parallel[param], gaps, 0 if hooked else shard_dim, hooked, tied)
+        source = OriginalParameter(fqn, param, tuple(where), block, parallel[param], gaps, 0 if hooked else shard_dim, hooked, tied)
         kind = (policy_of(fqn, param, mp_policy), param.dtype, param.requires_grad, hooked, ranks_of[id(data)])
         by_kind.setdefault(kind, []).append(source)
     planned = [
@@ -197,7 +197,7 @@ def fully_shard(
         for members, division in plan_groups(sources, *_shard_position(meshes[key]), policy)
     ]
     groups = [
-        (HookedGroup if members[0].hooked else Group)(
+        (HookedGroup if members[0].hooked else ParameterGroup)(
             type(modules[0]).__name__,
             members,
             division,
@@ -293,7 +293,7 @@ def share_comm_ctx(modules: list[Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Data:
+class DataParallelRanks:
     """The data-parallel ranks of a parameter.
 
     Attributes:
@@ -308,8 +308,8 @@ class Data:
 
 
 def _placed(
-    fqn: str, param: nn.Parameter, shard_placement_fn: Callable[[nn.Parameter], Any] | None, default: Data
-) -> tuple[int | None, Data]:
+    fqn: str, param: nn.Parameter, shard_placement_fn: Callable[[nn.Parameter], Any] | None, default: DataParallelRanks
+) -> tuple[int | None, DataParallelRanks]:
     """The dimension along which ``shard_placement_fn`` shards the parameter, and its data-parallel ranks.
 
     Raises:
@@ -327,7 +327,7 @@ def _placed(
     return None if placement is None else placement.dim, data
 
 
-def _data_of(fqn: str, info: FSDPMeshInfo, default: Data) -> Data:
+def _data_of(fqn: str, info: FSDPMeshInfo, default: DataParallelRanks) -> DataParallelRanks:
     mesh = info.mesh
     expected = (mesh.ndim - 1, 0 if mesh.ndim == 2 else None)
     if mesh.ndim not in (1, 2) or (info.shard_mesh_dim, info.replicate_mesh_dim) != expected:
@@ -337,7 +337,7 @@ def _data_of(fqn: str, info: FSDPMeshInfo, default: Data) -> Data:
         )
     if mesh.device_type != default.mesh.device_type:
         raise ValueError(f"shard_placement_fn gave {mesh} for {fqn!r}, but the unit is on {default.mesh.device_type}: give one there")
-    return default if _ranks(mesh) == _ranks(default.mesh) else Data(mesh, info.spmd_mesh, info.dp_mesh_dims)
+    return default if _ranks(mesh) == _ranks(default.mesh) else DataParallelRanks(mesh, info.spmd_mesh, info.dp_mesh_dims)
 
 
 Ranks = tuple[int, ...]
@@ -369,7 +369,7 @@ def _data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> DeviceMes
     return DeviceMesh._concatenate([flattened(mesh, dims.replicate_names), shard]) if dims.replicate_names else shard
 
 
-def _parallel(fqn: str, param: nn.Parameter, data: Data) -> Parallel | None:
+def _parallel(fqn: str, param: nn.Parameter, data: DataParallelRanks) -> Parallel | None:
     """The tensor or expert parallelism of a parameter that is a DTensor already; None for a plain parameter.
 
     Raises:
@@ -427,7 +427,7 @@ def _move_buffers(managed: set[nn.Module], device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-def _hook_state_dict(unit: Unit, groups: list[Group]) -> None:
+def _hook_state_dict(unit: Unit, groups: list[ParameterGroup]) -> None:
     """Register hooks that save and load the sharded parameters, and rebuild the master shard after loading."""
     unit_ref = weakref.ref(unit)
     holders = {id(m): m for group in groups for param in group.params for ref, _ in param.owners if (m := ref()) is not None}

@@ -12,7 +12,7 @@ from vescale_ray.fsdp.linear import will_accumulate
 from vescale_ray.fsdp.phases import Phase
 
 if TYPE_CHECKING:
-    from vescale_ray.fsdp.group import Group
+    from vescale_ray.fsdp.group import ParameterGroup
     from vescale_ray.fsdp.unit import Unit
 
 
@@ -29,7 +29,7 @@ def in_backward() -> bool:
     return current_graph_task_id() != -1
 
 
-def will_come(group: Group) -> bool:
+def will_come(group: ParameterGroup) -> bool:
     """Whether the running backward will accumulate a gradient of a parameter of ``group``."""
     leaves = (param.unsharded for param in group.params if param.sharded.requires_grad)
     return any(leaf.requires_grad and will_accumulate(get_gradient_edge(leaf).node) for leaf in leaves if leaf is not None)

@@ -15,7 +15,7 @@ from vescale_ray.fsdp.parameters import GATHERED_OF, REPLACED, GroupParam
 from vescale_ray.fsdp.phases import Residency
 
 if TYPE_CHECKING:
-    from vescale_ray.fsdp.group import Group
+    from vescale_ray.fsdp.group import ParameterGroup
     from vescale_ray.fsdp.unit import Unit
 
 _NAMES = "_vescale_parameter_names"
@@ -141,7 +141,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 )
 
 
-def name_parameters(group: Group, fqns: dict[int, str]) -> None:
+def name_parameters(group: ParameterGroup, fqns: dict[int, str]) -> None:
     for param in group.params:
         module, attribute = param.owners[0][0](), param.owners[0][1]
         prefix = fqns.get(id(module), "")

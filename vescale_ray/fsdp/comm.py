@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from vescale_ray.communication.point_to_point import Messages
 from vescale_ray.compat.distributed import all_gather_many
 from vescale_ray.compat.fsdp import AllGather, Comm, ReduceScatter
 from vescale_ray.fsdp.memory import NOWHERE, Buffer, Pool, may_stay
-from vescale_ray.messages import Messages
 
 _GATHER_TAG, _REDUCE_TAG = 0x56530001, 0x56530002
 """Tags that keep these messages apart from a user's on the same process group. Messages with one tag arrive in the order of sending."""

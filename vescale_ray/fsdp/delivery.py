@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_ray.dbuffer import KeptShard
 from vescale_ray.fsdp.parameters import GroupParam, as_dtensor, local_of
-from vescale_ray.planner.layout import Kept
+from vescale_ray.planner.layout import KeptElements
 
 
 class Delivery:
@@ -28,7 +28,7 @@ class Delivery:
         offload: whether gradients are delivered in host memory.
     """
 
-    def __init__(self, params: Sequence[GroupParam], kept: Kept, *, offload: bool) -> None:
+    def __init__(self, params: Sequence[GroupParam], kept: KeptElements, *, offload: bool) -> None:
         self.params, self.kept, self.offload = params, kept, offload
         self._rest: dict[int, torch.Tensor] = {}
         """Gradients of parameters that this rank did not use, by index: views of the shards that the reductions filled."""

@@ -16,10 +16,10 @@ import torch
 from torch.distributed.tensor import Placement, Shard
 
 from vescale_ray.dbuffer import DBuffer
+from vescale_ray.dtensor.placement import RaggedShard
 from vescale_ray.errors import BadArgument
-from vescale_ray.placement import RaggedShard
 from vescale_ray.planner import START_BYTES, Bundle, Layout
-from vescale_ray.planner.layout import Kept
+from vescale_ray.planner.layout import KeptElements
 
 
 class Division(Protocol):
@@ -27,7 +27,7 @@ class Division(Protocol):
 
     layout: Layout
     """Layout of the unsharded buffer."""
-    kept: Kept
+    kept: KeptElements
     """Places of this rank's elements in its shard."""
     part_numel: int
     """Elements of each rank's part of the all-gather."""
@@ -162,7 +162,7 @@ class Chunks:
         lengths = {name: math.prod(one.chunk_shape(rank)) for name, one in self._tensors.items()}
         offsets = {name: one.offset for name, one in self._tensors.items()}
         pieces: dict[str, tuple[tuple[int, int], ...]] = {n: ((offsets[n], offsets[n] + k),) if k else () for n, k in lengths.items()}
-        self.kept = Kept(offsets, lengths, pieces, self.part_numel, True)
+        self.kept = KeptElements(offsets, lengths, pieces, self.part_numel, True)
 
     def placement(self, name: str) -> Shard:
         return Shard(self._tensors[name].dim)

@@ -1,6 +1,6 @@
 """Gradients: the path of one group's gradients from autograd to the optimizer.
 
-    accumulate (a hook per parameter) -> flat buffer [W * S] -> reduce-scatter -> shard [S] -> delivery (``delivery.py``)
+accumulate (a hook per parameter) -> flat buffer [W * S] -> reduce-scatter -> shard [S] -> delivery (``delivery.py``)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vescale_ray import waiting
+from vescale_ray.communication import wait_notes
 from vescale_ray.compat.core import current_graph_task_id, disable_dynamo
 from vescale_ray.compat.fsdp import ReduceScatter
 from vescale_ray.dbuffer import DBuffer
@@ -321,9 +321,9 @@ class Gradients:
             if isinstance(reduction.pending, comm.InOrder):
                 self._finish_in_order(reduction, reduction.pending)
                 continue
-            waiting.begin("reduce-scatter", self.params[0].fqn, self.buffer_bytes, self.place.world)
+            wait_notes.begin("reduce-scatter", self.params[0].fqn, self.buffer_bytes, self.place.world)
             reduction.pending.wait()
-            waiting.end()
+            wait_notes.end()
             self._give_back(reduction.buffer)
             with torch.no_grad():
                 out = self._over_replicas(reduction)
@@ -339,9 +339,9 @@ class Gradients:
         earlier = out is not None and out.device == reduction.out.device
         if out is None or not earlier:
             out = self.delivery.gather_up(reduction.out)
-        waiting.begin("reduce-scatter", self.params[0].fqn, self.buffer_bytes, self.place.world)
+        wait_notes.begin("reduce-scatter", self.params[0].fqn, self.buffer_bytes, self.place.world)
         parts.add_to(out)
-        waiting.end()
+        wait_notes.end()
         self._give_back(reduction.buffer)
         self._call_all_reduce_hook(out)
         if earlier:
@@ -371,7 +371,7 @@ class Gradients:
                 self.partial, self._partial_used = out, set(reduction.used)
                 return None
             if self.place.replicas > 1:
-                with waiting.counted("all_reduce"):
+                with wait_notes.counted("all_reduce"):
                     dist.all_reduce(out, group=self.place.replicate_group)
         self._call_all_reduce_hook(out)
         return out

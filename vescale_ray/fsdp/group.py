@@ -16,22 +16,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from vescale_ray import waiting
+from vescale_ray.communication import wait_notes
 from vescale_ray.compat.fsdp import AllGather
 from vescale_ray.dbuffer import KeptShard
-from vescale_ray.dtensor import distribute_tensor
+from vescale_ray.dtensor.ragged_dtensor import distribute_tensor
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.debug import agree
 from vescale_ray.fsdp.division import Division
 from vescale_ray.fsdp.gradients import Gradients
 from vescale_ray.fsdp.labels import span
 from vescale_ray.fsdp.memory import NOWHERE, Buffer, Pool, may_stay
-from vescale_ray.fsdp.parameters import REPLACED, GroupParam, Place, Source, Subgroup, as_dtensor, is_view_of, local_of
+from vescale_ray.fsdp.mixed_precision import dtypes
+from vescale_ray.fsdp.parameters import REPLACED, GroupParam, OriginalParameter, Place, Subgroup, as_dtensor, is_view_of, local_of
 from vescale_ray.fsdp.phases import Residency, Retain
-from vescale_ray.fsdp.policy import dtypes
 
 
-class Group:
+class ParameterGroup:
     """Parameters that share one DBuffer layout, one all-gather and one reduce-scatter.
 
     Args:
@@ -51,7 +51,7 @@ class Group:
     def __init__(
         self,
         name: str,
-        sources: Sequence[Source],
+        sources: Sequence[OriginalParameter],
         division: Division,
         mesh: DeviceMesh,
         policy: MixedPrecisionPolicy,
@@ -126,7 +126,7 @@ class Group:
         self.grads.in_place = self.in_place and self.reduce_dtype == self.orig_dtype
         self.grads.leaves_out = self.stays != NOWHERE
 
-    def _shard_parameters(self, sources: Sequence[Source], to_empty: bool) -> None:
+    def _shard_parameters(self, sources: Sequence[OriginalParameter], to_empty: bool) -> None:
         """Copy this rank's ranges into a new master shard, and make the sharded parameters as views of it."""
         meta = any(s.param.device.type == "meta" for s in sources)
         home = torch.device("cpu") if self.offload else self.place.device
@@ -274,9 +274,7 @@ class Group:
                 out = self._parts.flat(self.compute_dtype)
                 lane.after_current()  # the last copy out of this buffer
             with torch.no_grad(), span("all_gather", self.fqn):
-                self._gather = comm.all_gather(
-                    out, shard, group, lane, together=together, pairwise=pairwise, custom=self.custom_gather
-                )
+                self._gather = comm.all_gather(out, shard, group, lane, together=together, pairwise=pairwise, custom=self.custom_gather)
         self._gathered_of, self._local_of = self._spmd_version(), self.master.flat._version
         self.residency = Residency.GATHERING
 
@@ -442,9 +440,9 @@ class Group:
         gather, self._gather = self._gather, None
         parts, self._parts = self._parts, None
         if gather is not None:
-            waiting.begin("all-gather", self.fqn or "the root", self.parts_bytes, self.place.world)
+            wait_notes.begin("all-gather", self.fqn or "the root", self.parts_bytes, self.place.world)
             gather.wait()
-            waiting.end()
+            wait_notes.end()
         self._gathers_from = None
         if parts is not None:
             assert self._buffer is not None and self._pool is not None

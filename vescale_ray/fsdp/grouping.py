@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_ray.fsdp.division import Chunks, Cuts, Division
-from vescale_ray.fsdp.parameters import Source
-from vescale_ray.fsdp.policy import dtypes
+from vescale_ray.fsdp.mixed_precision import dtypes
+from vescale_ray.fsdp.parameters import OriginalParameter
 from vescale_ray.planner import Bundle, TensorSpec, plan_layout
 
 
 def plan_groups(
-    sources: Sequence[Source], rank: int, world: int, policy: MixedPrecisionPolicy
-) -> list[tuple[list[Source], Division]]:
+    sources: Sequence[OriginalParameter], rank: int, world: int, policy: MixedPrecisionPolicy
+) -> list[tuple[list[OriginalParameter], Division]]:
     """Divide parameters of one dtype and one ``requires_grad`` into groups: one, or several if that saves much padding.
 
     A stack of matrices gets gaps behind them if it may and if they save padding. Parameters with a ``Shard`` dimension form a

@@ -17,16 +17,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale_ray.dtensor_spec import contiguous_stride
+from vescale_ray.dtensor.spec import contiguous_stride
+from vescale_ray.dtensor.transfer import movable
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.debug import agree
-from vescale_ray.fsdp.group import Group
+from vescale_ray.fsdp.group import ParameterGroup
 from vescale_ray.fsdp.invalid_storage import Guard
 from vescale_ray.fsdp.labels import span
 from vescale_ray.fsdp.memory import Pool
 from vescale_ray.fsdp.parameters import GATHERED_OF, REPLACED, GroupParam, as_dtensor, local_of
 from vescale_ray.fsdp.phases import Residency
-from vescale_ray.transfer import movable
 
 
 def has_gather_hooks(tensor: torch.Tensor) -> bool:
@@ -87,7 +87,7 @@ class _Gathered:
                 guard.invalidate()
 
 
-class HookedGroup(Group):
+class HookedGroup(ParameterGroup):
     """A group of parameters with all-gather hooks. Its ``division`` cuts them into chunks along dimension 0."""
 
     hooked = True

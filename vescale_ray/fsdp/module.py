@@ -21,7 +21,7 @@ from vescale_ray.compat.fsdp import (
     SymmMemAllGather,
     SymmMemReduceScatter,
 )
-from vescale_ray.dtensor import RaggedDTensor
+from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_ray.errors import BadArgument
 from vescale_ray.fsdp.arguments import check_call, check_comm, check_flag, finite
 from vescale_ray.fsdp.finalize import FinalizesBackward

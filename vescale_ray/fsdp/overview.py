@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from vescale_ray.fsdp.arguments import check_type
-from vescale_ray.fsdp.group import Group
+from vescale_ray.fsdp.group import ParameterGroup
 from vescale_ray.fsdp.phases import Retain
 from vescale_ray.fsdp.schedule import unit_of
 from vescale_ray.fsdp.unit import Unit
@@ -67,7 +67,7 @@ class UnitReport:
 
 
 @dataclass(frozen=True)
-class Report:
+class Explanation:
     """The result of :func:`explain`; print it. Units are in the order of ``named_modules``."""
 
     units: tuple[UnitReport, ...]
@@ -109,7 +109,7 @@ class Report:
         return "\n".join(lines)
 
 
-def explain(module: nn.Module, *, state_bytes: float | None = None) -> Report:
+def explain(module: nn.Module, *, state_bytes: float | None = None) -> Explanation:
     """Report how ``module`` is sharded: units, groups, bytes, padding, order in the buffer, each rank's elements, and a step's memory.
 
     Args:
@@ -130,7 +130,7 @@ def explain(module: nn.Module, *, state_bytes: float | None = None) -> Report:
             units.append(UnitReport(name or "(root)", unit.reshard_after_forward, subgroup, tuple(_group(g) for g in unit.groups)))
     if not units:
         raise ValueError(f"{type(module).__name__} is not sharded: apply fully_shard first")
-    return Report(tuple(units), _memory(own, unit_of(module), state_bytes))
+    return Explanation(tuple(units), _memory(own, unit_of(module), state_bytes))
 
 
 def held_bytes(module: nn.Module) -> dict[str, int]:
@@ -162,7 +162,7 @@ def held_bytes(module: nn.Module) -> dict[str, int]:
 def _memory(units: list[Unit], root: Unit | None, state_bytes: float | None) -> dict[str, int]:
     groups = [group for unit in units for group in unit.groups]
 
-    def travel(group: Group) -> Travel:
+    def travel(group: ParameterGroup) -> Travel:
         reduced = group.grads.trainable_count and not group.grads.in_place
         start, end = group.stays
         gathered = group.unsharded_bytes + group.division.copies * group.parts_bytes
@@ -202,7 +202,7 @@ def _memory(units: list[Unit], root: Unit | None, state_bytes: float | None) -> 
     }
 
 
-def _group(group: Group) -> GroupReport:
+def _group(group: ParameterGroup) -> GroupReport:
     layout = group.layout
     specs = {spec.name: spec for spec in layout.specs}
     parameters = tuple(

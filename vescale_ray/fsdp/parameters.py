@@ -12,14 +12,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from vescale_ray.communication.point_to_point import is_pairwise
 from vescale_ray.compat.distributed import AsyncCollectiveTensor
 from vescale_ray.compat.tensor import DTensorSpec, StridedShard, TensorMeta
-from vescale_ray.dtensor import RaggedDTensor
-from vescale_ray.dtensor_spec import contiguous_stride, make_spec
+from vescale_ray.dtensor.placement import RaggedShard
+from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_ray.dtensor.redistribution import plain_spec
+from vescale_ray.dtensor.spec import contiguous_stride, make_spec
 from vescale_ray.geometry import Block
-from vescale_ray.messages import is_pairwise
-from vescale_ray.placement import RaggedShard
-from vescale_ray.redistribute import plain_spec
 
 Owner = tuple["weakref.ref[nn.Module]", str]
 """A module and the name of the parameter in it. The reference is weak, so that units do not keep their model alive."""
@@ -32,7 +32,7 @@ GATHERED_OF = "_vescale_gathered_of"
 
 
 @dataclass(frozen=True)
-class Source:
+class OriginalParameter:
     """A parameter as :func:`fully_shard` finds it in the model."""
 
     name: str
@@ -163,7 +163,7 @@ class GroupParam:
         "unsharded"
     )  # fmt: skip
 
-    def __init__(self, source: Source, sharded: nn.Parameter, placement: Placement, spec: DTensorSpec) -> None:
+    def __init__(self, source: OriginalParameter, sharded: nn.Parameter, placement: Placement, spec: DTensorSpec) -> None:
         self.name, self.fqn, self.owners, self.parallel = source.name, source.name, source.owners, source.parallel
         self.sharded, self.placement, self.spec = sharded, placement, spec
         self.tied = sharded if source.tied else None

@@ -53,7 +53,7 @@ _WHY = {
 
 
 @dataclass
-class Ending:
+class StepEnd:
     """State of the end of a step on one root: which backward waits for all reductions, and who ends the step."""
 
     is_last: bool = True

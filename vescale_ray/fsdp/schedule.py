@@ -27,11 +27,11 @@ from vescale_ray.fsdp.checks import (
 )
 from vescale_ray.fsdp.comm import Lane
 from vescale_ray.fsdp.debug import agree, debugging
-from vescale_ray.fsdp.group import Group
+from vescale_ray.fsdp.group import ParameterGroup
 from vescale_ray.fsdp.labels import log, span
 from vescale_ray.fsdp.marks import Call
 from vescale_ray.fsdp.memory import Pool
-from vescale_ray.fsdp.phases import Ending, Phase, PhaseError
+from vescale_ray.fsdp.phases import Phase, PhaseError, StepEnd
 from vescale_ray.fsdp.same_plan import check_same_plan
 from vescale_ray.fsdp.tree import to_device
 from vescale_ray.fsdp.unit import Unit
@@ -58,9 +58,9 @@ class Schedule:
         """The unit whose forward is the outermost one at the moment."""
         self.last_call: Call | None = None
         """The last call of the running forward."""
-        self.ending = Ending()
+        self.ending = StepEnd()
         self.max_reductions = 1
-        self._reducing: list[Group] = []
+        self._reducing: list[ParameterGroup] = []
         self._uses = Uses()
         self._orders: dict[tuple[int, bool], list[weakref.ref[Unit]]] = {}
         """Units in the order of the last forward, by the outermost unit and whether that forward made a graph."""
@@ -74,7 +74,7 @@ class Schedule:
         """Whether the running backward has reached a unit other than the root."""
         self._creates_graph = False
         """Whether the running backward has ``create_graph``."""
-        self._stepped_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Group]] = weakref.WeakKeyDictionary()
+        self._stepped_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[ParameterGroup]] = weakref.WeakKeyDictionary()
 
     @property
     def units(self) -> list[Unit]:
@@ -302,7 +302,7 @@ class Schedule:
         while len(self._reducing) >= self.max_reductions:
             self._reducing.pop(0).grads.finish()
 
-    def reduce(self, group: Group, *, asks: bool) -> None:
+    def reduce(self, group: ParameterGroup, *, asks: bool) -> None:
         """Start a group's reduce-scatter, with at most ``max_reductions`` under way. ``asks``: ranks may have used different parameters."""
         self.finish_reductions()
         agree(f"reduce-scatter of {group.name!r}", group.grads.group, group.place.device)
@@ -387,5 +387,3 @@ def unit_of(module: nn.Module) -> Unit | None:
     """The unit that ``fully_shard`` made for this module, or None."""
     unit = module.__dict__.get("_vescale_unit")
     return unit if isinstance(unit, Unit) else None
-
-

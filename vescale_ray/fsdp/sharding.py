@@ -95,7 +95,7 @@ def default_mesh() -> DeviceMesh:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardingPlan:
     """A :class:`Sharding` resolved on a mesh.
 
     Attributes:
@@ -111,7 +111,7 @@ class Plan:
     hold: bool
 
 
-def plan_sharding(sharding: Sharding, mesh: DeviceMesh) -> Plan:
+def plan_sharding(sharding: Sharding, mesh: DeviceMesh) -> ShardingPlan:
     """Resolve ``sharding`` on ``mesh``.
 
     Raises:
@@ -134,7 +134,7 @@ def plan_sharding(sharding: Sharding, mesh: DeviceMesh) -> Plan:
             f"whose ranks are neighbours; name {', '.join(kept)} last in the mesh's mesh_dim_names"
         )
     size = math.prod(mesh.size(names.index(n)) for n in kept)
-    return Plan(
+    return ShardingPlan(
         mesh=_data_mesh(mesh, names, shard),
         keep=not kept,
         neighbours=size if kept and kept != shard else None,

@@ -34,10 +34,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from vescale_ray.compat.fsdp import distribute_tensors
-from vescale_ray.dtensor import RaggedDTensor, distribute_tensor, redistribute
-from vescale_ray.dtensor_spec import ragged_mesh_dim
+from vescale_ray.dtensor.placement import RaggedShard
+from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, redistribute
+from vescale_ray.dtensor.spec import ragged_mesh_dim
 from vescale_ray.fsdp.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
-from vescale_ray.placement import RaggedShard
 
 
 class StandIn:

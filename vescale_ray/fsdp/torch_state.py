@@ -26,7 +26,7 @@ from vescale_ray.fsdp.phases import Phase, Residency
 from vescale_ray.fsdp.schedule import Schedule, unit_of
 
 if TYPE_CHECKING:
-    from vescale_ray.fsdp.group import Group
+    from vescale_ray.fsdp.group import ParameterGroup
     from vescale_ray.fsdp.parameters import GroupParam
     from vescale_ray.fsdp.unit import Unit
 
@@ -146,11 +146,11 @@ class State:
 class ParamGroup:
     """The attributes of torch's ``FSDPParamGroup`` that a group can answer. The first group of a unit acts for all its groups."""
 
-    def __init__(self, unit: Unit, group: Group) -> None:
+    def __init__(self, unit: Unit, group: ParameterGroup) -> None:
         self._unit_ref, self._group_ref = weakref.ref(unit), weakref.ref(group)
 
     @property
-    def _group(self) -> Group:
+    def _group(self) -> ParameterGroup:
         group = self._group_ref()
         assert group is not None, "the module of this group is gone"
         return group

@@ -25,10 +25,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from vescale_ray.compat.core import DisableFuncTorch, are_functorch_transforms_active, disable_dynamo
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.arrivals import in_backward, listen
-from vescale_ray.fsdp.group import Group
+from vescale_ray.fsdp.group import ParameterGroup
 from vescale_ray.fsdp.labels import log, span
 from vescale_ray.fsdp.marks import Call, kept_tensors, mark_inputs
-from vescale_ray.fsdp.phases import Ending, Phase, PhaseError, check_transition
+from vescale_ray.fsdp.phases import Phase, PhaseError, StepEnd, check_transition
 from vescale_ray.fsdp.tree import Copies, cast_floating, grad_tensors
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Unit:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        groups: Sequence[Group],
+        groups: Sequence[ParameterGroup],
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
         device: torch.device,
@@ -69,7 +69,7 @@ class Unit:
         self.is_root = False
         self.last_call: Call | None = None
         self.torch_state: State | None = None
-        self.ending = Ending()
+        self.ending = StepEnd()
         self.post_optim_event: Any = None
         """An accelerator event that the next forward's all-gathers wait for. It and ``ending`` are read on the root only."""
 
@@ -410,7 +410,7 @@ class Unit:
     def reshard(self) -> None:
         self._each(lambda group: group.reshard())
 
-    def _each(self, rests: Callable[[Group], None], groups: Sequence[Group] | None = None) -> None:
+    def _each(self, rests: Callable[[ParameterGroup], None], groups: Sequence[ParameterGroup] | None = None) -> None:
         """Call ``rests`` on every group, even if one raises; then raise the first error."""
         first: RuntimeError | None = None
         for group in self.groups if groups is None else groups:

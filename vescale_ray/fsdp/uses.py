@@ -21,11 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vescale_ray import gloo, waiting
+from vescale_ray import gloo
+from vescale_ray.communication import wait_notes
 from vescale_ray.compat.core import disable_current_modes
 from vescale_ray.fsdp.comm import Lane
 from vescale_ray.fsdp.debug import agree, agree_on_gradients
-from vescale_ray.fsdp.group import Group
+from vescale_ray.fsdp.group import ParameterGroup
 
 
 class Uses:
@@ -35,7 +36,7 @@ class Uses:
         self._questions: dict[tuple[int, int], _Question] = {}
         self._under_way: list[Any] = []
 
-    def add(self, group: Group) -> None:
+    def add(self, group: ParameterGroup) -> None:
         """Add ``group``, whose reduction has started and will be delivered. Every rank adds the groups in the same order."""
         key = id(group.grads.group), id(group.place.replicate_group)
         self._questions.setdefault(key, _Question()).groups.setdefault(group)
@@ -72,7 +73,7 @@ class _Question:
     """One exchange, for the groups that have the same shard group and the same replicate group."""
 
     def __init__(self) -> None:
-        self.groups: dict[Group, None] = {}
+        self.groups: dict[ParameterGroup, None] = {}
         self.works: list[Any] = []
         """Running all-reduces; empty if an accelerator's stream runs them."""
         self._own: list[bool] = []
@@ -117,7 +118,7 @@ class _Question:
     def _send(self, group: dist.ProcessGroup, lane: Lane) -> None:
         device = self._place.device
         # Modes that count, record or fake a step's operations must not see this one.
-        with lane.context(), disable_current_modes(), waiting.counted("all_reduce"):
+        with lane.context(), disable_current_modes(), wait_notes.counted("all_reduce"):
             if self._bytes is None:
                 complete = all(self._own)  # a complete answer needs no copy from the host
                 made = torch.ones(len(self._own), dtype=torch.uint8, device=device) if complete else None
@@ -129,6 +130,6 @@ class _Question:
 
     def _wait(self) -> None:
         works, self.works = self.works, []
-        with waiting.counted("all_reduce"):
+        with wait_notes.counted("all_reduce"):
             for work in works:
                 work.wait()

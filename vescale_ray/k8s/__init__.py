@@ -6,7 +6,7 @@ templates in ``templates/``. The package imports neither Ray nor torch and conta
 
 from __future__ import annotations
 
-from vescale_ray.k8s.options import KINDS, OVERLAYS, ManifestError, Options
+from vescale_ray.k8s.options import KINDS, OVERLAYS, Options, RenderError
 from vescale_ray.k8s.render import documents, render
 
-__all__ = ["KINDS", "OVERLAYS", "ManifestError", "Options", "documents", "render"]
+__all__ = ["KINDS", "OVERLAYS", "RenderError", "Options", "documents", "render"]

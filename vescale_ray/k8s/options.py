@@ -23,7 +23,7 @@ _QUANTITY = re.compile(r"([1-9]\d*)(Ki|Mi|Gi|Ti)")
 _BYTES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
-class ManifestError(BadInput):
+class RenderError(BadInput):
     """The input does not make a manifest; one line with the remedy."""
 
 
@@ -105,26 +105,26 @@ def sizes(config: RunConfig, options: Options) -> Sizes:
     if options.cpus is None and gpus:
         cpus = max(1, math.ceil(per_pod * need_cpus) + 2)
     if per_pod < 1:
-        raise ManifestError(f"--gpus {gpus} is less than ray.gpus_per_worker = {need_gpus:g}: no worker fits into a pod; raise --gpus")
+        raise RenderError(f"--gpus {gpus} is less than ray.gpus_per_worker = {need_gpus:g}: no worker fits into a pod; raise --gpus")
     if per_pod * need_cpus > cpus:
-        raise ManifestError(
+        raise RenderError(
             f"--cpus {cpus} is less than {per_pod} workers of ray.cpus_per_worker = {need_cpus:g} need: raise --cpus or lower the other"
         )
     for what, count, bound in (("GPUs", gpus, MOST_GPUS), ("CPUs", cpus, MOST_CPUS)):
         if count > bound:
             key = what.lower()
             why = f"a worker pod would have {count} {what}, and no node has more than {bound}"
-            raise ManifestError(f"{why}: lower --{key} or ray.{key}_per_worker")
+            raise RenderError(f"{why}: lower --{key} or ray.{key}_per_worker")
     elastic = config.elastic
     counts = (elastic.min_workers, elastic.workers + elastic.spares, config.max_workers + elastic.spares)
     fewest, first, most = (math.ceil(count / per_pod) for count in counts)
     if most > MOST_PODS:
-        raise ManifestError(
+        raise RenderError(
             f"elastic.max_workers = {config.max_workers} makes {most:,} pods, and a cluster takes {MOST_PODS:,} at most: "
             "lower it (null: as many as train.slots)"
         )
     if options.has("spot") and fewest == most:
-        raise ManifestError(
+        raise RenderError(
             f"--overlay spot: all {most} pods are needed for elastic.min_workers = {elastic.min_workers}, so none may be "
             "pre-empted; lower elastic.min_workers or raise elastic.max_workers"
         )

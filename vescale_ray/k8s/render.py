@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from vescale_ray import __version__
 from vescale_ray.config import RunConfig
 from vescale_ray.k8s.checks import problems
-from vescale_ray.k8s.options import OVERLAYS, RAY_VERSION, RUNBOOKS, ManifestError, Options, port_of, quantity, sizes
+from vescale_ray.k8s.options import OVERLAYS, RAY_VERSION, RUNBOOKS, Options, RenderError, port_of, quantity, sizes
 
 TEMPLATES = {"job": "run.j2", "cluster": "run.j2", "setup": "setup.j2", "monitor": "monitor.j2"}
 _PLAIN = re.compile(r"[A-Za-z/][\w./:=@%+$()-]*", re.ASCII)
@@ -38,7 +38,7 @@ def render(config: RunConfig, options: Options, kind: str) -> str:
         ManifestError: the configuration and the options do not make a manifest; the first problem that was found.
     """
     for problem in problems(config, options, kind):
-        raise ManifestError(problem)
+        raise RenderError(problem)
     overlays = "".join(f" --overlay {one}" for one in OVERLAYS if options.has(one))
     made_by = f"vescale-ray {__version__}, vescale-ray k8s render RUN.yaml --kind {kind}{overlays}"
     values: dict[str, Any] = {"kind": kind, "o": options, "made_by": made_by}

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from vescale_ray.optim.loading import StrictLoading
 from vescale_ray.optim.parameters import take_sharded
+from vescale_ray.optim.state_loading import StrictLoading
 
 
 class AdamW(StrictLoading, torch.optim.AdamW):

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale_ray import waiting
+from vescale_ray.communication import wait_notes
 from vescale_ray.compat.core import foreach_norm
 from vescale_ray.optim.parameters import local_of
 
@@ -147,7 +147,7 @@ class Agreement:
                 continue
             begin = time.monotonic()
             try:
-                with waiting.counted("all_reduce"):
+                with wait_notes.counted("all_reduce"):
                     work = dist.all_reduce(words, op=dist.ReduceOp.MAX, group=mesh.get_group(dim), async_op=True)
                     # Some process groups (the threaded one) support no timeout, and are done by now.
                     work.wait() if self._timeout is None or work.is_completed() else work.wait(timedelta(seconds=self._timeout))
@@ -201,6 +201,6 @@ def _all_finite(grads: Sequence[Tensor]) -> bool:
 def largest_of_ranks(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the maximum over the ranks; NaN if any rank has one. (gloo's maximum may lose NaN, depending on the rank that has it.)"""
     both = torch.stack([part.nan_to_num(nan=0.0, posinf=torch.inf), part.isnan().to(part.dtype)])
-    with waiting.counted("all_reduce"):
+    with wait_notes.counted("all_reduce"):
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     return torch.where(both[1] > 0, torch.full_like(part, torch.nan), both[0])

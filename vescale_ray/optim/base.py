@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from vescale_ray.dtensor import RaggedDTensor
-from vescale_ray.dtensor_spec import sharding_of
+from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_ray.dtensor.spec import sharding_of
 from vescale_ray.optim.agree import Agreement, Decision, goes_on
-from vescale_ray.optim.loading import InPlaceLoading
 from vescale_ray.optim.parameters import check_betas, check_number, in_order, local_of, named_of, refuse_switches, take_sharded
+from vescale_ray.optim.state_loading import InPlaceLoading
 
 
 class BlockOptimizer(InPlaceLoading, ABC):

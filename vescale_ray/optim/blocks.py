@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from vescale_ray.dtensor import RaggedDTensor
-from vescale_ray.dtensor_spec import chunk, make_spec, section, sharding_of
+from vescale_ray.dtensor.placement import RaggedShard
+from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_ray.dtensor.spec import chunk, make_spec, section, sharding_of
 from vescale_ray.geometry import Block, Shape
 from vescale_ray.optim.parameters import local_of
-from vescale_ray.placement import RaggedShard
 
 BlockSpec = Block | int
 """A block, or the number of elements of a flat block."""

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vescale_ray.dtensor import RaggedDTensor
+from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_ray.optim.agree import Agreement, Decision, goes_on
 from vescale_ray.optim.base import BlockOptimizer
-from vescale_ray.optim.loading import completed
 from vescale_ray.optim.muon import Muon
 from vescale_ray.optim.parameters import sharded_of
-from vescale_ray.optim.routing import Name, OptimizerConfig, Route, Routing, optimizer_class, route_parameters
+from vescale_ray.optim.routing import Name, OptimizerConfig, ParameterRoute, Routing, optimizer_class, route_parameters
+from vescale_ray.optim.state_loading import completed
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig, TrainSection
@@ -67,7 +67,7 @@ def build_optimizer(
         raise ValueError(f"parameter {on_meta!r} is on the meta device, it has no storage: call to_empty(device=..) on the model first")
     if log is not None and (not dist.is_initialized() or dist.get_rank() == 0):
         log(str(routing))
-    by_optimizer: dict[Name, list[Route]] = {}
+    by_optimizer: dict[Name, list[ParameterRoute]] = {}
     for name in named:
         by_optimizer.setdefault(routing[name].optimizer, []).append(routing[name])
     # Optimizers that communicate in their step come first, so nothing is written yet if that fails.
@@ -78,7 +78,9 @@ def build_optimizer(
     return made[0] if len(made) == 1 and not agree else CombinedOptimizer(made, agree=agree)
 
 
-def _made(name: Name, routes: Sequence[Route], named: Mapping[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+def _made(
+    name: Name, routes: Sequence[ParameterRoute], named: Mapping[str, nn.Parameter], config: OptimizerConfig
+) -> torch.optim.Optimizer:
     main = name == config.name
     options = dict(config.options) if main else {}
     lr = config.matrix_lr if main and config.matrix_lr is not None and name not in ("adamw", "sgd") else config.lr

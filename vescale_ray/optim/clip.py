@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale_ray import waiting
+from vescale_ray.communication import wait_notes
 from vescale_ray.compat.core import foreach_mul_, foreach_norm
 from vescale_ray.optim.agree import largest_of_ranks
 from vescale_ray.optim.exact_sum import sum_of_squares
@@ -123,7 +123,7 @@ def _is_number(value: object) -> bool:
 
 
 def _sum(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    with waiting.counted("all_reduce"):
+    with wait_notes.counted("all_reduce"):
         dist.all_reduce(part, group=group)
     return part
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from vescale_ray import waiting
+from vescale_ray.communication import wait_notes
 from vescale_ray.compat.core import foreach_norm
 from vescale_ray.optim.agree import largest_of_ranks
 
@@ -56,7 +56,7 @@ def sum_of_squares(tensors: Sequence[torch.Tensor], groups: Sequence[dist.Proces
     # Each count travels as two words, because the total of a large model may overflow one.
     words = torch.stack([counts >> 32, counts & 0xFFFFFFFF])
     for group in groups:
-        with waiting.counted("all_reduce"):
+        with wait_notes.counted("all_reduce"):
             dist.all_reduce(words, group=group)
     high, low = words.tolist()
     exact = [((h << 32) + w) << (_BITS * (_LEVELS - 1 - level)) for level, (h, w) in enumerate(zip(high, low, strict=True))]

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vescale_ray import waiting
-from vescale_ray.messages import all_to_all, is_pairwise
+from vescale_ray.communication import wait_notes
+from vescale_ray.communication.point_to_point import all_to_all, is_pairwise
 from vescale_ray.optim.matrices import Holding, MatrixSpan, held_numel
 from vescale_ray.optim.newton_schulz import Coefficients, NewtonSchulz, flops
 from vescale_ray.optim.roots import Roots, assign_buckets, assign_roots
@@ -334,7 +334,7 @@ class _Bucket:
 
 
 def _wait(work: Any) -> None:
-    with waiting.counted("all_to_all"):
+    with wait_notes.counted("all_to_all"):
         work.wait()
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale_ray.collectives import in_parameter_order
-from vescale_ray.dtensor import RaggedDTensor
-from vescale_ray.optim.loading import StrictLoading
+from vescale_ray.communication.collectives import in_parameter_order
+from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_ray.optim.parameters import in_order, local_of, take_sharded
+from vescale_ray.optim.state_loading import StrictLoading
 from vescale_ray.planner import START_BYTES
 
 _SCALARS = {"step", "mu_product", "eta", "mu"}

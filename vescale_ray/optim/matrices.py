@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from vescale_ray.dtensor import RaggedDTensor
-from vescale_ray.dtensor_spec import chunk, sharding_of
+from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_ray.dtensor.spec import chunk, sharding_of
 from vescale_ray.optim.parameters import local_of
 
 RowBlocks = int | Sequence[int] | None

@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from vescale_ray.optim.agree import Agreement, Decision, NonFiniteGradients, goes_on
 from vescale_ray.optim.exchange import BUCKET_BYTES, Exchange, Itinerary, Job, domains, plan
-from vescale_ray.optim.loading import InPlaceLoading
 from vescale_ray.optim.matrices import Holding, MatrixSpan, RowBlocks, check_gradient, flat_local, flat_values, holding, matrices, wide
 from vescale_ray.optim.newton_schulz import KELLER_JORDAN, NewtonSchulz, coefficients
 from vescale_ray.optim.normuon import RowMoments
 from vescale_ray.optim.parameters import check_number, in_order, named_of, refuse_switches, take_sharded
+from vescale_ray.optim.state_loading import InPlaceLoading
 
 __all__ = ["SCALES", "Muon", "NonFiniteGradients"]
 

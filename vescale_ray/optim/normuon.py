@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from vescale_ray import waiting
-from vescale_ray.dtensor import RaggedDTensor
-from vescale_ray.dtensor_spec import sharding_of
+from vescale_ray.communication import wait_notes
+from vescale_ray.dtensor.placement import RaggedShard
+from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_ray.dtensor.spec import sharding_of
 from vescale_ray.optim.exchange import Exchange
 from vescale_ray.optim.matrices import Holding, MatrixSpan
-from vescale_ray.placement import RaggedShard
 
 _EPS = 1e-8
 
@@ -91,7 +91,7 @@ class RowMoments:
                 norms[k, 0], norms[k, 1] = squares.sum(), _normalized(rows, new).double().square().sum()
         if exchange.itinerary.world > 1:
             norms = norms.to(exchange.device)
-            with waiting.counted("all_reduce"):
+            with wait_notes.counted("all_reduce"):
                 dist.all_reduce(norms, group=exchange.group)
             norms = norms.to(exchange.home)
         factors = (norms[:, 0] / norms[:, 1]).sqrt().nan_to_num(nan=1.0, posinf=1.0).float()

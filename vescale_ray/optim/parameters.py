@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
+from vescale_ray.dtensor.redistribution import arrived
 from vescale_ray.fsdp.parameters import GATHERED_OF, REPLACED
-from vescale_ray.redistribute import arrived
 
 
 def local_of(tensor: Tensor) -> Tensor:

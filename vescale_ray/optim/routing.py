@@ -112,7 +112,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class Route:
+class ParameterRoute:
     """Route of one parameter. ``shape`` is global; no shard boundary may cut a ``block`` (None: any cut is allowed)."""
 
     name: str
@@ -126,13 +126,13 @@ class Route:
 class Routing:
     """Routes of all parameters, and the resulting ``block_policy``. ``print(routing)`` shows the table."""
 
-    def __init__(self, routes: tuple[Route, ...], parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, routes: tuple[ParameterRoute, ...], parameters: Mapping[str, nn.Parameter]) -> None:
         self.routes = routes
         self._by_name = {route.name: route for route in routes}
         # fully_shard passes a parameter's name inside its unit, not in the model, so the key is the parameter itself.
         self._by_parameter: Any = WeakIdKeyDictionary({parameters[route.name]: route for route in routes})
 
-    def __getitem__(self, name: str) -> Route:
+    def __getitem__(self, name: str) -> ParameterRoute:
         if name not in self._by_name:
             raise ValueError(f"parameter {name!r} was not in the model when its parameters were routed: route the model that is optimized")
         return self._by_name[name]
@@ -152,7 +152,7 @@ class Routing:
         return block
 
     def __str__(self) -> str:
-        rows: dict[tuple[str, ...], list[Route]] = {}
+        rows: dict[tuple[str, ...], list[ParameterRoute]] = {}
         for route in self.routes:
             rows.setdefault((route.role, route.optimizer, "-" if route.block is None else str(route.block)), []).append(route)
         table: list[tuple[str, ...]] = [("role", "optimizer", "block", "tensors", "parameters", "for example")]
@@ -202,7 +202,7 @@ def route_parameters(model: nn.Module, config: OptimizerConfig | Mapping[str, An
             raise ValueError(f"routes: {name} of shape {shape} is not a matrix, which {optimizer} needs: route it to adamw")
         blocks = next((b for pattern, b in config.row_blocks.items() if fnmatch.fnmatchcase(name, pattern)), None)
         block = _block(name, parameter, optimizer, config)
-        routes.append(Route(name, role, optimizer, shape, block, blocks if optimizer == "muon" else None))
+        routes.append(ParameterRoute(name, role, optimizer, shape, block, blocks if optimizer == "muon" else None))
     return Routing(tuple(routes), named)
 
 

@@ -10,7 +10,7 @@ Layouts: ``layout`` defines the result and ``search`` finds the smallest one. ``
 all orders, and ``bounds`` proves lower bounds. The search is a pure function: every rank and process gets the same layout.
 
 Models: ``shapes`` and ``architectures`` describe a model's tensors. ``units`` plans a unit's buffers, with levers against padding;
-``advice`` picks the lever. ``cost`` predicts memory and time, and ``choose`` picks the sharding. ``request`` and ``report`` serve
+``advice`` picks the lever. ``cost`` predicts memory and time, and ``choose`` picks the sharding. ``request`` and ``choice_report`` serve
 the command line; ``baselines`` models other systems for comparison. Imports torch, ``errors`` and ``geometry`` only.
 """
 

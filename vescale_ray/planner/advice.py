@@ -18,7 +18,7 @@ TENSORS = 2500
 
 
 @dataclass(frozen=True)
-class Attempt:
+class LeverResult:
     """A lever and its result."""
 
     lever: Lever
@@ -39,7 +39,7 @@ class Advice:
     """
 
     best: UnitPlan
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[LeverResult, ...]
     goal: float
     remedies: tuple[str, ...] = ()
 
@@ -94,11 +94,11 @@ def advise(
 
 def _first(unit: UnitShape, num_shards: int, blocks: Blocks, dtype: torch.dtype, goal: float, layers: range, strided: bool) -> Advice:
     """Return the first lever below the goal, or else the best one. At least one of ``layers`` is tried, even if the unit has fewer."""
-    attempts: list[Attempt] = []
+    attempts: list[LeverResult] = []
     best: UnitPlan | None = None
     for lever in _levers(unit, blocks, layers, strided):
         plan = plan_unit(unit, num_shards, blocks, dtype=dtype, lever=lever)
-        attempts.append(Attempt(lever, plan.padding_ratio, plan.numel))
+        attempts.append(LeverResult(lever, plan.padding_ratio, plan.numel))
         if best is None or plan.padding_ratio < best.padding_ratio:
             best = plan
         if plan.padding_ratio < goal:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from vescale_ray.planner.layout import START_BYTES, TensorSpec
-from vescale_ray.planner.place import Problem, place
+from vescale_ray.planner.place import PlacementProblem, place
 
 
 def fsdp1(specs: Sequence[TensorSpec], num_shards: int) -> int:
@@ -86,7 +86,9 @@ def algorithm1(specs: Sequence[TensorSpec], num_shards: int, *, align: int = 128
     if not specs:
         return 0
     itemsize = min(s.dtype.itemsize for s in specs)
-    problem = Problem.of([s.numel for s in specs], [s.granularity for s in specs], num_shards, align // itemsize, START_BYTES // itemsize)
+    problem = PlacementProblem.of(
+        [s.numel for s in specs], [s.granularity for s in specs], num_shards, align // itemsize, START_BYTES // itemsize
+    )
     indices = range(len(specs))
     keys: list[Callable[[int], tuple[int, ...]]] = [
         lambda i: (i,),

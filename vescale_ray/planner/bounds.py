@@ -18,19 +18,19 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from vescale_ray.planner.place import Problem
+from vescale_ray.planner.place import PlacementProblem
 
 _FIRST_CHUNK, _LAST_CHUNK = 64, 16384
 LIKELY = 64
 """The most sizes that :func:`likely_sizes` returns."""
 
 
-def lower_bound(problem: Problem) -> int:
+def lower_bound(problem: PlacementProblem) -> int:
     """Return a proven bound: no layout of these tensors, in any order, has a smaller shard."""
     return int(next(candidates(problem, _room_and_counting(problem)))[0])
 
 
-def candidates(problem: Problem, size: int, largest: int | None = None) -> Iterator[np.ndarray]:
+def candidates(problem: PlacementProblem, size: int, largest: int | None = None) -> Iterator[np.ndarray]:
     """Yield every shard size from ``size`` to ``largest`` that no test excludes, in ascending chunks."""
     quantum = problem.quantum
     sizes, blocks = problem.distinct
@@ -56,12 +56,12 @@ def candidates(problem: Problem, size: int, largest: int | None = None) -> Itera
             size = stop // quantum * quantum + quantum
 
 
-def is_possible(problem: Problem, shard: int) -> bool:
+def is_possible(problem: PlacementProblem, shard: int) -> bool:
     """Return whether no test excludes this size."""
     return bool(_possible(problem, np.array([shard], dtype=np.int64))[0])
 
 
-def _possible(problem: Problem, shards: np.ndarray) -> np.ndarray:
+def _possible(problem: PlacementProblem, shards: np.ndarray) -> np.ndarray:
     """Return a mask of the sizes that pass the tests "each tensor alone" and "full ranks"."""
     sizes, blocks = problem.distinct
     rest = shards[:, None] % blocks[None, :]
@@ -75,7 +75,7 @@ def _possible(problem: Problem, shards: np.ndarray) -> np.ndarray:
     return possible
 
 
-def _room_and_counting(problem: Problem) -> int:
+def _room_and_counting(problem: PlacementProblem) -> int:
     """Return the smallest size that passes the tests "room" and "counting"."""
     n = problem.num_shards
     least = -(-problem.total // n)
@@ -105,7 +105,7 @@ def _room_and_counting(problem: Problem) -> int:
     return -(-least // problem.quantum) * problem.quantum
 
 
-def likely_sizes(problem: Problem, bound: int) -> list[int]:
+def likely_sizes(problem: PlacementProblem, bound: int) -> list[int]:
     """Return a few dozen ascending sizes from the bound on at which many tensors no longer constrain each other.
 
     The sizes are multiples of three kinds of numbers: divisors of the coarse pieces, blocks of tensors that may span two boundaries,

@@ -99,7 +99,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptElements:
     """Positions of a rank's elements in the flat buffer of ``numel`` elements that it keeps between steps; each tensor is contiguous."""
 
     offsets: dict[str, int]
@@ -240,19 +240,19 @@ class Layout:
         """Whether some tensor is stored with gaps."""
         return any(s.stored_rows is not None and s.stored_rows > s.shape[-2] and s.numel for s in self.specs)
 
-    def kept(self, rank: int) -> Kept:
+    def kept(self, rank: int) -> KeptElements:
         """Return the buffer that ``rank`` keeps between steps: its part, or a copy without gaps if some lie between a tensor's
         elements."""
         pieces = {name: self.pieces(name, rank) for name in self.order}
         lengths = {name: sum(end - start for start, end in held) for name, held in pieces.items()}
         if all(len(held) <= 1 for held in pieces.values()):
-            return Kept({name: held[0][0] if held else 0 for name, held in pieces.items()}, lengths, pieces, self.shard_numel, True)
+            return KeptElements({name: held[0][0] if held else 0 for name, held in pieces.items()}, lengths, pieces, self.shard_numel, True)
         quantum = max(1, START_BYTES // min(s.dtype.itemsize for s in self.specs))
         offsets, end = {}, 0
         for name in self.order:
             offsets[name] = end
             end += -(-lengths[name] // quantum) * quantum
-        return Kept(offsets, lengths, pieces, end, False)
+        return KeptElements(offsets, lengths, pieces, end, False)
 
     def dims(self, name: str) -> tuple[int, ...]:
         """Return the shortest prefix of dimensions (at least one) whose units no shard boundary cuts, for ``RaggedShard(dims, ..)``."""

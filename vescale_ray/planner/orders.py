@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from vescale_ray.planner.place import Problem, earliest_many
+from vescale_ray.planner.place import PlacementProblem, earliest_many
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Kinds:
     """The most states for which all orders are searched."""
 
     @classmethod
-    def of(cls, problem: Problem) -> Kinds:
+    def of(cls, problem: PlacementProblem) -> Kinds:
         found: dict[tuple[int, int], list[int]] = {}
         for i, numel in enumerate(problem.sizes):
             if numel:
@@ -77,7 +77,7 @@ FEW = 8
 """Up to this many tensors, the search over all orders has no limit."""
 
 
-def smallest_over_all_orders(problem: Problem, kinds: Kinds, chunks: Iterable[np.ndarray]) -> Proof:
+def smallest_over_all_orders(problem: PlacementProblem, kinds: Kinds, chunks: Iterable[np.ndarray]) -> Proof:
     """Find the first of the sizes for which some order fits.
 
     ``chunks`` holds ascending sizes, each of which lets every single tensor be placed. ``end[state]`` is the earliest end of any
@@ -102,7 +102,7 @@ def smallest_over_all_orders(problem: Problem, kinds: Kinds, chunks: Iterable[np
     return Proof(0, None, True, last)
 
 
-def _earliest_ends(problem: Problem, kinds: Kinds, shards: np.ndarray) -> np.ndarray:
+def _earliest_ends(problem: PlacementProblem, kinds: Kinds, shards: np.ndarray) -> np.ndarray:
     ends = np.full((kinds.states, len(shards)), np.iinfo(np.int64).max // 4, dtype=np.int64)
     ends[0] = 0
     for steps in kinds.levels:
@@ -113,7 +113,7 @@ def _earliest_ends(problem: Problem, kinds: Kinds, shards: np.ndarray) -> np.nda
     return ends
 
 
-def _trace(problem: Problem, kinds: Kinds, ends: np.ndarray, shards: np.ndarray) -> list[int]:
+def _trace(problem: PlacementProblem, kinds: Kinds, ends: np.ndarray, shards: np.ndarray) -> list[int]:
     """Return an order of the tensors that reaches the full state's end."""
     state, order = kinds.states - 1, []
     left = [list(m) for m in kinds.members]
@@ -132,7 +132,7 @@ def _trace(problem: Problem, kinds: Kinds, ends: np.ndarray, shards: np.ndarray)
     return [*reversed(order), *kinds.empty]
 
 
-def best_fit(problem: Problem, kinds: Kinds, shard: int) -> list[int] | None:
+def best_fit(problem: PlacementProblem, kinds: Kinds, shard: int) -> list[int] | None:
     """Grow an order for this shard size; return None if the tensors do not fit.
 
     The next tensor is always of the kind that needs the least padding before it. Among kinds that need almost none, those whose block
@@ -145,7 +145,7 @@ def best_fit(problem: Problem, kinds: Kinds, shard: int) -> list[int] | None:
     return None
 
 
-def _grow(problem: Problem, kinds: Kinds, shard: int, patience: int) -> list[int] | None:
+def _grow(problem: PlacementProblem, kinds: Kinds, shard: int, patience: int) -> list[int] | None:
     rows = []  # numel, padded, block, rest, whether it is hard to place, indices left
     for members in kinds.members:
         numel, block = problem.sizes[members[0]], problem.blocks[members[0]]

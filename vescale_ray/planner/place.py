@@ -15,7 +15,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Problem:
+class PlacementProblem:
     """The tensors as numbers. All sizes are in elements."""
 
     sizes: tuple[int, ...]
@@ -29,10 +29,10 @@ class Problem:
     """Alignment of every tensor's start; it divides ``quantum``."""
 
     @classmethod
-    def of(cls, sizes: Sequence[int], cuts: Sequence[int], num_shards: int, quantum: int, start: int) -> Problem:
+    def of(cls, sizes: Sequence[int], cuts: Sequence[int], num_shards: int, quantum: int, start: int) -> PlacementProblem:
         return cls(tuple(sizes), tuple(math.lcm(cut, start) for cut in cuts), num_shards, quantum, start)
 
-    def with_blocks(self, cuts: Sequence[int]) -> Problem:
+    def with_blocks(self, cuts: Sequence[int]) -> PlacementProblem:
         return replace(self, blocks=tuple(math.lcm(cut, self.start) for cut in cuts))
 
     @cached_property
@@ -91,7 +91,7 @@ def earliest(position: int, numel: int, block: int, shard: int) -> int | None:
     return boundary + rest if numel <= 2 * shard - rest else None
 
 
-def place(problem: Problem, order: Sequence[int], shard: int) -> list[int] | None:
+def place(problem: PlacementProblem, order: Sequence[int], shard: int) -> list[int] | None:
     """Return offsets of the tensors by index if they fit into shards of ``shard`` elements in this order, else None."""
     offsets = [0] * len(problem.sizes)
     position, limit = 0, problem.num_shards * shard
@@ -115,7 +115,7 @@ def place(problem: Problem, order: Sequence[int], shard: int) -> list[int] | Non
     return offsets
 
 
-def fits(problem: Problem, order: Sequence[int], shards: np.ndarray) -> np.ndarray:
+def fits(problem: PlacementProblem, order: Sequence[int], shards: np.ndarray) -> np.ndarray:
     """Return a mask of the shard sizes for which :func:`place` succeeds; each must let every single tensor be placed.
 
     Cost: O(n) numpy operations; sizes without room for the remaining tensors are dropped on the way.
@@ -150,7 +150,7 @@ def earliest_many(position: np.ndarray, numel: int, block: int, shards: np.ndarr
     return np.where(position + numel > boundary, np.where(twice, boundary + rest, shifted), position)
 
 
-def smallest_for_ordered_pieces(problem: Problem, order: Sequence[int], least: int) -> int:
+def smallest_for_ordered_pieces(problem: PlacementProblem, order: Sequence[int], least: int) -> int:
     """Return a lower bound for this order, from which the search can start.
 
     The bound drops the rule that a tensor is contiguous: padding may stand before any boundary inside it. The tensors are then pieces
@@ -168,7 +168,7 @@ def smallest_for_ordered_pieces(problem: Problem, order: Sequence[int], least: i
     return low * quantum
 
 
-def _pieces_fit(problem: Problem, order: Sequence[int], shard: int) -> bool:
+def _pieces_fit(problem: PlacementProblem, order: Sequence[int], shard: int) -> bool:
     position, limit = 0, problem.num_shards * shard
     for i in order:
         numel, block = problem.padded[i], min(problem.blocks[i], problem.padded[i])

@@ -25,7 +25,7 @@ import numpy as np
 from vescale_ray.planner.bounds import candidates, is_possible, likely_sizes, lower_bound
 from vescale_ray.planner.layout import START_BYTES, Layout, TensorSpec
 from vescale_ray.planner.orders import Kinds, best_fit, smallest_over_all_orders
-from vescale_ray.planner.place import Problem, fits, place, smallest_for_ordered_pieces
+from vescale_ray.planner.place import PlacementProblem, fits, place, smallest_for_ordered_pieces
 
 REFINEMENTS = 6
 """Number of bisections between the likely sizes; one costs 0.3 to 3 ms for a DeepSeek-V3 layer of 782 tensors."""
@@ -89,7 +89,7 @@ def plan_layout(specs: Sequence[TensorSpec], num_shards: int, *, align: int = 12
 def _plan(specs: tuple[TensorSpec, ...], num_shards: int, align: int, order: str, row_slack: float) -> Layout:
     cuts = [s.granularity for s in specs]
     itemsize = min((s.dtype.itemsize for s in specs), default=1)
-    problem = Problem.of([s.numel for s in specs], cuts, num_shards, align // itemsize, START_BYTES // itemsize)
+    problem = PlacementProblem.of([s.numel for s in specs], cuts, num_shards, align // itemsize, START_BYTES // itemsize)
     found = _search(problem, order, [s.shape[-1] if s.shape else 1 for s in specs])
     free = [i for i, s in enumerate(specs) if s.block is None and s.row_granularity > 1]
     if free and found.shard:
@@ -98,7 +98,7 @@ def _plan(specs: tuple[TensorSpec, ...], num_shards: int, align: int, order: str
     return Layout(specs, num_shards, found.shard, offsets, {s.name: cut for s, cut in zip(specs, cuts, strict=True)}, found.bound)
 
 
-def _search(problem: Problem, order: str, row_lengths: Sequence[int]) -> Found:
+def _search(problem: PlacementProblem, order: str, row_lengths: Sequence[int]) -> Found:
     """Return the smallest shard that the three steps find."""
     n = len(problem.sizes)
     if not problem.total:
@@ -157,7 +157,9 @@ def _search(problem: Problem, order: str, row_lengths: Sequence[int]) -> Found:
     return Found(*best, bound)
 
 
-def _refine(problem: Problem, attempt: Callable[[int], list[int] | None], low: int, high: int, found: list[int]) -> tuple[int, list[int]]:
+def _refine(
+    problem: PlacementProblem, attempt: Callable[[int], list[int] | None], low: int, high: int, found: list[int]
+) -> tuple[int, list[int]]:
     """Bisect between a size that failed and one that fits.
 
     A larger size need not fit if a smaller one does, so the result may not be the smallest.
@@ -174,7 +176,7 @@ def _refine(problem: Problem, attempt: Callable[[int], list[int] | None], low: i
     return high, found
 
 
-def _first_fit(problem: Problem, orders: Sequence[list[int]], shard: int) -> list[int] | None:
+def _first_fit(problem: PlacementProblem, orders: Sequence[list[int]], shard: int) -> list[int] | None:
     """Return offsets for the first order that fits into shards of this size, or None."""
     for order in orders:
         offsets = place(problem, order, shard)
@@ -184,7 +186,7 @@ def _first_fit(problem: Problem, orders: Sequence[list[int]], shard: int) -> lis
 
 
 def _rows_where_free(
-    specs: tuple[TensorSpec, ...], problem: Problem, found: Found, cuts: list[int], free: list[int], order: str, slack: float
+    specs: tuple[TensorSpec, ...], problem: PlacementProblem, found: Found, cuts: list[int], free: list[int], order: str, slack: float
 ) -> tuple[Found, list[int]]:
     """Cut tensors without a requirement (``free``) at whole rows if the shard stays within ``slack`` of ``found``.
 
@@ -220,7 +222,7 @@ def _rows_where_free(
     return Found(found.shard, offsets, found.bound), chosen
 
 
-def _smallest_of_orders(problem: Problem, orders: Sequence[list[int]], bound: int) -> tuple[int, list[int]]:
+def _smallest_of_orders(problem: PlacementProblem, orders: Sequence[list[int]], bound: int) -> tuple[int, list[int]]:
     """Return the exact smallest shard over these orders, and its offsets."""
     start = min(smallest_for_ordered_pieces(problem, order, bound) for order in orders)
     for sizes in candidates(problem, start):

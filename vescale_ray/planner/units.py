@@ -28,7 +28,7 @@ import torch
 from vescale_ray.geometry import Block
 from vescale_ray.planner.bounds import lower_bound
 from vescale_ray.planner.layout import START_BYTES, Layout, TensorSpec
-from vescale_ray.planner.place import Problem
+from vescale_ray.planner.place import PlacementProblem
 from vescale_ray.planner.search import plan_layout
 from vescale_ray.planner.shapes import ParamShape, UnitShape
 
@@ -277,7 +277,7 @@ def _bound_with_gaps(specs: Sequence[TensorSpec], num_shards: int, align: int) -
         sizes += [matrix.numel] * count
         cuts += [matrix.granularity] * count
     itemsize = min(s.dtype.itemsize for s in specs)
-    problem = Problem.of(sizes, cuts, num_shards, align // itemsize, START_BYTES // itemsize)
+    problem = PlacementProblem.of(sizes, cuts, num_shards, align // itemsize, START_BYTES // itemsize)
     return lower_bound(problem) if problem.total else 0
 
 

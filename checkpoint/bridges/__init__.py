@@ -1,0 +1,1 @@
+"""Bridges to other programs' formats: Hugging Face's safetensors folders, PyTorch's distributed checkpoint, ``torch.save``."""

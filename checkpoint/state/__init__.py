@@ -1,0 +1,1 @@
+"""A training script's state as named tensors and JSON: its parts on this rank, and its entries against those of a checkpoint."""

@@ -1,0 +1,330 @@
+"""Plain values of a state as JSON and bytes, and back: numbers, texts, bytes, lists, tuples, dicts, tensors, NumPy's arrays and scalars.
+
+JSON holds the structure. What it lacks is an object of one key, the tag (section 6 of ``docs/reference/checkpoint-format.md``). The bytes
+of arrays and tensors stand in the JSON as base64, or follow each other in the entry's data, a tensor of bytes of its own. Nothing is
+pickled.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import json
+import math
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..format.digest import as_bytes, digest_of
+from ..format.object_layout import dtype_name, dtype_of
+from .scalars import decode, encode
+from .tensors import check_dense
+
+KIND = "plain"
+"""Kind of the tensor that holds an entry's bytes."""
+INLINE_BYTES = 256
+"""Most bytes of one value that stand in the JSON itself. Larger ones would make the manifest, which every reader parses, large."""
+
+_MOST_DEEP = 100
+"""Lists and dicts within each other: taking them back takes some calls for each."""
+_MOST_BITS = 4096
+"""Of an int in decimal digits; readers of JSON, Python's among them, refuse some thousand digits."""
+_TAGS = ("float", "items", "counter", "tensor")
+_DTYPE = re.compile(r"[<>|][biufcmMSU][0-9]{1,9}(\[[0-9]{0,9}(generic|[YMWDhms]|[munpfa]s)\])?", re.ASCII)
+_KINDS = "biufcmMSU"
+"""NumPy's kinds of dtypes whose elements are bytes of one meaning; not objects and records."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A plain value for storing. ``tags``: of those that stand in ``json``."""
+
+    json: Any
+    data: bytes
+    tags: frozenset[str]
+
+    @property
+    def extended(self) -> bool:
+        """Whether some tag is none of those that the first readers of the format know."""
+        return any(tag.startswith("$") for tag in self.tags)
+
+    @property
+    def digest(self) -> str:
+        return digest_of(json.dumps(self.json, sort_keys=True).encode()) + digest_of(self.data)
+
+
+def data_name(key: str) -> str:
+    """Name of the tensor, of kind :data:`KIND`, that holds the bytes of the plain entry ``key``."""
+    return f"state.{key}"
+
+
+def pack(what: str, value: Any, inline: float = INLINE_BYTES) -> Packed:
+    """A plain value as JSON and bytes.
+
+    Args:
+        what: its path, for messages.
+        inline: most bytes of one array, tensor or ``bytes`` that go into the JSON.
+
+    Raises:
+        ValueError: a value that can't be stored, by its path, with the remedy.
+    """
+    packer = _Packer(inline)
+    packed = packer.pack(what, value, 0)
+    return Packed(packed, bytes(packer.data), frozenset(packer.tags))
+
+
+@dataclass
+class _Packer:
+    inline: float
+    data: bytearray = field(default_factory=bytearray)
+    tags: set[str] = field(default_factory=set)
+
+    def pack(self, what: str, value: Any, depth: int) -> Any:
+        if depth > _MOST_DEEP:
+            raise ValueError(f"{what[:80]}.. is nested more than {_MOST_DEEP} deep, or holds itself; give flatter values")
+        if isinstance(value, Mapping):
+            return self._mapping(what, value, depth)
+        if isinstance(value, (list, tuple)):
+            items = [self.pack(f"{what}[{index}]", item, depth + 1) for index, item in enumerate(value)]
+            return self._tag("$tuple", items) if isinstance(value, tuple) else items
+        if isinstance(value, torch.Tensor):
+            return self._tensor(what, value)
+        if isinstance(value, np.ndarray):
+            return self._array(what, value)
+        if isinstance(value, np.str_ | np.bytes_):  # not as an array of one, which ends before its last zeros
+            raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else bytes(value)
+            return self._tag("$scalar", {"dtype": value.dtype.kind, "data": self._bytes(raw)})
+        if isinstance(value, np.generic):
+            _check_dtype(what, value.dtype)
+            return self._tag("$scalar", {"dtype": value.dtype.str, "data": self._bytes(value.tobytes())})
+        return self._leaf(what, value)
+
+    def _leaf(self, what: str, value: Any) -> Any:
+        if isinstance(value, bytes):
+            return self._tag("$bytes", self._bytes(value))
+        if isinstance(value, complex):
+            return self._tag("$complex", [self._leaf(what, value.real), self._leaf(what, value.imag)])
+        if isinstance(value, float) and not math.isfinite(value):
+            return self._tag("float", repr(float(value)))
+        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+            return self._tag("$int", hex(value))
+        if value is None or isinstance(value, (str, bool, int, float)):
+            return value
+        raise ValueError(f"{what} is a {type(value).__name__}, which a checkpoint can't hold; {_remedy(value)}")
+
+    def _mapping(self, what: str, value: Mapping[Any, Any], depth: int) -> Any:
+        if _of_optimizer(value):
+            raise ValueError(
+                f"{what} is an optimizer's state_dict(); give the objects, as "
+                '{"model": model, "optimizer": optimizer}, and not their state_dict(): each rank then stores its own part of the states'
+            )
+        pairs = [(self._key(what, key, depth), self.pack(f"{what}.{key}", item, depth + 1)) for key, item in value.items()]
+        if isinstance(value, Counter):
+            return self._tag("counter", [list(pair) for pair in pairs])
+        texts = all(isinstance(key, str) for key, _ in pairs)
+        if not texts or (len(pairs) == 1 and (pairs[0][0] in _TAGS or pairs[0][0].startswith("$"))):
+            return self._tag("items", [list(pair) for pair in pairs])
+        return dict(pairs)
+
+    def _key(self, what: str, key: Any, depth: int) -> Any:
+        try:
+            if isinstance(key, torch.Tensor):  # known by identity
+                raise ValueError
+            packed = self.pack(what, key, depth)
+        except ValueError:
+            raise ValueError(f"{what} has a {type(key).__name__} as a key; give texts, numbers, bytes or tuples of them") from None
+        if isinstance(packed, dict):
+            self.tags.add("$key")  # first readers know no tags in the place of a key
+        return packed
+
+    def _tensor(self, what: str, value: torch.Tensor) -> Any:
+        if hasattr(value, "device_mesh") or hasattr(value, "local_boxes"):
+            raise ValueError(
+                f"{what} is a sharded tensor ({type(value).__name__}) among plain values, of which rank 0's are stored for all ranks; give "
+                'the objects, as {"model": model, "optimizer": optimizer}, or its tensors alone, by name, as an entry of their own'
+            )
+        check_dense(what, value)
+        if value.is_meta:
+            raise ValueError(f"tensor {what!r} is on the meta device, it has no storage; give one with values")
+        if value.numel() == 1 and not value.is_complex():
+            return self._tag("tensor", encode(what, value))
+        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+        return self._tag(
+            "$tensor",
+            {"dtype": dtype_name(value.dtype), "shape": list(value.shape), "data": self._bytes(as_bytes(flat).numpy().tobytes())},
+        )
+
+    def _array(self, what: str, value: np.ndarray) -> Any:
+        _check_dtype(what, value.dtype)
+        if type(value) not in (np.ndarray, np.memmap):
+            raise ValueError(f"{what} is a {type(value).__name__}, which a checkpoint can't hold; give a plain numpy.ndarray")
+        return self._tag("$array", {"dtype": value.dtype.str, "shape": list(value.shape), "data": self._bytes(value.tobytes())})
+
+    def _bytes(self, raw: bytes) -> str | list[int]:
+        if len(raw) <= self.inline:
+            return base64.b64encode(raw).decode("ascii")
+        start = len(self.data)
+        self.data += raw
+        return [start, len(self.data)]
+
+    def _tag(self, tag: str, value: Any) -> dict[str, Any]:
+        self.tags.add(tag)
+        return {tag: value}
+
+
+def _of_optimizer(value: Mapping[Any, Any]) -> bool:
+    """Whether it is an optimizer's state_dict(): tensors, of more than one element, by parameter and name."""
+    states = value.get("state")
+    return (
+        isinstance(states, Mapping)
+        and value.keys() <= {"state", "param_groups"}
+        and any(
+            isinstance(tensor, torch.Tensor) and tensor.numel() != 1
+            for by_name in states.values()
+            if isinstance(by_name, Mapping)
+            for tensor in by_name.values()
+        )
+    )
+
+
+def _check_dtype(what: str, dtype: np.dtype[Any]) -> None:
+    if dtype.kind not in _KINDS or not dtype.itemsize:
+        raise ValueError(
+            f"{what} has NumPy's dtype {dtype}, which a checkpoint can't hold; give numbers, texts, bytes or dates as elements"
+        )
+
+
+def _remedy(value: Any) -> str:
+    if isinstance(value, (set, frozenset)):
+        return "give a sorted list, and make the set from it after the load"
+    if isinstance(value, (datetime.date, datetime.time, datetime.timedelta)):
+        return "give text or seconds, as isoformat(), timestamp() or total_seconds() make them"
+    if isinstance(value, (bytearray, memoryview)):
+        return "give bytes"
+    if isinstance(value, np.random.Generator | np.random.BitGenerator):
+        return "give its bit_generator.state, a dict"
+    if isinstance(value, torch.Generator | np.random.RandomState):
+        return "give its get_state()"
+    if isinstance(value, random.Random):
+        return "give its getstate()"
+    if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+        return "give it as an entry of the state itself, under a name of its own"
+    if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
+        return "give its state_dict(), or the object as an entry of the state itself, under a name of its own"
+    return "give numbers, texts, bytes, lists, tuples, dicts, tensors or arrays, or an object with state_dict() and load_state_dict()"
+
+
+class EntryBytes:
+    """The bytes of one entry. No more of them are given than there are, so that a value is no larger than what is stored."""
+
+    def __init__(self, data: memoryview | bytes = b"") -> None:
+        self._data, self._left = memoryview(data), len(data)
+
+    def take(self, where: Any) -> bytearray:
+        """Raises ValueError."""
+        if isinstance(where, str):
+            return bytearray(base64.b64decode(where, validate=True))
+        start, end = where
+        if type(start) is not int or type(end) is not int or not 0 <= start <= end <= len(self._data) or end - start > self._left:
+            raise ValueError(f"bytes {start!r} to {end!r} are wanted of {len(self._data)}, of which {self._left} are not taken yet")
+        self._left -= end - start
+        return bytearray(self._data[start:end])
+
+
+def unpack(value: Any, data: EntryBytes | None = None) -> Any:
+    """Back from :func:`pack`.
+
+    Args:
+        data: the entry's bytes. Without them only the tags of the first readers are known, and other objects are what they are.
+
+    Raises:
+        ValueError: it is malformed, or holds a tag that this version does not know.
+    """
+    try:
+        return _unpack(value, data)
+    except (TypeError, KeyError, AttributeError, OverflowError, RuntimeError) as error:  # of Python, torch and NumPy; too deep, too
+        raise ValueError(f"{type(error).__name__}: {error}".partition("\n")[0]) from None
+
+
+def _unpack(value: Any, data: EntryBytes | None) -> Any:
+    if isinstance(value, list):
+        return [_unpack(item, data) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value)) if len(value) == 1 else ""
+    if tag == "float":
+        return float(value[tag])
+    if tag == "tensor":
+        return decode(value[tag])
+    if tag in ("items", "counter"):
+        pairs = {(key if data is None else _unpack(key, data)): _unpack(item, data) for key, item in value[tag]}
+        return Counter(pairs) if tag == "counter" else pairs
+    if data is not None and tag.startswith("$"):
+        if tag not in _READ:
+            raise ValueError(f"it has a value of the sort {tag!r}, which this version does not know: load it with a newer one")
+        return _READ[tag](value[tag], data)
+    return {key: _unpack(item, data) for key, item in value.items()}
+
+
+def _tuple(items: Any, data: EntryBytes) -> tuple[Any, ...]:
+    if not isinstance(items, list):
+        raise ValueError("a tuple is no list")
+    return tuple(_unpack(item, data) for item in items)
+
+
+def _complex(parts: Any, data: EntryBytes) -> complex:
+    real, imag = (float(_unpack(part, data)) for part in parts)
+    return complex(real, imag)
+
+
+def _shape(raw: Any) -> tuple[int, ...]:
+    if not isinstance(raw, list) or any(type(n) is not int or n < 0 for n in raw) or math.prod(max(1, n) for n in raw) >= 1 << 62:
+        raise ValueError(f"{str(raw)[:80]} is no shape")
+    return tuple(raw)
+
+
+def _numpy(about: Any, shape: tuple[int, ...], data: EntryBytes) -> np.ndarray:
+    if _DTYPE.fullmatch(about["dtype"]) is None:  # NumPy would take it for a program
+        raise ValueError(f"{about['dtype'][:80]!r} is no dtype of an array that is stored")
+    dtype = np.dtype(about["dtype"])
+    _check_dtype("it", dtype)
+    raw = data.take(about["data"])
+    if len(raw) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{len(raw)} bytes for an array of shape {shape} and dtype {dtype}")
+    return np.ndarray(shape, dtype, raw)
+
+
+def _scalar(about: Any, data: EntryBytes) -> Any:
+    if about["dtype"] == "U":
+        return np.str_(data.take(about["data"]).decode("utf-8", "surrogatepass"))
+    if about["dtype"] == "S":
+        return np.bytes_(data.take(about["data"]))
+    return _numpy(about, (), data)[()]
+
+
+def _torch(about: Any, data: EntryBytes) -> torch.Tensor:
+    shape, dtype = _shape(about["shape"]), dtype_of(about["dtype"])
+    raw = data.take(about["data"])
+    if len(raw) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{len(raw)} bytes for a tensor of shape {shape} and dtype {about['dtype']}")
+    tensor = torch.empty(shape, dtype=dtype)
+    if raw:
+        as_bytes(tensor.view(-1)).copy_(torch.frombuffer(raw, dtype=torch.uint8))
+    return tensor
+
+
+_READ: Mapping[str, Callable[[Any, EntryBytes], Any]] = {
+    "$tuple": _tuple,
+    "$bytes": lambda where, data: bytes(data.take(where)),
+    "$int": lambda text, data: int(text, 16),
+    "$complex": _complex,
+    "$scalar": _scalar,
+    "$array": lambda about, data: _numpy(about, _shape(about["shape"]), data),
+    "$tensor": _torch,
+}

@@ -1,0 +1,62 @@
+"""Check that a manifest's ``meta`` is as :func:`~vescale_ray.checkpoint.save` writes it (section 6 of the format). The seal does not prove
+that: another program may store other values there, and a forged manifest anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import CheckpointMismatch
+from .plain import unpack
+from .scalars import decode
+
+
+def check_saved_meta(where: str, meta: Mapping[str, Any], *, optimizers: bool = True) -> None:
+    """Raises CheckpointMismatch, naming the first value whose type differs from what a save writes.
+
+    Args:
+        optimizers: whether to check these too.
+    """
+
+    def expect(condition: bool, path: str, what: str) -> None:
+        if not condition:
+            raise CheckpointMismatch(f"{where}: meta.{path} is no {what}: save() did not write it, so it cannot be loaded as a state")
+
+    def encoded(value: Any, path: str) -> None:
+        try:
+            decode(value)
+        except Exception:  # whatever torch raises
+            expect(False, path, "number, text or list")
+
+    expect(_texts(meta.get("models", [])), "models", "list of names")
+    expect(isinstance(meta.get("state", {}), dict), "state", "object")
+    for key, value in meta.get("state", {}).items():
+        try:
+            unpack(value)
+        except ValueError:
+            expect(False, f"state.{key}", "plain value")
+    expect(isinstance(meta.get("values", {}), dict), "values", "object")
+    known = meta.get("optimizers", {}) if optimizers else {}
+    expect(isinstance(known, dict), "optimizers", "object")
+    for key, saved in known.items():
+        at = f"optimizers.{key}"
+        expect(isinstance(saved, dict), at, "object")
+        expect(isinstance(saved.get("type", ""), str), f"{at}.type", "name")
+        expect(_texts(saved.get("kinds")), f"{at}.kinds", "list of names")
+        groups, scalars = saved.get("groups"), saved.get("scalars")
+        expect(isinstance(groups, list), f"{at}.groups", "list")
+        for index, group in enumerate(groups):
+            inner = f"{at}.groups[{index}]"
+            expect(isinstance(group, dict) and _texts(group.get("params")), f"{inner}.params", "list of names")
+            expect(isinstance(group.get("hyper"), dict), f"{inner}.hyper", "object")
+            for name, value in group["hyper"].items():
+                encoded(value, f"{inner}.hyper.{name}")
+        expect(isinstance(scalars, dict), f"{at}.scalars", "object")
+        for state_key, by_name in scalars.items():
+            expect(isinstance(by_name, dict), f"{at}.scalars.{state_key}", "object")
+            for name, value in by_name.items():
+                encoded(value, f"{at}.scalars.{state_key}.{name}")
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)

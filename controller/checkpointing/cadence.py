@@ -1,0 +1,77 @@
+"""When the next checkpoint is due with ``checkpoint.every: auto``: by the clock, from what the last ones cost and how often workers fail.
+
+The controller decides and asks; one rank carries the wish into the next step's exchange, so that all ranks save at the same boundary.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vescale_ray.checkpoint import Interval
+    from vescale_ray.config import CheckpointSection
+    from vescale_ray.controller.checkpointing.committer import SaveResult
+
+_log = logging.getLogger(__name__)
+
+REMEMBERED = 5
+"""Checkpoints whose medians count: one that met a busy disk does not change the interval."""
+NEWS = 0.1
+"""A change by less than this share is not told."""
+
+
+class Cadence:
+    """The interval, and when it is over. Times are seconds of one clock.
+
+    Args:
+        section: ``checkpoint`` of the configuration.
+        now: the present; the next checkpoint is due an interval later.
+        age_s: for how long the run has gone on: a controller that is restarted knows the failures of all that time.
+    """
+
+    def __init__(self, section: CheckpointSection, now: float, age_s: float = 0.0) -> None:
+        self._section = section
+        self.auto = section.every == "auto"
+        self.interval: Interval | None = None
+        self._began, self._last = now - age_s, now
+        self._stalls: deque[float] = deque(maxlen=REMEMBERED)
+        self._persists: deque[float] = deque(maxlen=REMEMBERED)
+        self._told: Interval | None = None
+
+    def saved(self, result: SaveResult) -> None:
+        """A checkpoint that was made beside the training has ended. One that failed has shown nothing of the cost."""
+        if result.kept is not None and result.stall_s > 0:
+            self._stalls.append(result.stall_s)
+            self._persists.append(result.seconds)
+
+    def news(self, now: float, failures: int) -> Interval | None:
+        """Recompute; the interval if it differs from the one told last, or is decided by another bound."""
+        if not self.auto or not self._stalls:
+            return None
+        # Not before a checkpoint has ended in this process: a restarted controller imports torch in a thread beside, and whoever asks
+        # for any of it meanwhile stands still for seconds.
+        from vescale_ray.checkpoint import choose_interval, expected_mtbf
+
+        c = self._section
+        mtbf = expected_mtbf(failures, max(0.0, now - self._began), c.mtbf_hours * 3600)
+        stall, persist = statistics.median(self._stalls), statistics.median(self._persists)
+        self.interval = choose_interval(stall, persist, mtbf, least_s=c.auto_min_s, most_s=c.auto_max_s)
+        told = self._told
+        if told is not None and told.by == self.interval.by and abs(self.interval.seconds - told.seconds) <= NEWS * told.seconds:
+            return None
+        self._told = self.interval
+        _log.info("checkpoint interval: %s", self.interval)
+        return self.interval
+
+    def due(self, now: float, busy: bool) -> bool:
+        """Whether a checkpoint should begin. The first comes after the least interval, to measure what one costs."""
+        if not self.auto or busy:
+            return False
+        return now - self._last >= (self.interval.seconds if self.interval is not None else self._section.auto_min_s)
+
+    def begun(self, now: float) -> None:
+        """A checkpoint was asked for, or is made for another reason."""
+        self._last = now

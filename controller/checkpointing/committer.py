@@ -1,0 +1,268 @@
+"""Checkpoints under way: votes come in from the workers; when all are there, the checkpoint is committed, beside the training.
+
+Workers write their objects beside the training and vote; whoever has all votes may commit, and that is only the controller (one writer,
+so that two generations can't commit against each other). A vote that is missing when its generation has failed, or the next one
+begins, will not come: the attempt is given up, and what it wrote is collected as garbage later.
+
+Used from the controller's thread; commits happen in one thread of this object's own, the deletion of old checkpoints, which waits until the
+workers have read the new one back, in another.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+from vescale_ray.controller.policy import CommittedCheckpoint
+from vescale_ray.workers.messages import SavedShard
+
+if TYPE_CHECKING:
+    from vescale_ray.checkpoint import Commit, Retention
+    from vescale_ray.config import RunConfig
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """A checkpoint that was committed, or (``error``) was not. ``seconds``: from the first worker's copy to the commit; ``stall_s``: how
+    long training waited for the slowest copy (0: it was parked); ``stages``: ``snapshot`` is that, ``upload`` until the slowest worker had
+    written, ``commit`` from the last vote on."""
+
+    attempt: str
+    step: int
+    epoch: int
+    seconds: float
+    kept: CommittedCheckpoint | None = None
+    bytes: int = 0
+    error: str | None = None
+    stall_s: float = 0.0
+    stages: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class _Attempt:
+    step: int
+    epoch: int
+    world: int
+    heard: float
+    """When the last word of it came, or its commit was begun."""
+    seconds: float = 0.0
+    """Until the slowest rank had written."""
+    stall_s: float = 0.0
+    votes: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    commit: Future[SaveResult] | None = None
+
+
+class Committer:
+    """Collects votes and commits.
+
+    Args:
+        root: folder of the checkpoints.
+        retention: tells which checkpoints to keep, once there is one more. (Its class brings torch along, which takes seconds.)
+        meta: what is recorded with a checkpoint of a step; JSON-able. Called in the controller's thread.
+        done: of a controller that was restarted: the newest attempt that is committed already, if any. Its votes may come again; until it
+            is known, all votes wait.
+        bound_s: how long to wait for the next vote, and for the commit: a store that hangs must be told of, not waited for.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        retention: Callable[[], Retention],
+        meta: Callable[[int], Mapping[str, Any]],
+        done: Future[str | None] | None = None,
+        bound_s: float = 600.0,
+    ) -> None:
+        self._bound_s = bound_s
+        self._root, self._retention, self._meta = root, retention, meta
+        self._open: dict[str, _Attempt] = {}
+        self._closed: set[str] = set()
+        self._done = done
+        self._early: list[SavedShard] = []
+        self._least = 0
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="vescale-commit")
+        self._tenders = ThreadPoolExecutor(1, thread_name_prefix="vescale-retention")
+        self._tended: Future[None] | None = None
+        self._newest: str | None = None
+        self._closing = threading.Event()
+
+    @property
+    def busy(self) -> bool:
+        """Whether any attempt waits for votes or its commit."""
+        self._know()
+        return bool(self._open or self._early)
+
+    @property
+    def pending(self) -> int:
+        """Attempts that wait for votes or their commit."""
+        return len(self._open)
+
+    def heed(self, item: SavedShard) -> None:
+        """A worker's vote, or its failure."""
+        if not self._know():
+            self._early.append(item)
+            return
+        if item.attempt in self._closed or (item.epoch < self._least and item.attempt not in self._open):
+            return
+        attempt = self._open.setdefault(item.attempt, _Attempt(item.step, item.epoch, item.world, 0.0))
+        attempt.heard = time.monotonic()
+        attempt.seconds = max(attempt.seconds, item.seconds)
+        attempt.stall_s = max(attempt.stall_s, item.stall_s)
+        if item.vote is not None:
+            attempt.votes[item.rank] = item.vote
+        else:
+            attempt.errors[item.rank] = item.error or "unknown"
+        if len(attempt.votes) == attempt.world and attempt.commit is None:
+            attempt.commit = self._pool.submit(self._commit, item.attempt, attempt, self._meta(attempt.step))
+
+    def results(self) -> list[SaveResult]:
+        """Attempts that have come to an end since the last call: committed, or failed with every rank heard."""
+        self._know()
+        ended: list[SaveResult] = []
+        for name, attempt in list(self._open.items()):
+            if name not in self._open:
+                continue
+            if attempt.commit is not None and attempt.commit.done():
+                ended.append(self._close(name, attempt.commit.result()))
+                # Workers vote in order: what an earlier one lacks (its votes were lost with a controller) will not come.
+                for other, earlier in list(self._open.items()):
+                    if earlier.commit is None and (earlier.epoch, earlier.step) < (attempt.epoch, attempt.step):
+                        ended.append(self._close(other, self._failed(other, earlier, "a later one was complete before it")))
+            elif attempt.errors and len(attempt.errors) + len(attempt.votes) >= attempt.world:
+                rank, error = sorted(attempt.errors.items())[0]
+                # Every rank has been heard, so nobody writes to it and nobody will commit it: a full disk must not keep the pieces.
+                self._tenders.submit(self._discard, name)
+                ended.append(self._close(name, self._failed(name, attempt, f"rank {rank}: {error}")))
+            elif time.monotonic() - attempt.heard > self._bound_s:
+                absent = sorted(set(range(attempt.world)) - attempt.votes.keys() - attempt.errors.keys())
+                what = f"no vote from ranks {absent}" if absent else f"no answer to its commit from {self._root}"
+                ended.append(self._close(name, self._failed(name, attempt, f"{what} for {self._bound_s:g} s: given up")))
+        return ended
+
+    def abandon(self, reason: str) -> list[SaveResult]:
+        """Give up the attempts that still lack votes: nobody is left who could give them."""
+        self._know()
+        return [
+            self._close(name, self._failed(name, attempt, reason)) for name, attempt in list(self._open.items()) if attempt.commit is None
+        ]
+
+    def fence(self, epoch: int) -> None:
+        """Of epochs before this one nothing new begins: a vote that was under way when its generation ended stays alone."""
+        self._least = epoch
+
+    def committing(self, attempt: str) -> bool:
+        """Whether all votes of an attempt are there, and its commit is under way."""
+        self._know()
+        found = self._open.get(attempt)
+        return found is not None and found.commit is not None
+
+    def close(self, patience_s: float = 10.0) -> None:
+        """Take no more; a commit under way may still end. Old checkpoints are deleted now, without waiting for the workers any longer."""
+        self._closing.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._tended is not None:
+            wait([self._tended], patience_s)
+        self._tenders.shutdown(wait=False, cancel_futures=True)
+
+    def _know(self) -> bool:
+        """Whether it is known what was committed before; then the votes that came meanwhile are heeded."""
+        if self._done is None:
+            return True
+        if not self._done.done():
+            return False
+        if self._done.exception() is None and (attempt := self._done.result()) is not None:
+            self._closed.add(attempt)
+        self._done = None
+        early, self._early = self._early, []
+        for item in early:
+            self.heed(item)
+        return True
+
+    def _close(self, name: str, result: SaveResult) -> SaveResult:
+        self._open.pop(name, None)
+        self._closed.add(name)
+        return result
+
+    @staticmethod
+    def _failed(name: str, attempt: _Attempt, error: str) -> SaveResult:
+        return SaveResult(name, attempt.step, attempt.epoch, attempt.seconds + time.monotonic() - attempt.heard, error=error)
+
+    def _commit(self, name: str, attempt: _Attempt, meta: Mapping[str, Any]) -> SaveResult:
+        """In the pool's thread."""
+        from vescale_ray import checkpoint
+
+        try:
+            votes = [checkpoint.Vote.from_json(text) for text in attempt.votes.values()]
+            made = checkpoint.commit(
+                self._root,
+                votes,
+                step=attempt.step,
+                epoch=attempt.epoch,
+                attempt=name,
+                world=attempt.world,
+                meta=meta,
+            )
+            committed = time.monotonic() - attempt.heard
+        except Exception as error:
+            return self._failed(name, attempt, f"{type(error).__name__}: {error}")
+        self._newest = made.name
+        if not self._closing.is_set():
+            self._tended = self._tenders.submit(self._tend, made, max(5.0, 2 * (attempt.seconds + committed)))
+        kept = CommittedCheckpoint(made.name, made.path, made.step)
+        stages = {"snapshot": attempt.stall_s, "upload": attempt.seconds, "commit": committed}
+        return SaveResult(
+            name, attempt.step, attempt.epoch, attempt.seconds + committed, kept, made.bytes, stall_s=attempt.stall_s, stages=stages
+        )
+
+    def _tend(self, made: Commit, patience_s: float) -> None:
+        """In the other pool's thread. A newer checkpoint ends the wait for this one, and is left to its own workers and collection."""
+        from vescale_ray.checkpoint.retention import tend
+
+        try:
+            keep = self._retention()
+            for problem in tend(self._root, keep, made, patience_s, lambda: self._closing.is_set() or self._newest != made.name):
+                _log.warning("old checkpoints: %s", problem)
+        except Exception as error:
+            _log.warning("old checkpoints could not be deleted: %s", error)
+
+    def _discard(self, attempt: str) -> None:
+        from vescale_ray.checkpoint.retention import discard
+
+        try:
+            discard(self._root, attempt)
+        except Exception as error:
+            _log.warning("what a failed checkpoint left stays until a collection: %s", error)
+
+
+def retention_of(config: RunConfig) -> Retention:
+    """What ``checkpoint.keep_*`` say."""
+    from vescale_ray.checkpoint import Retention
+
+    c = config.checkpoint
+    return Retention(c.keep_last, c.keep_every, c.keep_best, c.keep_metric, c.keep_mode, c.keep_verified)
+
+
+def newest_kept(root: str, bad: frozenset[str] = frozenset(), oldest: int = 0, made: int | None = None) -> CommittedCheckpoint | None:
+    """The newest whole checkpoint whose name is not in ``bad``, of generation ``oldest`` or later; None when there is none.
+
+    Args:
+        made: step of one that there must be, whole or damaged.
+
+    Raises:
+        OSError: the storage, or a newer one, is out of reach: what is newest can't be told. Or there is none at all, where there must be.
+    """
+    from vescale_ray.checkpoint.commits import ls, newest_first
+
+    found = takewhile(lambda one: one.epoch >= oldest, newest_first(root))
+    newest = next((CommittedCheckpoint(one.name, one.path, one.step) for one in found if one.name not in bad), None)
+    if newest is None and made is not None and not any(one.epoch >= oldest for one in ls(root)):
+        raise FileNotFoundError(f"{root} has no checkpoint any more, though there was one of step {made}: is it mounted?")
+    return newest

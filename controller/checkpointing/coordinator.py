@@ -1,0 +1,351 @@
+"""The state that a generation starts from, and checkpoints of what parked workers hold.
+
+The checkpoint after the last step, the one after a stop, and the one of a failing run are made alike: of the newest state that the living
+workers hold together. Each shard is written by its owner, or by a worker that has its copy. So the loss of a worker meanwhile costs
+nothing while a copy is left.
+
+No method waits. One whose answer takes time raises :class:`Unanswered`, and is called again in the next round of the control loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from vescale_ray.controller import policy
+from vescale_ray.controller.bounded_io import BoundedIO
+from vescale_ray.controller.checkpointing.cadence import Cadence
+from vescale_ray.controller.checkpointing.committer import Committer, SaveResult, newest_kept
+from vescale_ray.controller.protocol import StateSource
+from vescale_ray.controller.state.checkpoint_stats import saved_event
+from vescale_ray.controller.state.durable_state import StateWriter
+from vescale_ray.controller.state.generation_log import GenerationLog
+from vescale_ray.controller.state.run_log import RunLog
+from vescale_ray.controller.worker_group.worker_group import WorkerGroup
+from vescale_ray.workers.messages import Save, WorkerPhase
+from vescale_ray.workers.resharding.held_state import HeldState, Resume, choose_resume
+from vescale_ray.workers.resharding.shard_layouts import Layouts
+
+_log = logging.getLogger(__name__)
+
+TRIES = 3
+STORAGE_S = 60.0
+"""Bound of a question to the storage. A file system whose server is gone never answers."""
+
+
+class Unanswered(Exception):
+    """The answer is not there yet. The same call in a later round gives it."""
+
+
+@dataclass
+class _Saving:
+    """A checkpoint of parked workers that is under way.
+
+    Attributes:
+        only_newer: as in :meth:`CheckpointCoordinator.save`.
+        attempt: what was ordered; None: nothing is ordered now. ``writers`` write it, until ``until`` at the latest.
+        settle_until: it has failed. Until then its writers are waited for: they can neither write again nor join before they are done.
+    """
+
+    workers: tuple[str, ...]
+    only_newer: bool
+    tries: int = 0
+    attempt: str | None = None
+    writers: tuple[str, ...] = ()
+    until: float = 0.0
+    settle_until: float | None = None
+    problem: str = "the workers died while they wrote it"
+
+
+@dataclass
+class _Question:
+    """A question to the storage, and what its answer depends on."""
+
+    about: tuple[Any, ...]
+    ask: Any
+    until: float = field(default_factory=lambda: time.monotonic() + STORAGE_S)
+
+
+class CheckpointCoordinator:
+    """Chooses states and keeps them.
+
+    Args:
+        root: folder of the checkpoints.
+        run_id: of this start of the run; goes into the identifiers of checkpoints.
+        durable: gives the numbers that are epochs of checkpoints.
+        save_s: bound of a checkpoint.
+        cadence: is told what each checkpoint cost.
+        most: the largest world size that can be.
+        oldest: generation of the oldest checkpoint to go back to.
+
+    Attributes:
+        layouts: who owns what at each world size.
+        numbered_by: what the last ranks were numbered by: the planned layouts, or, where these were not known yet, equal intervals. Then
+            another numbering might have moved less.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        run_id: str,
+        worker_group: WorkerGroup,
+        log: RunLog,
+        generation: GenerationLog,
+        committer: Committer,
+        durable: StateWriter,
+        save_s: float,
+        cadence: Cadence,
+        most: int,
+        oldest: int = 0,
+    ) -> None:
+        self.layouts = Layouts(most)
+        self.numbered_by = "layouts"
+        self._cadence = cadence
+        self._root, self._run_id, self._save_s, self._oldest = root, run_id, save_s, oldest
+        self._worker_group, self._log, self._generation, self._committer = worker_group, log, generation, committer
+        self._durable = durable
+        self._bounded_io = BoundedIO()
+        self._question: _Question | None = None
+        self._saving: _Saving | None = None
+        self._bad: frozenset[str] = frozenset()
+        self._results: dict[str, SaveResult] = {}
+        self._damaged: set[str] = set()
+        self._last: SaveResult | None = None
+        """The newest that was committed."""
+
+    def distrust(self, commit: str) -> None:
+        """A checkpoint turned out to be damaged: use an older one."""
+        self._bad |= {commit}
+
+    def damaged(self, attempt: str) -> None:
+        """What a worker wrote of an attempt can't be read back: use an older one, if it was committed."""
+        self._damaged.add(attempt)
+        result = self._results.get(attempt)
+        if result is not None and result.kept is not None:
+            self.distrust(result.kept.name)
+
+    def newest(self) -> policy.CommittedCheckpoint | None:
+        """The newest checkpoint that is not known to be damaged; the newest recorded one if the storage fails.
+
+        Raises:
+            Unanswered: the storage has not answered yet.
+        """
+        try:
+            return self._ask_storage()
+        except OSError as error:
+            _log.warning("%s does not tell its newest checkpoint: %s", self._root, error)
+        path, step = self._log.stats.checkpoints.path, self._log.stats.checkpoints.step
+        return policy.CommittedCheckpoint(path.rpartition("/")[2], path, step) if path is not None and step is not None else None
+
+    def newer(self, holders: Iterable[str]) -> policy.CommittedCheckpoint | None:
+        """The newest checkpoint, if it may be newer than what ``holders`` (parked workers, leavers too) hold. Otherwise the storage, which
+        may be slow or out of reach, is not asked.
+
+        Raises:
+            Unanswered: the storage has not answered yet.
+            OSError: no state is held, and the storage is out of reach, or shows none of the checkpoints that there must be (it is not
+                mounted, for example). To begin anew would be wrong.
+        """
+        step = self.held_step(holders)
+        if step >= (self._log.stats.checkpoints.step or 0):
+            return None
+        try:
+            return self._ask_storage()
+        except OSError as error:
+            if step < 0:
+                raise
+            _log.warning("%s is out of reach: going on from step %d in memory: %s", self._root, step, error)
+            return None
+
+    def source(self, members: Sequence[str], holders: Iterable[str], newest: policy.CommittedCheckpoint | None) -> StateSource:
+        """The state that ``members`` start from, given what ``holders`` hold and the ``newest`` checkpoint (:meth:`newer`)."""
+        return policy.choose_source(self._held(holders), members, newest, self._generation.world)
+
+    def _ask_storage(self) -> policy.CommittedCheckpoint | None:
+        """The newest checkpoint.
+
+        Raises:
+            Unanswered: the storage has not answered yet.
+            OSError: it is out of reach, or has not answered for :data:`STORAGE_S`.
+        """
+        about = (self._bad, self._log.stats.checkpoints.step)
+        if self._question is None or self._question.about != about:
+            self._question = _Question(about, partial(newest_kept, self._root, self._bad, self._oldest, self._log.stats.checkpoints.step))
+        question = self._question
+        try:
+            found: policy.CommittedCheckpoint | None = self._bounded_io.do(question.ask)
+        except TimeoutError:
+            if time.monotonic() < question.until:
+                raise Unanswered from None
+            self._question = None
+            raise
+        except BaseException:
+            self._question = None
+            raise
+        self._question = None
+        return found
+
+    def held_step(self, workers: Iterable[str]) -> int:
+        """Of the newest state that ``workers``, who are parked, hold together; -1: none. The storage is not asked."""
+        return _newest_step(self._held(workers))
+
+    def seated(self, members: Sequence[str], source: StateSource, holders: Iterable[str]) -> tuple[str, ...]:
+        """``members`` in the order of their ranks: the one in which the fewest bytes move."""
+        from vescale_ray.workers.resharding.rank_assignment import seated
+
+        resume = source.resume
+        if resume is None:
+            return tuple(members)
+        overlap = self.layouts.overlap(resume.world, len(members))
+        self.numbered_by = "layouts" if self.layouts.exact else "equal intervals"
+        return seated(members, self._parts(resume, holders), overlap)
+
+    def staying(self, candidates: Sequence[str], count: int, source: StateSource, holders: Sequence[str]) -> tuple[str, ...]:
+        """The ``count`` of ``candidates`` that stay so that the fewest bytes move from ``source``. Among equals, copies lie on other nodes,
+        and whole nodes become free."""
+        from vescale_ray.workers.resharding.rank_assignment import staying
+
+        resume = source.resume
+        if resume is None:
+            return tuple(candidates[:count])
+        there: dict[str, list[str]] = {}
+        for worker in (*self._worker_group.ready(), *self._worker_group.warming()):
+            info = self._worker_group.info(worker)
+            there.setdefault(info.node if info is not None else "", []).append(worker)
+        overlap = self.layouts.overlap(resume.world, count)
+        return tuple(staying(candidates, self._parts(resume, holders), overlap, list(there.values())))
+
+    def _parts(self, resume: Resume, holders: Iterable[str]) -> dict[str, list[int]]:
+        """By worker, the ranks of that state whose shards it has."""
+        state = (resume.generation, resume.step, resume.world)
+        return {
+            worker: [rank for one in held_states if (one.generation, one.step, one.world) == state for rank in one.ranks]
+            for worker, held_states in self._held(holders).items()
+        }
+
+    def collect(self) -> None:
+        """Take note of checkpoints that were committed or have failed."""
+        for result in self._committer.results():
+            self._note(result)
+
+    def abandon(self, reason: str = "a worker was lost before it had written its part") -> None:
+        """Give up checkpoints of a generation that is over: the votes that they lack will not come."""
+        for result in self._committer.abandon(reason):
+            self._note(result)
+
+    def save(self, workers: Sequence[str], *, only_newer: bool = False) -> SaveResult | None:
+        """Make a checkpoint of the newest state that ``workers``, who are parked, hold together. Call it in each round until it returns.
+
+        None: they hold no state, or a checkpoint is newer than theirs (with copies that are not made every step). An older state that is
+        committed later would pass for the newest. With ``only_newer``, None also if the newest checkpoint is of the same step.
+
+        A worker that dies meanwhile does not end it while the others have copies of its shards.
+
+        Raises:
+            Unanswered: the checkpoint is under way.
+        """
+        saving = self._saving = self._saving or _Saving(tuple(workers), only_newer)
+        try:
+            result = self._advance(saving)
+        except Unanswered:
+            raise
+        except BaseException:
+            self._saving = None
+            raise
+        self._saving = None
+        return result
+
+    def _advance(self, saving: _Saving) -> SaveResult | None:
+        while saving.tries < TRIES:
+            if saving.attempt is None and saving.settle_until is None:
+                held = self._held(saving.workers)
+                resume = choose_resume(held)
+                if resume is None or self._is_superseded(resume, only_newer=saving.only_newer):
+                    return None
+                last = self._last
+                if last is not None and last.step == resume.step and last.epoch >= resume.generation:
+                    return last
+                self._order(saving, resume, held)
+            if saving.settle_until is None:
+                assert saving.attempt is not None
+                if not self._decided(saving.attempt, saving.writers) and time.monotonic() < saving.until:
+                    raise Unanswered
+                if saving.attempt in self._results:
+                    return self._results[saving.attempt]
+                if all(self._worker_group.alive(w) for w in saving.writers):  # another try would not differ: the storage hangs
+                    saving.problem = f"it was not written within {self._save_s:g} s (checkpoint.last_timeout_s)"
+                    self.abandon(saving.problem)
+                    break
+                self.abandon()
+                saving.settle_until = time.monotonic() + self._save_s
+            if self.writes(saving.workers) and time.monotonic() < saving.settle_until:
+                raise Unanswered
+            saving.tries, saving.attempt, saving.settle_until = saving.tries + 1, None, None
+        return SaveResult("", self._log.stats.step, 0, 0.0, error=saving.problem)
+
+    def _is_superseded(self, resume: Resume, *, only_newer: bool) -> bool:
+        """Whether a checkpoint is newer than this state; with ``only_newer``, or of the same step.
+
+        Raises:
+            Unanswered: the storage has not answered yet.
+        """
+        if not only_newer and resume.step >= (self._log.stats.checkpoints.step or 0):
+            return False
+        kept = self.newest()
+        step = kept.step if kept is not None else 0
+        return resume.step <= step if only_newer else resume.step < step
+
+    def _order(self, saving: _Saving, resume: Resume, held: Mapping[str, Sequence[HeldState]]) -> None:
+        """Order an attempt to write this state."""
+        holders: dict[int, list[str]] = {}
+        for worker, held_states in held.items():
+            for held_state in held_states:
+                if (held_state.generation, held_state.step) == (resume.generation, resume.step):
+                    for rank in held_state.ranks:
+                        holders.setdefault(rank, []).append(worker)
+        world = self._generation.world
+        owners = world.members if world is not None and world.ticket.generation == resume.generation else ()
+        plan = policy.spread_saving(holders, owners)
+        epoch = self._durable.take_number()
+        attempt = f"{self._run_id}-h{epoch}-s{resume.step}"
+        tickets = {w: report.ticket for w in plan if (report := self._worker_group.report(w)) is not None}
+        refused = self._worker_group.order({w: Save(tickets[w], resume, ranks, attempt, epoch) for w, ranks in plan.items()})
+        now = time.monotonic()
+        if refused:
+            self.abandon()
+            saving.problem, saving.settle_until = next(iter(refused.values())), now + self._save_s
+        else:
+            saving.attempt, saving.writers, saving.until = attempt, tuple(plan), now + self._save_s
+
+    def _decided(self, attempt: str, writers: Sequence[str]) -> bool:
+        if attempt in self._results:
+            return True
+        return not all(self._worker_group.alive(w) for w in writers) and not self._committer.committing(attempt)
+
+    def writes(self, workers: Iterable[str]) -> bool:
+        """Whether one of them writes a checkpoint that was ordered here, as far as it is known."""
+        reports = {w: self._worker_group.report(w) for w in workers}
+        return any(one is not None and (one.phase is WorkerPhase.SAVING or self._worker_group.stale(w)) for w, one in reports.items())
+
+    def _held(self, workers: Iterable[str]) -> Mapping[str, Sequence[HeldState]]:
+        reports = {w: self._worker_group.report(w) for w in workers if self._worker_group.alive(w)}
+        return {w: report.held for w, report in reports.items() if report is not None and report.out}
+
+    def _note(self, result: SaveResult) -> None:
+        self._results[result.attempt] = result
+        if result.attempt in self._damaged and result.kept is not None:
+            self.distrust(result.kept.name)
+        self._cadence.saved(result)
+        self._last = result if result.kept is not None else self._last
+        name, about = saved_event(result, self._log.stats.ended(result.step))
+        self._log.record(name, **about)
+
+
+def _newest_step(held: Mapping[str, Sequence[HeldState]]) -> int:
+    """Of the newest state that workers hold together; -1: none."""
+    resume = choose_resume(held)
+    return -1 if resume is None else resume.step

@@ -1,0 +1,474 @@
+"""``run(config)``: a whole run, from checks to cleanup. The process that calls it, the driver, owns everything that the run starts.
+
+The first SIGINT or SIGTERM makes a checkpoint and stops; the second stops at once. However the run ends, no actor, placement
+group or process of it is left: on the way out here, and by a watchdog if this process is killed (``local_ray``).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from vescale_ray.config import RunConfig
+from vescale_ray.controller.bounded_io import BoundedIO
+from vescale_ray.controller.driver.local_ray import Cluster
+from vescale_ray.controller.driver.preflight import Foreseen, Preflight, check
+from vescale_ray.controller.http.final_scrape import FINAL_SCRAPE_S, patience_s
+from vescale_ray.controller.protocol import NAMESPACE, Bounds, Outcome, RunRefused, RunSpec, ScheduledAction
+from vescale_ray.controller.state.goodput import Goodput
+from vescale_ray.controller.worker_group.clocks import AwakeClock
+from vescale_ray.errors import BadInput
+from vescale_ray.runfolder import RunFolder
+from vescale_ray.workers.messages import Origin
+
+if TYPE_CHECKING:
+    from vescale_ray.controller.state.durable_state import DurableState
+
+POLL_S = 0.2
+CALL_S = 5.0
+CONTROLLER_GONE_S = 120.0
+"""The controller may be restarted; one that has not answered for this long will not."""
+STOP_S = 60.0
+"""After a signal, for all but its checkpoint, which has a bound of its own; then the run is ended without."""
+AGAIN_S = 2.0
+"""Between two tries of a run that begins anew by itself, where its storage does not answer."""
+CLEAN_S = 5.0
+LAST_WORDS_S = 30.0
+"""For the disk with the run's folder, when all else is done."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        state: ``DONE``; ``STOPPED``: before its last step, on request; ``FAILED``.
+        step: completed steps that a resumed run starts from (``STOPPED``), or that were completed.
+        error: why it failed, one line.
+        checkpoint: path of the newest checkpoint.
+        interrupted: stopped by a signal: exit code 130.
+        ray_seconds: that starting or joining Ray took.
+        warnings: what went wrong without ending the run.
+    """
+
+    state: str
+    step: int
+    steps: int
+    error: str | None
+    checkpoint: str | None
+    folder: Path
+    interrupted: bool = False
+    ray_seconds: float = 0.0
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """0 done or stopped as asked, 1 failed, 130 interrupted."""
+        return 130 if self.interrupted else 1 if self.state == "FAILED" else 0
+
+
+Progress = Callable[[Mapping[str, Any]], None]
+
+
+def run(
+    config: RunConfig,
+    *,
+    on_progress: Progress | None = None,
+    schedule: Sequence[ScheduledAction] = (),
+    bounds: Bounds | None = None,
+    on_ready: Callable[[], None] | None = None,
+    foreseen: Foreseen | None = None,
+) -> RunResult:
+    """Train as ``config`` says, and return when nothing of the run is left.
+
+    Args:
+        on_progress: called from this thread a few times a second with the controller's status.
+        schedule: what to do to the run, in the order of steps.
+        bounds: how long to wait for what; for tests.
+        on_ready: called once everything that can be checked before Ray is started was found right.
+        foreseen: what ``preflight.foresee`` has found of ``config``, if it was asked already.
+
+    Raises:
+        BadInput: what was given can't be used, with one line; exit code 2. As far as possible before Ray is started.
+        KeyboardInterrupt: a second signal came. Everything is cleaned up all the same.
+    """
+    ready = check(config, foreseen)
+    config = ready.config
+    folder = RunFolder(config.run_folder)
+    if not folder.config_path.is_file():
+        folder.write_config(config.to_yaml())
+    if ready.source.step >= config.train.steps:
+        return _nothing_to_do(config, folder, ready)
+    if on_ready is not None:
+        on_ready()
+    warnings: list[str] = []
+    farthest, in_a_row, asked = ready.source.step, 0, 0
+    limits = bounds or Bounds.of(config)
+    with _Signals() as signals:
+        while True:
+            _write_state(folder, {"run": config.run.name, "state": "PENDING", "step": ready.source.step, "steps": config.train.steps})
+            attempt = _Attempt(ready, folder, tuple(schedule), limits, signals, on_progress, warnings)
+            try:
+                result = attempt.run()
+            finally:
+                attempt.close()
+            # The workers went with the supervisor (the machine's or Ray's memory monitor may have chosen it): the run begins anew by
+            # itself, as a person would resume it, unless it comes to nothing again and again.
+            in_a_row = 1 if result.step > farthest else in_a_row + 1
+            farthest = max(farthest, result.step)
+            if not attempt.orphaned or signals.count > 0 or in_a_row > config.elastic.max_recoveries_without_progress:
+                return result
+            try:
+                if BoundedIO().do(lambda: _was_to_stop(folder), LAST_WORDS_S):
+                    return result
+            except TimeoutError:
+                return replace(result, error=f"{result.error}; and it can't begin anew: {folder.path} does not answer")
+            _write_state(folder, {"run": config.run.name, "state": "PENDING", "step": result.step, "steps": config.train.steps})
+            try:
+                ready = _checked_again(config, ready.oldest, limits.storage, signals)
+            except (BadInput, OSError) as problem:
+                return replace(result, error=f"{result.error}; and it can't begin anew: {problem}")
+            if ready.source.origin is Origin.FRESH and result.checkpoint is not None:
+                missing = f"{result.checkpoint} and those before it can't be resumed from: are they mounted? see `vescale-ray ckpt ls`"
+                return replace(result, error=f"{result.error}; and it can't begin anew: {missing}")
+            if ready.source.step >= config.train.steps:
+                return _nothing_to_do(config, folder, ready)
+            asked = _asked_for(folder, attempt.run_id) or asked
+            wish = [ScheduledAction(0, "rescale", asked)] if asked else []  # it is not lost with the supervisor
+            schedule = [*wish, *(action for action in schedule if action.step > result.step)]
+            warnings.append(f"{result.error}, at step {result.step}; the run was begun anew from step {ready.source.step}")
+
+
+def _checked_again(config: RunConfig, oldest: int, patience_s: float, signals: _Signals) -> Preflight:
+    """The checks of a run that begins anew by itself. What took its supervisor may have taken the storage along: that is waited for, until
+    somebody stops the run.
+
+    Raises:
+        BadInput, OSError: as :func:`check`.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return check(config, oldest=oldest)
+        except (BadInput, OSError) as problem:
+            passes = isinstance(problem, OSError) or isinstance(problem.__context__, OSError)
+            if not passes or signals.count or time.monotonic() > deadline:
+                raise
+        time.sleep(AGAIN_S)
+
+
+class _Signals:
+    """Counts SIGINT and SIGTERM while it is entered; the second raises KeyboardInterrupt. Outside of the main thread it counts none."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.name = ""
+        self.since: float | None = None
+        """When the first came; of ``time.monotonic()``."""
+        self._before: dict[int, Any] = {}
+        self._held = False
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """While everything is cleaned up, a further signal must not interrupt that: it is counted alone."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        self.name = signal.Signals(number).name
+        self.since = self.since or time.monotonic()
+        if self.count > 1 and not self._held:
+            raise KeyboardInterrupt
+
+
+class _Lost(Exception):
+    """The controller is gone for good; the message is one line."""
+
+
+class _Attempt:
+    """One start of a run: what it has started, and how it is taken down."""
+
+    def __init__(
+        self,
+        ready: Preflight,
+        folder: RunFolder,
+        schedule: tuple[ScheduledAction, ...],
+        bounds: Bounds,
+        signals: _Signals,
+        tell: Progress | None,
+        warnings: Sequence[str],
+    ) -> None:
+        self._ready, self._folder, self._schedule, self._bounds = ready, folder, schedule, bounds
+        self._signals, self._tell = signals, tell
+        self.run_id = uuid.uuid4().hex[:8]
+        self._cluster: Cluster | None = None
+        self._supervisor: Any = None
+        self._controller: Any = None
+        self._status: dict[str, Any] = {}
+        self._result: RunResult | None = None
+        self._warnings = list(warnings)
+        self.orphaned = False
+        """It has failed since its supervisor was lost."""
+
+    def run(self) -> RunResult:
+        """Start everything and follow it to its end."""
+        config = self._ready.config
+        self._cluster = cluster = Cluster(config)
+        from vescale_ray.controller import controller
+        from vescale_ray.controller.worker_group import supervisor
+
+        tree = config.model_dump(mode="json")
+        self._supervisor = supervisor.actor_of(tree, self.run_id, cluster.node, NAMESPACE)
+        spec = RunSpec(
+            run_id=self.run_id,
+            config=tree,
+            folder=str(config.run_folder),
+            token=secrets.token_urlsafe(24),
+            source=self._ready.source,
+            first_generation=self._ready.first_generation,
+            oldest=self._ready.oldest,
+            capacity=cluster.capacity,
+            driver_pid=os.getpid(),
+            stream=self._ready.stream,
+            schedule=self._schedule,
+            bounds=self._bounds,
+        )
+        self._controller = controller.actor_of(spec, supervisor.supervisor_name(self.run_id), cluster.node)
+        outcome = self._follow()
+        self.orphaned = outcome.orphaned
+        if outcome.refused:
+            raise RunRefused(outcome.error or "the run was refused")
+        if outcome.state == "FAILED" and outcome.checkpoint is None:  # before it has made one: what it began from is still there
+            source = self._ready.source
+            outcome = replace(outcome, step=max(outcome.step, source.step), checkpoint=source.path)
+        self._result = RunResult(
+            outcome.state,
+            outcome.step,
+            config.train.steps,
+            outcome.error,
+            outcome.checkpoint,
+            self._folder.path,
+            interrupted=self._signals.count > 0 and outcome.state == "STOPPED",
+            ray_seconds=cluster.seconds,
+            warnings=tuple(self._warnings),
+        )
+        if not self.orphaned:
+            with suppress(_Lost, KeyboardInterrupt):  # the result stands, also where a second signal ends the waiting
+                self._final_scrape()
+        return self._result
+
+    def _final_scrape(self) -> None:
+        """Let whoever scrapes the run see how it has ended: else one that is done and one whose head is lost look alike, and one that has
+        failed raises no alert. The workers go first: accelerators wait for no scrape. Nobody waits for a scraper that has stood still;
+        after a signal only a job does that has the time (:func:`~vescale_ray.controller.http.final_scrape.patience_s`)."""
+
+        def patience() -> float:
+            return patience_s(self._signals.count, self._signals.since, time.monotonic(), os.environ)
+
+        told = self._call("final_scrape")
+        if not told or not told[0] or not patience():
+            return
+        deadline = time.monotonic() + min(told[0], FINAL_SCRAPE_S)
+        self._supervisor.close.remote()
+        while patience() and time.monotonic() < deadline:
+            now = self._call("final_scrape")
+            if now is None or now[1] > told[1]:
+                return
+            time.sleep(POLL_S)
+
+    def _follow(self) -> Outcome:
+        """Watch the controller until the run is over; carry a signal to it."""
+        told = 0.0
+        # A driver that stood still itself (Ctrl-Z, a frozen container) asks more than once before it calls the controller gone.
+        clock = AwakeClock(time.monotonic, CALL_S + POLL_S)
+        last_answer = clock()
+        stop_since: float | None = None
+        unread_since: float | None = None
+        while True:
+            try:
+                status = self._call("status")
+            except _Lost as lost:
+                return replace(self._lost(str(lost)), orphaned=True)
+            now, awake = time.monotonic(), clock()
+            if status is not None:
+                last_answer = awake
+                self._status = {**self._status, **status}
+                self._warnings += [text for text in status.get("warnings", ()) if text not in self._warnings]
+                if status["outcome"] is not None:
+                    return Outcome(**status["outcome"])
+                unread_since = (unread_since or now) if status.get("waits") else None
+                if unread_since is not None:
+                    if now - unread_since > (bound := self._bounds.storage):
+                        return self._lost(f"{self._folder.path}: the controller was started again, and could not read it for {bound:g} s")
+                elif self._tell is not None:
+                    self._tell(status)
+            elif awake - last_answer > CONTROLLER_GONE_S:
+                return self._lost(f"the controller has not answered for {CONTROLLER_GONE_S:g} s")
+            if self._signals.count and now - told > 2.0:
+                # Told again until it is seen to stop: the controller may just have been restarted.
+                told, stop_since = now, stop_since or now
+                with suppress(_Lost):  # the next question for the status will tell
+                    self._call("command", "stop", {"reason": self._signals.name})
+            if stop_since is not None and now - stop_since > (bound := STOP_S + self._bounds.save):
+                return self._lost(f"it did not stop within {bound:g} s after {self._signals.name}")
+            time.sleep(POLL_S)
+
+    def _lost(self, error: str) -> Outcome:
+        return Outcome("FAILED", int(self._status.get("step") or 0), error, self._status.get("checkpoint_path"))
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """A call to the controller; None while it does not answer."""
+        import ray
+
+        try:
+            return ray.get(getattr(self._controller, method).remote(*args), timeout=CALL_S)
+        except ray.exceptions.ActorDiedError as error:
+            if "creation task" in str(error) or "__init__" in str(error):
+                cause = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
+                if self._status or "SupervisorLost" in str(error):  # no refusal of what the person gave
+                    raise _Lost(f"the controller can't start: {cause}") from None
+                raise RunRefused(f"the controller can't start: {cause}") from None
+            return None
+        except ray.exceptions.RayTaskError:
+            return None
+        except (ray.exceptions.RayError, TimeoutError):
+            return None
+
+    def close(self) -> None:
+        """Take everything down, whatever state it is in, and write how the run ended. A disk that does not answer holds up none of it."""
+        error, bounded_io = sys.exc_info()[1], BoundedIO()
+        with self._signals.deferred():
+            with suppress(OSError):
+                bounded_io.do(
+                    self._folder.clear_discovery
+                )  # first: Prometheus would take what ends in good order for a target that is down
+            try:
+                self._end_actors()
+            finally:
+                left = self._cluster.close() if self._cluster is not None else []
+            if left:
+                print(f"vescale-ray: processes {left} could not be ended", file=sys.stderr)
+            with suppress(OSError):  # a full disk, or one that does not answer; the result says how it ended
+                bounded_io.do(lambda: self._write_end(error), LAST_WORDS_S)
+
+    def _end_actors(self) -> None:
+        if self._cluster is None:
+            return
+        import ray
+
+        from vescale_ray.controller.worker_group import agent, supervisor
+        from vescale_ray.workers.worker import born
+
+        if not ray.is_initialized():
+            return
+        actors = [actor for actor in (self._controller, self._supervisor) if actor is not None]
+        closing = [actor.close.remote() for actor in actors]
+        if closing:
+            ray.wait(closing, num_returns=len(closing), timeout=CLEAN_S)
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+        if self._supervisor is not None and not _succeeded(closing[-1]):
+            supervisor.give_places_back(str(self._ready.config.run.name), self.run_id)
+        # Killed is not gone: whoever reads the final state may rely on it. Elsewhere Ray sees to it within 5 s.
+        here = [(pid, since) for pid, since, node in self._status.get("processes", ()) if node == self._cluster.node]
+        deadline = time.monotonic() + CLEAN_S
+        while here and time.monotonic() < deadline:
+            here = [(pid, since) for pid, since in here if born(pid) == since]
+            time.sleep(0.02)
+        for pid, since in here:
+            agent.send_signal(pid, since, signal.SIGKILL)
+
+    def _write_end(self, error: BaseException | None) -> None:
+        """The final state, only now: nothing of the run is alive any more."""
+        self._folder.clear_control()
+        self._folder.clear_leftovers()
+        record = dict(self._status.get("record") or self._folder.read_state() or {})
+        if self._result is not None:
+            record.update(state=self._result.state, error=self._result.error, checkpoint=self._result.checkpoint)
+            record["step"] = self._result.step
+        elif isinstance(error, KeyboardInterrupt):
+            record.update(state="STOPPED", error="interrupted a second time: no last checkpoint")
+        else:
+            record.update(state="FAILED", error=str(error) if error else "unknown")
+        finished = time.time()
+        if record.get("goodput"):
+            accounts = Goodput.from_json(record["goodput"])
+            accounts.close(finished)
+            record["goodput"] = accounts.to_json()
+        record.update(finished=finished, control_url=None, metrics_url=None, run=self._ready.config.run.name)
+        self._folder.write_state(record)
+
+
+def _succeeded(ref: Any) -> bool:
+    """Whether a call has been answered without an error."""
+    import ray
+
+    try:
+        ray.get(ref, timeout=0)
+    except ray.exceptions.RayError:
+        return False
+    return True
+
+
+def _nothing_to_do(config: RunConfig, folder: RunFolder, ready: Preflight) -> RunResult:
+    """All steps were done before."""
+    source = ready.source
+    record = {"run": config.run.name, "state": "DONE", "step": source.step, "steps": config.train.steps, "checkpoint": source.path}
+    _write_state(folder, {**(folder.read_state() or {}), **record})
+    return RunResult("DONE", source.step, config.train.steps, None, source.path, folder.path)
+
+
+def _was_to_stop(folder: RunFolder) -> bool:
+    """Whether somebody has asked the run to stop, as far as its last controller has written it down."""
+    state = _durable_state(folder)
+    return state is not None and state.stop_reason is not None
+
+
+def _asked_for(folder: RunFolder, run_id: str) -> int:
+    """The workers that the last rescale has asked for, of this start; 0: none has come."""
+    state = _durable_state(folder)
+    return state.requested if state is not None and state.run_id == run_id else 0
+
+
+def _durable_state(folder: RunFolder) -> DurableState | None:
+    """The last controller's state, if the folder has it and can be read."""
+    from vescale_ray.controller.state.durable_state import read_state
+
+    try:
+        return read_state(folder.path)
+    except OSError:
+        return None
+
+
+def _write_state(folder: RunFolder, record: Mapping[str, Any]) -> None:
+    try:
+        folder.write_state(record)
+    except OSError:
+        pass  # the controller warns
+
+
+__all__ = ["Bounds", "RunRefused", "RunResult", "ScheduledAction", "run"]

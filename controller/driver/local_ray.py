@@ -1,0 +1,246 @@
+"""Ray for a run: a cluster of its own on this machine, or one that is there already.
+
+Its own cluster has its own temporary folder, its own ports and no dashboard, is sized by the run, and is gone when the run
+is: :meth:`Cluster.close` ends it and checks that nothing is left, and a watchdog does the same if this process is
+killed. ``ray stop`` is never used: it would end every Ray of the machine. ``RAY_AUTH_MODE`` is set explicitly: left alone, Ray
+2.60 switches token authentication on with the first local ``ray.init`` and then refuses clients that don't know the token.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vescale_ray.config import RunConfig
+from vescale_ray.controller.driver import watchdog
+from vescale_ray.controller.protocol import NAMESPACE, RunRefused
+
+_log = logging.getLogger(__name__)
+
+QUIET = "A worker died or was killed while executing a task"
+"""Ray prints a paragraph on the driver's output at every death of a worker; the run tells of it in a line of its own."""
+CLOSE_S = 10.0
+KNOCK_S = 10.0
+
+
+def address_of(config: RunConfig) -> str:
+    """Of the Ray that a run uses; ``local``: one of its own."""
+    return config.ray.address or os.environ.get("RAY_ADDRESS") or "local"
+
+
+def silence(address: str) -> str | None:
+    """Why nobody answers at ``host:port``, found out within :data:`KNOCK_S`; Ray's own client goes on trying for many minutes. None:
+    somebody listens, or it is ``auto`` or another way that Ray finds out about by itself."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdigit():
+        return None
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return None
+
+
+def knock(address: str) -> None:
+    """Look whether a run can use the Ray at ``address``.
+
+    Raises:
+        RunRefused: nobody answers there.
+    """
+    reason = silence(address)
+    if reason is not None:
+        raise RunRefused(f"ray.address = {address}: no cluster answers there ({reason}); start one, or use local")
+
+
+class Cluster:
+    """A connection to Ray, and the cluster behind it if it is our own.
+
+    Attributes:
+        capacity: workers that can ever be placed; None: unknown, the cluster may grow.
+        node: id of the node that this process is on.
+        seconds: that it took to connect.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        begin = time.perf_counter()
+        self._folder: str | None = None
+        self._watchdog: subprocess.Popen[bytes] | None = None
+        self._connected = False
+        self.capacity: int | None = None
+        try:
+            self._connect(config)
+        except BaseException:
+            self.close()
+            raise
+        self.seconds = time.perf_counter() - begin
+
+    @property
+    def own(self) -> bool:
+        """Whether the cluster was started here."""
+        return self._folder is not None
+
+    def close(self) -> list[int]:
+        """Leave the cluster; end it if it is our own. Processes that could not be ended (none, normally). May be called twice."""
+        left: list[int] = []
+        try:
+            if self._connected:
+                self._connected = False
+                import ray
+
+                ray.shutdown()
+        finally:
+            if self._folder is not None:
+                left = watchdog.end_all(self._folder, spare=(os.getpid(),), patience_s=CLOSE_S)
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder = None
+            if self._watchdog is not None:
+                self._dismiss_watchdog(self._watchdog, finished=not left)
+                self._watchdog = None
+        return left
+
+    def _connect(self, config: RunConfig) -> None:
+        os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", QUIET)  # read when Ray is imported
+        address = address_of(config)
+        if address == "local":
+            os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        import ray
+
+        if not ray.is_initialized():
+            if address == "local":
+                self._start(config)
+            else:
+                knock(address)
+                try:
+                    with _sigterm_kept():
+                        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+                except (ConnectionError, ValueError, RuntimeError) as error:
+                    reason = " ".join(str(error).split())[:200]
+                    raise RunRefused(f"ray.address = {address}: no cluster answers there ({reason}); start one, or use local") from None
+            self._connected = True
+        self.node = ray.get_runtime_context().get_node_id()
+
+    def _start(self, config: RunConfig) -> None:
+        import ray
+
+        each = config.ray.cpus_per_worker
+        cpus = config.ray.num_cpus or max(1, math.ceil((config.max_workers + config.elastic.spares) * each))
+        self.capacity = math.floor(cpus / each + 1e-6) if each > 0 else None
+        if self.capacity is not None and self.capacity < config.elastic.workers:
+            raise RunRefused(
+                f"elastic.workers = {config.elastic.workers} times ray.cpus_per_worker = {each:g} is more than ray.num_cpus = {cpus}: "
+                "raise ray.num_cpus, or lower one of the others"
+            )
+        # /tmp and short: the folder's name is part of the sockets' paths, which may have 107 bytes.
+        self._folder = tempfile.mkdtemp(prefix="vsr-", dir="/tmp")
+        self._watchdog = _start_watchdog(self._folder)
+        # Ray gives its workers niceness 15: whatever else runs on the machine would be served first, and training starve beside it. This
+        # cluster is there to train: its workers are served as those of `torchrun` are.
+        niceness = {"RAY_worker_niceness": os.environ.get("RAY_worker_niceness", "0")}
+        with _environment({watchdog.MARK: self._folder, "PYTHONPATH": _python_path(), **niceness}), _servers_apart(), _sigterm_kept():
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                object_store_memory=config.ray.object_store_mb * 1024 * 1024,
+                include_dashboard=False,
+                namespace=NAMESPACE,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=self._folder,
+            )
+
+    @staticmethod
+    def _dismiss_watchdog(process: subprocess.Popen[bytes], *, finished: bool) -> None:
+        assert process.stdin is not None
+        try:
+            if finished:
+                process.stdin.write(b"done")
+            process.stdin.close()
+        except OSError:
+            pass  # someone has killed it
+        try:
+            process.wait(timeout=watchdog.PATIENCE_S + 2)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(timeout=5)
+
+
+def _start_watchdog(folder: str) -> subprocess.Popen[bytes]:
+    """In a session of its own: it must outlive whatever ends the driver's."""
+    script = Path(watchdog.__file__).resolve()
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(script), folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        cwd="/",
+    )
+
+
+@contextmanager
+def _servers_apart() -> Iterator[None]:
+    """Ray's servers that are started inside are in a process group of their own. They end at SIGTERM, and every worker with them: in the
+    driver's group (``timeout 8h vescale-ray train ..``, a service manager, a batch system send it to all of it) before the driver has had
+    its last checkpoint made. (SIGINT they have blocked.) The watchdog knows them by their environment."""
+    services: Any = importlib.import_module("ray._private.services")
+    before = services.ConsolePopen
+    services.ConsolePopen = functools.partial(before, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = before
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """``ray.init`` inside leaves SIGTERM's handler as it is. Ray's own in Python, which it takes first, ends the process at once: who
+    told a run to end while Ray was starting would find it failed, not stopped. That of its core, which prints a stack and aborts, can't be
+    kept away, but for a moment: Python's is set anew behind it."""
+    utils: Any = importlib.import_module("ray._private.utils")
+    before, handler = utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = before
+        if threading.current_thread() is threading.main_thread() and handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Variables that what is started inside inherits, and nothing that is started later."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _python_path() -> str:
+    """So that the workers find this package where we found it, installed or not."""
+    import vescale_ray
+
+    root = str(Path(vescale_ray.__file__).resolve().parent.parent)
+    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,0 +1,248 @@
+"""What can be found wrong before Ray starts, which takes seconds: text, model, folders, port, and the checkpoint to resume.
+
+Everything raises ``BadInput`` (its kinds) with one line. :func:`foresee` changes nothing at all, :func:`check` makes folders.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vescale_ray.config import RunConfig
+from vescale_ray.controller.driver.local_ray import address_of, knock
+from vescale_ray.controller.protocol import RunRefused, StateSource
+from vescale_ray.errors import BadInput
+from vescale_ray.lasting import REMEDY, check_lasting, in_temporary_folder
+from vescale_ray.runfolder import RunFolder
+from vescale_ray.workers.messages import Origin
+
+if TYPE_CHECKING:
+    from vescale_ray.checkpoint import Checkpoint
+    from vescale_ray.data.corpus import Corpus
+
+STATES: dict[str, tuple[str, ...]] = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+    "muon": ("momentum_buffer",),
+    "adamw8bit": (),
+    "shampoo": (),
+    "soap": (),
+}
+"""What each optimizer keeps per element, as checkpoints name it; nothing where that depends on the parameter: the workers know."""
+
+
+class _Expected(NamedTuple):
+    """Of one parameter: what a checkpoint has to hold."""
+
+    shape: tuple[int, ...]
+    states: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What was found out without touching a folder. ``config``: with absolute paths; ``stream``: what makes the order of samples;
+    ``expected``: of each parameter, what a checkpoint has to hold; ``warnings``: of what the run may begin with all the same."""
+
+    config: RunConfig
+    stream: Mapping[str, Any]
+    expected: Mapping[str, _Expected]
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What the checks have found out.
+
+    Attributes:
+        config: with absolute paths: workers have other working directories.
+        source: of the first generation.
+        first_generation: above every generation that has left a checkpoint: what is saved from now on must be newer.
+        stream: what makes the order of samples.
+        oldest: generation of the oldest checkpoint that the run may go back to: with ``checkpoint.resume: never`` those that were there
+            before it are none of its own.
+    """
+
+    config: RunConfig
+    source: StateSource
+    first_generation: int
+    stream: Mapping[str, Any]
+    oldest: int = 0
+
+
+def foresee(config: RunConfig) -> Foreseen:
+    """Check what can be checked before anything is made: folders that do not last, addresses, text, model.
+
+    Raises:
+        BadInput: with one line, for the first thing that is wrong.
+    """
+    warnings = tuple(_lasting(config))
+    config = absolute(config)
+    knock(address_of(config))
+    _check_port(config.metrics.host, config.metrics.port)
+    from vescale_ray.data.corpus import load_corpus
+
+    corpus = load_corpus(config.data.corpus, config.data.seq_len, config.data.heldout)
+    return Foreseen(config, stream_of(config, corpus), _expected(config), warnings)
+
+
+def check(config: RunConfig, foreseen: Foreseen | None = None, oldest: int | None = None) -> Preflight:
+    """All checks: what needs no folder first (:func:`foresee`, unless that was done), then the folders, then the checkpoint to resume.
+
+    Args:
+        oldest: of a run that begins anew by itself, as it was found in the beginning: what it has saved since is its own.
+
+    Raises:
+        BadInput: with one line, for the first thing that is wrong.
+    """
+    found = foreseen or foresee(config)
+    config = found.config
+    RunFolder(config.run_folder).create()
+    _check_writable(config.checkpoint_root)
+    source, first = _resume(config, found.stream, found.expected, oldest)
+    never = config.checkpoint.resume == "never"
+    return Preflight(config, source, first, found.stream, oldest if oldest is not None else first if never else 0)
+
+
+def _lasting(config: RunConfig) -> Iterator[str]:
+    """Warnings of folders that other nodes don't see. Raises BadInput for those that go with the job, and for a URL as the run's folder."""
+    if "://" in config.run.dir:
+        raise RunRefused(f"run.dir = {config.run.dir}: run folders are no URLs; {REMEDY}, and the URL as checkpoint.dir")
+    check_lasting(f"run.dir = {config.run.dir}", config.run_folder)
+    check_lasting(f"checkpoint.dir = {config.checkpoint.dir}", config.checkpoint_root, f"{REMEDY}, or a URL")
+    if address_of(config) == "local":  # all processes are on this machine
+        return
+    for key, path in (("run.dir", str(config.run_folder)), ("checkpoint.dir", config.checkpoint_root)):
+        if in_temporary_folder(path) and not (key == "checkpoint.dir" and config.checkpoint.dir is None):
+            yield f"{key}: {path} lies in this node's folder for temporary files, which other nodes and a new pod don't see; {REMEDY}"
+
+
+def absolute(config: RunConfig) -> RunConfig:
+    """The same run, with paths that mean the same in every process."""
+
+    def path(text: str) -> str:
+        return text if "://" in text else str(Path(text).expanduser().resolve())
+
+    checkpoint_dir, corpus = config.checkpoint.dir, config.data.corpus
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"dir": path(config.run.dir)}),
+            "data": config.data.model_copy(update={"corpus": corpus if corpus == "stdlib" else path(corpus)}),
+            "checkpoint": config.checkpoint.model_copy(update={"dir": path(checkpoint_dir) if checkpoint_dir else None}),
+        }
+    )
+
+
+def stream_of(config: RunConfig, corpus: Corpus) -> dict[str, Any]:
+    """What the sample of each position follows from: a run that resumes must not have changed any of it."""
+    return {
+        "data.corpus": corpus.sha256,
+        "data.seq_len": config.data.seq_len,
+        "data.heldout": config.data.heldout,
+        "run.seed": config.run.seed,
+        "train.slots * train.slot_batch": config.global_batch,
+    }
+
+
+def _check_writable(root: str) -> None:
+    from vescale_ray.checkpoint import new_attempt
+    from vescale_ray.checkpoint.stores.store import store_of
+
+    try:
+        if "://" in root:
+            # An attempt without a commit: if this process is killed before it is deleted, a collection deletes it.
+            store, key = store_of(root), f"attempts/{new_attempt()}/preflight.json"
+            store.list("commits/")
+            store.put(key, b"{}")
+            store.delete(key)
+        else:
+            Path(root).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=root):
+                pass
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
+        raise RunRefused(f"{root}: can't be written ({reason}); set checkpoint.dir to a folder or URL that can") from None
+
+
+def _check_port(host: str, port: int) -> None:
+    """That this machine has no such address is known now. A port that is in use stops no run: the controller, perhaps on another machine,
+    takes a free one, and says so."""
+    from vescale_ray.controller.http.metrics import MetricsServer, PortInUse
+    from vescale_ray.controller.state.snapshot import Snapshot
+
+    with suppress(PortInUse):
+        MetricsServer(host, port, lambda: Snapshot("", ""), None, "").close()
+
+
+def _expected(config: RunConfig) -> dict[str, _Expected]:
+    """Shape and optimizer of each parameter; on the meta device, so that it costs nothing."""
+    from vescale_ray.optim import OptimizerConfig, route_parameters
+    from vescale_ray.workers.trainer import build_model, select_units
+
+    try:
+        model = build_model(config)
+        select_units(model, config.model.units)
+        routing = route_parameters(model, OptimizerConfig.of(config.train))
+    except BadInput:
+        raise
+    except ValueError as error:
+        raise RunRefused(" ".join(str(error).split())) from None
+    trained = {route.name: STATES[route.optimizer] for route in routing.routes}
+    return {name: _Expected(tuple(p.shape), trained.get(name, ())) for name, p in model.named_parameters()}
+
+
+def _resume(config: RunConfig, stream: Mapping[str, Any], expected: Mapping[str, _Expected], oldest: int | None) -> tuple[StateSource, int]:
+    from vescale_ray import checkpoint
+
+    root, mode = config.checkpoint_root, config.checkpoint.resume
+    commits = checkpoint.ls(root)
+    first = max((commit.epoch for commit in commits), default=0) + 1
+    least = oldest if oldest is not None else first if mode == "never" else 0
+    newest = next((commit for commit in reversed(commits) if commit.problem is None and commit.epoch >= least), None)
+    if newest is None and mode == "must":
+        damaged = f" ({len(commits)} are damaged)" if commits else ""
+        remedy = "set checkpoint.resume=auto or another checkpoint.dir"
+        raise RunRefused(f"checkpoint.resume = must, but {root} holds no checkpoint{damaged}; {remedy}")
+    if newest is None:
+        return StateSource(Origin.FRESH, 0), first
+    opened = checkpoint.open(root, newest)
+    _check_same_model(opened, config, expected)
+    _check_same_stream(opened, stream)
+    if newest.step > config.train.steps:
+        raise RunRefused(
+            f"{newest.path} is of step {newest.step}, beyond train.steps = {config.train.steps}: "
+            "raise train.steps or set checkpoint.resume=never"
+        )
+    return StateSource(Origin.CHECKPOINT, newest.step, commit=newest.name, path=newest.path), first
+
+
+def _check_same_model(opened: Checkpoint, config: RunConfig, expected: Mapping[str, _Expected]) -> None:
+    where, remedy = opened.commit.path, "; use the model that saved it, another checkpoint.dir, or checkpoint.resume=never"
+    stored = opened.tensors
+    for name, (shape, states) in expected.items():
+        if name not in stored:
+            raise RunRefused(f"{where} is of another model: it has no {name}{remedy}")
+        if tuple(stored[name].shape) != shape:
+            raise RunRefused(f"{where} is of another model: {name} has shape {tuple(stored[name].shape)} there, {shape} here{remedy}")
+        for kind in states:
+            if kind not in stored[name].kinds:
+                kept = f"it has no {kind} of {name}"
+                raise RunRefused(f"{where} was saved with another optimizer than train.optimizer = {config.train.optimizer}: {kept}")
+    # A state of a shape of its own is a tensor named after its parameter: layers.0.wq.weight/exp_avg_scale.
+    more = next((name for name in stored if name.partition("/")[0] not in expected), None)
+    if more is not None:
+        raise RunRefused(f"{where} is of another model: it has {more}, this model has not{remedy}")
+
+
+def _check_same_stream(opened: Checkpoint, stream: Mapping[str, Any]) -> None:
+    """Other text, seed or batch: the position in the stream would mean other samples, some lost and some used twice."""
+    stored = opened.meta.get("stream") or {}
+    for key, value in stream.items():
+        if key in stored and stored[key] != value:
+            raise RunRefused(
+                f"{opened.commit.path} was saved with {key} = {stored[key]}, now it is {value}: samples would be lost or repeated; "
+                "set it back, or set checkpoint.resume=never to begin anew"
+            )

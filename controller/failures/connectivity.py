@@ -1,0 +1,311 @@
+"""The policy for nodes that do not reach each other over the network of the process groups, though the controller reaches them all.
+
+No collective between such nodes ends, no worker is at fault, and no new group of the same workers can form. The run goes on without the
+nodes that have to go. The policy finds them by probes: one worker of each node tries to connect to the others
+(:mod:`vescale_ray.workers.network.reachability`). It probes when training stands still and no worker is known to hang, and before a worker
+on a new node joins. Only a failure that two probes in a row have found counts, so that a short disturbance of the network costs nothing.
+
+The policy makes no connection itself. It returns a :class:`Probe`, and the caller hands in the answers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vescale_ray.config import ElasticSection
+from vescale_ray.controller.protocol import Event
+from vescale_ray.workers.messages import Ticket, WorkerInfo
+
+TRY_S = 1.5
+"""Timeout of one connection, in seconds: a connection that lost its first packet is made after a second."""
+GAP_S = 1.0
+"""Seconds from a probe that has found nothing to the next one; the gap doubles each time."""
+LONGEST_GAP_S = 60.0
+PROVEN_S = 300.0
+"""A spare that waits for longer than this is probed again."""
+SHOWN = 4
+"""Most nodes that one line names."""
+EXACTLY, SEARCH_S = 40, 0.2
+"""Most nodes among which the search for the fewest is exact, and its time limit in seconds: the controller waits for it."""
+
+Pair = tuple[str, str]
+Answers = Mapping[str, Collection[str]]
+"""By each worker that has answered a probe, the workers that it does not reach."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """The controller's view of the workers: their identities, those that owe an answer, and the monotonic time in seconds."""
+
+    infos: Mapping[str, WorkerInfo]
+    silent: Collection[str]
+    now: float
+
+    def nodes(self, workers: Iterable[str]) -> dict[str, str]:
+        """The nodes of those that can be tried."""
+        return {worker: self.infos[worker].node for worker in workers if worker in self.infos and self.infos[worker].address}
+
+    def hosts(self, workers: Iterable[str]) -> dict[str, str]:
+        return {self.infos[worker].node: self.infos[worker].host for worker in workers}
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """Connections to try, for :data:`TRY_S` each: from each worker to those others. Its identity tells which probe an answer belongs to."""
+
+    tries: Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True)
+class CutOff:
+    """Workers that would have to go, each with its node, and the nodes that each of these nodes does not reach.
+
+    Attributes:
+        hosts: the nodes' addresses.
+        lasts_s: seconds for which each probe has found it.
+    """
+
+    workers: Mapping[str, str]
+    unreached: Mapping[str, tuple[str, ...]]
+    hosts: Mapping[str, str]
+    lasts_s: float = 0.0
+
+    def why(self, node: str) -> str:
+        """The reason in words, for a worker of that node."""
+        others = [self.hosts[other] for other in self.unreached[node]]
+        some = ", ".join(others[:SHOWN]) + (f" and {len(others) - SHOWN} more" if len(others) > SHOWN else "")
+        return f"its node ({self.hosts[node]}) and {some} do not reach each other"
+
+
+NOBODY = CutOff({}, {}, {})
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The joiners that may join, those that are refused, and the probe to make for the others, if any."""
+
+    admitted: tuple[str, ...]
+    refused: CutOff = NOBODY
+    probe: Probe | None = None
+
+
+@dataclass
+class _Series:
+    """Probes of the same workers, one after the other. Only what two in a row have found counts."""
+
+    about: tuple[str, ...] = ()
+    probe: Probe | None = None
+    """The probe whose answers are awaited."""
+    answers: Answers | None = None
+    speakers: Mapping[str, str] = field(default_factory=dict)
+    """The workers that try and are tried, each with its node."""
+    broken: frozenset[Pair] | None = None
+    """Pairs of nodes that did not reach each other in any probe since the one that began at ``since``."""
+    since: float = 0.0
+    began: float = 0.0
+
+    def broken_twice(
+        self, about: tuple[str, ...], nodes: Mapping[str, str], network: Network, only: str | None = None
+    ) -> frozenset[Pair] | Probe | None:
+        """Pairs of nodes that did not reach each other in two probes or more; empty: the last probe found none; a probe: make it; None: the
+        answers are awaited.
+
+        Args:
+            about: the workers; a change of them begins the series anew.
+            nodes: their nodes. One worker tries for each.
+            only: the node whose connections count; None: all.
+        """
+        if about != self.about:
+            self.about, self.probe, self.broken = about, None, None
+        if self.probe is None:
+            speakers: dict[str, str] = {}
+            for worker in sorted(nodes, key=lambda w: w in network.silent):
+                speakers.setdefault(nodes[worker], worker)
+            self.speakers = {worker: node for node, worker in speakers.items()}
+            tries = {w: [o for o in self.speakers if o != w and only in (None, nodes[w], nodes[o])] for w in self.speakers}
+            self.probe, self.answers = Probe({worker: others for worker, others in tries.items() if others}), None
+            self.began = network.now
+            return self.probe
+        if self.answers is None:
+            return None
+        pairs = frozenset(_pair(self.speakers[worker], self.speakers[other]) for worker, others in self.answers.items() for other in others)
+        self.probe, before = None, self.broken
+        if not pairs:
+            self.broken = None
+            return pairs
+        if before is not None and pairs & before:
+            self.broken = pairs & before
+            return self.broken
+        self.broken, self.since = pairs, self.began
+        return None  # the next call begins the second probe
+
+
+class Connectivity:
+    """Finds the workers of one run that are cut off. Values in, probes and decisions out."""
+
+    def __init__(self, elastic: ElasticSection) -> None:
+        self._elastic = elastic
+        self._told: Ticket | None = None
+        """Last generation for which ``network_broken`` was emitted."""
+        self._stalled, self._joining = _Series(), _Series()
+        self._proven: dict[str, tuple[float, frozenset[str]]] = {}
+        """By node of those that may join: when it was found which other nodes it reaches and is reached by."""
+        self._next, self._gap = 0.0, GAP_S
+        self._still = False
+
+    def answered(self, probe: Probe, answers: Answers) -> None:
+        """Take the answers to a probe. Those to a probe that is not awaited any more count for nothing."""
+        for series in (self._stalled, self._joining):
+            if series.probe is probe:
+                series.answers = answers
+
+    def progressed(self) -> None:
+        """The members do not stand still (any more)."""
+        self._stalled.about, self._still = (), False
+        self.hurry()
+
+    def hurry(self) -> None:
+        """There is more reason to probe now than a moment ago."""
+        self._next, self._gap = 0.0, GAP_S
+
+    def cut_off(self, members: Sequence[str], leavers: Sequence[str], network: Network) -> CutOff | Probe | None:
+        """All ``members`` stand still: those that would have to go, since nodes do not reach each other; or the probe to make. None: not
+        known yet, call it again. ``leavers``, which still have to give the members their shards, are the first to go."""
+        self._still, self._joining.about = True, ()
+        party = (*members, *leavers)
+        nodes, now = network.nodes(party), network.now
+        if len(set(nodes.values())) < 2:
+            return NOBODY
+        broken = None if now < self._next else self._stalled.broken_twice(party, nodes, network)
+        if broken is None or isinstance(broken, Probe):
+            return broken
+        broken = frozenset(pair for pair in broken if set(pair) <= set(nodes.values()))  # without the nodes that are gone
+        if not broken:
+            self._next, self._gap = now + self._gap, min(2 * self._gap, LONGEST_GAP_S)
+            return NOBODY
+        weights: Counter[str] = Counter()
+        for worker, node in nodes.items():
+            weights[node] += 1 if worker in leavers else len(party)
+        gone = fewest(broken, weights, {node: place for place, node in enumerate(weights)})
+        self._proven = {}  # older than the failure
+        workers = {w: node for w, node in nodes.items() if node in gone}
+        return CutOff(workers, _unreached(broken, gone), network.hosts(nodes), now - self._stalled.since)
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds for which a disturbance of the network is waited for where it costs more than a moment to do without a worker."""
+        return self._elastic.collective_timeout_s / 2
+
+    def due(self, cut: CutOff, members: Sequence[str], spares: int, ticket: Ticket) -> tuple[bool, list[Event]]:
+        """Whether it is time to do without the workers that are cut off, and events. ``spares``: warm workers that could take a place. If
+        most of the members are cut off, no node is at fault, and nobody is ended."""
+        elastic, gone = self._elastic, [w for w in members if w in cut.workers]
+        if not cut.workers:
+            return False, []
+        if 2 * len(gone) > len(members):
+            told, self._told = self._told, ticket
+            unreached = {node: list(others) for node, others in cut.unreached.items()}
+            return False, [] if told == ticket else [Event("network_broken", {"workers": gone, "unreached": unreached})]
+        come = elastic.replace_lost or elastic.grow or spares >= len(gone)
+        enough = len(members) - len(gone) >= elastic.min_workers
+        if not come and not enough:
+            return False, []  # it would end the run: the collectives' timeout and the budget decide
+        return (come and enough) or cut.lasts_s >= self.patience_s, []
+
+    def admit(self, joiners: Sequence[str], members: Sequence[str], network: Network) -> Admission:
+        """Admit the ``joiners`` whose nodes and those of all members and of joiners admitted before them reach each other; refuse those
+        that do not. The others are not known yet: call it again. Nothing is probed while the members stand still: a member may be the one
+        that is not reached, and then no joiner could be admitted."""
+        nodes, now = network.nodes((*members, *joiners)), network.now
+        party = {nodes[w] for w in members if w in nodes}
+        waiting = {nodes[w] for w in joiners if w in nodes} - party
+        self._proven = {node: known for node, known in self._proven.items() if node in waiting and now - known[0] < PROVEN_S}
+        fine: list[str] = []
+        for worker in joiners:
+            node = nodes.get(worker)
+            # A worker that cannot be tried is taken to be reached.
+            if node is None or node in party or party <= self._proven.get(node, (0.0, frozenset()))[1]:
+                fine.append(worker)
+                party |= {node} if node is not None else set()
+        unknown = [w for w in joiners if w not in fine]
+        if not unknown or self._still:
+            return Admission(tuple(fine))
+        node = nodes[unknown[0]]  # one after another: mostly there is one, or all are on one node
+        about = (*members, *fine, unknown[0])
+        broken = self._joining.broken_twice(about, network.nodes(about), network, node)
+        if isinstance(broken, Probe):
+            return Admission(tuple(fine), probe=broken)
+        if broken:
+            cut = {w: node for w in unknown if nodes[w] == node}
+            refused = CutOff(cut, _unreached(broken, [node]), network.hosts(nodes), now - self._joining.since)
+            return Admission(tuple(fine), refused)
+        if broken is not None:
+            self._proven[node] = (now, frozenset(party))
+        return Admission(tuple(fine))
+
+
+def fewest(broken: Collection[Pair], weights: Mapping[str, int], order: Mapping[str, int]) -> frozenset[str]:
+    """The nodes to do without so that no ``broken`` pair is left: a set with the fewest workers (``weights``). Of equal sets, the one whose
+    nodes are in more pairs, then the one with the later nodes (``order``).
+
+    This is a minimum vertex cover, found by branch and bound. For more than :data:`EXACTLY` nodes, or after :data:`SEARCH_S`, a greedy
+    search decides: the node with the most broken pairs for its workers goes first.
+    """
+    ways: dict[str, set[str]] = {}
+    for one, other in broken:
+        ways.setdefault(one, set()).add(other)
+        ways.setdefault(other, set()).add(one)
+
+    def cost(chosen: frozenset[str]) -> tuple[int, int, int]:
+        return sum(weights[n] for n in chosen), -sum(len(ways[n]) for n in chosen), -sum(order[n] for n in chosen)
+
+    def worst(open_: Mapping[str, int]) -> str:
+        return max(open_, key=lambda n: (open_[n] / weights[n], order[n]))
+
+    best = _greedy(ways, worst)
+    end = time.monotonic() + SEARCH_S
+    pending: list[tuple[frozenset[str], frozenset[str]]] = [(frozenset(), frozenset())] if len(ways) <= EXACTLY else []
+    while pending and time.monotonic() < end:
+        gone, kept = pending.pop()
+        if sum(weights[n] for n in gone) > cost(best)[0]:
+            continue
+        open_ = {n: len(ways[n] - gone) for n in ways if n not in gone and ways[n] - gone}
+        if not open_:
+            best = min(best, gone, key=cost)
+            continue
+        node = worst(open_)
+        if not ways[node] & kept:
+            pending.append((gone | ways[node], kept | {node}))
+        pending.append((gone | {node}, kept))
+    return best
+
+
+def _greedy(ways: Mapping[str, Collection[str]], worst: Callable[[Mapping[str, int]], str]) -> frozenset[str]:
+    left = {node: len(others) for node, others in ways.items()}
+    gone: set[str] = set()
+    while left:
+        node = worst(left)
+        gone.add(node)
+        del left[node]
+        for other in ways[node]:
+            if other in left:
+                left[other] -= 1
+                if not left[other]:
+                    del left[other]
+    return frozenset(gone)
+
+
+def _pair(one: str, other: str) -> Pair:
+    return (one, other) if one < other else (other, one)
+
+
+def _unreached(broken: Iterable[Pair], gone: Collection[str]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, list[str]] = {node: [] for node in gone}
+    for one, other in sorted(broken):
+        for node, far in ((one, other), (other, one)):
+            if node in gone and far not in gone:
+                found[node].append(far)
+    return {node: tuple(others) for node, others in found.items()}

@@ -1,0 +1,165 @@
+"""The policy for stragglers: when to report a slow worker, and when another worker replaces it.
+
+The workers find out themselves who is slow. Each derives the same result from the times that all exchange in every step
+(:mod:`vescale_ray.workers.monitoring.pace`); with ``elastic.straggler: relieve`` slots move away from slow workers there. This policy turns
+their results into events. With ``replace`` it has another worker become warm first, so that the change costs no more than any planned one.
+It
+replaces one worker at a time, and the pause after each doubles: the next worker on a slow node may be as slow.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vescale_ray.controller.protocol import Event
+from vescale_ray.controller.worker_group.clocks import ago, to_epoch
+from vescale_ray.workers.monitoring.pace import even
+
+if TYPE_CHECKING:
+    from vescale_ray.config import RunConfig
+    from vescale_ray.workers.messages import StepRecord, WorkerInfo
+
+PAUSE_S = 60.0
+"""Seconds after a replacement, or a failed one, until the next; doubled each time."""
+
+Slow = Mapping[str, Mapping[str, Any]]
+"""The workers that are reported as slow now, as in ``RunStats.stragglers``."""
+
+
+@dataclass(frozen=True)
+class StragglerNote:
+    """The state that outlives a controller: the ``worker`` that is being replaced, since when, the end of the pause after the last
+    replacement, and the number of replacements. Times are seconds since the epoch."""
+
+    worker: str | None = None
+    began: float = 0.0
+    until: float | None = None
+    tries: int = 0
+
+
+@dataclass(frozen=True)
+class Known:
+    """Values from the run's statistics: the slow workers, the last spread of the slots with its generation, and all workers."""
+
+    slow: Slow
+    spread: tuple[int, tuple[int, ...]]
+    infos: Mapping[str, WorkerInfo]
+
+
+@dataclass(frozen=True)
+class _Swap:
+    """A worker that is being replaced, since when, and how many hired workers had failed by then."""
+
+    worker: str
+    began: float
+    failures: int
+
+
+class Stragglers:
+    """Values in, events and decisions out; ``note`` is to be read after each call. ``now``: seconds of a clock that never goes back.
+
+    Args:
+        capacity: most workers that the cluster can place; None: unknown.
+        start_s: a hired worker is warm within that many seconds, or does not come.
+    """
+
+    def __init__(self, config: RunConfig, capacity: int | None, start_s: float, note: StragglerNote, now: float) -> None:
+        self._replaces = config.elastic.straggler == "replace"
+        self._slots = config.train.slots
+        self._capacity, self._start_s, self.note = capacity, start_s, note
+        # A controller that has just started has seen no hired worker fail.
+        self._swap = None if note.worker is None else _Swap(note.worker, ago(note.began, now), 0)
+        self._tries = note.tries
+        self._not_before = now if note.until is None else now + min(note.until - time.time(), PAUSE_S * 2**self._tries)
+        self._kept: dict[str, str] = {}
+        self._factors: dict[str, float] = {}
+        """Slowness by worker in the newest step."""
+
+    def stepped(self, record: StepRecord, members: Sequence[str], known: Known, now: float) -> list[Event]:
+        """The events of a step that ``members`` have completed: workers that became slow or no longer are, a new spread of the slots."""
+        events, slow = list[Event](), known.slow
+        if (view := record.pace) is None:
+            return events
+        for worker in [w for w in slow if w not in members]:
+            replaced = self._swap is not None and worker == self._swap.worker
+            events.append(_over(worker, slow, "it was replaced" if replaced else "it has left"))
+            if replaced:
+                self._rest(now)
+        if view.shares != (known.spread[1] if known.spread[0] == record.generation else even(self._slots, len(members))):
+            events.append(Event("slots_spread", {"slots": dict(zip(members, view.shares, strict=True))}))
+        if not view.factors:
+            return events  # nothing is known yet in this generation: what was known before stays
+        self._factors = dict(zip(members, view.factors, strict=True))
+        for rank, (worker, factor, since) in enumerate(zip(members, view.factors, view.since, strict=True)):
+            if since >= 0 and worker not in slow:
+                node = known.infos[worker].node if worker in known.infos else None
+                about = {"rank": rank, "factor": factor, "since_step": since + 1, "node": node}
+                events.append(Event("straggler", {"worker": worker, **about}))
+            elif since < 0 and worker in slow:
+                events.append(_over(worker, slow, f"it takes {factor:.2f} times as long as the others"))
+                self._kept.pop(worker, None)
+                if self._swap is not None and worker == self._swap.worker:
+                    self._swap = None
+                    self._noted(now)
+        return events
+
+    def unwanted(
+        self, members: Collection[str], target: int, there: int, failures: int, slow: Slow, now: float
+    ) -> tuple[frozenset[str], list[Event]]:
+        """The one of ``members`` that another worker is to replace, if any, and events.
+
+        Args:
+            target: workers wanted. If they are fewer than the members, nobody is replaced.
+            there: workers that the run has, in the generation and beside it.
+            failures: hired workers that have never become warm so far.
+        """
+        ours = {worker: about for worker, about in slow.items() if worker in members}
+        if not self._replaces or not ours or target < len(members):
+            return frozenset(), []
+        if self._swap is not None and self._swap.worker not in slow:
+            self._rest(now)  # it was replaced; the controller before this one recorded that, and died
+        if self._swap is None:
+            if now < self._not_before:
+                return frozenset(), []
+            worker = max(ours, key=lambda w: (self._factors.get(w, ours[w]["factor"]), w))
+            if self._capacity is not None and len(members) == there >= self._capacity:
+                room = f"the cluster has room for {self._capacity} workers, and none more (ray.num_cpus, ray.cpus_per_worker)"
+                return frozenset(), self._keep(worker, room, now)
+            self._swap = _Swap(worker, now, failures)
+            self._noted(now)
+        worker = self._swap.worker
+        if failures > self._swap.failures:
+            return frozenset(), self._keep(worker, "the worker that was to come in its place did not start", now)
+        if now - self._swap.began > self._start_s:
+            return frozenset(), self._keep(worker, f"no worker was warm in its place after {self._start_s:g} s", now)
+        return frozenset({worker}) & frozenset(members), []
+
+    def leaving(self, living: Sequence[str], ready: Sequence[str], target: int) -> frozenset[str]:
+        """The worker that leaves now that a generation has ended: the one that is being replaced, if there are enough without it."""
+        swap = self._swap
+        enough = len(living) - 1 + len(ready) >= target
+        return frozenset({swap.worker}) if swap is not None and swap.worker in living and enough else frozenset()
+
+    def _keep(self, worker: str, reason: str, now: float) -> list[Event]:
+        told = self._kept.get(worker) == reason
+        self._kept[worker] = reason
+        self._rest(now)
+        return [] if told else [Event("straggler_kept", {"worker": worker, "reason": reason})]
+
+    def _rest(self, now: float) -> None:
+        self._swap = None
+        self._not_before = now + PAUSE_S * 2**self._tries
+        self._tries = min(self._tries + 1, 10)
+        self._noted(now)
+
+    def _noted(self, now: float) -> None:
+        worker, began = (None, 0.0) if self._swap is None else (self._swap.worker, to_epoch(self._swap.began, now))
+        self.note = StragglerNote(worker, began, to_epoch(self._not_before, now), self._tries)
+
+
+def _over(worker: str, slow: Slow, reason: str) -> Event:
+    """The worker is not slow any more, or gone."""
+    return Event("straggler_over", {"worker": worker, "reason": reason, "since_step": slow[worker]["since_step"]})

@@ -1,0 +1,242 @@
+"""A snapshot as Prometheus' text or OpenMetrics.
+
+The families are made anew from an immutable snapshot for each scrape. So a rank that left the snapshot is gone from the next scrape. Names
+follow Prometheus' rules: base units, ``_total`` for counters, labels ``run`` and small enums, and ``rank`` on per-worker families alone.
+
+A run of more than :data:`MOST_RANKS` ranks shows, of each per-worker family, the ranks with the lowest and the highest values, and
+quantiles over all ranks in a family of their own (``.._quantile``). So a page stays small, and ``min`` and ``max`` over ranks stay right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+
+from vescale_ray.controller.failures.budget import Cause
+from vescale_ray.controller.state.goodput import Loss
+from vescale_ray.controller.state.snapshot import (
+    DIRECTIONS,
+    LOST,
+    REASONS,
+    RESCALE_PHASES,
+    STAGES,
+    STATES,
+    STEP_PHASES,
+    Histogram,
+    Snapshot,
+)
+
+MOST_RANKS = 256
+"""Ranks up to which a per-worker family has a series for each."""
+EXTREMES = 8
+"""Ranks with the lowest values, and with the highest, that a larger run shows."""
+QUANTILES = (0.5, 0.9, 0.99)
+
+DEVICE_MEMORY = {
+    "allocated": "Memory of the rank's accelerator that tensors hold.",
+    "reserved": "Memory of the rank's accelerator that its allocator holds.",
+    "peak_allocated": "Most memory of the rank's accelerator that tensors have held.",
+    "capacity": "Memory that the rank's accelerator has.",
+}
+"""One family for each."""
+
+
+class _Given:
+    """What prometheus_client's encoders want of a registry."""
+
+    def __init__(self, members: Iterable[Metric]) -> None:
+        self._members = members
+
+    def collect(self) -> Iterable[Metric]:
+        return self._members
+
+
+def exposition(snapshot: Snapshot, accept: str) -> tuple[bytes, str]:
+    """The snapshot as Prometheus' text or OpenMetrics, whichever ``accept`` (of HTTP) asks for; and the content type."""
+    encode, content_type = choose_encoder(accept)
+    return encode(_Given(families(snapshot))), content_type  # type: ignore[arg-type]
+
+
+def extremes(values: Mapping[int, float]) -> Mapping[int, float]:
+    """The values of the ranks that are shown."""
+    if len(values) <= MOST_RANKS:
+        return values
+    ranks = np.fromiter(values, dtype=np.int64, count=len(values))
+    of = np.fromiter(values.values(), dtype=np.float64, count=len(values))
+    order = np.argpartition(of, (EXTREMES, len(of) - EXTREMES - 1))
+    chosen = sorted(ranks[np.concatenate([order[:EXTREMES], order[-EXTREMES:]])].tolist())
+    return {rank: values[rank] for rank in chosen}
+
+
+def quantiles(values: Mapping[int, float]) -> dict[str, float]:
+    """The quantiles over all ranks; empty if each rank is shown."""
+    if len(values) <= MOST_RANKS:
+        return {}
+    found = np.quantile(np.fromiter(values.values(), dtype=np.float64, count=len(values)), QUANTILES)
+    return {str(quantile): float(value) for quantile, value in zip(QUANTILES, found, strict=True)}
+
+
+def _from_zero(known: Iterable[str], values: Mapping[str, float]) -> dict[tuple[str], float]:
+    """What is counted, by its one label, with a 0 for what has not happened yet: a series that first appears with what it has counted would
+    tell ``increase()`` nothing of that."""
+    return {(str(name),): seconds for name, seconds in {**dict.fromkeys(known, 0), **values}.items()}
+
+
+def families(s: Snapshot) -> Iterator[Metric]:
+    """Every metric family that the snapshot has values for."""
+    run = ["run"]
+    labels = [s.run]
+
+    def gauge(name: str, text: str, value: float | None) -> Iterator[Metric]:
+        if value is not None:
+            family = GaugeMetricFamily(name, text, labels=run)
+            family.add_metric(labels, float(value))
+            yield family
+
+    def counter(name: str, text: str, value: float) -> Iterator[Metric]:
+        family = CounterMetricFamily(name, text, labels=run)
+        family.add_metric(labels, float(value))
+        yield family
+
+    def counters(name: str, text: str, keys: Sequence[str], values: Mapping[Any, float]) -> Iterator[Metric]:
+        family = CounterMetricFamily(name, text, labels=[*run, *keys])
+        for key, value in sorted(values.items()):
+            family.add_metric([*labels, *key], float(value))
+        yield family
+
+    shown: set[int] = set()
+
+    def by_rank(name: str, text: str, values: Mapping[int, float], decimals: int, kind: str = "gauge") -> Iterator[Metric]:
+        return by_rank_and("", name, text, {"": values} if values else {}, decimals, kind)
+
+    def by_rank_and(
+        key: str, name: str, text: str, values: Mapping[str, Mapping[int, float]], decimals: int, kind: str = "gauge"
+    ) -> Iterator[Metric]:
+        if not values:
+            return
+        keys = [key] if key else []
+        family = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(name, text, labels=[*run, "rank", *keys])
+        spread = GaugeMetricFamily(f"{name}_quantile", f"{text} Quantiles over all ranks of a large run.", labels=[*run, "quantile", *keys])
+        for what, of in values.items():
+            there = extremes(of)
+            shown.update(there)
+            for rank, value in there.items():
+                family.add_metric([*labels, str(rank), what][: 2 + len(keys)], round(value, decimals))
+            for quantile, value in quantiles(of).items():
+                spread.add_metric([*labels, quantile, what][: 2 + len(keys)], round(value, decimals))
+        yield family
+        if spread.samples:
+            yield spread
+
+    def histogram(name: str, text: str, value: Histogram) -> Iterator[Metric]:
+        family = HistogramMetricFamily(name, text, labels=run)
+        family.add_metric(labels, buckets=value.buckets(), sum_value=value.sum)
+        yield family
+
+    info = InfoMetricFamily("vescale_run", "What the run is.", labels=run)
+    info.add_metric(labels, {key: str(value) for key, value in s.info.items()})
+    yield info
+    build = InfoMetricFamily("vescale_build", "The versions that it runs on.", labels=run)
+    build.add_metric(labels, {key: str(s.info[key]) for key in ("version", "torch", "ray") if key in s.info})
+    yield build
+    # Not a StateSet family: its label would have to be called vescale_run_state, which reads badly in every query.
+    state = GaugeMetricFamily("vescale_run_state", "1 for the state that the run is in.", labels=[*run, "state"])
+    for one in dict.fromkeys((*STATES, s.state)):
+        state.add_metric([*labels, one], float(one == s.state))
+    yield state
+
+    yield from gauge("vescale_step", "Completed optimizer steps; falls when steps are replayed.", s.step)
+    yield from gauge("vescale_step_target", "Optimizer steps of the whole run.", s.steps)
+    yield from counter("vescale_steps", "Optimizer steps executed, replayed ones included.", s.steps_executed)
+    yield from counter("vescale_tokens", "Tokens trained on, replayed ones included.", s.tokens)
+    yield from gauge("vescale_tokens_per_second", "Tokens per second in the last step, all workers together.", s.tokens_per_second)
+    text = "Floating-point operations of the model in the last step, as a part of what all devices could have done."
+    yield from gauge("vescale_model_flops_utilization_ratio", text, s.flops_utilization)
+    yield from gauge("vescale_last_step_timestamp_seconds", "When the last step was completed.", s.last_step_time)
+    yield from histogram("vescale_step_duration_seconds", "Wall time of one optimizer step.", s.step_seconds)
+    yield from gauge("vescale_loss", "Training loss of the last step, nats per token.", s.loss)
+    yield from gauge("vescale_loss_bpb", "Training loss of the last step, bits per byte.", s.bpb)
+    yield from gauge("vescale_grad_norm", "Norm of the gradient of the last step, before clipping.", s.grad_norm)
+    yield from gauge("vescale_learning_rate", "Learning rate of the last step.", s.learning_rate)
+    yield from counter("vescale_nonfinite_steps", "Steps with a loss or a gradient norm that is no finite number.", s.nonfinite_steps)
+    yield from counter("vescale_clipped_steps", "Steps with a gradient that was clipped.", s.clipped_steps)
+    text = "Steps that the optimizer did not take, because gradients were not finite."
+    yield from counter("vescale_skipped_steps", text, s.skipped_steps)
+    spent = _from_zero(STEP_PHASES, s.phase_seconds)
+    text = "Seconds of steps of one rank, by what they went into; and of copies for checkpoints."
+    yield from counters("vescale_phase_seconds", text, ("phase",), spent)
+
+    yield from gauge("vescale_world_size", "Workers of the newest generation: those that train, or last did.", s.world)
+    yield from gauge("vescale_world_size_target", "Workers that are wanted.", s.world_target)
+    yield from gauge("vescale_world_size_min", "Fewest workers that still train.", s.world_min)
+    yield from gauge("vescale_world_size_max", "Most workers.", s.world_max)
+    yield from gauge("vescale_unprotected_ranks", "Ranks that have no copy of their shards on another node.", s.unprotected)
+    yield from gauge("vescale_draining_workers", "Workers that train on a node that is about to go.", s.draining)
+    yield from gauge("vescale_spares", "Warm workers beside those that train.", s.spares)
+    yield from gauge("vescale_spares_target", "Spares that are wanted.", s.spares_target)
+    yield from gauge("vescale_places_wanted", "Places for workers that Ray's autoscaler is shown as wanted.", s.places_wanted)
+    yield from gauge("vescale_generation", "Number of the set of workers; goes up at every rescale.", s.generation)
+    rescales = {**dict.fromkeys(product(DIRECTIONS, REASONS), 0), **s.rescales}
+    yield from counters("vescale_rescales", "Rescales that were completed.", ("direction", "reason"), rescales)
+    yield from histogram("vescale_rescale_duration_seconds", "Time without training, from the event to the next step.", s.rescale_seconds)
+    phases = _from_zero(RESCALE_PHASES, s.rescale_phase_seconds)
+    yield from counters("vescale_rescale_phase_seconds", "Seconds that rescales spent in each phase.", ("phase",), phases)
+    yield from counter("vescale_replayed_steps", "Steps that were executed again after a rollback.", s.replayed_steps)
+    failures = _from_zero(LOST, s.worker_failures)
+    yield from counters("vescale_worker_failures", "Workers that were lost.", ("reason",), failures)
+
+    causes = _from_zero(Cause, s.failures)
+    yield from counters("vescale_failures", "Recoveries, and restarts of the controller, by cause.", ("cause",), causes)
+    row = GaugeMetricFamily("vescale_failures_in_a_row", "Recoveries since the last new step.", labels=[*run, "kind"])
+    for kind, count in sorted(s.failures_in_a_row.items()):
+        row.add_metric([*labels, kind], float(count))
+    yield row
+
+    yield from counter("vescale_goodput_seconds", "Seconds spent in steps that count.", s.productive_seconds)
+    lost = _from_zero(Loss, s.lost_seconds)
+    yield from counters("vescale_badput_seconds", "All other seconds since the run began, by what they were lost to.", ("cause",), lost)
+
+    yield from by_rank("vescale_worker_host_rss_bytes", "Resident memory of the worker's process.", s.memory, 0)
+    text = "What the run has allocated on the rank, by kind: what it is for."
+    yield from by_rank_and("kind", "vescale_worker_memory_bytes", text, s.memory_kinds, 0)
+    for kind, text in DEVICE_MEMORY.items():
+        yield from by_rank(f"vescale_worker_memory_{kind}_bytes", text, s.device_memory.get(kind, {}), 0)
+    text = "Times that the allocator of the rank's accelerator had to give memory back and try again."
+    yield from by_rank("vescale_worker_alloc_retries", text, s.alloc_retries, 0, "counter")
+    text = "Seconds for which the rank's training thread stood still for others, by what it waited for; reshard: outside of steps."
+    yield from by_rank_and("op", "vescale_worker_exposed_communication_seconds", text, s.waited, 6, "counter")
+    yield from by_rank("vescale_worker_step_duration_seconds", "Wall time of the rank's last step.", s.rank_step_seconds, 6)
+    text = "The rank's own time for a slot in the last step, without waiting."
+    yield from by_rank("vescale_worker_slot_seconds", text, s.slot_seconds, 6)
+    text = "The rank's own time for a slot, relative to the usual rank's."
+    yield from by_rank("vescale_worker_slowness_ratio", text, s.slowness, 4)
+    yield from by_rank("vescale_worker_slots", "Slots of the global batch that the rank does.", s.slots, 0)
+    yield from by_rank("vescale_worker_heartbeat_timestamp_seconds", "When the rank has last answered.", s.heard, 3)
+    yield from gauge("vescale_stragglers", "Workers that have been slower than the others for long.", len(s.stragglers))
+    if s.workers:
+        info = InfoMetricFamily("vescale_worker", "Which worker holds the rank, and on which node.", labels=[*run, "rank"])
+        for rank in sorted(s.workers if len(s.workers) <= MOST_RANKS else shown.intersection(s.workers)):
+            info.add_metric([*labels, str(rank)], dict(s.workers[rank]))
+        yield info
+
+    yield from gauge("vescale_checkpoint_last_step", "Step of the newest committed checkpoint.", s.checkpoint_step)
+    yield from gauge("vescale_checkpoint_last_success_timestamp_seconds", "When the newest checkpoint was committed.", s.checkpoint_time)
+    moved = {("save",): s.checkpoint_bytes, ("load",): s.checkpoint_read_bytes}
+    yield from counters("vescale_checkpoint_bytes", "Bytes of committed checkpoints, and bytes read of checkpoints.", ("op",), moved)
+    failed = {("save",): s.checkpoint_failures, ("load",): s.checkpoint_load_failures}
+    text = "Checkpoints that could not be written or committed, and times that workers could not take up theirs."
+    yield from counters("vescale_checkpoint_failures", text, ("op",), failed)
+    text = "Time that a checkpoint took, by stage: training waits for the copy (snapshot), workers write (upload), commit; or read it."
+    family = HistogramMetricFamily("vescale_checkpoint_duration_seconds", text, labels=["run", "op", "stage"])
+    stages = [("save", stage, s.checkpoint_stages.get(stage, Histogram())) for stage in STAGES]
+    for op, stage, taken in (*stages, ("load", "read", s.checkpoint_loads)):
+        family.add_metric([*labels, op, stage], buckets=taken.buckets(), sum_value=taken.sum)
+    yield family
+    yield from gauge("vescale_checkpoint_pending", "Checkpoints that are being written or committed.", s.checkpoints_pending)
+    yield from gauge("vescale_checkpoint_stall_seconds", "How long training waited for the newest checkpoint's copy.", s.checkpoint_stall)
+    yield from gauge("vescale_checkpoint_interval_seconds", "Time between checkpoints that was chosen.", s.checkpoint_interval)

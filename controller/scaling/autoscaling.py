@@ -1,0 +1,123 @@
+"""The policy for a run that grows by itself, wishes for places from Ray's autoscaler, and keeps spares.
+
+Free room goes to spares first, then to members. It must have been free for ``elastic.grow_after_s``
+(:mod:`~vescale_ray.controller.scaling.capacity`). A growth begins when the one before is over and ``elastic.grow_gap_s`` have passed since
+that one began; each failed growth in a row doubles the gap. One growth takes all places that are steady by then: one rescale, not one for
+each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from vescale_ray.config import ElasticSection
+from vescale_ray.controller import policy
+from vescale_ray.controller.protocol import Event
+from vescale_ray.controller.scaling.capacity import Free, FreePlaces
+from vescale_ray.controller.worker_group.clocks import ago, to_epoch
+
+SETTLE_S = 1.0
+"""Ray takes a moment to count a place as taken: what was seen free within this time after a hiring may be that place."""
+WISH_AHEAD_S = 120.0
+"""A place is wished for this many seconds before the run could grow into it: a node takes a minute or two to come."""
+PLACE_S = 10.0
+"""A worker that has no place after this many seconds, though one was free, is not waited for: the place is somebody else's."""
+SPARE_GAP_S, LONGEST_SPARE_GAP_S = 5.0, 600.0
+
+
+@dataclass(frozen=True)
+class GrowthNote:
+    """The state that outlives a controller: when the last growth began (seconds since the epoch), how many workers the growth under way
+    goes for, and how many growths in a row have failed."""
+
+    begun: float | None = None
+    aim: int | None = None
+    failed: int = 0
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """The run now: its members, the workers beside them, how many are wanted and how many it may grow to, the steps that are left, how long
+    the last one took, and how long a hired worker takes until it is warm."""
+
+    world: int
+    ready: int
+    warming: int
+    target: int
+    ceiling: int
+    steps_left: int
+    step_s: float | None
+    warm_s: float
+
+
+class Autoscaling:
+    """Values in, decisions and events out; ``note`` is to be read after each call. ``now``: seconds of a clock that never goes back."""
+
+    def __init__(self, elastic: ElasticSection, note: GrowthNote, now: float) -> None:
+        self._elastic, self._capacity, self.note = elastic, FreePlaces(elastic.grow_after_s), note
+        self._begun = None if note.begun is None else ago(note.begun, now)
+        self._aim, self._failed = note.aim, note.failed
+        self._hired = 0.0
+        self._told: tuple[float | None, int] | None = None
+
+    def wishes(self, run: RunProgress, now: float) -> int:
+        """Places to wish for. A place that nobody takes keeps others from it, and costs."""
+        wanted = self._elastic.demand if _worth(run) and self._wait(now) <= WISH_AHEAD_S else 0
+        return min(wanted, max(0, run.ceiling - run.target))
+
+    def look(self, free: Free | None, wishes: Collection[str | None], avoid: Collection[str]) -> None:
+        """Take note of the ``free`` places, and of the nodes of the ``wishes`` that were granted."""
+        if free is not None:
+            places = dict(free.places)
+            for node in wishes:
+                if node is not None and node not in avoid:
+                    places[node] = places.get(node, 0) + 1
+            self._capacity.look(free.at, places, free.nodes)
+
+    def grow(self, run: RunProgress, now: float) -> tuple[int | None, list[Event]]:
+        """The number of workers to grow to, if there has been room for long enough, and events."""
+        if not self._elastic.grow or run.target > run.world:
+            return None, []
+        # A joiner that takes its first generation down with it lowers the target: that growth has failed, too.
+        self.ended(now, complete=self._aim is not None and run.world >= self._aim)
+        capacity = self._capacity.ripe(now) - max(0, self._elastic.spares - run.ready - run.warming)
+        workers = min(run.ceiling - run.target, capacity)
+        if workers <= 0 or run.warming:
+            return None, []
+        if (wait := self._wait(now)) > 0:
+            told, self._told = self._told, (self._begun, self._failed)
+            why = f"{self._failed} growths in a row came to nothing" if self._failed else "elastic.grow_gap_s has not passed"
+            return None, [] if told == self._told else [Event("growth_waits", {"workers": workers, "seconds": wait, "why": why})]
+        if not _worth(run):
+            return None, []
+        self._begun, self._aim = now, run.target + workers
+        self._noted(now)
+        return self._aim, [Event("growth", {"from": run.world, "to": self._aim, "room": capacity})]
+
+    def ended(self, now: float, *, complete: bool) -> None:
+        """The growth under way, if any, has ended: with the workers that were wanted, or without."""
+        if self._aim is not None:
+            self._aim = None
+            self._failed = 0 if complete else self._failed + 1
+            self._noted(now)
+
+    def hired(self, now: float) -> None:
+        """A worker takes a place now."""
+        self._hired = now
+
+    def spare_places(self, failures: int, now: float) -> int:
+        """Places that a spare could have now; none for a time that doubles with each of the last ``failures`` to get one warm."""
+        if failures and now < self._hired + min(SPARE_GAP_S * 2.0 ** min(failures, 30), LONGEST_SPARE_GAP_S):
+            return 0
+        return self._capacity.now(now, self._hired + SETTLE_S)
+
+    def _wait(self, now: float) -> float:
+        return policy.growth_wait(self._begun, now, self._elastic.grow_gap_s, self._failed)
+
+    def _noted(self, now: float) -> None:
+        self.note = GrowthNote(None if self._begun is None else to_epoch(self._begun, now), self._aim, self._failed)
+
+
+def _worth(run: RunProgress) -> bool:
+    return policy.worth_growing(run.steps_left, run.step_s, run.warm_s)

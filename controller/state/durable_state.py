@@ -1,0 +1,239 @@
+"""The durable state of a controller: what a restarted one needs and can't learn from the workers or from the run's events.
+
+The state is written before it is used, so that no generation number is ever given out twice. It lies in the run's folder; while the folder
+can't be written (its disk is full, or does not answer), the supervisor, which outlives the controller, keeps it in memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from vescale_ray.controller.bounded_io import BoundedIO
+from vescale_ray.controller.failures.straggler import StragglerNote
+from vescale_ray.controller.protocol import StateSource, World
+from vescale_ray.controller.scaling.autoscaling import GrowthNote
+from vescale_ray.workers.messages import Origin, Ticket
+
+NAME = "controller.json"
+VERSION = 1
+"""Of the file's form. Raise it when a field changes its meaning, comes or goes."""
+CALL_S = 5.0
+"""Bound of a call to the supervisor, which only keeps a text or returns it."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LaunchedGeneration:
+    """The newest generation: its ticket (``number``, ``attempt``), its workers in rank order, and the state that it started from."""
+
+    number: int
+    attempt: int
+    members: tuple[str, ...]
+    origin: str
+    step: int
+
+    @classmethod
+    def of(cls, world: World) -> LaunchedGeneration:
+        return cls(world.ticket.generation, world.ticket.attempt, world.members, str(world.source.origin), world.source.step)
+
+    def world(self) -> World:
+        return World(Ticket(self.number, self.attempt), self.members, StateSource(Origin(self.origin), self.step))
+
+
+@dataclass(frozen=True)
+class DurableState:
+    """The durable state; a value.
+
+    Attributes:
+        run_id: the start of the run that wrote it. Of another start's state only the used numbers and steps count.
+        last_number: highest number that was given out, to a generation or as the epoch of a checkpoint.
+        generation: the newest generation; None before the first.
+        leavers: workers outside the generation that stay to give their shards away.
+        target: workers wanted; ``reason``: why that differs from what there is (one of ``snapshot.REASONS``).
+        requested: workers that the last rescale command asked for; 0: there was none.
+        actions_done: scheduled actions that were carried out.
+        stop_reason: why the run is being stopped; None: it is not.
+        steps_before: steps that earlier starts of the run had completed.
+        highest_step: most steps that were ever completed.
+        crashes, node_losses, controller_restarts: failures in a row without progress (``budget.Budget``).
+        failures: all failures of this start of the run, by cause.
+        counted_generation: generation whose failure is in these figures.
+        growth, straggler: notes of the policies ``autoscaling.Autoscaling`` and ``straggler.Stragglers``.
+        port: port of the HTTP server, so that its address stays the same.
+        epoch: how often the controller was started.
+        revision: how often this start of the run has written its state. Of two states, the newer has the higher.
+        version: form of the file.
+    """
+
+    run_id: str
+    last_number: int
+    generation: LaunchedGeneration | None = None
+    leavers: tuple[str, ...] = ()
+    target: int = 0
+    reason: str = "manual"
+    requested: int = 0
+    actions_done: int = 0
+    stop_reason: str | None = None
+    steps_before: int = 0
+    highest_step: int = 0
+    crashes: int = 0
+    node_losses: int = 0
+    controller_restarts: int = 0
+    failures: Mapping[str, int] = field(default_factory=dict)
+    counted_generation: int = 0
+    growth: GrowthNote = GrowthNote()
+    straggler: StragglerNote = StragglerNote()
+    port: int = 0
+    epoch: int = 0
+    revision: int = 0
+    version: int = VERSION
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> DurableState:
+        """Raises ValueError with one line if the text is damaged or has another version."""
+        try:
+            tree = json.loads(text)
+            if (version := tree["version"]) != VERSION:
+                raise ValueError(f"it has version {version}, this controller reads version {VERSION}")
+            launched = tree["generation"]
+            if launched is not None:
+                launched = LaunchedGeneration(**{**launched, "members": tuple(launched["members"])})
+                launched.world()
+            notes = {"growth": GrowthNote(**tree["growth"]), "straggler": StragglerNote(**tree["straggler"])}
+            return cls(**{**tree, **notes, "generation": launched, "leavers": tuple(tree["leavers"])})
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"it is damaged ({type(error).__name__}: {error})") from None
+
+
+class StateStore:
+    """Writes a run's durable state, and finds the newest.
+
+    Args:
+        folder: the run's folder.
+        supervisor: the run's supervisor actor.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], supervisor: Any) -> None:
+        self._folder, self._supervisor, self._bounded_io = folder, supervisor, BoundedIO()
+
+    def newest(self, run_id: str) -> DurableState | None:
+        """The newest state, wherever it is; of another start of the run than ``run_id``, the state in the folder.
+
+        Raises:
+            OSError: the folder can't be read, or has no state of this start though the run has workers. The supervisor's may be older: its
+                numbers would be given out twice.
+        """
+        written = read_state(self._folder)
+        try:
+            text = self._ask("kept")
+            kept = DurableState.from_json(text) if text else None
+        except (RayError, ValueError) as error:
+            _log.warning("the supervisor does not tell whether it has a state: %s", error)
+            kept = None
+        own = [state for state in (written, kept) if state is not None and state.run_id == run_id]
+        if not own and self._has_workers():
+            # The state was written before the first worker was hired: the folder is not mounted any more, say.
+            raise FileNotFoundError(errno.ENOENT, f"no {NAME} of this run, though the run has workers", str(self._folder))
+        return max(own, key=lambda state: state.revision, default=written)
+
+    def write(self, state: DurableState) -> DurableState:
+        """Keep ``state`` with the next revision; the state as it was kept. Never raises: if it can be kept nowhere, a controller that is
+        restarted now knows less."""
+        state = replace(state, revision=state.revision + 1)
+        try:
+            self._bounded_io.do(lambda: _replace(self._folder, state.to_json()))
+        except OSError as error:
+            _log.warning("%s could not be written: %s; the supervisor keeps the state", self._folder, error)
+            try:
+                self._ask("keep", state.to_json())
+            except RayError as problem:
+                _log.warning("nor could the supervisor: %s", problem)
+        return state
+
+    def _has_workers(self) -> bool:
+        try:
+            return bool(self._ask("roster"))
+        except RayError:
+            return False
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        return ray.get(getattr(self._supervisor, method).remote(*args), timeout=CALL_S)
+
+
+class StateWriter:
+    """The durable state of a running controller. Each part of the controller notes its own fields; a write keeps all of them.
+
+    Used from the controller's thread.
+    """
+
+    def __init__(self, state: DurableState, store: StateStore) -> None:
+        self.state, self._written, self._store = state, state, store
+
+    def note(self, **fields: Any) -> None:
+        """Change fields. The next write keeps them."""
+        self.state = replace(self.state, **fields)
+
+    def update(self, **fields: Any) -> None:
+        """Change fields, and write the state if it differs from what was written last."""
+        self.note(**fields)
+        if self.state != self._written:
+            self.write()
+
+    def write(self) -> None:
+        """Write the state."""
+        self.state = self._written = self._store.write(self.state)
+
+    def take_number(self) -> int:
+        """A generation's number, written before it is used."""
+        self.note(last_number=self.state.last_number + 1)
+        self.write()
+        return self.state.last_number
+
+
+def read_state(folder: str | os.PathLike[str]) -> DurableState | None:
+    """The state in a run's folder. A file of another version or that is damaged counts as none, with a warning in the log.
+
+    Raises:
+        OSError: the folder can't be read.
+    """
+    path = Path(folder) / NAME
+    try:
+        return DurableState.from_json(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError as error:
+        _log.warning("%s counts as none: %s", path, error)
+        return None
+
+
+def _replace(folder: str | os.PathLike[str], text: str) -> None:
+    """Replace the file: a reader sees the old text or this one, also after a crash of the machine.
+
+    Raises:
+        OSError: the disk is full, or the like.
+    """
+    descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=f".{NAME}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
+            handle.write(text)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(temporary, Path(folder) / NAME)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

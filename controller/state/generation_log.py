@@ -1,0 +1,142 @@
+"""The newest generation as its members tell of it, and the events that follow from that."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from vescale_ray.config import RunConfig
+from vescale_ray.controller.protocol import World
+from vescale_ray.controller.state.run_log import RunLog
+from vescale_ray.controller.state.step_stats import line_of
+from vescale_ray.controller.state.worker_stats import WorkerStats
+from vescale_ray.data.loss_units import bits_per_byte
+from vescale_ray.workers.messages import Evaluated, Filled, Origin, Stepped, StepRecord, WorkerInfo
+
+
+class GenerationLog:
+    """Takes what the members tell, and records each thing once, though every member tells of it. Used from the controller's thread.
+
+    Attributes:
+        world: the generation; None before the first.
+        workers: what the members have told of themselves.
+        newest: record of its newest step.
+    """
+
+    def __init__(self, log: RunLog, config: RunConfig) -> None:
+        self._log, self._tokens_per_step = log, config.tokens_per_step
+        self.world: World | None = None
+        self.workers = WorkerStats()
+        self.newest: StepRecord | None = None
+        self._filled: dict[str, Filled] = {}
+        self._unfilled: set[str] = set()
+        self._next: tuple[str, int] | None = None
+        """Reason and size of a rescale that was asked for before the first step after another one. It begins with that step."""
+
+    def open(self, world: World, phases: Mapping[str, float], numbered_by: str) -> None:
+        """A generation is about to form; its state is that of ``world.source.step``.
+
+        Args:
+            phases: seconds that the rescale has spent on the way here.
+            numbered_by: what its ranks were numbered by (``run_stats.RunStats``).
+        """
+        self.adopt(world)
+        about = {"workers": list(world.members), "source": str(world.source.origin), "attempt": world.ticket.attempt}
+        more = {"phases": dict(phases), "numbered_by": numbered_by}
+        self._log.record("generation", generation=world.ticket.generation, step=world.source.step, **about, **more)
+
+    def adopt(self, world: World) -> None:
+        """Go on with a generation that was recorded before."""
+        self.world, self.newest, self._filled, self._next = world, None, {}, None
+        self._unfilled = set(world.members)
+        self.workers.opened(world.members)
+
+    @property
+    def all_filled(self) -> bool:
+        """Whether every member of the generation has its state."""
+        return self.world is not None and not self._unfilled
+
+    def worker_started(self, info: WorkerInfo) -> None:
+        """A worker is warm."""
+        if info.worker not in self._log.stats.workers:
+            self._log.record("worker_started", **asdict(info))
+
+    def filled(self, worker: str, item: Filled) -> None:
+        """A member has its state."""
+        world = self.world
+        if world is None or item.ticket != world.ticket:
+            return
+        news = worker not in self._filled
+        if not news and not item.phases:
+            return  # what a restarted controller infers says less than what the worker may have told
+        self._filled[worker] = item
+        self._unfilled.discard(worker)
+        if news and item.origin is Origin.MEMORY:
+            self.workers.moved(worker, item.phases.get("sync", 0.0))
+        known = self._log.stats.checkpoints.loaded_by == world.ticket.generation
+        if not (news and item.origin is Origin.CHECKPOINT and self.all_filled) or known:
+            return
+        if told := [one for one in self._filled.values() if one.phases]:
+            seconds = max(one.phases.get("sync", 0.0) for one in told)
+            about = {"bytes": sum(one.read_bytes for one in told), "generation": world.ticket.generation}
+            self._log.record("checkpoint_loaded", seconds=seconds, **about, commit=world.source.commit)
+
+    def stepped(self, worker: str, item: Stepped) -> bool:
+        """A member has done a step. Records the step, once; whether it was news.
+
+        A member reports its steps in order. If steps are missing, a controller that was killed had heard of them and could not write them.
+        """
+        record, world, stats = item.record, self.world, self._log.stats
+        if world is None or item.ticket != world.ticket:
+            return False
+        self.workers.stepped(worker, record.seconds, item.usage)
+        if record.step <= stats.step:
+            return False
+        # Training does not go on before the last of them does: in a generation's first step the others wait for it.
+        seconds = record.seconds if stats.has_stepped else record.seconds - record.alone_seconds
+        if stats.rescale is not None and stats.rescale.generation < world.ticket.generation:
+            self.end_rescale(item.ended - seconds)
+        self.newest = record
+        following, self._next = self._next, None
+        if following is not None:
+            self._start_rescale(*following, step=record.step)
+        self._log.record_step(line_of(item, seconds, self._tokens_per_step, self.workers), record)
+        return True
+
+    def evaluated(self, item: Evaluated) -> None:
+        """A held-out loss, recorded once for each step."""
+        if item.step not in self._log.stats.heldout and self.world is not None and item.ticket == self.world.ticket:
+            self._log.record("evaluation", loss=item.loss, bpb=bits_per_byte(item.loss), samples=item.samples, step=item.step)
+
+    def begin_rescale(self, reason: str, before: int) -> None:
+        """The first sign of a rescale. One under way that fails stays the same rescale: ``generation_failed`` makes that its reason."""
+        stats = self._log.stats
+        if stats.rescale is None:
+            self._start_rescale(reason, before, step=stats.step)
+        elif reason != "failure" and self.world is not None and stats.rescale.generation < self.world.ticket.generation:
+            self._next = reason, before
+
+    def _start_rescale(self, reason: str, before: int, step: int) -> None:
+        ended = self._log.stats.ended(step) if reason == "failure" else None
+        detect = time.time() - ended if ended is not None else 0.0
+        self._log.record("rescale_started", reason=reason, **{"from": before}, step=step, phases={"detect": max(0.0, detect)})
+
+    def end_rescale(self, resumed: float, target: int = 0) -> None:
+        """Training goes on since ``resumed``: the rescale is complete. If its generation has not changed, the run is over before it; then
+        ``target`` is the number of workers that it was for.
+
+        The pause counts from the moment in which the step that was gone back to had ended, so that replayed steps are part of it.
+        """
+        stats, world = self._log.stats, self.world
+        rescale = stats.rescale
+        if rescale is None or world is None:
+            return
+        if rescale.generation == world.ticket.generation:
+            self._log.record("rescale_abandoned", **{"from": rescale.before, "to": target, "error": "the run was over before it"})
+            return
+        ended = stats.ended(world.source.step)
+        about = rescale.outcome(world, self._filled.values(), max(0.0, resumed - (rescale.noticed if ended is None else ended)))
+        if about["moved_bytes"]:
+            about["numbered_by"] = stats.numbered_by
+        self._log.record("rescaled", **about)

@@ -1,0 +1,92 @@
+"""Events of a run and of its controller's lives: start, restart, states, outcome."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from vescale_ray.config import RunConfig
+from vescale_ray.controller.failures.budget import Budget, Cause, Limits
+from vescale_ray.controller.protocol import FINAL, Outcome, RunState, check_transition
+from vescale_ray.controller.state.durable_state import DurableState
+from vescale_ray.controller.state.generation_log import GenerationLog
+from vescale_ray.controller.state.publisher import Observed, Publisher
+from vescale_ray.controller.state.run_log import RunLog
+from vescale_ray.controller.worker_group.worker_news import SupervisorLost
+
+_log = logging.getLogger(__name__)
+
+
+def enter(log: RunLog, publisher: Publisher, state: RunState) -> None:
+    """The run is in another state: recorded, and written to run.json at once."""
+    log.record("state", before=str(log.stats.state), state=str(state))
+    if state in FINAL:
+        log.record("goodput", **log.stats.goodput.to_json())
+    publisher.publish()
+    publisher.write_record(now=True)
+
+
+class Lifecycle:
+    """The state of the run that its operators see (``protocol.RunState``)."""
+
+    def __init__(self, log: RunLog, publisher: Publisher) -> None:
+        self._log, self._publisher = log, publisher
+
+    @property
+    def state(self) -> RunState:
+        return self._log.stats.state
+
+    def enter(self, state: RunState) -> None:
+        """Move the run to another state.
+
+        Raises:
+            ValueError: it may not follow the present one: a bug of the controller.
+        """
+        if state is not self.state:
+            enter(self._log, self._publisher, check_transition(self.state, state))
+
+
+def budget_of(config: RunConfig, state: DurableState, step: int) -> Budget:
+    """Return the rest of the run's failure budget. The end of the earlier controller counts as a failure.
+
+    ``step`` is the last completed step. The state may be older, because a step alone does not write it.
+    """
+    used = {Cause(cause): count for cause, count in state.failures.items()}
+    streaks = (state.crashes, state.node_losses, state.controller_restarts)
+    budget = Budget(Limits.of(config.elastic), *streaks, used, state.highest_step).progressed(step)
+    return budget.failed([Cause.CONTROLLER], []) if state.epoch > 1 else budget
+
+
+def take_up(log: RunLog, config: RunConfig, state: DurableState, pid: int) -> Observed:
+    """Bring the statistics to where an earlier life of the controller has left them; what is to be shown of the run.
+
+    Raises:
+        OSError: the run's folder can't be read; it can be tried again.
+    """
+    log.replay()
+    begin(log, config, state, pid)
+    launched, stats = state.generation, log.stats
+    if launched is not None and launched.number != stats.generation:
+        # The controller was killed between its durable state and this event.
+        GenerationLog(log, config).open(launched.world(), {}, stats.numbered_by)
+    shown = RunState.PENDING if launched is None else RunState.RESCALING
+    log.record("controller_restarted", epoch=state.epoch, state=str(shown), trained=stats.has_stepped)
+    return Observed(state.target, budget_of(config, state, 0 if launched is None else stats.step))
+
+
+def begin(log: RunLog, config: RunConfig, state: DurableState, pid: int) -> None:
+    """Record that this start of the run has begun, if no life of the controller has done so."""
+    if not log.stats.begun:
+        log.record("run_started", run_id=log.run_id, workers=state.target, steps=config.train.steps, pid=pid)
+
+
+def outcome_of(conduct: Callable[[], Outcome], log: RunLog, publisher: Publisher) -> Outcome:
+    """The outcome of ``conduct``; whatever it raises is a failed run with one line, and the traceback in the log."""
+    try:
+        return conduct()
+    except Exception as error:
+        _log.exception("the run failed")
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        log.record("run_failed", error=text)
+        enter(log, publisher, RunState.FAILED)
+        return Outcome("FAILED", log.stats.step, text, log.stats.checkpoints.path, orphaned=isinstance(error, SupervisorLost))

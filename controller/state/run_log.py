@@ -1,0 +1,96 @@
+"""The recorder of a run: stamps what happens, applies it to the statistics, and has it written to the run's folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from heapq import merge
+from typing import Any
+
+from vescale_ray.controller.protocol import StateSource
+from vescale_ray.controller.state.checkpoint_stats import CheckpointStats
+from vescale_ray.controller.state.goodput import Goodput
+from vescale_ray.controller.state.journal import Journal
+from vescale_ray.controller.state.run_stats import Line, RunStats
+from vescale_ray.controller.state.step_stats import EACH, LEAST, SO_FAR, StepStats
+from vescale_ray.runfolder import RunFolder, plain
+from vescale_ray.workers.messages import Origin, StepRecord
+
+
+class RunLog:
+    """Used from the controller's thread. Each line carries a sequence number (``seq``), by which a replay brings the two files in order.
+
+    Args:
+        run_id: this start of the run; earlier starts have lines in the same files.
+        last_step: steps of the whole run.
+        source: what this start begins from.
+        steps_before: steps that an earlier start had completed.
+
+    Attributes:
+        stats: statistics of all lines; :meth:`replay` puts others in their place.
+        journal: writes the lines, run.json, and warnings.
+    """
+
+    def __init__(self, folder: RunFolder, run_id: str, last_step: int, source: StateSource, steps_before: int = 0) -> None:
+        self.folder, self.run_id = folder, run_id
+        self._last_step, self._source, self._before, self._now = last_step, source, steps_before, time.time()
+        self.stats = self._fresh()
+        self.journal = Journal(folder, self._applied)
+        self._sampled: tuple[int, int] | None = None
+        """Generation and index of the newest step whose samples were written."""
+        self._told_until = 0.0
+
+    def _fresh(self) -> RunStats:
+        begins = self._source if self._source.origin is Origin.CHECKPOINT else None
+        checkpoints = CheckpointStats(begins.step, begins.path) if begins is not None else CheckpointStats()
+        return RunStats(self._last_step, self._now, Goodput.beginning(self._now), StepStats(self._before), checkpoints)
+
+    def record(self, name: str, **about: Any) -> None:
+        """Record an event, with the generation and step that it belongs to."""
+        self.journal.event(name, about)
+
+    def _applied(self, name: str, about: Mapping[str, Any]) -> Line:
+        stats = self.stats
+        stamp = {"time": time.time(), "event": name, "generation": stats.generation, "step": stats.step}
+        event: Line = plain({**stamp, **about, **self._follows()})
+        stats.apply(event)
+        return event
+
+    def _follows(self) -> dict[str, Any]:
+        """The sequence fields of the next line: its number, and the time published as lost since the line before."""
+        late = {"lost_until": self._told_until} if self._told_until > self.stats.goodput.until else {}
+        return {**late, "seq": self.stats.sequence + 1}
+
+    def record_step(self, line: Mapping[str, Any], record: StepRecord) -> None:
+        """Record the line of a completed step, and the samples that it has consumed."""
+        stats = self.stats
+        if self._sampled != (record.generation, record.index):
+            self.journal.samples(record.index, record.generation, record.ids)
+        made: dict[str, Any] = plain({**line, "run_id": self.run_id, **self._follows()})
+        stats.apply(made)
+        if stats.steps.executed % EACH == 0:
+            made[SO_FAR] = stats.totals()  # with this line, so that a replay which begins here comes to the same
+        self.journal.metrics(made)
+
+    def tell_goodput(self, now: float) -> Goodput:
+        """The accounts until ``now`` for others to read. No account falls afterwards: time that was told as lost stays lost."""
+        accounts = self.stats.goodput_at(max(now, self._told_until))
+        self._told_until = max(self._told_until, accounts.until)
+        return accounts
+
+    def replay(self) -> None:
+        """Reduce the lines that earlier lives of the controller have written. Reads the metrics from the newest usable totals on.
+
+        Raises:
+            OSError: the folder can't be read. Nothing has changed, and it can be tried again.
+        """
+        stats, events = self._fresh(), self.folder.read_events()
+        starts = [i for i, e in enumerate(events) if e["event"] == "run_started" and e.get("run_id") == self.run_id]
+        offset = self.folder.marked_metrics(SO_FAR, LEAST)
+        steps = (line for line in self.folder.each_metrics(offset) if line.get("run_id") == self.run_id)
+        for line in merge(events[starts[-1] :] if starts else [], steps, key=lambda line: int(line.get("seq") or 0)):
+            stats.apply(line)
+        last = self.folder.last_samples()
+        # The metrics of that step may not have been written: the workers tell of it again.
+        self._sampled = (int(last["generation"]), int(last["step"])) if last else None
+        self.stats, self._told_until = stats, 0.0

@@ -1,0 +1,224 @@
+"""Statistics of a run, reduced from the lines of events.jsonl and metrics.jsonl.
+
+The reducer runs live, and again when a restarted controller replays the lines. It therefore reads nothing but the lines: no clock, no
+file, no worker. What the lines don't tell (heartbeats, memory, spares) is passed to the snapshot by ``publisher.Observed``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from vescale_ray.controller.protocol import FINAL, RunState
+from vescale_ray.controller.state.checkpoint_stats import CheckpointStats
+from vescale_ray.controller.state.goodput import Goodput, Loss
+from vescale_ray.controller.state.rescales import Rescale, RescaleStats
+from vescale_ray.controller.state.step_stats import SO_FAR, StepStats
+from vescale_ray.workers.messages import WorkerInfo
+
+Line = Mapping[str, Any]
+"""An event or the metrics of a step, as the run's folder holds it."""
+_RESTING = (RunState.CHECKPOINTING, RunState.STOPPING, RunState.DONE, RunState.FAILED)
+
+
+@dataclass
+class RunStats:
+    """Statistics of one start of a run. :meth:`apply` is the only way in which they change; ``on_NAME`` takes an event of that name.
+
+    Attributes:
+        last_step: steps of the whole run.
+        started: when this start of the run began, in seconds since the epoch; ``begun``: whether ``run_started`` was seen.
+        goodput: where the time went.
+        steps: executed steps; its ``before`` counts the steps that an earlier start of the run had completed.
+        checkpoints: checkpoints of this start; its newest is at first the checkpoint that the run began from.
+        state: state of the run.
+        generation, members: number of the newest generation, and its workers in rank order.
+        numbered_by: what the ranks of the newest generation were numbered by: ``layouts`` or ``equal intervals``.
+        step: completed steps; a rollback lowers it.
+        rescale: the rescale under way, None if there is none; ``rescales``: those that were completed.
+        waiting: whether the run waits for workers or for storage.
+        heldout: held-out loss by step; None where it was not finite.
+        workers: every worker that was ever warm, by name.
+        stragglers: workers that are slow now: ``rank``, ``factor``, ``since_step``, ``node``.
+        spread: generation in which slots were last spread anew, and the slots of each rank.
+        failures: lost workers by kind; ``lost``: lost workers that had been warm.
+        error: why the run has failed.
+        sequence: sequence number of the newest line.
+    """
+
+    last_step: int
+    started: float
+    goodput: Goodput
+    steps: StepStats = field(default_factory=StepStats)
+    checkpoints: CheckpointStats = field(default_factory=CheckpointStats)
+    begun: bool = False
+    state: RunState = RunState.PENDING
+    generation: int = 0
+    members: tuple[str, ...] = ()
+    numbered_by: str = "layouts"
+    step: int = 0
+    rescale: Rescale | None = None
+    rescales: RescaleStats = field(default_factory=RescaleStats)
+    waiting: bool = False
+    heldout: dict[int, float | None] = field(default_factory=dict)
+    workers: dict[str, WorkerInfo] = field(default_factory=dict)
+    stragglers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    spread: tuple[int, tuple[int, ...]] = (0, ())
+    failures: dict[str, int] = field(default_factory=dict)
+    lost: int = 0
+    error: str | None = None
+    sequence: int = 0
+
+    def apply(self, line: Line) -> None:
+        """Count one line; a line without ``event`` is the metrics of a step."""
+        if line.get("lost_until") is not None:
+            self.goodput.advance(float(line["lost_until"]))  # it was published as lost until then, and stays so
+        name = line.get("event")
+        for part in (self, self.checkpoints, self.rescales):
+            handle = getattr(part, "on_step" if name is None else f"on_{name}", None)
+            if handle is not None:
+                handle(line)
+        self.sequence = max(self.sequence, int(line.get("seq") or 0))
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the newest generation has completed a step."""
+        return self.generation > 0 and self.steps.last.get("generation") == self.generation
+
+    def ended(self, step: int) -> float | None:
+        """When ``step`` steps were complete: known of recent steps and of checkpoints."""
+        found = self.steps.ended(step)
+        return self.checkpoints.ended.get(step) if found is None else found
+
+    def metrics_of(self, step: int) -> dict[str, float]:
+        """Metrics of the state after ``step`` steps, for its checkpoint: ``loss``, and ``heldout_loss`` of the newest evaluation that is
+        not later. Values that are not finite are left out."""
+        evaluated = max((one for one in self.heldout if one <= step), default=None)
+        found = {"loss": self.steps.loss(step), "heldout_loss": None if evaluated is None else self.heldout[evaluated]}
+        return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+
+    def goodput_at(self, now: float) -> Goodput:
+        """The accounts of the time until ``now``, as far as it is known that nobody trains."""
+        accounts = replace(self.goodput, lost=dict(self.goodput.lost))
+        # A generation that has stepped is in a step until the next one forms. In one that has not, the state RUNNING says that its members
+        # have their state.
+        forms = not self.has_stepped and self.state is not RunState.RUNNING
+        if self.waiting or forms or self.state in _RESTING:
+            accounts.advance(now)
+        return accounts
+
+    def totals(self) -> dict[str, Any]:
+        """The totals of the metric lines so far. A replay may begin at a line that holds them as :data:`~.step_stats.SO_FAR`."""
+        return {**self.steps.so_far(), "goodput": self.goodput.to_json()}
+
+    def on_step(self, line: Line) -> None:
+        if not self._resume(line):
+            between = {str(cause): float(seconds) for cause, seconds in (line.get("between_seconds") or {}).items()}
+            again = self.steps.count(line)
+            self.goodput.step(float(line["time"]), float(line.get("step_seconds") or 0.0), again=again, between=between)
+            if self.rescale is not None:
+                self.goodput.open(self._change)
+        self.step = int(line["step"])
+
+    def _resume(self, line: Line) -> bool:
+        """Take the totals that a line carries, if it carries any that can be understood."""
+        try:
+            goodput = Goodput.from_json(line[SO_FAR]["goodput"])
+            self.steps.resume(line)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return False  # another version wrote it, or it is damaged: count from here on
+        self.goodput = goodput
+        return True
+
+    def on_run_started(self, event: Line) -> None:
+        self.begun, self.started = True, float(event["time"])
+        self.goodput = Goodput.beginning(self.started)
+
+    def on_controller_restarted(self, event: Line) -> None:
+        self.state = RunState(event["state"])
+        if event["trained"]:
+            # Workers that train on may not have heard of the rescale: the controller asks again.
+            self.rescale = None
+
+    def on_state(self, event: Line) -> None:
+        before, self.state = self.state, RunState(event["state"])
+        self.waiting = self.waiting and self.state not in _RESTING
+        trains = self.goodput.cause is None
+        if self.state is RunState.CHECKPOINTING or (self.state is RunState.STOPPING and not trains):
+            self.goodput.open(Loss.CHECKPOINT)
+        elif self.state in FINAL:
+            if before is RunState.STOPPING and trains:
+                self.goodput.open(Loss.CHECKPOINT)  # a stopped run makes a checkpoint after its last step
+            self.goodput.turn(Loss.SHUTDOWN, float(event["time"]))
+
+    def on_run_failed(self, event: Line) -> None:
+        self.error = str(event["error"])
+
+    def on_waiting(self, event: Line) -> None:
+        if self.goodput.cause is None:
+            self.goodput.open(self._change)
+        self.waiting = bool(event["waiting"])
+        self.goodput.turn(Loss.WAITING if self.waiting else self._change, float(event["time"]))
+
+    def on_evaluation(self, event: Line) -> None:
+        step, loss = int(event["step"]), event.get("loss")
+        self.heldout[step] = None if loss is None else float(loss)
+        if step >= self.last_step and self.goodput.cause is None:
+            # No step comes after it whose line would tell what the time before it went into.
+            self.goodput.open(Loss.EVALUATION)
+            self.goodput.turn(Loss.CHECKPOINT, float(event["time"]))
+
+    def on_generation(self, event: Line) -> None:
+        if self.rescale is not None:
+            rescale = self.rescale.spent(event.get("phases") or {})
+            self.rescale = replace(rescale, step=max(rescale.step, self.step))
+        if self.goodput.cause is None and self.rescale is not None:
+            self.goodput.open(self._change)  # workers that form a generation are in no step
+        elif self.waiting:
+            self.goodput.turn(self._change, float(event["time"]))
+        self.waiting = False
+        self.generation, self.step = int(event["generation"]), int(event["step"])
+        self.members = tuple(event["workers"])
+        self.numbered_by = str(event.get("numbered_by") or self.numbered_by)
+
+    def on_generation_failed(self, event: Line) -> None:
+        if self.rescale is not None and self.state is not RunState.STOPPING:
+            self.rescale = replace(self.rescale, reason="failure")
+            self.goodput.open(Loss.FAILURE)
+
+    def on_rescale_started(self, event: Line) -> None:
+        self.rescale = Rescale.of(event)
+        if self.rescale.reason == "failure":
+            self.goodput.open(Loss.FAILURE)
+
+    def on_rescaled(self, event: Line) -> None:
+        self.rescale = None
+
+    def on_rescale_abandoned(self, event: Line) -> None:
+        if self.rescale is not None and self.rescale.generation == event["generation"]:
+            self.rescale = None
+
+    def on_worker_started(self, event: Line) -> None:
+        about = {one.name: event[one.name] for one in fields(WorkerInfo) if one.name in event}
+        self.workers[str(event["worker"])] = WorkerInfo(**about)
+
+    def on_worker_lost(self, event: Line) -> None:
+        kind = str(event.get("kind"))
+        self.failures[kind] = self.failures.get(kind, 0) + 1
+        self.lost += event.get("pid") is not None
+
+    def on_straggler(self, event: Line) -> None:
+        self.stragglers[str(event["worker"])] = {key: event[key] for key in ("rank", "factor", "since_step", "node")}
+
+    def on_straggler_over(self, event: Line) -> None:
+        self.stragglers.pop(str(event["worker"]), None)
+
+    def on_slots_spread(self, event: Line) -> None:
+        self.spread = (int(event["generation"]), tuple(event["slots"].values()))
+
+    @property
+    def _change(self) -> Loss:
+        """The cause to which time between two generations is lost."""
+        return Loss.FAILURE if self.rescale is None or self.rescale.reason == "failure" else Loss.RESCALE

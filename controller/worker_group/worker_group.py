@@ -1,0 +1,522 @@
+"""The workers as the controller sees them: who is warm, what each last reported, who died. Mechanism only; nothing is decided here.
+
+Three calls go to each worker. A *lifeline* that never returns: it fails within milliseconds of the process' death. One *poll* at a
+time, which the worker answers when something has happened, or after ``POLL_WAIT_S``. And orders, which only leave a note
+there. No call is waited for without a bound, so that a stopped worker can't stop the controller; how long a worker
+has not answered is known (:meth:`WorkerGroup.silent`).
+
+Used from the controller's thread alone.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from vescale_ray.controller.failures.budget import Cause
+from vescale_ray.controller.protocol import Dismissal, Places
+from vescale_ray.controller.worker_group.clocks import AwakeClock
+from vescale_ray.controller.worker_group.member import Member
+from vescale_ray.controller.worker_group.ray_answers import NODE_LOST, Reaching, death_of, has_answered, one_line
+from vescale_ray.controller.worker_group.worker_news import Heard, Lost, News, Ready, SupervisorLost, Told
+from vescale_ray.workers.messages import Order, Ticket, WorkerInfo, WorkerReport
+from vescale_ray.workers.network.reachability import AT_ONCE
+
+POLL_WAIT_S = 0.5
+"""A worker with nothing to tell answers after this long."""
+POLL_GAP_S = 0.05
+"""Between two polls of a worker: a fast step must not make the controller busy (20 polls a second at most)."""
+HELLO_WAIT_S = 5.0
+WISH_GAP_S = 0.5
+"""Between two questions of what the placement groups have got."""
+SILENT_S = 1.0
+"""On a node that does not answer, a worker that has owed an answer for so long is taken to be lost with it."""
+HIRE_S = 2.0
+"""A worker's hiring is waited for so long: it takes milliseconds where Ray's control store answers."""
+SLOW_S, SLOWER, SLOWEST_S = 0.1, 10, 5.0
+"""Where others on its machine are later than this with an answer (hundredths of that are usual), a worker is given so many times as long,
+up to the last: its answer passes through as many hands."""
+LOOK_AGAIN_S = 2.0
+LOOKS = 8
+"""Most nodes that are asked for it: where more are silent it is no machine that is slow."""
+LATE_HALF_S = 3.0
+"""How late somebody was counts for half after so long."""
+ORDER_S = 5.0
+"""A worker that has not taken its order after so long is ended: it was free, and takes one within milliseconds."""
+ASK_S = 0.2
+"""The others go on while a worker is asked for something: whoever watches them for hangs must not be away for long (``clocks.GAP_S``)."""
+REACHABILITY_S = 1.0
+"""More than they try for, until workers have answered whom they reach."""
+DEATH_S = 1.0
+"""A worker that was killed counts as dead after this long, whether Ray has said so or not."""
+GONE_S = 3.0
+"""One whose process was found to have ended: Ray may yet say that its node was lost, which is no failure of the worker's."""
+
+UNTOLD = frozenset({"unknown"})
+"""What a worker avoids that an earlier controller has hired: no node of that name is ever avoided, so that it is hemmed while it has no
+place (:meth:`WorkerGroup.hemmed`)."""
+
+
+class WorkerGroup:
+    """The run's workers, by id, in the order in which they were hired.
+
+    Args:
+        supervisor: the actor that makes and ends them.
+        call_s: bound of a call that only leaves a note.
+        epoch: number of this controller's life: a worker's lifeline is held by the newest alone.
+
+    Attributes:
+        clock: tells how long others have said nothing. While this process stood still itself nobody was silent.
+    """
+
+    def __init__(self, supervisor: Any, call_s: float, epoch: int) -> None:
+        self._supervisor = supervisor
+        self._call_s = call_s
+        self._epoch = epoch
+        self.clock = AwakeClock()
+        self.members: dict[str, Member] = {}
+        self.places = Places()
+        """What the placement groups had got when :meth:`wish` last heard of it."""
+        self._wishing: Any = None
+        self._wished = 0.0
+        self._hirings: dict[Any, frozenset[str]] = {}
+        """Each with the nodes to avoid."""
+        self._unhired: list[str] = []
+        """Why those that could not even be hired were not."""
+
+    # ------------------------------------------------------------------------------------------------------ who is there
+
+    def hire(self, avoid: Collection[str] = ()) -> None:
+        """Start a worker; it is ``Ready`` some time later. Places that wait for one are not taken on the nodes to ``avoid``.
+
+        Where Ray's control store does not answer soon the worker is one of :attr:`hiring` until it does.
+        """
+        self._hirings[self._supervisor.hire.remote(tuple(avoid), self._epoch)] = frozenset(avoid)
+        # Where one before it still waits, so does this one: not that again.
+        self._enlist(HIRE_S if len(self._hirings) == 1 else 0.0)
+
+    @property
+    def hiring(self) -> int:
+        """Workers that were hired and are not there yet, not even as ``warming``."""
+        return len(self._hirings)
+
+    def _enlist(self, wait_s: float) -> None:
+        """Take in those whose hiring is done."""
+        if self._hirings:
+            done, _ = ray.wait(list(self._hirings), num_returns=len(self._hirings), timeout=wait_s)
+            for ref in done:
+                avoid = self._hirings.pop(ref)
+                try:
+                    worker, handle = self._answer(ref, self._call_s)
+                except RayTaskError as error:  # a control store that has just come back, for example
+                    self._unhired.append(one_line(error.cause if getattr(error, "cause", None) is not None else error))
+                else:
+                    self._enroll(worker, handle)
+                    self.members[worker].avoid = avoid
+
+    def hemmed(self, avoided: Collection[str]) -> list[str]:
+        """Workers that are not warm yet and can't come up on a node that is not among those to avoid any more."""
+        return [w for w in self.warming() if self.members[w].avoid.difference(avoided)]
+
+    def adopt(self, known: Mapping[str, WorkerInfo]) -> None:
+        """Take over the workers that an earlier controller had hired; ``known``: those that were warm then. One of them may be
+        stopped by now, and would never say so itself."""
+        for worker, handle in self._ask_supervisor("roster", self._epoch).items():
+            self._enroll(worker, handle, known.get(worker))
+            if worker not in known:
+                self.members[worker].avoid = UNTOLD
+
+    def store(self) -> tuple[str, int]:
+        """Host and port of a store for one generation."""
+        host, port = self._ask_supervisor("store", timeout_s=60.0)  # it imports torch
+        return str(host), int(port)
+
+    def prepare_store(self) -> None:
+        """Have the supervisor import torch now, while the workers do."""
+        self._supervisor.store.remote()
+
+    def dismiss(self, worker: str) -> None:
+        """Let a worker go: it is ended, and no news of it comes any more. Not waited for: its node may not answer."""
+        member = self.members.pop(worker, None)
+        if member is not None:
+            self._supervisor.dismiss.remote(worker, member.info)
+
+    def kill(self, reasons: Mapping[str, str], cause: Cause = Cause.HANG) -> None:
+        """End workers that are not as they should be; the news of the loss of each will give its reason, and this cause. All at once: the
+        supervisor waits a moment for each node that does not answer."""
+        asked: dict[str, Any] = {}
+        for worker in self._node_by_node(reasons):
+            member = self.members[worker]
+            if member.verdict is None:
+                member.verdict, member.sentenced, member.cause = reasons[worker], time.monotonic(), cause
+                asked[worker] = self._supervisor.dismiss.remote(worker, member.info)
+        for worker, ref in asked.items():
+            member, done = self.members[worker], self._answer(ref, self._call_s)
+            if done is Dismissal.GONE:
+                member.gone = True
+            elif done is Dismissal.UNKNOWN:
+                assert member.info is not None
+                self._leave_node(member.info.node, worker, reasons[worker])
+
+    def _node_by_node(self, workers: Iterable[str]) -> list[str]:
+        """One worker of each node first, then another of each: of a node that does not answer the supervisor learns by the first call, for
+        a second, and has few threads. In the order in which they were hired the losses of many nodes of eight were waited for one after
+        the other."""
+        turns: Counter[str] = Counter()
+        turn: dict[str, int] = {}
+        for worker in workers:
+            info = self.members[worker].info
+            node = info.node if info is not None else worker
+            turn[worker] = turns[node]
+            turns[node] += 1
+        return sorted(turn, key=turn.__getitem__)
+
+    def _leave_node(self, node: str, worker: str, reason: str) -> None:
+        """``worker`` could not be ended, since its node does not answer: whoever is there and says nothing either is lost with it, or the
+        next generation would wait for them. Ray says so many seconds later: they are buried now.
+
+        Of silence it is enough here that they have not answered for long by any clock, though the node was just asked and waited for: an
+        answer that has come meanwhile is looked for."""
+        quiet = time.monotonic() - SILENT_S - POLL_WAIT_S
+        for other, member in self.members.items():
+            there = member.info is not None and member.info.node == node
+            if other == worker or (there and member.heard < quiet and not has_answered(member.poll)):
+                if member.verdict is None:
+                    self._supervisor.dismiss.remote(other, None)
+                member.verdict = f"{reason}; its node does not answer" if other == worker else "its node does not answer"
+                member.cause, member.gone, member.sentenced = Cause.NODE, False, time.monotonic() - GONE_S - 1.0
+
+    def signal(self, worker: str, number: int) -> bool:
+        """Send a signal to a worker's process, as anyone on its machine could."""
+        info = self.members[worker].info
+        return info is not None and bool(self._ask_supervisor("signal", info, number))
+
+    def stacks(self, workers: Iterable[str], wait_s: float) -> dict[str, str]:
+        """The Python stacks of workers: from themselves, or from their nodes' agents where they don't answer within ``wait_s``, or have
+        owed an answer for long."""
+        there = [w for w in workers if w in self.members]
+        silent = self.silent(wait_s)
+        asked = {w: self.members[w].handle.stacks.remote() for w in there if w not in silent}
+        done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=wait_s) if asked else ([], [])
+        infos = {w: self.members[w].info for w in there if asked.get(w) not in done}
+        # All at once: each may be on a machine that answers nothing.
+        refs = {w: self._supervisor.stacks.remote(info, wait_s) for w in self._node_by_node(infos) if (info := infos[w]) is not None}
+        refs |= {w: ref for w, ref in asked.items() if ref in done}
+        # One bound for all of them: a recovery waits for this.
+        there_now = set(ray.wait(list(refs.values()), num_returns=len(refs), timeout=self._call_s)[0]) if refs else set()
+        found: dict[str, str] = {}
+        for worker, ref in refs.items():
+            if ref not in there_now:
+                found[worker] = f"(no answer within {self._call_s:g} s)"
+                continue
+            try:
+                found[worker] = str(ray.get(ref))
+            except RayError as error:
+                found[worker] = f"({one_line(error)})"
+        return found
+
+    def wish(self, count: int, avoid: Collection[str] = ()) -> None:
+        """Have ``count`` places wait for workers that are not hired yet, and hear what all places have come to: soon, nothing is waited
+        for here. Call it again and again."""
+        if self._wishing is not None:
+            done, _ = ray.wait([self._wishing], timeout=0)
+            if not done:
+                return
+            self._wishing = None
+            try:
+                self.places = ray.get(done[0])
+            except RayError:
+                pass  # the next question to the supervisor that counts will tell
+        if time.monotonic() - self._wished >= WISH_GAP_S:
+            self._wished = time.monotonic()
+            self._wishing = self._supervisor.wish.remote(count, tuple(avoid))
+
+    def unwish(self) -> None:
+        """Take back all places that wait for workers."""
+        self._supervisor.wish.remote(0, ())
+
+    def alive(self, worker: str) -> bool:
+        return worker in self.members
+
+    def doomed(self, worker: str) -> bool:
+        """Whether it was ended, or is gone."""
+        member = self.members.get(worker)
+        return member is None or member.verdict is not None
+
+    def ready(self) -> tuple[str, ...]:
+        """The warm ones."""
+        return tuple(w for w, member in self.members.items() if member.info is not None and member.verdict is None)
+
+    def warming(self) -> tuple[str, ...]:
+        return tuple(w for w, member in self.members.items() if member.info is None and member.verdict is None)
+
+    def report(self, worker: str) -> WorkerReport | None:
+        member = self.members.get(worker)
+        return member.report if member else None
+
+    def stale(self, worker: str) -> bool:
+        """Whether its last report may be of before its last order: then it does not tell what the worker does now."""
+        member = self.members.get(worker)
+        return member is not None and member.told <= member.ordered
+
+    def info(self, worker: str) -> WorkerInfo | None:
+        member = self.members.get(worker)
+        return member.info if member else None
+
+    def age(self, worker: str) -> float:
+        """Seconds since it was hired."""
+        return time.monotonic() - self.members[worker].hired
+
+    def silent(self, seconds: float) -> frozenset[str]:
+        """Warm workers that have owed an answer for longer than that, without the time of which :meth:`starved` is known."""
+        limit = self.clock() - seconds - POLL_WAIT_S
+        return frozenset(w for w, m in self.members.items() if m.owes and m.owes_since + m.starved_s < limit and m.verdict is None)
+
+    def given(self, worker: str) -> float:
+        """Seconds for which its silence was excused, as :meth:`starved` tells."""
+        member = self.members.get(worker)
+        return member.starved_s if member else 0.0
+
+    def starved(self, workers: Collection[str]) -> dict[str, float]:
+        """Those of ``workers`` that owe an answer, and perhaps could not give it since their machine has far too much to do; each with the
+        seconds by which this has become more since its last report, or since this was last asked. Ask before you end one.
+
+        It is the time for which its training thread got no processor; and, for the threads that answer, a multiple of how late others on
+        that machine are, its other workers and whoever tells this.
+        """
+        asked: dict[str, dict[str, WorkerInfo]] = {}
+        for worker in workers:
+            member = self.members.get(worker)
+            if member is not None and member.owes and member.info is not None and member.report is not None:
+                asked.setdefault(member.info.node, {})[worker] = member.info
+        began = time.monotonic()
+        nodes = asked if len(asked) <= LOOKS else {}
+        owed = {self._supervisor.starved.remote(node, list(nodes[node].values())): node for node in nodes}
+        found: dict[str, float] = {}
+        while owed:
+            there, _ = ray.wait(list(owed), num_returns=1, timeout=max(0.0, began + self._call_s - time.monotonic()))
+            if not there:
+                break
+            took, node = time.monotonic() - began, owed.pop(there[0])
+            told = self._answer(there[0], self._call_s)
+            for worker, seconds in zip(asked[node], told or (), strict=False):
+                member = self.members[worker]
+                late = max(took, self._late(node, workers))
+                slow = seconds - member.report.starved_s if seconds and member.report is not None else 0.0
+                slow = max(slow, min(SLOWER * late, SLOWEST_S) if late > SLOW_S else 0.0)
+                if slow > member.starved_s:
+                    found[worker], member.starved_s = slow - member.starved_s, slow
+        return found
+
+    def _late(self, node: str, but: Collection[str]) -> float:
+        """How late workers of a node were of late with their answers, in seconds; without those in ``but``."""
+        now = time.monotonic()
+        others = [m for w, m in self.members.items() if w not in but and m.info is not None and m.info.node == node]
+        return max((m.late_s * 0.5 ** ((now - m.heard) / LATE_HALF_S) for m in others), default=0.0)
+
+    # ------------------------------------------------------------------------------------------------------------ orders
+
+    def order(self, orders: Mapping[str, Order]) -> dict[str, str]:
+        """Give each worker its order, all at once; those that did not take theirs, with the reason."""
+        refs = {w: self.members[w].handle.give_order.remote(order) for w, order in orders.items() if w in self.members}
+        refused = self._tell(refs, min(ORDER_S, self._call_s))
+        for worker in orders.keys() & self.members.keys():
+            self.members[worker].ordered = time.monotonic()
+        return refused
+
+    def ask(self, workers: Sequence[str], ticket: Ticket, flags: int) -> bool:
+        """Have one of ``workers`` carry ``flags`` into the next step, where all ranks see them; False if it could not be.
+
+        Two are tried, for :data:`ASK_S` each, first those that owe no answer: one that has just been stopped would say nothing.
+        """
+        silent = self.silent(0.0)
+        for worker in sorted((w for w in workers if w in self.members), key=lambda w: w in silent)[:2]:
+            if not self._tell({worker: self.members[worker].handle.ask.remote(ticket, flags)}, ASK_S):
+                return True
+        return False
+
+    def ask_outline(self, workers: Iterable[str]) -> None:
+        """Have the first of ``workers`` that answers at all tell what the layouts follow from, unless one is just asked.
+
+        Who does not know it is left out for a while.
+        """
+        if self.asking_outline:
+            return
+        there = (m for w in workers if (m := self.members.get(w)) is not None and m.report is not None and m.verdict is None)
+        member = next((m for m in there if m.outline_next <= time.monotonic()), None)
+        if member is not None:
+            member.outline = member.handle.outlined.remote()
+
+    @property
+    def asking_outline(self) -> bool:
+        """Whether a worker owes an answer to :meth:`ask_outline`."""
+        return any(member.outline is not None for member in self.members.values())
+
+    def ask_reachability(self, asked: Mapping[str, Collection[str]], wait_s: float) -> Reaching:
+        """Have each of these workers try whether it reaches those others, for ``wait_s`` seconds."""
+        addresses = {w: m.info.address for w, m in self.members.items() if m.info is not None and m.info.address}
+        refs: dict[Any, str] = {}
+        longest = 1
+        for worker, others in asked.items():
+            known = {other: addresses[other] for other in others if other in addresses}
+            if worker in self.members and known:
+                refs[self.members[worker].handle.unreached.remote(known, wait_s)] = worker
+                longest = max(longest, math.ceil(len(known) / AT_ONCE))
+        return Reaching(refs, time.monotonic() + longest * wait_s + REACHABILITY_S)
+
+    def fence(self, workers: Iterable[str], ticket: Ticket) -> None:
+        """Close a generation. Not waited for: a worker that does not hear of it is killed later anyway."""
+        for worker in workers:
+            if worker in self.members:
+                self.members[worker].handle.fence.remote(ticket)
+
+    def _tell(self, refs: dict[str, Any], bound_s: float) -> dict[str, str]:
+        if not refs:
+            return {}
+        done, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=bound_s)
+        failed: dict[str, str] = {}
+        for worker, ref in refs.items():
+            if ref not in done:
+                failed[worker] = f"took no order within {bound_s:g} s"
+                continue
+            try:
+                ray.get(ref)
+            except RayTaskError as error:
+                failed[worker] = one_line(error.cause if getattr(error, "cause", None) is not None else error)
+            except RayError as error:
+                failed[worker] = one_line(error)
+        return failed
+
+    # -------------------------------------------------------------------------------------------------------------- news
+
+    def pump(self, timeout_s: float) -> list[News]:
+        """What has happened, after at most ``timeout_s`` seconds; at once if something did."""
+        self._enlist(0.0)
+        if self._unhired:
+            unhired, self._unhired = self._unhired, []
+            return [Lost("nobody", None, f"it could not be hired: {why}") for why in unhired]
+        now = time.monotonic()
+        self.clock()
+        wake = now + timeout_s
+        # Ray learns late of the death of a process on a node that is gone; we need not wait for it.
+        overdue = [m for m in self.members.values() if m.verdict is not None and now - m.sentenced > (GONE_S if m.gone else DEATH_S)]
+        if overdue:
+            return [news for member in overdue for news in self._bury(member, "its process died", Cause.KILLED)]
+        for member in self.members.values():
+            if member.info is not None and member.poll is None and member.verdict is None:
+                if member.next_poll <= now:
+                    known = (member.report.phase, member.report.ticket) if member.report else None
+                    member.poll = member.handle.poll.remote(member.seen, known, POLL_WAIT_S)
+                    member.poll_sent = now
+                    if not member.owes:
+                        member.owes, member.owes_since = True, self.clock()
+                else:
+                    wake = min(wake, member.next_poll)
+        owner = {ref: member for member in self.members.values() for ref in member.pending()}
+        if not owner:
+            time.sleep(max(0.0, min(wake - now, timeout_s)))
+            return []
+        refs = list(owner)
+        ready, _ = ray.wait(refs, num_returns=1, timeout=max(0.0, wake - now))
+        if not ready:
+            return []
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+        news: list[News] = []
+        for ref in ready:
+            member = owner[ref]
+            if member.worker in self.members:  # else: just found dead by another of its calls
+                news += self._receive(member, ref)
+        if any(isinstance(one, Lost) for one in news):
+            self._ask_supervisor("kept")  # whatever it answers: had it been lost, all workers would be
+        return news
+
+    def _receive(self, member: Member, ref: Any) -> list[News]:
+        try:
+            value = ray.get(ref)
+        except ActorUnavailableError:
+            # A hiccup of the network, not a death: ask again. Silence has its own bound.
+            self._renew(member, ref)
+            return []
+        except RayTaskError as error:
+            cause = error.cause if getattr(error, "cause", None) is not None else error
+            return self._bury(member, one_line(cause), Cause.ERROR)
+        except RayActorError as error:
+            reason = death_of(error)
+            gone = reason == NODE_LOST or getattr(error, "preempted", False)
+            return self._bury(member, reason, Cause.NODE if gone else Cause.KILLED)
+        except RayError as error:
+            return self._bury(member, one_line(error), Cause.KILLED)
+        now = time.monotonic()
+        if ref == member.hello:
+            if value is None:
+                member.hello = member.handle.hello.remote(HELLO_WAIT_S)
+                return []
+            member.hello, member.info, member.heard = None, value, now
+            self._supervisor.station.remote(member.worker, value.node)
+            return [Ready(value)]
+        if ref == member.poll:
+            member.poll, member.next_poll, member.report, member.told = None, now + POLL_GAP_S, value, member.poll_sent
+            earlier = member.late_s * 0.5 ** ((now - member.heard) / LATE_HALF_S)
+            member.late_s = max(now - member.poll_sent - POLL_WAIT_S, earlier)
+            member.owes, member.heard, member.starved_s = False, now, 0.0
+            if value.items:
+                member.seen = max(member.seen, value.items[-1][0])
+            member.seen = max(member.seen, 0)
+            return [Heard(value)]
+        if ref == member.outline:
+            member.outline = None
+            if value is None:
+                member.outline_next = now + POLL_WAIT_S
+            return [Told(value)]
+        member.lifeline = None  # a newer controller has taken it
+        return []
+
+    def _renew(self, member: Member, ref: Any) -> None:
+        if ref == member.hello:
+            member.hello = member.handle.hello.remote(HELLO_WAIT_S)
+        elif ref == member.poll:
+            member.poll, member.next_poll = None, time.monotonic() + POLL_GAP_S
+        elif ref == member.outline:
+            member.outline = None
+        else:
+            member.lifeline = member.handle.lifeline.remote(self._epoch)
+
+    def _bury(self, member: Member, reason: str, cause: Cause) -> list[News]:
+        self.members.pop(member.worker, None)
+        if member.verdict is None:
+            # The place that it had must be given back. A recovery does not wait for that: its node may be gone.
+            self._supervisor.dismiss.remote(member.worker, member.info)
+        told = (reason, cause) if member.verdict is None or member.gone else (member.verdict, member.cause)
+        return [Lost(member.worker, member.info, *told)]
+
+    def _enroll(self, worker: str, handle: Any, info: WorkerInfo | None = None) -> None:
+        member = Member(worker, handle, time.monotonic(), info)
+        member.lifeline = handle.lifeline.remote(self._epoch)
+        if info is None:
+            member.hello = handle.hello.remote(HELLO_WAIT_S)
+        self.members[worker] = member
+
+    def _ask_supervisor(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        return self._answer(getattr(self._supervisor, method).remote(*args), timeout_s or self._call_s)
+
+    def _answer(self, ref: Any, timeout_s: float) -> Any:
+        """The supervisor's, within that time. A controller that stood still itself meanwhile (a frozen container) finds its time over
+        before
+        it has looked at what has come: it looks once more."""
+        try:
+            try:
+                return ray.get(ref, timeout=timeout_s)
+            except GetTimeoutError:
+                return ray.get(ref, timeout=LOOK_AGAIN_S)
+        except RayTaskError:
+            raise
+        except RayError as error:
+            raise SupervisorLost(
+                f"the supervisor actor does not answer ({type(error).__name__}): the workers that it owned are lost"
+            ) from None

@@ -1,0 +1,241 @@
+"""Runs that grow by themselves, ask for more, and have spares: on clusters whose nodes come and go."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.controller.clusters import cluster
+from tests.controller.runs import Finished, carry_out, environment, print_figures, tiny, until
+from vescale_ray.cli import client
+from vescale_ray.config import RunConfig
+from vescale_ray.controller.controller import controller_name
+from vescale_ray.controller.driver.driver import RunResult
+from vescale_ray.controller.protocol import NAMESPACE
+from vescale_ray.controller.state.durable_state import read_state
+from vescale_ray.runfolder import RunFolder
+
+pytestmark = pytest.mark.timeout(400)
+AFTER_S, GAP_S = 4.0, 3.0
+
+
+class Driven:
+    """A run whose driver is another process."""
+
+    def __init__(self, config: RunConfig, where: Path) -> None:
+        self.config, self.folder = config, RunFolder(config.run_folder)
+        path = where / "run.yaml"
+        path.write_text(config.to_yaml())
+        command = [sys.executable, "-m", "tests.controller.drive", str(path)]
+        self.driver = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.folder.read_events() if event["event"] == kind]
+
+    def status(self) -> Mapping[str, Any]:
+        return client.request(self.folder, "status")
+
+    def rescales(self) -> list[tuple[int, int, str]]:
+        return [(event["from"], event["to"], event["reason"]) for event in self.of("rescaled")]
+
+    def wait(self, condition: Callable[[], bool], seconds: float, what: str) -> float:
+        def met() -> bool:
+            assert self.driver.poll() is None, self.driver.communicate()[0]
+            return condition()
+
+        return until(met, seconds, what)
+
+    def stop(self) -> Finished:
+        os.kill(self.driver.pid, signal.SIGTERM)
+        output, _ = self.driver.communicate(timeout=100)
+        assert "STOPPED" in output, output
+        result = RunResult("STOPPED", 0, 0, None, None, self.folder.path)
+        return Finished(self.config, result)
+
+
+@pytest.mark.slow
+@pytest.mark.fault("G1", "G2")
+def test_a_run_grows_into_nodes_that_stay_asks_for_more_and_heeds_a_rescale(tmp_path: Path) -> None:
+    elastic = {"workers": 2, "max_workers": 4, "grow": True, "grow_after_s": AFTER_S, "grow_gap_s": GAP_S, "demand": 1}
+    changes: dict[str, Any] = {f"elastic_{key}": value for key, value in elastic.items()}
+    with cluster(2) as nodes:
+        changes |= {"ray_address": nodes.address, "ray_cpus_per_worker": 1.0, "train_steps": 100_000, "checkpoint_every": 0}
+        run = Driven(tiny(tmp_path, "grow", **changes), tmp_path)
+
+        def places(*states: str) -> list[str | None]:
+            return [node for name, state, node in nodes.groups() if state in states and ":wish" in name]
+
+        run.wait(lambda: len(run.folder.read_metrics()) >= 20, 120, "step 20")
+        run.wait(lambda: len(places("PENDING")) == 1 and run.status()["places_wanted"] == 1, 60, "the wish")
+        assert nodes.asked() == 1, "an autoscaler is told of one place more, as elastic.demand says, and not of both"
+
+        # Nodes that don't stay change nothing.
+        for _ in range(3):
+            node = nodes.add(2)
+            run.wait(lambda node=node: places("CREATED") == [node], 60, "the wish on the new node")  # type: ignore[misc]
+            nodes.leave(node)
+            run.wait(lambda: len(places("PENDING", "RESCHEDULING")) == 1, 60, "the wish without the node")
+        assert not run.of("growth") and len(run.of("generation")) == 1 and len(run.of("worker_started")) == 2
+
+        # One that stays is grown into, with both workers at once.
+        began = time.time()
+        node = nodes.add(2)
+        run.wait(lambda: bool(run.rescales()), 120, "the growth")
+        assert run.rescales() == [(2, 4, "growth")]
+        (growth,) = run.of("growth")
+        assert growth["time"] - began >= AFTER_S and growth["room"] == 2
+        state = read_state(run.config.run_folder)
+        assert state is not None and state.growth.aim in (4, None) and abs((state.growth.begun or 0.0) - growth["time"]) < 1
+        workers = {event["worker"]: event for event in run.of("worker_started")}
+        assert [workers[w]["node"] for w in run.of("generation")[-1]["workers"]].count(node) == 2
+        run.wait(lambda: run.status()["places_wanted"] == 0 and nodes.asked() == 0, 60, "the end of the wish")
+
+        # A worker is lost, its place is free: the run comes back to what it was.
+        os.kill(workers[run.of("generation")[-1]["workers"][3]]["pid"], signal.SIGKILL)
+        run.wait(lambda: len(run.rescales()) >= 3, 120, "the loss and the growth")
+        assert run.rescales()[1:] == [(4, 3, "failure"), (3, 4, "growth")]
+
+        # A person's number is the most from then on; more room changes nothing.
+        assert "grows by itself up to 2" in client.request(run.folder, "rescale", {"workers": 2})["message"]
+        run.wait(lambda: len(run.rescales()) >= 4, 60, "the rescale")
+        time.sleep(AFTER_S + GAP_S + 3)
+        assert run.rescales()[3:] == [(4, 2, "manual")] and nodes.asked() == 0
+        client.request(run.folder, "rescale", {"workers": 3})
+        run.wait(lambda: len(run.rescales()) >= 5, 60, "the rescale back")
+
+        # The node is about to go, and though it has room nothing is asked for there.
+        nodes.drain(node, 60.0)
+        client.request(run.folder, "rescale", {"workers": 4})
+        run.wait(lambda: bool(run.of("node_draining")), 20, "the notice")
+        run.wait(lambda: run.status()["world"] <= 2 and run.status()["state"] == "RUNNING", 60, "the end of those on it")
+        time.sleep(AFTER_S + GAP_S + 3)
+        assert node not in [of for _, state, of in nodes.groups() if state == "CREATED"]
+        finished = run.stop()
+        print_figures("growth", finished.of("rescaled"))
+        assert finished.accounting().exact
+        assert {state for _, state, _ in nodes.groups()} == {"REMOVED"}
+
+
+@pytest.mark.slow
+@pytest.mark.fault("G3")
+def test_room_that_another_job_waits_for_goes_to_it_and_what_waits_for_more_than_there_is_holds_nothing(tmp_path: Path) -> None:
+    """Ray gives a place to whoever has waited for it before a run that grows has seen it free for long enough; it reserves none for a job
+    whose places are not all there."""
+    with cluster(2) as nodes:
+        changes: dict[str, Any] = {"ray_address": nodes.address, "train_steps": 100_000, "ray_cpus_per_worker": 1.0, "checkpoint_every": 0}
+        elastic = {"elastic_workers": 2, "elastic_max_workers": 4, "elastic_grow_after_s": AFTER_S, "elastic_grow_gap_s": GAP_S}
+        run = Driven(tiny(tmp_path, "queue", elastic_grow=True, **elastic, **changes), tmp_path)
+
+        def place(name: str) -> tuple[str, str | None]:
+            return next((state, node) for of, state, node in nodes.groups() if of == name)
+
+        run.wait(lambda: len(run.folder.read_metrics()) >= 5, 120, "step 5")
+        nodes.want("fits", 2.0)
+        node = nodes.add(2)
+        run.wait(lambda: place("fits") == ("CREATED", node), 30, "its place")
+        time.sleep(3 * AFTER_S)
+        assert not run.of("growth"), "all that came was another's"
+
+        nodes.want("gang", 1.0, 1.0)
+        nodes.add(2)
+        run.wait(lambda: bool(run.rescales()), 120, "the growth")
+        assert run.rescales() == [(2, 4, "growth")] and place("gang")[0] == "PENDING"
+
+        # What is given back goes to whoever waits.
+        client.request(run.folder, "rescale", {"workers": 2})
+        nodes.add(2)
+        run.wait(lambda: place("gang")[0] == "CREATED", 60, "the places of the gang")
+        time.sleep(AFTER_S + GAP_S)
+        assert run.rescales()[1:] == [(4, 2, "manual")]
+        assert run.stop().accounting().exact
+
+
+@pytest.mark.slow
+def test_places_that_were_asked_for_go_with_the_run_also_when_its_controller_or_its_driver_is_killed(tmp_path: Path) -> None:
+    with cluster(2) as nodes:
+        changes: dict[str, Any] = {"ray_address": nodes.address, "train_steps": 100_000, "ray_cpus_per_worker": 1.0, "elastic_workers": 2}
+        run = Driven(tiny(tmp_path, "asks", elastic_grow=True, elastic_demand=3, elastic_max_workers=4, **changes), tmp_path)
+
+        def waiting() -> int:
+            return len([name for name, state, _ in nodes.groups() if state == "PENDING" and ":wish" in name])
+
+        run.wait(lambda: len(run.folder.read_metrics()) >= 5 and waiting() == 2, 120, "the wishes, as many as there may be workers")
+        for _ in range(2):
+            nodes.kill_actor(controller_name(run.of("run_started")[-1]["run_id"]), NAMESPACE)
+            epochs = len(run.of("controller_restarted"))
+            run.wait(lambda epochs=epochs: len(run.of("controller_restarted")) > epochs, 60, "the next controller")  # type: ignore[misc]
+            run.wait(lambda: run.status()["state"] == "RUNNING" and run.status()["places_wanted"] == 2, 30, "its wishes")
+            assert waiting() == 2
+        os.kill(run.driver.pid, signal.SIGKILL)
+        run.driver.communicate(timeout=10)
+        until(lambda: {state for _, state, _ in nodes.groups()} == {"REMOVED"}, 20, "the end of all placement groups")
+
+
+@pytest.mark.slow
+@pytest.mark.fault("N9")
+def test_a_lost_node_with_two_workers_is_one_failure_and_no_crash_and_the_spare_on_another_steps_in(tmp_path: Path) -> None:
+    with cluster(2, 2) as nodes:
+        changes: dict[str, Any] = {"ray_address": nodes.address, "ray_cpus_per_worker": 1.0, "train_steps": 100_000}
+        elastic = {"elastic_workers": 3, "elastic_spares": 1, "elastic_max_kills": 0, "elastic_max_hangs": 0, "elastic_max_errors": 0}
+        run = Driven(tiny(tmp_path, "node", **changes, **elastic), tmp_path)
+        run.wait(lambda: len(run.folder.read_metrics()) >= 20, 120, "step 20")
+        run.wait(lambda: run.status()["spares"] == 1, 120, "the spare")
+        workers = {event["worker"]: event for event in run.of("worker_started")}
+        members = [workers[w]["node"] for w in run.of("generation")[-1]["workers"]]
+        node = max(set(members), key=members.count)  # of two members; the third and the spare are on the other
+        began = time.time()
+        nodes.end(node)
+        run.wait(lambda: bool(run.rescales()), 120, "the recovery")
+        assert run.rescales() == [(3, 2, "failure")]
+        print(f"\nnode lost: first step {run.of('rescaled')[0]['time'] - began:.2f} s after the kill", end="")
+        lost = run.of("worker_lost")
+        assert {event["cause"] for event in lost} == {"node"} and {event["node"] for event in lost} == {node}, lost
+        run.wait(lambda: run.status()["failures"] == {"node": 1}, 20, "the count")
+        before = run.status()["step"]
+        run.wait(lambda: run.status()["step"] > before + 10 and run.status()["failures_in_a_row"]["node"] == 0, 60, "progress")
+        finished = run.stop()
+        assert finished.accounting().exact
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_here")
+@pytest.mark.fault("W13")
+def test_a_spare_takes_the_place_of_a_lost_worker_at_once_and_another_comes_after_it(tmp_path: Path) -> None:
+    import ray
+
+    config = tiny(tmp_path, "spared", elastic_workers=2, elastic_spares=1, elastic_grow_after_s=1, train_steps=100_000, checkpoint_every=0)
+    folder = RunFolder(config.run_folder)
+    seen: dict[str, Any] = {"kills": [], "before": {}}
+
+    def watch(status: Mapping[str, Any]) -> None:
+        assert status["world"] in (0, 2), "a spare is not counted"
+        if status["state"] != "RUNNING" or status["spares"] < 1 or status["step"] < 20:
+            return
+        events = folder.read_events()
+        pids = {event["worker"]: event["pid"] for event in events if event["event"] == "worker_started"}
+        if len(seen["kills"]) < 2 and sum(event["event"] == "rescaled" for event in events) == len(seen["kills"]):
+            victim = [event for event in events if event["event"] == "generation"][-1]["workers"][len(seen["kills"])]
+            seen["kills"].append(victim)
+            seen["before"][victim] = set(pids)
+            os.kill(pids[victim], signal.SIGKILL)
+        elif len(seen["kills"]) == 2 and "replace/failure" in status["rescales"] and status["rescales"]["replace/failure"] == 2:
+            client.request(folder, "stop", {})
+
+    finished = carry_out(config, watch=watch)
+    print_figures("spare", finished.of("rescaled"))
+    assert finished.result.state == "STOPPED", finished.result
+    rescales = [(e["from"], e["to"], e["direction"], e["reason"], e["source"]) for e in finished.of("rescaled")]
+    assert rescales == [(2, 2, "replace", "failure", "peer")] * 2
+    for victim, members in zip(seen["kills"], finished.generations()[1:], strict=True):
+        assert set(members) <= seen["before"][victim] - {victim}, "it was warm before the loss"
+    assert len(finished.pids) >= 4 and all(e["steps_replayed"] <= 1 for e in finished.of("rescaled"))
+    assert finished.accounting().exact and not finished.left_behind
+    assert not ray.util.list_named_actors(all_namespaces=True)

@@ -1,0 +1,65 @@
+"""A run that is over waits for whoever scrapes it, if it has the time: after Ctrl-C it has none, in a job that is stopped its grace."""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vescale_ray.controller.driver import driver
+from vescale_ray.controller.http.final_scrape import FINAL_SCRAPE_S, GRACE, RESERVE_S, patience_s
+
+
+@pytest.mark.parametrize(
+    ("signals", "grace", "passed", "expected"),
+    [
+        (0, "", 0.0, FINAL_SCRAPE_S),
+        (0, "3", 999.0, FINAL_SCRAPE_S),
+        (1, "", 0.0, 0.0),  # Ctrl-C at a terminal
+        (1, "3", 0.0, 0.0),  # Ray's own
+        (1, "100", 20.0, FINAL_SCRAPE_S),
+        (1, "40", 5.0, 40.0 - RESERVE_S - 5.0),
+        (1, "40", 60.0, 0.0),
+        (2, "100", 0.0, 0.0),
+        (1, "soon", 0.0, 0.0),
+        (1, "nan", 0.0, 0.0),
+        (1, "inf", 0.0, 0.0),
+    ],
+)
+def test_how_long_is_waited(signals: int, grace: str, passed: float, expected: float) -> None:
+    since = 1000.0 if signals else None
+    assert patience_s(signals, since, 1000.0 + passed, {GRACE: grace} if grace else {}) == pytest.approx(expected)
+
+
+class Over(driver._Attempt):
+    """The end of a run that somebody scrapes; ``told``: the answers of its controller."""
+
+    def __init__(self, signals: driver._Signals, *told: tuple[float, int]) -> None:
+        self._signals, self._told, self.asked = signals, list(told), 0
+        self._supervisor: Any = SimpleNamespace(close=SimpleNamespace(remote=lambda: None))
+
+    def _call(self, method: str, *args: Any) -> Any:
+        self.asked += 1
+        return self._told.pop(0) if len(self._told) > 1 else self._told[0]
+
+
+def test_a_job_that_is_stopped_is_seen_to_end_and_a_second_signal_ends_the_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    signals = driver._Signals()
+    signals._handle(signal.SIGTERM, None)
+    monkeypatch.delenv(GRACE, raising=False)
+    alone = Over(signals, (20.0, 7))
+    alone._final_scrape()
+    assert alone.asked == 1, "a terminal's Ctrl-C waits for nobody"
+    monkeypatch.setenv(GRACE, "60")
+    job = Over(signals, (20.0, 7), (20.0, 7), (0.0, 8))
+    began = time.monotonic()
+    job._final_scrape()
+    assert job.asked == 3 and time.monotonic() - began < 5, "it has come"
+    with pytest.raises(KeyboardInterrupt):
+        signals._handle(signal.SIGTERM, None)
+    impatient = Over(signals, (20.0, 7))
+    impatient._final_scrape()
+    assert impatient.asked == 1

@@ -1,0 +1,311 @@
+"""The supervisor without Ray: what may wait for Ray's control store, and what must not."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.controller.runs import until
+from vescale_ray.controller.failures.budget import Cause
+from vescale_ray.controller.protocol import Dismissal
+from vescale_ray.controller.worker_group import supervisor as subject
+from vescale_ray.controller.worker_group import worker_group as worker_groups
+from vescale_ray.controller.worker_group.supervisor import Supervisor
+from vescale_ray.controller.worker_group.worker_group import WorkerGroup
+from vescale_ray.controller.worker_group.worker_news import Lost
+from vescale_ray.workers.messages import WorkerInfo
+
+
+class Store:
+    """Ray's control store: answers while it is ``open``; ``places`` are those that were made and not given back."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self.places: list[str] = []
+        self.killed: list[Any] = []
+        self.selectors: list[Any] = []
+        """Where those that were made may be."""
+        self.refuses = 0
+
+    def asked(self) -> None:
+        assert self.open.wait(20)
+        if self.refuses:
+            self.refuses -= 1
+            raise RuntimeError("the control store has just come back")
+
+
+class Actor:
+    """A class, or a handle, of an actor that starts when the store answers."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def options(self, **_: Any) -> Actor:
+        return self
+
+    def remote(self, *_: Any) -> Actor:
+        self._store.asked()
+        return self
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    made = Store()
+
+    def place(bundles: Any, strategy: str, name: str, bundle_label_selector: Any) -> str:
+        made.asked()
+        made.places.append(name)
+        made.selectors.append(bundle_label_selector)
+        return name
+
+    def gone(group: str) -> None:
+        made.asked()
+        made.places.remove(group)
+
+    def kill(handle: Any, no_restart: bool) -> None:
+        made.asked()
+        made.killed.append(handle)
+
+    monkeypatch.setattr(subject.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "head"))
+    monkeypatch.setattr(subject.ray, "kill", kill)
+    monkeypatch.setattr(subject, "placement_group", place)
+    monkeypatch.setattr(subject, "remove_placement_group", gone)
+    monkeypatch.setattr(subject, "PlacementGroupSchedulingStrategy", lambda group, placement_group_bundle_index: group)
+    monkeypatch.setattr(subject, "actor_class", lambda: Actor(made))
+    monkeypatch.setattr(subject, "start_agent", lambda node: Actor(made).remote())
+    monkeypatch.setattr(subject, "REMOVAL_GAP_S", 0.01)
+    yield made
+    made.open.set()
+
+
+@pytest.fixture
+def supervisor(store: Store) -> Any:
+    return Supervisor({"ray": {"cpus_per_worker": 1.0, "gpus_per_worker": 0.0}}, "run")
+
+
+def within(seconds: float, call: Callable[[], Any]) -> Any:
+    """The answer of ``call``, which must come in time."""
+    found: list[Any] = []
+    threading.Thread(target=lambda: found.append(call()), daemon=True).start()
+    until(lambda: bool(found), seconds, "an answer")
+    return found[0]
+
+
+@pytest.mark.fault("C4")
+def test_a_worker_is_ended_at_once_while_the_agent_of_another_node_waits_for_the_control_store(supervisor: Any, store: Store) -> None:
+    """It was started under the lock that every dismissal takes: the controller waited 10 s, and gave the run up."""
+    workers = [supervisor.hire()[0] for _ in range(2)]
+    store.open.clear()
+    within(1.0, lambda: supervisor.station(workers[0], "elsewhere"))
+    info = WorkerInfo(workers[1], 1 << 22, 1, "head", "host", "cpu", 1.0)
+    assert within(1.0, lambda: supervisor.dismiss(workers[1], info)) is Dismissal.GONE
+    there = WorkerInfo(workers[0], 1 << 22, 1, "elsewhere", "host", "cpu", 1.0)
+    assert within(subject.AGENT_S + 1.0, lambda: supervisor.dismiss(workers[0], there)) is Dismissal.UNKNOWN
+    store.open.set()
+    until(lambda: not store.places and len(store.killed) == 3, 5, "that both are ended, and the agent too")
+
+
+def test_a_worker_and_a_wish_come_up_on_none_of_the_nodes_to_avoid(supervisor: Any, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "_node_of", lambda group: None)
+    supervisor.hire()
+    supervisor.hire(("n2", "n1"))
+    supervisor.wish(1, ("n3",))
+    assert store.selectors == [None, [{"ray.io/node-id": "!in(n1, n2)"}], [{"ray.io/node-id": "!in(n3)"}]]
+
+
+def test_what_a_controller_has_hired_that_was_killed_meanwhile_is_ended_again(supervisor: Any, store: Store) -> None:
+    """The next one had counted its workers: this one would have had its place until the end of the run, and trained nothing."""
+    first, _ = supervisor.hire((), 1)
+    store.open.clear()
+    raised: list[BaseException] = []
+
+    def hire() -> None:
+        try:
+            supervisor.hire((), 1)
+        except RuntimeError as error:
+            raised.append(error)
+
+    waiting = threading.Thread(target=hire, daemon=True)
+    waiting.start()
+    time.sleep(0.05)
+    assert set(within(1.0, lambda: supervisor.roster(2))) == {first}
+    store.open.set()
+    waiting.join(5)
+    assert "controller 1 is gone" in str(raised[0]) and set(supervisor.roster(2)) == {first}
+    until(lambda: store.places == [f"run:{first}"] and len(store.killed) == 1, 5, "that it is ended")
+    assert supervisor.hire((), 2)[0] in supervisor.roster(2)
+
+
+def test_a_place_whose_return_is_refused_is_given_back_later_and_one_for_a_worker_that_can_not_be_made_at_once(
+    supervisor: Any, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, _ = supervisor.hire()
+    store.refuses = 3  # its end, and its place's twice
+    supervisor.dismiss(worker, None)
+    until(lambda: not store.places, 5, "that its place is back")
+    with monkeypatch.context() as patch:
+        patch.setattr(Actor, "options", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no such resource")))
+        with pytest.raises(RuntimeError, match="no such resource"):
+            supervisor.hire()
+    until(lambda: not store.places, 5, "that its place is back")
+    assert not supervisor.roster()
+
+
+def test_each_generation_meets_at_a_store_of_its_own_and_none_but_the_last_two_are_kept(
+    supervisor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a group leaves in its store grows with the square of its ranks: one store for all would take the head's memory in the end."""
+    monkeypatch.setattr(subject.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    ports = [supervisor.store()[1] for _ in range(4)]
+    assert len(set(ports)) == 4
+
+    def takes_calls(port: int) -> bool:
+        with socket.socket() as caller:
+            return caller.connect_ex(("127.0.0.1", port)) == 0
+
+    until(lambda: [takes_calls(port) for port in ports] == [False, False, True, True], 10, "that the older ones are closed")
+
+
+# ------------------------------------------------------------------------------------------------- what the controller sees
+
+
+class Hirings:
+    """A supervisor whose hirings are answered when the test says so: with a worker, or an error."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+        self.answers: dict[str, Any] = {}
+        self.waited = 0.0
+        monkeypatch.setattr(worker_groups.ray, "wait", self._wait)
+        monkeypatch.setattr(worker_groups.ray, "get", self._get)
+        self.hire = SimpleNamespace(remote=self._hire)
+
+    def _hire(self, avoid: Any, epoch: int) -> str:
+        self.asked.append(f"hiring {len(self.asked)}")
+        return self.asked[-1]
+
+    def _wait(self, refs: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        done = [ref for ref in refs if ref in self.answers]
+        self.waited += timeout if len(done) < num_returns else 0.0
+        return done, [ref for ref in refs if ref not in done]
+
+    def _get(self, ref: str, timeout: float = 0.0) -> Any:
+        if isinstance(self.answers[ref], Exception):
+            raise self.answers[ref]
+        return self.answers[ref]
+
+
+def test_many_are_hired_in_the_time_of_one_while_the_control_store_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller listens to nobody meanwhile: it was away for 2 s for each of them."""
+    hirings = Hirings(monkeypatch)
+    worker_group = WorkerGroup(hirings, call_s=10.0, epoch=1)
+    for _ in range(8):
+        worker_group.hire()
+    assert worker_group.hiring == 8 and hirings.waited <= worker_groups.HIRE_S
+
+
+def test_a_worker_that_can_not_be_hired_is_one_that_does_not_come_and_not_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    hirings = Hirings(monkeypatch)
+    worker_group = WorkerGroup(hirings, call_s=10.0, epoch=1)
+    worker_group.hire()
+    hirings.answers["hiring 0"] = worker_groups.RayTaskError("hire", "traceback", RuntimeError("the control store has just come back"))
+    (news,) = worker_group.pump(0.0)
+    assert isinstance(news, Lost) and news.info is None and "could not be hired: the control store has just come back" in news.reason
+    assert worker_group.hiring == 0 and worker_group.pump(0.0) == []
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_controller_that_stood_still_itself_does_not_call_the_supervisor_lost(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its container was frozen between the question and the answer: the time was over before it had looked."""
+    waited: list[float] = []
+
+    def get(ref: str, timeout: float) -> str:
+        waited.append(timeout)
+        if len(waited) == 1 or not answers:
+            raise worker_groups.GetTimeoutError("over")
+        return "there"
+
+    monkeypatch.setattr(worker_groups.ray, "get", get)
+    asked: Any = SimpleNamespace(signal=SimpleNamespace(remote=lambda *about: "signal"))
+    worker_group = WorkerGroup(asked, call_s=10.0, epoch=1)
+    if answers:
+        assert worker_group._ask_supervisor("signal") == "there"
+    else:
+        with pytest.raises(worker_groups.SupervisorLost, match="GetTimeoutError"):
+            worker_group._ask_supervisor("signal")
+    assert waited == [10.0, worker_groups.LOOK_AGAIN_S]
+
+
+class Rack:
+    """A supervisor, and workers on nodes of their own that answer nothing any more: to end one takes a second, of any number at a time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.lost: set[str] = set()
+        self.asked: list[str] = []
+        monkeypatch.setattr(worker_groups.ray, "wait", lambda refs, num_returns, timeout: ([ref for ref in refs if ref in self.lost], []))
+        monkeypatch.setattr(worker_groups.ray, "get", self._get)
+        self.dismiss = SimpleNamespace(remote=self._dismiss)
+        self.kept = SimpleNamespace(remote=lambda: (self.now, None))
+        self.worker_group = WorkerGroup(self, call_s=10.0, epoch=1)
+        for number in range(8):
+            call = {name: SimpleNamespace(remote=lambda *about, n=number, of=name: f"{of} {n}") for name in ("lifeline", "hello", "poll")}
+            info = WorkerInfo(f"w{number}", 1, 1, f"node{number}", "h", "cpu", 1.0)
+            self.worker_group._enroll(f"w{number}", SimpleNamespace(**call), info)
+
+    def _dismiss(self, worker: str, info: Any) -> tuple[float, Dismissal]:
+        self.asked.append(worker)
+        return self.now + 1.0, Dismissal.UNKNOWN
+
+    def _get(self, ref: Any, timeout: float = 0.0) -> Any:
+        if isinstance(ref, str):
+            raise worker_groups.RayActorError()
+        self.now = max(self.now, ref[0])
+        return ref[1]
+
+
+@pytest.mark.fault("N3")
+def test_a_rack_that_is_lost_with_all_its_nodes_takes_the_time_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller waited a second for each of them, one after another, and with it everybody who is left."""
+    rack = Rack(monkeypatch)
+    rack.worker_group.kill({"w0": "hung", "w1": "hung", "w2": "hung"})
+    assert rack.now <= 1.0 and all(rack.worker_group.doomed(worker) for worker in ("w0", "w1", "w2"))
+    assert {one.cause for one in rack.worker_group.pump(0.0) if isinstance(one, Lost)} == {Cause.NODE}
+    rack.lost = {"lifeline 3", "lifeline 4", "lifeline 5"}
+    assert sorted(one.worker for one in rack.worker_group.pump(0.0) if isinstance(one, Lost)) == ["w3", "w4", "w5"]
+    rack.worker_group.dismiss("w6")
+    assert rack.now <= 1.0 and rack.worker_group.ready() == ("w7",) and sorted(rack.asked) == [f"w{n}" for n in range(7)]
+
+
+@pytest.mark.fault("N3")
+def test_of_a_zone_that_is_lost_each_node_is_asked_for_one_worker_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor learns of a node by its first call, within a second, and has 16 threads: in the order of hiring they were at two nodes
+    of eight at a time, 40 nodes took 44 s, and from 50 on the supervisor was called lost."""
+    rack = Rack(monkeypatch)
+    for number, member in enumerate(rack.worker_group.members.values()):
+        member.info = replace(member.info, node=f"node{number // 4}")  # type: ignore[type-var]
+    rack.worker_group.kill({f"w{number}": "hung" for number in range(8)})
+    assert rack.asked[:8] == ["w0", "w4", "w1", "w5", "w2", "w6", "w3", "w7"]
+    looked: list[str] = []
+    monkeypatch.setattr(worker_groups.ray, "wait", lambda refs, num_returns, timeout: ([], refs))
+    rack.stacks = SimpleNamespace(remote=lambda info, wait_s: looked.append(info.worker))
+    for number, member in enumerate(rack.worker_group.members.values()):
+        member.handle.stacks = SimpleNamespace(remote=lambda n=number: f"stacks {n}")
+    rack.worker_group.stacks([f"w{number}" for number in range(8)], 0.2)
+    assert looked == ["w0", "w4", "w1", "w5", "w2", "w6", "w3", "w7"]
+
+
+def test_that_the_supervisor_is_lost_is_known_before_anything_is_made_of_the_loss_of_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    rack = Rack(monkeypatch)
+    rack.lost = {f"lifeline {n}" for n in range(8)}
+    rack.kept = SimpleNamespace(remote=lambda: "the supervisor")
+    with pytest.raises(worker_groups.SupervisorLost):
+        rack.worker_group.pump(0.0)

@@ -1,0 +1,248 @@
+"""Where a training thread stands, told from outside: by another thread, and by another process where no thread can answer."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import ranks
+from tests.ranks import run_gloo, run_threads
+from vescale_ray.fsdp import fully_shard
+from vescale_ray.workers.monitoring.heartbeat import (
+    RECORDER,
+    Heartbeat,
+    Where,
+    offer_stacks,
+    stacks,
+    starved_s,
+    state_of,
+    take_stacks,
+    where,
+)
+
+
+def while_it_runs(function, look_s: float = 0.0, seen_file: Path | None = None, named: list[str] | None = None) -> Where:
+    """Where this thread is during ``function()``: as soon as it waits for others, or after ``look_s``. ``seen_file`` is made then, and the
+    collective is added to ``named``."""
+    heartbeat, seen = Heartbeat(), []
+
+    def look():
+        deadline = time.monotonic() + look_s
+        while not (at := heartbeat.where()).waiting and time.monotonic() < deadline:
+            time.sleep(0.02)
+        seen.append(at)
+        if named is not None:
+            named.append(heartbeat.collective())
+        if seen_file is not None:
+            seen_file.touch()
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    function()
+    looker.join()
+    return seen[0]
+
+
+def in_collectives(rank, world, folder):
+    """What rank 0 looks like while it waits for rank 1, in each way that a step waits; and rank 1, which waits for a file instead."""
+    model = fully_shard(torch.nn.Linear(8, 8))
+    group = dist.distributed_c10d._get_default_group()
+    small = torch.ones(4)
+    loss = None
+
+    def forward():
+        nonlocal loss
+        loss = model(torch.ones(2, 8)).sum()
+
+    model(torch.ones(2, 8)).sum().backward()  # the first one begins with the ranks' agreement on what they have
+    ways = {
+        "all_gather": lambda: dist.all_gather([small.clone() for _ in range(world)], small),
+        "barrier": lambda: dist.barrier(),
+        "work": lambda: dist.all_reduce(small, async_op=True).wait(),
+        "back end": lambda: group.allreduce([small]).wait(),
+        "forward": forward,
+        "backward": lambda: loss.backward(),
+    }
+    seen = {}
+    named: list[str] = []
+    for name, way in ways.items():
+        file = Path(folder) / name
+        if rank == 0:
+            seen[name] = while_it_runs(way, 20.0, file, named)
+            continue
+
+        def late(file=file):
+            while not file.exists():
+                time.sleep(0.02)
+
+        seen[name] = while_it_runs(late, named=named)
+        way()
+    return seen, dict(zip(ways, named, strict=True))
+
+
+def test_a_thread_that_waits_for_others_says_so_and_for_what_and_one_that_they_wait_for_does_not(tmp_path, monkeypatch):
+    for name, value in RECORDER.items():
+        monkeypatch.setenv(name, value)  # as a worker does before it imports torch
+    (waiting, named), (awaited, nothing) = run_gloo(2, in_collectives, str(tmp_path))
+    assert re.fullmatch(r"gloo:all_?gather of Float\[4\], number \d+ of group 0 default_pg", named["all_gather"]), named
+    assert re.fullmatch(r"gloo:barrier of .*, number \d+ of group 0 default_pg", named["barrier"]), named
+    assert re.fullmatch(r"gloo:all_?reduce of Float\[4\], number \d+ of group 0 default_pg", named["work"]), named
+    assert named["back end"].startswith("gloo:all")
+    # 288 bytes of elements; a rank's part is a multiple of 128 bytes, the smallest two of which hold half of them: 2 * 256.
+    assert named["forward"] == "all-gather of the root .., 512 bytes, 2 ranks", named
+    assert named["backward"] == "reduce-scatter of weight .., 512 bytes, 2 ranks", named
+    assert set(nothing.values()) == {""}, "it waits for a file"
+    assert {name: at.waiting for name, at in waiting.items()} == dict.fromkeys(waiting, True), waiting
+    assert {name: at.waiting for name, at in awaited.items()} == dict.fromkeys(awaited, False), awaited
+    assert all("late (test_heartbeat.py" in at.text or "while_it_runs (" in at.text for at in awaited.values())
+    assert waiting["backward"].text.startswith("wait (fsdp/comm.py:"), waiting["backward"]
+
+
+def test_a_thread_that_waits_for_a_lock_of_its_own_does_not_wait_for_others():
+    lock = threading.Event()
+    at = while_it_runs(lambda: lock.wait(1.0), 0.5)
+    assert not at.waiting and at.text.startswith("wait (threading.py:")
+
+
+def test_beats_are_counted_and_stacks_name_the_threads():
+    heartbeat = Heartbeat()
+    for _ in range(3):
+        heartbeat.beat()
+    assert heartbeat.beats == 3 and Heartbeat().beats == 0
+    text = stacks()
+    assert "Thread MainThread" in text and "test_beats_are_counted" in text
+    frame = sys._getframe()
+    assert where(frame).text.startswith("test_beats_are_counted_and_stacks_name_the_threads (test_heartbeat.py:")
+
+
+UNITS = 3
+
+
+def counts_its_beats(rank, world):
+    layers = [torch.nn.Linear(8, 8) for _ in range(UNITS)]
+    model = fully_shard(torch.nn.Sequential(*(fully_shard(layer) for layer in layers)))
+    model(torch.ones(2, 8)).sum().backward()
+    heartbeat, seen = Heartbeat(), [0]
+    loss = model(torch.ones(2, 8)).sum()
+    seen.append(heartbeat.beats)
+    loss.backward()
+    return [*seen, heartbeat.beats]
+
+
+def test_a_thread_beats_in_every_unit_of_a_step_also_where_nobody_has_it_beat():
+    for none, forward, backward in run_threads(2, counts_its_beats):
+        assert forward - none >= UNITS and backward - forward >= UNITS
+
+
+def test_where_the_kernel_does_not_tell_nothing_is_known_of_a_thread():
+    assert starved_s(1 << 30, 1) == 0.0, "there is no such process, and so no such file"
+
+
+# A kernel built without CONFIG_SCHED_INFO, or a sandbox in its place, has no such file: then it goes as the test above says.
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="this kernel tells nobody how long a thread waits for a processor")
+def test_time_in_which_others_have_the_processor_is_told_from_time_in_which_none_is_wanted():
+    """By what no kernel gets wrong: a thread that never sleeps is on a processor, or it waits for one."""
+    heartbeat = Heartbeat()
+    others = "import os, sys, time; os.sched_setaffinity(0, {int(sys.argv[1])}); end = time.time() + 20\nwhile time.time() < end: pass"
+    all_of_them = os.sched_getaffinity(0)
+    one = min(all_of_them)
+    rivals = [subprocess.Popen([sys.executable, "-c", others, str(one)]) for _ in range(3)]
+    try:
+        os.sched_setaffinity(0, {one})
+        time.sleep(0.5)
+        starved, began, cpu = heartbeat.starved_s(), time.perf_counter(), time.thread_time()
+        while time.thread_time() - cpu < 0.3:
+            pass
+        starved, took, cpu = heartbeat.starved_s() - starved, time.perf_counter() - began, time.thread_time() - cpu
+        before = heartbeat.starved_s()
+        time.sleep(0.5)
+        slept = heartbeat.starved_s() - before
+    finally:
+        os.sched_setaffinity(0, all_of_them)
+        for rival in rivals:
+            rival.kill()
+            rival.wait()
+    assert took > 2 * cpu and starved == pytest.approx(took - cpu, rel=0.1, abs=0.05)
+    assert slept < 0.25
+
+
+def test_a_thread_that_compiles_says_so_and_one_that_runs_what_was_compiled_does_not():
+    """A back end that takes its time, as inductor does."""
+    seen = []
+
+    def slow(module, example):
+        deadline = time.monotonic() + 10
+        while not seen and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return lambda x: (time.sleep(0.5), module(x))[1]
+
+    heartbeat = Heartbeat()
+    compiled = torch.compile(lambda x: x * 2, backend=slow)
+    looker = threading.Thread(target=lambda: (time.sleep(0.2), _until(lambda: heartbeat.where().compiling), seen.append(heartbeat.where())))
+    looker.start()
+    compiled(torch.ones(3))
+    looker.join()
+    assert seen[0].compiling and not seen[0].waiting
+    assert not while_it_runs(lambda: compiled(torch.ones(3)), 0.2).compiling
+    with heartbeat.without_hurry():
+        assert heartbeat.unhurried
+    assert not heartbeat.unhurried
+
+
+def _until(condition):
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def test_a_frame_between_two_lines_has_a_place_all_the_same():
+    code = SimpleNamespace(co_filename="/x/model.py", co_name="forward")
+    frame: Any = SimpleNamespace(f_code=code, f_lineno=None, f_back=None)
+    at = where(frame)
+    assert at == Where("forward (model.py:?)", False)
+
+
+def holds_the_lock(pipe):
+    pipe.send((os.getpid(), offer_stacks()))
+    pipe.recv()
+    pipe.send("now")
+    while True:  # a signal ends a sleep
+        ctypes.PyDLL(None).sleep(30)
+
+
+def test_stacks_come_from_a_process_that_holds_the_interpreters_lock_and_not_from_one_that_is_stopped():
+    context = ranks._context()
+    here, there = context.Pipe()
+    process = context.Process(target=holds_the_lock, args=(there,), daemon=True)
+    process.start()
+    try:
+        pid, descriptor = here.recv()
+        assert descriptor >= 0
+        here.send("go")
+        assert here.recv() == "now"
+        time.sleep(0.2)
+        for _ in range(2):  # each time anew, not what was written before
+            text = take_stacks(pid, descriptor, 5.0)
+            assert text.count("holds_the_lock") == 1, text
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        assert take_stacks(pid, descriptor, 5.0) == "(none: process state T (stopped))"
+        assert time.monotonic() - began < 1.0, "nothing can come of it: it need not be waited for"
+    finally:
+        process.kill()
+        process.join()
+    assert state_of(pid) == "" and "No such" in take_stacks(pid, descriptor, 0.3)
+    assert take_stacks(os.getpid(), -1, 1.0) == "(this system cannot share the stacks with other processes)"

@@ -1,0 +1,51 @@
+"""Common parts of the command line: exit codes, failure, and groups that suggest the nearest command."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+import click
+
+from vescale_ray.lasting import check_lasting
+
+if TYPE_CHECKING:
+    from vescale_ray.runfolder import RunFolder
+
+OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+class Failed(Exception):
+    """The command failed; the message is one line. Exit code 1."""
+
+
+def lasting_path(_: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Callback of a parameter that names an output: refuse a folder that disappears with a Ray job."""
+    if value is not None:
+        check_lasting(f"{parameter.human_readable_name} = {value}", value)
+    return value
+
+
+class CommandGroup(click.Group):
+    """A command group that suggests the nearest command."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
+            if not near:
+                raise
+            raise click.UsageError(f"no such command {args[0]}: did you mean {near[0]}?", ctx) from error
+
+
+def folder_of(path: str | None) -> RunFolder:
+    """The run's folder at ``path``; None: the newest run under ./runs."""
+    from vescale_ray.runfolder import RunFolder, RunFolderError, newest_run
+
+    if path is None:
+        return newest_run()
+    folder = RunFolder(path)
+    if not folder.is_run():
+        raise RunFolderError(f"{folder.path}: is not a run's folder; `vescale-ray ls` lists those under ./runs")
+    return folder

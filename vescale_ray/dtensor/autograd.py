@@ -1,0 +1,197 @@
+"""Differentiable conversions to and from ragged tensors and between their placements, to any order of derivative.
+
+Every backward uses the same functions, so that the graph of ``create_graph=True`` goes through them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from vescale_ray.compat.core import run_as_is
+from vescale_ray.compat.tensor import DTensorSpec
+from vescale_ray.dtensor.redistribution import move, plain_spec, start
+from vescale_ray.dtensor.spec import make_spec, ragged_mesh_dim, replicated, settled_placements, wrap
+from vescale_ray.dtensor.transfer import ArrivingTensor, arrived
+
+
+class Classes:
+    """The DTensor subclasses that this module makes. Each registers itself where it is defined, since both import this module."""
+
+    ragged: ClassVar[type[DTensor]]
+    other: ClassVar[type[DTensor]]
+
+
+def made(local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
+    """``local`` as the tensor that ``spec`` describes: a RaggedDTensor for ragged placements, else a DerivedDTensor."""
+    cls = Classes.other if ragged_mesh_dim(spec.placements) is None else Classes.ragged
+    return wrap(cls, local, spec, requires_grad)
+
+
+class FromLocal(torch.autograd.Function):
+    """Make the tensor that ``spec`` describes from this rank's part."""
+
+    @staticmethod
+    @run_as_is
+    def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> Tensor:
+        ctx.spec = spec
+        return made(local.detach(), spec, local.requires_grad)
+
+    @staticmethod
+    @run_as_is
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        # Every rank's gradient of a contribution to a pending sum is the whole gradient.
+        return ToLocal.apply(_redistributed(grad, settled_placements(ctx.spec.placements)), None), None
+
+
+class ToLocal(torch.autograd.Function):
+    """Take this rank's part of a tensor."""
+
+    @staticmethod
+    @run_as_is
+    def forward(ctx: Any, tensor: DTensor, grad_placements: tuple[Placement, ...] | None) -> Tensor:
+        ctx.spec, ctx.grad_placements = tensor._spec, grad_placements
+        return arrived(tensor._local_tensor).detach()
+
+    @staticmethod
+    @run_as_is
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        spec, placements = ctx.spec, ctx.grad_placements
+        placements = settled_placements(spec.placements) if placements is None else placements
+        shape = spec.tensor_meta.shape
+        make = plain_spec if ragged_mesh_dim(placements) is None else make_spec
+        return FromLocal.apply(grad.contiguous(), make(spec.mesh, placements, shape, grad.dtype)), None
+
+
+class Redistribute(torch.autograd.Function):
+    """Change the placements of a DTensor of this package or of torch."""
+
+    @staticmethod
+    @run_as_is
+    def forward(
+        ctx: Any,
+        tensor: DTensor,
+        placements: tuple[Placement, ...],
+        async_op: bool,
+        forward_dtype: torch.dtype | None,
+        backward_dtype: torch.dtype | None,
+    ) -> Tensor:
+        ctx.placements, ctx.dtype, ctx.backward_dtype = settled_placements(tensor.placements), tensor.dtype, backward_dtype
+        source = tensor if forward_dtype is None else cast(DTensor, tensor.to(forward_dtype))
+        transfer, spec = start(source._local_tensor, source._spec, placements)
+        if async_op:
+            transfer.watch(tensor)
+        local = ArrivingTensor.of(transfer) if async_op else transfer.wait()
+        return made(local if isinstance(local, ArrivingTensor) else local.detach(), spec)
+
+    @staticmethod
+    @run_as_is
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grad = grad if ctx.backward_dtype is None else grad.to(ctx.backward_dtype)
+        return _redistributed(grad, ctx.placements).to(ctx.dtype), None, None, None, None
+
+
+class Whole(torch.autograd.Function):
+    """Gather the whole tensor as a plain one on every rank. Each rank must compute the same with it, so that the gradients agree."""
+
+    @staticmethod
+    @run_as_is
+    def forward(ctx: Any, tensor: DTensor) -> Tensor:
+        ctx.spec = tensor._spec
+        return _whole(tensor).detach()
+
+    @staticmethod
+    @run_as_is
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return Part.apply(grad, ctx.spec)
+
+
+class Part(torch.autograd.Function):
+    """Inverse of :class:`Whole`: distribute a plain tensor, equal on every rank, with the placements of ``spec`` and nothing pending."""
+
+    @staticmethod
+    @run_as_is
+    def forward(ctx: Any, full: Tensor, spec: DTensorSpec) -> Tensor:
+        have = plain_spec(spec.mesh, replicated(spec.mesh), tuple(full.shape), full.dtype)
+        return made(*move(full.detach(), have, settled_placements(spec.placements)))
+
+    @staticmethod
+    @run_as_is
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return whole_of(cast(DTensor, grad)), None
+
+
+def whole_of(tensor: DTensor) -> Tensor:
+    """The whole tensor as a plain one, by one collective; differentiable."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return cast(Tensor, Whole.apply(tensor))
+    return _whole(tensor)
+
+
+def _whole(tensor: DTensor) -> Tensor:
+    return arrived(move(tensor._local_tensor, tensor._spec, replicated(tensor.device_mesh))[0])
+
+
+def redistributed(tensor: DTensor, placements: Sequence[Placement], async_op: bool = False, *dtypes: torch.dtype | None) -> DTensor:
+    """``tensor`` with other placements on its mesh. ``dtypes`` are those of the collectives in forward and backward."""
+    return cast(DTensor, Redistribute.apply(tensor, tuple(placements), async_op, *(dtypes or (None, None))))
+
+
+def _redistributed(grad: Tensor, placements: tuple[Placement, ...]) -> DTensor:
+    assert isinstance(grad, DTensor)
+    return grad if grad.placements == placements else redistributed(grad, placements)
+
+
+class RaggedAwareDTensor(DTensor):
+    """A DTensor whose conversions accept ragged placements: the common base of RaggedDTensor and the tensors derived from it."""
+
+    @run_as_is
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """This rank's part, or its contribution to a pending reduction. It shares memory and is differentiable.
+
+        Args:
+            grad_placements: placements of the result's gradient; None: the tensor's own (as in DTensor.to_local).
+        """
+        self._local_tensor = arrived(self._local_tensor)
+        if not torch.is_grad_enabled():
+            return self._local_tensor
+        return cast(Tensor, ToLocal.apply(self, None if grad_placements is None else tuple(grad_placements)))
+
+    @run_as_is
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The whole tensor as a plain one, by one collective; differentiable."""
+        if grad_placements is None:
+            return whole_of(self)
+        return self.redistribute(placements=replicated(self.device_mesh)).to_local(grad_placements=grad_placements)
+
+    @run_as_is
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """The same tensor with other placements on the same mesh, ragged or not; differentiable.
+
+        The result, and every tensor computed from it, accepts ragged placements, too. So the same call leads back.
+
+        Args:
+            async_op: return while the last collective still runs; the first use of the result waits for it (as in DTensor).
+            forward_dtype, backward_dtype: dtypes of the collectives, as in DTensor.redistribute.
+
+        Raises:
+            ValueError: ``device_mesh`` is another mesh, or the placements don't fit.
+        """
+        if device_mesh is not None and device_mesh != self.device_mesh:
+            raise ValueError(f"can't redistribute from {self.device_mesh} to {device_mesh}: only placements on the same mesh can change")
+        if placements is None:
+            raise ValueError("redistribute needs placements")
+        return redistributed(self, placements, async_op, forward_dtype, backward_dtype)

@@ -1,0 +1,379 @@
+"""DTensors derived from ragged tensors that are not ragged: read-only gathered views, and results of operations and redistributions."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+
+from vescale_ray.compat.core import TensorBase, run_as_is, tree_leaves, tree_map, tree_map_only
+from vescale_ray.compat.tensor import DTensorSpec, TensorMeta
+from vescale_ray.dtensor.autograd import Classes, RaggedAwareDTensor, whole_of
+from vescale_ray.dtensor.redistribution import contribution, move
+from vescale_ray.dtensor.schema import plain_is_whole, refuse_leaf, schema_facts, written
+from vescale_ray.dtensor.spec import ShapedSpec, pending_spec, replicated, settled_placements, wrap
+from vescale_ray.dtensor.transfer import arrived, writes_of
+from vescale_ray.dtensor.whole import held_whole, is_dtensor, on_local, write_local
+
+
+class GatheredView(RaggedAwareDTensor):
+    """A read-only gathered copy, the result of a view operation (transpose, indexing, ..) that has no local view.
+
+    It raises on writes, which would not reach the ragged tensor. After a write to the ragged tensor it raises on reads, since a true view
+    would show that write. Torch runs every other operation.
+    """
+
+    _sources: tuple[tuple[Tensor, int], ...] = ()
+    """The ragged tensors that it was gathered from, with their number of writes at that time."""
+
+    @classmethod
+    @run_as_is
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        writes, is_view = schema_facts(func)
+        GatheredView.refuse_writes(func, written(func, writes, args, kwargs or {}))
+        sources: tuple[tuple[Tensor, int], ...] = ()
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, GatheredView):
+                value.check(func)
+                sources += value._sources
+                mesh = value.device_mesh
+        args, kwargs = _beside(func, "a gathered copy of a ragged tensor", mesh, args, kwargs or {})
+        result = func(*args, **kwargs)
+        return read_only(result, sources) if is_view else tree_map(_derived, result)
+
+    @staticmethod
+    def refuse_writes(func: Any, targets: Any) -> None:
+        """Raise if a gathered copy is among ``targets`` or their items."""
+        if any(isinstance(target, GatheredView) for target in tree_leaves(targets)):
+            raise RuntimeError(
+                f"{func}: this tensor is a gathered copy, not a view, of a RaggedDTensor: writing to it would not reach "
+                "that tensor; write to its to_local(), or build the whole tensor and use copy_()"
+            )
+
+    def check(self, func: Any) -> None:
+        """Raise if a source was written since the copy was gathered."""
+        if any(writes_of(tensor) != count for tensor, count in self._sources):
+            raise RuntimeError(
+                f"{func}: this tensor is a gathered copy, not a view, of a RaggedDTensor that was written since: take the view again"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        """Return torch's DTensor: a deep copy is not a view."""
+        self.check("deepcopy")
+        return _copied(self, memo, lambda local, spec: DTensor(local, spec, requires_grad=False))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.check("pickle")
+        return DTensor(self._local_tensor.detach(), self._spec, requires_grad=self.requires_grad).__reduce_ex__(protocol)
+
+    def __format__(self, spec: str) -> str:
+        return formatted(self, spec)
+
+    def to_local(self, **kwargs: Any) -> Tensor:
+        self.check("to_local")
+        return super().to_local(**kwargs)
+
+    def full_tensor(self, **kwargs: Any) -> Tensor:
+        self.check("full_tensor")
+        return super().full_tensor(**kwargs)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        self.check("redistribute")
+        return super().redistribute(*args, **kwargs)
+
+
+TENSOR_DATA = cast(Any, torch.Tensor.__dict__.get("data") or TensorBase.__dict__["data"])
+
+
+def stable_hash_on_this_rank(tensor: DTensor, base: str) -> str:
+    """The key of ``torch.compile``'s code cache, which all processes of the machine share on disk.
+
+    Torch's key ``base`` is the same on all ranks. Code for one rank's part would read beyond the end of another's, so this key adds the
+    local shape and the rank's coordinate."""
+    local, here = tensor._local_tensor, tensor.device_mesh.get_coordinate()
+    text = f"{type(tensor).__name__} {base} {tuple(local.shape)} {local.stride()} {local.dtype} {here}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+class DerivedDTensor(RaggedAwareDTensor):
+    """The result of an operation on ragged tensors that is not ragged itself, and of operations on such results.
+
+    It may be a reduction that is still pending over the ranks (Partial), or a gathered result (Replicate). It differs from torch's DTensor:
+
+    - ``.item()``, ``float()`` and ``bool()`` give the whole answer; torch's silently give this rank's contribution.
+    - A tensor without dimensions may be written into plain tensors, as ``clip_grad_norm_`` over ragged and plain parameters does.
+    - Gradients come back in this class, and torch's derivative formulas may join them with plain tensors that they make.
+    """
+
+    _of_norm = False
+    """Whether it is a view of a pending norm. A write to the view would not reach the norm."""
+
+    @property
+    def data(self) -> Tensor:
+        """The tensor without autograd history, sharing memory. Torch's getter returns its DTensor, whose item() is this rank's part."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, DTensor) or value.shape != self.shape or value.device_mesh != self.device_mesh:
+            raise ValueError(f"can't set .data of {self!r} to a {type(value).__name__} of shape {tuple(value.shape)}")
+        TENSOR_DATA.__set__(self, value)
+        self._local_tensor, self._spec = value._local_tensor, value._spec
+
+    def _stable_hash_for_caching(self) -> str:
+        return stable_hash_on_this_rank(self, super()._stable_hash_for_caching())
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        shown = f"this rank's contribution={self._local_tensor}" if _is_pending(self) else f"local_tensor={self._local_tensor}"
+        return f"DerivedDTensor({shown}, device_mesh={self.device_mesh}, placements={self.placements})"
+
+    def __format__(self, spec: str) -> str:
+        return formatted(self, spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        return _copied(self, memo, derived)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return unpickled_derived, (self._local_tensor.detach(), self.device_mesh, self.placements, tuple(self.shape), self.requires_grad)
+
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        """The gradient that a compiled function expects for this result: reduced, in the form that :func:`whole_of` returns."""
+        return _derived(_settled(self)) if _is_pending(self) else self
+
+    @staticmethod
+    def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> DerivedDTensor:
+        placements, meta, order, requires_grad = flatten_spec
+        meta = TensorMeta(outer_size, outer_stride, meta.dtype)
+        spec = ShapedSpec(inner_tensors["device_mesh"], placements, tensor_meta=meta, shard_order=order)
+        return wrap(DerivedDTensor, inner_tensors["_local_tensor"], spec, requires_grad)
+
+    @classmethod
+    @run_as_is
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
+        if name == "_local_scalar_dense":
+            return _whole(args[0]).item()
+        if name in ("detach", "alias"):  # handled here, because torch's sharding cache would keep the mesh alive
+            same = derived(func(args[0]._local_tensor), args[0]._spec)
+            return _mark_view(same) if args[0]._of_norm or (name == "alias" and _is_norm(same)) else same
+        if name == "allclose":  # torch has no rule for it
+            left, right = (whole_of(v) if isinstance(v, DTensor) else v for v in args[:2])
+            return bool(torch.allclose(left, right, *args[2:], **kwargs))
+        writes, is_view = schema_facts(func)
+        targets = [t for t in tree_leaves(written(func, writes, args, kwargs)) if isinstance(t, Tensor)]
+        if targets:
+            if not any(isinstance(t, DTensor) for t in targets):
+                return _write_plain(func, args, kwargs)
+            return _write(func, targets, args, kwargs)
+        tensors = [v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
+        operands = list(filter(is_dtensor, tensors))
+        mesh = operands[0].device_mesh
+        moved = name in _SAME_ELEMENTS or (is_view and not {name, f"{name}.{func._schema.overload_name}"} & _OTHER_NUMBERS)
+        if moved and _pending_alike(tensors) and held_whole(operands):
+            result = on_local(func, mesh, operands[0].placements, args, kwargs)
+        else:
+            args, kwargs = tree_map(_settle, (args, kwargs))
+            args, kwargs = _beside(func, "what was computed from a ragged tensor", mesh, args, kwargs)
+            left = list(filter(is_dtensor, tree_leaves((args, kwargs))))
+            if held_whole(left) and torch.Tag.nondeterministic_seeded not in func.tags:
+                result = on_local(func, mesh, left[0].placements, args, kwargs)
+            else:
+                result = tree_map(_derived, func(*args, **kwargs))
+        if (is_view or name == "_unsafe_view") and any(map(_is_norm, operands)):
+            tree_map_only(DerivedDTensor, _mark_view, result)
+        return result
+
+
+# Every pending reduction commutes with these, applied to each rank's contribution, and with views: they only move elements. Views
+# that change the numbers are the exceptions.
+_SAME_ELEMENTS = frozenset({"clone", "_unsafe_view", "stack", "cat"})
+_OTHER_NUMBERS = frozenset({"view.dtype", "view_as_real", "view_as_complex", "real", "imag", "_conj", "_neg_view"})
+
+
+Classes.other = DerivedDTensor
+
+
+def derived(value: Tensor, spec: DTensorSpec) -> DerivedDTensor:
+    """``value`` as a DerivedDTensor. ``spec`` must have its dtype."""
+    return wrap(DerivedDTensor, value, spec)
+
+
+def unpickled_derived(
+    local: Tensor, mesh: DeviceMesh, placements: tuple[Any, ...], shape: tuple[int, ...], requires_grad: bool
+) -> DerivedDTensor:
+    return wrap(DerivedDTensor, local, pending_spec(mesh, placements, shape, local.dtype), requires_grad)
+
+
+def _is_pending(value: DTensor) -> bool:
+    return any(p.is_partial() for p in value.placements)
+
+
+def _is_norm(value: DTensor) -> bool:
+    return any(p.is_partial() and type(p) is not Partial for p in value.placements)
+
+
+def _settled(value: DTensor) -> DTensor:
+    """``value`` as torch's DTensor with nothing pending; it shares memory if nothing was pending."""
+    return DTensor(*move(value._local_tensor, value._spec, settled_placements(value.placements)), requires_grad=False)
+
+
+def _settle(value: Any) -> Any:
+    """Settle pending tensors, torch's own included: the norm of a parameter with plain placements is one."""
+    return _settled(value) if isinstance(value, DerivedDTensor) or (type(value) is DTensor and _is_pending(value)) else value
+
+
+def _whole(value: DTensor) -> Tensor:
+    return arrived(move(value._local_tensor, value._spec, replicated(value.device_mesh))[0])
+
+
+def _pending_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether all ``tensors`` are contributions with the same pending reduction. It compares values: during compilation each argument
+    has a mesh object of its own, equal to the others'."""
+    one = tensors[0]
+    return isinstance(one, DerivedDTensor) and _is_pending(one) and all(isinstance(v, DerivedDTensor) and _alike(v, one) for v in tensors)
+
+
+def _alike(a: DTensor, b: DTensor) -> bool:
+    return a._spec is b._spec or (a.placements == b.placements and a.device_mesh == b.device_mesh and a.dtype is b.dtype)
+
+
+def _mark_view(view: DerivedDTensor) -> DerivedDTensor:
+    view._of_norm = True
+    return view
+
+
+def _write_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operation that writes plain tensors. A factor without dimensions becomes a number, which is the same on every rank."""
+
+    def number(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        if value.ndim:
+            raise ValueError(
+                f"{func} would write a {type(value).__name__} of shape {tuple(value.shape)} into a plain tensor: use its full_tensor()"
+            )
+        return _whole(value)
+
+    return func(*tree_map(number, args), **tree_map(number, kwargs))
+
+
+def _write(func: Any, targets: list[Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operation in place or with ``out=``: reduce the operands, write, and return the same objects.
+
+    Operands that are only read stay pending. A written tensor stays pending, too: the first rank contributes the new value, and the others
+    contribute the neutral element. So its views, and callers of a compiled function that hold it, see the write. A norm has no sign, so
+    its value replaces it instead.
+    """
+    stand_ins: list[tuple[DerivedDTensor, DTensor]] = []
+    if func is torch.ops.aten.copy_.default and isinstance(args[0], DerivedDTensor) and _pending_alike(args[:2]):
+        args[0]._local_tensor.copy_(args[1]._local_tensor)
+        return args[0]
+    for target in targets:
+        if isinstance(target, DerivedDTensor) and target._of_norm:
+            raise RuntimeError(
+                f"{func} would write to a view of a norm whose reduction is pending, which it would not reach: "
+                "write to that norm, or to its full_tensor()"
+            )
+
+    def stand_in(value: Any) -> Any:
+        if not isinstance(value, DerivedDTensor):
+            return _plain(value if any(value is t for t in targets) else _settle(value))
+        for known, plain in stand_ins:
+            if known is value:
+                return plain
+        stand_ins.append((value, _settled(value)))
+        return stand_ins[-1][1]
+
+    args, kwargs = tree_map(stand_in, (args, kwargs))
+    whole = all(isinstance(t, DerivedDTensor) for t in targets) and held_whole(list(filter(is_dtensor, tree_leaves((args, kwargs)))))
+    if whole and not {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view} & set(func.tags):
+        result = write_local(func, args, kwargs)
+    else:
+        result = func(*args, **kwargs)
+    for value, plain in stand_ins:
+        if not any(value is t for t in targets):
+            continue
+        if _is_norm(value) or not _is_pending(value) or torch.Tag.inplace_view in func.tags:
+            value._local_tensor, value._spec = plain._local_tensor, plain._spec
+        else:
+            pending = [dim for dim, p in enumerate(value.placements) if p.is_partial()]
+            value._local_tensor.copy_(contribution(plain._local_tensor, value.device_mesh, value.placements, pending))
+    return tree_map(lambda r: next((value for value, plain in stand_ins if plain is r), r), result)
+
+
+def _derived(value: Any) -> Any:
+    return derived(value._local_tensor, value._spec) if type(value) is DTensor else value
+
+
+def formatted(value: DTensor, spec: str) -> str:
+    """``format(value, spec)`` of a number that this rank has. Often only one rank prints, so it must not wait for the others."""
+    if not spec:
+        return str(value)
+    if value.ndim == 0 and all(p.is_replicate() for p in value.placements):
+        return value._local_tensor.item().__format__(spec)
+    raise TypeError(
+        f"format {spec!r} of a {type(value).__name__} of shape {tuple(value.shape)} with placements {value.placements}: "
+        "format its item(), or full_tensor(), taken on every rank"
+    )
+
+
+def _copied(value: DTensor, memo: dict[int, Any], make: Callable[[Tensor, DTensorSpec], DTensor]) -> DTensor:
+    """``copy.deepcopy`` with the mesh and the spec shared."""
+    if id(value) in memo:
+        return cast(DTensor, memo[id(value)])
+    if not value.is_leaf:
+        raise RuntimeError("only graph leaves can be deep-copied: call .detach() first")
+    result = memo[id(value)] = make(value._local_tensor.detach().clone(), value._spec)
+    result.requires_grad_(value.requires_grad)
+    return result
+
+
+def _beside(func: Any, what: str, mesh: DeviceMesh, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments with derived DTensors as torch's own. Plain tensors with dimensions raise, except in torch's backward formulas."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, GatheredView | DerivedDTensor):
+            return DTensor.__new__(DTensor, value._local_tensor, value._spec, requires_grad=False)
+        if isinstance(value, list | tuple):
+            return [convert(v) for v in value]
+        if not isinstance(value, Tensor) or isinstance(value, DTensor):
+            return value
+        if value.ndim == 0:
+            refuse_leaf(func, value, what)
+            return value
+        if value.numel() == 1 or plain_is_whole():
+            return DTensor.from_local(value, mesh, replicated(mesh), run_check=False)
+        raise ValueError(
+            f"{func}: a plain tensor of shape {tuple(value.shape)} meets {what}: "
+            "distribute it first (vescale_ray.distribute_tensor), or work on full_tensor(); "
+            "parameters of a sharded module are whole in its forward, or after its unshard()"
+        )
+
+    return [convert(v) for v in args], {k: convert(v) for k, v in kwargs.items()}
+
+
+def read_only(result: Any, sources: tuple[tuple[Tensor, int], ...] = ()) -> Any:
+    """``result`` with its DTensors as :class:`GatheredView` of ``sources``."""
+
+    def convert(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        view = GatheredView(value._local_tensor, value._spec, requires_grad=False)
+        view._sources = sources
+        return view
+
+    return tree_map(convert, result)
+
+
+def _plain(value: Any) -> Any:
+    """An argument with derived DTensors as torch's own."""
+    if isinstance(value, GatheredView | DerivedDTensor):
+        return DTensor.__new__(DTensor, value._local_tensor, value._spec, requires_grad=False)
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value

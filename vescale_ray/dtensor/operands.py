@@ -1,0 +1,76 @@
+"""Conversion of the operands of an operation on ragged tensors to matching local tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from vescale_ray.dtensor.derived import GatheredView
+from vescale_ray.dtensor.redistribution import move
+from vescale_ray.dtensor.schema import plain_is_whole, refuse_leaf
+from vescale_ray.dtensor.spec import LocalSharding, replicated, sharding_of
+
+
+def operand(cls: type[DTensor], value: Any, sharding: LocalSharding, op: str) -> Any:
+    """``value`` as an operand of an element-wise operation on local tensors of ``sharding``; non-tensors are returned unchanged.
+
+    Raises:
+        ValueError: it is a plain tensor with dimensions, which may be the whole tensor or this rank's part; or it is on another mesh.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if not isinstance(value, DTensor):
+        if value.ndim == 0:
+            refuse_leaf(op, value, sharding.describe())
+            return value if sharding.shape else value.view(1)
+        if plain_is_whole():
+            return spread(value, sharding)
+        raise ValueError(
+            f"{op}: a plain tensor of shape {tuple(value.shape)} meets {sharding.describe()}: "
+            "distribute it first (vescale_ray.distribute_tensor for a whole tensor, RaggedDTensor.from_local for this rank's part); "
+            "parameters of a sharded module are whole in its forward, or after its unshard()"
+        )
+    if isinstance(value, GatheredView):
+        value.check(op)
+    if value.device_mesh != sharding.mesh:
+        raise ValueError(
+            f"{op}: operands on different meshes, {value.device_mesh} and {sharding.mesh}: "
+            "move one with full_tensor() and distribute_tensor()"
+        )
+    if isinstance(value, cls):
+        mine = sharding_of(value._spec)
+        if mine.same_layout(sharding):
+            return value._local_tensor
+    if value.shape == sharding.shape:
+        local, _ = move(value._local_tensor, value._spec, sharding.placements)
+        return local.contiguous()
+    full, _ = move(value._local_tensor, value._spec, replicated(sharding.mesh))
+    return spread(full, sharding)
+
+
+def spread(full: Tensor, sharding: LocalSharding) -> Tensor:
+    """A tensor that broadcasts to ``sharding.shape``, cut so that it broadcasts to the local shape."""
+    if full.ndim == 0:
+        return full if sharding.shape else full.view(1)
+    merged = len(sharding.placement.dims)
+    inner, section = len(sharding.shape) - merged, tuple(sharding.section)
+    for dim in range(full.ndim):  # cut out this rank's section
+        at = dim + len(section) - full.ndim
+        if full.shape[dim] != 1 and section[at] != full.shape[dim]:
+            full = full.narrow(dim, sharding.offsets[at], section[at])
+    lead, trail = full.shape[: max(full.ndim - inner, 0)], full.shape[max(full.ndim - inner, 0) :]
+    if all(n == 1 for n in lead):
+        # Keep at least one dimension: a tensor with dimensions takes part in type promotion, one without does not.
+        return full.reshape(trail or (1,))
+    rows = full.expand(*section[:merged], *trail).reshape(sharding.placement.units_of(section), *trail)
+    return rows[sharding.first_unit : sharding.first_unit + sharding.local_shape[0]]
+
+
+def gathered(cls: type[DTensor], value: Any) -> Any:
+    """A ragged tensor as torch's DTensor with Replicate everywhere (one collective); other values are returned unchanged."""
+    if not isinstance(value, cls):
+        return value
+    full, spec = move(value._local_tensor, value._spec, replicated(value.device_mesh))
+    return DTensor(full, spec, requires_grad=False)
