@@ -17,7 +17,8 @@ from vescale_ray.runfolder import RunFolder
 def run(tmp_path: Path) -> RunFolder:
     folder = RunFolder(tmp_path / "r").create()
     for step in range(1, 6):
-        line: dict[str, Any] = {"step": step, "loss": 3 if step == 1 else 1.0 / step, "memory": {"0": 10, "1": 20 + step}, "clipped": step == 2}
+        line: dict[str, Any] = {"step": step, "loss": 3 if step == 1 else 1.0 / step, "clipped": step == 2}
+        line["memory"] = {"0": 10, "1": 20 + step}
         line |= {"waited_seconds": {"step_end": 0.5, "all_gather": 0.25}} if step > 2 else {}
         folder.append_metrics(line)
     return folder
