@@ -23,7 +23,7 @@ from vescale_ray.config import RunConfig
 from vescale_ray.controller import states
 from vescale_ray.controller.checkpointing.committer import Committer
 from vescale_ray.controller.commands import Commands
-from vescale_ray.controller.parts import Parts
+from vescale_ray.controller.parts import ControllerParts
 from vescale_ray.controller.protocol import Outcome, RunSpec
 from vescale_ray.controller.state.durable_state import StateWriter
 from vescale_ray.controller.state.publisher import Observed, Publisher
@@ -73,7 +73,7 @@ class ControlLoop:
         durable: StateWriter,
     ) -> None:
         self._publisher = publisher
-        self._parts = parts = Parts(spec, config, worker_group, log, publisher, committer, durable)
+        self._parts = parts = ControllerParts(spec, config, worker_group, log, publisher, committer, durable)
         end, generations = RunEnd(parts), Generations(parts)
         begin, recovery = RunBegin(parts, generations, end), Recovery(parts, generations, end)
         self.state: State = states.Starting()

@@ -60,7 +60,7 @@ class BudgetAccount:
         self.given_up = reason
 
 
-class Parts:
+class ControllerParts:
     """Made once, by the control loop.
 
     Args:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from vescale_ray.controller import states
 from vescale_ray.controller.failures.budget import Cause
-from vescale_ray.controller.parts import Parts
+from vescale_ray.controller.parts import ControllerParts
 from vescale_ray.controller.protocol import Ending, RunState, StateSource, World
 from vescale_ray.controller.state.durable_state import LaunchedGeneration
 from vescale_ray.controller.states import State
@@ -23,7 +23,7 @@ GIVER_S = 1.0
 class Generations:
     """Begins, watches and ends generations."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: ControllerParts) -> None:
         self._parts = parts
         self._fence_s = 0.0
         """Seconds that the end of the last generation took."""

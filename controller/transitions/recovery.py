@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from vescale_ray.controller import policy, states
 from vescale_ray.controller.checkpointing.coordinator import Unanswered
-from vescale_ray.controller.parts import Parts
+from vescale_ray.controller.parts import ControllerParts
 from vescale_ray.controller.protocol import Ending
 from vescale_ray.controller.scaling.autoscaling import PLACE_S
 from vescale_ray.controller.states import Goal, State
@@ -24,7 +24,7 @@ STORAGE_GAP_S = 2.0
 class Recovery:
     """Goes from one generation to the next, or to the end of the run."""
 
-    def __init__(self, parts: Parts, generations: Generations, end: RunEnd) -> None:
+    def __init__(self, parts: ControllerParts, generations: Generations, end: RunEnd) -> None:
         self._parts, self._generations, self._end = parts, generations, end
 
     def recovering(self, state: states.Recovering) -> State:

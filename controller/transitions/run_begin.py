@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from vescale_ray.controller import states
 from vescale_ray.controller.bounded_io import begun
-from vescale_ray.controller.parts import Parts
+from vescale_ray.controller.parts import ControllerParts
 from vescale_ray.controller.protocol import Ending, RunState
 from vescale_ray.controller.states import State
 from vescale_ray.controller.transitions.generation import Generations, has_state
@@ -25,7 +25,7 @@ LAST_LIVES = 3
 class RunBegin:
     """Hires the first workers, or takes up those of an earlier life of the controller."""
 
-    def __init__(self, parts: Parts, generations: Generations, end: RunEnd) -> None:
+    def __init__(self, parts: ControllerParts, generations: Generations, end: RunEnd) -> None:
         self._parts, self._generations, self._end = parts, generations, end
 
     def starting(self, state: states.Starting) -> State:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from vescale_ray.controller import states
 from vescale_ray.controller.checkpointing.coordinator import Unanswered
 from vescale_ray.controller.failures.budget import Cause
-from vescale_ray.controller.parts import Parts
+from vescale_ray.controller.parts import ControllerParts
 from vescale_ray.controller.protocol import Ending, Outcome, RunState
 from vescale_ray.controller.states import Goal, State
 
@@ -16,7 +16,7 @@ from vescale_ray.controller.states import Goal, State
 class RunEnd:
     """Ends the run, or lets training go back if the last state is lost."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: ControllerParts) -> None:
         self._parts = parts
 
     def complete(self, ended: Ending) -> states.Checkpointing:

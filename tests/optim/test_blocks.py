@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vescale_ray import Block
-from vescale_ray.optim.adamw8bit import Held, Hyper, step_blocks
+from vescale_ray.optim.adamw8bit import step_blocks
+from vescale_ray.optim.adamw8bit_values import Held, Hyper
 from vescale_ray.optim.blocks import Grid, block_text, parse_block
 
 

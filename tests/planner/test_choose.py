@@ -18,8 +18,8 @@ from vescale_ray.errors import BadInput
 from vescale_ray.planner import HARDWARE, Blocks, Lever, Policy, choose_sharding, plan_layout
 from vescale_ray.planner.cost import MISALIGNED, collective_time, plan_model, predict_memory, predict_time
 from vescale_ray.planner.layout import TensorSpec
+from vescale_ray.planner.model_shapes import model_shapes
 from vescale_ray.planner.request import size_of
-from vescale_ray.planner.shapes import model_shapes
 
 H100 = HARDWARE["h100"]
 

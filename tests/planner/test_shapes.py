@@ -13,7 +13,7 @@ from torch import nn
 from vescale_ray.errors import BadInput
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.planner.architectures import PUBLISHED
-from vescale_ray.planner.shapes import model_shapes
+from vescale_ray.planner.model_shapes import model_shapes
 
 # Parameters in all, and those that a token uses, as published. Exact counts are those of the released safetensors files (Hugging
 # Face model pages); rounded ones are from the reports: gpt-oss arXiv 2508.10925 table 1 (its active counts leave the embedding

@@ -19,12 +19,13 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vescale_ray.geometry import Block
+from vescale_ray.optim.adamw8bit_values import Held, Hyper
 from vescale_ray.optim.base import BlockOptimizer, check_common, is_embedding_or_head, sqrt_, step_adamw
 from vescale_ray.optim.blocks import (
     BlockSpec,
@@ -51,41 +52,12 @@ any parameter size."""
 _CODES = ("exp_avg_code", "exp_avg_scale", "exp_avg_sq_code", "exp_avg_sq_scale")
 
 
-class Hyper(NamedTuple):
-    """Scalars of one step of one parameter, as the formula needs them."""
-
-    beta1: float
-    beta2: float
-    eps: float
-    decay: float
-    """1 - lr * weight_decay."""
-    step_size: float
-    """lr / (1 - beta1 ** t)."""
-    root_correction: float
-    """1 / sqrt(1 - beta2 ** t)."""
-
-
 def keeps_fp32(name: str, numel: int, ndim: int, min_numel: int = MIN_NUMEL) -> bool:
     """Return whether a parameter's states stay in FP32: vectors, small tensors, and by name embeddings and output heads.
 
     An embedding's rows are updated when their token occurs, so most of a block's v decays while a few rows' values grow.
     """
     return ndim < 2 or numel < min_numel or is_embedding_or_head(name)
-
-
-class Held(NamedTuple):
-    """A rank's flat part of a parameter and its states. A step changes all but ``grad`` in place. Scales are per block, in order."""
-
-    param: Tensor
-    grad: Tensor
-    m_code: Tensor
-    m_scale: Tensor
-    v_code: Tensor
-    v_scale: Tensor
-
-    def part(self, element: int, numel: int, block: int, blocks: int) -> Held:
-        here, scales = slice(element, element + numel), slice(block, block + blocks)
-        return Held(self.param[here], self.grad[here], self.m_code[here], self.m_scale[scales], self.v_code[here], self.v_scale[scales])
 
 
 class AdamW8bit(BlockOptimizer):

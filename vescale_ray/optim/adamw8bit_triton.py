@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vescale_ray.optim.adamw8bit import Held, Hyper
+from vescale_ray.optim.adamw8bit_values import Held, Hyper
 from vescale_ray.optim.blocks import Region
 from vescale_ray.optim.codec import CELL_SHIFT, root_codebook, signed_codebook
 

@@ -17,8 +17,9 @@ the command line; ``baselines`` models other systems for comparison. Imports tor
 from vescale_ray.planner.choose import Choice, Option, choose_sharding
 from vescale_ray.planner.cost import HARDWARE, Hardware, Memory, Policy
 from vescale_ray.planner.layout import START_BYTES, Layout, TensorSpec
+from vescale_ray.planner.model_shapes import model_shapes
 from vescale_ray.planner.search import plan_layout
-from vescale_ray.planner.shapes import ModelShapes, model_shapes
+from vescale_ray.planner.shapes import ModelShapes
 from vescale_ray.planner.units import Blocks, Bundle, Lever, UnitPlan, plan_buffers, plan_unit
 
 __all__ = [

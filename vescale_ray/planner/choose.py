@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from vescale_ray.errors import BadInput
 from vescale_ray.planner.advice import GOAL, advise
 from vescale_ray.planner.cost import HARDWARE, Hardware, Memory, ModelPlan, Policy, Time, plan_model, predict_memory, predict_time
-from vescale_ray.planner.shapes import ModelShapes, model_shapes
+from vescale_ray.planner.model_shapes import model_shapes
+from vescale_ray.planner.shapes import ModelShapes
 from vescale_ray.planner.units import Blocks, Lever
 
 if TYPE_CHECKING:

@@ -19,16 +19,35 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from vescale_ray.checkpoint import ShardPiece
-    from vescale_ray.workers.trainer import Trainer
+    from vescale_ray.config import RunConfig
 
 PARAM, STATE = "param", "state"
+
+
+class Training(Protocol):
+    """What of a trainer is its state, as :class:`vescale_ray.workers.trainer.Trainer` has it."""
+
+    config: RunConfig
+    generation: int
+    world: int
+    rank: int
+    completed: int
+    parameters: Any
+    optimizer: Any
+    views: Any
+    formats: Any
+
+    @property
+    def consumed(self) -> int: ...
+
+
 _ALIGN = 16
 """Alignment, in bytes, of pieces in a message, so that each can be viewed in its own dtype."""
 
@@ -159,7 +178,7 @@ class Views:
         return known[2]
 
 
-def export_shards(trainer: Trainer) -> Shards:
+def export_shards(trainer: Training) -> Shards:
     """The trainer's state as views. Nothing is copied; a write to a view writes to the trainer."""
     pieces, optimizer_scalars = collect(trainer.parameters, trainer.optimizer, trainer.views)
     scalars: dict[str, Any] = {"step": trainer.completed, "consumed": trainer.consumed, "optimizer": optimizer_scalars}
@@ -179,7 +198,7 @@ def formats_of(parameters: Iterable[tuple[str, Tensor]], optimizer: torch.optim.
     return {name: formats[id(parameter)] for name, parameter in parameters if id(parameter) in formats}
 
 
-def check_scalars(trainer: Trainer, scalars: Mapping[str, Any]) -> None:
+def check_scalars(trainer: Training, scalars: Mapping[str, Any]) -> None:
     """Check whether a state with these scalars fits the trainer, as far as they tell.
 
     Raises:
@@ -207,7 +226,7 @@ def check_scalars(trainer: Trainer, scalars: Mapping[str, Any]) -> None:
             )
 
 
-def import_scalars(trainer: Trainer, scalars: Mapping[str, Any]) -> None:
+def import_scalars(trainer: Training, scalars: Mapping[str, Any]) -> None:
     """Set the trainer's step and its optimizer's scalars. The tensors are written through :func:`export_shards`.
 
     Raises:

@@ -1,0 +1,133 @@
+"""The graph of all imports of product code, lazy ones and those for type checkers included, has no cycle; a class's name is one thing."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = {
+    "vescale_ray": "",
+    "controller": "vescale_ray.",
+    "workers": "vescale_ray.",
+    "checkpoint": "vescale_ray.",
+    "deploy": "vescale_ray.",
+}
+
+CYCLES: set[frozenset[str]] = {
+    frozenset(
+        {
+            "checkpoint.format.digest",
+            "checkpoint.stores.fsspec_store",
+            "checkpoint.stores.posix",
+            "checkpoint.stores.s3",
+            "checkpoint.stores.s3_calls",
+            "checkpoint.stores.store",
+        }
+    ),
+    frozenset(
+        {
+            "fsdp.arrivals",
+            "fsdp.checks",
+            "fsdp.gradients",
+            "fsdp.group",
+            "fsdp.linear",
+            "fsdp.marks",
+            "fsdp.same_plan",
+            "fsdp.schedule",
+            "fsdp.torch_state",
+            "fsdp.unit",
+            "fsdp.uses",
+        }
+    ),
+}
+"""Modules of each cycle that is left, without ``vescale_ray.``. Cut one, and remove it here; none may be added."""
+TWICE: set[str] = {"_Attempt", "_Job", "_Piece", "_Question", "_Section"}
+"""Names of classes that are defined more than once; none may be added."""
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for folder, prefix in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            name = prefix + ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = modules()
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+
+
+def imports(module: str, tree: ast.AST, known: Mapping[str, object]) -> Iterator[str]:
+    """Modules among the ``known`` ones that ``module`` imports. A package that a module is in does not count as imported by it."""
+    package = module if MODULES.get(module, Path()).name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: 1 - node.level or None] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                if f"{base}.{alias.name}" in known:
+                    yield f"{base}.{alias.name}"
+                elif base in known:
+                    yield str(base)
+
+
+def cycles(graph: Mapping[str, set[str]]) -> set[frozenset[str]]:
+    """The strongly connected components of more than one module, by Kosaraju's two passes."""
+    order: list[str] = []
+    seen: set[str] = set()
+    for start in graph:
+        stack = [(start, iter(graph[start]))] if start not in seen else []
+        seen.add(start)
+        while stack:
+            module, following = stack[-1]
+            deeper = next((one for one in following if one not in seen), None)
+            if deeper is None:
+                order.append(module)
+                stack.pop()
+            else:
+                seen.add(deeper)
+                stack.append((deeper, iter(graph[deeper])))
+    backwards = defaultdict(set)
+    for module, targets in graph.items():
+        for target in targets:
+            backwards[target].add(module)
+    found, taken = set(), set[str]()
+    for root in reversed(order):
+        pending, group = [root], set()
+        while pending:
+            module = pending.pop()
+            if module not in taken:
+                taken.add(module)
+                group.add(module)
+                pending += backwards[module]
+        if len(group) > 1:
+            found.add(frozenset(group))
+    return found
+
+
+def test_imports_make_no_cycle_but_the_listed_ones() -> None:
+    graph = {module: set(imports(module, tree, MODULES)) - {module} for module, tree in TREES.items()}
+    short = {frozenset(module.removeprefix("vescale_ray.") for module in group) for group in cycles(graph)}
+    assert short == CYCLES, f"new: {[sorted(one) for one in short - CYCLES]}; cut: {[sorted(one) for one in CYCLES - short]}"
+
+
+def test_the_search_finds_cycles_and_lazy_imports() -> None:
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == {frozenset("abc")}
+    lazy = ast.parse("if TYPE_CHECKING:\n    from p import a\ndef f():\n    from p.b import x\n    import p.c\n")
+    assert set(imports("p.d", lazy, dict.fromkeys(("p", "p.a", "p.b", "p.c")))) == {"p.a", "p.b", "p.c"}
+
+
+def test_no_two_classes_share_a_name_but_the_listed_ones() -> None:
+    homes = defaultdict(list)
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].append(module)
+    twice = {name: where for name, where in homes.items() if len(where) > 1}
+    assert set(twice) == TWICE, {name: where for name, where in twice.items() if name not in TWICE}
