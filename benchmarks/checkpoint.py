@@ -313,7 +313,7 @@ def planned_bytes(quick: bool) -> list[tuple[str, float, str, str]]:
     from vescale_ray.checkpoint.format.digest import block_bytes_for, root_of
     from vescale_ray.checkpoint.format.manifest import ObjectEntry
     from vescale_ray.checkpoint.format.object_layout import lay_out
-    from vescale_ray.checkpoint.stores.store import store_of
+    from vescale_ray.checkpoint.stores.opening import store_of
 
     class Piece(ShardPiece):
         def __post_init__(self) -> None:  # no data is wanted

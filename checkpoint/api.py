@@ -40,7 +40,8 @@ from .state.matching import Pair, label
 from .state.plain import KIND, Packed, data_name, pack
 from .state.rng import capture_rng
 from .state.tensors import LocalPart, local_part, owners
-from .stores.store import ObjectStore, Root, store_of
+from .stores.opening import store_of
+from .stores.store import ObjectStore, Root
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

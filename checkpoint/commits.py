@@ -44,7 +44,8 @@ from .format.manifest import (
 from .format.object_layout import PlacedPiece, dtype_of, group_tensors, merge_orders, tensor_kinds
 from .format.shard import Vote
 from .format.tiling import ROWS, Tiling
-from .stores.store import KeyExists, KeyMissing, ObjectStore, Root, out_of_reach, store_of
+from .stores.opening import store_of
+from .stores.store import KeyExists, KeyMissing, ObjectStore, Root, out_of_reach
 
 _log = logging.getLogger(__name__)
 _told: set[str] = set()

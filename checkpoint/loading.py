@@ -33,7 +33,8 @@ from .state.plain import EntryBytes, unpack
 from .state.rng import derive_rng, restore_rng
 from .state.saved_meta import check_saved_meta
 from .state.tensors import LocalPart, check_target, local_part
-from .stores.store import ObjectStore, Root, store_of
+from .stores.opening import store_of
+from .stores.store import ObjectStore, Root
 
 _log = logging.getLogger(__name__)
 PARTLY = "the state now holds parts of it: load again before using it"

@@ -25,7 +25,8 @@ from .errors import NoCheckpoint
 from .faults import fault_point
 from .format.manifest import ManifestError, check_attempt, commit_name, parse_commit_name
 from .saving.proof import Noted, lacking, noted, prove
-from .stores.store import ALIGNMENT, Entry, KeyExists, KeyMissing, ObjectStore, Root, store_of
+from .stores.opening import store_of
+from .stores.store import ALIGNMENT, Entry, KeyExists, KeyMissing, ObjectStore, Root
 
 _PIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 _EPOCH, _STEP = (re.compile(b'"' + word + b'":"([0-9]{1,18})"') for word in (b"epoch", b"step"))

@@ -12,7 +12,8 @@ from datetime import UTC, datetime
 from .commits import Commit, find, ls, read_manifest
 from .errors import CommitExists, CommitRefused, SaveFailed
 from .format.manifest import encode
-from .stores.store import KeyExists, Root, store_of
+from .stores.opening import store_of
+from .stores.store import KeyExists, Root
 
 
 def roll_back(root: Root, name: str) -> Commit:

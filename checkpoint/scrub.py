@@ -16,7 +16,8 @@ from .format.manifest import Manifest, ManifestError, ObjectEntry
 from .format.pages import transfer_buffers
 from .format.read_plan import Segment
 from .format.reader import bad_blocks, corrupt_block
-from .stores.store import ALIGNMENT, KeyMissing, ObjectStore, Root, store_of
+from .stores.opening import store_of
+from .stores.store import ALIGNMENT, KeyMissing, ObjectStore, Root
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ class Writer:
 
     def _prove(self, vote: Vote, ticket: Ticket, step: int) -> None:
         from vescale_ray.checkpoint.saving.proof import prove
-        from vescale_ray.checkpoint.stores.store import store_of
+        from vescale_ray.checkpoint.stores.opening import store_of
 
         try:
             problem = prove(store_of(self._root), vote.object, vote.aux)
@@ -118,7 +118,7 @@ class Writer:
 
     def _write(self, job: _Job) -> None:
         from vescale_ray.checkpoint.format.shard import encode_aux, write_staged
-        from vescale_ray.checkpoint.stores.store import store_of
+        from vescale_ray.checkpoint.stores.opening import store_of
         from vescale_ray.workers.resharding.reshard import stored_aux
 
         staged = job.staged

@@ -34,8 +34,9 @@ from ..state.flat_state import State, TensorChoice
 from ..state.matching import StoredTensor
 from ..state.names import Globs, NameTable, globs, table_of
 from ..state.tensors import local_part
+from ..stores.opening import store_of
 from ..stores.posix import sync_folder
-from ..stores.store import ObjectStore, Root, store_of
+from ..stores.store import ObjectStore, Root
 
 _log = logging.getLogger(__name__)
 

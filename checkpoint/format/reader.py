@@ -25,7 +25,8 @@ from ..state.entries import entry_names
 from ..state.matching import Pair, StoredTensor, castable, label, match, some
 from ..state.names import Globs, chosen, globs, nearest
 from ..state.saved_meta import check_saved_meta
-from ..stores.store import ALIGNMENT, KeyMissing, ObjectStore, RangeReader, Root, out_of_reach, store_of
+from ..stores.opening import store_of
+from ..stores.store import ALIGNMENT, KeyMissing, ObjectStore, RangeReader, Root, out_of_reach
 from .digest import as_bytes, block_sums, copy_bytes, digest_of, view_of
 from .manifest import Extents, Manifest, ManifestError, TensorEntry
 from .object_layout import dtype_name

@@ -19,7 +19,8 @@ import torch
 from ..arguments import whole
 from ..errors import SaveAborted, SaveFailed
 from ..faults import fault_point
-from ..stores.store import ALIGNMENT, UNDER_WAY, KeyExists, ObjectStore, Root, store_of
+from ..stores.opening import store_of
+from ..stores.store import ALIGNMENT, UNDER_WAY, KeyExists, ObjectStore, Root
 from .digest import BLOCK_BYTES, RangeDigests, block_bytes_for, block_sums, digest_of, root_of, view_of
 from .manifest import AuxEntry, ObjectEntry, check_attempt, check_meta
 from .object_layout import ObjectPlan, PlacedPiece, ShardPiece, dtype_of, plan_object

@@ -35,7 +35,8 @@ from ..format.shard import Vote, encode_aux, new_attempt, write_staged
 from ..format.staging import Copying, LayoutMemo, Slab, SlabPool, copy_pieces
 from ..retention import Retention
 from ..state.flat_state import State
-from ..stores.store import ObjectStore, Root, store_of
+from ..stores.opening import store_of
+from ..stores.store import ObjectStore, Root
 from .accord import Accord, Word
 from .bounded import DAEMONS
 from .handle import SaveHandle

@@ -233,7 +233,7 @@ def run_folder(config: RunConfig) -> Finding:
 
 def storage(root: str) -> Finding:
     """Write, read, list, delete; a second creation of one name must be refused; the store's clock."""
-    from vescale_ray.checkpoint.stores.store import store_of
+    from vescale_ray.checkpoint.stores.opening import store_of
 
     if (reason := goes_with(root)) is not None:
         return Finding("storage", "fail", f"{root} lies in {reason}", f"set checkpoint.dir: {REMEDY}, or a URL")

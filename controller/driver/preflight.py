@@ -149,7 +149,7 @@ def stream_of(config: RunConfig, corpus: Corpus) -> dict[str, Any]:
 
 def _check_writable(root: str) -> None:
     from vescale_ray.checkpoint import new_attempt
-    from vescale_ray.checkpoint.stores.store import store_of
+    from vescale_ray.checkpoint.stores.opening import store_of
 
     try:
         if "://" in root:

@@ -14,7 +14,8 @@ from tests.checkpoint.stores import EXCLUSIVE, KINDS, collect, opened
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.format.digest import view_of
 from vescale_ray.checkpoint.format.pages import aligned_buffer
-from vescale_ray.checkpoint.stores.store import UNDER_WAY, KeyExists, KeyMissing, ObjectStore, store_of
+from vescale_ray.checkpoint.stores.opening import store_of
+from vescale_ray.checkpoint.stores.store import UNDER_WAY, KeyExists, KeyMissing, ObjectStore
 
 A, B = adam_like(seed=1), adam_like(seed=2)
 

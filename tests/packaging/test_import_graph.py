@@ -19,16 +19,6 @@ FOLDERS = {
 CYCLES: set[frozenset[str]] = {
     frozenset(
         {
-            "checkpoint.format.digest",
-            "checkpoint.stores.fsspec_store",
-            "checkpoint.stores.posix",
-            "checkpoint.stores.s3",
-            "checkpoint.stores.s3_calls",
-            "checkpoint.stores.store",
-        }
-    ),
-    frozenset(
-        {
             "fsdp.arrivals",
             "fsdp.checks",
             "fsdp.gradients",

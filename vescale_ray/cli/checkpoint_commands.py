@@ -491,7 +491,7 @@ def _split(path: str | None) -> tuple[Target, str | None]:
 
 
 def _store(root: Target) -> ObjectStore:
-    from vescale_ray.checkpoint.stores.store import store_of
+    from vescale_ray.checkpoint.stores.opening import store_of
 
     with _bad_values():
         return store_of(root)
