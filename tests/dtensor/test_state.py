@@ -325,7 +325,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as b
 LISTS = (a, b)
 before, lists = snapshot(), [list(x) for x in LISTS]
 safe = set(torch.serialization.get_safe_globals())
-import vescale_ray, vescale_ray.dtensor as ours
+import vescale_ray, vescale_ray.dtensor.ragged_dtensor as ours
 import vescale_ray.state_dict, vescale_ray.fsdp, vescale_ray.optim, vescale_ray.dtensor.redistribution, vescale_ray.checkpoint
 after = snapshot()
 changed = [k for k in before if before[k] != after.get(k)]
