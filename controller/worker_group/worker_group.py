@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from vescale_ray.controller.protocol import Dismissal, Places
 from vescale_ray.controller.worker_group.clocks import AwakeClock
 from vescale_ray.controller.worker_group.member import Member
 from vescale_ray.controller.worker_group.ray_answers import NODE_LOST, Reaching, death_of, has_answered, one_line
+from vescale_ray.controller.worker_group.stacks import node_by_node, stacks_of
 from vescale_ray.controller.worker_group.worker_news import Heard, Lost, News, Ready, SupervisorLost, Told
 from vescale_ray.workers.messages import Order, Ticket, WorkerInfo, WorkerReport
 from vescale_ray.workers.network.reachability import AT_ONCE
@@ -151,7 +151,7 @@ class WorkerGroup:
         """End workers that are not as they should be; the news of the loss of each will give its reason, and this cause. All at once: the
         supervisor waits a moment for each node that does not answer."""
         asked: dict[str, Any] = {}
-        for worker in self._node_by_node(reasons):
+        for worker in node_by_node(self.members, reasons):
             member = self.members[worker]
             if member.verdict is None:
                 member.verdict, member.sentenced, member.cause = reasons[worker], time.monotonic(), cause
@@ -163,19 +163,6 @@ class WorkerGroup:
             elif done is Dismissal.UNKNOWN:
                 assert member.info is not None
                 self._leave_node(member.info.node, worker, reasons[worker])
-
-    def _node_by_node(self, workers: Iterable[str]) -> list[str]:
-        """One worker of each node first, then another of each: of a node that does not answer the supervisor learns by the first call, for
-        a second, and has few threads. In the order in which they were hired the losses of many nodes of eight were waited for one after
-        the other."""
-        turns: Counter[str] = Counter()
-        turn: dict[str, int] = {}
-        for worker in workers:
-            info = self.members[worker].info
-            node = info.node if info is not None else worker
-            turn[worker] = turns[node]
-            turns[node] += 1
-        return sorted(turn, key=turn.__getitem__)
 
     def _leave_node(self, node: str, worker: str, reason: str) -> None:
         """``worker`` could not be ended, since its node does not answer: whoever is there and says nothing either is lost with it, or the
@@ -200,26 +187,8 @@ class WorkerGroup:
     def stacks(self, workers: Iterable[str], wait_s: float) -> dict[str, str]:
         """The Python stacks of workers: from themselves, or from their nodes' agents where they don't answer within ``wait_s``, or have
         owed an answer for long."""
-        there = [w for w in workers if w in self.members]
-        silent = self.silent(wait_s)
-        asked = {w: self.members[w].handle.stacks.remote() for w in there if w not in silent}
-        done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=wait_s) if asked else ([], [])
-        infos = {w: self.members[w].info for w in there if asked.get(w) not in done}
-        # All at once: each may be on a machine that answers nothing.
-        refs = {w: self._supervisor.stacks.remote(info, wait_s) for w in self._node_by_node(infos) if (info := infos[w]) is not None}
-        refs |= {w: ref for w, ref in asked.items() if ref in done}
-        # One bound for all of them: a recovery waits for this.
-        there_now = set(ray.wait(list(refs.values()), num_returns=len(refs), timeout=self._call_s)[0]) if refs else set()
-        found: dict[str, str] = {}
-        for worker, ref in refs.items():
-            if ref not in there_now:
-                found[worker] = f"(no answer within {self._call_s:g} s)"
-                continue
-            try:
-                found[worker] = str(ray.get(ref))
-            except RayError as error:
-                found[worker] = f"({one_line(error)})"
-        return found
+        there = {w: self.members[w] for w in workers if w in self.members}
+        return stacks_of(there, self.silent(wait_s), self._supervisor, wait_s, self._call_s)
 
     def wish(self, count: int, avoid: Collection[str] = ()) -> None:
         """Have ``count`` places wait for workers that are not hired yet, and hear what all places have come to: soon, nothing is waited
