@@ -16,7 +16,7 @@ from vescale_ray.controller.worker_group.ray_answers import one_line
 def node_by_node(members: Mapping[str, Member], workers: Iterable[str]) -> list[str]:
     """One worker of each node first, then another of each.
 
-    The first call tells the supervisor that a node does not answer, which takes it a second in one of its few threads. In the order in which
+    The first call tells the supervisor that a node does not answer: that takes a second of one of its few threads. In the order in which
     the workers were hired, the nodes would be waited for one after the other.
     """
     turns: Counter[str] = Counter()
