@@ -98,7 +98,7 @@ class Controller:
             state = _when_told(lambda: store.newest(spec.run_id))
         again = state is not None and state.run_id == spec.run_id
         if state is None or not again:
-            # Whatever an earlier start of the run has used up stays used up.
+            # Numbers that an earlier start of the run has used stay used.
             first = max(spec.first_generation - 1, state.last_number if state else 0)
             known = (state.highest_step, state.steps_before) if state else (0,)
             done = 0 if config.checkpoint.resume == "never" else max(folder.last_step(), *known)
@@ -130,10 +130,8 @@ class Controller:
         self._thread.start()
 
     def status(self) -> dict[str, Any]:
-        """Where the run is: the snapshot as plain values; ``outcome`` once it is over; ``processes``: (process id, start time, node) of
-        every worker that was ever warm.
-
-        While the run's folder could not be read yet, ``waits`` alone: True."""
+        """The state of the run: the snapshot as plain values; ``outcome`` once it is over; ``processes``: (process id, start time, node) of
+        every worker that was ever warm. Before the run's folder could be read: ``waits`` alone, which is True."""
         if not self._known.is_set():
             problem = self._up.exception() if self._up.done() else None
             if problem is not None and ray.get_runtime_context().was_current_actor_reconstructed:
@@ -171,7 +169,7 @@ class Controller:
             self._server.close()
 
     def _waiting(self) -> tuple[str, ...]:
-        """What is to be told of a folder that could not be read for long."""
+        """The warning about a folder that could not be read for long."""
         if time.monotonic() - self._since < TELL_S:
             return ()
         if not self._told:
@@ -245,7 +243,7 @@ class Controller:
             return server
 
     def _meta(self, step: int) -> dict[str, Any]:
-        """What is recorded with a checkpoint."""
+        """The data that is recorded with a checkpoint."""
         return {
             "run": self._spec.config["run"]["name"],
             "run_id": self._spec.run_id,
@@ -256,7 +254,7 @@ class Controller:
 
 
 def _when_told(question: Callable[[], _T]) -> _T:
-    """What the run's folder answers, once it answers with more than errors: without it a controller would take its run for a new one."""
+    """The answer of the run's folder, once it has one. Without it, a controller would take its run for a new one."""
     told = False
     while True:
         try:

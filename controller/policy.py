@@ -1,4 +1,4 @@
-"""What to do next, as pure functions of values: no process, no clock, no file. The control loop carries the answers out.
+"""Decisions as pure functions of values, without process, clock or file. The control loop carries them out.
 
 A generation ends; :func:`after_generation` says what follows. While it runs, :func:`staffing` says whether workers must be
 hired or a new generation is due. :func:`choose_source` says from which state a generation starts.
@@ -57,7 +57,7 @@ Decision = Complete | Halt | Go | Await | GiveUp
 
 @dataclass(frozen=True)
 class Situation:
-    """What counts for the decision, besides how the generation ended.
+    """The facts for the decision, besides the end of the generation.
 
     Attributes:
         stopping: stop was asked for.
@@ -82,7 +82,7 @@ class Situation:
 
 
 def after_generation(ending: Ending, now: Situation) -> Decision:
-    """What follows the end of a generation."""
+    """The decision after the end of a generation."""
     inputs = [fault.text for fault in ending.faults.values() if fault.kind is FaultKind.INPUT]
     if inputs:
         return GiveUp(inputs[0], refused=True)
@@ -149,7 +149,7 @@ def staffing(world: int, ready: int, warming: int, target: int, spares: int = 0)
 
 
 def unprotected(nodes: Sequence[str], *, copies: bool) -> int:
-    """How many ranks, on these nodes, have no copy of their shards on another one
+    """Number of ranks, on these nodes, without a copy of their shards on another node
     (:func:`vescale_ray.workers.resharding.memory_snapshots.buddies`)."""
     fullest = max(Counter(nodes).values(), default=0)
     return max(0, 2 * fullest - len(nodes)) if copies else len(nodes)
@@ -208,7 +208,7 @@ class CommittedCheckpoint:
 def choose_source(
     held: Mapping[str, Sequence[HeldState]], members: Collection[str], newest: CommittedCheckpoint | None, before: World | None = None
 ) -> StateSource:
-    """Where the next generation starts: the newest state that exists; of two at the same step, the one in memory.
+    """The source of the next generation's state: the newest state that exists; of two at the same step, the one in memory.
 
     Args:
         held: per living worker, leavers included, what it holds now that its group is destroyed.

@@ -82,7 +82,7 @@ def check_transition(before: RunState, after: RunState) -> RunState:
 
 @dataclass(frozen=True)
 class Bounds:
-    """How long the controller waits for what, in seconds. Collectives have a bound of their own (``elastic.collective_timeout_s``).
+    """Longest waits of the controller, in seconds. Collectives have a bound of their own (``elastic.collective_timeout_s``).
 
     Attributes:
         start: for workers to be placed and warm (``elastic.start_timeout_s``).
@@ -111,7 +111,7 @@ class Bounds:
 
 
 class Dismissal(StrEnum):
-    """What became of a worker that was to be ended."""
+    """Result of ending a worker."""
 
     ENDED = "ended"
     """It was sent SIGKILL, or Ray was told where its process is not known."""
@@ -123,7 +123,7 @@ class Dismissal(StrEnum):
 
 @dataclass(frozen=True)
 class Places:
-    """What the run's placement groups have got.
+    """State of the run's placement groups.
 
     Attributes:
         wishes: of those without a worker, the node of each; None: it waits.
@@ -136,7 +136,7 @@ class Places:
 
 @dataclass(frozen=True)
 class StateSource:
-    """Where a new generation's state comes from, and at which step that is.
+    """The origin and the step of a new generation's state.
 
     Attributes:
         commit: name of the checkpoint, for ``Origin.CHECKPOINT``.
@@ -168,7 +168,7 @@ class World:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a generation ended, once nobody is in it any more.
+    """The end of a generation, after all living workers have left it.
 
     Attributes:
         living: members that are alive and out of their group, in the old rank order.
@@ -209,7 +209,7 @@ class ScheduledAction:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
         state: ``DONE``, ``STOPPED`` (before its last step, on request) or ``FAILED``.
@@ -228,7 +228,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What the driver hands the controller. Picklable; also what a restarted controller gets.
+    """The driver's order to the controller. Picklable; a restarted controller gets the same.
 
     Attributes:
         run_id: of this start of the run, unlike any other.

@@ -122,7 +122,7 @@ class CheckpointCoordinator:
         self._bad |= {commit}
 
     def damaged(self, attempt: str) -> None:
-        """What a worker wrote of an attempt can't be read back: use an older one, if it was committed."""
+        """A worker's part of an attempt can't be read back: use an older checkpoint, if this one was committed."""
         self._damaged.add(attempt)
         result = self._results.get(attempt)
         if result is not None and result.kept is not None:

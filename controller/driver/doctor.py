@@ -45,7 +45,7 @@ RAY_S = 40.0
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check has found. ``remedy``: empty where nothing is to be done."""
+    """Finding of one check. ``remedy`` is empty if nothing is to be done."""
 
     check: str
     verdict: Verdict
@@ -362,7 +362,7 @@ def ray_cluster(address: str | None, wait_s: float = RAY_S) -> Finding:
 
 
 def _cluster(address: str, told: dict[str, Any]) -> Finding:
-    """What a probe has told of a cluster. ``apart``: by node, how many seconds its clock is ahead of this machine's, if it has answered."""
+    """A probe's findings about a cluster. ``apart``: by node that answered, seconds by which its clock is ahead of this machine's."""
     have, apart = told["resources"], told["apart"]
     text = f"{address}: {told['nodes']} nodes, {have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs, Ray {told['version']}"
     mute = told["asked"] - len(apart)

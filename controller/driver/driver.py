@@ -50,7 +50,7 @@ LAST_WORDS_S = 30.0
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
         state: ``DONE``; ``STOPPED``: before its last step, on request; ``FAILED``.

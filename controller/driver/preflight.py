@@ -1,4 +1,4 @@
-"""What can be found wrong before Ray starts, which takes seconds: text, model, folders, port, and the checkpoint to resume.
+"""Checks before Ray starts, which takes seconds: text, model, folders, port, and the checkpoint to resume.
 
 Everything raises ``BadInput`` (its kinds) with one line. :func:`foresee` changes nothing at all, :func:`check` makes folders.
 """
@@ -32,7 +32,7 @@ STATES: dict[str, tuple[str, ...]] = {
     "shampoo": (),
     "soap": (),
 }
-"""What each optimizer keeps per element, as checkpoints name it; nothing where that depends on the parameter: the workers know."""
+"""States of each optimizer per element, by their names in checkpoints. Empty if they depend on the parameter; the workers know them."""
 
 
 class _Expected(NamedTuple):
@@ -44,8 +44,8 @@ class _Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class Foreseen:
-    """What was found out without touching a folder. ``config``: with absolute paths; ``stream``: what makes the order of samples;
-    ``expected``: of each parameter, what a checkpoint has to hold; ``warnings``: of what the run may begin with all the same."""
+    """Findings of the checks that touch no folder. ``config``: with absolute paths; ``stream``: determines the order of samples;
+    ``expected``: required content of a checkpoint, by parameter; ``warnings``: of faults that do not prevent the run."""
 
     config: RunConfig
     stream: Mapping[str, Any]
@@ -55,7 +55,7 @@ class Foreseen:
 
 @dataclass(frozen=True)
 class Preflight:
-    """What the checks have found out.
+    """Findings of all checks.
 
     Attributes:
         config: with absolute paths: workers have other working directories.
@@ -137,7 +137,7 @@ def absolute(config: RunConfig) -> RunConfig:
 
 
 def stream_of(config: RunConfig, corpus: Corpus) -> dict[str, Any]:
-    """What the sample of each position follows from: a run that resumes must not have changed any of it."""
+    """The values that determine the sample at each position. A run that resumes must not have changed any of them."""
     return {
         "data.corpus": corpus.sha256,
         "data.seq_len": config.data.seq_len,
@@ -168,8 +168,8 @@ def _check_writable(root: str) -> None:
 
 
 def _check_port(host: str, port: int) -> None:
-    """That this machine has no such address is known now. A port that is in use stops no run: the controller, perhaps on another machine,
-    takes a free one, and says so."""
+    """Refuse an address that this machine does not have. A port in use stops no run: the controller, perhaps on another machine, takes a
+    free one, and says so."""
     from vescale_ray.controller.http.metrics import MetricsServer, PortInUse
     from vescale_ray.controller.state.snapshot import Snapshot
 

@@ -4,9 +4,9 @@ Ray ends its servers with the process that started them, but not its agents (the
 driver, ray 2.60) nor a worker that is just starting or stopped. So the driver starts this script, with the reading end
 of a pipe as its standard input. ``done`` on the pipe: it ends, all was cleaned up. End of file without it: the driver was killed.
 
-Whose processes they are is decided by the cluster's temporary folder, whose name no other cluster has: they carry it in
-their environment, or write to files in it (their logs; a process that changes its title overwrites its environment). Nothing
-is ever found by a program's name, and whoever only reads the logs is spared. Standard library only: it is run as a script, in 30 ms.
+The cluster's temporary folder, whose name is unique, identifies the processes. They have it in their environment, or write to files in it
+(their logs; a process that changes its title overwrites its environment). The script never searches by a program's name, and leaves
+processes alone that only read the logs. It uses the standard library alone, and starts in 30 ms.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a run may go through before it is given up: recoveries counted by their cause. A value; no clock, no process.
+"""The failure budget of a run: recoveries, counted by cause, after which it is given up. A value, without clock or process.
 
-A run that brings nothing to an end in spite of its recoveries must end itself: whoever pays for it sees only that it "runs". But what
-ends it must be its own fault. So a crash loop is told from a cluster that takes nodes away, and each has its own limit; only a step
-beyond every step before counts as progress, so that a run which goes back to a checkpoint and dies at the same step each time makes none.
+A run that makes no progress in spite of its recoveries must end itself, because its owner sees only that it "runs". But it must be at
+fault. So a crash loop and a cluster that takes nodes away have different limits. Only a step beyond all earlier steps counts as progress. A
+run that goes back to a checkpoint and dies at the same step each time makes none.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ CRASHES = frozenset({Cause.ERROR, Cause.KILLED, Cause.HANG})
 
 @dataclass(frozen=True)
 class Limits:
-    """How many are forgiven. In a row without one more step: ``crashes`` of all kinds, ``nodes``, ``controllers``. In all: by cause,
-    ``total``; what is not in it, any number."""
+    """Most failures that a run survives. Without a new step between them: ``crashes`` of all kinds, ``nodes``, ``controllers``. Altogether,
+    by cause: ``total``; a cause that is not in it has no limit."""
 
     crashes: int
     nodes: int
@@ -61,7 +61,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Budget:
-    """What was used up.
+    """The failures so far.
 
     Attributes:
         crashes, nodes, controllers: in a row, since the last progress.

@@ -1,5 +1,5 @@
-"""What a run that fails leaves for whoever has to find out why: of the last failures, what happened to each worker, with its traceback or
-the report of the hang; and where all that still live stand now."""
+"""The evidence that a failed run leaves: of the last failures, the fate of each worker, with its traceback or the report of its hang; and
+the present stacks of the living workers."""
 
 from __future__ import annotations
 

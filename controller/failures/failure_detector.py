@@ -78,7 +78,7 @@ class FailureDetector:
     # ------------------------------------------------------------------------------------------------------ what is known
 
     def loss(self, worker: str) -> Lost:
-        """How a worker that is not alive was lost."""
+        """The loss of a worker that is not alive."""
         return self._gone.get(worker, Lost(worker, None, "its process died"))
 
     def losses(self, workers: Iterable[str]) -> dict[str, Lost]:

@@ -1,26 +1,26 @@
 """The policy that finds workers that hang, from the reports of all workers of a generation. ``failure_detector`` acts on it.
 
-A rank that stops (a deadlock, a stopped process, code that never gives the interpreter back) stops all others within a step: they
-wait for it in a collective. So a generation hangs when none of its workers has made a beat for some time; and the one to end is the
-one that does not wait: it is silent, or answers from somewhere that is no collective, while another waits. Where everyone waits, or
-everyone computes, nobody is accused so soon: the bound of the collectives counts. Who is at what may take longer than any step (copies of
-shards, compilation) is not accused either, unless it is silent.
+A rank that stops (a deadlock, a stopped process, code that never releases the interpreter) stops all others within a step, because they
+wait for it in a collective. So a generation hangs if none of its workers has made a heartbeat for some time. The worker to end is the one
+that does not wait: it is silent, or answers from a place that is no collective, while another waits. If all wait, or all compute, the bound
+of the collectives counts instead. A worker in an activity that may take longer than any step (copies of shards, compilation) is not accused
+unless it is silent.
 
-Of a worker that is alone nobody else tells anything: by itself it is hung as soon as in company, silent or not, if another takes its place.
-Where none does, ending it ends the run: it has the collectives' bound.
+A worker that trains alone is hung as soon as one in company, silent or not, if another takes its place. If none does, ending it ends the
+run, so it has the collectives' bound.
 
-Where nothing is known yet of what a step takes, and while a group forms (a model is built, a checkpoint is read), whoever waits for nobody
-and makes no beat for :data:`LONGEST` times the collectives' bound is hung: nothing else would ever end it. So is, after twice as long,
-who is at what may take longer than any step.
+The duration of a step may be unknown, or a group may form (a model is built, a checkpoint is read). Then a worker that waits for no other
+and makes no heartbeat for :data:`LONGEST` times the collectives' bound is hung, because nothing else would ever end it. A worker in an
+activity that may take longer than any step has twice as long.
 
-How long is some time? The longest step of the last few, times a factor; beats come many times a step. Time for which a thread could have
-run, and others had the processors, counts for nobody: on a machine that is overloaded all are slow, and none hangs. Nor does time in which
-the controller itself was not running: it can't tell what others did then, and listens for a moment before it accuses anybody. What it had
-measured before stays: where each such gap began it anew, one a minute would hide for ever whoever hangs by a bound of minutes.
+The time in question is the longest of the last few steps, times a factor; there are many heartbeats in a step. Time in which a thread could
+have run while others had the processors does not count, because on an overloaded machine all are slow and none hangs. Time in which the
+controller itself did not run does not count either; afterwards it listens for a moment before it accuses a worker. Its earlier measurements
+stay. If each such gap reset them, one gap a minute would hide every hang with a bound of minutes.
 
-Whoever is ended for standing still was perhaps only slower than anything before, and so will the next one be who does the same step over:
-it is given twice as long, then four times, until the step is done; and what that took is remembered for longer, as of something that only
-some steps do (roots of a preconditioner, say). So no mistake of this kind is made for ever.
+A worker that was ended for standing still may only have been slow, and so may the next one that repeats the step. It is given twice as
+long, then four times, until the step is done. The duration of that step is remembered for longer, as of an activity of some steps only (for
+example roots of a preconditioner). So no such mistake is repeated for ever.
 """
 
 from __future__ import annotations
@@ -126,14 +126,14 @@ class HangWatch:
         self._first, self._counted, self._size = None, 0, size
 
     def expect(self, seconds: float, recent: Iterable[tuple[int, float]] = ()) -> None:
-        """That is what a step took so far, and ``recent`` ones with so many workers each: an earlier life of the controller has seen it."""
+        """Take the duration of a step, and of ``recent`` ones by number of workers, that an earlier life of the controller has seen."""
         self._earlier = seconds
         self._period.extend(recent)
 
     def stepped(self, ticket: Ticket, step: int, seconds: float, alone: float = 0.0) -> None:
-        """Some worker has completed this step, in so many seconds, of which it waited ``alone`` for the last one to begin.
+        """A worker has completed this step in ``seconds``, of which it waited ``alone`` for the last worker to begin.
 
-        That is part of a step, except of a generation's first: who has its state sooner waits there for the others to get theirs.
+        This wait is part of a step, except of a generation's first, in which workers wait for others to get their state.
         """
         if ticket != self._ticket:
             return
@@ -168,7 +168,7 @@ class HangWatch:
             seen.changes(now)
 
     def starved(self, worker: str, seconds: float) -> None:
-        """Who has not answered could not, for so much longer since its last report: it got no processor."""
+        """A worker could not answer for these additional seconds since its last report, because it had no processor."""
         if worker in self._seen:
             self._seen[worker].since_s += seconds
 
@@ -198,7 +198,7 @@ class HangWatch:
         return max(FIRST_S, FIRST * FACTOR * (max(self._steps.values(), default=0.0) or self._earlier))
 
     def verdict(self, members: Collection[str], now: float) -> Mapping[str, str]:
-        """Who hangs, with the reason; nobody, mostly. Whoever is ended for it is to be told of to :meth:`ended`."""
+        """The workers that hang, each with the reason. Report those that are ended for it to :meth:`ended`."""
         asked, self._asked = self._asked, now
         if asked is not None and now - asked > OWN_GAP_S:
             for seen in self._seen.values():

@@ -14,7 +14,7 @@ from vescale_ray.workers.monitoring.heartbeat import IN
 STACKS_S = 0.2
 """Before a hung worker is ended, so long is waited for its stacks; then for the others'."""
 HEARD_S = 0.5
-"""Who owes an answer for longer than this stands elsewhere by now than it has told; its stacks say where."""
+"""A worker that has owed an answer for longer has left the position in its last report. Its stacks show the present one."""
 
 
 def end_hung(worker_group: WorkerGroup, log: RunLog, world: World, hung: Mapping[str, str], cut: CutOff | None = None) -> str | None:

@@ -47,7 +47,7 @@ DEVICE_MEMORY = {
 
 
 class _Given:
-    """What prometheus_client's encoders want of a registry."""
+    """The part of a registry that prometheus_client's encoders use."""
 
     def __init__(self, members: Iterable[Metric]) -> None:
         self._members = members
@@ -82,8 +82,8 @@ def quantiles(values: Mapping[int, float]) -> dict[str, float]:
 
 
 def _from_zero(known: Iterable[str], values: Mapping[str, float]) -> dict[tuple[str], float]:
-    """What is counted, by its one label, with a 0 for what has not happened yet: a series that first appears with what it has counted would
-    tell ``increase()`` nothing of that."""
+    """Counts by their one label, with a 0 for each ``known`` label without a count. If a series first appeared with its first count,
+    ``increase()`` would miss that count."""
     return {(str(name),): seconds for name, seconds in {**dict.fromkeys(known, 0), **values}.items()}
 
 

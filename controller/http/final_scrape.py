@@ -1,5 +1,4 @@
-"""Whoever scrapes a run is to see how it has ended: else one that was stopped and one whose head is lost look alike. For how long that is
-waited for."""
+"""How long a run that has ended waits for one more scrape. Without it, a run that was stopped and one whose head is lost look alike."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from collections.abc import Mapping
 FINAL_SCRAPE_S = 30.0
 """Longest wait for a scrape after the run is over."""
 RESERVE_S = 15.0
-"""Of the time that a stopped job is given, what is kept for taking everything down."""
+"""Part of a stopped job's time that is reserved for cleaning up."""
 GRACE = "RAY_JOB_STOP_WAIT_TIME_S"
 """In a job's environment: seconds from its SIGTERM to its SIGKILL."""
 

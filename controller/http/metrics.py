@@ -1,11 +1,11 @@
-"""What the controller tells the world: Prometheus metrics, a status, and the two commands, on one small HTTP server.
+"""The controller's HTTP server: Prometheus metrics, a status, and two commands.
 
     GET  /metrics                       Prometheus or OpenMetrics text, made from one snapshot
     GET  /status                        the same snapshot as JSON
     POST /stop                          checkpoint and end      } need "Authorization: Bearer TOKEN"
     POST /rescale  {"workers": n}       train on with n workers }
 
-What a scrape says is :mod:`vescale_ray.controller.http.exposition`'s matter.
+:mod:`vescale_ray.controller.http.exposition` makes the content of a scrape.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class MetricsServer:
 
 
 class Scrapes:
-    """Who asks for the metrics, and when; from any thread. A pair of Prometheis is two who come, and who looks at the page by hand does not
-    come regularly."""
+    """Clients that ask for the metrics, and when. Any thread may use it. Two Prometheus servers count as two clients; a person who looks at
+    the page does not come regularly."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -48,7 +48,8 @@ class FreePlaces:
     _since: dict[str, list[float]] = field(default_factory=dict)
 
     def look(self, at: float, free: Mapping[str, int], nodes: Collection[str]) -> None:
-        """What was seen at the time ``at``: places that are free, among ``nodes`` (all that stay). Looks come in the order of time.
+        """Take an observation of the time ``at``: places that are free, among ``nodes`` (all that stay). Observations come in order of
+        time.
 
         A look that comes long after the one before says nothing of the time between: all begins anew.
         """

@@ -25,7 +25,7 @@ SHUN_S, LONGEST_SHUN_S = 60.0, 120.0
 FORGET_S = 600.0
 """After so long it is as if it had not been."""
 ROOM_POLLS = 2
-"""What is free is asked for every so many polls."""
+"""Polls between two questions about free resources."""
 
 
 class Nodes:
@@ -67,7 +67,7 @@ class Nodes:
 
     @property
     def free(self) -> Free | None:
-        """What was free when it was last asked for; None: not known yet, or this Ray does not tell."""
+        """Free places as of the last question; None: not known yet, or this Ray does not tell."""
         return self._free
 
     def _watch(self) -> None:

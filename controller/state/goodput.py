@@ -86,7 +86,7 @@ class Goodput:
         self.until, self.cause = ended, None
 
     def open(self, cause: Loss) -> None:
-        """What was not yet accounted for, and what comes until the next step, is lost to ``cause``."""
+        """Count the time that is not accounted for yet, and the time until the next step, as lost to ``cause``."""
         self.cause = cause
 
     def turn(self, cause: Loss, now: float) -> None:

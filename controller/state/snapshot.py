@@ -21,7 +21,7 @@ REASONS = ("failure", "manual", "replacement", "drain", "straggler", "growth")
 RESCALE_PHASES = ("detect", "fence", "plan", "form", "build", "sync")
 STEP_PHASES = ("data", "forward_backward", "comm", "optimizer", "other", "checkpoint")
 LOST = ("killed", "died")
-"""How workers are lost."""
+"""Ways in which workers are lost."""
 STAGES = ("snapshot", "upload", "commit")
 """Of a checkpoint that is written: training waits for the copy, the workers write, the controller commits."""
 

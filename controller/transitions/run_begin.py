@@ -35,7 +35,7 @@ class RunBegin:
         launched = self._parts.durable.state.generation
         if self._parts.account.budget.controllers and (spent := self._parts.account.budget.verdict) is not None:
             self._parts.account.give_up(spent)
-            # What ended this controller's predecessors may end it, too. So not every one tries to bring the workers to rest.
+            # The fault that ended its predecessors may end this controller, too. So not every one tries to bring the workers to rest.
             if launched is None or self._parts.account.budget.controllers > self._parts.account.budget.limits.controllers + LAST_LIVES:
                 return self._end.give_up(Ending(()), spent)
             self._parts.commands.end("it is given up", durable=False)

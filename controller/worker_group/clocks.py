@@ -1,8 +1,8 @@
 """Time as the controller counts it: a clock that stands still while its owner does not look at it, and moments that outlive a process.
 
-How long another process has said nothing can only be told by one who listened. A controller that was stopped itself (its machine was
-suspended, or it waited for a call) finds old questions when it goes on, and answers to them that it has not come to: by a wall clock
-everyone would have been silent for all of that time.
+Only a process that listened can tell how long another one has been silent. A controller that was stopped itself (its machine was suspended,
+or it waited for a call) later finds old questions, and answers that it has not read yet. By a wall clock, every worker would have been
+silent for all of that time.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Member:
     starved_s: float = 0.0
     """For so long since then it could not, as its machine tells: it got no processor."""
     late_s: float = 0.0
-    """How late it was then, or by half as much a while before."""
+    """Seconds by which its last answer was late; lateness of earlier answers decays with time."""
     ordered: float = 0.0
     """When it was last given an order; ``told``: when it was asked for its last report."""
     told: float = 0.0

@@ -248,7 +248,7 @@ class Supervisor:
             self._returns.submit(_end_agent, agent)
 
     def _on_node(self, node: str, wait_s: float, method: str, *args: Any) -> Any:
-        """What the agent of ``node`` answers; None if the node is gone, and the process with it."""
+        """The answer of the agent of ``node``; None if the node is gone, and the process with it."""
         if time.monotonic() - self._gone.get(node, -GONE_S) < GONE_S:
             return None
         with self._lock:

@@ -36,31 +36,31 @@ HELLO_WAIT_S = 5.0
 WISH_GAP_S = 0.5
 """Between two questions of what the placement groups have got."""
 SILENT_S = 1.0
-"""On a node that does not answer, a worker that has owed an answer for so long is taken to be lost with it."""
+"""On a node that does not answer, a worker that has owed an answer for this long counts as lost with the node."""
 HIRE_S = 2.0
-"""A worker's hiring is waited for so long: it takes milliseconds where Ray's control store answers."""
+"""Longest wait for a worker's hiring. It takes milliseconds if Ray's control store answers."""
 SLOW_S, SLOWER, SLOWEST_S = 0.1, 10, 5.0
-"""Where others on its machine are later than this with an answer (hundredths of that are usual), a worker is given so many times as long,
-up to the last: its answer passes through as many hands."""
+"""If other workers on its machine answer later than the first (usual are hundredths of it), a worker is given the second times their
+lateness, up to the third, because its answer passes through as many processes."""
 LOOK_AGAIN_S = 2.0
 LOOKS = 8
-"""Most nodes that are asked for it: where more are silent it is no machine that is slow."""
+"""Most nodes that are asked for it. If more are silent, the reason is not a slow machine."""
 LATE_HALF_S = 3.0
-"""How late somebody was counts for half after so long."""
+"""Half-life of a worker's lateness."""
 ORDER_S = 5.0
-"""A worker that has not taken its order after so long is ended: it was free, and takes one within milliseconds."""
+"""A worker that has not taken its order after this time is ended. A free worker takes one within milliseconds."""
 ASK_S = 0.2
-"""The others go on while a worker is asked for something: whoever watches them for hangs must not be away for long (``clocks.GAP_S``)."""
+"""Longest wait for one worker to take a wish. The loop that watches the others must not be away for long (``clocks.GAP_S``)."""
 REACHABILITY_S = 1.0
-"""More than they try for, until workers have answered whom they reach."""
+"""Time beyond the workers' own tries until their answers about connections are in."""
 DEATH_S = 1.0
 """A worker that was killed counts as dead after this long, whether Ray has said so or not."""
 GONE_S = 3.0
 """One whose process was found to have ended: Ray may yet say that its node was lost, which is no failure of the worker's."""
 
 UNTOLD = frozenset({"unknown"})
-"""What a worker avoids that an earlier controller has hired: no node of that name is ever avoided, so that it is hemmed while it has no
-place (:meth:`WorkerGroup.hemmed`)."""
+"""Nodes that a worker of an earlier controller avoids, which are not known. No node of this name is ever avoided, so that such a worker is
+hemmed while it has no place (:meth:`WorkerGroup.hemmed`)."""
 
 
 class WorkerGroup:
@@ -82,23 +82,23 @@ class WorkerGroup:
         self.clock = AwakeClock()
         self.members: dict[str, Member] = {}
         self.places = Places()
-        """What the placement groups had got when :meth:`wish` last heard of it."""
+        """State of the placement groups as :meth:`wish` last heard it."""
         self._wishing: Any = None
         self._wished = 0.0
         self._hirings: dict[Any, frozenset[str]] = {}
         """Each with the nodes to avoid."""
         self._unhired: list[str] = []
-        """Why those that could not even be hired were not."""
+        """Reasons of hirings that failed."""
 
     # ------------------------------------------------------------------------------------------------------ who is there
 
     def hire(self, avoid: Collection[str] = ()) -> None:
         """Start a worker; it is ``Ready`` some time later. Places that wait for one are not taken on the nodes to ``avoid``.
 
-        Where Ray's control store does not answer soon the worker is one of :attr:`hiring` until it does.
+        If Ray's control store does not answer soon, the worker counts in :attr:`hiring` until it does.
         """
         self._hirings[self._supervisor.hire.remote(tuple(avoid), self._epoch)] = frozenset(avoid)
-        # Where one before it still waits, so does this one: not that again.
+        # If an earlier hiring still waits, this one does, too, and is not waited for.
         self._enlist(HIRE_S if len(self._hirings) == 1 else 0.0)
 
     @property
@@ -284,7 +284,7 @@ class WorkerGroup:
         return found
 
     def _late(self, node: str, but: Collection[str]) -> float:
-        """How late workers of a node were of late with their answers, in seconds; without those in ``but``."""
+        """Largest recent lateness of a node's workers in seconds, without those in ``but``."""
         now = time.monotonic()
         others = [m for w, m in self.members.items() if w not in but and m.info is not None and m.info.node == node]
         return max((m.late_s * 0.5 ** ((now - m.heard) / LATE_HALF_S) for m in others), default=0.0)
@@ -311,9 +311,9 @@ class WorkerGroup:
         return False
 
     def ask_outline(self, workers: Iterable[str]) -> None:
-        """Have the first of ``workers`` that answers at all tell what the layouts follow from, unless one is just asked.
+        """Ask the first of ``workers`` that answers at all for the outline of the layouts, unless one is being asked.
 
-        Who does not know it is left out for a while.
+        A worker that does not know it is not asked again for a while.
         """
         if self.asking_outline:
             return
@@ -365,7 +365,7 @@ class WorkerGroup:
     # -------------------------------------------------------------------------------------------------------------- news
 
     def pump(self, timeout_s: float) -> list[News]:
-        """What has happened, after at most ``timeout_s`` seconds; at once if something did."""
+        """News of the workers, after at most ``timeout_s`` seconds; at once if there is any."""
         self._enlist(0.0)
         if self._unhired:
             unhired, self._unhired = self._unhired, []
