@@ -62,7 +62,7 @@ class Late(MemoryStore):
     ],
 )
 def test_storage_that_does_not_do_what_a_checkpoint_needs_is_found(store: object, verdict: str, words: str, monkeypatch) -> None:
-    monkeypatch.setattr("vescale_ray.checkpoint.stores.store.store_of", lambda root: store)
+    monkeypatch.setattr("vescale_ray.checkpoint.stores.opening.store_of", lambda root: store)
     found = doctor.storage("memory://x")
     assert (found.verdict, words in found.text) == (verdict, True), found
     assert bool(found.remedy) == (verdict != "ok")

@@ -81,7 +81,7 @@ def choose_sharding(
     (:mod:`vescale_ray.planner.cost`).
 
     Args:
-        model: a model as for :func:`vescale_ray.planner.shapes.model_shapes`, or its result.
+        model: a model as for :func:`vescale_ray.planner.model_shapes.model_shapes`, or its result.
         num_devices: total number of devices; the group sizes tried are its divisors, from one node (or fewer devices) on.
         hardware: a name of :data:`vescale_ray.planner.cost.HARDWARE`, or a description.
         policy: how the model is trained.
