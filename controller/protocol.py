@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
 
 NAMESPACE = "vescale-ray"
-"""Of the controller's and the supervisor's names in Ray."""
+"""Namespace of the controller's and the supervisor's names in Ray."""
 
 
 class RunRefused(BadInput):

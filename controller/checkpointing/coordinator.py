@@ -190,7 +190,7 @@ class CheckpointCoordinator:
         return found
 
     def held_step(self, workers: Iterable[str]) -> int:
-        """Of the newest state that ``workers``, who are parked, hold together; -1: none. The storage is not asked."""
+        """The step of the newest state that ``workers``, who are parked, hold together; -1: none. The storage is not asked."""
         return _newest_step(self._held(workers))
 
     def seated(self, members: Sequence[str], source: StateSource, holders: Iterable[str]) -> tuple[str, ...]:
@@ -346,6 +346,6 @@ class CheckpointCoordinator:
 
 
 def _newest_step(held: Mapping[str, Sequence[HeldState]]) -> int:
-    """Of the newest state that workers hold together; -1: none."""
+    """The step of the newest state that workers hold together; -1: none."""
     resume = choose_resume(held)
     return -1 if resume is None else resume.step

@@ -82,7 +82,7 @@ class FailureDetector:
         return self._gone.get(worker, Lost(worker, None, "its process died"))
 
     def losses(self, workers: Iterable[str]) -> dict[str, Lost]:
-        """Those of ``workers`` whose loss was reported."""
+        """The reported losses among ``workers``."""
         return {w: self._gone[w] for w in workers if w in self._gone}
 
     def is_out(self, worker: str, world: World) -> bool:

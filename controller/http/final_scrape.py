@@ -1,4 +1,4 @@
-"""How long a run that has ended waits for one more scrape. Without it, a run that was stopped and one whose head is lost look alike."""
+"""The wait of an ended run for one more scrape. Without it, a run that was stopped and one whose head is lost look alike."""
 
 from __future__ import annotations
 

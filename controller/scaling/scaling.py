@@ -163,7 +163,7 @@ class Scaling:
         if self._config.elastic.replace_lost:
             self._commands.explain("replacement")  # of those that will come in their place
         else:
-            # Those that are on their way as well: they were asked for, and come a moment later.
+            # Workers on their way count as well: they were asked for, and come a moment later.
             others = [w for w in self.outside(world.members) if w not in leaving]
             comes = bool(self._worker_group.hiring) or any(w not in warm for w in others)
             target = min(self._commands.target, len(staying) + len(others) + self._worker_group.hiring)
