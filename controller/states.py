@@ -127,6 +127,7 @@ class Waiting:
         hire: workers to hire in the next round.
         since: when the wait began.
         told_of: workers on draining nodes, whose state was saved.
+        unreached: as in :class:`Recovering`.
     """
 
     ended: Ending
@@ -134,6 +135,7 @@ class Waiting:
     hire: int
     since: float
     told_of: frozenset[str] = frozenset()
+    unreached: float | None = None
 
 
 class Goal(StrEnum):

@@ -41,7 +41,7 @@ class Recovery:
                 self._parts.durable.update()  # the wait may take minutes
                 self._parts.scaling.hire_failures.clear()
                 self._note_waiting(True)
-                return self._hire_awaited(states.Waiting(ended, workers, hire, time.monotonic()))
+                return self._hire_awaited(states.Waiting(ended, workers, hire, time.monotonic(), unreached=state.unreached))
             case policy.Complete():
                 return self._end.complete(ended)
             case policy.Halt():
@@ -147,7 +147,7 @@ class Recovery:
 
     def _waited(self, state: states.Waiting, *, waited: bool) -> states.Recovering:
         self._note_waiting(False)
-        return states.Recovering(self._parts.still_living(state.ended), waited)
+        return states.Recovering(self._parts.still_living(state.ended), waited, state.unreached)
 
     def _note_waiting(self, waiting: bool) -> None:
         """There is too little to go on with; or not any more."""

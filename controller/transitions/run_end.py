@@ -36,7 +36,7 @@ class RunEnd:
     def _with_evidence(self, error: str, refused: bool) -> states.Concluding:
         found = None if refused else self._parts.detector.evidence.write(self._parts.worker_group, self._parts.log)
         error += f"; tracebacks and stacks of all workers: {found}" if found else ""
-        return states.Concluding(error=error, refused=refused, hint=not refused)
+        return states.Concluding(error=error, refused=refused, hint=True)
 
     def checkpointing(self, state: states.Checkpointing) -> State:
         try:

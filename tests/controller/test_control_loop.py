@@ -556,6 +556,38 @@ def test_a_storage_that_does_not_answer_stops_neither_the_loop_nor_a_stop(tmp_pa
     assert again.rounds(begin=began).outcome.state == "STOPPED" and again.worker_group.now - BEGAN < 1.0
 
 
+def test_the_patience_with_a_storage_outlasts_a_wait_for_workers(tmp_path: Path) -> None:
+    """A worker is lost every 20 s and replaced 5 s later: the time out of reach counts from its beginning."""
+    group = WorkerGroup(report("a", WorkerPhase.PARKED), report("b", WorkerPhase.PARKED))
+    stage = Stage(group, tmp_path, bounds=Bounds(storage=60.0, replace=600.0), min_workers=2, replace_lost=True)
+
+    def newer(holders: Any) -> CommittedCheckpoint:
+        raise OSError(5, "out of reach")
+
+    coordinator = stage.loop._parts.coordinator
+    coordinator.newer, coordinator.newest = newer, lambda: CommittedCheckpoint("c30", "/c30", 30)
+
+    def play(passed: float) -> None:
+        if passed % 20 < 0.1 and passed > 1 and len(group.reports) == 2:
+            stage.lose(list(group.reports)[-1], Cause.NODE)
+        if passed % 20 > 5 and group.on_the_way:
+            stage.warm(group.on_the_way.pop())
+
+    group.each_round = play
+    outcome = stage.rounds(begin=states.Recovering(Ending(("a", "b")))).outcome
+    assert "no worker holds a state" in outcome.error and 60.0 < group.now - BEGAN < 90.0
+    assert len(stage.of("storage_unreachable")) == 1
+
+
+def test_a_run_that_its_input_fails_names_its_checkpoint(tmp_path: Path) -> None:
+    bad = WorkerFault(FaultKind.INPUT, "bad data")
+    group = WorkerGroup(report("a", WorkerPhase.PARKED, fault=bad), report("b", WorkerPhase.PARKED, fault=PEER))
+    stage = Stage(group, tmp_path)
+    stage.loop._parts.coordinator.newest = lambda: CommittedCheckpoint("c30", "/c30", 30)
+    outcome = stage.rounds().outcome
+    assert outcome.refused and outcome.error == "bad data; it can be resumed from step 30 (/c30)"
+
+
 def test_an_evaluation_that_was_lost_is_made_up_and_none_is_made_twice(tmp_path: Path) -> None:
     config = {"train_eval_every": 20, "data_eval_samples": 8}
     stage = Stage(WorkerGroup(report("a", WorkerPhase.PARKED)), tmp_path, config=config)
