@@ -152,6 +152,7 @@ class CheckpointCoordinator:
         """
         step = self.held_step(holders)
         if step >= (self._log.stats.checkpoints.step or 0):
+            self._question = None  # its answer would be old when the storage is asked again
             return None
         try:
             return self._ask_storage()

@@ -9,7 +9,7 @@ quantiles over all ranks in a family of their own (``.._quantile``). So a page s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -120,13 +120,22 @@ class _Families:
         family.add_metric([self._run], buckets=value.buckets(), sum_value=value.sum)
         yield family
 
-    def by_rank(self, name: str, text: str, values: Mapping[int, float], decimals: int, kind: str = "gauge") -> Iterator[Metric]:
-        return self.by_rank_and("", name, text, {"": values} if values else {}, decimals, kind)
+    def by_rank(
+        self, name: str, text: str, values: Mapping[int, float], decimals: int, kind: str = "gauge", ranks: Collection[int] | None = None
+    ) -> Iterator[Metric]:
+        return self.by_rank_and("", name, text, {"": values} if values else {}, decimals, kind, ranks)
 
     def by_rank_and(
-        self, key: str, name: str, text: str, values: Mapping[str, Mapping[int, float]], decimals: int, kind: str = "gauge"
+        self,
+        key: str,
+        name: str,
+        text: str,
+        values: Mapping[str, Mapping[int, float]],
+        decimals: int,
+        kind: str = "gauge",
+        ranks: Collection[int] | None = None,
     ) -> Iterator[Metric]:
-        """``values`` by rank, for each value of the label ``key``."""
+        """``values`` by rank, for each value of the label ``key``. ``ranks``: those to show; None: as :func:`extremes`."""
         if not values:
             return
         keys = [key] if key else []
@@ -135,8 +144,8 @@ class _Families:
             f"{name}_quantile", f"{text} Quantiles over all ranks of a large run.", labels=["run", "quantile", *keys]
         )
         for what, of in values.items():
-            there = extremes(of)
-            self.shown.update(there)
+            there = extremes(of) if ranks is None else {rank: of[rank] for rank in ranks if rank in of}
+            self.shown.update(there if len(there) <= MOST_RANKS else ())
             for rank, value in there.items():
                 family.add_metric([self._run, str(rank), what][: 2 + len(keys)], round(value, decimals))
             for quantile, value in quantiles(of).items():
@@ -230,8 +239,10 @@ def _of_ranks(s: Snapshot, of: _Families) -> Iterator[Metric]:
     yield from of.by_rank("vescale_worker_host_rss_bytes", "Resident memory of the worker's process.", s.memory, 0)
     text = "What the run has allocated on the rank, by kind: what it is for."
     yield from of.by_rank_and("kind", "vescale_worker_memory_bytes", text, s.memory_kinds, 0)
+    # The alert on memory divides one kind by another, rank by rank: so all kinds show the same ranks.
+    full = sorted({rank for values in s.device_memory.values() for rank in extremes(values)})
     for kind, text in DEVICE_MEMORY.items():
-        yield from of.by_rank(f"vescale_worker_memory_{kind}_bytes", text, s.device_memory.get(kind, {}), 0)
+        yield from of.by_rank(f"vescale_worker_memory_{kind}_bytes", text, s.device_memory.get(kind, {}), 0, ranks=full)
     text = "Times that the allocator of the rank's accelerator had to give memory back and try again."
     yield from of.by_rank("vescale_worker_alloc_retries", text, s.alloc_retries, 0, "counter")
     text = "Seconds for which the rank's training thread stood still for others, by what it waited for; reshard: outside of steps."
@@ -241,7 +252,9 @@ def _of_ranks(s: Snapshot, of: _Families) -> Iterator[Metric]:
     yield from of.by_rank("vescale_worker_slot_seconds", text, s.slot_seconds, 6)
     text = "The rank's own time for a slot, relative to the usual rank's."
     yield from of.by_rank("vescale_worker_slowness_ratio", text, s.slowness, 4)
-    yield from of.by_rank("vescale_worker_slots", "Slots of the global batch that the rank does.", s.slots, 0)
+    yield from of.by_rank(
+        "vescale_worker_slots", "Slots of the global batch that the rank does.", s.slots, 0, ranks=s.slots
+    )  # a rule sums them
     yield from of.by_rank("vescale_worker_heartbeat_timestamp_seconds", "When the rank has last answered.", s.heard, 3)
     yield from of.gauge("vescale_stragglers", "Workers that have been slower than the others for long.", len(s.stragglers))
     if s.workers:

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from vescale_ray.controller.failures.budget import Cause
 from vescale_ray.controller.http import metrics
-from vescale_ray.controller.http.exposition import EXTREMES, MOST_RANKS, QUANTILES, exposition
+from vescale_ray.controller.http.exposition import DEVICE_MEMORY, EXTREMES, MOST_RANKS, QUANTILES, exposition
 from vescale_ray.controller.http.metrics import MetricsServer, PortInUse, Scrapes
 from vescale_ray.controller.state.goodput import Loss
 from vescale_ray.controller.state.snapshot import STATES, Histogram, Snapshot
@@ -344,9 +344,13 @@ def test_a_large_run_shows_extreme_ranks_and_quantiles(accept: str) -> None:
         labels = [("quantile", str(quantile)), ("run", snapshot.run)]
         told = found["vescale_worker_heartbeat_timestamp_seconds_quantile", *labels]
         assert told == pytest.approx(np.quantile(heard, quantile), abs=1e-3)
-    ranks = {dict(labels)["rank"] for name, *labels in found if "rank" in dict(labels) and name != "vescale_worker_info"}
+    others = ("vescale_worker_info", "vescale_worker_slots")
+    ranks = {dict(labels)["rank"] for name, *labels in found if "rank" in dict(labels) and name not in others}
+    assert sum(name == "vescale_worker_slots" for name, *_ in found) == 1024, "a rule of the alerts sums them"
+    kinds = [{dict(labels)["rank"] for name, *labels in found if name == f"vescale_worker_memory_{kind}_bytes"} for kind in DEVICE_MEMORY]
+    assert all(shown == kinds[0] and len(shown) >= 2 * EXTREMES for shown in kinds), "the alert on memory joins them"
     assert ranks == {dict(labels)["rank"] for name, *labels in found if name == "vescale_worker_info"}, "joins find the worker of each"
-    assert body.count(b',rank="') + body.count(b'{rank="') < SERIES * 3 * EXTREMES
+    assert body.count(b',rank="') + body.count(b'{rank="') < SERIES * 4 * EXTREMES + 1024
 
 
 @pytest.mark.parametrize("world", [MOST_RANKS, 1024])
