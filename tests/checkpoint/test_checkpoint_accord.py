@@ -31,7 +31,7 @@ def named():
     return "attempt", 1
 
 
-def test_verdicts_go_when_every_rank_has_come_to_the_next_save():
+def test_verdict_is_deleted_once_all_ranks_reach_the_next_save():
     store, leader, other = pair()
     first, second, third = (leader.key(step) for step in (5, 6, 7))
     say(store, first, Word())
@@ -47,7 +47,7 @@ def test_verdicts_go_when_every_rank_has_come_to_the_next_save():
 
 
 @pytest.mark.fault("K25")
-def test_a_rank_that_missed_a_save_finds_the_others_at_the_next_and_nothing_is_left_of_both():
+def test_rank_that_missed_a_save_joins_the_next_and_no_key_stays():
     store = dist.HashStore()
     for _ in range(2):  # the second pair: another saver, or the processes of a group made anew over the same store
         _, leader, other = pair(store)
@@ -70,7 +70,7 @@ def test_a_rank_that_missed_a_save_finds_the_others_at_the_next_and_nothing_is_l
 
 
 @pytest.mark.fault("K25")
-def test_whoever_leaves_a_save_before_it_began_tells_the_others():
+def test_rank_leaving_before_the_save_begins_notifies_the_others():
     store, leader, other = pair()
 
     def interrupted() -> bool:
@@ -98,7 +98,7 @@ def fails():
     raise ValueError("no bucket")
 
 
-def test_an_unfit_rank_or_one_that_is_missing_stops_the_save_of_all():
+def test_unfit_or_missing_rank_fails_the_save_on_every_rank():
     store, leader, other = pair()
     key = leader.key(5)
     say(store, key, Word(problem="weights on two devices"))
@@ -109,7 +109,7 @@ def test_an_unfit_rank_or_one_that_is_missing_stops_the_save_of_all():
     assert missing.fate == "failed" and "ranks [1] of 2 did not come to this save within 0.05 s" in missing.text
 
 
-def test_an_answer_is_heard_at_most_a_twentieth_late():
+def test_polling_delays_an_answer_by_at_most_five_percent():
     now = asked = 0.0
     while now < 100.0:
         now += pause_after(now)
@@ -118,7 +118,7 @@ def test_an_answer_is_heard_at_most_a_twentieth_late():
     assert asked < 700, "the store has others to answer"
 
 
-def test_plain_tensors_that_are_not_the_same_on_all_ranks_are_told_of_once_by_name(caplog):
+def test_plain_tensors_differing_between_ranks_cause_one_warning(caplog):
     """Experts, say, that each rank holds under the names that the others use for theirs: of each, one rank's alone is stored."""
 
     def word(rank, **own):

@@ -58,7 +58,7 @@ SAVES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("given", "words"), SAVES)
 @pytest.mark.parametrize("how", ["save", "async_save"])
-def test_a_save_that_can_not_be_meant_writes_nothing(tmp_path, monkeypatch, how, given, words):
+def test_save_with_invalid_arguments_writes_nothing(tmp_path, monkeypatch, how, given, words):
     monkeypatch.chdir(tmp_path)
     every = {"state": W, "root": tmp_path / "ckpt", "step": 5, **given}
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
@@ -142,7 +142,7 @@ def root(tmp_path_factory):
         (lambda root: loose.expected_mtbf(-1, 3, 4), "-1 failures in 3 s"),
     ],
 )
-def test_what_can_not_be_meant_is_one_sentence_and_changes_nothing(root, call, words):
+def test_invalid_call_raises_one_sentence_and_changes_nothing(root, call, words):
     before = {path: path.stat().st_mtime_ns for path in Path(root).rglob("*")}
     with pytest.raises((ValueError, ckpt.CheckpointError), match=re.escape(words)) as caught:
         call(root)
@@ -164,7 +164,7 @@ def test_what_can_not_be_meant_is_one_sentence_and_changes_nothing(root, call, w
         (lambda good: {**good, "torch": "\u20ac"}, "ValueError"),
     ],
 )
-def test_a_state_of_the_random_generators_that_can_not_be_taken_changes_none_of_them(harm, words):
+def test_invalid_rng_state_changes_no_generator(harm, words):
     good = loose.capture_rng()
     random.random(), np.random.rand(), torch.rand(1)
     now = loose.capture_rng()
@@ -176,7 +176,7 @@ def test_a_state_of_the_random_generators_that_can_not_be_taken_changes_none_of_
     assert loose.capture_rng() == good
 
 
-def test_what_a_folder_is_instead_of_a_checkpoint_tells_what_loads_it(tmp_path):
+def test_error_for_a_foreign_folder_names_its_loader(tmp_path):
     run, stock = tmp_path / "run", tmp_path / "stock"
     ckpt.save(W, run / "checkpoints", 1)
     with pytest.raises(ckpt.NoCheckpoint, match=f"it is a run's folder; give {run}/checkpoints"):
@@ -188,7 +188,7 @@ def test_what_a_folder_is_instead_of_a_checkpoint_tells_what_loads_it(tmp_path):
     assert ckpt.import_dcp(stock, zeros()).tensors
 
 
-def test_a_home_folder_is_found_by_its_sign(tmp_path, monkeypatch):
+def test_tilde_in_a_root_expands_to_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     ckpt.save(W, "~/run", 1)

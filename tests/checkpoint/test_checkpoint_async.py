@@ -81,7 +81,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: An
 
 
 @pytest.mark.parametrize("wait_staged", [True, False])
-def test_the_state_of_the_step_is_stored_bit_for_bit_although_training_goes_on_at_once(root, wait_staged):
+def test_async_save_stores_its_step_bit_for_bit_despite_training(root, wait_staged):
     model, optimizer, scheduler = trainer(0)
     stream = {"consumed": 0}
     expected = {}
@@ -115,7 +115,7 @@ def test_the_state_of_the_step_is_stored_bit_for_bit_although_training_goes_on_a
     assert ckpt.verify(root).ok
 
 
-def test_at_most_one_is_written_and_one_staged_and_a_third_is_skipped_with_a_warning(root, caplog):
+def test_third_save_in_flight_is_skipped_with_a_warning(root, caplog):
     store, w = Slow(root), torch.zeros(3000)
     saver = ckpt.Saver(store)
     first = saver.async_save({"model": {"w": w}}, 1)
@@ -138,7 +138,7 @@ def test_at_most_one_is_written_and_one_staged_and_a_third_is_skipped_with_a_war
         assert torch.equal(ckpt.open(root, commit).read("w"), torch.full((3000,), value))
 
 
-def test_with_a_single_buffer_a_second_save_is_skipped_and_no_more_memory_is_taken(root):
+def test_single_buffer_skips_a_second_save_in_flight(root):
     store, w = Slow(root), torch.zeros(3000)
     with ckpt.Saver(store, double_buffer=False) as saver:
         first = saver.async_save({"model": {"w": w}}, 1)
@@ -148,7 +148,7 @@ def test_with_a_single_buffer_a_second_save_is_skipped_and_no_more_memory_is_tak
         assert not saver.async_save({"model": {"w": w}}, 3).skipped
 
 
-def test_with_when_busy_wait_a_third_save_waits_for_room(root):
+def test_when_busy_wait_makes_a_third_save_wait_for_a_buffer(root):
     store, w = Slow(root), torch.zeros(3000)
     with ckpt.Saver(store, when_busy="wait") as saver:
         for number in (1, 2):
@@ -160,7 +160,7 @@ def test_with_when_busy_wait_a_third_save_waits_for_room(root):
     assert [c.step for c in ckpt.ls(root)] == [1, 2, 3]
 
 
-def test_a_failed_save_is_told_once_by_wait_or_by_the_next_save_or_at_the_end_and_is_never_a_success(root, monkeypatch):
+def test_failed_save_is_raised_once_by_wait_next_save_or_close(root, monkeypatch):
     saver, state = ckpt.Saver(root), {"model": {"w": torch.ones(10)}}
     saver.async_save(state, 1).wait(10)
     monkeypatch.setenv(ckpt.FAULT_ENV, "data.chunk=ENOSPC")
@@ -185,7 +185,7 @@ def test_a_failed_save_is_told_once_by_wait_or_by_the_next_save_or_at_the_end_an
         saver.async_save(state, 7)
 
 
-def test_a_save_that_fails_before_its_own_call_returns_is_told_by_its_handle(root, monkeypatch):
+def test_save_failing_before_its_call_returns_raises_in_handle(root, monkeypatch):
     put = saver_module._Writer.put
 
     def put_and_see_it_end(writer, job):
@@ -209,7 +209,7 @@ def test_a_save_that_fails_before_its_own_call_returns_is_told_by_its_handle(roo
         assert saver.async_save({"model": {"w": torch.ones(3)}}, 5).wait(10).step == 5
 
 
-def test_what_can_not_be_stored_is_refused_before_anything_is_written(root):
+def test_async_save_rejects_unstorable_state_before_writing(root):
     with ckpt.Saver(root) as saver:
         with pytest.raises(ValueError, match="a checkpoint can't hold"):
             saver.async_save({"model": {"w": torch.ones(3)}, "odd": object()}, 1)
@@ -218,7 +218,7 @@ def test_what_can_not_be_stored_is_refused_before_anything_is_written(root):
     assert not list(root.rglob("*.safetensors"))
 
 
-def test_closing_with_a_save_that_hangs_ends_in_bounded_time_and_commits_nothing(root, monkeypatch):
+def test_close_gives_up_a_hanging_save_in_bounded_time(root, monkeypatch):
     monkeypatch.setattr(saver_module, "ABORT_S", 0.3)
     ckpt.save({"model": {"w": torch.zeros(3)}}, root, 1)
     store = Stuck(root)
@@ -234,7 +234,7 @@ def test_closing_with_a_save_that_hangs_ends_in_bounded_time_and_commits_nothing
     assert [c.step for c in ckpt.ls(root)] == [1]
 
 
-def test_an_aborted_save_stops_at_the_next_chunk_and_leaves_no_object(root):
+def test_aborted_save_stops_at_next_chunk_and_leaves_no_object(root):
     store, w = Slow(root), torch.zeros(6 << 20)
     saver = ckpt.Saver(store)
     running, staged = (saver.async_save({"model": {"w": w}}, n) for n in (1, 2))
@@ -249,7 +249,7 @@ def test_an_aborted_save_stops_at_the_next_chunk_and_leaves_no_object(root):
     saver.close()
 
 
-def test_an_error_in_the_with_block_keeps_what_was_staged_before_it(root):
+def test_error_in_the_with_block_still_commits_the_staged_save(root):
     with pytest.raises(ZeroDivisionError), ckpt.Saver(root) as saver:
         saver.async_save({"model": {"w": torch.ones(3)}}, 5)
         raise ZeroDivisionError
@@ -264,7 +264,7 @@ def within(seconds, work):
 
 
 @pytest.mark.fault("K24")
-def test_a_store_that_never_answers_holds_up_no_training_and_is_told_of_as_an_error(root, monkeypatch):
+def test_hung_store_raises_an_error_and_never_blocks_training(root, monkeypatch):
     """Every call of the training returns at once; after the bound one of them says what is wrong; closing ends, too."""
     monkeypatch.setattr(saver_module, "EXIT_S", 0.3)
     monkeypatch.setattr(saver_module, "ABORT_S", 0.2)
@@ -291,7 +291,7 @@ def test_a_store_that_never_answers_holds_up_no_training_and_is_told_of_as_an_er
 
 
 @pytest.mark.fault("K24")
-def test_a_synchronous_save_to_a_store_that_stands_still_ends_with_an_error_and_is_never_committed(root, monkeypatch):
+def test_sync_save_to_a_hung_store_fails_and_is_never_committed(root, monkeypatch):
     monkeypatch.setattr(api_module, "HANG_S", 0.3)
     ckpt.save({"model": {"w": torch.zeros(3)}}, root, 1)
     store, w = Slow(root), torch.ones(3)
@@ -306,7 +306,7 @@ def test_a_synchronous_save_to_a_store_that_stands_still_ends_with_an_error_and_
     assert ckpt.save({"model": {"w": w}}, store, 2).commit.step == 2
 
 
-def test_a_slow_store_is_waited_for_as_long_as_it_moves(root, monkeypatch):
+def test_save_waits_for_a_slow_store_while_it_makes_progress(root, monkeypatch):
     """Longer than it may stand still; and what hangs after the commit costs the commit nothing."""
     monkeypatch.setattr(api_module, "HANG_S", 0.9)
     slow = [ckpt.Fault("put_stream", "delay", seconds=0.7)]
@@ -327,7 +327,7 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_in_a_synchronous_save_leaves_at_once_and_commits_nothing(root, interruptible):
+def test_ctrl_c_ends_a_sync_save_at_once_and_commits_nothing(root, interruptible):
     store = Slow(root)
 
     def press() -> None:
@@ -342,7 +342,7 @@ def test_ctrl_c_in_a_synchronous_save_leaves_at_once_and_commits_nothing(root, i
 
 
 @pytest.mark.fault("K6")
-def test_ctrl_c_at_any_line_that_hands_a_save_to_the_writers_thread_leaves_a_saver_that_comes_to_its_end():
+def test_ctrl_c_at_any_line_of_the_handoff_leaves_a_usable_saver():
     """The lines of ``_Writer.put`` and of what it calls, starting the thread included."""
     within = {_Writer.put.__code__, _Writer._move.__code__, threading.Thread.start.__code__}
     state = {"model": {"w": torch.ones(5)}}
@@ -380,7 +380,7 @@ def test_ctrl_c_at_any_line_that_hands_a_save_to_the_writers_thread_leaves_a_sav
             assert not thread.is_alive()
 
 
-def test_what_comes_after_a_commit_holds_up_no_copy(root, monkeypatch):
+def test_work_after_a_commit_does_not_delay_the_next_staging(root, monkeypatch):
     """Reading back and deleting may take long, or hang: the state of the next save is copied all the same."""
     gate = threading.Event()
     monkeypatch.setattr(saver_module, "look_after", lambda *_: gate.wait(30))
@@ -396,7 +396,7 @@ def test_what_comes_after_a_commit_holds_up_no_copy(root, monkeypatch):
     assert not ckpt.open(root).read("w").any()
 
 
-def test_when_a_hung_store_answers_again_saves_go_on_and_what_was_given_up_is_not_committed(root, monkeypatch):
+def test_recovered_store_accepts_saves_but_not_the_given_up_one(root, monkeypatch):
     monkeypatch.setattr(saver_module, "EXIT_S", 0.2)
     store, state = Slow(root), {"model": {"w": torch.ones(3000)}}
     saver = ckpt.Saver(store, timeout_s=0.1)
@@ -414,13 +414,13 @@ def test_when_a_hung_store_answers_again_saves_go_on_and_what_was_given_up_is_no
     assert len(list(root.rglob("*.safetensors"))) == len(ckpt.ls(root)), "what was given up left nothing"
 
 
-def test_a_loss_that_is_no_number_costs_no_checkpoint(root, caplog):
+def test_nan_metric_is_dropped_and_the_checkpoint_kept(root, caplog):
     with ckpt.Saver(root) as saver:
         saver.async_save({"model": {"w": torch.ones(3)}}, 1, metrics={"loss": float("nan"), "accuracy": 0.5}).wait(10)
     assert ckpt.open(root).meta["metrics"] == {"accuracy": 0.5} and "not stored: ['loss']" in caplog.text
 
 
-def test_a_save_whose_commit_was_made_though_the_answer_was_lost_is_kept_and_not_taken_for_anothers(root, caplog):
+def test_commit_with_a_lost_answer_is_kept_and_known_as_ours(root, caplog):
     """Nothing of an attempt is deleted once its commit was tried: it may be there, as here."""
     store = ckpt.FaultyStore(ckpt.PosixStore(root), [ckpt.Fault("put", "lost", key="commits/*", after=1)])
     state = {"model": {"w": torch.ones(3)}}
@@ -432,7 +432,7 @@ def test_a_save_whose_commit_was_made_though_the_answer_was_lost_is_kept_and_not
     assert "another writer" not in caplog.text
 
 
-def test_another_run_that_commits_into_the_same_folder_is_told_of(root, caplog):
+def test_saver_warns_of_another_writer_in_its_folder(root, caplog):
     state = {"model": {"w": torch.ones(3)}}
     with ckpt.Saver(root) as one, ckpt.Saver(root) as other:
         assert one.async_save(state, 10).wait(10).epoch == 0
@@ -443,7 +443,7 @@ def test_another_run_that_commits_into_the_same_folder_is_told_of(root, caplog):
     assert [c.name for c in ckpt.ls(root)][-1] == made.name, "what was saved last is the newest"
 
 
-def test_every_sort_of_tensor_goes_through_the_staged_copy_bit_for_bit(root):
+def test_staged_copy_keeps_every_kind_of_tensor_bit_for_bit(root):
     from tests.checkpoint.checkpoint_support import adam_like
 
     tensors = {name: t for (name, kind), t in adam_like(3).items() if kind == "param"}
@@ -488,7 +488,7 @@ if sys.argv[2] == "hang":  # a data loader's worker, forked meanwhile, neither w
 @pytest.mark.parametrize(
     ("how", "code"), [pytest.param("end", 0, marks=pytest.mark.slow), pytest.param("raise", 1, marks=pytest.mark.slow), ("hang", 0)]
 )
-def test_the_interpreter_ends_in_bounded_time_with_a_save_in_flight(root, how, code):
+def test_interpreter_exits_in_bounded_time_with_a_save_in_flight(root, how, code):
     """A save that is nearly done is finished; one that hangs is given up; neither is torn."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", EXITING, str(root), how]
@@ -525,7 +525,7 @@ OFTEN = {"stage.copied", "data.chunk#1", "data.published", "commit.tmp_synced", 
 
 
 @pytest.mark.parametrize(("point", "survivor"), [pytest.param(*one, marks=[] if one[0] in OFTEN else [pytest.mark.slow]) for one in POINTS])
-def test_killed_at_any_point_of_an_asynchronous_save_the_one_before_loads_bit_for_bit(root, point, survivor):
+def test_kill_during_an_async_save_loses_no_earlier_commit(root, point, survivor):
     assert in_subprocess(save_two, str(root), point) == -9, f"nothing was killed at {point}"
     found = ckpt.latest(root)
     assert found is not None and found.step == survivor
@@ -551,7 +551,7 @@ def save_two(root: str, point: str) -> None:
     handle.wait(30)
 
 
-def test_other_threads_run_while_fresh_memory_comes():
+def test_touching_fresh_memory_lets_other_threads_run():
     """It held the interpreter's lock, for most of a second a GiB: no training beside it, and no answer to who asks for a hang."""
     ticks: list[int] = []
     for _ in range(3):  # the machine may have something else to do
@@ -613,7 +613,7 @@ def save_fifty(root: str, report: str) -> None:
     Path(report).write_text(" ".join(map(str, left)))
 
 
-def test_a_saver_that_is_dropped_finishes_its_save_and_lets_go_of_its_thread(root):
+def test_dropped_saver_finishes_its_save_and_ends_its_thread(root):
     threads = threading.active_count()
     ckpt.Saver(root).async_save({"model": {"w": torch.ones(5)}}, 3)
     deadline = time.monotonic() + 10
@@ -622,7 +622,7 @@ def test_a_saver_that_is_dropped_finishes_its_save_and_lets_go_of_its_thread(roo
     assert threading.active_count() == threads and ckpt.latest(root).step == 3  # type: ignore[union-attr]
 
 
-def test_a_step_that_went_back_is_saved_in_a_higher_epoch_and_one_that_failed_does_not_raise_it(root, monkeypatch):
+def test_only_a_step_that_goes_back_raises_the_epoch(root, monkeypatch):
     state = {"model": {"w": torch.ones(5)}}
     with ckpt.Saver(root) as saver:
         for number, epoch in ((10, 0), (20, 0), (5, 1), (6, 1)):
@@ -638,7 +638,7 @@ def test_a_step_that_went_back_is_saved_in_a_higher_epoch_and_one_that_failed_do
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("wait_staged", [True, False])
-def test_a_state_on_a_gpu_is_copied_beside_its_work_and_is_that_of_the_step(root, wait_staged):
+def test_async_save_of_gpu_state_stores_the_values_of_its_step(root, wait_staged):
     w = torch.zeros(32 << 20, device="cuda")
     with ckpt.Saver(root) as saver:
         for index in range(3):

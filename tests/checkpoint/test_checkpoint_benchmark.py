@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_quick_benchmark_writes_every_figure_and_what_load_does_not_change_keeps_its_goal(tmp_path: Path) -> None:
+def test_quick_benchmark_writes_figures_and_meets_fixed_goals(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "checkpoint.py"), "--quick", "--json", str(out), "--folder", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=280, env={**os.environ, "PYTHONPATH": str(ROOT)})

@@ -75,7 +75,7 @@ def test_votes_that_do_not_tile_every_tensor_are_refused(root, parts, words):
     assert ckpt.latest(root) == earlier
 
 
-def test_of_copies_that_no_rank_knew_of_each_element_is_named_once(root):
+def test_overlapping_copies_are_listed_once_and_must_be_equal(root):
     def copy(start, end, data=None):
         return replace(piece(start, end, data=data), copied=True)
 
@@ -99,7 +99,7 @@ def test_of_copies_that_no_rank_knew_of_each_element_is_named_once(root):
             commit(root, votes, attempt=name, step=2)
 
 
-def test_copies_that_rounding_has_driven_apart_are_saved_with_a_warning_and_no_others(root, caplog):
+def test_only_copies_differing_by_rounding_commit_with_a_warning(root, caplog):
     """A month of training under tensor parallelism must not lose its checkpoints for the last bit of a norm's weight."""
 
     def votes(name, step, *copies):
@@ -149,7 +149,7 @@ def test_digests_of_ranges_of_a_stream_are_those_of_the_bytes():
 
 
 @pytest.mark.fault("K35")
-def test_a_commit_that_no_reader_would_take_is_never_made(root, monkeypatch):
+def test_commit_refuses_a_manifest_that_readers_would_reject(root, monkeypatch):
     """It would be passed over for the one before at the next load, after all saves had succeeded."""
     earlier = whole(root, 0)
     votes = [vote(root, 0, [piece(0, 120)])]
@@ -167,7 +167,7 @@ def test_a_commit_that_no_reader_would_take_is_never_made(root, monkeypatch):
     assert commit(root, votes, world=1).problem is None
 
 
-def test_votes_of_missing_ranks_or_another_attempt_step_or_epoch_are_refused(root):
+def test_commit_refuses_missing_votes_and_other_attempts_votes(root):
     a, b = vote(root, 0, [piece(0, 60)]), vote(root, 1, [piece(60, 120)])
     with pytest.raises(ckpt.CommitRefused, match=r"1 votes for 2 ranks; no vote from ranks \[1\]"):
         commit(root, [a])
@@ -180,7 +180,7 @@ def test_votes_of_missing_ranks_or_another_attempt_step_or_epoch_are_refused(roo
     assert commit(root, [b, a]).name == "e0000-s000000000001"  # in any order
 
 
-def test_a_commit_is_refused_when_an_object_is_gone_or_has_another_size(root):
+def test_commit_is_refused_if_an_object_is_missing_or_resized(root):
     votes = [vote(root, 0, [piece(0, 60)]), vote(root, 1, [piece(60, 120)])]
     victim = root / votes[1].object.key
     os.truncate(victim, 4096)
@@ -210,7 +210,7 @@ def test_a_rank_cannot_write_twice_in_one_attempt(root):
         (lambda: ckpt.ShardPiece("", "param", 0, 4, (4,), torch.float32, torch.zeros(4)), "must not be empty"),
     ],
 )
-def test_a_piece_that_contradicts_itself_is_refused_where_it_is_made(make, words):
+def test_inconsistent_shard_piece_raises_at_construction(make, words):
     with pytest.raises(ValueError, match=words):
         make()
 
@@ -261,7 +261,7 @@ def test_six_creators_of_one_commit_have_one_winner(root):
     assert len(ckpt.ls(root)) == 5 and not list((root / "commits").glob(".tmp*"))
 
 
-def test_committing_again_after_a_lost_answer_gives_the_same_commit(root):
+def test_repeated_commit_of_one_attempt_returns_the_same_commit(root):
     votes = [vote(root, 0, [piece(0, 120)])]
     first = commit(root, votes, world=1)
     assert commit(root, votes, world=1) == first
@@ -277,7 +277,7 @@ def test_a_zombie_of_an_older_epoch_never_becomes_the_newest(root):
     assert ckpt.latest(root) == current
 
 
-def test_a_zombie_that_commits_first_is_overtaken_by_the_newer_epoch(root):
+def test_newer_epoch_overtakes_a_zombie_that_committed_first(root):
     whole(root, 500, epoch=6)
     current = whole(root, 100, epoch=7)
     assert ckpt.latest(root) == current
@@ -290,7 +290,7 @@ def test_commits_are_ordered_by_number_not_by_text(root):
     assert last.name == "e10000-s000000000001" and ckpt.latest(root) == last
 
 
-def test_collection_keeps_the_newest_and_takes_the_rest_with_their_data(root):
+def test_collection_keeps_the_newest_and_deletes_older_with_data(root):
     made = [whole(root, step) for step in range(1, 6)]
     report = collect(root, 2)
     assert report.kept == (made[3].name, made[4].name) and report.deleted == tuple(c.name for c in made[:3])
@@ -326,7 +326,7 @@ def test_when_nothing_is_whole_nothing_is_deleted(root):
     assert sorted(root.rglob("*")) == before
 
 
-def test_an_attempt_is_an_orphan_only_after_the_grace_time_by_the_stores_clock(root, monkeypatch):
+def test_orphan_grace_is_measured_by_the_clock_of_the_store(root, monkeypatch):
     whole(root, 1)
     vote(root, 0, [piece(0, 120)], attempt="inflight", step=2)
     monkeypatch.setattr("time.time", lambda: 4e9)  # this host's clock is decades ahead
@@ -361,7 +361,7 @@ def test_two_collectors_at_once_do_no_harm(root):
     assert_equals(root, tensors)
 
 
-def test_a_failed_deletion_is_reported_and_does_not_stop_the_rest(root, monkeypatch):
+def test_failed_deletion_is_reported_and_the_rest_goes_on(root, monkeypatch):
     made = [whole(root, step) for step in range(1, 5)]
     real = Path.unlink
 
@@ -376,7 +376,7 @@ def test_a_failed_deletion_is_reported_and_does_not_stop_the_rest(root, monkeypa
     assert (root / "data" / made[0].attempt).exists()
 
 
-def test_a_reader_whose_checkpoint_was_collected_is_told_so(root):
+def test_reader_of_a_collected_checkpoint_gets_a_clear_error(root):
     whole(root, 1)
     reader = ckpt.open(root)
     whole(root, 2)
@@ -395,7 +395,7 @@ def test_tied_tensors_are_stored_once_and_read_under_each_name(root):
         commit(root, [vote(root, 0, [piece(0, 120)], attempt="b", step=2)], world=1, attempt="b", step=2, aliases={"x": "nothing"})
 
 
-def test_open_says_what_is_there(root):
+def test_open_of_a_missing_commit_names_the_newest_one(root):
     with pytest.raises(ckpt.NoCheckpoint, match="it has no commits"):
         ckpt.open(root)
     whole(root, 3)

@@ -22,7 +22,7 @@ def root():
 
 @settings(max_examples=60)
 @given(st.sampled_from(DTYPES), st.integers(1, 3000), st.lists(st.integers(0, 2999), max_size=6), st.booleans(), st.integers(0, 1000))
-def test_differing_elements_are_counted_and_the_largest_difference_found(dtype, numel, places, alike, seed):
+def test_diff_counts_elements_and_finds_the_largest_difference(dtype, numel, places, alike, seed):
     before = random_bits((numel,), dtype, seed)
     after = before.clone()
     other = random_bits((numel,), dtype, seed + 1)
@@ -52,7 +52,7 @@ def test_differing_elements_are_counted_and_the_largest_difference_found(dtype, 
         assert changed.largest == float(max(abs(x - y) for x, y in zip(before.tolist(), after.tolist(), strict=True)))
 
 
-def test_names_shapes_and_dtypes_that_differ_are_told_apart(root):
+def test_diff_separates_added_removed_and_reshaped_tensors(root):
     ckpt.save({"model": {"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(4), "e": torch.zeros(2)}}, root, 1)
     ckpt.save(
         {"model": {"b": torch.zeros(3, 1), "c": torch.zeros(4, dtype=torch.int32), "d": torch.zeros(1), "e": torch.zeros(2)}}, root, 2
@@ -64,7 +64,7 @@ def test_names_shapes_and_dtypes_that_differ_are_told_apart(root):
     assert ckpt.diff(a, b, include="e").equal and not ckpt.diff(a, b, exclude=["a", "b", "c"]).equal
 
 
-def test_two_checkpoints_of_which_nothing_was_compared_are_not_said_to_be_equal(root):
+def test_diff_that_compares_no_tensor_is_an_error(root):
     """A slip in a glob would pass every check that a script makes."""
     ckpt.save({"model": {"w": torch.ones(3)}}, root, 1)
     opened = ckpt.open(root)
@@ -97,7 +97,7 @@ def test_blocks_with_equal_checksums_are_not_read(root):
     assert ckpt.diff(a, a).bytes_read == 0
 
 
-def test_damage_in_what_has_to_be_read_is_an_error(root):
+def test_diff_raises_on_damage_in_a_block_that_it_reads(root):
     ckpt.save({"model": {"w": torch.randn(3000)}}, root, 1)
     damaged = ckpt.save({"model": {"w": torch.randn(3000)}}, root, 2).commit
     victim = next((root / "data" / damaged.attempt).glob("*.safetensors"))
@@ -134,7 +134,7 @@ def _measure(root: str, report: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint4, torch.float4_e2m1fn_x2, torch.bits8])
-def test_what_torch_does_not_compute_with_is_compared_all_the_same(tmp_path, dtype):
+def test_diff_compares_dtypes_that_torch_cannot_compute_with(tmp_path, dtype):
     raw = torch.arange(64, dtype=torch.uint8)
     for name, last in (("one", 0), ("other", 1)):
         raw[-1] = last

@@ -59,7 +59,7 @@ def points() -> list[str]:
 
 @pytest.mark.parametrize("point", points())
 @pytest.mark.fault("S1", "K1")
-def test_killed_at_any_point_the_right_checkpoint_loads_bit_for_bit_and_the_debris_goes(root, point):
+def test_kill_at_any_point_keeps_a_loadable_commit_and_no_debris(root, point):
     assert in_subprocess(save_then_collect, str(root), point) == -9, f"nothing was killed at {point}"
     done = point.split("#")[0] in VISIBLE
     found = ckpt.latest(root)
@@ -81,7 +81,7 @@ def test_after_a_kill_the_same_step_can_be_saved_again(root):
 
 @pytest.mark.parametrize("code", ["ENOSPC", "EIO", "EROFS", "EDQUOT"])
 @pytest.mark.parametrize("point", ["data.created", "data.chunk#1", "data.written", "commit.tmp_written", "commit.tmp_synced"])
-def test_a_failing_disk_makes_no_commit_and_says_so_in_one_line(root, monkeypatch, point, code):
+def test_failing_disk_makes_no_commit_and_raises_one_clear_line(root, monkeypatch, point, code):
     monkeypatch.setenv(ckpt.FAULT_ENV, f"{point}={code}")
     with pytest.raises(ckpt.SaveFailed) as caught:
         save_in_process(root, AFTER, random_layout(AFTER, 2, seed=3), step=30)
@@ -192,7 +192,7 @@ def test_a_transfer_that_failed_once_is_read_again(root, monkeypatch):
     assert hurt
 
 
-def test_a_root_that_is_a_file_or_no_root_at_all_is_one_clear_line(tmp_path):
+def test_invalid_root_raises_a_clear_error_and_creates_nothing(tmp_path):
     Path(tmp_path, "file").write_text("x")
     with pytest.raises(ckpt.SaveFailed, match="a file is where the checkpoint's folder should be"):
         save_in_process(tmp_path / "file", AFTER, random_layout(AFTER, 1, seed=3))

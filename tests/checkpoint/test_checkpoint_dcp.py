@@ -114,7 +114,7 @@ def test_stock_dcp_reads_any_tensors_that_any_ranks_wrote(tensors, writers, seed
 
 
 @pytest.mark.parametrize("flatten", [False, True])
-def test_torchs_own_functions_resume_a_model_and_its_optimizer_from_ours(folder, flatten):
+def test_torch_resumes_model_and_optimizer_from_our_checkpoint(folder, flatten):
     net, optimizer = trained()
     ckpt.save({"model": net, "optimizer": optimizer, "stream": {"consumed": 7}, "note": "x"}, folder, 2)
     other = Net(1)
@@ -142,7 +142,7 @@ def test_dcps_converter_makes_one_file_of_ours(folder):
     assert all(bits(state["model"][name]) == bits(t) for name, t in net.state_dict().items())
 
 
-def test_another_dtype_is_an_error_where_dcp_would_convert_silently(folder):
+def test_dcp_reader_refuses_another_dtype_unless_cast(folder):
     values = torch.randn(50) * 1e6
     ckpt.save({"model": {"w": values}}, folder, 1)
     target = {"w": torch.zeros(50, dtype=torch.float16)}
@@ -175,7 +175,7 @@ def ranks_saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 4])
-def test_stock_dcp_loads_ours_into_fsdp2_tensor_parallel_and_two_dimensional_models(ranks_saved, world):
+def test_stock_dcp_loads_our_checkpoint_into_fsdp2_tp_and_2d(ranks_saved, world):
     roots, truth = ranks_saved
     for result in run_gloo(world, dcp_load_rank, roots):
         for (root, kind), (state, needed, read) in result.items():
@@ -185,7 +185,7 @@ def test_stock_dcp_loads_ours_into_fsdp2_tensor_parallel_and_two_dimensional_mod
 
 
 @pytest.mark.parametrize("cut", [True, False])
-def test_a_box_of_columns_is_asked_for_as_one_range_however_it_is_stored(tmp_path, monkeypatch, cut):
+def test_dcp_reader_requests_a_box_of_columns_as_one_range(tmp_path, monkeypatch, cut):
     """As stock DCP asks for a tensor-parallel rank's part; row by row it would take minutes of a model of 13 billion."""
     full = random_bits((300, 40), torch.bfloat16, 3)
     save_tiled(tmp_path, full, [{1: [20, 20]} if cut else {}] * 2, [6000])
@@ -211,7 +211,7 @@ def test_a_box_of_columns_is_asked_for_as_one_range_however_it_is_stored(tmp_pat
     assert bits(into) == bits(full[1:, 15:25]) and asked == [1]
 
 
-def test_ranks_that_see_different_newest_commits_are_told(tmp_path):
+def test_dcp_reader_raises_if_ranks_see_different_newest_commits(tmp_path):
     for root, step in (("a", 1), ("b", 2)):
         ckpt.save({"model": {"w": torch.ones(3)}}, tmp_path / root, step)
     for message in run_gloo(2, disagreeing_rank, str(tmp_path)):
@@ -222,7 +222,7 @@ def test_ranks_that_see_different_newest_commits_are_told(tmp_path):
 
 
 @pytest.mark.parametrize("flatten", [False, True])
-def test_a_stock_checkpoint_becomes_a_commit_from_which_training_goes_on(folder, flatten):
+def test_training_resumes_from_a_commit_imported_from_dcp(folder, flatten):
     net, optimizer = trained()
     state = torch_state(net, optimizer, flatten_optimizer_state_dict=flatten)
     state |= {"stream": {"consumed": 7, "list": [1, 2, {"a": None}]}, "ema": {"w": torch.randn(3, 3).t()}}
@@ -243,7 +243,7 @@ def test_a_stock_checkpoint_becomes_a_commit_from_which_training_goes_on(folder,
 
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("meta", [False, True])
-def test_a_stock_checkpoint_fills_a_whole_state_from_which_training_goes_on(folder, flatten, meta):
+def test_training_resumes_from_a_state_filled_directly_from_dcp(folder, flatten, meta):
     """Without a commit in between: weights, moments, steps, hyperparameters, plain values; nothing else of it is looked at."""
     net, optimizer = trained()
     state = torch_state(net, optimizer, flatten_optimizer_state_dict=flatten)
@@ -289,7 +289,7 @@ def test_an_import_into_a_state_is_as_strict_as_a_load(folder):
     assert bits(other.scale) == bits(before["scale"])
 
 
-def test_globs_are_of_our_names_where_the_files_have_others(folder):
+def test_import_globs_match_our_names_before_renaming(folder):
     dcp.save({"model": {"layers.0.w": torch.ones(3), "layers.1.w": torch.ones(3), "x": torch.ones(1)}}, checkpoint_id=folder, no_dist=True)
     target = {"blocks.0.w": torch.zeros(3), "blocks.1.w": torch.zeros(3), "x": torch.zeros(1)}
     ckpt.import_dcp(folder, target, rename={"blocks.*": "layers.*"}, include="blocks.*", exclude="*.1.*")
@@ -299,7 +299,7 @@ def test_globs_are_of_our_names_where_the_files_have_others(folder):
 @pytest.mark.parametrize(
     ("writers", "readers"), [(3, 2), pytest.param(2, 4, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow)]
 )
-def test_what_ranks_saved_with_dcp_fills_shards_of_other_ranks(tmp_path, writers, readers):
+def test_dcp_checkpoint_of_n_ranks_fills_shards_of_m_ranks(tmp_path, writers, readers):
     truth, later = run_gloo(writers, dcp_foreign_save_rank, str(tmp_path))[0]
     results = run_gloo(readers, dcp_into_model_rank, str(tmp_path))
     for kind in ("fsdp2", "ragged"):
@@ -312,7 +312,7 @@ def test_what_ranks_saved_with_dcp_fills_shards_of_other_ranks(tmp_path, writers
     assert all(np.array_equal(got.read(name).numpy(), value) for name, value in truth.items())
 
 
-def test_tied_tensors_which_dcp_stores_twice_are_tied_again_if_they_are_equal(folder):
+def test_import_ties_tensors_that_dcp_stored_twice_only_if_equal(folder):
     net, _ = trained()
     dcp.save({"model": net.state_dict()}, checkpoint_id=folder / "dcp", no_dist=True)
     with pytest.raises(ckpt.CheckpointMismatch, match="'body.0.weight' and 'embed.weight' differ: they are not tied"):
@@ -327,7 +327,7 @@ def test_tied_tensors_which_dcp_stores_twice_are_tied_again_if_they_are_equal(fo
     assert same_module(net, other)
 
 
-def test_a_bare_state_dict_whose_names_begin_with_model_is_understood(folder):
+def test_import_takes_a_bare_state_dict_with_model_dot_names(folder):
     tensors = {
         "model.embed": torch.randn(4, 3),
         "model.layers.0.w": torch.randn(3),
@@ -360,7 +360,7 @@ def test_any_tensors_go_to_dcp_and_come_back_bit_for_bit(tensors, piece, seed):
 # ----------------------------------------------------------------------------------------------------------------- export
 
 
-def test_torch_resumes_from_an_export_and_converts_it_to_one_file(folder, monkeypatch):
+def test_torch_resumes_from_a_dcp_export_and_converts_it(folder, monkeypatch):
     monkeypatch.setattr(bridge, "_CHUNK_BYTES", 100)  # rows go to archives of their own
     monkeypatch.setattr(bridge, "_FILE_BYTES", 30_000)
     net, optimizer = trained()
@@ -389,7 +389,7 @@ def test_ranks_share_an_export(ranks_saved, tmp_path):
     assert all(np.array_equal(t.numpy(), truth["ragged"][n]) for n, t in state["model"].items())
 
 
-def test_an_export_is_read_back_before_it_counts(folder, monkeypatch):
+def test_dcp_export_verifies_written_bytes_and_removes_a_bad_one(folder, monkeypatch):
     ckpt.save({"model": {"w": torch.randn(3000)}}, folder / "a", 1)
     real = os.fsync
 
@@ -411,7 +411,7 @@ def test_an_export_is_read_back_before_it_counts(folder, monkeypatch):
         ckpt.export_dcp(folder / "a", None, folder / "dcp")
 
 
-def test_what_torch_can_not_save_is_not_exported_and_said(folder):
+def test_dcp_export_refuses_a_dtype_that_torch_cannot_save(folder):
     ckpt.save({"model": {"w": torch.ones(3), "q": torch.ones(3, dtype=torch.uint8).view(torch.int4)}}, folder / "a", 1)
     with pytest.raises(ckpt.CheckpointMismatch, match="'model.q' is int4, which torch.save.* can't write: exclude it"):
         ckpt.export_dcp(folder / "a", None, folder / "dcp")
@@ -441,7 +441,7 @@ def test_nothing_but_dcps_own_classes_is_unpickled(folder):
     assert not os.path.exists("/tmp/vescale-evil-was-here")
 
 
-def test_an_object_that_only_pickle_could_read_is_refused_and_can_be_excluded(folder):
+def test_import_refuses_a_pickled_object_unless_excluded(folder):
     stock(folder / "dcp", thing=random.Random(3), other={"n": 3})
     with pytest.raises(ckpt.ForeignFileError, match=r"'thing': it refers to random.Random, which only unpickling could make"):
         ckpt.import_dcp(folder / "dcp", folder / "root")
@@ -449,7 +449,7 @@ def test_an_object_that_only_pickle_could_read_is_refused_and_can_be_excluded(fo
     assert ckpt.open(folder / "root").meta["state"] == {"other": {"n": 3}}
 
 
-def test_a_hyperparameter_of_several_numbers_is_not_taken_for_the_first(folder):
+def test_import_refuses_a_hyperparameter_of_several_elements(folder):
     group = {"lr": torch.tensor([0.5]), "scales": torch.arange(3.0), "params": ["w"]}
     stock(folder / "dcp", optim={"state": {"w": {"step": torch.tensor(1.0)}}, "param_groups": [group]})
     with pytest.raises(ckpt.ForeignFileError, match=r"scales' is a tensor of shape \(3,\), not of one element: exclude it"):
@@ -462,7 +462,7 @@ def test_a_hyperparameter_of_several_numbers_is_not_taken_for_the_first(folder):
 
 
 @pytest.mark.parametrize("which", ["milestones", "sequence", "plateau"])
-def test_a_schedulers_state_comes_from_dcp_with_its_milestones_as_numbers(folder, which):
+def test_imported_scheduler_state_keeps_milestones_as_numbers(folder, which):
     """DCP stores a dict's members one by one, under texts; a list of dicts it stores whole."""
     net, into = nn.Linear(2, 2), nn.Linear(2, 2)
     ours, other = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (net, into))
@@ -528,7 +528,7 @@ def change_to_bytes(described: Metadata) -> None:
         (change_to_bytes, "it does not say where 'model.w' is stored"),
     ],
 )
-def test_metadata_that_contradicts_itself_or_the_files_is_refused(folder, change, words):
+def test_import_refuses_inconsistent_dcp_metadata(folder, change, words):
     described = stock(folder)
     change(described)
     rewrite_dcp_index(folder, described)
@@ -543,7 +543,7 @@ def test_metadata_that_contradicts_itself_or_the_files_is_refused(folder, change
 
 
 @pytest.mark.parametrize("raw", [b"", b"junk", pickle.dumps(3), pickle.dumps(None)])
-def test_a_metadata_file_that_is_none_is_refused(folder, raw):
+def test_missing_or_invalid_metadata_file_is_refused(folder, raw):
     with pytest.raises(ckpt.ForeignFileError, match="no DCP checkpoint: it has no .metadata"):
         DcpFiles(folder)
     (folder / ".metadata").write_bytes(raw)
@@ -551,7 +551,7 @@ def test_a_metadata_file_that_is_none_is_refused(folder, raw):
         DcpFiles(folder)
 
 
-def test_every_range_of_a_tensor_cut_in_columns_is_read_as_it_lies(folder):
+def test_every_range_of_a_tensor_stored_in_boxes_reads_correctly(folder):
     """Against torch's own load, as the oracle, over all ranges of a 3-D tensor in four boxes and one transposed."""
     full = torch.arange(4 * 3 * 5.0).view(4, 3, 5)
     boxes = [((0, 0, 0), (2, 3, 2)), ((0, 0, 2), (2, 3, 3)), ((2, 0, 0), (2, 1, 5)), ((2, 1, 0), (2, 2, 5))]

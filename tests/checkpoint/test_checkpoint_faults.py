@@ -82,7 +82,7 @@ WRITE_FAULTS = [
 
 @pytest.mark.parametrize(("fault", "committed"), WRITE_FAULTS, ids=[f"{f.operation} {f.action} {f.key} {f.at}" for f, _ in WRITE_FAULTS])
 @pytest.mark.fault("K17")
-def test_whatever_fails_in_a_save_the_newest_whole_checkpoint_loads_and_the_debris_goes(memory, fault, committed):
+def test_any_save_fault_leaves_a_loadable_commit_and_no_debris(memory, fault, committed):
     store = ckpt.FaultyStore(memory, [fault])
     try:
         within(20, lambda: saved_after(store))
@@ -99,7 +99,7 @@ def test_whatever_fails_in_a_save_the_newest_whole_checkpoint_loads_and_the_debr
     assert_equals(memory, AFTER)
 
 
-def test_a_commit_whose_answer_was_lost_may_be_asked_for_again(memory):
+def test_commit_with_a_lost_answer_succeeds_when_repeated(memory):
     store = ckpt.FaultyStore(memory, [ckpt.Fault("put", "lost", key="commits/*")])
     held = [("w", "param", 0, 6)]
     w = torch.arange(6.0)
@@ -123,7 +123,7 @@ READ_FAULTS = [
 
 
 @pytest.mark.parametrize("fault", READ_FAULTS, ids=[f"{f.operation} {f.action} {f.at}" for f in READ_FAULTS])
-def test_a_read_that_fails_once_gives_right_bytes_or_an_older_commit_never_wrong_bytes(memory, fault):
+def test_transient_read_fault_never_yields_wrong_bytes(memory, fault):
     made = saved_after(memory)
     store = ckpt.FaultyStore(memory, [fault])
     checkpoint = within(20, lambda: ckpt.open(store))
@@ -136,7 +136,7 @@ def test_a_read_that_fails_once_gives_right_bytes_or_an_older_commit_never_wrong
 
 @pytest.mark.parametrize("action", ["error", "short", "flip", "wrong_range", "missing", "hang"])
 @pytest.mark.fault("K30")
-def test_a_read_that_keeps_failing_is_named_and_load_goes_back_on_all_fours(action, caplog):
+def test_persistent_read_fault_is_named_and_load_falls_back(action, caplog):
     store = ckpt.MemoryStore()
     good, bad = torch.nn.Linear(700, 3), torch.nn.Linear(700, 3)
     ckpt.save({"model": good}, store, 1).wait()
@@ -169,7 +169,7 @@ def boundaries(raw: bytes) -> list[int]:
     "kind", ["memory", "posix", pytest.param("s3", marks=pytest.mark.slow), pytest.param("fsspec memory", marks=pytest.mark.slow)]
 )
 @pytest.mark.fault("K31")
-def test_an_object_cut_at_any_boundary_or_filled_with_zeros_or_rubbish_is_found(kind):
+def test_verify_finds_a_truncated_or_overwritten_object(kind):
     rng = random.Random(0)
     with opened(kind) as found:
         first = save_in_process(found.store, BEFORE, random_layout(BEFORE, 2, seed=1), step=10)
@@ -278,7 +278,7 @@ def what_lies_at(raw: bytes, byte: int, intervals) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.fault("K20")
-def test_two_collectors_at_once_and_a_reader_meanwhile(kind):
+def test_concurrent_collectors_do_not_disturb_a_reader(kind):
     """Collectors race each other; a reader of a commit that stays reads on, and one whose commit goes is told so."""
     with opened(kind) as found:
         for step in range(1, 6):
@@ -337,7 +337,7 @@ def test_a_zombie_of_an_older_epoch_changes_nothing(kind):
 @pytest.mark.parametrize("skew", [-86400.0, 86400.0])
 @pytest.mark.parametrize("kind", ["posix", "s3"])
 @pytest.mark.fault("K28")
-def test_a_host_whose_clock_is_a_day_off_orders_and_collects_as_the_others(kind, skew, monkeypatch):
+def test_host_clock_skew_of_a_day_changes_no_order_or_collection(kind, skew, monkeypatch):
     real = time.time
     with opened(kind) as found:
         save_in_process(found.store, BEFORE, random_layout(BEFORE, 2, seed=1), step=10)
@@ -355,7 +355,7 @@ def test_a_host_whose_clock_is_a_day_off_orders_and_collects_as_the_others(kind,
 @pytest.mark.parametrize("fault", ["error", "lost", "hang", "delay"])
 @pytest.mark.parametrize("operation", ["delete", "list", "clock", "tidy"])
 @pytest.mark.fault("K21")
-def test_a_collection_that_fails_half_way_loses_nothing_and_the_next_one_finishes(memory, operation, fault):
+def test_failed_collection_loses_nothing_and_the_next_finishes(memory, operation, fault):
     made = saved_after(memory)
     ckpt.write_shard(memory, "dead", 0, [], step=25, epoch=0)
     for after in range(4):
@@ -373,7 +373,7 @@ def test_a_collection_that_fails_half_way_loses_nothing_and_the_next_one_finishe
 # -- the wrapper itself
 
 
-def test_every_fault_of_the_wrapper_does_what_it_says(memory):
+def test_faulty_store_injects_each_fault_as_specified(memory):
     for operation in OPERATIONS:
         for action in ACTIONS:
             try:
@@ -408,7 +408,7 @@ def test_every_fault_of_the_wrapper_does_what_it_says(memory):
     assert store.size("a") == 4 and store.describe("a") == "<memory>/a"
 
 
-def test_opened_back_ends_show_what_a_stranger_would_see():
+def test_opened_helper_and_store_see_the_same_objects():
     """The tests' own tool: what is written behind the store's back is what the store reads."""
     for kind in KINDS:
         with opened(kind) as found:
@@ -438,7 +438,7 @@ def killed_on_fsspec(url: str, point: str) -> None:
     ],
 )
 @pytest.mark.fault("K3")
-def test_killed_at_any_point_of_a_save_through_fsspec_the_right_checkpoint_loads_and_the_debris_goes(point):
+def test_kill_during_an_fsspec_save_leaves_a_loadable_commit(point):
     with opened("fsspec file") as found:
         save_in_process(found.store, BEFORE, random_layout(BEFORE, 2, seed=1), step=10)
         assert in_subprocess(killed_on_fsspec, found.store.describe(), point) == -9

@@ -161,7 +161,7 @@ ATTACKS = attacks()
 
 @pytest.mark.parametrize("case", ATTACKS)
 @pytest.mark.fault("K34")
-def test_an_index_that_was_made_to_hurt_is_refused_cheaply(folder, case):
+def test_malicious_dcp_index_is_refused_cheaply(folder, case):
     raw, words = ATTACKS[case]
     before = dict(vars(metadata.Metadata))
     (folder / ".metadata").write_bytes(raw)
@@ -191,7 +191,7 @@ def changed(raw: bytes, rng: random.Random) -> bytes:
 
 @pytest.mark.parametrize("what", [".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 11))])
-def test_no_change_of_a_dcp_checkpoint_does_more_than_be_refused_or_read(folder, what, seed):
+def test_corrupted_dcp_checkpoint_is_refused_or_read_cheaply(folder, what, seed):
     """DCP has no checksums, so that changed contents may be read as they are; but nothing else happens, and at once."""
     stock(folder)
     good, truth = (folder / what).read_bytes(), everything(folder)
@@ -213,7 +213,7 @@ def test_no_change_of_a_dcp_checkpoint_does_more_than_be_refused_or_read(folder,
     assert outcomes["refused"] > 40 and outcomes["same"] > 1, outcomes
 
 
-def test_what_dcp_writes_is_read_by_us_as_pickle_reads_it(folder):
+def test_restricted_unpickler_reads_dcp_metadata_as_pickle_does(folder):
     """All protocols since DCP exists, and both of Python's picklers."""
     stock(folder)
     theirs = dcp_index(folder)
@@ -230,7 +230,7 @@ def test_what_dcp_writes_is_read_by_us_as_pickle_reads_it(folder):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_chunks_are_taken_if_and_only_if_they_cover_the_tensor_once(folder, seed):
+def test_chunks_are_accepted_only_if_they_tile_the_tensor_once(folder, seed):
     """The oracle counts how often each element is covered."""
     rng = random.Random(seed)
     shape = [rng.randint(1, 6) for _ in range(rng.randint(1, 4))]
@@ -273,7 +273,7 @@ class _Call:
         return self.called
 
 
-def test_members_of_enumerations_are_read_as_every_python_pickles_them():
+def test_enum_members_load_from_every_pickle_form():
     formats = metadata._MEM_FORMAT_ENCODING
     for called in ((getattr, formats, "TORCH_CONTIGUOUS_FORMAT"), (formats, 0)):
         for protocol in (2, 3, 4, 5):
@@ -358,7 +358,7 @@ def laughs() -> list[Any]:
     ],
 )
 @pytest.mark.fault("K34")
-def test_an_object_that_was_made_to_hurt_is_refused_cheaply(folder, value, change, words):
+def test_malicious_pickled_object_is_refused_cheaply(folder, value, change, words):
     put_object(folder, value, change or (lambda raw: raw))
     with cheap(mib=400), pytest.raises(ckpt.ForeignFileError, match=words) as caught:
         everything(folder)
@@ -396,7 +396,7 @@ def test_a_small_checkpoint_does_not_become_a_large_commit(folder, what, words):
     assert not list((folder / "root").rglob("*.safetensors"))
 
 
-def test_a_length_that_no_file_has_is_refused_before_memory_is_taken(folder):
+def test_impossible_length_is_refused_before_allocating_memory(folder):
     put_object(folder, {"a": 1})
     described = dcp_index(folder)
     described.storage_data[MetadataIndex("thing")] = _StorageInfo("thing.distcp", 0, 1 << 45)
@@ -407,7 +407,7 @@ def test_a_length_that_no_file_has_is_refused_before_memory_is_taken(folder):
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "link to nothing"])
 @pytest.mark.parametrize("what", ["index", "shard", "dcp index", "dcp file"])
-def test_what_is_no_file_is_refused_at_once(folder, kind, what):
+def test_fifo_folder_or_dangling_link_is_refused_at_once(folder, kind, what):
     """A FIFO would otherwise wait for a writer for ever."""
     save_file({"a": torch.ones(2)}, folder / "a.safetensors")
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "a.safetensors"}}')
@@ -428,7 +428,7 @@ def test_what_is_no_file_is_refused_at_once(folder, kind, what):
     assert str(folder) in str(caught.value)
 
 
-def test_what_torch_saves_is_read_as_torch_reads_it():
+def test_archive_reader_matches_torch_for_every_dtype_and_stride():
     """Every dtype, and every way in which a tensor can lie in its storage; plain objects."""
     names = "float64 float32 float16 bfloat16 complex64 complex128 bool uint8 uint16 uint32 uint64 int8 int16 int32 int64"
     names += " float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"

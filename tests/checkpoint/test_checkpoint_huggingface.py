@@ -67,7 +67,7 @@ def weights(draw):
 
 @settings(max_examples=40)
 @given(weights(), st.integers(1, 600), st.integers(1, 400))
-def test_what_a_commit_exports_the_safetensors_package_reads_and_its_files_import_again(tensors, shard, piece):
+def test_exports_load_in_safetensors_and_import_back_equal(tensors, shard, piece):
     with memory_folder() as place:
         ckpt.save({"model": tensors}, place / "a", 1)
         done = ckpt.export_hf(place / "a", None, place / "hf", max_shard_bytes=shard)
@@ -90,7 +90,7 @@ def test_what_a_commit_exports_the_safetensors_package_reads_and_its_files_impor
 
 @settings(max_examples=25)
 @given(weights())
-def test_what_the_safetensors_package_writes_is_imported(tensors):
+def test_import_reads_files_of_the_safetensors_package(tensors):
     with memory_folder() as place:
         save_file(tensors, place / "x.safetensors")
         ckpt.import_hf(place / "x.safetensors", place / "root")
@@ -122,7 +122,7 @@ def transformers_names(layers: int) -> set[str]:
     return names
 
 
-def test_our_llama_has_hugging_faces_names_in_its_files_and_comes_back(folder):
+def test_llama_exports_with_hugging_face_names_and_imports_back(folder):
     model = Llama(CONFIG)
     model.reset_parameters(3)
     ckpt.save({"model": model}, folder / "a", 1)
@@ -172,7 +172,7 @@ def test_other_entries_and_optimizer_states_are_left_out(folder):
     assert torch.equal(load_file(folder / "ema" / "model.safetensors")["w"], torch.ones(3))
 
 
-def test_an_export_refuses_what_it_cannot_write_and_leaves_nothing_half(folder):
+def test_export_refuses_unsupported_dtypes_and_used_folders(folder):
     ckpt.save({"model": {"c": torch.zeros(3, dtype=torch.complex128), "w": torch.zeros(2)}}, folder / "a", 1)
     with pytest.raises(ckpt.CheckpointMismatch, match="'c' is complex128, which safetensors has no name for"):
         ckpt.export_hf(folder / "a", None, folder / "hf")
@@ -196,7 +196,7 @@ def test_a_damaged_checkpoint_is_not_exported(folder):
         assert not (folder / "hf").exists()
 
 
-def test_a_disk_that_stores_something_else_is_noticed(folder, monkeypatch):
+def test_export_fails_if_the_disk_stored_other_bytes(folder, monkeypatch):
     ckpt.save({"model": {"a": torch.randn(3000)}}, folder / "a", 1)
     real = os.write
 
@@ -263,7 +263,7 @@ def test_a_malformed_file_is_refused_in_one_line(folder, case):
     assert not (folder / "root").exists()
 
 
-def test_no_change_of_a_header_makes_a_read_go_astray(folder):
+def test_corrupted_header_is_refused_or_read_as_safetensors_does(folder):
     """Random bytes of a header changed: refused, or accepted by the safetensors package too with the same result."""
     tensors = {"a": random_bits((4, 5), torch.float32, 1), "b": random_bits((3,), torch.int64, 2), "c": random_bits((), torch.bfloat16, 3)}
     save_file(tensors, folder / "good.safetensors")
@@ -308,7 +308,7 @@ def test_no_change_of_a_header_makes_a_read_go_astray(folder):
         ("[" * 100_000, "no index: no JSON"),
     ],
 )
-def test_an_index_that_lies_or_reaches_outside_its_folder_is_refused(folder, index, words):
+def test_import_refuses_a_wrong_or_folder_escaping_index(folder, index, words):
     place = folder / "hf"
     place.mkdir()
     for path in (folder / "x.safetensors", place / "x.safetensors"):
@@ -360,7 +360,7 @@ def test_an_import_that_fails_or_is_interrupted_leaves_no_object(folder):
     }
 
 
-def test_files_whose_names_begin_with_a_dot_are_no_part_of_a_model(folder):
+def test_import_ignores_files_with_a_leading_dot(folder):
     save_file({"a": torch.ones(2)}, folder / "model.safetensors")
     (folder / ".tmp-model-2.safetensors").write_bytes(b"half")
     (folder / "._model.safetensors").write_bytes(b"Mac OS X")
@@ -369,7 +369,7 @@ def test_files_whose_names_begin_with_a_dot_are_no_part_of_a_model(folder):
 
 @pytest.mark.parametrize("export", [ckpt.export_hf, ckpt.export_dcp])
 @pytest.mark.fault("K33")
-def test_an_export_whose_last_steps_fail_leaves_nothing_and_may_be_tried_again(folder, monkeypatch, export):
+def test_export_failing_late_leaves_nothing_and_can_be_retried(folder, monkeypatch, export):
     """Each rename and each sync of the folder in turn: an index without its files would be taken for a whole, and what it was to be renamed
     from would stand in a second try's way."""
     ckpt.save({"model": {"a": torch.arange(5.0), "b": torch.arange(3)}}, folder / "root", 1)

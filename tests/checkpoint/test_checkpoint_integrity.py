@@ -101,7 +101,7 @@ def test_a_flipped_bit_anywhere_is_found_and_named(root):
     assert ckpt.verify(root).ok
 
 
-def test_a_read_of_a_damaged_block_raises_and_leaves_the_destination_alone(root):
+def test_read_of_a_damaged_block_raises_and_fills_nothing(root):
     tensors = {("a", "param"): random_bits((2048,), torch.float32, 1), ("b", "param"): random_bits((2048,), torch.float32, 2)}
     save_in_process(root, tensors, [[("a", "param", 0, 2048), ("b", "param", 0, 2048)]], block_bytes=BLOCK)
     flip(objects_of(root)[0], (4096 + 2048 * 4 + 100) * 8)  # a byte of b
@@ -115,7 +115,7 @@ def test_a_read_of_a_damaged_block_raises_and_leaves_the_destination_alone(root)
     assert bool((out == 7.0).all())
 
 
-def test_every_flipped_bit_of_the_manifest_or_an_aux_object_is_found(root):
+def test_verify_finds_a_flipped_bit_in_a_manifest_or_aux_object(root):
     tensors = adam_like(seed=6)
     first = save_in_process(root, tensors, random_layout(tensors, 2, seed=1), step=1)
     second = save_in_process(root, tensors, random_layout(tensors, 2, seed=2), step=2)
@@ -216,7 +216,7 @@ def test_stock_safetensors_reads_our_objects(root):
         assert all((data_start + e["data_offsets"][0]) % 4096 == 0 for n, e in header.items() if n[0] != "_")
 
 
-def test_a_stranger_can_read_a_tensor_with_the_manifest_alone(root):
+def test_documented_format_suffices_to_read_a_tensor(root):
     """docs/reference/checkpoint-format.md, followed with json, base64 and hashlib only."""
     tensors = adam_like(seed=10)
     save_in_process(root, tensors, random_layout(tensors, 4, seed=4))
@@ -293,7 +293,7 @@ def edits():
 
 
 @pytest.mark.parametrize("name", list(edits()))
-def test_a_manifest_that_contradicts_itself_is_refused_though_its_seal_is_right(root, name):
+def test_inconsistent_manifest_with_a_valid_seal_is_refused(root, name):
     tensors = adam_like(seed=11)
     commit = save_in_process(root, tensors, random_layout(tensors, 2, seed=3), step=5)
     path = Path(commit.path)
@@ -325,7 +325,7 @@ def test_garbage_under_a_commits_name_is_skipped(root, content):
         assert found is not None and found.name == first.name
 
 
-def test_a_renamed_commit_and_foreign_files_are_not_taken_for_checkpoints(root):
+def test_renamed_commits_and_foreign_files_are_never_the_newest(root):
     tensors = {("w", "param"): torch.zeros(3)}
     first = save_in_process(root, tensors, [[("w", "param", 0, 3)]], step=1)
     shutil.copy(first.path, root / "commits/e0009-s000000000009.json")

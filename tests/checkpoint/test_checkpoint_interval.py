@@ -36,7 +36,7 @@ def test_the_interval_is_the_best_of_the_exact_model(share: float, mtbf: float) 
     assert lost(found, cost, mtbf) <= lost(best(cost, mtbf), cost, mtbf) * 1.001
 
 
-def test_what_observation_says_outweighs_the_prior_with_time() -> None:
+def test_observed_failures_outweigh_the_mtbf_prior_with_time() -> None:
     day = 86400.0
     assert ckpt.expected_mtbf(0, 0.0, day) == day
     assert ckpt.expected_mtbf(1, 0.0, day) == day / 2
@@ -50,7 +50,7 @@ def test_impossible_figures_are_refused(cost: float, mtbf: float) -> None:
         ckpt.daly_interval(cost, mtbf)
 
 
-def test_bounds_hold_in_their_order() -> None:
+def test_persist_time_and_bounds_override_the_formula() -> None:
     def choose(stall: float, persist: float) -> tuple[float, str]:
         found = ckpt.choose_interval(stall, persist, 86400.0, least_s=30, most_s=600)
         return found.seconds, found.by

@@ -83,7 +83,7 @@ def test_an_optimizers_states_are_chosen_with_their_parameters(root):
     assert fresh.state[other.get_parameter("body.1.weight")]["step"] == 1
 
 
-def test_a_parameter_that_is_new_or_gone_is_named_with_its_nearest_and_may_be_allowed(root):
+def test_load_refuses_missing_or_extra_parameters_unless_allowed(root):
     net, optimizer = saved_net(root)
     other = Net(1)
     other.body = nn.Sequential(other.body[0], other.body[1], nn.Linear(6, 6))
@@ -106,7 +106,7 @@ def test_a_parameter_that_is_new_or_gone_is_named_with_its_nearest_and_may_be_al
     assert not fresh.state.get(other.get_parameter("body.2.weight"))
 
 
-def test_a_plain_value_may_be_missing_too(root):
+def test_allow_missing_covers_plain_values(root):
     saved_net(root)
     state: dict[str, Any] = {"model": Net(1), "epoch": 4}
     with pytest.raises(ckpt.CheckpointMismatch, match="has no state 'epoch'"):
@@ -115,7 +115,7 @@ def test_a_plain_value_may_be_missing_too(root):
     assert state["epoch"] == 4
 
 
-def test_a_parameter_frozen_since_leaves_its_states_behind_only_if_allowed(root):
+def test_frozen_parameter_states_are_dropped_only_if_allowed(root):
     saved_net(root)
     other = Net(1)
     other.scale.requires_grad_(False)
@@ -168,12 +168,12 @@ def test_a_table_and_its_inverse_undo_each_other(names):
         ({"re:(": "b"}, "no regular expression"),
     ],
 )
-def test_a_rule_that_cannot_work_is_refused(rules, words):
+def test_invalid_rename_rule_is_refused(rules, words):
     with pytest.raises(ValueError, match=words):
         ckpt.NameTable(rules)
 
 
-def test_tables_know_regular_expressions_and_two_names_do_not_become_one():
+def test_name_table_takes_regexes_and_refuses_colliding_names():
     table = ckpt.NameTable({r"re:blocks\.(\d+)\.(.*)": r"model.layers.\1.\2", "a*": "z"})
     assert table("blocks.12.w.x") == "model.layers.12.w.x" and table("other") == "other"
     with pytest.raises(ckpt.CheckpointMismatch, match="'a1' and 'a2' both become 'z'"):
@@ -182,7 +182,7 @@ def test_tables_know_regular_expressions_and_two_names_do_not_become_one():
         table.inverse()
 
 
-def test_globs_are_the_shells():
+def test_include_and_exclude_globs_follow_shell_rules():
     assert chosen("layers.0.w", ["layers.*"], []) and not chosen("layers.0.w", ["layers.*"], ["*.w"]) and not chosen("a", ["b"], [])
 
 
@@ -222,7 +222,7 @@ def test_a_state_dict_comes_without_a_model(root):
         checkpoint.to_state_dict(include="nothing.here")
 
 
-def test_one_entry_of_several_is_given_under_its_own_names(root):
+def test_to_state_dict_returns_one_entry_under_its_own_names(root):
     ema = {"w": torch.randn(3), "v": torch.randn(2)}
     ckpt.save({"model": {"w": torch.zeros(3)}, "ema": ema}, root, 1)
     got = ckpt.open(root).to_state_dict(key="ema")
@@ -245,7 +245,7 @@ def test_any_range_of_any_tensor_can_be_read_alone(root):
 # ------------------------------------------------------------------------------------------------- models without storage
 
 
-def test_a_destination_that_bytes_cannot_just_be_moved_to_is_refused(tmp_path):
+def test_conjugated_negated_and_meta_destinations_are_refused(tmp_path):
     kept = {"c": torch.randn(50, dtype=torch.complex64), "f": torch.randn(50)}
     ckpt.save({"model": kept}, tmp_path, 1)
     found = ckpt.open(tmp_path)
@@ -261,7 +261,7 @@ def test_a_destination_that_bytes_cannot_just_be_moved_to_is_refused(tmp_path):
         found.read("f", device="meta")
 
 
-def test_a_plain_model_on_the_meta_device_gets_storage_ties_and_an_optimizer_that_follows(root):
+def test_meta_model_gets_storage_ties_and_a_matching_optimizer(root):
     net, optimizer = saved_net(root)
     with torch.device("meta"):
         other = Net(1)
@@ -273,7 +273,7 @@ def test_a_plain_model_on_the_meta_device_gets_storage_ties_and_an_optimizer_tha
     assert same_module(net, other)
 
 
-def test_what_would_stay_without_a_value_is_refused_before_anything_gets_storage(root):
+def test_meta_load_refuses_unfilled_tensors_before_allocating(root):
     saved_net(root)
     with torch.device("meta"):
         other = Net(1)
@@ -286,7 +286,7 @@ def test_what_would_stay_without_a_value_is_refused_before_anything_gets_storage
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_a_sharded_model_on_the_meta_device_is_filled_shard_by_shard(tmp_path, world):
+def test_sharded_meta_model_loads_its_shards_and_trains_on(tmp_path, world):
     truth = run_gloo(2, meta_rank, str(tmp_path), True)[0]
     for back in run_gloo(world, meta_rank, str(tmp_path), False):
         for kind, (state, losses) in back.items():
@@ -349,7 +349,7 @@ def even_cuts(units: list[list[str]], shapes: dict[str, tuple[int, ...]], world:
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(8, 6), (8, 16), (8, 8), (6, 8)])
-def test_a_resharded_load_of_an_8b_model_reads_at_most_a_20th_more_than_it_needs(tmp_path, writers, readers):
+def test_resharded_8b_load_plans_at_most_five_percent_extra(tmp_path, writers, readers):
     votes, shapes = llama_votes(writers)
     manifest = _assemble(votes, 1, 0, "a", writers, {}, {})
     checkpoint = ckpt.Checkpoint(ckpt.PosixStore(tmp_path), ckpt.Commit(manifest.name, "", 0, 1), manifest)
@@ -367,7 +367,7 @@ def test_a_resharded_load_of_an_8b_model_reads_at_most_a_20th_more_than_it_needs
 
 
 @pytest.mark.parametrize("readers", [6, 16])
-def test_of_a_small_model_too_a_resharded_load_reads_at_most_a_20th_more_than_it_needs(tmp_path, readers):
+def test_resharded_small_load_reads_at_most_five_percent_extra(tmp_path, readers):
     """5 million parameters with Adam's states in 4 units, 7 MB a rank: what the store really gave, against what was requested."""
     layer: dict[str, tuple[int, ...]] = {"up": (1300, 480), "down": (480, 1300), "norm": (480,)}
     shapes = {f"{unit}.{name}": shape for unit in range(4) for name, shape in layer.items()}
@@ -407,7 +407,7 @@ def test_of_a_small_model_too_a_resharded_load_reads_at_most_a_20th_more_than_it
     assert needed == sum(tensor.nbytes for tensor in full.values()) and read <= 1.05 * needed, read / needed
 
 
-def test_blocks_are_small_where_objects_are_small_and_few_and_their_sums_never_many(tmp_path):
+def test_block_size_follows_object_size_and_bounds_checksums(tmp_path):
     for nbytes in (1, 5000, 7 << 20, 97 << 20, 512 << 20, 12 << 30, 1 << 40):
         for world in (1, 2, 8, 64, 1024, 1 << 20):
             block = block_bytes_for(nbytes, world)
@@ -420,7 +420,7 @@ def test_blocks_are_small_where_objects_are_small_and_few_and_their_sums_never_m
         assert ckpt.open(tmp_path).manifest.objects[0].block_bytes == 4096
 
 
-def test_a_load_reports_what_it_read(root):
+def test_load_reports_bytes_needed_planned_and_requests(root):
     saved_net(root)
     loaded = ckpt.load({"model": Net(1)}, root)
     weights = sum(t.numel() * t.element_size() for name, t in Net(1).state_dict().items() if name != "head.weight")
@@ -487,7 +487,7 @@ def test_a_block_that_differs_is_read_once_more_by_every_stream(tmp_path):
     assert not out.any(), "nothing unverified arrives"
 
 
-def test_damage_that_one_rank_alone_meets_sends_all_ranks_to_the_checkpoint_before(tmp_path):
+def test_damage_seen_by_one_rank_makes_all_ranks_fall_back(tmp_path):
     good = {("w", "param"): torch.randn(64, 1024)}
     bad = {("w", "param"): torch.randn(64, 1024)}
     save_in_process(tmp_path, good, random_layout(good, 2, seed=1), step=1)
@@ -501,7 +501,7 @@ def test_damage_that_one_rank_alone_meets_sends_all_ranks_to_the_checkpoint_befo
         assert np.array_equal(values, good["w", "param"].numpy())
 
 
-def test_a_load_that_finds_damage_on_its_way_says_that_the_state_holds_parts_of_it(root, caplog):
+def test_load_hitting_damage_reports_a_partly_filled_state(root, caplog):
     """The last block is damaged: with nothing to go back to, an error that says so; else the whole of the one before."""
     first, second = ({"w": torch.randn(3_000_000), "v": torch.randn(5)} for _ in range(2))
     ckpt.save({"model": first}, root, 1)
@@ -532,7 +532,7 @@ NOT_NOW = {"no permission": errno.EACCES, "no file descriptor left": errno.EMFIL
 
 @pytest.mark.parametrize("what", ["manifest", "data", "aux"])
 @pytest.mark.parametrize("why", NOT_NOW)
-def test_a_newest_checkpoint_that_is_only_out_of_reach_is_not_passed_over_for_an_older_one(monkeypatch, what, why):
+def test_load_never_skips_an_unreachable_newest_checkpoint(monkeypatch, what, why):
     """Going back would throw steps away that are sound; a person can give permission, or raise a limit."""
     root = store = ckpt.MemoryStore()
     for step in (1, 2):
@@ -598,11 +598,11 @@ def _measure_load(root: str, report: str, size: int, budget: int) -> None:
     Path(report).write_text(f"{middle - before} {after - middle}")
 
 
-def test_the_default_budget_is_the_one_that_is_documented():
+def test_default_budget_matches_the_documentation():
     assert reader.BUDGET_BYTES == 16 << 20
 
 
-def test_on_another_number_of_ranks_each_gets_generators_of_its_own_and_nobodys_old_ones(root, monkeypatch):
+def test_rescaled_load_gives_ranks_fresh_generators_and_no_aux(root, monkeypatch):
     """One process stands for each rank of two in turn: replicated weights need no others."""
     ckpt.save({"model": {"w": torch.ones(5)}}, root, 1, aux={"mine": 1})
     saved = torch.get_rng_state()
@@ -617,7 +617,7 @@ def test_on_another_number_of_ranks_each_gets_generators_of_its_own_and_nobodys_
     assert ckpt.load({"model": {"w": torch.zeros(5)}}, root).aux == {"mine": 1} and torch.equal(torch.get_rng_state(), saved)
 
 
-def test_a_rank_that_sees_another_commit_object_than_rank_0_does_not_load_it(root, monkeypatch):
+def test_rank_skips_a_commit_object_that_differs_from_rank_0s(root, monkeypatch):
     """A stale copy of the folder on one host, under the same name."""
     older = ckpt.save({"model": {"w": torch.ones(5)}}, root, 1).commit
     newer = ckpt.save({"model": {"w": torch.full((5,), 2.0)}}, root, 2).commit

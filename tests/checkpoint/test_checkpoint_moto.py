@@ -52,7 +52,7 @@ def bucket(server):
     return f"s3://{name}/runs/one"
 
 
-def test_every_operation_speaks_the_protocol(server, bucket):
+def test_s3_store_operations_work_against_moto(server, bucket):
     store = s3_store(server, bucket)
     assert store.list("data/") == [] and store.size("data/x") is None and not store.delete("data/x")
     with pytest.raises(KeyMissing):
@@ -89,7 +89,7 @@ def test_two_creators_of_one_large_object_have_one_winner(server, bucket):
     assert store.tidy("data/", 0.0) == 0, "the loser's upload was aborted"
 
 
-def test_saved_verified_resharded_and_collected(server, bucket):
+def test_moto_bucket_saves_verifies_reshards_and_collects(server, bucket):
     store = s3_store(server, bucket)
     save_in_process(store, A, random_layout(A, 3, seed=1), step=10)
     made = save_in_process(store, B, random_layout(B, 2, seed=2), step=20, block_bytes=1 << 20, chunk_bytes=4 << 20)
@@ -146,7 +146,7 @@ def before(server: str, answer: Callable[[str, str], str | None]) -> Iterator[st
 
 
 @pytest.mark.parametrize("error", ["SlowDown", "lost"])
-def test_throttled_or_without_an_answer_it_is_saved_resharded_and_verified(server, bucket, error):
+def test_save_reshard_and_verify_survive_failing_s3_requests(server, bucket, error):
     """Every third request, whichever it is."""
     count = iter(range(1_000_000))
     with before(server, lambda *_: error if next(count) % 3 == 2 else None) as url:
@@ -159,7 +159,7 @@ def test_throttled_or_without_an_answer_it_is_saved_resharded_and_verified(serve
 
 
 @pytest.mark.parametrize("where", ["partNumber=2", "/commits/"])
-def test_credentials_that_expire_in_mid_upload_cost_that_save_alone(server, bucket, where):
+def test_credentials_expiring_mid_upload_fail_only_that_save(server, bucket, where):
     direct = s3_store(server, bucket)
     made = save_in_process(direct, A, random_layout(A, 2, seed=1), step=10)
     expired = threading.Event()
@@ -189,7 +189,7 @@ def test_of_six_writers_of_one_commit_exactly_one_wins(server, bucket, rounds):
         assert newest is not None and (newest.step, newest.attempt) == (step, won[0])
 
 
-def test_a_bucket_that_does_not_exist_is_one_line_and_is_not_created(server):
+def test_missing_bucket_raises_a_clear_error_and_is_not_created(server):
     store = s3_store(server, "s3://nobodys-bucket/x")
     with pytest.raises(ckpt.SaveFailed, match="bucket 'nobodys-bucket' does not exist; create it"):
         save_in_process(store, A, random_layout(A, 1, seed=1))

@@ -118,7 +118,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=150)
 @given(VALUES, VALUES)
-def test_whatever_is_stored_comes_back_equal_with_its_types(value, own):
+def test_plain_values_load_equal_with_their_types(value, own):
     store = ckpt.MemoryStore()
     state = {"model": {"w": torch.arange(3.0)}, "x": [value], "y": {"a": value, "b": 1}}
     ckpt.save(state, store, 1, aux={"own": own})
@@ -129,7 +129,7 @@ def test_whatever_is_stored_comes_back_equal_with_its_types(value, own):
     assert ckpt.verify(store).ok
 
 
-def test_a_dict_of_tensors_alone_comes_back_where_nothing_stands(root):
+def test_dict_of_tensors_loads_into_an_entry_that_is_none(root):
     held = {"r": torch.get_rng_state(), "z": torch.tensor(3)}
     ckpt.save({"model": {"w": torch.ones(2)}, "rng": held}, root, 1)
     state: dict[str, Any] = {"model": {"w": torch.zeros(2)}, "rng": None}
@@ -155,7 +155,7 @@ class Loader:
         self.position = state["position"]
 
 
-def test_a_shuffled_loader_goes_on_with_the_order_that_it_had(root):
+def test_shuffled_loader_resumes_in_its_saved_order(root):
     loader = Loader(3)
     next(loader)
     with ckpt.Saver(root) as saver:
@@ -212,7 +212,7 @@ def _in_itself() -> dict[str, Any]:
         ),
     ],
 )
-def test_what_can_not_be_stored_is_refused_by_its_path_before_anything_is_written(root, value, words):
+def test_unstorable_value_is_refused_by_its_path_before_writing(root, value, words):
     with pytest.raises(ValueError, match=words) as caught:
         ckpt.save({"model": {"w": torch.ones(2)}, "x": value}, root, 1)
     assert "\n" not in str(caught.value) and not list(root.iterdir())
@@ -245,14 +245,14 @@ class Level(enum.IntEnum):
         (torch.Size([2, 3]), (2, 3)),
     ],
 )
-def test_of_a_subclass_its_base_comes_back(root, value, base):
+def test_subclass_instance_loads_as_its_base_type(root, value, base):
     ckpt.save({"model": {"w": torch.ones(2)}, "x": [value]}, root, 1)
     state: dict[str, Any] = {"x": None}
     ckpt.load(state, root)
     assert same(state["x"], [base]) and state["x"][0] == value
 
 
-def test_each_remedy_of_an_object_within_a_value_works(root):
+def test_remedies_suggested_for_unstorable_objects_work(root):
     made = {"x": [_scheduler().state_dict(), random.Random(3).getstate(), np.random.RandomState(3).get_state()]}
     ckpt.save({"model": {"w": torch.ones(2)}, **made, "head": torch.nn.Linear(1, 1), "lr": _scheduler()}, root, 1)
     state: dict[str, Any] = {"x": None, "head": torch.nn.Linear(1, 1), "lr": _scheduler()}
@@ -260,7 +260,7 @@ def test_each_remedy_of_an_object_within_a_value_works(root):
     assert same(state["x"], made["x"])
 
 
-def test_large_values_lie_with_the_tensors_and_not_in_the_manifest(root):
+def test_large_plain_values_are_stored_outside_the_manifest(root):
     value = {"index": torch.arange(1 << 20), "names": np.arange(1 << 18), "blob": bytes(1 << 20), "small": bytes(INLINE_BYTES)}
     made = ckpt.save({"model": {"w": torch.ones(2)}, "x": value}, root, 1).wait()
     assert (root / made.key).stat().st_size < 1 << 16, "of 11 MB; most of it are checksums"
@@ -274,7 +274,7 @@ def test_large_values_lie_with_the_tensors_and_not_in_the_manifest(root):
     assert alone.read.planned < 1 << 14, "weights alone: nothing else is read"
 
 
-def test_ranks_with_values_of_their_own_get_rank_0s_and_are_told_so_once(root):
+def test_differing_plain_values_load_as_rank_0s_with_one_warning(root):
     told = run_gloo(2, save_rank, str(root), True)
     warned = [text for _, records in told for text in records if "differs between ranks" in text]
     assert warned == [
@@ -289,12 +289,12 @@ def test_ranks_with_values_of_their_own_get_rank_0s_and_are_told_so_once(root):
     assert ckpt.verify(root).ok
 
 
-def test_what_one_rank_saved_loads_on_two(root):
+def test_plain_values_saved_by_one_rank_load_on_two(root):
     run_gloo(1, save_rank, str(root), False)
     assert run_gloo(2, load_rank, str(root)) == [(digest(loader_state(0)), digest(None), True)] * 2
 
 
-def test_a_sharded_tensor_among_plain_values_is_refused_on_every_rank(root):
+def test_every_rank_refuses_a_sharded_tensor_in_a_plain_value(root):
     for said in run_gloo(2, sharded_inside, str(root)):
         assert "state.x.deep[0].w is a sharded tensor (DTensor) among plain values, of which rank 0's are stored" in said
     assert not list(root.iterdir())
@@ -353,7 +353,7 @@ ARRAY = {"dtype": "<i8", "shape": [100], "data": [0, 800]}
         ({"items": [[{"$array": ARRAY}, 1]]}, "unhashable"),
     ],
 )
-def test_values_that_are_malformed_or_of_a_later_version_are_refused_cheaply(value, words):
+def test_malformed_or_newer_plain_values_are_refused_cheaply(value, words):
     store = forged({"values": {"x": value}})
     into: dict[str, Any] = {"model": {"w": torch.zeros(2)}, "x": None}
     tracemalloc.start()
@@ -367,7 +367,7 @@ def test_values_that_are_malformed_or_of_a_later_version_are_refused_cheaply(val
     assert ckpt.load({"model": {"w": torch.zeros(2)}}, store).step == 1, "what is not asked for does no harm"
 
 
-def test_what_earlier_versions_have_written_loads_as_they_meant_it():
+def test_plain_values_of_earlier_versions_load_unchanged():
     """Their tags, and dicts that look like the tags of today."""
     written = {
         "plain": [1, {"$tuple": [1, 2]}, {"$date": 1}, {"float": "inf"}],
@@ -381,7 +381,7 @@ def test_what_earlier_versions_have_written_loads_as_they_meant_it():
     assert same(state["keys"], {3: "a", None: Counter({2: 1})}) and same(state["rates"], torch.tensor(0.5))
 
 
-def test_what_the_first_readers_of_the_format_can_hold_stands_where_they_look_for_it(root):
+def test_simple_plain_values_stay_where_old_readers_find_them(root):
     value = {"consumed": 12, "best": math.inf, "by": {3: [1.5, None]}}
     ckpt.save({"model": {"w": torch.ones(2)}, "stream": value, "new": (1,)}, root, 1, aux={"n": [1]})
     opened = ckpt.open(root)
@@ -389,7 +389,7 @@ def test_what_the_first_readers_of_the_format_can_hold_stands_where_they_look_fo
     assert opened.meta["values"] == {"new": {"$tuple": [1]}} and opened.aux(0)["user"] == {"n": [1]}
 
 
-def test_a_stranger_can_read_an_array_by_the_page_on_the_format_alone(root):
+def test_documented_format_suffices_to_read_an_array(root):
     array = np.arange(90, dtype="<f4").reshape(9, 10)
     made = ckpt.save({"model": {"w": torch.ones(2)}, "x": {"a": [array], "b": b"xyz"}}, root, 1).wait()
     manifest = json.loads((root / made.key).read_bytes()[:-65])
@@ -403,7 +403,7 @@ def test_a_stranger_can_read_an_array_by_the_page_on_the_format_alone(root):
     assert np.array_equal(np.frombuffer(raw, about["dtype"]).reshape(about["shape"]), array)
 
 
-def test_numpys_numbers_are_hyperparameters_too(root):
+def test_numpy_scalars_round_trip_as_hyperparameters(root):
     def made(**options: Any) -> tuple[Module, torch.optim.Optimizer]:
         net = Module()
         return net, torch.optim.SGD([{"params": [net.w], "limit": np.float64("inf"), "flag": np.bool_(True)}], **options)
@@ -416,7 +416,7 @@ def test_numpys_numbers_are_hyperparameters_too(root):
     assert (group["lr"], group["momentum"], group["limit"], group["flag"]) == (np.float32(0.3), 0.9, math.inf, True)
 
 
-def test_the_command_line_shows_and_compares_what_a_loader_keeps(root, capsys):
+def test_command_line_shows_and_diffs_plain_values(root, capsys):
     for step in (1, 2):
         ckpt.save({"model": {"w": torch.ones(2)}, "loader": loader_state(step)}, root, step)
     before, _ = ckpt.ls(root)
@@ -467,7 +467,7 @@ def entries() -> dict[str, Any]:
         ({"model": {"v": torch.zeros(2)}, "optimizer": ...}, "is of another model: it lacks 'v'.*it also has 'w'"),
     ],
 )
-def test_an_entry_that_is_missing_or_something_else_is_told_as_what_it_is(root, change, words):
+def test_missing_or_mistyped_entry_raises_and_changes_nothing(root, change, words):
     ckpt.save(entries(), root, 1)
     state = entries()
     with torch.no_grad():
@@ -487,7 +487,7 @@ def test_an_entry_that_is_missing_or_something_else_is_told_as_what_it_is(root, 
     assert not isinstance(model, Module) or torch.equal(model.w, before), "nothing was changed"
 
 
-def test_each_remedy_of_a_mistaken_entry_works(root):
+def test_remedies_suggested_for_mistaken_entries_work(root):
     ckpt.save(entries(), root, 1)
     state: dict[str, Any] = {"model": Module(), "ema": None, "mix": None, "stream": None}
     ckpt.load(state, root)
@@ -499,7 +499,7 @@ def test_each_remedy_of_a_mistaken_entry_works(root):
     assert into["swa"]["w"].all(), "under another name it is there"
 
 
-def test_through_stock_dcp_and_back_the_tensors_of_a_plain_value_are_kept(root, tmp_path):
+def test_tensors_in_a_plain_value_survive_a_dcp_round_trip(root, tmp_path):
     loader = {
         "n": 3,
         "sampler": {"generator": torch.Generator().manual_seed(1).get_state(), "w": [torch.ones(2), torch.zeros(1)]},

@@ -44,7 +44,7 @@ def chunks(size, seed=0, chunk=1 << 20):
         yield view_of(part)
 
 
-def test_a_large_object_is_written_and_read_past_the_page_cache_where_the_disk_allows(tmp_path, monkeypatch):
+def test_large_objects_use_direct_io_where_the_disk_allows(tmp_path, monkeypatch):
     flags = []
     real = os.open
     monkeypatch.setattr(os, "open", lambda path, mode, *a, **k: (flags.append(mode), real(path, mode, *a, **k))[1])
@@ -98,7 +98,7 @@ def test_short_writes_and_reads_are_continued(tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(30)
-def test_a_direct_write_that_stops_before_the_next_page_is_gone_on_with_and_not_repeated_for_ever(tmp_path, monkeypatch):
+def test_short_direct_write_within_a_page_is_continued(tmp_path, monkeypatch):
     real = os.pwrite
 
     def short(fd, data, offset):
@@ -126,7 +126,7 @@ def test_creation_is_exclusive_and_leaves_the_first_alone(tmp_path):
     assert [p.name for p in (tmp_path / "commits").iterdir()] == ["a.json"]
 
 
-def test_a_folder_that_can_not_be_read_is_no_empty_one(tmp_path, monkeypatch):
+def test_listing_an_unreadable_folder_raises(tmp_path, monkeypatch):
     """A file server answered for a folder's attributes and not for its names: a run saw no checkpoint, and began from its first step."""
     store = ckpt.PosixStore(tmp_path)
     store.put("commits/a.json", b"{}")
@@ -150,7 +150,7 @@ def test_a_folder_that_can_not_be_read_is_no_empty_one(tmp_path, monkeypatch):
     assert [entry.key for entry in store.list("commits/")] == ["commits/a.json"]
 
 
-def test_an_attempts_folder_that_can_not_be_listed_damages_no_checkpoint_and_stops_no_collection(tmp_path, monkeypatch):
+def test_unlistable_attempt_folder_damages_no_checkpoint(tmp_path, monkeypatch):
     ckpt.save({"model": {"w": torch.arange(9.0)}}, tmp_path, step=3)
     scan = os.scandir
 
@@ -165,7 +165,7 @@ def test_an_attempts_folder_that_can_not_be_listed_damages_no_checkpoint_and_sto
     assert ckpt.PosixStore(tmp_path).list("data/") == []
 
 
-def test_a_stream_of_another_length_or_that_fails_leaves_nothing(tmp_path):
+def test_failed_or_mismeasured_stream_leaves_no_object(tmp_path):
     store = ckpt.PosixStore(tmp_path)
     with pytest.raises(ValueError, match="9000 bytes were streamed, 10000 announced"):
         store.put_stream("data/x/r", chunks(9000), 10_000)
@@ -179,7 +179,7 @@ def test_a_stream_of_another_length_or_that_fails_leaves_nothing(tmp_path):
     assert store.size("data/x/r") is None and store.list("data/") == []
 
 
-def test_four_chunks_are_under_way_at_once_and_no_memory_is_used_again_before_it_is_written(tmp_path, monkeypatch):
+def test_four_concurrent_writes_never_reuse_unwritten_buffers(tmp_path, monkeypatch):
     real, lock = os.pwrite, threading.Lock()
     now, most, delays = 0, 0, random.Random(7)
 
@@ -203,7 +203,7 @@ def test_four_chunks_are_under_way_at_once_and_no_memory_is_used_again_before_it
     assert DAEMONS + "write" not in named
 
 
-def test_the_error_of_one_write_ends_the_stream_after_the_other_and_leaves_nothing(tmp_path, monkeypatch):
+def test_write_error_waits_for_running_writes_and_leaves_nothing(tmp_path, monkeypatch):
     store = ckpt.PosixStore(tmp_path)
     real, begun, late, over = os.pwrite, threading.Event(), threading.Event(), []
 
@@ -227,7 +227,7 @@ def test_the_error_of_one_write_ends_the_stream_after_the_other_and_leaves_nothi
     assert store.size("data/x/r") is None and store.list("data/") == []
 
 
-def test_a_chunk_that_fills_no_page_is_written_after_the_others_and_what_follows_it_too(tmp_path, monkeypatch):
+def test_unaligned_chunk_and_its_successors_are_written_in_order(tmp_path, monkeypatch):
     real, lock, now = os.pwrite, threading.Lock(), []
 
     def slow(fd, data, offset):
@@ -254,7 +254,7 @@ def test_a_chunk_that_fills_no_page_is_written_after_the_others_and_what_follows
     assert store.get("data/x/r") == random_bits((20_000,), torch.uint8, 0).numpy().tobytes()
 
 
-def test_buffers_that_move_much_are_in_huge_pages_and_what_is_held_stays_in_bounds():
+def test_transfer_buffers_use_huge_pages_within_a_memory_bound():
     def huge_and_resident():
         text = Path("/proc/self/smaps_rollup").read_text()
         return tuple(int(re.findall(rf"^{name}: +(\d+) kB", text, re.M)[0]) << 10 for name in ("AnonHugePages", "Rss"))
@@ -282,7 +282,7 @@ def test_buffers_that_move_much_are_in_huge_pages_and_what_is_held_stays_in_boun
     assert int(one[0]) == 7, "a view keeps the memory"
 
 
-def test_a_second_interrupt_leaves_a_write_behind_that_touches_no_other_file(tmp_path, monkeypatch):
+def test_write_left_by_a_second_interrupt_touches_no_other_file(tmp_path, monkeypatch):
     real, held, begun, over = os.pwrite, threading.Event(), threading.Event(), threading.Event()
 
     def hanging(fd, data, offset):
@@ -321,7 +321,7 @@ def test_a_second_interrupt_leaves_a_write_behind_that_touches_no_other_file(tmp
 
 
 @pytest.mark.parametrize("waits", ["in the store", "in the save"])
-def test_a_second_interrupt_leaves_a_thread_behind_that_makes_a_chunk_and_touches_no_other_file(tmp_path, monkeypatch, waits):
+def test_thread_left_by_a_second_interrupt_touches_no_other_file(tmp_path, monkeypatch, waits):
     held, begun, opened = threading.Event(), threading.Event(), []
     join, create = threading.Thread.join, posix._create
 
@@ -371,7 +371,7 @@ def test_a_second_interrupt_leaves_a_thread_behind_that_makes_a_chunk_and_touche
     assert [path.stat().st_size for path in sorted(tmp_path.glob("other*"))] == [0] * 6
 
 
-def test_a_save_that_failed_keeps_no_tensor_until_the_next_garbage_collection(tmp_path, monkeypatch):
+def test_failed_save_releases_its_tensors_at_once(tmp_path, monkeypatch):
     def failing(fd, data, offset):
         raise OSError(errno.EIO, "the disk is gone")
 
@@ -391,7 +391,7 @@ def test_a_save_that_failed_keeps_no_tensor_until_the_next_garbage_collection(tm
         gc.enable()
 
 
-def test_the_buffers_of_a_save_are_made_in_the_callers_thread(tmp_path, monkeypatch):
+def test_save_allocates_its_buffers_in_the_calling_thread(tmp_path, monkeypatch):
     """Pinning in another one would open a context on GPU 0, whichever this rank has."""
     makers = []
 
@@ -412,7 +412,7 @@ def test_a_process_ends_though_a_write_hangs():
     assert done.returncode == 0, done.stderr
 
 
-def test_every_file_and_every_folder_above_it_is_synced_before_a_call_returns(tmp_path, monkeypatch):
+def test_store_syncs_each_file_and_its_folders_before_returning(tmp_path, monkeypatch):
     synced = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd))[1])
@@ -431,7 +431,7 @@ def test_every_file_and_every_folder_above_it_is_synced_before_a_call_returns(tm
     assert synced == [] and store.get("attempts/x/r00001.json") == b"1", "what the ranks tell each other is as old as they are"
 
 
-def test_missing_objects_and_listing(tmp_path):
+def test_missing_objects_raise_and_listings_name_the_rest(tmp_path):
     store = ckpt.PosixStore(tmp_path / "not there")
     assert store.list("data/") == [] and store.size("data/x") is None and not store.delete("data/x") and store.tidy("data/", 0.0) == 0
     with pytest.raises(KeyMissing):
@@ -451,7 +451,7 @@ def test_a_key_cannot_leave_the_root(key):
         check_key(key)
 
 
-def test_one_ahead_keeps_order_stops_early_and_passes_errors_on():
+def test_one_ahead_keeps_order_stops_early_and_raises_errors():
     assert list(one_ahead(iter(range(5)))) == [0, 1, 2, 3, 4]
     stream = one_ahead(iter(range(10**9)))
     assert next(stream) == 0
@@ -499,7 +499,7 @@ def save_with_a_limit(root, limit):
 
 @pytest.mark.parametrize("limit", [0, 1, 4096, 8192, 20_000])
 @pytest.mark.fault("K7")
-def test_a_file_that_may_grow_no_further_leaves_the_checkpoint_before(tmp_path, limit):
+def test_file_size_limit_fails_a_save_and_keeps_the_last_commit(tmp_path, limit):
     """The kernel's own refusal, at several bytes, of data, aux or commit object: RLIMIT_FSIZE."""
     save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=1), step=1)
     assert in_subprocess(save_with_a_limit, tmp_path, limit) == 0
@@ -509,7 +509,7 @@ def test_a_file_that_may_grow_no_further_leaves_the_checkpoint_before(tmp_path, 
 
 @pytest.mark.parametrize("code", ["EACCES", "EROFS", "EMFILE", "EDQUOT"])
 @pytest.mark.parametrize("where", ["data", "commits"])
-def test_a_file_that_may_not_be_created_fails_the_save_in_one_line(tmp_path, monkeypatch, code, where):
+def test_file_creation_error_fails_the_save_in_one_line(tmp_path, monkeypatch, code, where):
     save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=1), step=1)
     real = os.open
 
@@ -566,7 +566,7 @@ def test_signals_during_a_save_do_no_harm(tmp_path):
 
 
 @pytest.mark.fault("K9")
-def test_a_link_whose_answer_nfs_lost_is_known_as_ours(tmp_path, monkeypatch):
+def test_commit_link_with_a_lost_nfs_answer_is_known_as_ours(tmp_path, monkeypatch):
     real = os.link
 
     def link(source, target):
@@ -578,7 +578,7 @@ def test_a_link_whose_answer_nfs_lost_is_known_as_ours(tmp_path, monkeypatch):
     assert ckpt.latest(tmp_path) == made
 
 
-def test_a_file_system_without_hard_links_is_refused_with_the_remedy(tmp_path, monkeypatch):
+def test_missing_hard_links_fail_a_commit_with_the_remedy(tmp_path, monkeypatch):
     def link(source, target):
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
@@ -589,7 +589,7 @@ def test_a_file_system_without_hard_links_is_refused_with_the_remedy(tmp_path, m
 
 
 @pytest.mark.fault("K8")
-def test_a_commit_that_is_linked_but_not_synced_fails_and_may_be_repeated(tmp_path, monkeypatch):
+def test_unsynced_commit_fails_and_succeeds_when_repeated(tmp_path, monkeypatch):
     """Its fate is open until the folder is synced; whichever it is, the same attempt committed again is the same commit."""
     vote = ckpt.write_shard(tmp_path, "a", 0, [], step=1, epoch=0)
     real = os.fsync
@@ -610,7 +610,7 @@ def test_a_commit_that_is_linked_but_not_synced_fails_and_may_be_repeated(tmp_pa
 
 
 @pytest.mark.fault("K32")
-def test_files_that_people_put_into_the_folder_stay_and_disturb_nothing(tmp_path):
+def test_foreign_files_in_the_root_are_kept_and_ignored(tmp_path):
     save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=1), step=1)
     names = ["commits/read me.txt", "data/my notes", ".DS_Store", "data/.DS_Store", "data/x~/a b", "commits/e0000-s000000000009.json.part"]
     for name in names:
@@ -624,7 +624,7 @@ def test_files_that_people_put_into_the_folder_stay_and_disturb_nothing(tmp_path
 
 @pytest.mark.timeout(60)
 @pytest.mark.fault("K32")
-def test_pipes_devices_and_links_to_nowhere_are_no_objects_and_nobody_waits_for_them(tmp_path):
+def test_pipes_devices_and_dangling_links_are_not_objects(tmp_path):
     made = save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=1), step=1)
     newer = save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=1), step=2)
     os.mkfifo(tmp_path / "commits/e0000-s000000000009.json")

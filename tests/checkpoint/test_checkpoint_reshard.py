@@ -50,7 +50,7 @@ def models(draw):
 
 @settings(max_examples=60)
 @given(models(), st.integers(1, 6), st.integers(1, 6), st.integers(0, 10**6), st.booleans(), st.booleans())
-def test_any_model_any_layouts_any_dtypes_survive(tensors, writers, readers, seed, together, name_empty):
+def test_random_models_round_trip_across_any_layouts_and_dtypes(tensors, writers, readers, seed, together, name_empty):
     with memory_folder() as root:
         save_in_process(root, tensors, random_layout(tensors, writers, seed, together=together), name_empty=name_empty)
         checkpoint = ckpt.open(root)
@@ -61,7 +61,7 @@ def test_any_model_any_layouts_any_dtypes_survive(tensors, writers, readers, see
 
 @settings(max_examples=40)
 @given(models(), st.integers(1, 6), st.integers(0, 10**6), st.booleans())
-def test_what_is_staged_in_memory_is_byte_for_byte_the_object_that_is_written_at_once(tensors, writers, seed, together):
+def test_staged_object_equals_the_directly_written_one(tensors, writers, seed, together):
     """One buffer serves all ranks and keeps their bytes in between, as it does from save to save."""
     pool = staging.SlabPool()
     pool.take(1 << 14).release()
@@ -83,7 +83,7 @@ def test_what_is_staged_in_memory_is_byte_for_byte_the_object_that_is_written_at
 
 @settings(max_examples=40)
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 10**6))
-def test_a_read_takes_at_most_two_blocks_more_per_run_and_a_20th_for_gaps(writers, readers, seed):
+def test_read_adds_at_most_two_blocks_a_run_and_five_percent(writers, readers, seed):
     block = 4096
     tensors = {(f"w{i}", kind): random_bits((13 + 29 * i, 41), torch.float32, seed + i) for i in range(4) for kind in ("param", "exp_avg")}
     with memory_folder() as root:
@@ -97,7 +97,7 @@ def test_a_read_takes_at_most_two_blocks_more_per_run_and_a_20th_for_gaps(writer
             assert plan.planned == sum(s.bytes for s in plan.segments)
 
 
-def test_neighbouring_tensors_of_one_layout_are_one_run():
+def test_unchanged_layout_reads_one_run_per_kind():
     """The layout in memory is the layout on disk: a rank of the same layout has one run per kind of a group."""
     tensors = {(f"layers.{i}.w", kind): random_bits((64, 64), torch.float32, i) for i in range(8) for kind in ("param", "exp_avg")}
     whole = 8 * 64 * 64
@@ -118,7 +118,7 @@ def test_neighbouring_tensors_of_one_layout_are_one_run():
             assert plan.runs == 2 and plan.planned <= plan.needed + 2 * 4096, rank
 
 
-def test_weights_alone_cost_a_third_of_adams_state(tmp_path):
+def test_reading_weights_alone_skips_the_adam_states(tmp_path):
     tensors = {("w", k): random_bits((256, 256), torch.float32, i) for i, k in enumerate(("param", "exp_avg", "exp_avg_sq"))}
     save_in_process(tmp_path, tensors, random_layout(tensors, 2, seed=0))
     out = torch.empty(256 * 256)
@@ -138,7 +138,7 @@ def test_overlapping_and_repeated_requests_are_all_filled(tmp_path):
     assert plan.runs == len(extents.start) == 3, "what lies within another request is no run of its own"
 
 
-def test_a_request_that_does_not_fit_is_refused_before_anything_is_read(tmp_path):
+def test_mismatched_request_is_refused_before_any_read(tmp_path):
     tensors = {("w", "param"): random_bits((10, 3), torch.float32, 3)}
     save_in_process(tmp_path, tensors, random_layout(tensors, 2, seed=1))
     checkpoint = ckpt.open(tmp_path)
@@ -155,7 +155,7 @@ def test_a_request_that_does_not_fit_is_refused_before_anything_is_read(tmp_path
         assert not good.any()
 
 
-def test_another_models_checkpoint_is_named_in_one_line(tmp_path):
+def test_checkpoint_of_another_model_raises_a_one_line_error(tmp_path):
     tensors = {("a", "param"): torch.zeros(4, 2), ("b", "param"): torch.zeros(3), ("a", "exp_avg"): torch.zeros(4, 2)}
     save_in_process(tmp_path, tensors, random_layout(tensors, 2, seed=1))
     checkpoint = ckpt.open(tmp_path)
@@ -176,7 +176,7 @@ def test_a_save_and_a_load_take_little_memory_beside_the_tensors(tmp_path):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_tensors_on_a_gpu_are_written_from_and_read_into_it(tmp_path):
+def test_gpu_tensors_are_saved_and_read_back_onto_the_gpu(tmp_path):
     tensors = {
         ("w", "param"): random_bits((300_001,), torch.bfloat16, 1).cuda(),
         ("v", "param"): random_bits((7,), torch.float32, 2).cuda(),
@@ -188,7 +188,7 @@ def test_tensors_on_a_gpu_are_written_from_and_read_into_it(tmp_path):
         assert got.is_cuda and torch.equal(got.view(torch.uint8), full.view(torch.uint8))
 
 
-def test_a_tensor_that_was_read_into_counts_as_written(tmp_path):
+def test_read_bumps_the_version_of_its_destination_tensor(tmp_path):
     """Autograd, and an engine that keeps a low-precision copy of a parameter, look at the version."""
     tensors = {("w", "param"): random_bits((5000,), torch.float32, 3)}
     save_in_process(tmp_path, tensors, random_layout(tensors, 3, seed=1))

@@ -37,7 +37,7 @@ def steps(names):
     return [int(name.partition("-s")[2]) for name in names]
 
 
-def test_every_rule_keeps_its_own_and_says_so(root):
+def test_collection_keeps_and_explains_the_choice_of_every_rule(root):
     loss = {10: 5.0, 20: 1.0, 30: 4.0, 40: 2.0, 50: 3.0, 60: 9.0, 70: 2.0}
     for step, value in loss.items():
         make(root, step, loss=value)
@@ -54,7 +54,7 @@ def test_every_rule_keeps_its_own_and_says_so(root):
     assert steps(best.kept) == [60, 70]
 
 
-def test_what_is_kept_does_not_depend_on_how_often_is_collected(root):
+def test_kept_set_is_independent_of_collection_frequency(root):
     """Collected after each save, or once at the end: the same checkpoints are left."""
     with memory_folder() as other:
         rule = ckpt.Retention(keep_last=2, keep_every=25, keep_best=2, metric="loss")
@@ -69,7 +69,7 @@ def test_what_is_kept_does_not_depend_on_how_often_is_collected(root):
 
 
 @pytest.mark.parametrize("when", ["listed", "read"])
-def test_checkpoints_that_another_collection_deletes_meanwhile_are_no_problem(root, when, monkeypatch):
+def test_collection_tolerates_concurrently_deleted_checkpoints(root, when, monkeypatch):
     for step in range(1, 6):
         make(root, step, loss=float(step))
     module, real, gone = (commits if when == "listed" else retention), commits.read_manifest, []
@@ -96,7 +96,7 @@ def test_checkpoints_without_the_metric_are_never_the_best(root):
     assert steps(report.kept) == [3, 4]
 
 
-def test_a_pin_keeps_a_checkpoint_until_the_last_is_taken_away(root):
+def test_checkpoint_stays_until_its_last_pin_is_removed(root):
     made = [make(root, step) for step in range(1, 6)]
     ckpt.pin(root, made[1], "paper")
     ckpt.pin(root, made[1].name, "eval")
@@ -119,7 +119,7 @@ def test_a_pin_keeps_a_checkpoint_until_the_last_is_taken_away(root):
     assert ckpt.pins(root) == {}
 
 
-def test_a_reader_has_a_grace_between_the_commits_end_and_its_datas(root):
+def test_reader_grace_delays_data_deletion_after_the_commits(root):
     make(root, 1)
     reader = ckpt.open(root)
     make(root, 2)
@@ -135,7 +135,7 @@ def test_a_reader_has_a_grace_between_the_commits_end_and_its_datas(root):
     assert [p.name for p in (root / "data").iterdir()] == ["at-e0-s2"] and not list((root / "attempts").rglob("*.json"))
 
 
-def test_an_attempt_of_the_current_epoch_has_a_day_and_one_of_an_older_epoch_an_hour(root):
+def test_orphan_grace_is_a_day_and_an_hour_for_older_epochs(root):
     make(root, 5, epoch=3)
     for epoch in (2, 3, 4):
         piece = ckpt.ShardPiece("w", "param", 0, 120, (30, 4), torch.float32, W.reshape(-1))
@@ -180,7 +180,7 @@ class Reads(ckpt.PosixStore):
 
 
 @pytest.mark.fault("K23")
-def test_only_what_was_read_back_counts_and_nothing_verified_goes_for_what_is_not(root):
+def test_only_verified_checkpoints_count_towards_retention(root):
     made = [make(root, step) for step in range(1, 5)]
     damage(root, made[3])
     by_size = ckpt.gc(root, ckpt.Retention(keep_last=1, verify=False), dry_run=True)
@@ -206,7 +206,7 @@ def test_only_what_was_read_back_counts_and_nothing_verified_goes_for_what_is_no
 
 
 @pytest.mark.parametrize(("action", "times", "counts"), [("flip", 1, True), ("flip", None, False), ("short", None, False)])
-def test_a_block_that_was_read_wrongly_is_read_once_more_before_its_checkpoint_is_called_damaged(root, action, times, counts):
+def test_bad_block_is_reread_before_it_counts_as_damaged(root, action, times, counts):
     """A file that is cut short between the look at its size and the reading may hold the very bytes that lie in the buffer already."""
     made = make(root, 1)
     zeros = ckpt.Fault("read", action, at=4096 + 5 if action == "flip" else 4096, times=times)
@@ -221,7 +221,7 @@ def test_a_block_that_was_read_wrongly_is_read_once_more_before_its_checkpoint_i
         assert f"has {made.bytes + 4} bytes instead of {made.bytes}" in str(proof.prove(ckpt.PosixStore(root), entry, None))
 
 
-def test_a_note_does_not_vouch_for_other_bytes(root):
+def test_verification_note_is_valid_for_its_exact_bytes_only(root):
     first, second = make(root, 1), make(root, 2)
     ckpt.gc(root, ckpt.Retention(keep_last=1, keep_every=1), grace=ckpt.NO_GRACE)
     (note,) = (root / "verified" / second.attempt).iterdir()
@@ -230,7 +230,7 @@ def test_a_note_does_not_vouch_for_other_bytes(root):
     assert steps(ckpt.gc(root, ckpt.Retention(keep_last=1), grace=ckpt.NO_GRACE).kept) == [1, 2] and first.step == 1
 
 
-def test_the_rank_s_own_json_is_read_back_too_and_a_note_names_all_that_it_vouches_for(root):
+def test_verification_covers_aux_and_its_note_names_both_objects(root):
     made = ckpt.save({"model": {"w": W}}, root, 1).commit
     manifest = ckpt.open(root).manifest
     entry, aux = manifest.objects[0], manifest.aux[0]
@@ -257,7 +257,7 @@ def test_every_rank_reads_back_its_own_object_after_the_commit(root):
 
 
 @pytest.mark.fault("K22")
-def test_a_commit_or_metric_that_can_not_be_read_now_is_kept_whatever_the_rules(root):
+def test_collection_keeps_a_temporarily_unreadable_commit(root):
     """A store that fails for a moment must not cost the best checkpoint, nor one that stands for its thousand steps."""
     rule = ckpt.Retention(keep_last=1, keep_every=100, keep_best=1, metric="loss")
     made = [make(root, step, loss=float(step == 150) - step / 1e6) for step in (100, 150, 199, 250)]
@@ -272,7 +272,7 @@ def test_a_commit_or_metric_that_can_not_be_read_now_is_kept_whatever_the_rules(
 
 
 @pytest.mark.parametrize("failing", ["put", "open_read"])
-def test_a_store_that_takes_no_notes_or_can_not_be_read_back_stops_no_collection(root, failing, caplog):
+def test_failed_notes_or_readback_warn_and_collection_goes_on(root, failing, caplog):
     key = "verified/*" if failing == "put" else "data/*"
     store = ckpt.FaultyStore(ckpt.PosixStore(root), [ckpt.Fault(failing, "error", key=key, times=None)])
     with ckpt.Saver(store, retention=ckpt.Retention(keep_last=1)) as saver:
@@ -283,7 +283,7 @@ def test_a_store_that_takes_no_notes_or_can_not_be_read_back_stops_no_collection
     assert steps(c.name for c in ckpt.ls(root)) == expected and words in caplog.text
 
 
-def test_data_is_no_orphan_whose_commit_a_listing_did_not_name(root):
+def test_data_of_a_commit_missing_from_a_listing_is_no_orphan(root):
     """Listings that are behind for days, or a commit made since the listing: it is asked for by its name before its data goes."""
     made = [make(root, step) for step in (1, 2, 3)]
     behind = ckpt.FaultyStore(ckpt.PosixStore(root), [ckpt.Fault("list", "stale", key=made[1].key, times=None)])
@@ -293,7 +293,7 @@ def test_data_is_no_orphan_whose_commit_a_listing_did_not_name(root):
     assert ckpt.verify(root, made[1]).ok and steps(ckpt.gc(root, ckpt.Retention(keep_last=2)).kept) == [1, 2, 3][1:]
 
 
-def test_data_stays_while_it_can_not_be_read_whether_it_has_a_commit(root):
+def test_data_stays_while_its_commit_is_unreadable(root):
     made = [make(root, step) for step in (1, 2, 3)]
     faults = [ckpt.Fault("list", "stale", key=made[1].key, times=None), ckpt.Fault("get", "error", key=made[1].key, times=None)]
     report = ckpt.gc(ckpt.FaultyStore(ckpt.PosixStore(root), faults), ckpt.Retention(keep_last=2), grace=ckpt.NO_GRACE)
@@ -303,7 +303,7 @@ def test_data_stays_while_it_can_not_be_read_whether_it_has_a_commit(root):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("mode", ["min", "max"])
-def test_a_metric_that_is_no_number_is_never_the_best(mode, value):
+def test_nan_metric_is_never_the_best(mode, value):
     commits = [ckpt.Commit(f"c{n}", "", 0, n) for n in range(3)]
     rule = ckpt.Retention(keep_last=1, keep_best=1, metric="loss", mode=mode)
     assert rule.kept(commits, {"c0": value, "c1": 1.0, "c2": value}) == {"c1": ("best",), "c2": ("last",)}
@@ -316,7 +316,7 @@ def test_a_metric_too_large_for_a_float_stops_no_collection(root):
     assert report.why == {made[1].name: ("best",), made[3].name: ("last",)} and not report.problems
 
 
-def test_a_pin_that_came_after_a_collection_has_looked_for_pins_keeps_its_checkpoint(root):
+def test_pin_made_during_a_collection_keeps_its_checkpoint(root):
     made = [make(root, step) for step in (1, 2, 3)]
     ckpt.pin(root, made[0], "reader")
     before = ckpt.FaultyStore(ckpt.PosixStore(root), [ckpt.Fault("list", "stale", key="pins/*", times=1)])
@@ -324,7 +324,7 @@ def test_a_pin_that_came_after_a_collection_has_looked_for_pins_keeps_its_checkp
     assert ckpt.verify(root, made[0]).ok
 
 
-def test_a_checkpoint_that_goes_while_it_is_pinned_is_told_of_and_leaves_no_pin(root):
+def test_pinning_a_vanishing_checkpoint_raises_and_leaves_no_pin(root):
     made = make(root, 1)
     going = ckpt.FaultyStore(ckpt.PosixStore(root), [ckpt.Fault("size", "missing", key=made.key, after=1)])
     with pytest.raises(ckpt.NoCheckpoint, match="was deleted by a collection while it was being pinned"):
@@ -332,7 +332,7 @@ def test_a_checkpoint_that_goes_while_it_is_pinned_is_told_of_and_leaves_no_pin(
     assert not ckpt.pins(root)
 
 
-def test_a_collection_after_a_commit_waits_until_its_ranks_have_read_it_back(root):
+def test_collection_waits_until_ranks_verified_the_new_commit(root):
     make(root, 1)
     made = make(root, 2)
     entry = ckpt.open(root).manifest.objects[0]
@@ -340,7 +340,7 @@ def test_a_collection_after_a_commit_waits_until_its_ranks_have_read_it_back(roo
     assert retention.tend(root, ckpt.Retention(keep_last=1), made, 10.0) == () and steps(c.name for c in ckpt.ls(root)) == [2]
 
 
-def test_a_store_that_refuses_to_delete_never_stops_a_collection(root, monkeypatch):
+def test_collection_reports_refused_deletions_and_goes_on(root, monkeypatch):
     for step in range(1, 6):
         make(root, step)
 
@@ -363,12 +363,12 @@ def test_a_store_that_refuses_to_delete_never_stops_a_collection(root, monkeypat
         ({"keep_best": 2, "metric": "loss", "mode": "low"}, "mode is 'low'"),
     ],
 )
-def test_a_retention_that_can_not_be_is_one_clear_line(arguments, words):
+def test_invalid_retention_raises_a_clear_error(arguments, words):
     with pytest.raises(ValueError, match=words):
         ckpt.Retention(**arguments)
 
 
-def test_unfinished_uploads_and_temporary_files_are_tidied_through_the_store(root):
+def test_collection_tidies_temporary_files_through_the_store(root):
     make(root, 1)
     tidied = []
 

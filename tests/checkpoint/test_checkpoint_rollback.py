@@ -41,7 +41,7 @@ def values(store: ObjectStore) -> list[float]:
 
 
 @pytest.mark.fault("S9")
-def test_it_is_the_newest_again_with_all_it_held_and_the_others_are_as_they_were(store: ObjectStore) -> None:
+def test_rollback_makes_an_old_commit_newest_and_keeps_the_rest(store: ObjectStore) -> None:
     made = [save(store, step, 3) for step in (10, 20, 30)]
     before = {entry.key: store.get(entry.key) for entry in store.list("")}
     back = checkpoint.roll_back(store, made[0].name)
@@ -54,7 +54,7 @@ def test_it_is_the_newest_again_with_all_it_held_and_the_others_are_as_they_were
     assert {key: after[key] for key in before} == before and set(after) - set(before) == {f"commits/{back.name}.json"}
 
 
-def test_what_is_saved_next_is_newer_and_what_the_run_before_still_saves_is_refused(store: ObjectStore) -> None:
+def test_rollback_refuses_later_saves_of_the_old_epoch(store: ObjectStore) -> None:
     first, _ = save(store, 10, 3), save(store, 20, 3)
     checkpoint.roll_back(store, first.name)
     with pytest.raises(CommitRefused, match="a run that went back to an earlier step continues in a higher epoch"):
@@ -63,7 +63,7 @@ def test_what_is_saved_next_is_newer_and_what_the_run_before_still_saves_is_refu
     assert checkpoint.latest(store) == later and values(store) == [11.0]
 
 
-def test_its_data_outlives_the_commit_that_it_was_taken_from(store: ObjectStore) -> None:
+def test_rolled_back_data_outlives_the_original_commit(store: ObjectStore) -> None:
     made = [save(store, step, 3) for step in (10, 20, 30)]
     checkpoint.roll_back(store, made[0].name)
     report = checkpoint.gc(store, Retention(keep_last=1, verify=False), grace=NO_GRACE)
@@ -74,7 +74,7 @@ def test_its_data_outlives_the_commit_that_it_was_taken_from(store: ObjectStore)
     assert values(store) == [12.0] and not store.list(f"data/{made[0].attempt}/"), "and goes with the last one that refers to it"
 
 
-def test_a_commit_that_is_linked_but_not_synced_is_not_said_to_be_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsynced_rollback_reports_that_its_commit_may_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = PosixStore(tmp_path / "c")
     first, _ = save(store, 10, 3), save(store, 20, 3)
 
@@ -88,7 +88,7 @@ def test_a_commit_that_is_linked_but_not_synced_is_not_said_to_be_nothing(tmp_pa
     assert [one.step for one in checkpoint.ls(store)] == [10, 20, 10] and not checkpoint.verify(store).problems
 
 
-def test_the_newest_one_and_one_that_is_not_there_are_refused(store: ObjectStore) -> None:
+def test_rollback_refuses_the_newest_and_a_missing_checkpoint(store: ObjectStore) -> None:
     made = [save(store, step, 3) for step in (10, 20)]
     with pytest.raises(CommitRefused, match="is the newest checkpoint"):
         checkpoint.roll_back(store, made[1].name)

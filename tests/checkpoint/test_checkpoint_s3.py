@@ -83,7 +83,7 @@ READS = ("GET", "HEAD", "LIST")
     ],
 )
 @pytest.mark.fault("K11")
-def test_what_passes_is_tried_again_and_the_checkpoint_is_right(store, fake, operations, action, options):
+def test_transient_s3_errors_are_retried_and_the_save_succeeds(store, fake, operations, action, options):
     rules = [fake.fail(operation, action, **options) for operation in operations]
     began = time.monotonic()
     made = save_after(store)
@@ -120,7 +120,7 @@ PLACES = ["START", "PART", "COMPLETE", "commit"]
     ],
 )
 @pytest.mark.fault("K12")
-def test_what_does_not_pass_fails_at_once_with_the_remedy_and_leaves_nothing(store, fake, where, options, words):
+def test_permanent_s3_error_fails_at_once_with_the_remedy(store, fake, where, options, words):
     operation, key = ("PUT", "*/commits/*") if where == "commit" else (where, "*")
     rule = fake.fail(operation, "status", key=key, times=99, after=1 if where == "PART" else 0, **options)
     began = time.monotonic()
@@ -142,7 +142,7 @@ def test_what_does_not_pass_fails_at_once_with_the_remedy_and_leaves_nothing(sto
     ],
 )
 @pytest.mark.fault("K13")
-def test_a_service_that_stays_down_fails_the_save_by_the_deadline(store, fake, where, action):
+def test_unavailable_service_fails_the_save_by_the_deadline(store, fake, where, action):
     hasty = s3_store(fake, retry_s=0.5, timeout_s=0.5)
     operation, key = ("PUT", "*/commits/*") if where == "commit" else (where, "*")
     fake.fail(operation, action, key=key, times=10_000, seconds=5.0)
@@ -156,21 +156,21 @@ def test_a_service_that_stays_down_fails_the_save_by_the_deadline(store, fake, w
 
 
 @pytest.mark.fault("K14")
-def test_a_commit_whose_every_answer_is_lost_is_still_known_as_ours(store, fake):
+def test_commit_with_every_answer_lost_is_still_known_as_ours(store, fake):
     fake.fail("PUT", "lost", key="*/commits/*", times=10_000)
     hasty = s3_store(fake, retry_s=0.3)
     made = save_after(hasty)
     assert fake.requests("PUT") > 3 and ckpt.latest(store) == made
 
 
-def test_a_completion_whose_answer_is_lost_is_done_once(store, fake):
+def test_upload_completion_with_a_lost_answer_is_done_once(store, fake):
     fake.fail("COMPLETE", "lost")
     save_after(store)
     assert fake.requests("COMPLETE") == 2 and fake.requests("START") == 1
     assert_equals(store, AFTER)
 
 
-def test_losing_the_race_and_the_answer_is_not_winning(fake):
+def test_lost_race_with_a_lost_answer_is_not_taken_for_a_win(fake):
     """Both commit the same step; the first answer to the second is lost, so that it must not take the other's object for its own."""
     store = s3_store(fake)
     votes = [ckpt.write_shard(store, f"a{i}", 0, [], step=1, epoch=0) for i in range(2)]
@@ -192,7 +192,7 @@ def test_identical_content_of_another_creator_is_not_ours(fake):
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.fault("K18")
-def test_six_writers_race_on_a_bad_day_and_one_wins(fake, rounds):
+def test_one_of_six_racing_writers_wins_despite_s3_errors(fake, rounds):
     for step in range(1, rounds + 1):
         stores = [s3_store(fake) for _ in range(6)]
         for action in ("lost", "status", "reset"):
@@ -207,7 +207,7 @@ def test_six_writers_race_on_a_bad_day_and_one_wins(fake, rounds):
 
 @pytest.mark.parametrize("how", ["ignored", "501"])
 @pytest.mark.fault("K16")
-def test_a_service_without_conditional_writes_is_refused_for_commits_unless_told(fake, how, caplog):
+def test_commit_needs_conditional_writes_unless_switched_off(fake, how, caplog):
     fake.conditional = False
     if how == "501":
         fake.fail("PUT", "status", key="*probes*", status=501, code="NotImplemented", times=99)
@@ -226,7 +226,7 @@ def test_a_service_without_conditional_writes_is_refused_for_commits_unless_told
         ckpt.commit(alone, votes, step=2, epoch=0, attempt="other", world=1, meta={})
 
 
-def test_the_probe_is_made_once_before_the_first_commit_and_leaves_nothing(fake):
+def test_conditional_write_probe_runs_once_and_leaves_nothing(fake):
     store = s3_store(fake)
     for step in (1, 2):
         save_in_process(store, BEFORE, random_layout(BEFORE, 1, seed=1), step=step)
@@ -239,7 +239,7 @@ def test_the_probe_is_made_once_before_the_first_commit_and_leaves_nothing(fake)
     assert f"{TOP}probes/left" not in fake.objects
 
 
-def test_a_read_of_another_range_or_of_a_replaced_object_never_gives_wrong_bytes(store, fake):
+def test_wrong_range_or_replaced_object_never_yields_wrong_bytes(store, fake):
     made = save_after(store)
     key = f"{TOP}data/{made.attempt}/r00000.safetensors"
     hasty = s3_store(fake, retry_s=0.3)
@@ -254,13 +254,13 @@ def test_a_read_of_another_range_or_of_a_replaced_object_never_gives_wrong_bytes
     assert_equals(store, AFTER)
 
 
-def test_a_bit_that_flips_on_the_way_down_is_read_again(store, fake):
+def test_bit_flipped_in_a_download_is_read_again(store, fake):
     rule = fake.fail("GET", "flip", key="*safetensors", after=1)
     assert_equals(store, BEFORE)
     assert rule.done == 1
 
 
-def test_without_checksums_damage_on_the_way_up_is_found_by_verify(fake):
+def test_verify_finds_upload_damage_without_s3_checksums(fake):
     store = s3_store(fake, checksums=False)
     fake.fail("PART", "damage", after=1)
     save_after(store)
@@ -270,7 +270,7 @@ def test_without_checksums_damage_on_the_way_up_is_found_by_verify(fake):
 
 
 @pytest.mark.fault("K29")
-def test_a_listing_that_is_behind_hides_no_committed_data_and_names_no_lost_one(store, fake):
+def test_stale_listing_hides_no_data_and_revives_no_lost_commit(store, fake):
     attempt = ckpt.latest(store).attempt  # type: ignore[union-attr]
     fake.hidden = {k for k in fake.objects if attempt in k}
     assert ckpt.latest(store).step == 10, "data that the listing lacks is asked for by name"  # type: ignore[union-attr]
@@ -286,7 +286,7 @@ def test_a_listing_that_is_behind_hides_no_committed_data_and_names_no_lost_one(
     assert ckpt.latest(store).step == 10, "listed, then gone"  # type: ignore[union-attr]
 
 
-def test_an_object_of_another_size_than_was_written_makes_no_commit(store, fake):
+def test_object_of_a_wrong_size_makes_no_commit(store, fake):
     vote = ckpt.write_shard(store, "short", 0, [], step=20, epoch=0)
     key = f"{TOP}data/short/r00000.safetensors"
     fake.objects[key].data = fake.objects[key].data[:-1]
@@ -315,7 +315,7 @@ def test_listings_of_many_pages_are_whole(store, fake):
     assert_equals(store, BEFORE)
 
 
-def test_objects_are_deleted_a_thousand_at_a_time_and_each_that_stays_is_named(store, fake):
+def test_batch_deletion_names_each_object_that_stays(store, fake):
     keys = [f"data/many/r{n:05d}.safetensors" for n in range(1003)]
     for key in keys:
         fake.objects[TOP + key] = next(iter(fake.objects.values()))
@@ -342,7 +342,7 @@ def test_a_service_without_batches_gets_single_requests(store, fake, status, cod
 
 
 @pytest.mark.fault("K28")
-def test_collection_goes_by_the_services_clock_whatever_this_hosts_says(store, fake, monkeypatch):
+def test_collection_uses_the_clock_of_the_service_not_the_host(store, fake, monkeypatch):
     real = time.time
     for skew in (-86400.0, 86400.0):
         monkeypatch.setattr("time.time", lambda skew=skew: real() + skew)
@@ -355,7 +355,7 @@ def test_collection_goes_by_the_services_clock_whatever_this_hosts_says(store, f
     assert [c.step for c in ckpt.ls(store)] == [10, 30]
 
 
-def test_only_uploads_that_nobody_works_on_are_aborted(store, fake):
+def test_collection_aborts_only_stale_uploads_of_its_own_root(store, fake):
     young = s3_store(fake)._calls.client.create_multipart_upload(Bucket="bucket", Key=f"{TOP}data/y/r")["UploadId"]
     old = s3_store(fake)._calls.client.create_multipart_upload(Bucket="bucket", Key=f"{TOP}data/o/r")["UploadId"]
     other = s3_store(fake)._calls.client.create_multipart_upload(Bucket="bucket", Key="runs/two/data/o/r")["UploadId"]
@@ -399,7 +399,7 @@ QUICK_POINTS = {"data.chunk#1", "data.written", "commit.validated", "commit.link
 
 @pytest.mark.parametrize("point", [p if p in QUICK_POINTS else pytest.param(p, marks=pytest.mark.slow) for p in S3_POINTS])
 @pytest.mark.fault("K2")
-def test_killed_at_any_point_of_a_save_to_s3_the_right_checkpoint_loads_and_the_debris_goes(store, fake, point):
+def test_kill_during_an_s3_save_leaves_a_loadable_commit(store, fake, point):
     ckpt.write_shard(store, "dead", 0, [], step=15, epoch=0)
     assert in_subprocess(killed_on_s3, fake.url, point, timeout=60) == -9, f"nothing was killed at {point}"
     done = point.split("#")[0] in ("commit.linked", "gc.commit_deleted", "gc.object_deleted", "gc.swept")
@@ -432,7 +432,7 @@ def run_script(fake: FakeS3, body: str, timeout_s: float = 2.0) -> subprocess.Po
 
 @pytest.mark.slow
 @pytest.mark.fault("K5")
-def test_ctrl_c_in_the_middle_of_an_upload_aborts_it_and_ends_soon(fake):
+def test_ctrl_c_aborts_a_running_upload_and_ends_the_process(fake):
     fake.fail("PART", "hang", seconds=20.0, after=1, times=99)
     # The signal has to come before the first of the requests that hang is given up.
     process = run_script(fake, "print('go', flush=True)\nstore.put_stream('data/x/r', chunks(50 << 20), 50 << 20)", timeout_s=8.0)
@@ -448,7 +448,7 @@ def test_ctrl_c_in_the_middle_of_an_upload_aborts_it_and_ends_soon(fake):
     assert not fake.uploads and not fake.objects
 
 
-def test_a_process_ends_though_a_reader_is_open_and_a_child_was_forked(fake):
+def test_process_exits_with_an_open_reader_and_a_forked_child(fake):
     """s3fs hangs at exit with a file left open, and its thread does not survive a fork."""
     process = run_script(
         fake,
@@ -476,7 +476,7 @@ def test_a_process_ends_though_a_reader_is_open_and_a_child_was_forked(fake):
 
 
 @pytest.mark.slow
-def test_a_process_that_ends_with_an_upload_in_a_background_thread_ends_soon(fake):
+def test_process_exits_soon_with_an_upload_in_the_background(fake):
     """An asynchronous save when the script returns: no exit handler waits longer than the requests' own time limits; and the save's thread,
     which goes on when they are over, does not take the interpreter down."""
     fake.fail("PART", "hang", seconds=60.0, after=1, times=99)
@@ -500,7 +500,7 @@ def test_a_process_that_ends_with_an_upload_in_a_background_thread_ends_soon(fak
     assert process.returncode == 0 and "given up" in errors and fake.requests("PART") and not fake.objects, errors
 
 
-def test_missing_credentials_and_an_unreachable_service_are_one_line_with_the_remedy(fake, monkeypatch):
+def test_missing_credentials_or_service_raise_a_clear_error(fake, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")

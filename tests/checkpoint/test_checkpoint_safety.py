@@ -119,7 +119,7 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.fault("K36")
-def test_a_changed_manifest_with_a_right_seal_is_refused_or_means_the_same(saved, seed):
+def test_mutated_sealed_manifest_is_refused_or_equivalent(saved, seed):
     """Never another exception; and never much more memory than the manifest itself takes: the objects hold 60 kB."""
     store, made, document = saved
     rng = random.Random(seed)
@@ -149,7 +149,7 @@ def test_a_changed_manifest_with_a_right_seal_is_refused_or_means_the_same(saved
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 11))])
-def test_whatever_stands_in_meta_a_load_takes_it_or_says_what_is_wrong(seed):
+def test_mutated_meta_loads_or_raises_a_checkpoint_error(seed):
     """A seal says only that somebody wrote it. Through every door by which meta is read: never another exception, never a wrong tensor."""
     net = Net(0)
     optimizer = adam(net)
@@ -222,7 +222,7 @@ def document_with(path: tuple, value: object, document: dict) -> dict:
     ],
 )
 @pytest.mark.fault("K36")
-def test_a_manifest_that_was_made_to_hurt_is_refused_cheaply(saved, change):
+def test_malicious_manifest_is_refused_cheaply(saved, change):
     store, made, document = saved
     path, value = change
     tracemalloc.start()
@@ -264,7 +264,7 @@ def test_a_manifest_that_was_made_to_hurt_is_refused_cheaply(saved, change):
         "cut",
     ],
 )
-def test_json_of_doubtful_meaning_is_refused(saved, text):
+def test_ambiguous_or_extreme_json_is_refused(saved, text):
     store, made, _ = saved
     assert attempt_to_load(store, made, sealed(text)) == "refused"
 
@@ -272,7 +272,7 @@ def test_json_of_doubtful_meaning_is_refused(saved, text):
 @pytest.mark.parametrize(
     "change", [(("format",), "rcp/1\n\ud800"), (("aliases",), {"a": "\ud800"}), (("objects", 0, "key"), "\x1b[2J\ud800")]
 )
-def test_what_a_file_says_neither_forges_a_log_nor_breaks_it(saved, change, caplog):
+def test_manifest_text_cannot_forge_or_break_log_lines(saved, change, caplog):
     store, made, document = saved
     path, value = change
     sound, when = store.objects[made.key]
@@ -313,7 +313,7 @@ def test_the_header_of_a_data_object_is_not_trusted(saved):
     assert_equals(store, TENSORS)
 
 
-def test_an_aux_object_that_is_no_json_is_damage(saved):
+def test_aux_object_without_valid_json_counts_as_damaged(saved):
     store, made, document = saved
     entry = document["aux"][0]
     sound, when = store.objects[entry["key"]]
@@ -324,7 +324,7 @@ def test_an_aux_object_that_is_no_json_is_damage(saved):
     store.objects[entry["key"]] = (sound, when)
 
 
-def test_strict_json_takes_what_json_dumps_makes():
+def test_strict_json_round_trips_json_dumps():
     value = {"a": [1, -2.5, "ü\n", None, True, {"b": {}}], "c": 10**30, "": 1e308}
     assert strict_json(json.dumps(value)) == value
 
@@ -334,7 +334,7 @@ MAY_PICKLE = {"api.py", "voting.py"}
 
 
 @pytest.mark.fault("K36")
-def test_nothing_of_the_format_can_unpickle():
+def test_checkpoint_modules_never_import_or_call_unpickling():
     """No module on the way from storage to tensors so much as imports what could run code: pickle and its kin, torch.load, eval."""
     forbidden = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
     checked = 0

@@ -53,7 +53,7 @@ def rates(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[
 
 
 @pytest.mark.parametrize(("which", "tensor"), [*((which, False) for which in SCHEDULERS), ("step", True), ("milestones", True)])
-def test_every_scheduler_of_torch_goes_on_as_if_it_had_not_been_interrupted(which, tensor):
+def test_every_torch_scheduler_resumes_without_a_difference(which, tensor):
     """Milestones are a Counter by numbers, the best of a plateau begins at infinity: JSON has neither."""
 
     def fresh() -> tuple[torch.optim.Optimizer, Any, Any]:
@@ -74,7 +74,7 @@ def test_every_scheduler_of_torch_goes_on_as_if_it_had_not_been_interrupted(whic
     assert rates(other, resumed, 8) == wanted
 
 
-def test_plain_values_come_back_as_they_were_whatever_looks_like_what_stands_for_them():
+def test_plain_values_that_look_like_format_tags_round_trip():
     values: list[Any] = [
         {3: "a", -1: [math.inf, {"float": "inf"}]},
         {"float": "inf"},
@@ -92,7 +92,7 @@ def test_plain_values_come_back_as_they_were_whatever_looks_like_what_stands_for
     assert repr(state["x"]) == repr(values) == repr(loaded.values["x"])
 
 
-def test_a_generator_of_numpys_of_another_sort_is_refused_with_the_remedy(root):
+def test_save_refuses_a_numpy_generator_that_is_not_mt19937(root):
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(3))
     try:
@@ -204,7 +204,7 @@ def test_tied_weights_are_stored_once_under_the_first_name(root):
     assert untied.head.weight is not untied.embed.weight
 
 
-def test_two_stored_tensors_are_not_poured_into_one_tied_parameter(root):
+def test_load_refuses_two_stored_tensors_for_one_tied_parameter(root):
     ckpt.save({"model": Net(0, tie=False)}, root, 1)
     tied = Net(1)
     before = copy.deepcopy(tied.state_dict())
@@ -232,7 +232,7 @@ def test_weights_alone_are_read_from_a_full_checkpoint(root):
         (lambda: nn.Linear(2, 2), r"lacks 'weight' \(nearest there: 'embed.weight'\), 'bias'; it also has"),
     ],
 )
-def test_a_checkpoint_of_another_model_changes_nothing_and_is_one_line(root, make, words):
+def test_load_of_another_model_raises_and_changes_nothing(root, make, words):
     ckpt.save({"model": Net(0)}, root, 1)
     other = make()
     before = copy.deepcopy(other.state_dict())
@@ -242,7 +242,7 @@ def test_a_checkpoint_of_another_model_changes_nothing_and_is_one_line(root, mak
     assert all(bits(before[k]) == bits(v) for k, v in other.state_dict().items())
 
 
-def test_what_is_missing_with_leave_is_left_as_it_is(root):
+def test_allow_missing_leaves_a_missing_tensor_unchanged(root):
     net = Net(0)
     ckpt.save({"model": net}, root, 1)
     target = {"embed.weight": torch.zeros(11, 6), "new.weight": torch.ones(3)}
@@ -294,7 +294,7 @@ def stepped(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
 
 
 @pytest.mark.parametrize("saved", SORTS)
-def test_states_are_taken_by_the_sort_of_optimizer_that_kept_them_and_refused_by_others(root, saved):
+def test_optimizer_loads_states_of_its_own_kind_only(root, saved):
     """Another sort's states would stand unused beside fresh ones, or fail in the next step. After a refusal the optimizer can go on."""
     torch.manual_seed(0)
     net = nn.Linear(12, 9)
@@ -341,7 +341,7 @@ def test_a_flat_optimizer_goes_on_from_a_checkpoint_bit_for_bit(root, begun, com
         assert stepped(other, fresh) == stepped(net, optimizer)
 
 
-def test_states_that_were_made_to_be_read_into_are_taken_back_if_the_load_is_refused(root):
+def test_refused_load_removes_the_optimizer_states_that_it_made(root):
     """Else the optimizer would have moments without a step, and fail in the next one."""
     net = Net(0)
     optimizer = adam(net)
@@ -375,7 +375,7 @@ def test_several_models_and_optimizers_keep_apart(root):
     assert second2.param_groups[0]["lr"] == 0.1
 
 
-def test_optimizer_states_of_other_shapes_and_odd_scalars_survive(root):
+def test_factored_optimizer_states_and_odd_scalars_round_trip(root):
     weight = nn.Parameter(torch.randn(4, 3))
     optimizer = torch.optim.Adafactor([weight], lr=0.01) if hasattr(torch.optim, "Adafactor") else torch.optim.RMSprop([weight])
     for _ in range(2):
@@ -395,7 +395,7 @@ def test_optimizer_states_of_other_shapes_and_odd_scalars_survive(root):
     assert isinstance(lr, torch.Tensor) and lr.dtype == torch.float64 and lr.item() == 0.25
 
 
-def test_names_do_not_depend_on_wrappers(root):
+def test_wrapped_modules_store_unwrapped_names(root):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     net = Net(0)
@@ -436,7 +436,7 @@ def test_random_generators_come_back(root):
         ({"model": {"ema/w": torch.ones(2)}, "ema": {"v": torch.ones(1)}}, "'ema/w' of .* would be mistaken for one of entry 'ema'"),
     ],
 )
-def test_what_cannot_be_stored_is_refused_before_anything_is_written(root, state, words):
+def test_save_rejects_unstorable_state_before_writing(root, state, words):
     with pytest.raises(ValueError, match=words):
         ckpt.save(state, root, 1)
     assert not list(root.iterdir())
@@ -450,7 +450,7 @@ def test_tensors_that_are_not_contiguous_are_stored_and_filled(root):
     assert torch.equal(target["w"], base.t()) and torch.equal(target["v"], base[:, ::2])
 
 
-def test_views_that_are_conjugated_or_negated_are_stored_as_what_they_show_and_filled_with_it(root):
+def test_conjugated_and_negated_views_round_trip_by_value(root):
     given = torch.randn(6, dtype=torch.complex64)
     held = {"c": given.conj(), "n": torch._neg_view(given.real.clone()), "i": given.conj().imag, "e": torch.ones(1).expand(4)}
     ckpt.save({"model": held}, root, 1)
@@ -463,7 +463,7 @@ def test_views_that_are_conjugated_or_negated_are_stored_as_what_they_show_and_f
         assert all(torch.equal(target[name], held[name]) for name in held)
 
 
-def test_a_tensor_whose_elements_are_one_in_memory_is_refused_before_anything_is_loaded(root):
+def test_load_refuses_an_expanded_tensor_before_loading_anything(root):
     ckpt.save({"model": {"a": torch.ones(3), "e": torch.ones(4)}}, root, 1)
     target = {"a": torch.zeros(3), "e": torch.zeros(1).expand(4)}
     with pytest.raises(ValueError, match=r"'e' is expanded: several elements share memory, .* clone\(\) it first"):
@@ -491,7 +491,7 @@ def test_a_learning_rate_of_one_element_keeps_its_shape(root):
     assert rates(other, resumed, 3) == rates(optimizer, scheduler, 3)
 
 
-def test_entries_whose_names_begin_alike_keep_apart(root):
+def test_entries_with_a_common_name_prefix_stay_separate(root):
     ckpt.save({"a": {"x": torch.ones(2)}, "a/b": {"c": torch.ones(3)}}, root, 1)
     for state in ({"a": {"x": torch.zeros(2)}}, {"a/b": {"c": torch.zeros(3)}}):
         ckpt.load(state, root)
@@ -532,7 +532,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_loudly(root, caplog):
         ckpt.load({"model": other}, root, commit=damaged.name)
 
 
-def test_loading_from_nothing_is_one_line(root):
+def test_load_of_a_missing_checkpoint_or_entry_raises_clearly(root):
     with pytest.raises(ckpt.NoCheckpoint, match="no checkpoint in"):
         ckpt.load({"model": Net(0)}, root)
     ckpt.save({"model": Net(0)}, root, 1)
@@ -568,7 +568,7 @@ def test_modules_get_their_extra_state_back(root):
     assert model[0].count == 7
 
 
-def test_an_extra_state_that_is_no_tensor_is_refused_with_what_works(root):
+def test_save_refuses_an_extra_state_that_is_no_tensor(root):
     class Dicts(Counting):
         def get_extra_state(self) -> dict[str, int]:  # type: ignore[override]
             return {"count": self.count}

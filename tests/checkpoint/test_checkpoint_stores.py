@@ -44,7 +44,7 @@ def content(size, seed=0):
     return random_bits((size,), torch.uint8, seed).numpy().tobytes()
 
 
-def test_an_object_comes_back_as_it_was_put_whole_and_by_ranges(backend):
+def test_object_reads_back_equal_whole_and_by_ranges(backend):
     store: ObjectStore = backend.store
     assert isinstance(store, ObjectStore)
     for key, size in (("data/a/small", 5000), ("data/a/large", (11 << 20) + 77), ("data/a/parts", 10 << 20), ("data/b/empty", 0)):
@@ -77,7 +77,7 @@ def test_creation_is_exclusive_and_leaves_the_first_alone(backend):
 
 
 @pytest.mark.parametrize("size", [9000, (10 << 20) + 9])
-def test_a_stream_of_another_length_or_that_fails_leaves_nothing(backend, size):
+def test_failed_or_mismeasured_stream_leaves_no_object(backend, size):
     store: ObjectStore = backend.store
     for announced in (size - 5, size + 1000):
         with pytest.raises(ValueError, match=f"bytes were streamed, {announced} announced"):
@@ -116,7 +116,7 @@ def test_missing_objects_listing_and_deletion(backend):
                 call(key)
 
 
-def test_save_load_ls_verify_gc_and_latest_work_through_every_back_end(backend):
+def test_every_back_end_saves_loads_verifies_and_collects(backend):
     store: ObjectStore = backend.store
     assert ckpt.latest(store) is None and ckpt.ls(store) == []
     held = random_layout(A, 3, seed=1)
@@ -134,7 +134,7 @@ def test_save_load_ls_verify_gc_and_latest_work_through_every_back_end(backend):
     assert_equals(store, B)
 
 
-def test_a_training_state_is_saved_and_loaded_through_every_back_end(backend):
+def test_every_back_end_round_trips_a_training_state(backend):
     net = torch.nn.Linear(5, 3)
     optimizer = torch.optim.AdamW(net.parameters())
     net(torch.ones(2, 5)).sum().backward()
@@ -177,7 +177,7 @@ def race(store_of_racer, step, racers=6):
 
 @pytest.mark.parametrize("kind", EXCLUSIVE)
 @pytest.mark.fault("K18")
-def test_of_six_creators_of_one_commit_exactly_one_wins(kind):
+def test_exactly_one_of_six_creators_of_a_commit_wins(kind):
     with opened(kind) as found:
         for step in range(1, 4):
             won, lost = race(lambda _i: found.store, step)
@@ -187,7 +187,7 @@ def test_of_six_creators_of_one_commit_exactly_one_wins(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_damage_behind_the_stores_back_is_found_and_passed_over(kind):
+def test_damage_in_the_storage_is_found_and_its_commit_skipped(kind):
     with opened(kind) as found:
         first = save_in_process(found.store, A, random_layout(A, 2, seed=1), step=10)
         second = save_in_process(found.store, B, random_layout(B, 2, seed=2), step=20)
@@ -211,7 +211,7 @@ def test_damage_behind_the_stores_back_is_found_and_passed_over(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_strangers_put_beside_our_objects_disturbs_nothing(kind):
+def test_foreign_objects_in_the_root_are_ignored(kind):
     with opened(kind) as found:
         save_in_process(found.store, A, random_layout(A, 2, seed=1), step=10)
         ours = found.keys()
@@ -247,7 +247,7 @@ def test_a_root_is_resolved_to_its_back_end(tmp_path):
         assert "\n" not in str(caught.value) and "abc" not in str(caught.value)
 
 
-def test_stores_travel_to_other_processes(tmp_path):
+def test_stores_pickle_and_never_print_their_secrets(tmp_path):
     for root in ("s3://bucket/x?region=eu-west-1&endpoint=http://h:1", "memory://x"):
         store = store_of(root)
         again = pickle.loads(pickle.dumps(store))
@@ -267,7 +267,7 @@ def test_no_thread_is_left_behind(kind):
         assert not [t.name for t in set(threading.enumerate()) - before if t.name.startswith("checkpoint")]
 
 
-def test_a_service_that_does_not_answer_is_not_taken_for_an_empty_folder():
+def test_listing_an_unreachable_fsspec_service_raises():
     """fsspec's walks pass over what can't be listed."""
 
     fsspec = pytest.importorskip("fsspec")

@@ -60,7 +60,7 @@ def gathered(source: torch.Tensor, runs: Runs) -> torch.Tensor:
 
 
 @given(tiled(), st.data())
-def test_every_range_is_found_where_slicing_puts_it(case: tuple[tuple[int, ...], list[Parts]], data: st.DataObject) -> None:
+def test_every_range_maps_to_the_positions_of_slicing(case: tuple[tuple[int, ...], list[Parts]], data: st.DataObject) -> None:
     shape, (parts,) = case
     order, tiling = in_order(shape, parts), Tiling.of(shape, parts)
     assert tiling.problem(shape) is None
@@ -73,7 +73,7 @@ def test_every_range_is_found_where_slicing_puts_it(case: tuple[tuple[int, ...],
 
 
 @given(tiled(2), st.data())
-def test_one_order_is_found_in_another(case: tuple[tuple[int, ...], list[Parts]], data: st.DataObject) -> None:
+def test_runs_between_two_tilings_match_indexing(case: tuple[tuple[int, ...], list[Parts]], data: st.DataObject) -> None:
     shape, (one, other) = case
     start = data.draw(st.integers(0, math.prod(shape)))
     end = data.draw(st.integers(start, math.prod(shape)))
@@ -85,7 +85,7 @@ def test_one_order_is_found_in_another(case: tuple[tuple[int, ...], list[Parts]]
 
 
 @given(tiled(), st.data())
-def test_a_part_of_a_tile_is_as_few_intervals_as_it_is_by_rows_of_the_tile(case: tuple[tuple[int, ...], list[Parts]], data: st.DataObject):
+def test_row_range_of_a_tile_is_one_interval_in_tiled_order(case: tuple[tuple[int, ...], list[Parts]], data: st.DataObject):
     shape, (parts,) = case
     edges = [[0, *itertools.accumulate(parts.get(d, [n]))] for d, n in enumerate(shape)]
     tile = [data.draw(st.sampled_from(list(itertools.pairwise(e)))) for e in edges]
@@ -123,7 +123,7 @@ def _merged(runs):  # type: ignore[no-untyped-def]
 
 
 @given(tiled(), st.data())
-def test_any_box_is_one_interval_of_an_order_around_it(case: tuple[tuple[int, ...], list[Parts]], data: st.DataObject) -> None:
+def test_box_interval_maps_into_every_other_tiling(case: tuple[tuple[int, ...], list[Parts]], data: st.DataObject) -> None:
     shape, (parts,) = case
     offsets = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     sizes = tuple(data.draw(st.integers(1, n - o)) for o, n in zip(offsets, shape, strict=True))
@@ -137,7 +137,7 @@ def test_any_box_is_one_interval_of_an_order_around_it(case: tuple[tuple[int, ..
         assert torch.equal(gathered(in_order(shape, parts), runs), wanted)
 
 
-def test_what_is_no_cut_and_what_would_be_too_many_is_stored_by_rows() -> None:
+def test_trivial_or_too_many_tiles_fall_back_to_row_order() -> None:
     assert Tiling.of((4, 6), {1: [6]}) == Tiling.of((1, 6), {1: [3, 3]}) == Tiling.of((4, 0), {1: [0, 0]}) == ROWS
     assert Tiling.of((4, 6), {1: [0, 3, 3, 0]}) == Tiling(((1, ((3, 2),)),))
     assert Tiling.of((2, MOST_TILES + 1), {1: [1] * (MOST_TILES + 1)}) == ROWS
@@ -148,12 +148,12 @@ def test_what_is_no_cut_and_what_would_be_too_many_is_stored_by_rows() -> None:
     "cuts",
     [((0, ((2, 2),)),), ((2, ((2, 2),)),), ((1, ((3, 1),)),), ((1, ()),), ((1, ((0, 2), (6, 1))),), ((1, ((3, 2),)), (1, ((3, 2),)))],
 )
-def test_tiles_that_fit_no_shape_are_known(cuts) -> None:  # type: ignore[no-untyped-def]
+def test_tiles_that_do_not_fit_the_shape_are_reported(cuts) -> None:  # type: ignore[no-untyped-def]
     assert Tiling(cuts).problem((4, 6)) is not None
 
 
 @pytest.mark.parametrize("raw", [5, [1], [[1]], [[1, 5]], [[1, [[3]]]], [[1, [[3, 2.0]]]], [["1", [[3, 2]]]], [[True, [[3, 2]]]], {"a": 1}])
-def test_what_is_no_list_of_tiles_is_refused(raw) -> None:  # type: ignore[no-untyped-def]
+def test_malformed_tile_list_is_refused(raw) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match="tiles"):
         Tiling.from_json(raw)
 
@@ -200,7 +200,7 @@ def save_tiled(
 
 @settings(max_examples=60)
 @given(tiled(3), st.data())
-def test_what_is_saved_in_any_orders_is_read_in_any_order_bit_for_bit(
+def test_tensor_saved_in_any_order_reads_in_any_other_order(
     case: tuple[tuple[int, ...], list[Parts]], data: st.DataObject
 ) -> None:
     """The ranks have counted alike, or each in its own way: then the tensor is stored by rows."""
@@ -229,7 +229,7 @@ def test_what_is_saved_in_any_orders_is_read_in_any_order_bit_for_bit(
             assert torch.equal(wide.nan_to_num(7), full.reshape(-1)[start:end].double().nan_to_num(7))
 
 
-def test_ranks_that_count_in_two_orders_are_stored_by_rows_and_lose_nothing(tmp_path: Path) -> None:
+def test_mixed_rank_orders_are_stored_by_rows_without_loss(tmp_path: Path) -> None:
     full = random_bits((6, 8), torch.float32, 1)
     # The first has the left half by tiles, the second the right half by rows, one interval for each.
     attempt, votes, halves = ckpt.new_attempt(), [], Tiling.of((6, 8), {1: [4, 4]})
@@ -245,7 +245,7 @@ def test_ranks_that_count_in_two_orders_are_stored_by_rows_and_lose_nothing(tmp_
 
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("equal", [True, False])
-def test_copies_are_compared_in_whatever_order_they_were_counted(tmp_path: Path, same: bool, equal: bool) -> None:
+def test_copies_are_compared_across_different_orders(tmp_path: Path, same: bool, equal: bool) -> None:
     full = random_bits((6, 8), torch.int64, 2)
     orders: list[Parts] = [{1: [4, 4]}, {1: [4, 4]} if same else {1: [2, 6]}]
     if equal:
@@ -261,7 +261,7 @@ def test_copies_are_compared_in_whatever_order_they_were_counted(tmp_path: Path,
         ckpt.commit(tmp_path, votes, step=1, epoch=0, attempt=attempt, world=2, meta={})
 
 
-def test_a_stranger_can_read_tiles_with_the_manifest_alone(tmp_path: Path) -> None:
+def test_documented_format_suffices_to_read_tiles(tmp_path: Path) -> None:
     """docs/reference/checkpoint-format.md, followed with json, numpy and hashlib only: section 2, tiles."""
     full = random_bits((5, 7, 6), torch.int32, 3)
     save_tiled(tmp_path, full, [{1: [3, 4], 2: [2, 2, 2]}] * 3, [60, 100])
@@ -312,7 +312,7 @@ def test_tiles_that_contradict_a_tensor_are_refused(tmp_path: Path, tiles: objec
         decode(seal(json.dumps(document).encode()))
 
 
-def test_a_tensor_cut_in_columns_costs_one_interval_for_each_rank(tmp_path: Path) -> None:
+def test_tensor_cut_in_columns_takes_one_interval_per_rank(tmp_path: Path) -> None:
     full = random_bits((2048, 64), torch.bfloat16, 5)
     save_tiled(tmp_path, full, [{1: [8] * 8}] * 8, [k * 2048 * 8 for k in range(1, 8)])
     checkpoint = ckpt.open(tmp_path)
@@ -328,7 +328,7 @@ def test_a_tensor_cut_in_columns_costs_one_interval_for_each_rank(tmp_path: Path
     assert [len(list(segment.blocks())) for segment in plan.segments] == [1] * 8
 
 
-def test_the_memory_of_planning_is_bounded_however_narrow_the_columns_and_none_of_it_is_kept(
+def test_planning_memory_is_bounded_for_narrow_columns_and_freed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = random_bits((40_000, 8), torch.bfloat16, 15)
@@ -347,7 +347,7 @@ def test_the_memory_of_planning_is_bounded_however_narrow_the_columns_and_none_o
     assert peak < 300 * (1 << 13) + (2 << 20) and kept < 1 << 20, (peak, kept)
 
 
-def test_a_range_of_very_many_tiles_is_planned_in_few_turns() -> None:
+def test_range_of_very_many_tiles_is_planned_in_few_batches() -> None:
     shape, numel = (4, MOST_TILES), 4 * MOST_TILES
     entry = TensorEntry("w", shape, 0, 0, Tiling.of(shape, {1: [1] * MOST_TILES}))
     one = np.zeros(1, np.int64)
@@ -385,7 +385,7 @@ def test_a_narrow_box_takes_no_more_memory_than_a_wide_one(
     assert max(parts) <= 1 << 10 and len(parts) <= 1 + sum(parts) // 1000
 
 
-def test_very_many_intervals_of_ranks_are_planned_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_very_many_rank_intervals_are_planned_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that count in different orders leave one for each row."""
     monkeypatch.setattr(read_plan, "MOST_PARTS", 1 << 10)
     entry, start = TensorEntry("w", (10_000,), 0, 0), np.arange(5000) * 2
@@ -404,7 +404,7 @@ def test_parts_are_taken_from_a_last_block_of_any_length(times: int, to: torch.d
     assert out.tolist() == [float(numbers[4 + 6 * k + i]) for k in range(times) for i in range(2)]
 
 
-def test_two_checkpoints_of_tiles_are_compared_by_blocks_where_they_lie_alike(tmp_path: Path) -> None:
+def test_diff_of_equally_tiled_checkpoints_reads_no_equal_block(tmp_path: Path) -> None:
     full = random_bits((64, 64), torch.int32, 6)
     one, same, rows, other = (tmp_path / name for name in ("one", "same", "rows", "other"))
     changed = full.clone()
@@ -420,7 +420,7 @@ def test_two_checkpoints_of_tiles_are_compared_by_blocks_where_they_lie_alike(tm
 
 
 @pytest.mark.parametrize("places", [1, 256])
-def test_of_two_checkpoints_of_tiles_each_block_that_differs_is_read_about_once(
+def test_diff_of_tiled_checkpoints_reads_a_differing_block_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, places: int
 ) -> None:
     """By rows a piece of the tensor would be a part of every tile, and blocks would be read again for each piece."""
@@ -454,7 +454,7 @@ def test_damage_in_a_tile_is_named_by_its_tensor(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1), st.integers(0, 3), st.integers(1, 2)), max_size=12))
-def test_blocks_are_the_copies_in_their_order_each_once(steps: list[tuple[int, int, int, int]]) -> None:
+def test_blocks_list_every_copy_once_in_order(steps: list[tuple[int, int, int, int]]) -> None:
     """Rows that go on evenly, and others between them."""
     rows, source, target = [], 0, 0
     for gap, request, way, size in steps:

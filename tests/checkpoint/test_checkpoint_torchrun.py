@@ -45,7 +45,7 @@ def saved(tmp_path_factory):
     return roots, {builder: results[0][builder][1] for builder in roots}
 
 
-def test_saved_on_two_ranks_loads_on_three_in_any_sharding_bit_for_bit(saved):
+def test_checkpoint_of_two_ranks_loads_on_three_in_any_sharding(saved):
     roots, truth = saved
     assert all(ckpt.verify(root).ok and len(list(Path(root).glob("data/*/*.safetensors"))) == 2 for root in roots.values())
     pairs = [(written, builder) for written in roots for builder in roots]
@@ -57,14 +57,14 @@ def test_saved_on_two_ranks_loads_on_three_in_any_sharding_bit_for_bit(saved):
     assert len({tuple(results[0][1]) for results in back}) == 3, "every rank has its own random stream"
 
 
-def test_the_same_number_of_ranks_gets_its_own_aux_and_random_state_back(saved):
+def test_equal_world_size_restores_aux_and_random_state_per_rank(saved):
     root = saved[0]["ragged"]
     back = run_gloo(2, load_rank, [(root, "ragged"), (root, "ragged")])
     assert [results[0][0][2] for results in back] == [{"rank": 0}, {"rank": 1}]
     assert all(results[0][1] == results[1][1] for results in back)
 
 
-def test_what_ranks_saved_loads_without_a_process_group(saved):
+def test_checkpoint_of_ranks_loads_without_a_process_group(saved):
     root, truth = saved[0]["ragged"], saved[1]["ragged"]
     model = Mlp(5)
     loaded = ckpt.load({"model": model}, root)
@@ -88,7 +88,7 @@ def test_replicas_are_written_once_and_restored_everywhere(tmp_path):
 
 
 @pytest.mark.parametrize(("data", "model"), [(2, 2), (3, 4), (4, 3), (1, 5)])
-def test_what_is_cut_by_tensor_parallelism_first_and_then_by_fsdp_is_known_element_by_element(data, model):
+def test_strided_shards_of_tp_then_fsdp_map_to_exact_elements(data, model):
     """The oracle cuts as the two of them do, one after the other; also where another dimension than the first is cut, and the rest."""
     for rows, columns, dim in itertools.product((0, 1, 5, 9, 12), (3, 8), (0, 1)):
         full = torch.arange(rows * columns).view(rows, columns)
@@ -102,12 +102,12 @@ def test_what_is_cut_by_tensor_parallelism_first_and_then_by_fsdp_is_known_eleme
 
 
 @pytest.mark.slow
-def test_ragged_tensors_beside_shards_of_any_dimension_load_into_every_other_layout_bit_for_bit(tmp_path):
+def test_ragged_and_sharded_tensors_load_into_every_other_layout(tmp_path):
     run_gloo(4, composed, str(tmp_path))
     assert torch.equal(ckpt.open(tmp_path, ckpt.ls(tmp_path)[0].name).read("t1").float(), torch.arange(96.0).reshape(8, 2, 6))
 
 
-def test_a_rank_that_cannot_write_fails_all_ranks_with_its_words(tmp_path):
+def test_write_error_of_one_rank_is_raised_on_all_ranks(tmp_path):
     messages = run_gloo(3, failing_rank, str(tmp_path))
     assert len(set(messages)) == 1 and "rank 1 could not write" in messages[0] and "No space left" in messages[0]
     assert ckpt.latest(tmp_path) is None
@@ -138,7 +138,7 @@ def one_is_killed(victim, function, *arguments):
     ("point", "committed"), [("data.written", False), pytest.param("aux.written", False, marks=pytest.mark.slow), ("vote.written#1", True)]
 )
 @pytest.mark.fault("K4")
-def test_a_rank_that_dies_before_its_vote_stops_the_commit_within_the_timeout(tmp_path, point, committed):
+def test_rank_death_before_its_vote_stops_the_commit_in_time(tmp_path, point, committed):
     ckpt.save({"model": {"w": torch.ones(10)}}, tmp_path / "ckpt", 7)
     report = str(tmp_path / "report")
     one_is_killed(1, killed_rank, 2, str(tmp_path / "store"), str(tmp_path / "ckpt"), point, report)
@@ -150,7 +150,7 @@ def test_a_rank_that_dies_before_its_vote_stops_the_commit_within_the_timeout(tm
     assert torch.equal(ckpt.open(tmp_path / "ckpt").read("w"), torch.full((10,), 2.0 if committed else 1.0))
 
 
-def test_saved_beside_the_training_on_two_ranks_loads_on_three_bit_for_bit(tmp_path):
+def test_async_save_of_two_ranks_loads_on_three_bit_for_bit(tmp_path):
     roots = {builder: str(tmp_path / builder) for builder in ("fsdp2", "ragged")}
     results = run_gloo(2, async_rank, roots)
     for builder, root in roots.items():
@@ -162,7 +162,7 @@ def test_saved_beside_the_training_on_two_ranks_loads_on_three_bit_for_bit(tmp_p
 
 
 @pytest.mark.fault("K26", "K27")
-def test_a_failing_slow_unfit_or_missing_rank_means_the_same_to_all_ranks_without_a_collective(tmp_path):
+def test_all_ranks_agree_on_failing_slow_unfit_and_missing_ranks(tmp_path):
     told = run_gloo(3, async_failing_rank, str(tmp_path / "ckpt"))
     for rank, heard in enumerate(told):
         assert "rank 1 could not write" in heard["full"] and "No space left" in heard["full"]
@@ -194,7 +194,7 @@ def test_a_failing_slow_unfit_or_missing_rank_means_the_same_to_all_ranks_withou
         pytest.param(0, "commit.validated", "rank 0 reported no commit within 2 s", marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_dies_in_an_asynchronous_save_fails_it_within_the_timeout_and_the_one_before_loads(tmp_path, victim, point, words):
+def test_rank_death_fails_an_async_save_within_the_timeout(tmp_path, victim, point, words):
     ckpt.save({"model": {"w": torch.ones(10)}}, tmp_path / "ckpt", 7)
     report = str(tmp_path / "report")
     one_is_killed(victim, async_killed_rank, 2, str(tmp_path / "store"), str(tmp_path / "ckpt"), report, victim, point)

@@ -56,7 +56,7 @@ def both(store: Any, words: list[Any], *, timeout_s: float = 5.0) -> list[Any]:
     return ends
 
 
-def test_both_ranks_come_to_the_one_commit_and_it_loads():
+def test_both_ranks_return_one_commit_and_it_loads():
     store = ckpt.MemoryStore()
     first, second = both(store, [written(store, 0), written(store, 1)])
     assert first == second == ckpt.latest(store)
@@ -65,7 +65,7 @@ def test_both_ranks_come_to_the_one_commit_and_it_loads():
 
 @pytest.mark.parametrize("action", ["lost", "error"])
 @pytest.mark.fault("K15")
-def test_when_the_answer_to_the_commit_is_lost_no_rank_deletes_what_it_may_need(action):
+def test_lost_commit_answer_makes_no_rank_delete_its_data(action):
     inner = ckpt.MemoryStore()
     store = ckpt.FaultyStore(inner, [ckpt.Fault("put", action, "commits/*", times=None)])
     ends = both(store, [written(store, 0), written(store, 1)])
@@ -76,7 +76,7 @@ def test_when_the_answer_to_the_commit_is_lost_no_rank_deletes_what_it_may_need(
 
 
 @pytest.mark.parametrize("what", ["another's", "damaged"])
-def test_a_commit_of_this_step_that_is_there_already_fails_the_save_and_nothing_is_deleted(what):
+def test_existing_commit_fails_the_save_and_deletes_nothing(what):
     store = ckpt.MemoryStore()
     if what == "another's":
         ckpt.commit(store, [written(store, 0, 1, "theirs")], step=5, epoch=0, attempt="theirs", world=1, meta={})
@@ -90,7 +90,7 @@ def test_a_commit_of_this_step_that_is_there_already_fails_the_save_and_nothing_
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_where_one_rank_could_not_write_all_say_why_and_all_delete_what_they_wrote(failing):
+def test_write_error_of_one_rank_makes_all_raise_it_and_clean_up(failing):
     store = ckpt.MemoryStore()
     words: list[Any] = [written(store, rank) for rank in (0, 1)]
     words[failing] = OSError(errno.ENOSPC, "disk full on one host")
@@ -99,7 +99,7 @@ def test_where_one_rank_could_not_write_all_say_why_and_all_delete_what_they_wro
     assert not data(store) and not store.list("commits/")
 
 
-def test_votes_that_make_no_checkpoint_are_deleted_by_all_ranks():
+def test_all_ranks_delete_data_of_votes_that_make_no_checkpoint():
     store = ckpt.MemoryStore()
     twice = written(store, 1)
     store.delete("data/mine/r00001.safetensors")
@@ -109,7 +109,7 @@ def test_votes_that_make_no_checkpoint_are_deleted_by_all_ranks():
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_save_that_is_given_up_when_all_votes_are_in_is_not_committed(world):
+def test_save_aborted_after_all_votes_is_not_committed(world):
     store = ckpt.MemoryStore()
     votes = [written(store, rank, world) for rank in range(world)]
     if world == 2:
@@ -122,7 +122,7 @@ def test_a_save_that_is_given_up_when_all_votes_are_in_is_not_committed(world):
 
 
 @pytest.mark.fault("K15")
-def test_a_follower_waits_twice_as_long_as_rank_0_may_and_then_keeps_its_data():
+def test_follower_waits_twice_the_timeout_and_keeps_its_data():
     store = ckpt.MemoryStore()
     vote = written(store, 1)
     began = time.monotonic()
@@ -132,7 +132,7 @@ def test_a_follower_waits_twice_as_long_as_rank_0_may_and_then_keeps_its_data():
     assert store.get("attempts/mine/r00001.json"), "and has its vote"
 
 
-def test_rank_0_waits_no_longer_than_the_time_limit_for_a_vote_and_tells_the_others():
+def test_rank_0_reports_a_missing_vote_after_the_timeout():
     store = ckpt.MemoryStore()
     vote = written(store, 0)
     began = time.monotonic()
@@ -145,7 +145,7 @@ def test_rank_0_waits_no_longer_than_the_time_limit_for_a_vote_and_tells_the_oth
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_store_that_fails_now_and_then_is_asked_again_and_one_that_keeps_failing_ends_the_save(rank):
+def test_voting_retries_transient_but_not_lasting_read_errors(rank):
     inner = ckpt.MemoryStore()
     votes = [written(inner, 0), written(inner, 1)]
     if rank == 0:
@@ -165,7 +165,7 @@ def test_a_store_that_fails_now_and_then_is_asked_again_and_one_that_keeps_faili
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_save_that_is_given_up_while_it_waits_for_another_rank_leaves_at_once(rank):
+def test_aborted_save_stops_waiting_for_other_ranks_at_once(rank):
     store = ckpt.MemoryStore()
     began = time.monotonic()
     with pytest.raises(SaveAborted, match="given up while it waited for"):

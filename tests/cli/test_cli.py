@@ -94,7 +94,7 @@ def test_help_takes_less_than_three_tenths_of_a_second() -> None:
     assert statistics.median(wall) < 0.3 or statistics.median(cpu) < 0.25, (wall, cpu)
 
 
-def test_help_imports_neither_torch_nor_ray_nor_numpy_nor_pydantic() -> None:
+def test_help_imports_no_torch_ray_numpy_or_pydantic() -> None:
     code = (
         "import sys; from vescale_ray.cli import main; main(['train', '--help'])\n"
         "print([m for m in sys.modules if m in ('torch', 'ray', 'numpy', 'pydantic')])"
@@ -115,7 +115,7 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
     assert code == 0 and out.startswith("Usage: vescale-ray")
 
 
-def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_option_prints_the_package_version(capsys: pytest.CaptureFixture[str]) -> None:
     import vescale_ray
 
     assert said(capsys, "--version")[1].endswith(vescale_ray.__version__)
@@ -163,13 +163,13 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(args: list[str], words:
     assert not Path("runs").exists(), "something was made before the input was checked"
 
 
-def test_a_traceback_is_shown_only_when_asked_for_wherever_the_flag_stands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_traceback_needs_debug_flag_at_any_position(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Traceback" not in said(capsys, "train", "none.yaml")[2]
     assert "Traceback" in said(capsys, "--debug", "train", "none.yaml")[2]
     assert "Traceback" in said(capsys, "train", "none.yaml", "--debug")[2]
 
 
-def test_an_error_nobody_expected_is_one_line_too_with_its_kind_and_a_hint(
+def test_unexpected_error_is_one_line_with_its_type_and_a_hint(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:
@@ -180,7 +180,7 @@ def test_an_error_nobody_expected_is_one_line_too_with_its_kind_and_a_hint(
     assert (code, err) == (1, "vescale-ray: ZeroDivisionError: by zero (--debug shows the traceback)")
 
 
-def test_the_checkpoint_of_another_model_is_bad_input() -> None:
+def test_checkpoint_mismatch_counts_as_bad_input() -> None:
     class CheckpointMismatch(Exception):
         pass
 
@@ -206,7 +206,7 @@ def test_status_shows_a_living_run(alive: Controller, capsys: pytest.CaptureFixt
     assert "workers 3, generation 2, 5,000 tokens/s" in out and f"{alive.server.url()}/metrics" in out
 
 
-def test_a_loss_that_is_no_number_is_not_one_that_is_not_known_yet(alive: Controller, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nan_loss_and_unknown_loss_are_shown_differently(alive: Controller, capsys: pytest.CaptureFixture[str]) -> None:
     alive.snapshot = replace(alive.snapshot, loss=float("nan"), bpb=float("nan"))
     for command in (["status"], ["top", "--once"]):
         assert "not a finite number" in said(capsys, *command)[1]
@@ -215,7 +215,7 @@ def test_a_loss_that_is_no_number_is_not_one_that_is_not_known_yet(alive: Contro
         assert "none yet" in said(capsys, *command)[1]
 
 
-def test_status_shows_the_newest_checkpoint_and_the_interval_that_was_chosen(alive: Controller, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_shows_newest_checkpoint_and_chosen_interval(alive: Controller, capsys: pytest.CaptureFixture[str]) -> None:
     assert "checkpoint" not in said(capsys, "status")[1]
     alive.snapshot = replace(alive.snapshot, checkpoint_step=10, checkpoint_interval=61.0, checkpoint_interval_text="61 s (why)")
     out = said(capsys, "status")[1]
@@ -244,17 +244,17 @@ def test_stop_and_rescale_reach_the_run(alive: Controller, capsys: pytest.Captur
     assert alive.commands == [("rescale", {"workers": 2}), ("stop", {})]
 
 
-def test_a_rescale_that_the_run_refuses_is_bad_input_with_its_reason(alive: Controller, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_rescale_is_bad_input_with_the_runs_reason(alive: Controller, capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "rescale", "9") == (2, "", "vescale-ray: rescale to 9: 9 workers are more than the 6 slots")
 
 
-def test_a_wrong_token_is_refused_by_the_run_and_told(alive: Controller, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_refuses_a_wrong_token_and_stop_reports_it(alive: Controller, capsys: pytest.CaptureFixture[str]) -> None:
     RunFolder("runs/live").write_control(alive.server.url(), "old")
     code, _, err = said(capsys, "stop")
     assert code == 1 and "token" in err and len(err.splitlines()) == 1
 
 
-def test_the_newest_run_is_meant_when_none_is_named(alive: Controller, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_without_a_run_name_shows_the_newest_run(alive: Controller, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = made_run(elsewhere / "runs" / "old", state="DONE", step=50)
     os.utime(old.path / "run.json", (1, 1))
     os.utime(old.path / "config.yaml", (1, 1))
@@ -271,7 +271,7 @@ def test_the_newest_run_is_meant_when_none_is_named(alive: Controller, elsewhere
         ({}, "never got to its first state"),
     ],
 )
-def test_a_command_to_a_run_that_is_not_alive_says_so_and_how_to_go_on(
+def test_command_to_a_dead_run_says_so_and_how_to_resume(
     command: list[str], state: dict[str, Any], words: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = made_run(elsewhere / "runs" / "x", **state)
@@ -284,7 +284,7 @@ def test_a_command_to_a_run_that_is_not_alive_says_so_and_how_to_go_on(
     assert json.loads(said(capsys, "status", "--json")[1])["alive"] is False
 
 
-def test_a_port_that_another_run_took_over_is_not_taken_for_this_one(
+def test_status_rejects_another_runs_answer_on_a_reused_port(
     alive: Controller, elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dead = made_run(elsewhere / "runs" / "dead", state="RUNNING", step=3)
@@ -306,7 +306,7 @@ def test_ls_lists_runs_with_the_newest_last(elsewhere: Path, capsys: pytest.Capt
     assert folders == [str(Path("runs", name).absolute()) for name in ("one", "two", "new")]
 
 
-def test_a_damaged_run_hides_no_other_and_is_told_of(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_reports_a_damaged_run_and_still_lists_the_others(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b", "c"):
         made_run(elsewhere / "runs" / name, state="DONE", step=1)
     (elsewhere / "runs" / "b" / "run.json").write_text('{"step": 1')
@@ -318,7 +318,7 @@ def test_a_damaged_run_hides_no_other_and_is_told_of(elsewhere: Path, capsys: py
     assert code == 1 and sorted(json.loads(line)["state"] for line in out.splitlines()) == ["DONE", "DONE", "UNREADABLE"]
 
 
-def test_what_others_have_put_into_a_run_s_file_is_no_trouble_for_a_terminal_nor_for_json(
+def test_foreign_run_json_keeps_terminal_and_json_output_clean(
     elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = made_run(elsewhere / "runs" / "a", state="DONE", step=1)
@@ -340,7 +340,7 @@ def test_an_address_that_no_run_has_written_is_bad_input(control: str, elsewhere
 
 
 @pytest.mark.parametrize("there", ["nobody", "another run"])
-def test_a_run_on_the_loopback_of_another_machine_is_not_called_dead(
+def test_run_on_another_hosts_loopback_is_not_called_dead(
     there: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its folder lies on a shared file system; its address is this machine's own, where nobody listens, or another run does."""
@@ -404,7 +404,7 @@ def stranger() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("what", ["500", "drip", "short", "list", "odd", "html"])
-def test_another_program_at_a_run_s_or_a_prometheus_address_is_told_in_one_line_and_soon(
+def test_foreign_server_is_reported_in_one_line_and_soon(
     what: str, stranger: str, elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prometheus, "WAIT_S", 0.5)
@@ -442,7 +442,7 @@ def saved(root: Path, step: int) -> None:
     checkpoint.commit(root, [vote], step=step, epoch=1, attempt=attempt, world=1, meta={})
 
 
-def test_checkpoints_of_a_run_are_listed_and_verified_and_damage_is_named(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ckpt_ls_lists_and_verify_names_damage(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = made_run(elsewhere / "runs" / "x", state="DONE", step=20)
     for step in (10, 20):
         saved(run.checkpoints, step)
@@ -461,7 +461,7 @@ def test_checkpoints_of_a_run_are_listed_and_verified_and_damage_is_named(elsewh
     assert code == 1 and "damaged" in err and "w" in err and len(err.splitlines()) == 1
 
 
-def test_a_folder_without_checkpoints_has_none_to_list_and_none_to_verify(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_without_checkpoints_lists_none_and_fails_verify(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (elsewhere / "empty").mkdir()
     code, out, _ = said(capsys, "ckpt", "ls", "empty")
     assert code == 0 and "no committed checkpoint" in out
@@ -513,7 +513,7 @@ def test_an_output_folder_that_can_not_be_written_is_refused(elsewhere: Path, ca
     assert kept.read_text() == "mine"
 
 
-def test_the_checkpoints_of_another_model_are_refused_and_the_runs_configuration_stays(
+def test_other_models_checkpoint_is_refused_and_config_stays(
     elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = made_run(elsewhere / "runs" / "x", state="STOPPED", step=2)
@@ -530,12 +530,12 @@ def test_a_model_factory_that_can_not_be_imported_is_refused(elsewhere: Path, ca
     assert not (elsewhere / "runs").exists()
 
 
-def test_a_run_that_must_resume_and_can_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_must_without_a_checkpoint_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "holds no checkpoint" in refused(capsys, "checkpoint.resume=must")
 
 
 @pytest.mark.parametrize(("state", "code"), [("DONE", 0), ("STOPPED", 0), ("FAILED", 1)])
-def test_a_full_disk_below_the_job_s_log_changes_nothing_of_the_run(state: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_under_the_job_log_keeps_run_and_exit_code(state: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither its beginning nor its exit code, by which Ray and Kubernetes would begin anew a run that is done."""
     began: list[str] = []
 
@@ -553,7 +553,7 @@ def test_a_full_disk_below_the_job_s_log_changes_nothing_of_the_run(state: str, 
     assert ended == code and began == ["x"]
 
 
-def test_a_run_that_is_done_is_done_without_its_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_run_exits_0_when_its_report_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def carried_out(config: RunConfig, **given: Any) -> driver.RunResult:
         RunFolder(config.run_folder).append_metrics({"step": 3, "loss": 2.0})
         return driver.RunResult("DONE", 3, 3, None, None, config.run_folder)

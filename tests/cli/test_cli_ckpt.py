@@ -91,7 +91,7 @@ def test_every_command_has_an_example_or_an_explanation_and_json() -> None:
 
 
 @pytest.mark.parametrize("path", [[], ["x"], ["runs/x"], ["runs/x/checkpoints"], [f"x@{BEFORE}"], ["runs/x", BEFORE]])
-def test_a_checkpoint_is_meant_by_a_runs_name_a_folder_and_a_name_in_it(run, capsys, path):
+def test_show_takes_run_name_folder_or_checkpoint_name(run, capsys, path):
     code, out, _ = said(capsys, "show", *path)
     step = 10 if BEFORE in " ".join(path) else 20
     assert code == 0 and f"step {step}, epoch 0, written by 1 workers" in out
@@ -101,7 +101,7 @@ def test_a_checkpoint_is_meant_by_a_runs_name_a_folder_and_a_name_in_it(run, cap
     assert about["meta"] == ({"note": "ten"} if step == 10 else {})
 
 
-def test_a_run_goes_back_to_an_earlier_checkpoint_and_nothing_is_deleted(run, capsys):
+def test_rollback_commits_an_earlier_checkpoint_and_deletes_none(run, capsys):
     code, out, _ = said(capsys, "rollback", "x", "10")
     back = "e0001-s000000000010"
     assert code == 0 and f"the run goes on from step 10 ({back}, the data of {BEFORE}), not from {NEWEST}; go on with: vescale-ray" in out
@@ -115,7 +115,7 @@ def test_a_run_goes_back_to_an_earlier_checkpoint_and_nothing_is_deleted(run, ca
     assert json.loads(said(capsys, "show", "x", "--json")[1])["meta"] == {}
 
 
-def test_a_rollback_that_can_not_be_is_one_sentence_and_changes_nothing(run, capsys):
+def test_refused_rollback_is_one_sentence_and_changes_nothing(run, capsys):
     assert "no checkpoint of step 15; there are those of 10, 20" in refused(capsys, "rollback", "x", "15")
     assert "e0000-s000000000020.json is the newest checkpoint" in refused(capsys, "rollback", "x", "20")
     assert "say which checkpoint, by its step or as PATH@NAME" in refused(capsys, "rollback", "x")
@@ -139,7 +139,7 @@ def test_the_tensors_are_listed_on_request(run, capsys):
     assert about["tensor"] == {"norm.weight": {"shape": [24], "kinds": dict.fromkeys(("param", "exp_avg", "exp_avg_sq"), "float32")}}
 
 
-def test_what_is_not_there_is_named_with_the_remedy(run, capsys):
+def test_missing_run_or_checkpoint_is_named_with_the_remedy(run, capsys):
     assert "no such folder of checkpoints, and no run of that name" in refused(capsys, "show", "y")
     assert f"no checkpoint 'e0000-s000000000030' in {run.checkpoints}; newest there: {BEFORE}, {NEWEST}" in refused(
         capsys, "show", "x@e0000-s000000000030", code=1
@@ -174,7 +174,7 @@ def test_diff_says_what_changed_and_by_how_much(run, capsys):
     assert about["added"] == [] and about["same"] == 3 * (3 + 9 * CONFIG.layers) - 1
 
 
-def test_weights_go_to_hugging_face_and_come_back_as_a_checkpoint(run, capsys):
+def test_hugging_face_export_imports_back_with_equal_weights(run, capsys):
     code, out, _ = said(capsys, "export-hf", f"x@{BEFORE}", "hf", "--names", "llama", "--max-shard", "8KB", "--dtype", "bf16")
     assert code == 0 and f"hf: {BEFORE}, " in out and "files, read back and compared" in out
     files = sorted(p.name for p in Path("hf").glob("*.safetensors"))
@@ -211,7 +211,7 @@ def test_malformed_files_are_bad_input(run, capsys):
     assert not Path("y").exists()
 
 
-def test_a_checkpoint_goes_to_dcp_and_comes_back_with_its_optimizer(run, capsys):
+def test_dcp_export_imports_back_with_the_optimizer_state(run, capsys):
     code, out, _ = said(capsys, "export-dcp", "x", "dcp")
     assert code == 0 and f"dcp: {NEWEST}, " in out
     target = {"model": {name: torch.zeros_like(p) for name, p in Llama(CONFIG).state_dict().items()}}
@@ -223,7 +223,7 @@ def test_a_checkpoint_goes_to_dcp_and_comes_back_with_its_optimizer(run, capsys)
     assert said(capsys, "diff", "x", "back")[0] == 0
 
 
-def test_old_checkpoints_are_collected_but_for_pinned_ones(run, capsys):
+def test_gc_deletes_old_checkpoints_and_keeps_pinned_ones(run, capsys):
     assert f"{BEFORE} pinned (cli)" in said(capsys, "pin", f"x@{BEFORE}")[1]
     assert json.loads(said(capsys, "pin", "x", "--as", "eval", "--json")[1]) == {
         "path": str(Path("runs/x/checkpoints").absolute()),
@@ -247,7 +247,7 @@ def test_old_checkpoints_are_collected_but_for_pinned_ones(run, capsys):
     assert "Missing option '--keep'" in refused(capsys, "gc", "x")
 
 
-def test_names_with_control_characters_are_shown_without(elsewhere, capsys):
+def test_control_characters_in_names_are_escaped(elsewhere, capsys):
     save_file({"a\x1b[2Jb": torch.ones(2)}, "x.safetensors")
     said(capsys, "import-hf", "x.safetensors", "root")
     code, out, _ = said(capsys, "show", "root", "--tensors")
@@ -295,7 +295,7 @@ def test_a_bar_is_drawn_on_a_terminal_and_nowhere_else(run, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize("command", ["export-hf", "export-dcp"])
-def test_ctrl_c_in_an_export_leaves_nothing_half(run, capsys, monkeypatch, command):
+def test_ctrl_c_in_an_export_leaves_no_partial_output(run, capsys, monkeypatch, command):
     """Each file is begun, and none is left: a second try finds its place."""
 
     @contextmanager
@@ -426,7 +426,7 @@ def test_a_damaged_manifest_is_named_by_every_command(run, capsys):
     assert "checkpoint is damaged" in said(capsys, "diff", f"x@{BEFORE}", NEWEST)[2]
 
 
-def test_what_can_be_no_path_is_refused_before_anything_is_done(run, capsys):
+def test_empty_and_impossible_paths_are_refused_first(run, capsys):
     """An unset variable of a script must not mean the folder that one happens to be in."""
     Path("file").write_text("x")
     for args in (["ls"], ["gc", "--keep", "1"], ["show"], ["verify"], ["pin"], ["export-hf", "out"], ["import-hf"]):

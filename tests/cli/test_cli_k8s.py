@@ -37,7 +37,7 @@ def test_overrides_reach_the_run_in_the_manifest(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_json_holds_the_same_documents(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_list_holds_the_documents_of_the_yaml(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, text, _ = said(capsys, CLUSTER, "--kind", kind)
     code, out, _ = said(capsys, CLUSTER, "--kind", kind, "--json")
     one = json.loads(out)
@@ -140,7 +140,7 @@ def test_json_holds_the_same_documents(kind: str, capsys: pytest.CaptureFixture[
         ([CLUSTER, "train.device=cpu"], "which they would not use: set ray.gpus_per_worker=0"),
     ],
 )
-def test_what_breaks_a_rule_is_not_printed_and_said_in_one_sentence(
+def test_render_refuses_broken_rules_in_one_sentence(
     args: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = said(capsys, *args)

@@ -80,7 +80,7 @@ def finished(process: subprocess.Popen[str], seconds: float) -> tuple[int, str]:
 
 
 @pytest.mark.timeout(600)
-def test_the_demo_loses_a_worker_grows_back_and_proves_that_nothing_was_lost(tmp_path: Path) -> None:
+def test_demo_loses_a_worker_grows_back_and_loses_no_sample(tmp_path: Path) -> None:
     process = start(tmp_path, "demo", "run.name=d", "train.steps=150", "data.eval_samples=64")
     code, output = finished(process, 580)
     assert code == 0, output
@@ -107,7 +107,7 @@ def test_the_demo_loses_a_worker_grows_back_and_proves_that_nothing_was_lost(tmp
 
 
 @pytest.mark.timeout(600)
-def test_ctrl_c_leaves_nothing_running_says_where_to_resume_and_resuming_loses_no_sample(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_process_and_the_resume_loses_no_sample(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(RUN.format(steps=400))
     process = start(tmp_path, "train", "run.yaml", *SMALL)
     run = RunFolder(tmp_path / "runs" / "r")

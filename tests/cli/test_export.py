@@ -24,7 +24,7 @@ def run(tmp_path: Path) -> RunFolder:
     return folder
 
 
-def test_each_line_becomes_a_row_and_each_nested_field_columns(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_makes_lines_rows_and_nested_fields_columns(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vescale_ray.parquet.ROWS", 2)
     assert to_parquet(run, tmp_path / "m.parquet") == 5
     rows = pq.read_table(tmp_path / "m.parquet").to_pylist()

@@ -41,7 +41,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_what_an_error_brings_along_is_no_command_to_a_terminal_and_no_second_line(run: RunFolder) -> None:
+def test_control_characters_in_errors_are_escaped_on_one_line(run: RunFolder) -> None:
     nasty = "\x1b[31mRuntimeError\x1b[0m: a\r\nb\x07 \u202egnp.exe"
     out = io.StringIO()
     with Progress(run, 200, 3600.0, out):
@@ -53,7 +53,7 @@ def test_what_an_error_brings_along_is_no_command_to_a_terminal_and_no_second_li
     assert "failed: \\x1b[31mRuntimeError\\x1b[0m: a b\\x07 \\u202egnp.exe" in lines[1], "nothing is hidden"
 
 
-def test_in_a_log_there_is_one_line_per_interval_each_event_and_the_last_step(run: RunFolder) -> None:
+def test_log_has_one_line_per_interval_event_and_last_step(run: RunFolder) -> None:
     step(run, 1)
     out = io.StringIO()
     with Progress(run, 200, 3600.0, out):
@@ -83,7 +83,7 @@ def test_in_a_log_there_is_one_line_per_interval_each_event_and_the_last_step(ru
     assert len(lines) == 3 and "\x1b" not in out.getvalue() and "\r" not in out.getvalue()
 
 
-def test_steps_that_were_there_before_are_not_shown_again(run: RunFolder) -> None:
+def test_progress_omits_steps_from_before_it_started(run: RunFolder) -> None:
     step(run, 1)
     run.append_event({"event": "run_started"})
     out = io.StringIO()
@@ -92,7 +92,7 @@ def test_steps_that_were_there_before_are_not_shown_again(run: RunFolder) -> Non
     assert out.getvalue() == ""
 
 
-def test_on_a_terminal_there_is_a_live_line_with_events_above_it(run: RunFolder) -> None:
+def test_terminal_shows_a_live_line_with_events_above_it(run: RunFolder) -> None:
     out = Terminal()
     with Progress(run, 200, 1.0, out):
         step(run, 7)
@@ -101,7 +101,7 @@ def test_on_a_terminal_there_is_a_live_line_with_events_above_it(run: RunFolder)
     assert "7/200" in out.getvalue()
 
 
-def test_a_reader_that_goes_away_does_not_end_the_run(run: RunFolder) -> None:
+def test_closed_output_does_not_end_the_run(run: RunFolder) -> None:
     out = io.StringIO()
     with Progress(run, 200, 0.01, out):
         out.close()
@@ -131,7 +131,7 @@ def test_a_log_on_a_full_disk_goes_on_when_there_is_room_again(run: RunFolder) -
         wait_for(lambda: "step   2/200" in out.getvalue())
 
 
-def test_a_loss_that_is_none_is_shown_as_such(run: RunFolder) -> None:
+def test_null_loss_is_shown_as_not_a_finite_number(run: RunFolder) -> None:
     out = io.StringIO()
     with Progress(run, 10, 0.01, out):
         run.append_metrics({"step": 1, "loss": None, "tokens_per_second": 5.0, "world": 3})
@@ -159,7 +159,7 @@ def test_a_demo_with_nothing_to_show_is_refused(override: str) -> None:
 
 
 @pytest.mark.parametrize("steps", [6, 7, 8, 30, 200])
-def test_a_worker_is_killed_at_a_third_and_the_run_grows_back_at_two_thirds(steps: int) -> None:
+def test_demo_schedule_kills_at_a_third_and_grows_at_two_thirds(steps: int) -> None:
     kill, grow = demo_schedule(demo_config([f"train.steps={steps}"]))
     assert (kill.action, kill.value, grow.action, grow.value) == ("kill", 2, "rescale", 3)
     assert abs(kill.step - steps / 3) < 1 and abs(grow.step - 2 * steps / 3) < 2
@@ -187,7 +187,7 @@ GOOD = Summary(
 CHANGES = [{"event": "rescaled", "direction": "shrink"}, {"event": "x"}, {"event": "rescaled", "direction": "grow"}]
 
 
-def test_a_demo_that_showed_everything_has_no_shortcoming() -> None:
+def test_complete_demo_reports_no_shortcoming() -> None:
     assert shortcomings(GOOD, CHANGES) == []
 
 
@@ -202,11 +202,11 @@ def test_a_demo_that_showed_everything_has_no_shortcoming() -> None:
         ({"heldout": ((0, 7.9), (9, 7.9))}, "did not fall"),
     ],
 )
-def test_what_a_demo_did_not_show_is_told(change: dict[str, Any], words: str) -> None:
+def test_demo_reports_each_shortcoming(change: dict[str, Any], words: str) -> None:
     (told,) = shortcomings(replace(GOOD, **change), CHANGES)
     assert words in told
 
 
-def test_a_demo_in_which_nothing_was_lost_showed_nothing() -> None:
+def test_demo_without_both_rescales_reports_the_missing_one() -> None:
     assert "did: neither" in shortcomings(GOOD, [])[0]
     assert "did: shrink" in shortcomings(GOOD, CHANGES[:1])[0]

@@ -60,7 +60,7 @@ def drawn(snapshot: Snapshot, events: list[dict[str, object]], rows: int = 5) ->
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 130])
-def test_of_each_rank_there_is_what_a_terminal_has_room_for(width: int) -> None:
+def test_rank_table_drops_columns_as_the_terminal_narrows(width: int) -> None:
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
     ranks = range(1000, 1003)
     snapshot = replace(SNAPSHOT, workers={}, memory=dict.fromkeys(ranks, 300 << 20), slowness=dict.fromkeys(ranks, 3.25), slots={})
@@ -74,7 +74,7 @@ def test_of_each_rank_there_is_what_a_terminal_has_room_for(width: int) -> None:
 @pytest.mark.parametrize(
     ("status", "event"), [({"rescales": {"grow": None}}, {}), ({"memory": {"zero": 1}}, {}), ({}, {"event": "checkpoint_interval"})]
 )
-def test_what_a_run_of_another_version_tells_is_one_sentence(
+def test_top_refuses_another_versions_data_in_one_sentence(
     status: dict[str, object], event: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = RunFolder(tmp_path / "r").create()
@@ -84,7 +84,7 @@ def test_what_a_run_of_another_version_tells_is_one_sentence(
         top.show(folder, 1.0, Console(file=io.StringIO()), once=True)
 
 
-def test_it_shows_what_the_controller_says() -> None:
+def test_top_shows_the_controllers_snapshot_and_events() -> None:
     events = [{"time": NOW - 60 * i, "event": "worker_lost", "step": i, "worker": f"w{i}", "reason": "[bold]x"} for i in range(9, 0, -1)]
     text = drawn(SNAPSHOT, events)
     for words in (
@@ -103,7 +103,7 @@ def test_it_shows_what_the_controller_says() -> None:
     assert "w5 lost: [bold]x" in text and "w6 lost" not in text, "the newest five, and no markup"
 
 
-def test_of_a_run_that_has_just_begun_it_shows_that() -> None:
+def test_top_shows_a_pending_run_without_figures() -> None:
     text = drawn(Snapshot("r", "PENDING"), [])
     assert "PENDING" in text and "none yet" in text and "0 of 0" in text
 
@@ -122,12 +122,12 @@ def run(tmp_path: Path) -> Iterator[tuple[RunFolder, MetricsServer]]:
         server.close()
 
 
-def test_without_a_terminal_it_is_drawn_once(run: tuple[RunFolder, MetricsServer]) -> None:
+def test_top_draws_once_without_a_terminal(run: tuple[RunFolder, MetricsServer]) -> None:
     told = CliRunner().invoke(app.cli, ["top", str(run[0].path)], standalone_mode=False)
     assert told.return_value == 0 and "12,345 tokens/s" in told.output and "started" in told.output and "\x1b" not in told.output
 
 
-def test_on_a_terminal_it_goes_on_until_the_run_ends_and_says_how(run: tuple[RunFolder, MetricsServer]) -> None:
+def test_top_redraws_until_the_run_ends_and_reports_the_end(run: tuple[RunFolder, MetricsServer]) -> None:
     folder, server = run
 
     def end() -> None:
@@ -140,7 +140,7 @@ def test_on_a_terminal_it_goes_on_until_the_run_ends_and_says_how(run: tuple[Run
     assert "it is done, with 120 steps" in said and out.getvalue().count("12,345 tokens/s") > 2, "drawn again and again"
 
 
-def test_while_the_controller_is_restarted_it_waits_and_says_so(run: tuple[RunFolder, MetricsServer]) -> None:
+def test_top_says_when_the_controller_is_silent_but_driver_lives(run: tuple[RunFolder, MetricsServer]) -> None:
     """The driver lives, whoever asks: then the run is not over, and must not be said to be."""
     folder, server = run
     with folder.claim():
@@ -156,7 +156,7 @@ def test_while_the_controller_is_restarted_it_waits_and_says_so(run: tuple[RunFo
     assert "its controller does not answer now" in text.getvalue() and "12,345 tokens/s" in text.getvalue(), "with what was known last"
 
 
-def test_of_many_ranks_the_slowest_are_shown_and_a_narrow_terminal_shows_what_it_can() -> None:
+def test_top_shows_the_slowest_ranks_and_fits_narrow_terminals() -> None:
     ranks = range(1024)
     pace = {r: 1.0 + (r % 50 == 7) for r in ranks}
     workers = {r: {"worker": f"w{r}", "node": "n"} for r in ranks}
@@ -169,14 +169,14 @@ def test_of_many_ranks_the_slowest_are_shown_and_a_narrow_terminal_shows_what_it
     assert max(map(len, console.file.getvalue().splitlines())) <= 40  # type: ignore[attr-defined]
 
 
-def test_what_names_and_errors_bring_along_is_shown_and_not_obeyed() -> None:
+def test_top_escapes_markup_and_control_characters() -> None:
     odd = replace(SNAPSHOT, workers={0: {"worker": "[/x]", "node": "[red]n"}}, error="\x1b[31mno room")
     text = drawn(odd, [{"time": NOW, "event": "warning", "step": "[/y]", "text": "[/z]"}])
     for words in ("[/x]", "[red]n", "step [/y]", "[/z]", "\\x1b[31mno room"):
         assert words in text, words
 
 
-def test_of_a_run_that_is_not_alive_it_says_so(tmp_path: Path) -> None:
+def test_top_refuses_a_run_that_is_not_alive(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "r").create()
     (folder.path / "config.yaml").write_text("run: {name: r}\n")
     with pytest.raises(client.RunNotAlive):

@@ -34,7 +34,7 @@ def test_a_file_may_give_only_some_keys_and_an_empty_section(tmp_path: Path) -> 
     assert load_config(path).train.steps == 7
 
 
-def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(tmp_path: Path) -> None:
+def test_overrides_beat_the_file_and_the_last_override_wins(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("train: {steps: 7, lr: 0.5}\n")
     config = load_config(path, ["train.steps=8", "train.steps=9"])
@@ -47,11 +47,11 @@ def test_an_override_may_hold_a_whole_section() -> None:
 
 
 @pytest.mark.parametrize("text", ["1e-3", "0.001", "1.0e-3", "'1e-3'"])
-def test_a_number_in_scientific_notation_is_a_number_though_yaml_calls_it_text(text: str) -> None:
+def test_scientific_notation_is_read_as_a_number(text: str) -> None:
     assert load_config(None, [f"train.lr={text}"]).train.lr == 0.001
 
 
-def test_what_takes_text_takes_whatever_yaml_would_make_of_it() -> None:
+def test_text_keys_keep_values_that_yaml_would_convert() -> None:
     given = load_config(None, ["run.name=2026", "metrics.host=::", "data.corpus=1.50", "checkpoint.dir=on", "run.dir='a b'"])
     assert (given.run.name, given.metrics.host, given.data.corpus, given.checkpoint.dir) == ("2026", "::", "1.50", "on")
     assert load_config(None, ["ray.address=[::1]:6379"]).ray.address == "[::1]:6379"
@@ -83,7 +83,7 @@ def test_credentials_in_a_url_are_refused_and_not_shown(url: str) -> None:
 @pytest.mark.parametrize(
     "given", ["run.dir=s3://AKIA:hush@b/x", "data.corpus=https://me:hush@host/x", "ray.address=ray://me:hush@head:10001"]
 )
-def test_credentials_in_other_addresses_are_not_shown_either(given: str) -> None:
+def test_credentials_in_other_addresses_are_refused_and_hidden(given: str) -> None:
     said = refusal(given)
     assert said.startswith(f"{given.partition('=')[0]}: credentials do not belong in a URL") and "hush" not in said
 
@@ -101,16 +101,16 @@ def test_credentials_in_other_addresses_are_not_shown_either(given: str) -> None
         "simplecache::s3://b/p?endpoint=http://[::1]:9000",
     ],
 )
-def test_what_holds_no_credentials_is_taken(url: str) -> None:
+def test_urls_without_credentials_are_accepted(url: str) -> None:
     assert load_config(None, [f"checkpoint.dir={url}"]).checkpoint.dir == url
 
 
-def test_null_means_the_default_of_the_rule_not_of_the_key() -> None:
+def test_null_max_workers_follows_from_slots() -> None:
     config = load_config(None, ["elastic.max_workers=null", "train.slots=5", "elastic.workers=5"])
     assert config.max_workers == 5
 
 
-def test_the_resolved_form_reads_back_to_the_same_configuration(tmp_path: Path) -> None:
+def test_resolved_yaml_reads_back_as_an_equal_configuration(tmp_path: Path) -> None:
     config = load_config(
         None, ["train.lr=3e-4", "run.name=x1", "elastic.max_workers=4", "model.units=[layers.*, head]", "train.betas=[0.8, 0.9]"]
     )
@@ -125,7 +125,7 @@ def test_a_configuration_can_not_be_changed() -> None:
         RunConfig().train.steps = 3  # type: ignore[misc]
 
 
-def test_sizes_that_follow_from_others() -> None:
+def test_derived_sizes_and_folders_follow_from_other_keys() -> None:
     config = load_config(None, ["train.slots=6", "train.slot_batch=4", "data.seq_len=128", "run.dir=~/x", "run.name=a"])
     assert config.global_batch == 24
     assert config.tokens_per_step == 3072
@@ -149,7 +149,7 @@ def test_sizes_that_follow_from_others() -> None:
         ("metric.port=1", "metrics.port"),
     ],
 )
-def test_a_mistyped_key_is_answered_with_the_nearest_right_one_in_overrides_and_in_files(typo: str, right: str, tmp_path: Path) -> None:
+def test_mistyped_key_gets_the_nearest_right_one(typo: str, right: str, tmp_path: Path) -> None:
     if typo == "checkpoint.interval=1":
         assert refusal(typo).startswith("unknown key checkpoint.interval: ")  # nothing is near in spelling: the keys are listed, or a guess
         return
@@ -162,7 +162,7 @@ def test_a_mistyped_key_is_answered_with_the_nearest_right_one_in_overrides_and_
             load_config(path)
 
 
-def test_a_key_like_no_other_is_answered_with_what_there_is() -> None:
+def test_key_without_a_near_match_gets_the_known_keys() -> None:
     assert refusal("zzz=1") == "unknown key zzz: the sections are run, model, data, train, elastic, checkpoint, ray, metrics"
     assert refusal("ray.zzz=1") == "unknown key ray.zzz: ray has address, num_cpus, object_store_mb, cpus_per_worker, gpus_per_worker"
     assert "train is a section" in refusal("train=3")
@@ -176,11 +176,11 @@ SIZES = [
 ]
 
 
-def test_the_list_of_sizes_is_not_empty() -> None:
+def test_list_of_sizes_holds_the_known_keys() -> None:
     assert {"train.steps", "train.slots", "model.dim", "data.seq_len", "elastic.workers", "checkpoint.keep_last"} <= set(SIZES)
 
 
-def test_checkpoints_may_come_every_so_many_steps_or_as_often_as_they_pay() -> None:
+def test_checkpoint_every_takes_a_number_of_steps_or_auto() -> None:
     assert load_config(None, ["checkpoint.every=7"]).checkpoint.every == 7
     config = load_config(None, ["checkpoint.every=auto", "checkpoint.keep_best=2"])
     assert config.checkpoint.every == "auto" and parse_config(config.model_dump(mode="json")) == config
@@ -270,11 +270,11 @@ def test_rates_and_times_must_be_positive_and_finite(key: str, value: str) -> No
         (["train={steps: 1, steps: 2}"], "key 'steps' is given twice"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_one_line_that_names_it(overrides: list[str], words: str) -> None:
+def test_unfit_values_are_refused_in_one_line_that_names_them(overrides: list[str], words: str) -> None:
     assert words in refusal(*overrides)
 
 
-def test_a_factory_of_ones_own_is_not_held_to_the_rules_of_the_llama() -> None:
+def test_model_factory_skips_the_llama_rules() -> None:
     assert load_config(None, ["model.factory=pkg.mod:make", "model.heads=3"]).model.factory == "pkg.mod:make"
 
 
@@ -288,7 +288,7 @@ def test_a_factory_of_ones_own_is_not_held_to_the_rules_of_the_llama() -> None:
         (b"\xff\xfe\x00", "is not text"),
     ],
 )
-def test_a_file_that_is_no_configuration_is_refused_with_its_path_and_line(content: bytes, words: str, tmp_path: Path) -> None:
+def test_malformed_file_is_refused_with_its_path_and_line(content: bytes, words: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
@@ -320,6 +320,6 @@ def test_every_key_is_documented() -> None:
             assert field.description, f"{name}.{key}"
 
 
-def test_the_reference_page_is_what_the_code_says() -> None:
+def test_reference_page_matches_the_code() -> None:
     page = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
     assert page == reference(), "run: python -m vescale_ray.config > docs/reference/configuration.md"

@@ -55,12 +55,12 @@ def files(folder: Path) -> set[Path]:
         ("memory://x/_ray_pkg_0a", None),
     ],
 )
-def test_a_path_tells_what_takes_its_folder_along(path, what):
+def test_paths_into_ray_packages_and_sessions_are_recognised(path, what):
     reason = lasting.goes_with(path)
     assert (what is None) == (reason is None) and (what or "") in (reason or "")
 
 
-def test_a_link_into_a_session_is_followed(tmp_path):
+def test_symlink_into_a_ray_session_is_resolved(tmp_path):
     (tmp_path / SESSION / "runs").mkdir(parents=True)
     (tmp_path / "session_latest").symlink_to(tmp_path / SESSION)
     assert "session" in str(lasting.goes_with(tmp_path / "session_latest" / "runs"))
@@ -75,7 +75,7 @@ def test_a_link_into_a_session_is_followed(tmp_path):
         (("run.dir=/{tmp}/lasting", "checkpoint.dir=file://{cwd}/kept"), "checkpoint.dir = file://", "kept"),
     ],
 )
-def test_a_run_that_would_write_into_a_jobs_package_is_refused_before_anything_is_made(package, tmp_path, capsys, overrides, key, where):
+def test_train_refuses_to_write_into_a_jobs_package(package, tmp_path, capsys, overrides, key, where):
     given = [one.format(tmp=str(tmp_path).lstrip("/"), cwd=package) for one in overrides]
     before = files(tmp_path)
     assert main(["train", "run.yaml", *given]) == 2
@@ -102,7 +102,7 @@ def test_the_remedy_of_a_refused_folder_works(package, tmp_path):
         ("~nobody-of-this-name/runs", "~nobody-of-this-name is nobody's home folder here; give an absolute path"),
     ],
 )
-def test_a_path_that_means_another_folder_is_refused(path, words):
+def test_misread_paths_are_refused(path, words):
     for key in ("run.dir", "checkpoint.dir", "data.corpus"):
         with pytest.raises(BadInput, match=f"{key} = .*{words}") as caught:
             load_config(None, [f"{key}={path}"])
@@ -112,18 +112,18 @@ def test_a_path_that_means_another_folder_is_refused(path, words):
 
 
 @pytest.mark.parametrize("path", ["/data/a$b", "s3://bucket/x", "a:/b", "~/runs", "host:6379", "C:/x", "/data/$", "runs~"])
-def test_a_path_that_means_what_it_says_is_taken(path):
+def test_unambiguous_paths_are_accepted(path):
     assert lasting.misread(path) is None
 
 
-def test_a_url_as_the_runs_folder_is_refused_with_what_takes_one(package):
+def test_url_as_run_dir_is_refused_in_favour_of_checkpoint_dir(package):
     with pytest.raises(
         RunRefused, match=r"run.dir = s3://bucket/runs: run folders are no URLs; give an absolute path .* as checkpoint.dir"
     ):
         preflight.foresee(load_config("run.yaml", ["run.dir=s3://bucket/runs"]))
 
 
-def test_a_temporary_folder_is_warned_of_on_a_cluster_and_not_on_ones_own_machine(tmp_path, monkeypatch):
+def test_temporary_folder_warns_on_a_cluster_and_not_locally(tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     text = tmp_path / "text.txt"
     text.write_text("A text of some length, again and again. " * 400)
@@ -143,14 +143,14 @@ def test_a_temporary_folder_is_warned_of_on_a_cluster_and_not_on_ones_own_machin
     assert doctor.run_folder(config).verdict == "ok"
 
 
-def test_the_doctor_says_so_too(package):
+def test_doctor_fails_folders_in_a_jobs_package(package):
     config = load_config("run.yaml")
     for finding in (doctor.run_folder(config), doctor.storage(config.checkpoint_root)):
         assert finding.verdict == "fail" and str(package / "runs/j1") in finding.text and "absolute path" in finding.remedy
     assert not (package / "runs").exists()
 
 
-def test_an_export_into_a_jobs_package_is_refused_before_anything_is_written(package, tmp_path, capsys):
+def test_exports_into_a_jobs_package_are_refused_unwritten(package, tmp_path, capsys):
     ckpt.save({"model": {"w": torch.ones(2)}}, tmp_path / "c", 1)
     before = files(tmp_path)
     for words in (["export-hf", str(tmp_path / "c"), "out"], ["export-dcp", str(tmp_path / "c"), "out"], ["import-dcp", "text.txt", "new"]):

@@ -10,7 +10,7 @@ from vescale_ray.config import TrainSection
 from vescale_ray.lr_schedule import lr_at
 
 
-def test_it_rises_in_equal_steps_to_the_highest_rate_and_falls_as_half_a_cosine_to_the_lowest() -> None:
+def test_rate_warms_up_linearly_and_decays_as_half_a_cosine() -> None:
     train = TrainSection(steps=14, lr=1.0, warmup_steps=4, min_lr_ratio=0.2)
     rates = [lr_at(step, train) for step in range(14)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
@@ -20,13 +20,13 @@ def test_it_rises_in_equal_steps_to_the_highest_rate_and_falls_as_half_a_cosine_
     assert all(a >= b for a, b in zip(rates[3:], rates[4:], strict=False))
 
 
-def test_it_stays_at_the_lowest_rate_after_the_last_step() -> None:
+def test_rate_stays_at_its_minimum_after_the_last_step() -> None:
     train = TrainSection(steps=10, lr=1.0, warmup_steps=2, min_lr_ratio=0.1)
     assert lr_at(9, train) == lr_at(10, train) == lr_at(500, train) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (1, 20), (5, 4), (5, 5), (5, 20), (2, 1)])
-def test_it_is_defined_and_positive_when_warm_up_takes_the_whole_run_or_there_is_none(steps: int, warmup: int) -> None:
+def test_rate_is_positive_with_no_warm_up_or_only_warm_up(steps: int, warmup: int) -> None:
     train = TrainSection(steps=steps, lr=2.0, warmup_steps=warmup, min_lr_ratio=0.1)
     assert all(0 < lr_at(step, train) <= 2.0 for step in range(steps))
 

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 AFTER_S, GAP_S = 2.0, 2.0
 
 
-def test_the_autoscaler_starts_the_nodes_that_a_run_asks_for_and_ends_them_when_it_has_no_use_for_them(tmp_path: Path) -> None:
+def test_autoscaler_starts_requested_nodes_and_ends_idle_ones(tmp_path: Path) -> None:
     elastic = {"workers": 2, "max_workers": 4, "grow": True, "grow_after_s": AFTER_S, "grow_gap_s": GAP_S, "demand": 2}
     changes: dict[str, Any] = {f"elastic_{key}": value for key, value in elastic.items()}
     with started(2, autoscaled=3) as cluster:

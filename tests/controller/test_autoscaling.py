@@ -63,7 +63,7 @@ class Driven:
 
 @pytest.mark.slow
 @pytest.mark.fault("G1", "G2")
-def test_a_run_grows_into_nodes_that_stay_asks_for_more_and_heeds_a_rescale(tmp_path: Path) -> None:
+def test_run_grows_only_into_nodes_that_stay_and_obeys_a_rescale(tmp_path: Path) -> None:
     elastic = {"workers": 2, "max_workers": 4, "grow": True, "grow_after_s": AFTER_S, "grow_gap_s": GAP_S, "demand": 1}
     changes: dict[str, Any] = {f"elastic_{key}": value for key, value in elastic.items()}
     with cluster(2) as nodes:
@@ -126,7 +126,7 @@ def test_a_run_grows_into_nodes_that_stay_asks_for_more_and_heeds_a_rescale(tmp_
 
 @pytest.mark.slow
 @pytest.mark.fault("G3")
-def test_room_that_another_job_waits_for_goes_to_it_and_what_waits_for_more_than_there_is_holds_nothing(tmp_path: Path) -> None:
+def test_growth_yields_to_pending_jobs_but_not_to_partial_gangs(tmp_path: Path) -> None:
     """Ray gives a place to whoever has waited for it before a run that grows has seen it free for long enough; it reserves none for a job
     whose places are not all there."""
     with cluster(2) as nodes:
@@ -159,7 +159,7 @@ def test_room_that_another_job_waits_for_goes_to_it_and_what_waits_for_more_than
 
 
 @pytest.mark.slow
-def test_places_that_were_asked_for_go_with_the_run_also_when_its_controller_or_its_driver_is_killed(tmp_path: Path) -> None:
+def test_killed_controller_or_driver_leaks_no_requested_places(tmp_path: Path) -> None:
     with cluster(2) as nodes:
         changes: dict[str, Any] = {"ray_address": nodes.address, "train_steps": 100_000, "ray_cpus_per_worker": 1.0, "elastic_workers": 2}
         run = Driven(tiny(tmp_path, "asks", elastic_grow=True, elastic_demand=3, elastic_max_workers=4, **changes), tmp_path)
@@ -181,7 +181,7 @@ def test_places_that_were_asked_for_go_with_the_run_also_when_its_controller_or_
 
 @pytest.mark.slow
 @pytest.mark.fault("N9")
-def test_a_lost_node_with_two_workers_is_one_failure_and_no_crash_and_the_spare_on_another_steps_in(tmp_path: Path) -> None:
+def test_lost_node_counts_as_one_failure_and_a_spare_steps_in(tmp_path: Path) -> None:
     with cluster(2, 2) as nodes:
         changes: dict[str, Any] = {"ray_address": nodes.address, "ray_cpus_per_worker": 1.0, "train_steps": 100_000}
         elastic = {"elastic_workers": 3, "elastic_spares": 1, "elastic_max_kills": 0, "elastic_max_hangs": 0, "elastic_max_errors": 0}
@@ -208,7 +208,7 @@ def test_a_lost_node_with_two_workers_is_one_failure_and_no_crash_and_the_spare_
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_here")
 @pytest.mark.fault("W13")
-def test_a_spare_takes_the_place_of_a_lost_worker_at_once_and_another_comes_after_it(tmp_path: Path) -> None:
+def test_spare_replaces_lost_worker_at_once_and_is_refilled(tmp_path: Path) -> None:
     import ray
 
     config = tiny(tmp_path, "spared", elastic_workers=2, elastic_spares=1, elastic_grow_after_s=1, train_steps=100_000, checkpoint_every=0)

@@ -82,7 +82,7 @@ def test_every_state_can_be_reached_and_leads_to_an_end() -> None:
     assert tuple(RunState) == snapshot.STATES
 
 
-def test_a_transition_that_is_not_in_the_table_is_an_error_that_names_what_is_allowed() -> None:
+def test_transition_outside_the_table_names_the_allowed_states() -> None:
     assert check_transition(RunState.RUNNING, RunState.RESCALING) is RunState.RESCALING
     with pytest.raises(ValueError, match="RUNNING can't become PENDING; allowed: CHECKPOINTING, FAILED"):
         check_transition(RunState.RUNNING, RunState.PENDING)
@@ -106,7 +106,7 @@ def test_a_durable_state_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert launched.world() == generation(6, 41, "w0", "w3")
 
 
-def test_a_damaged_state_or_one_of_another_version_counts_as_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_or_other_version_durable_state_counts_as_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole = json.loads(DurableState("r1", 7, LaunchedGeneration(6, 1, ("a",), "memory", 4)).to_json())
     others = ["", "{", "[]", "null", "[" * 100_000, '{"run_id": "x"}', json.dumps({**whole, "version": VERSION + 1})]
     others += [json.dumps({**whole, "unknown": 1}), json.dumps({**whole, "generation": {"number": 6}})]
@@ -151,7 +151,7 @@ def run(tmp_path: Path) -> Recorded:
 
 
 @pytest.mark.fault("W5")
-def test_a_step_is_written_once_though_every_rank_tells_of_it_and_an_older_generations_never(run: Recorded) -> None:
+def test_step_is_written_once_and_never_for_an_older_generation(run: Recorded) -> None:
     first = generation(1, 0, "a", "b", origin=Origin.FRESH)
     run.open(first)
     told = [run.stepped(stepped(first, i, 10.0 + i)) for i in (0, 0, 1, 0, 1, 2)]
@@ -165,7 +165,7 @@ def test_a_step_is_written_once_though_every_rank_tells_of_it_and_an_older_gener
     assert [line["ids"][0] for line in run.folder.read_samples()] == [0, 12, 24]
 
 
-def test_steps_that_a_controller_before_could_not_write_down_are_missing_and_those_after_them_are_not(run: Recorded) -> None:
+def test_steps_lost_with_a_controller_do_not_block_later_steps(run: Recorded) -> None:
     """Its lines waited for a full disk when it was killed. The run stood at that step for ever after, to whoever looked."""
     world = generation(3, 0, "a", "b", origin=Origin.FRESH)
     run.open(world)
@@ -173,7 +173,7 @@ def test_steps_that_a_controller_before_could_not_write_down_are_missing_and_tho
     assert run.stats.step == 42 and [line["step"] for line in run.folder.read_metrics()] == [1, 41, 42]
 
 
-def test_the_pause_of_a_recovery_counts_from_the_end_of_the_step_that_it_went_back_to(run: Recorded) -> None:
+def test_recovery_pause_counts_from_the_end_of_the_restored_step(run: Recorded) -> None:
     first = generation(1, 0, "a", "b", "c", origin=Origin.FRESH)
     run.open(first)
     for i in range(10):
@@ -203,7 +203,7 @@ def test_the_pause_of_a_recovery_counts_from_the_end_of_the_step_that_it_went_ba
 
 
 @pytest.mark.parametrize("ends", ["in order", "with a loss"])
-def test_a_change_that_is_asked_for_before_the_first_step_after_another_is_told_of_as_what_it_is(run: Recorded, ends: str) -> None:
+def test_rescale_before_a_pending_first_step_keeps_its_reason(run: Recorded, ends: str) -> None:
     """A drain in that moment was told of, and counted, as a failure."""
     first, second, third = generation(1, 0, "a", "b", "c"), generation(2, 1, "a", "b"), generation(3, 2 if ends == "in order" else 1, "a")
     begin = time.time()
@@ -226,7 +226,7 @@ def test_a_change_that_is_asked_for_before_the_first_step_after_another_is_told_
     assert run.stats.rescale is None and ("failure" in run.stats.goodput.lost) == (ends != "in order")
 
 
-def test_commands_that_come_when_the_loop_is_over_are_answered_at_once(run: Recorded, tmp_path: Path) -> None:
+def test_commands_after_the_loops_end_are_answered_at_once(run: Recorded, tmp_path: Path) -> None:
     """One that had come and was not heeded, and those after it: nobody waits 8 s for a run that is over."""
     spec: Any = SimpleNamespace(schedule=(), capacity=None)
     store: Any = SimpleNamespace(write=lambda state: state)
@@ -263,13 +263,13 @@ def test_a_command_that_was_given_up_is_never_carried_out(run: Recorded, tmp_pat
     assert told[0]["workers"] == commands.target == 2
 
 
-def test_a_command_is_answered_before_who_gave_it_has_stopped_listening() -> None:
+def test_command_is_answered_within_the_clients_timeout() -> None:
     """Also where the controller has only just been started: a client that heard nothing would not know what became of it."""
     patience = inspect.signature(client.request).parameters["timeout_s"].default
     assert ANSWER_S + DONE_S < patience
 
 
-def test_a_step_of_which_the_samples_were_written_and_the_metrics_not_is_not_written_twice(run: Recorded) -> None:
+def test_step_with_samples_but_no_metrics_is_not_written_twice(run: Recorded) -> None:
     """A controller that is killed between the two lines: its workers tell the next one of the step again."""
     run.started()
     first = generation(1, 0, "a", "b", origin=Origin.FRESH)
@@ -305,7 +305,7 @@ def test_a_restarted_run_goes_on_with_the_accounts_of_the_time(run: Recorded) ->
     assert again.stats.goodput == told and again.stats.goodput.since < begin
 
 
-def test_a_replay_reads_the_end_of_the_lines_alone_and_knows_as_much(run: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_reads_only_the_last_lines_and_matches_live_stats(run: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line of a thousand ranks has 18 KB: after a month nobody watched the workers for minutes, and later the run was given up."""
     for module, name, value in ((run_log, "EACH", 8), (run_log, "LEAST", 20), (step_stats, "LEAST", 20)):
         monkeypatch.setattr(module, name, value)
@@ -369,7 +369,7 @@ def test_marked_lines_are_found_from_the_end(tmp_path: Path, monkeypatch: pytest
             assert next(folder.each_metrics(at))["step"] == (found or 0)
 
 
-def test_what_a_wait_for_workers_takes_is_told_while_it_lasts(run: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_workers_counts_as_lost_time_while_it_lasts(run: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was told of at its end: until then the generation before is all that there is, and that one was whole."""
     run.started()
     first = generation(1, 0, "a", "b")
@@ -388,7 +388,7 @@ def test_what_a_wait_for_workers_takes_is_told_while_it_lasts(run: Recorded, mon
     assert run.stats.goodput.lost["wait_for_workers"] == pytest.approx(100.0, abs=3.0)
 
 
-def test_the_evaluation_after_the_last_step_is_no_part_of_the_last_checkpoint(run: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_after_last_step_is_not_checkpoint_time(run: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was: no step came after it, whose line tells of the time before it."""
     run.started()
     first = generation(1, 0, "a", "b")
@@ -408,7 +408,7 @@ def test_the_evaluation_after_the_last_step_is_no_part_of_the_last_checkpoint(ru
     assert run.stats.goodput.lost["checkpoint"] == pytest.approx(5.0)
 
 
-def test_steps_that_an_earlier_start_had_done_are_replayed_and_do_not_count_again(tmp_path: Path) -> None:
+def test_steps_done_by_an_earlier_start_count_as_replayed(tmp_path: Path) -> None:
     """After a rollback, or the loss of everything since the newest checkpoint."""
     run = recorded(tmp_path, source=StateSource(Origin.CHECKPOINT, 2, path="/c2"), steps_before=4).started()
     first = generation(1, 2, "a", "b", origin=Origin.CHECKPOINT)
@@ -439,7 +439,7 @@ def saved(run: Recorded, result: SaveResult) -> None:
     run.log.record(name, **about)
 
 
-def test_checkpoints_are_counted_by_stage_and_what_was_read_of_them_too_also_after_a_restart(tmp_path: Path) -> None:
+def test_checkpoint_stages_and_reads_are_counted_over_a_restart(tmp_path: Path) -> None:
     first = World(Ticket(1, 1), ("a", "b"), StateSource(Origin.CHECKPOINT, 4, commit="c4", path="/c4"))
     run = recorded(tmp_path, source=first.source).started()
     assert (run.snapshot.checkpoint_step, run.snapshot.checkpoint_path, run.snapshot.checkpoint_time) == (4, "/c4", None)
@@ -465,7 +465,7 @@ def test_checkpoints_are_counted_by_stage_and_what_was_read_of_them_too_also_aft
         assert told.checkpoint_time is not None
 
 
-def test_a_restart_reads_the_lines_of_a_long_run_without_holding_them(run: Recorded) -> None:
+def test_restart_reads_a_long_runs_lines_without_holding_them(run: Recorded) -> None:
     """Of 1,024 ranks and 100,000 steps they are gigabytes."""
     run.started().open(generation(1, 0, "a", "b", origin=Origin.FRESH))
     begin = time.time()
@@ -486,7 +486,7 @@ class _Ended(Exception):
     pass
 
 
-def test_a_controller_s_restarts_are_counted_from_life_to_life_and_progress_between_them_is_seen(
+def test_controller_restarts_are_counted_until_a_step_is_done(
     run: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A crash loop of the controller must end the run; restarts weeks apart, with steps between them, must not."""
@@ -520,7 +520,7 @@ def test_a_controller_s_restarts_are_counted_from_life_to_life_and_progress_betw
     assert (again.controller_restarts, again.failures, again.highest_step) == (1, {"controller": 5}, 4), "there were steps between"
 
 
-def test_a_full_disk_stops_nothing_and_the_lines_are_written_later(run: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_stops_nothing_and_lines_are_written_later(run: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     first = generation(1, 0, "a", origin=Origin.FRESH)
     run.open(first)
 
@@ -561,7 +561,7 @@ class Hung:
 
 
 @pytest.mark.fault("S3")
-def test_a_disk_that_does_not_answer_holds_nobody_up_and_the_lines_are_written_later_each_once(
+def test_hung_disk_blocks_nothing_and_lines_are_written_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop that watches the workers stood still for as long as the run folder's server was gone: nobody saw them hang or die."""
@@ -585,7 +585,7 @@ def test_a_disk_that_does_not_answer_holds_nobody_up_and_the_lines_are_written_l
     assert [event["event"] for event in run.folder.read_events()] == ["generation", "warning"]
 
 
-def test_a_disk_that_is_only_slow_is_not_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_disk_causes_no_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shared one that is busy takes seconds for a line: nobody can do anything about that, and a run that was done had a warning."""
     disk, config = Hung(monkeypatch, tell_s=30.0), tiny(tmp_path, "slow")
     run = Recorded(config)
@@ -599,7 +599,7 @@ def test_a_disk_that_is_only_slow_is_not_told_of(tmp_path: Path, monkeypatch: py
     assert [line["step"] for line in run.folder.read_all_metrics()] == [1, 2]
 
 
-def test_a_write_that_is_done_late_is_not_done_again_though_another_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_write_is_not_repeated_after_another_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """A line of samples that is there twice is a sample used twice, to whoever counts."""
     monkeypatch.setattr("vescale_ray.controller.bounded_io.PATIENCE_S", 0.3)
     bounded_io, back, done = BoundedIO(), threading.Event(), []
@@ -622,7 +622,7 @@ def test_a_write_that_is_done_late_is_not_done_again_though_another_is_asked_for
         bounded_io.do(lambda: 1 // 0)
 
 
-def test_a_line_that_is_done_late_is_not_done_again_though_another_write_is_late_before_it_is_asked_for(
+def test_late_line_is_not_repeated_after_other_late_writes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A disk that has come back, and is slow: the report of a hang is what is written next, and nobody asks what came of it."""
@@ -661,7 +661,7 @@ def test_a_process_ends_though_a_disk_does_not_answer() -> None:
 
 @pytest.mark.parametrize("comes_back", [False, True])
 @pytest.mark.fault("S3")
-def test_a_run_whose_disk_does_not_answer_takes_everything_down_and_writes_its_end_if_the_disk_comes_back(
+def test_run_with_hung_disk_shuts_down_and_writes_its_end_later(
     comes_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stood still before the first worker was ended, and took no signal any more."""
@@ -698,7 +698,7 @@ def answered(ask: Callable[[], Any], each_round: Callable[[], None] = lambda: No
 
 
 @pytest.mark.fault("S6")
-def test_a_storage_that_says_nothing_is_one_that_is_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_storage_counts_as_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run's thread stood still for as long as it said nothing: it was neither given up nor stopped. Later for a minute each time: then
     a `vescale-ray stop`, which waits for eight seconds, was hardly ever taken."""
     back = threading.Event()
@@ -726,7 +726,7 @@ def test_a_storage_that_says_nothing_is_one_that_is_out_of_reach(tmp_path: Path,
 
 
 @pytest.mark.fault("S3")
-def test_the_supervisor_keeps_the_state_while_the_disk_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supervisor_keeps_durable_state_while_the_disk_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A generation's number is noted somewhere before it is used; and what the disk takes late replaces nothing newer."""
     disk, kept = Hung(monkeypatch), [""]
     supervisor: Any = SimpleNamespace(kept=SimpleNamespace(remote=lambda: kept[0]))
@@ -747,7 +747,7 @@ def test_the_supervisor_keeps_the_state_while_the_disk_does_not_answer(tmp_path:
     assert (read_state(tmp_path) or state).last_number == 12
 
 
-def test_a_controller_that_begins_again_does_not_wait_for_a_storage_that_says_nothing(
+def test_restarted_controller_does_not_wait_for_silent_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Votes that come again make the same commit."""
@@ -789,7 +789,7 @@ def begun_again(
 
 
 @pytest.mark.fault("S4")
-def test_a_controller_that_can_not_read_the_runs_folder_says_so_and_begins_when_it_can(
+def test_controller_warns_of_unreadable_run_folder_and_awaits_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its constructor stood still with the disk: two minutes later the driver ended workers that trained, and all since the checkpoint."""
@@ -815,7 +815,7 @@ def test_a_controller_that_can_not_read_the_runs_folder_says_so_and_begins_when_
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_what_keeps_a_controller_from_coming_up_late_is_told_as_if_it_had_been_at_once(
+def test_late_startup_failure_is_reported_like_an_early_one(
     again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, _ = begun_again(tmp_path, monkeypatch)
@@ -841,7 +841,7 @@ def test_what_keeps_a_controller_from_coming_up_late_is_told_as_if_it_had_been_a
 
 
 @pytest.mark.fault("S4")
-def test_a_controller_whose_folder_answers_with_errors_does_not_take_its_run_for_a_new_one(
+def test_io_errors_do_not_make_a_controller_begin_a_new_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file system that gives up (EIO, ESTALE): generations were numbered from 1 again, beside the workers that trained."""
@@ -862,7 +862,7 @@ def test_a_controller_whose_folder_answers_with_errors_does_not_take_its_run_for
 
 
 @pytest.mark.fault("S4")
-def test_a_controller_whose_state_is_gone_does_not_begin_the_run_anew_beside_the_workers_that_train(
+def test_missing_durable_state_does_not_begin_the_run_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the folder is no longer mounted nothing is there: it hired a second world, with the numbers of the first one's generations."""
@@ -878,7 +878,7 @@ def test_a_controller_whose_state_is_gone_does_not_begin_the_run_anew_beside_the
     one.close()
 
 
-def test_a_controller_that_was_killed_before_it_had_a_state_begins_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_controller_killed_before_its_first_state_begins_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start, conducted = begun_again(tmp_path, monkeypatch, roster=())
     (RunFolder(tiny(tmp_path, "again").run_folder).path / NAME).unlink()
     one = start()
@@ -888,7 +888,7 @@ def test_a_controller_that_was_killed_before_it_had_a_state_begins_the_run(tmp_p
 
 
 @pytest.mark.fault("S4")
-def test_books_that_can_not_be_read_to_their_end_are_read_again_and_nothing_is_counted_twice(
+def test_run_log_read_error_is_retried_without_double_counting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state was there, and then a file was not: the run was FAILED, and its workers ended, all that they had done included."""
@@ -934,7 +934,7 @@ def test_books_that_can_not_be_read_to_their_end_are_read_again_and_nothing_is_c
 
 @pytest.mark.parametrize("orphaned", [False, True])
 @pytest.mark.fault("S3")
-def test_a_run_that_has_ended_does_not_ask_a_disk_that_does_not_answer_whether_it_was_to_stop(
+def test_ended_run_does_not_wait_for_its_state_on_a_hung_disk(
     orphaned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of it was left but the driver, which stood still, deaf to signals."""
@@ -956,7 +956,7 @@ def test_a_run_that_has_ended_does_not_ask_a_disk_that_does_not_answer_whether_i
 
 @pytest.mark.parametrize("comes_back", [False, True])
 @pytest.mark.fault("S4")
-def test_a_run_whose_controller_can_not_read_its_books_goes_on_for_as_long_as_for_a_storage(
+def test_driver_awaits_unreadable_run_log_for_the_storage_bound(
     comes_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, seen = RunFolder(tiny(tmp_path, "unread").run_folder).create(), []
@@ -979,7 +979,7 @@ def test_a_run_whose_controller_can_not_read_its_books_goes_on_for_as_long_as_fo
         assert outcome.error == f"{folder.path}: the controller was started again, and could not read it for 0.3 s"
 
 
-def test_what_a_writer_that_was_killed_has_left_is_removed_when_nobody_writes(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     code = "import os; from vescale_ray.controller.state.durable_state import *; os.fsync = lambda file: os.kill(os.getpid(), 9)\n"
     code += f"StateStore({str(tmp_path)!r}, None).write(DurableState('r', 1))"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[2], timeout=60, check=False).returncode == -9
@@ -1014,7 +1014,7 @@ print(len(run.log.journal.warnings), run.log.journal.warnings[0])
 
 
 @pytest.mark.fault("S2")
-def test_lines_are_whole_and_in_order_though_the_disk_took_a_part_of_one_and_then_none(tmp_path: Path) -> None:
+def test_lines_stay_whole_and_ordered_after_a_partial_write(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FILLING, str(tmp_path)]
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=False)
@@ -1048,7 +1048,7 @@ def ended(committer: Committer) -> list[SaveResult]:
     return results
 
 
-def test_a_checkpoint_is_committed_when_the_last_vote_is_in_and_not_before(tmp_path: Path) -> None:
+def test_checkpoint_is_committed_only_after_the_last_vote(tmp_path: Path) -> None:
     committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {"at": step}, None)
     committer.heed(vote(tmp_path, "t1", 0, 2, 5))
     assert committer.busy and not committer.results() and newest_kept(str(tmp_path)) is None
@@ -1059,7 +1059,7 @@ def test_a_checkpoint_is_committed_when_the_last_vote_is_in_and_not_before(tmp_p
     assert checkpoint.open(tmp_path).meta["at"] == 5 and not committer.busy
 
 
-def test_a_checkpoint_that_can_not_be_read_back_is_not_resumed_from_whenever_that_is_told(tmp_path: Path) -> None:
+def test_checkpoint_reported_damaged_at_any_time_is_not_resumed(tmp_path: Path) -> None:
     for order in ("told after the commit", "told before"):
         noted: list[str] = []
         log = log_of(None)[0]
@@ -1085,7 +1085,7 @@ def log_of(kept: int | None, path: str | None = None, world: World | None = None
 
 @pytest.mark.parametrize("in_memory", [41, 30, None], ids=["as new as any", "older", "nothing"])
 @pytest.mark.fault("S5")
-def test_a_recovery_needs_no_storage_where_the_workers_hold_a_state(
+def test_recovery_needs_no_storage_if_workers_hold_a_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: int | None
 ) -> None:
     """The loss of a worker while the storage was out of reach failed the run; where only the manifests were, a run without copies would
@@ -1115,7 +1115,7 @@ def test_a_recovery_needs_no_storage_where_the_workers_hold_a_state(
 
 
 @pytest.mark.fault("S6")
-def test_a_storage_that_shows_none_of_the_checkpoints_that_were_made_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
+def test_vanished_checkpoints_are_no_reason_to_begin_anew(tmp_path: Path) -> None:
     """Its mount was gone: the run that needed a checkpoint began from its first step, and the one that stopped said so of its resume."""
     worker_group = SimpleNamespace(alive=lambda w: True, report=lambda w: None)
     log, newest = log_of(40, "/c/e4-s40")
@@ -1132,7 +1132,7 @@ def test_a_storage_that_shows_none_of_the_checkpoints_that_were_made_is_no_reaso
     )
 
 
-def test_where_all_checkpoints_are_damaged_the_run_begins_anew_and_does_not_ask_for_a_mount(tmp_path: Path) -> None:
+def test_run_with_only_damaged_checkpoints_begins_anew(tmp_path: Path) -> None:
     committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
     committer.heed(vote(tmp_path, "t1", 0, 1, 40))
     (result,) = ended(committer)
@@ -1153,7 +1153,7 @@ def test_where_all_checkpoints_are_damaged_the_run_begins_anew_and_does_not_ask_
 
 
 @pytest.mark.parametrize("kept", [None, "/runs/c/commits/e4-s40.json"])
-def test_a_run_that_lost_its_supervisor_does_not_begin_from_the_first_step_where_its_checkpoints_are_not_to_be_seen(
+def test_supervisor_loss_with_hidden_checkpoints_ends_the_run(
     kept: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny(tmp_path, "mislaid")
@@ -1174,7 +1174,7 @@ def test_a_run_that_lost_its_supervisor_does_not_begin_from_the_first_step_where
 
 
 @pytest.mark.parametrize("ends", ["comes back", "stays away", "signal", "bad input"])
-def test_a_run_that_lost_its_supervisor_waits_for_its_storage_before_it_begins_anew(
+def test_supervisor_loss_awaits_storage_before_the_new_start(
     ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was tried once. The storage's server had gone with the head's network: the run was FAILED."""
@@ -1210,7 +1210,7 @@ def test_a_run_that_lost_its_supervisor_waits_for_its_storage_before_it_begins_a
     assert last <= asked[-1] <= last + 2 * driver.AGAIN_S
 
 
-def test_the_longest_of_the_last_steps_is_remembered_for_as_long_as_it_may_come_again() -> None:
+def test_longest_recent_step_is_remembered_for_one_period() -> None:
     steps, line = StepStats(), {"time": 0.0, "loss": 1.0, "grad_norm": 1.0, "world": 3}
     assert steps.longest == 0.0
     for step in range(2 * PERIOD):
@@ -1219,7 +1219,7 @@ def test_the_longest_of_the_last_steps_is_remembered_for_as_long_as_it_may_come_
     assert steps.paces == ((3, 0.5),) * PERIOD
 
 
-def test_what_is_lost_while_a_storage_that_says_nothing_is_asked_is_no_reason_to_begin_anew(
+def test_loss_while_silent_storage_is_asked_does_not_begin_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What two workers held, older than the checkpoint, was lost with one of them in that minute: the run began from its first step."""
@@ -1286,7 +1286,7 @@ class Writers:
         self.coordinator.collect()
 
 
-def test_a_last_checkpoint_is_written_by_who_is_left_though_it_is_still_at_the_one_that_the_dead_had_a_part_in(tmp_path: Path) -> None:
+def test_survivor_writes_last_checkpoint_after_its_broken_save(tmp_path: Path) -> None:
     """That it is tells the controller a moment later than the next order would come, and each refusal counted as a try."""
     worker_group, numbers = Writers(), SimpleNamespace(take_number=iter(range(5, 100)).__next__)
     log, current = log_of(None, None, generation(4, 40, "a", "b"), step=41)
@@ -1300,7 +1300,7 @@ def test_a_last_checkpoint_is_written_by_who_is_left_though_it_is_still_at_the_o
     assert worker_group.refused == 0 and worker_group.living == {"a"}
 
 
-def test_what_is_held_is_not_kept_as_the_newest_where_a_checkpoint_is_newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_state_is_not_saved_over_a_newer_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies every 10 steps, a checkpoint of step 45, and the loss of a worker as the run was stopped: the state of step 41 became the
     newest checkpoint, and step 45 was forgotten by retention."""
     worker_group, numbers = Writers(), SimpleNamespace(take_number=iter(range(5, 100)).__next__)
@@ -1318,7 +1318,7 @@ def test_what_is_held_is_not_kept_as_the_newest_where_a_checkpoint_is_newer(tmp_
     assert result is not None and result.kept is not None and result.step == 41
 
 
-def test_a_last_checkpoint_that_hangs_in_the_storage_is_given_up_when_its_time_is_over(
+def test_hung_last_checkpoint_is_given_up_at_its_time_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was ordered twice more, each time for as long, and each time it was waited for those who still wrote: more than an hour."""
@@ -1370,7 +1370,7 @@ def test_votes_that_come_again_after_a_restart_change_nothing(tmp_path: Path) ->
         assert made.error is None and made.step == step, "what came before the answer counts as well"
 
 
-def test_a_rank_that_could_not_write_fails_the_checkpoint_with_its_reason_and_spares_the_older_one(tmp_path: Path) -> None:
+def test_failed_rank_fails_checkpoint_and_keeps_the_older_one(tmp_path: Path) -> None:
     committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
     for rank in range(2):
         committer.heed(vote(tmp_path, "t1", rank, 2, 5))
@@ -1397,7 +1397,7 @@ def test_a_failed_checkpoint_keeps_no_space_on_the_disk(tmp_path: Path) -> None:
     assert not (tmp_path / "data/t2").exists()
 
 
-def test_a_vote_or_a_commit_that_never_comes_is_told_of_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_vote_or_hung_commit_fails_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None, 0.3)
     committer.heed(vote(tmp_path, "t1", 1, 3, 5))
     (result,) = ended(committer)
@@ -1413,7 +1413,7 @@ def test_a_vote_or_a_commit_that_never_comes_is_told_of_in_bounded_time(tmp_path
     assert ended(committer)[0].error is None, "a store that answers again is used again"
 
 
-def test_what_a_checkpoint_took_does_not_depend_on_the_hosts_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_duration_is_independent_of_host_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interval would be a day if a worker's clock were: it is never less than writing one takes."""
     real = time.time
     committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
@@ -1424,7 +1424,7 @@ def test_what_a_checkpoint_took_does_not_depend_on_the_hosts_clocks(tmp_path: Pa
     assert result.error is None and 1.5 <= result.seconds < 10
 
 
-def test_what_is_deleted_waits_for_the_workers_to_read_the_new_one_back(tmp_path: Path) -> None:
+def test_retention_waits_until_the_newer_checkpoint_is_proven(tmp_path: Path) -> None:
     from vescale_ray.checkpoint.saving.proof import prove
 
     committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=1), lambda step: {}, None)
@@ -1459,7 +1459,7 @@ def sleeper(code: str, **more: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_the_watchdog_ends_whoever_carries_the_mark_or_writes_in_the_folder_and_nobody_else(tmp_path: Path) -> None:
+def test_watchdog_ends_only_marked_processes_and_folder_writers(tmp_path: Path) -> None:
     folder = str(tmp_path)
     (tmp_path / "log").write_text("")
     marked = sleeper("pass", **{watchdog.MARK: folder})
@@ -1479,7 +1479,7 @@ def test_the_watchdog_ends_whoever_carries_the_mark_or_writes_in_the_folder_and_
 
 
 @pytest.mark.parametrize("word", [b"done", b""])
-def test_the_watchdog_acts_when_its_pipe_ends_without_the_word(tmp_path: Path, word: bytes) -> None:
+def test_watchdog_acts_if_its_pipe_ends_without_the_done_word(tmp_path: Path, word: bytes) -> None:
     folder = tmp_path / "cluster"
     folder.mkdir()
     marked = sleeper("pass", **{watchdog.MARK: str(folder)})
@@ -1493,7 +1493,7 @@ def test_the_watchdog_acts_when_its_pipe_ends_without_the_word(tmp_path: Path, w
         marked.communicate()
 
 
-def test_a_vote_of_a_generation_that_is_over_begins_nothing_but_completes_what_was_begun(tmp_path: Path) -> None:
+def test_late_vote_completes_a_begun_attempt_but_begins_none(tmp_path: Path) -> None:
     """Votes have epoch 1. What had a vote before the fence may still be completed; a later lone vote would be waited for in vain."""
     committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
     committer.heed(vote(tmp_path, "t1", 0, 2, 5))
@@ -1525,7 +1525,7 @@ def auto(**changes: Any) -> Cadence:
     return Cadence(CheckpointSection(every="auto", **changes), now=1000.0)
 
 
-def test_the_first_checkpoint_comes_after_the_least_interval_and_the_next_after_what_it_has_shown() -> None:
+def test_first_interval_is_the_minimum_and_the_next_is_measured() -> None:
     cadence = auto(auto_min_s=10, auto_max_s=3600, mtbf_hours=1)
     assert not cadence.due(1009.0, False) and cadence.due(1010.0, False) and not cadence.due(1010.0, True)
     assert cadence.news(1010.0, 0) is None, "nothing is known of the cost yet"
@@ -1537,7 +1537,7 @@ def test_the_first_checkpoint_comes_after_the_least_interval_and_the_next_after_
     assert not cadence.due(1060.0, False) and cadence.due(1073.0, False)
 
 
-def test_where_no_checkpoint_has_ended_yet_nothing_is_imported_that_a_restarted_controller_still_imports_beside() -> None:
+def test_cadence_imports_no_torch_before_the_first_checkpoint() -> None:
     """Its loop stood still until torch was there, for 5 s on a machine with much to do: nobody was watched, and a stop was refused."""
     program = (
         "import sys; from vescale_ray.config import CheckpointSection; from vescale_ray.controller.checkpointing.cadence import Cadence\n"
@@ -1548,7 +1548,7 @@ def test_where_no_checkpoint_has_ended_yet_nothing_is_imported_that_a_restarted_
     assert ended.returncode == 0, ended.stderr
 
 
-def test_failures_shorten_the_interval_and_a_quiet_time_lengthens_it_and_only_changes_are_news() -> None:
+def test_failures_shorten_the_interval_and_quiet_lengthens_it() -> None:
     cadence = auto(auto_min_s=1, auto_max_s=3600, mtbf_hours=1)
     cadence.saved(kept(0.5, 3.0))
     first = cadence.news(1000.0, 0)
@@ -1560,7 +1560,7 @@ def test_failures_shorten_the_interval_and_a_quiet_time_lengthens_it_and_only_ch
     assert rare is not None and rare.seconds > 2 * often.seconds
 
 
-def test_a_controller_that_is_restarted_knows_over_which_time_the_failures_came(run: Recorded) -> None:
+def test_restarted_controller_knows_the_time_span_of_failures(run: Recorded) -> None:
     """It counted those of a month as if they had come in no time, and had a checkpoint made many times as often."""
     before = auto(auto_min_s=1, auto_max_s=1e6, mtbf_hours=24)
     before.saved(kept(0.5, 3.0))
@@ -1579,7 +1579,7 @@ def test_a_controller_that_is_restarted_knows_over_which_time_the_failures_came(
     assert time.time() - again.stats.started == pytest.approx(3600.0, abs=30.0)
 
 
-def test_bounds_hold_and_say_so_and_one_slow_disk_is_no_news() -> None:
+def test_interval_bounds_hold_and_one_slow_save_changes_nothing() -> None:
     cadence = auto(auto_min_s=20, auto_max_s=30, mtbf_hours=24)
     for _ in range(4):
         cadence.saved(kept(0.5, 3.0))
@@ -1593,7 +1593,7 @@ def test_bounds_hold_and_say_so_and_one_slow_disk_is_no_news() -> None:
     assert slow is not None and (slow.seconds, slow.by) == (300.0, "persist"), "the one before must be written first"
 
 
-def test_failed_checkpoints_and_those_of_parked_workers_tell_nothing_of_the_cost() -> None:
+def test_failed_and_parked_saves_do_not_change_the_interval() -> None:
     cadence = auto(auto_min_s=20)
     cadence.saved(SaveResult("a", 1, 1, 3.0, error="no"))
     cadence.saved(kept(0.0, 50.0))
@@ -1601,7 +1601,7 @@ def test_failed_checkpoints_and_those_of_parked_workers_tell_nothing_of_the_cost
     assert not Cadence(CheckpointSection(every=100), 0.0).due(1e9, False)
 
 
-def test_another_checkpoint_interval_is_recorded_and_known_after_a_restart(run: Recorded) -> None:
+def test_new_checkpoint_interval_is_recorded_over_a_restart(run: Recorded) -> None:
     run.started()
     cadence = auto()
     cadence.saved(kept(0.5, 3.0))
@@ -1624,7 +1624,7 @@ def test_a_checkpoint_has_the_metrics_of_its_own_step(run: Recorded) -> None:
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_driver_that_stood_still_itself_asks_more_than_once_before_it_gives_the_controller_up(
+def test_frozen_driver_asks_again_before_it_fails_the_run(
     gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A container was frozen for two minutes, and the first question after that was not answered in time: the run was FAILED."""
@@ -1646,7 +1646,7 @@ def test_a_driver_that_stood_still_itself_asks_more_than_once_before_it_gives_th
     assert not gone or (f"not answered for {driver.CONTROLLER_GONE_S:g} s" in str(outcome.error) and 20 < len(asked) < 30)
 
 
-def test_a_signal_while_a_lost_start_is_taken_down_is_not_forgotten() -> None:
+def test_signal_during_the_teardown_of_a_lost_start_is_kept() -> None:
     """It was ignored, and the run begun anew. None of them may interrupt the taking down."""
     with driver._Signals() as signals:
         with signals.deferred():

@@ -20,7 +20,7 @@ CPU = {"CPU": 1.0}
 NEW = GrowthNote()
 
 
-def test_places_are_whole_workers_on_one_node_each_and_none_on_a_node_to_avoid() -> None:
+def test_place_is_one_whole_worker_on_one_allowed_node() -> None:
     free = {"a": {"CPU": 1.9, "GPU": 4.0}, "b": {"CPU": 0.5}, "c": {"CPU": 4.0}, "d": {"memory": 1e9}}
     assert places(free, CPU) == {"a": 1, "c": 4}, "two halves on two nodes are no place"
     assert places(free, CPU, avoid={"c"}) == {"a": 1}
@@ -36,7 +36,7 @@ def looks(capacity: FreePlaces, seconds: float, free: dict[str, int], begin: flo
     return at
 
 
-def test_a_place_counts_when_it_was_seen_free_for_as_long_as_is_wanted() -> None:
+def test_place_counts_once_free_for_the_required_time() -> None:
     capacity = FreePlaces(10.0)
     end = looks(capacity, 9.9, {"a": 2})
     assert capacity.steady(end) == 0
@@ -49,7 +49,7 @@ def test_a_place_counts_when_it_was_seen_free_for_as_long_as_is_wanted() -> None
 
 @pytest.mark.parametrize("period", [1.0, 3.0, 8.0])
 @pytest.mark.fault("G2")
-def test_nodes_that_appear_and_disappear_are_never_steady_room_though_there_is_always_one(period: float) -> None:
+def test_nodes_that_come_and_go_are_never_steady_room(period: float) -> None:
     capacity, rng, at = FreePlaces(10.0), random.Random(1), 0.0
     for turn in range(40):
         # Ray gives each node a new id; every third time it is the same node whose place is taken and given back.
@@ -58,7 +58,7 @@ def test_nodes_that_appear_and_disappear_are_never_steady_room_though_there_is_a
         assert capacity.steady(at) == 0
 
 
-def test_places_that_come_one_after_another_are_taken_together_but_not_waited_for_without_end() -> None:
+def test_successive_places_are_taken_together_in_bounded_time() -> None:
     capacity = FreePlaces(10.0)
     end = looks(capacity, 1.5, {"a": 1})
     end = looks(capacity, 9.0, {"a": 3}, end)
@@ -70,7 +70,7 @@ def test_places_that_come_one_after_another_are_taken_together_but_not_waited_fo
     assert capacity.ripe(end) == 3, "nodes that never stay hold up those that do for a while only"
 
 
-def test_an_answer_that_is_old_says_nothing_and_a_gap_in_the_answers_begins_anew() -> None:
+def test_stale_capacity_counts_as_none_and_a_gap_starts_anew() -> None:
     capacity = FreePlaces(10.0)
     end = looks(capacity, 20.0, {"a": 1})
     assert capacity.steady(end) == capacity.now(end) == 1
@@ -79,7 +79,7 @@ def test_an_answer_that_is_old_says_nothing_and_a_gap_in_the_answers_begins_anew
     assert capacity.steady(end) == 0
 
 
-def test_a_spare_may_have_a_place_that_has_just_become_free_but_not_on_a_node_that_has_just_come() -> None:
+def test_spare_may_take_a_freed_place_but_not_on_a_new_node() -> None:
     capacity = FreePlaces(10.0)
     end = looks(capacity, 1.0, {}, nodes="a")
     assert capacity.now(end) == 0
@@ -91,7 +91,7 @@ def test_a_spare_may_have_a_place_that_has_just_become_free_but_not_on_a_node_th
 
 
 @given(st.lists(st.dictionaries(st.sampled_from("abc"), st.integers(0, 3)), min_size=1, max_size=60), st.integers(1, 20))
-def test_steady_room_is_the_least_that_each_node_had_over_the_time(history: list[dict[str, int]], after: int) -> None:
+def test_steady_room_is_the_minimum_of_each_node_over_the_time(history: list[dict[str, int]], after: int) -> None:
     capacity = FreePlaces(float(after))
     for at, free in enumerate(history):
         capacity.look(float(at), {node: count for node, count in free.items() if count}, free)
@@ -100,7 +100,7 @@ def test_steady_room_is_the_least_that_each_node_had_over_the_time(history: list
     assert capacity.steady(float(len(history) - 1)) == expected
 
 
-def test_growths_keep_their_distance_and_those_that_come_to_nothing_keep_more() -> None:
+def test_growths_are_spaced_and_failed_ones_back_off() -> None:
     assert growth_wait(None, 5.0, 60.0, 0) == 0
     assert growth_wait(100.0, 130.0, 60.0, 0) == 30
     assert growth_wait(100.0, 161.0, 60.0, 0) == 0
@@ -126,7 +126,7 @@ def test_a_run_that_is_nearly_done_does_not_grow() -> None:
         ({"grow": 3}, {}, "elastic.grow = 3: give true or false"),
     ],
 )
-def test_what_can_not_work_is_refused_with_the_remedy(elastic: dict[str, object], ray: dict[str, object], words: str) -> None:
+def test_impossible_elastic_settings_are_refused_with_a_remedy(elastic: dict[str, object], ray: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         parse_config({"elastic": elastic, "ray": ray})
     assert words in str(refusal.value) and "\n" not in str(refusal.value)
@@ -165,7 +165,7 @@ class Grower:
         return told
 
 
-def test_a_wish_that_was_granted_is_room_and_spares_have_it_first() -> None:
+def test_granted_wish_is_room_and_spares_have_it_first() -> None:
     elastic = parse_config({"elastic": {"workers": 2, "max_workers": 5, "grow": True, "grow_after_s": 0.0, "spares": 1}}).elastic
     run, policy = RunProgress(2, 0, 0, 2, 5, 100, 0.1, 0.0), Autoscaling(elastic, NEW, 0.0)
     assert policy.grow(run, 1.0) == (None, []) and policy.spare_places(0, 1.0) == 0, "nothing is known yet"
@@ -176,7 +176,7 @@ def test_a_wish_that_was_granted_is_room_and_spares_have_it_first() -> None:
     assert policy.spare_places(0, 2.5) == 0, "it may be the place that was just taken"
 
 
-def test_a_restarted_controller_keeps_its_distance_from_the_growth_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarted_controller_keeps_the_gap_between_growths(monkeypatch: pytest.MonkeyPatch) -> None:
     epoch = 1e9
     monkeypatch.setattr(subject, "to_epoch", lambda moment, now: epoch + moment - now)
     monkeypatch.setattr(subject, "ago", lambda moment, now: now - (epoch - moment))
@@ -200,7 +200,7 @@ def test_a_restarted_controller_keeps_its_distance_from_the_growth_before_it(mon
     assert third.pass_(20.0, 2) == ["growth"]
 
 
-def test_a_place_is_wished_for_only_while_the_run_would_grow_into_it_soon() -> None:
+def test_place_is_requested_only_if_the_run_would_use_it_soon() -> None:
     """One was held through a back-off of up to an hour, and the autoscaler brought nodes for the last seconds of a run."""
     run = Grower()
     run.capacity = 0

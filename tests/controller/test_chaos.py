@@ -69,7 +69,7 @@ class Tormentor:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_run_that_is_tormented_ends_with_every_sample_used_once_and_the_same_curve(seed: int, tmp_path: Path) -> None:
+def test_random_faults_cost_no_sample_and_keep_the_loss_curve(seed: int, tmp_path: Path) -> None:
     changes = {"train_steps": 500, "elastic_max_recoveries_without_progress": 8, "elastic_collective_timeout_s": 5}
     calm = carry_out(tiny(tmp_path, "calm", elastic_workers=1, **changes))
     config = tiny(tmp_path, "tormented", elastic_workers=4, elastic_replace_lost=True, **changes)

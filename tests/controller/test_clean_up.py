@@ -219,7 +219,7 @@ def test_nothing_is_left_of_a_run_within_15_s_whatever_ends_it(tmp_path: Path, d
 
 @pytest.mark.slow
 @pytest.mark.fault("E4")
-def test_nothing_is_left_either_where_the_driver_is_killed_while_the_controller_is_dead(tmp_path: Path, drivers: list[Driver]) -> None:
+def test_killed_driver_with_a_dead_controller_leaves_nothing(tmp_path: Path, drivers: list[Driver]) -> None:
     driver = Driver(tmp_path, elastic_workers=1, train_steps=100_000, checkpoint_every=0)
     drivers.append(driver)
     driver.wait_for_step(2)
@@ -232,7 +232,7 @@ def test_nothing_is_left_either_where_the_driver_is_killed_while_the_controller_
 
 @pytest.mark.slow
 @pytest.mark.fault("E2")
-def test_a_signal_while_ray_starts_stops_the_run_and_does_not_fail_it(tmp_path: Path, drivers: list[Driver]) -> None:
+def test_signal_during_ray_start_stops_the_run_without_failure(tmp_path: Path, drivers: list[Driver]) -> None:
     """Ray takes SIGTERM for itself while it starts, and ends the process with it: FAILED, for the reason "15"."""
     driver = Driver(tmp_path, elastic_workers=1, train_steps=100_000)
     drivers.append(driver)
@@ -245,7 +245,7 @@ def test_a_signal_while_ray_starts_stops_the_run_and_does_not_fail_it(tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.fault("E2")
-def test_a_signal_while_a_large_model_is_filled_in_does_not_wait_for_all_of_it(tmp_path: Path, drivers: list[Driver]) -> None:
+def test_signal_interrupts_the_filling_of_a_large_model(tmp_path: Path, drivers: list[Driver]) -> None:
     """Its four parameters take eight seconds each; whoever is told leaves after the one under way."""
     model: dict[str, Any] = {"model_factory": "tests.controller.hanging:slowly_filled_model", "model_units": ["body"]}
     driver = Driver(tmp_path, elastic_workers=2, train_steps=100_000, **model)
@@ -278,7 +278,7 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path, drivers: list[Driv
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_ctrl_c_while_a_rescale_or_a_growth_waits_makes_a_checkpoint_says_how_to_resume_and_leaves_nothing(
+def test_ctrl_c_in_a_pending_change_saves_and_leaves_nothing(
     tmp_path: Path, drivers: list[Driver]
 ) -> None:
     """At a terminal: the key itself. One run waits for a worker that a person has asked for, the other for places that there are none."""

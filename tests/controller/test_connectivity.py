@@ -88,7 +88,7 @@ class Hosts:
         return found
 
 
-def test_a_node_that_others_do_not_reach_would_have_to_go_with_all_its_workers_after_two_looks() -> None:
+def test_unreached_node_is_cut_off_whole_after_two_probes() -> None:
     hosts = Hosts("ac bc")
     assert hosts.cut_off("a1 a2 b1 b2 c1 c2", looks=1) is None, "a network may stumble"
     found = hosts.cut_off("a1 a2 b1 b2 c1 c2", looks=1)
@@ -108,7 +108,7 @@ def test_a_node_that_others_do_not_reach_would_have_to_go_with_all_its_workers_a
     assert hosts.cut_off("a1 a2 b1 b2 c1 c2", looks=1) == NOBODY
 
 
-def test_what_is_found_once_and_not_again_or_of_another_pair_each_time_counts_for_nothing() -> None:
+def test_unconfirmed_break_between_nodes_counts_for_nothing() -> None:
     hosts = Hosts("ac")
     hosts.cut_off("a1 b1 c1", looks=1)
     hosts.broken = {frozenset("ab")}
@@ -129,7 +129,7 @@ def test_what_is_found_once_and_not_again_or_of_another_pair_each_time_counts_fo
         assert other.cut_off("a1 b1" if moves else "a1 b1 b2", looks=1) is None
 
 
-def test_those_that_stand_still_for_another_reason_are_asked_less_and_less_often_until_they_move() -> None:
+def test_stalled_workers_are_probed_less_often_until_they_move() -> None:
     hosts, times = Hosts(), []
     for _ in range(2000):
         before = len(hosts.asked)
@@ -149,7 +149,7 @@ def test_those_that_stand_still_for_another_reason_are_asked_less_and_less_often
         assert len(hosts.asked) == before + 1 and hosts.look(["a1", "b1"]) is None
 
 
-def test_who_answers_speaks_for_its_node_and_who_has_no_door_or_no_other_node_beside_it_is_not_tried() -> None:
+def test_answering_worker_speaks_for_its_node_if_it_has_a_peer() -> None:
     hosts = Hosts("ac bc")
     hosts.mute = {"c1"}
     hosts.cut_off("a1 b1 c1 c2", looks=1)
@@ -180,7 +180,7 @@ def admitted(hosts: Hosts, joiners: str, members: str, looks: int) -> tuple[list
     return found
 
 
-def test_a_joiner_is_let_in_once_its_node_and_all_others_reach_each_other() -> None:
+def test_joiner_is_admitted_once_its_node_reaches_all_others() -> None:
     hosts = Hosts()
     assert hosts.admitted(["b2"], ["a1", "b1"]) == (["b2"], NOBODY) and not hosts.asked, "its node trains"
     assert admitted(hosts, "b2 c1 c2", "a1 a2 b1", 1) == (["b2"], NOBODY), "found, and let in from the next round on"
@@ -194,7 +194,7 @@ def test_a_joiner_is_let_in_once_its_node_and_all_others_reach_each_other() -> N
 
 
 @pytest.mark.fault("N5")
-def test_a_joiner_that_one_member_does_not_reach_is_refused_after_two_looks_with_all_of_its_node() -> None:
+def test_joiner_unreached_by_a_member_is_refused_with_its_node() -> None:
     hosts = Hosts("ac bd")  # b and d are no matter of c's
     assert admitted(hosts, "b2 c1 c2 d1", "a1 b1", 1) == (["b2"], NOBODY)
     fine, cut = admitted(hosts, "b2 c1 c2 d1", "a1 b1", 1)
@@ -202,7 +202,7 @@ def test_a_joiner_that_one_member_does_not_reach_is_refused_after_two_looks_with
     assert cut.why("c") == "its node (host-c) and host-a do not reach each other"
 
 
-def test_two_joiners_that_do_not_reach_each_other_are_not_let_in_together() -> None:
+def test_mutually_unreachable_joiners_are_not_both_admitted() -> None:
     hosts = Hosts("cd")
     admitted(hosts, "c1 d1", "a1 b1", 1)
     assert hosts.admitted(["c1", "d1"], ["a1", "b1"]) == (["c1"], NOBODY)
@@ -214,7 +214,7 @@ def test_two_joiners_that_do_not_reach_each_other_are_not_let_in_together() -> N
     assert fine == ["c1"] and cut.workers == {"d1": "d"} and cut.unreached == {"d": ("c",)}
 
 
-def test_a_node_that_had_to_go_is_tried_again_before_it_is_let_in() -> None:
+def test_removed_node_is_probed_again_before_it_is_admitted() -> None:
     hosts = Hosts()
     admitted(hosts, "c1", "a1 b1", 1)
     hosts.broken = {frozenset("ac"), frozenset("bc")}
@@ -225,7 +225,7 @@ def test_a_node_that_had_to_go_is_tried_again_before_it_is_let_in() -> None:
     assert hosts.admitted(["c2"], ["a1", "b1"]) == ([], NOBODY) and len(hosts.asked) == before + 1
 
 
-def test_nobody_is_tried_while_the_members_stand_still_and_what_was_found_before_counts_for_nothing() -> None:
+def test_stalled_members_suspend_joiner_probes_and_void_results() -> None:
     """Joiners and spares on good nodes were refused, and their nodes shunned, since a member was cut off that was not ended yet."""
     hosts = Hosts("ab bc")
     admitted(hosts, "c1", "a1 b1", 1)  # once not reached, since b is cut off
@@ -241,7 +241,7 @@ def test_nobody_is_tried_while_the_members_stand_still_and_what_was_found_before
     assert admitted(hosts, "c1", "a1 b1", 1) == ([], NOBODY) and hosts.admitted(["c1"], ["a1", "b1"]) == (["c1"], NOBODY)
 
 
-def test_most_of_a_run_is_never_ended_and_that_is_told_once_a_generation() -> None:
+def test_cut_off_majority_is_reported_once_and_never_ended() -> None:
     policy, most = Connectivity(ElasticSection(workers=3, replace_lost=True)), CutOff({"b": "n", "c": "n"}, {"n": ("m",)}, {}, 1e6)
     told = Event("network_broken", {"workers": ["b", "c"], "unreached": {"n": ["m"]}})
     later = Ticket(TICKET.generation + 1, 1)
@@ -257,7 +257,7 @@ NODES = "abcdefg"
     st.lists(st.integers(1, 5), min_size=len(NODES), max_size=len(NODES)),
 )
 @pytest.mark.fault("N4")
-def test_the_nodes_to_do_without_are_those_with_the_fewest_workers_as_brute_force_finds(
+def test_nodes_to_remove_match_the_brute_force_minimum(
     broken: set[tuple[str, str]], sizes: list[int]
 ) -> None:
     weights = dict(zip(NODES, sizes, strict=True))
@@ -267,7 +267,7 @@ def test_the_nodes_to_do_without_are_those_with_the_fewest_workers_as_brute_forc
     assert sum(weights[n] for n in gone) == min(sum(weights[n] for n in cover) for cover in covers)
 
 
-def test_of_choices_that_cost_the_same_that_with_more_broken_ways_goes_then_the_later_node() -> None:
+def test_ties_remove_the_node_with_more_broken_links_then_later() -> None:
     even, order = dict.fromkeys(NODES, 2), {node: place for place, node in enumerate(NODES)}
     assert fewest([("a", "b")], even, order) == {"b"}
     assert fewest([("a", "b")], {**even, "b": 3}, order) == {"a"}
@@ -279,7 +279,7 @@ def test_of_choices_that_cost_the_same_that_with_more_broken_ways_goes_then_the_
     assert time.monotonic() - began < 5.0
 
 
-def test_a_node_that_others_do_not_reach_is_shunned_for_a_while_which_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreached_node_is_shunned_for_a_while_then_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes, now = Nodes(), 50.0
     monkeypatch.setattr("vescale_ray.controller.scaling.nodes.time.monotonic", lambda: now)
     assert max(SHUN_S, LONGEST_SHUN_S) < min(Bounds().start, Bounds().replace), "who waits for a place there outlasts it"
@@ -298,7 +298,7 @@ def test_a_node_that_others_do_not_reach_is_shunned_for_a_while_which_is_forgott
     assert nodes.avoided == {"b"}
 
 
-def test_all_stand_still_where_nobody_makes_a_beat_for_the_bound_and_nobody_hangs() -> None:
+def test_generation_is_stalled_after_a_bound_without_any_beat() -> None:
     watch = HangWatch(patience_s=30.0)
     watch.begin(TICKET, 2)
     forming = [report(w, WorkerPhase.FORMING) for w in "ab"]
@@ -406,7 +406,7 @@ def test_a_worker_that_is_cut_off_is_ended_and_its_node_shunned(tmp_path: Path) 
     ],
     ids=["replaced", "grows", "spare", "the spare is cut off too", "nobody comes", "too few would be left"],
 )
-def test_a_broken_network_is_waited_for_where_nobody_replaces_who_is_cut_off(
+def test_broken_network_is_awaited_if_no_replacement_comes(
     tmp_path: Path, elastic: dict[str, Any], beside: str, waits: bool
 ) -> None:
     for lasts_s, acts in ((3.0, not waits), (9.9, not waits), (10.0, True)):
@@ -417,7 +417,7 @@ def test_a_broken_network_is_waited_for_where_nobody_replaces_who_is_cut_off(
         assert cut.acts() == acts
 
 
-def test_nobody_is_ended_where_that_would_end_the_run(tmp_path: Path) -> None:
+def test_cut_off_worker_is_kept_if_its_end_would_end_the_run(tmp_path: Path) -> None:
     cut = Cut(tmp_path, min_workers=2, spares=1)  # which there is none of but on that very node
     cut.beside("spare")
     assert cut.found is not None
@@ -425,7 +425,7 @@ def test_nobody_is_ended_where_that_would_end_the_run(tmp_path: Path) -> None:
     assert not cut.acts() and not cut.shunned
 
 
-def test_nobody_is_ended_where_most_of_a_run_is_cut_off(tmp_path: Path) -> None:
+def test_detector_ends_no_worker_if_most_of_a_run_is_cut_off(tmp_path: Path) -> None:
     cut = Cut(tmp_path, "abc", "bc", replace_lost=True)
     assert cut.found is not None
     cut.found = replace(cut.found, lasts_s=1e6)
@@ -456,7 +456,7 @@ def test_a_leaver_that_alone_is_cut_off_counts_as_a_lost_node(tmp_path: Path) ->
     assert (budget.crashes, budget.nodes) == (0, 1) and "do not reach each other" in budget.errors[-1]
 
 
-def test_nobody_is_waited_for_where_all_reach_each_other(tmp_path: Path) -> None:
+def test_generation_ends_at_once_if_all_nodes_reach_each_other(tmp_path: Path) -> None:
     cut = Cut(tmp_path / "1")
     answers: list[CutOff | None] = [None, None, NOBODY]
     cut.scaling.cut_off = lambda members, leavers: answers.pop(0)
@@ -502,7 +502,7 @@ class Steered:
         assert count == len(self.worker_group.places.wishes) and not avoid
 
 
-def test_probes_are_made_with_the_workers_and_their_answers_heard(tmp_path: Path) -> None:
+def test_workers_run_the_probes_and_their_answers_are_used(tmp_path: Path) -> None:
     table = Steered(tmp_path, "c")
     scaling, asked, answers = table.scaling, list[Any](), list[Any]()
 
@@ -525,7 +525,7 @@ def test_probes_are_made_with_the_workers_and_their_answers_heard(tmp_path: Path
     assert found is not None and found.workers == {"b": "n-b"} and found.hosts == {"n-a": "host-a", "n-b": "host-b"}
 
 
-def test_refused_workers_are_dismissed_and_their_node_is_shunned_once(tmp_path: Path) -> None:
+def test_refused_joiners_are_dismissed_and_the_node_shunned_once(tmp_path: Path) -> None:
     """After three refusals no more are hired."""
     table = Steered(tmp_path, "cde")
     scaling = table.scaling
@@ -549,7 +549,7 @@ def test_refused_workers_are_dismissed_and_their_node_is_shunned_once(tmp_path: 
     assert scaling._admitted(["e", "f"], WORLD) and not scaling.refusals, "another"
 
 
-def test_a_growth_goes_on_with_those_that_are_not_refused(tmp_path: Path) -> None:
+def test_growth_goes_on_with_the_admitted_joiners(tmp_path: Path) -> None:
     """Four refused, more than the limit: it was abandoned again in each round, and the good one never let in."""
     table = Steered(tmp_path, "cdefg")
     scaling, commands = table.scaling, table.stage.loop.commands
@@ -567,7 +567,7 @@ def test_a_growth_goes_on_with_those_that_are_not_refused(tmp_path: Path) -> Non
     assert not scaling._cannot_grow(WORLD, ["g"]) and commands.target == 7, "it is acted on once"
 
 
-def test_a_worker_kept_from_a_node_that_may_be_used_again_is_hired_anew(tmp_path: Path) -> None:
+def test_worker_barred_from_a_restored_node_is_hired_anew(tmp_path: Path) -> None:
     table = Steered(tmp_path)
     worker_group, scaling = table.worker_group, table.scaling
     avoided: list[Any] = []
@@ -584,7 +584,7 @@ def test_a_worker_kept_from_a_node_that_may_be_used_again_is_hired_anew(tmp_path
     assert worker_group.dismissed == ["new2"] and avoided == [frozenset()]
 
 
-def test_whom_an_earlier_controller_has_hired_is_hired_anew_if_it_has_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unplaced_hire_of_an_earlier_controller_is_hired_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which nodes it may not come up on went with that controller: it would have waited for another one to the bound."""
     worker_group = RealWorkerGroup(None, call_s=1.0, epoch=2)
     call = SimpleNamespace(remote=lambda *about: None)

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("clock")
 
 
 @pytest.mark.fault("W15")
-def test_a_leaver_whose_machine_stops_before_it_gives_is_not_awaited(tmp_path: Path) -> None:
+def test_leaver_on_a_lost_node_is_not_awaited_before_it_gives(tmp_path: Path) -> None:
     """No connection breaks: the members would wait in the move until the bound of the collectives is over."""
     worker_group = WorkerGroup(report("a", WorkerPhase.FORMING), report("b", WorkerPhase.FORMING), report("l", WorkerPhase.GIVING))
     stage = Stage(worker_group, tmp_path, ("l",))
@@ -87,7 +87,7 @@ def test_a_leaver_that_fails_before_it_gives_is_not_awaited(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["it has told so", "its word was lost with it"])
-def test_a_leaver_that_is_lost_after_it_gave_is_missed_by_nobody(told: bool, tmp_path: Path) -> None:
+def test_leaver_lost_after_it_gave_its_shard_is_not_missed(told: bool, tmp_path: Path) -> None:
     worker_group = WorkerGroup(report("a", WorkerPhase.FORMING), report("b", WorkerPhase.FORMING), report("l", WorkerPhase.GIVING))
     stage = Stage(worker_group, tmp_path, ("l",))
 
@@ -131,7 +131,7 @@ def test_a_worker_without_a_processor_is_given_as_much_more_time(tmp_path: Path)
     assert worker_group.ended["b"] - BEGAN - 1.0 == pytest.approx(LEAST_S + 3.0, abs=4 * TICK_S)
 
 
-def test_a_hang_is_reported_once_however_long_its_worker_takes_to_die(tmp_path: Path) -> None:
+def test_hang_is_reported_once_while_its_worker_dies_slowly(tmp_path: Path) -> None:
     """Ten reports of one hang, each of which stopped the controller for half a second, where its node told nothing of its death."""
     worker_group = WorkerGroup(report("a", WorkerPhase.TRAINING), report("b", WorkerPhase.TRAINING))
     stage = Stage(worker_group, tmp_path, filled=True, state=RunState.RUNNING)
@@ -150,7 +150,7 @@ def test_a_hang_is_reported_once_however_long_its_worker_takes_to_die(tmp_path: 
     assert set(hang["workers"]) == {"b"}
 
 
-def test_a_worker_that_leaves_its_generation_as_it_is_ended_is_lost(tmp_path: Path) -> None:
+def test_ended_worker_that_parks_before_its_death_is_lost(tmp_path: Path) -> None:
     """It was made a member of the next one, which then failed as well."""
     worker_group = WorkerGroup(report("a", WorkerPhase.PARKED, fault=PEER), report("b", WorkerPhase.TRAINING))
     stage = Stage(worker_group, tmp_path, filled=True, state=RunState.RUNNING)
@@ -167,7 +167,7 @@ def test_a_worker_that_leaves_its_generation_as_it_is_ended_is_lost(tmp_path: Pa
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_restarted_controller_awaits_a_last_checkpoint_as_long_as_the_first(tmp_path: Path, ends: bool) -> None:
+def test_restarted_controller_keeps_the_last_checkpoint_bound(tmp_path: Path, ends: bool) -> None:
     """The controller that had ordered it would have given it up; the next one took its writers for members that train, for ever."""
     worker_group = WorkerGroup(report("a", WorkerPhase.SAVING), report("b", WorkerPhase.SAVING))
     stage = Stage(worker_group, tmp_path, filled=True, bounds=Bounds(save=30.0))
@@ -196,7 +196,7 @@ def test_a_restarted_controller_awaits_a_last_checkpoint_as_long_as_the_first(tm
 
 
 @pytest.mark.parametrize(("stop", "step", "state"), [(None, 60, "CHECKPOINTING"), ("SIGTERM", 40, "STOPPING"), (None, 40, "RESCALING")])
-def test_a_restarted_controller_says_what_is_saved_for(tmp_path: Path, stop: str | None, step: int, state: str) -> None:
+def test_restarted_controller_names_the_purpose_of_a_save(tmp_path: Path, stop: str | None, step: int, state: str) -> None:
     """It said RESCALING for as long as that took. What is kept of a run that has failed is no last checkpoint."""
     worker_group = WorkerGroup(report("a", WorkerPhase.SAVING), report("b", WorkerPhase.SAVING))
     stage, seen = Stage(worker_group, tmp_path, step=step), list[RunState]()
@@ -244,7 +244,7 @@ def test_an_order_that_a_leaver_did_not_get_is_taken_back(tmp_path: Path) -> Non
         (WorkerPhase.TRAINING, WorkerPhase.FORMING, False),
     ],
 )
-def test_a_restarted_controller_misses_no_leaver_of_a_move_that_is_over(
+def test_restarted_controller_drops_leavers_of_a_finished_move(
     a: WorkerPhase, b: WorkerPhase, moved: bool, tmp_path: Path
 ) -> None:
     """Its durable state names them until something else is written down."""
@@ -264,7 +264,7 @@ def test_a_step_of_the_generation_says_that_the_move_is_over(b: WorkerReport | N
     assert stage.loop._parts.scaling.leavers == (() if stepped else ("gone",))
 
 
-def test_the_next_worker_is_asked_where_one_does_not_know_the_outline(tmp_path: Path) -> None:
+def test_outline_is_asked_of_the_next_worker_if_one_lacks_it(tmp_path: Path) -> None:
     worker_group = WorkerGroup(report("a", WorkerPhase.TRAINING), report("b", WorkerPhase.TRAINING))
     stage, asked = Stage(worker_group, tmp_path), list[float]()
 
@@ -284,7 +284,7 @@ def test_the_next_worker_is_asked_where_one_does_not_know_the_outline(tmp_path: 
 
 
 @pytest.mark.parametrize("generation", [6, 7])
-def test_a_restarted_controller_awaits_no_checkpoint_of_an_old_generation(generation: int, tmp_path: Path) -> None:
+def test_restarted_controller_awaits_no_old_generations_save(generation: int, tmp_path: Path) -> None:
     """Every worker tells it its last vote, those of the others were given up long since: none was begun for ten minutes."""
     item = SavedShard(Ticket(generation, 1), f"r-g{generation}-s40", 40, generation, 0, 2, "{}", None, 0.1)
     stage = Stage(WorkerGroup(replace(report("a", WorkerPhase.TRAINING), items=((1, item),)), report("b", WorkerPhase.TRAINING)), tmp_path)
@@ -306,7 +306,7 @@ def awaited(stage: Stage, ended: Ending, workers: int, hire: int) -> bool:
     ids=["two die", "three die", "all die", "nobody is hired anew"],
 )
 @pytest.mark.fault("W16")
-def test_a_replacement_that_dies_is_hired_anew_as_often_as_at_the_start(
+def test_dying_replacement_is_rehired_up_to_the_start_limit(
     deaths: int, elastic: dict[str, Any], comes: bool, tmp_path: Path
 ) -> None:
     """One such death ended the run, with "no replacement came in time"."""
@@ -333,7 +333,7 @@ def test_a_replacement_that_dies_is_hired_anew_as_often_as_at_the_start(
     assert worker_group.hired == (deaths + 1 if comes else limit + 1 if elastic else 0)
 
 
-def test_a_lone_worker_that_hangs_is_given_time_where_none_replaces_it(tmp_path: Path) -> None:
+def test_hung_lone_worker_without_replacement_gets_more_time(tmp_path: Path) -> None:
     def replaced(name: str, **changes: Any) -> bool:
         config = {"elastic_workers": 1, "run_name": name, **changes}
         return bool(Stage(WorkerGroup(), tmp_path / name, config=config).loop._parts.detector._hangs.replaced)
@@ -344,7 +344,7 @@ def test_a_lone_worker_that_hangs_is_given_time_where_none_replaces_it(tmp_path:
     assert replaced("spare", elastic_spares=1, elastic_max_workers=2)
 
 
-def test_a_loss_between_a_stop_and_its_boundary_does_not_prevent_the_stop(tmp_path: Path) -> None:
+def test_loss_between_a_stop_and_its_boundary_still_stops(tmp_path: Path) -> None:
     """The run failed, with what its workers held, on the way from STOPPING to RESCALING."""
     worker_group = WorkerGroup(report("a", WorkerPhase.TRAINING), report("b", WorkerPhase.TRAINING))
     stage = Stage(worker_group, tmp_path, filled=True, state=RunState.STOPPING)
@@ -387,7 +387,7 @@ def test_a_run_is_done_after_its_last_step_from_every_state(tmp_path: Path, stat
     assert stage.run.stats.state is RunState.DONE
 
 
-def test_a_change_that_the_last_step_comes_before_is_none(tmp_path: Path) -> None:
+def test_rescale_overtaken_by_the_last_step_is_abandoned(tmp_path: Path) -> None:
     stage = Stage(WorkerGroup(report("a", WorkerPhase.FINISHED), report("b", WorkerPhase.FINISHED)), tmp_path)
     stage.loop._parts.generation.begin_rescale("manual", 2)
     committer(stage, LAST)
@@ -418,7 +418,7 @@ def test_a_run_is_not_done_with_a_checkpoint_of_an_earlier_step(tmp_path: Path) 
     assert stage.loop._parts.account.budget.crashes == 1 and stage.loop.commands.target == 1, "those that are left go on"
 
 
-def test_an_incomplete_state_after_the_last_step_is_no_further_failure(tmp_path: Path) -> None:
+def test_incomplete_state_after_last_step_is_no_further_failure(tmp_path: Path) -> None:
     """The loss that it comes from was counted when the generation ended."""
     stage, state = completing(tmp_path, None, "a", "b")
     assert isinstance(state, states.Recovering) and stage.loop._parts.account.budget.tries == 0
@@ -444,7 +444,7 @@ def decided(stage: Stage) -> list[type | tuple[str, ...]]:
 
 
 @pytest.mark.fault("W8")
-def test_a_leaver_that_lives_takes_part_again_after_a_loss_in_the_move(tmp_path: Path) -> None:
+def test_living_leaver_rejoins_after_a_loss_in_the_move(tmp_path: Path) -> None:
     """Three were to become two. The run failed, or waited for a replacement without end, with two warm workers there."""
     worker_group = WorkerGroup(report("a", WorkerPhase.FORMING), report("b", WorkerPhase.FORMING), report("l", WorkerPhase.GIVING))
     stage = Stage(worker_group, tmp_path, ("l",), min_workers=2)
@@ -464,7 +464,7 @@ def test_a_leaver_that_lives_takes_part_again_after_a_loss_in_the_move(tmp_path:
 
 
 @pytest.mark.parametrize(("fewest", "members"), [(1, ("a",)), (2, ("a", "l"))])
-def test_a_draining_leaver_takes_part_again_only_where_it_is_needed(fewest: int, members: tuple[str, ...], tmp_path: Path) -> None:
+def test_draining_leaver_rejoins_only_if_it_is_needed(fewest: int, members: tuple[str, ...], tmp_path: Path) -> None:
     worker_group = WorkerGroup(report("a", WorkerPhase.PARKED, fault=PEER), report("l", WorkerPhase.PARKED, fault=PEER))
     stage = Stage(worker_group, tmp_path, ("l",), min_workers=fewest)
     stage.drain("l")
@@ -489,7 +489,7 @@ def test_a_growing_run_hires_one_worker_where_one_is_missing(tmp_path: Path) -> 
     assert worker_group.hired == 1 and made == [states.Waiting, ("a", "new1")]
 
 
-def test_a_worker_that_is_being_hired_counts_when_another_is_lost(tmp_path: Path) -> None:
+def test_hire_in_progress_counts_when_another_worker_is_lost(tmp_path: Path) -> None:
     worker_group = WorkerGroup(report("a", WorkerPhase.PARKED, fault=PEER))
     worker_group.hiring = 1
     stage = Stage(worker_group, tmp_path)
@@ -499,7 +499,7 @@ def test_a_worker_that_is_being_hired_counts_when_another_is_lost(tmp_path: Path
 
 @pytest.mark.parametrize(("out_s", "ends"), [(20.0, "begun"), (1e9, "FAILED"), (1e9, "STOPPED")], ids=["comes back", "stays away", "stop"])
 @pytest.mark.fault("S6")
-def test_a_storage_out_of_reach_is_awaited_where_no_worker_holds_a_state(out_s: float, ends: str, tmp_path: Path) -> None:
+def test_unreachable_storage_is_awaited_if_no_worker_holds_state(out_s: float, ends: str, tmp_path: Path) -> None:
     """The loss of two neighbours in the moment of an outage ended the run, and its last words were those of a socket."""
     worker_group = WorkerGroup(report("a", WorkerPhase.PARKED))
     stage = Stage(worker_group, tmp_path, bounds=Bounds(storage=60.0))
@@ -524,7 +524,7 @@ def test_a_storage_out_of_reach_is_awaited_where_no_worker_holds_a_state(out_s: 
     assert len(stage.of("storage_unreachable")) == 1, "told of once"
 
 
-def test_a_storage_that_does_not_answer_stops_neither_the_loop_nor_a_stop(tmp_path: Path) -> None:
+def test_silent_storage_blocks_neither_the_loop_nor_a_stop(tmp_path: Path) -> None:
     """The loop waits in its rounds, so that a command reaches it; a worker that dies meanwhile is no member of the next generation."""
     worker_group = WorkerGroup(report("a", WorkerPhase.PARKED), report("b", WorkerPhase.PARKED))
     stage = Stage(worker_group, tmp_path)
@@ -556,7 +556,7 @@ def test_a_storage_that_does_not_answer_stops_neither_the_loop_nor_a_stop(tmp_pa
     assert again.rounds(begin=began).outcome.state == "STOPPED" and again.worker_group.now - BEGAN < 1.0
 
 
-def test_the_patience_with_a_storage_outlasts_a_wait_for_workers(tmp_path: Path) -> None:
+def test_storage_timeout_keeps_counting_over_waits_for_workers(tmp_path: Path) -> None:
     """A worker is lost every 20 s and replaced 5 s later: the time out of reach counts from its beginning."""
     group = WorkerGroup(report("a", WorkerPhase.PARKED), report("b", WorkerPhase.PARKED))
     stage = Stage(group, tmp_path, bounds=Bounds(storage=60.0, replace=600.0), min_workers=2, replace_lost=True)
@@ -588,7 +588,7 @@ def test_a_run_that_its_input_fails_names_its_checkpoint(tmp_path: Path) -> None
     assert outcome.refused and outcome.error == "bad data; it can be resumed from step 30 (/c30)"
 
 
-def test_an_evaluation_that_was_lost_is_made_up_and_none_is_made_twice(tmp_path: Path) -> None:
+def test_lost_evaluation_is_made_up_and_none_is_made_twice(tmp_path: Path) -> None:
     config = {"train_eval_every": 20, "data_eval_samples": 8}
     stage = Stage(WorkerGroup(report("a", WorkerPhase.PARKED)), tmp_path, config=config)
     spec: Any = SimpleNamespace(source=StateSource(Origin.CHECKPOINT, 20))
@@ -616,7 +616,7 @@ def trains(folder: Path, worker_group: WorkerGroup, **about: Any) -> Stage:
         *[("plans", None, 3.0), ("no plans", None, PLANNED_S)],
     ],
 )
-def test_a_change_lets_a_checkpoint_be_written_and_a_drain_does_not(
+def test_rescale_awaits_a_checkpoint_write_but_a_drain_does_not(
     writes: str, took_s: float | None, waits_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each change gave up the checkpoint that was being written: with one a minute, and a minute's writing, there was never any."""
@@ -654,7 +654,7 @@ def test_a_drain_leaves_workers_on_the_way_alone(warming: str, hiring: int, want
 
 
 @pytest.mark.parametrize(("spare", "parks"), [("ready", True), ("not reached", False), ("warming", False), ("leaving", False)])
-def test_a_drain_counts_those_that_can_take_a_place_at_once(spare: str, parks: bool, tmp_path: Path) -> None:
+def test_drain_counts_only_workers_that_can_join_at_once(spare: str, parks: bool, tmp_path: Path) -> None:
     """Of four, three at the least, two had to go, and one was there to come: training stayed on the node until it died."""
     worker_group = WorkerGroup(*(report(w, WorkerPhase.TRAINING) for w in "abcd"))
     if spare == "warming":
@@ -742,7 +742,7 @@ def test_parked_workers_save_their_state_where_a_node_is_to_go(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("controllers", [20, 22, 23])
-def test_a_run_whose_controllers_fail_keeps_what_its_workers_hold(tmp_path: Path, controllers: int) -> None:
+def test_run_with_failing_controllers_saves_its_workers_state(tmp_path: Path, controllers: int) -> None:
     """They had trained on. All of them were ended with what they held since the last checkpoint."""
     worker_group = WorkerGroup(report("a", WorkerPhase.TRAINING), report("b", WorkerPhase.TRAINING))
     durable = DurableState(
@@ -794,7 +794,7 @@ def test_leavers_stay_until_the_next_generation_has_made_a_step(tmp_path: Path) 
     assert stage.loop._parts.scaling.leavers == () and worker_group.dismissed == ["l", "m"]
 
 
-def test_a_failure_that_an_earlier_controller_has_counted_counts_once(tmp_path: Path) -> None:
+def test_failure_counted_by_an_earlier_controller_counts_once(tmp_path: Path) -> None:
     """While the run waited for a replacement each restart of its controller counted it again, and a lost node as a crash."""
     worker_group = WorkerGroup(report("a", WorkerPhase.PARKED, fault=PEER), report("b", WorkerPhase.TRAINING))
     first = Stage(worker_group, tmp_path, min_workers=2, replace_lost=True)
@@ -819,7 +819,7 @@ def test_a_failure_that_an_earlier_controller_has_counted_counts_once(tmp_path: 
 
 
 @pytest.mark.parametrize("heard", [True, False], ids=["the answer came", "the answer came late"])
-def test_a_change_that_was_asked_for_is_no_failure_when_the_answer_is_late(tmp_path: Path, heard: bool) -> None:
+def test_requested_change_is_no_failure_if_its_answer_is_late(tmp_path: Path, heard: bool) -> None:
     stage = Stage(WorkerGroup(report("a", WorkerPhase.PARKED), report("b", WorkerPhase.PARKED)), tmp_path, state=RunState.RUNNING)
     stage.loop.commands.explain("manual")
     if heard:
@@ -829,7 +829,7 @@ def test_a_change_that_was_asked_for_is_no_failure_when_the_answer_is_late(tmp_p
     assert stage.run.stats.rescale is not None and stage.run.stats.rescale.reason == ("drain" if heard else "manual")
 
 
-def test_a_change_whose_controller_is_killed_meanwhile_is_no_failure(tmp_path: Path) -> None:
+def test_change_during_a_controller_kill_is_no_failure(tmp_path: Path) -> None:
     """The workers had stopped at the boundary that they were asked to; the next controller took that for a failure, as did the alerts."""
     stage = Stage(WorkerGroup(report("a", WorkerPhase.PARKED), report("b", WorkerPhase.PARKED)), tmp_path)
     stage.loop._parts.detector.adopt(stage.world)
@@ -857,7 +857,7 @@ def test_a_rescale_is_heeded_while_the_first_workers_are_awaited(asked: int, hir
     assert worker_group.now - BEGAN < 4.0 and worker_group.hired == hired and running.world.size == asked
 
 
-def test_a_node_that_was_cut_off_is_used_again_where_no_other_has_a_place(tmp_path: Path) -> None:
+def test_cut_off_node_is_reused_if_no_other_has_a_place(tmp_path: Path) -> None:
     worker_group = WorkerGroup(report("a", WorkerPhase.PARKED))
     stage = Stage(worker_group, tmp_path, replace_lost=True, min_workers=2)
     nodes = stage.loop._parts.scaling.nodes
@@ -884,7 +884,7 @@ def test_a_node_that_was_cut_off_is_used_again_where_no_other_has_a_place(tmp_pa
     assert {avoid for at, avoid in freed if at > PLACE_S + 0.2} == {frozenset({"n3"})}
 
 
-def test_the_loop_is_built_in_one_line_and_its_states_are_values(tmp_path: Path) -> None:
+def test_idle_round_leaves_the_state_equal_and_orders_nothing(tmp_path: Path) -> None:
     """A round in which nothing happens leaves the state equal, and orders nothing."""
     stage = trains(tmp_path, WorkerGroup(report("a", WorkerPhase.TRAINING), report("b", WorkerPhase.TRAINING)))
     before = stage.loop.state

@@ -61,7 +61,7 @@ class Late(MemoryStore):
         (Late(), "warn", "90 s apart"),
     ],
 )
-def test_storage_that_does_not_do_what_a_checkpoint_needs_is_found(store: object, verdict: str, words: str, monkeypatch) -> None:
+def test_storage_unfit_for_checkpoints_is_found(store: object, verdict: str, words: str, monkeypatch) -> None:
     monkeypatch.setattr("vescale_ray.checkpoint.stores.opening.store_of", lambda root: store)
     found = doctor.storage("memory://x")
     assert (found.verdict, words in found.text) == (verdict, True), found
@@ -80,7 +80,7 @@ def test_a_folder_that_can_not_be_written_is_found(tmp_path: Path) -> None:
     assert doctor.storage(str(tmp_path / "file" / "x")).verdict == "fail"
 
 
-def test_packages_that_are_missing_or_of_another_release_are_found(monkeypatch) -> None:
+def test_missing_or_untested_packages_are_found(monkeypatch) -> None:
     for name, releases in doctor.TESTED.items():
         assert any(f"\n{name}=={release}." in CONSTRAINTS for release in releases), "what the tests run with"
         assert doctor.package(name).verdict == "ok"
@@ -118,7 +118,7 @@ def test_limits_of_the_machine_are_found(monkeypatch, tmp_path: Path) -> None:
     ("state", "verdict", "words"),
     [(0, "ok", "kept, to 0.250 s"), (1, "ok", "kept, to"), (5, "warn", "nothing keeps it"), (-1, "ok", "doesn't tell")],
 )
-def test_whether_something_keeps_the_clock_is_the_kernel_s_to_say(state: int, verdict: str, words: str, monkeypatch) -> None:
+def test_clock_synchronisation_is_read_from_the_kernel(state: int, verdict: str, words: str, monkeypatch) -> None:
     def adjtimex(told: object) -> int:
         told._obj.maxerror = 250_000  # type: ignore[attr-defined]
         return state
@@ -132,7 +132,7 @@ def test_whether_something_keeps_the_clock_is_the_kernel_s_to_say(state: int, ve
         assert (doctor.clock().verdict == "ok") == (synchronised.stdout.strip() == "yes")
 
 
-def test_nodes_whose_clocks_are_apart_or_that_do_not_answer_are_found() -> None:
+def test_clock_skew_and_silent_nodes_are_found() -> None:
     told = {"nodes": 3, "resources": {"CPU": 6.0}, "version": "2.60.0", "asked": 3}
     assert doctor._cluster("c:6379", {**told, "apart": {"a": 0.01, "b": -0.02, "c": 0.0}}).text.endswith("; clocks 0.03 s apart")
     found = doctor._cluster("c:6379", {**told, "apart": {"a": 4.0, "b": -3.0, "c": 0.0}})
@@ -169,7 +169,7 @@ def test_an_interface_that_is_not_there_is_found(monkeypatch) -> None:
     assert "GLOO_SOCKET_IFNAME = nope1" in doctor.network().text and here in doctor.network().remedy
 
 
-def test_a_port_in_use_and_a_cluster_that_does_not_answer_are_found(monkeypatch) -> None:
+def test_port_in_use_and_silent_cluster_are_found(monkeypatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -194,7 +194,7 @@ def test_a_port_in_use_and_a_cluster_that_does_not_answer_are_found(monkeypatch)
     assert doctor.ray_cluster(None).verdict == "ok"
 
 
-def test_a_folder_in_which_nothing_can_be_made_is_told_whatever_its_rights_say(tmp_path: Path) -> None:
+def test_unusable_folder_is_found_whatever_its_permissions(tmp_path: Path) -> None:
     """/proc: root may write there, and nobody can."""
     config = tiny(tmp_path, "r")
     assert doctor.run_folder(config).verdict == "ok" and not (tmp_path / "r").exists()
@@ -202,7 +202,7 @@ def test_a_folder_in_which_nothing_can_be_made_is_told_whatever_its_rights_say(t
     assert found.verdict == "fail" and "/proc: can't be written" in found.text
 
 
-def test_a_file_system_that_locks_nothing_is_told_of(tmp_path: Path, monkeypatch) -> None:
+def test_file_system_without_locks_is_found(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(doctor.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))))
     found = doctor.run_folder(tiny(tmp_path, "r"))
     assert found.verdict == "fail" and "files can't be locked there (Function not implemented)" in found.text and "-o flock" in found.remedy
@@ -215,7 +215,7 @@ def test_a_check_that_breaks_is_a_finding_of_its_own(tmp_path: Path, monkeypatch
     assert {"storage", "run folder", "metrics port", "ray cluster"} <= set(found)
 
 
-def test_the_command_line_tells_it_and_fails_if_a_run_would(tmp_path: Path, monkeypatch) -> None:
+def test_doctor_command_prints_findings_and_fails_if_a_run_would(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(doctor, "RAY_S", 1.0)
     path = tmp_path / "run.yaml"

@@ -54,7 +54,7 @@ AFTER = 0.1
 WAITS = report(WorkerPhase.TRAINING, waiting=True)
 
 
-def test_whoever_computes_or_answers_nothing_is_ended_when_a_step_would_be_over_long_since() -> None:
+def test_computing_or_silent_worker_has_the_step_bound_to_exit() -> None:
     assert Scene(report(WorkerPhase.TRAINING)).ended() == pytest.approx(PARK_S + AFTER)
     assert Scene(WAITS, silent=["c"]).ended() == pytest.approx(PARK_S + AFTER), "what it said before it fell silent is old"
     assert Scene(None).ended() == pytest.approx(PARK_S + AFTER)
@@ -63,7 +63,7 @@ def test_whoever_computes_or_answers_nothing_is_ended_when_a_step_would_be_over_
         assert Scene(report(phase), silent=["c"]).ended() == pytest.approx(FIRST_S + AFTER), "it is not the forming that it waits for"
 
 
-def test_whoever_copies_its_shards_which_may_take_longer_than_any_step_is_given_time_unless_it_is_silent() -> None:
+def test_copying_worker_gets_the_collective_bound_unless_silent() -> None:
     """Copies of one size take a different time on each machine: the others may be out for long."""
     copies = report(WorkerPhase.TRAINING, unhurried=True)
     assert Scene(copies).ended() == pytest.approx(COLLECTIVE_S + PARK_S + AFTER)
@@ -71,14 +71,14 @@ def test_whoever_copies_its_shards_which_may_take_longer_than_any_step_is_given_
     assert Scene(copies, silent=["c"]).ended() == pytest.approx(PARK_S + AFTER)
 
 
-def test_nobody_is_ended_twice_and_whoever_writes_a_checkpoint_has_the_time_for_that_and_no_more() -> None:
+def test_saving_worker_gets_the_save_bound_and_is_ended_once() -> None:
     assert Scene(report(WorkerPhase.TRAINING), doomed=["c"]).ended() == float("inf")
     for silent in ([], ["c"]):
         scene = Scene(report(WorkerPhase.SAVING), silent=silent)
         assert not scene.late(Bounds().save) and scene.late(Bounds().save + AFTER)
 
 
-def test_whoever_waits_in_a_collective_is_given_the_time_after_which_that_ends_and_no_more() -> None:
+def test_waiting_worker_gets_the_collective_bound_to_exit() -> None:
     assert Scene(WAITS).ended() == pytest.approx(COLLECTIVE_S + PARK_S + AFTER)
     forming = report(WorkerPhase.FORMING, waiting=True)
     assert Scene(forming).ended() == pytest.approx(2 * FORM_S + AFTER), "the two bounds count side by side"
@@ -86,7 +86,7 @@ def test_whoever_waits_in_a_collective_is_given_the_time_after_which_that_ends_a
 
 
 @pytest.mark.parametrize("elastic", [{"replace_lost": True}, {"grow": True}, {}], ids=["replaced", "grows", "a spare"])
-def test_where_another_takes_its_place_and_nothing_is_lost_whoever_waits_is_ended_at_once(elastic: dict[str, Any]) -> None:
+def test_waiting_worker_is_ended_early_if_replaced_without_loss(elastic: dict[str, Any]) -> None:
     spares = 0 if elastic else 1
     early = pytest.approx(PARK_S + AFTER)
     assert Scene(WAITS, elastic, spares=spares).ended() == early
@@ -97,14 +97,14 @@ def test_where_another_takes_its_place_and_nothing_is_lost_whoever_waits_is_ende
 
 
 @pytest.mark.fault("W11")
-def test_who_does_what_only_some_steps_do_as_another_is_lost_is_given_the_time_that_those_take() -> None:
+def test_longest_recent_step_extends_the_exit_deadline() -> None:
     """With steps of half a second, of which each tenth took ten, a third of all losses took every survivor along."""
     assert Scene(report(WorkerPhase.TRAINING), longest=10.0).ended() == pytest.approx(15.0 + AFTER)
     assert Scene(report(WorkerPhase.TRAINING), longest=1.5).ended() == pytest.approx(PARK_S + AFTER)
 
 
 @pytest.mark.fault("W11")
-def test_where_all_that_are_left_compute_and_answer_none_of_them_is_taken_for_hung_at_once() -> None:
+def test_survivors_that_all_compute_are_not_taken_for_hung() -> None:
     """They are at something longer than any step so far. All were ended in one moment, and with them all that was left of the lost one."""
     patient = pytest.approx(COLLECTIVE_S + PARK_S + AFTER)
     early = pytest.approx(PARK_S + AFTER)
@@ -118,7 +118,7 @@ def test_where_all_that_are_left_compute_and_answer_none_of_them_is_taken_for_hu
     assert Scene(report(WorkerPhase.TRAINING), silent=["b"], doomed=["b"]).ended("abc", "") == patient
 
 
-def test_when_the_first_of_those_is_done_the_others_have_their_time_from_then_on() -> None:
+def test_first_exit_restarts_the_deadline_of_the_others() -> None:
     """As the first had written its step, after twelve seconds, the others were ended at once: they had had three."""
     busy = Scene(report(WorkerPhase.TRAINING))
     policy = busy.policy()

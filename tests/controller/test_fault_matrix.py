@@ -66,7 +66,7 @@ NOT_IN_A_SAVE = ("raise", "collective", "sleep")
 
 @pytest.mark.parametrize("way", ["kill", "exit", "raise", "collective", "stop", "lock", "sleep", "controller and worker", "controller"])
 @pytest.mark.fault("W1", "W7", "W10", "C3")
-def test_at_whatever_moment_a_worker_fails_in_whatever_way_the_run_ends_with_the_same_bits(way: str, home: Path, calm: Finished) -> None:
+def test_fault_of_any_kind_at_any_moment_changes_no_bit(way: str, home: Path, calm: Finished) -> None:
     moments = ["start", "first", "rebuild", "last", *(["save"] if way not in NOT_IN_A_SAVE else [])]
     # Of 6 workers one is gone after each of the first three moments: 3 are left for the last step, with two slots each.
     per_step = SLOTS // 3 if way in ENDS else 1
@@ -120,7 +120,7 @@ def is_the_same(finished: Finished, calm: Finished) -> None:
 
 @pytest.mark.parametrize("ranks", [(0, 2), (1, 2)], ids=["apart", "neighbours"])
 @pytest.mark.fault("W10")
-def test_two_workers_that_are_killed_at_once_in_the_first_and_in_the_last_step_cost_no_bit(
+def test_two_kills_at_once_in_first_and_last_step_cost_no_bit(
     ranks: tuple[int, int], home: Path, calm_of_many: Finished
 ) -> None:
     first = [Cue("kill", 1, 1, rank=rank, together=2) for rank in (1, 4)]
@@ -140,7 +140,7 @@ def test_two_workers_that_are_killed_at_once_in_the_first_and_in_the_last_step_c
 
 @pytest.mark.timeout(400)
 @pytest.mark.fault("N1")
-def test_a_node_that_is_lost_in_the_first_step_and_another_in_the_last_cost_no_bit(tmp_path: Path, calm_of_many: Finished) -> None:
+def test_node_losses_in_first_and_last_step_cost_no_bit(tmp_path: Path, calm_of_many: Finished) -> None:
     parts = [Cue("node", 1, 1, rank=0), Cue("node", 2, 3 * STEPS, rank=0)]
     stage, output = tmp_path / "cues", tmp_path / "nodes.txt"
     with cluster(2, 2, 2, system=TUNED, env={FOLDER: str(stage)}) as nodes, cues(*parts, folder=stage):
@@ -161,7 +161,7 @@ def test_a_node_that_is_lost_in_the_first_step_and_another_in_the_last_cost_no_b
 
 @pytest.mark.parametrize("acts", [(Act(4, "stop"), Act(4, "kill", 0)), (Act(4, "kill", 1), Act(4, "stop"))], ids=["then", "before"])
 @pytest.mark.fault("E1")
-def test_a_stop_makes_its_checkpoint_though_a_worker_is_killed_in_the_same_step(acts: tuple[Act, ...], home: Path) -> None:
+def test_stop_saves_though_a_worker_is_killed_in_the_same_step(acts: tuple[Act, ...], home: Path) -> None:
     config = config_of(home, f"stop-{acts[0].action}", elastic_workers=3, train_steps=400)
     finished = carry_out(config, *acts)
     assert finished.result.state == "STOPPED" and finished.of("generation_failed"), finished.result
@@ -171,7 +171,7 @@ def test_a_stop_makes_its_checkpoint_though_a_worker_is_killed_in_the_same_step(
 
 
 @pytest.mark.fault("W10")
-def test_with_copies_every_fifth_step_a_death_in_the_last_checkpoint_costs_the_steps_since_and_no_bit(home: Path, calm: Finished) -> None:
+def test_death_in_last_checkpoint_replays_steps_since_the_copy(home: Path, calm: Finished) -> None:
     """The copies that are left are of step 10 of 12: that was called DONE."""
     with cues(Cue("kill", save=True)):
         finished = carry_out(config_of(home, "fifth", elastic_workers=3, elastic_snapshot_every=5))
@@ -184,7 +184,7 @@ def test_with_copies_every_fifth_step_a_death_in_the_last_checkpoint_costs_the_s
 
 @pytest.mark.parametrize(("forward", "fewest"), [(1, 1), (0, 3)], ids=["in the first step", "in the move"])
 @pytest.mark.fault("W8", "W9")
-def test_a_death_around_a_planned_change_goes_back_to_no_checkpoint_and_the_leaver_stays_in_its_place(
+def test_death_around_a_shrink_keeps_the_leaver_and_its_state(
     forward: int, fewest: int, home: Path, calm: Finished
 ) -> None:
     with cues(Cue("kill", build=2, forward=forward, rank=0)):
@@ -269,7 +269,7 @@ KILLS = 20
 
 @pytest.mark.timeout(600)
 @pytest.mark.fault("C1")
-def test_a_controller_that_is_killed_twenty_times_stops_no_worker_and_answers_again_within_five_seconds(home: Path) -> None:
+def test_twenty_controller_kills_stop_no_worker_and_heal_in_5_s(home: Path) -> None:
     config = config_of(home, "twenty", elastic_workers=3, train_steps=1_000_000, model_factory="tests.controller.hanging:model")
     took: list[float] = []
     watched: list[float] = []
@@ -310,7 +310,7 @@ def test_a_controller_that_is_killed_twenty_times_stops_no_worker_and_answers_ag
 
 @pytest.mark.parametrize("earlier", [True, False], ids=["since a while", "since the beginning"])
 @pytest.mark.fault("S7")
-def test_a_controller_that_is_killed_while_the_disk_is_full_is_followed_by_one_that_knows_what_it_knew(earlier: bool, home: Path) -> None:
+def test_controller_killed_with_a_full_disk_loses_no_state(earlier: bool, home: Path) -> None:
     """All that it could not write down is a generation, a wish and lines of steps. (It alone can add no byte to a file.)"""
     model = {"model_factory": "tests.controller.hanging:model"}
     config = config_of(home, f"full{earlier}", elastic_workers=3, train_steps=1_000_000, **model)
@@ -365,7 +365,7 @@ def wait_for(value: Callable[[], int | None], what: str, seconds: float = 60.0) 
 
 @pytest.mark.parametrize("besides", ["", "the controller"])
 @pytest.mark.fault("C5")
-def test_a_supervisor_that_is_killed_takes_the_workers_along_and_the_run_begins_anew_from_its_checkpoint(besides: str, home: Path) -> None:
+def test_supervisor_kill_restarts_the_run_from_its_checkpoint(besides: str, home: Path) -> None:
     """A machine's memory monitor chooses as it likes. Whoever waits for the run need not notice."""
     model = {"model_factory": "tests.controller.hanging:model"}
     config = config_of(home, f"orphan{len(besides)}", elastic_workers=2, train_steps=1_000_000, checkpoint_every=10, **model)
@@ -396,7 +396,7 @@ def test_a_supervisor_that_is_killed_takes_the_workers_along_and_the_run_begins_
 
 
 @pytest.mark.fault("C5")
-def test_a_supervisor_that_is_killed_again_and_again_ends_the_run_with_a_line_that_says_so_and_it_resumes(home: Path) -> None:
+def test_repeated_supervisor_kills_end_a_run_that_can_resume(home: Path) -> None:
     model = {"model_factory": "tests.controller.hanging:model", "elastic_max_recoveries_without_progress": 1}
     config = config_of(home, "supervisor", elastic_workers=2, train_steps=100_000, checkpoint_every=10, **model)
     ended: list[float] = []
@@ -422,7 +422,7 @@ def test_a_supervisor_that_is_killed_again_and_again_ends_the_run_with_a_line_th
 
 
 @pytest.mark.fault("W10")
-def test_workers_that_are_killed_before_they_are_warm_are_replaced_and_the_run_begins(home: Path, calm: Finished) -> None:
+def test_workers_killed_before_they_are_warm_are_replaced(home: Path, calm: Finished) -> None:
     config = config_of(home, "cold", elastic_workers=2)
     killed: list[int] = []
 

@@ -59,7 +59,7 @@ def next_generation(stage: Stage) -> tuple[tuple[str, ...], Origin, int]:
 
 
 @pytest.mark.fault("W1")
-def test_a_killed_worker_is_done_without_and_its_shard_comes_from_the_copy(tmp_path: Path) -> None:
+def test_killed_workers_shard_comes_from_its_copy(tmp_path: Path) -> None:
     worker_group, stage = running(tmp_path)
     stage.lose("b", Cause.KILLED)
     stage.loop.step()
@@ -83,7 +83,7 @@ def test_a_lost_worker_is_replaced_if_that_is_wanted(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("W2")
-def test_a_worker_that_answers_nothing_is_ended_and_the_others_go_on(tmp_path: Path) -> None:
+def test_silent_worker_is_ended_and_the_others_go_on(tmp_path: Path) -> None:
     worker_group, stage = running(tmp_path)
     hangs = stage.loop._parts.detector._hangs
     hangs.begin(TICKET, 3)
@@ -127,7 +127,7 @@ def test_without_a_copy_the_run_goes_back_to_its_checkpoint(tmp_path: Path) -> N
 
 
 @pytest.mark.fault("W7")
-def test_a_worker_that_is_lost_in_a_recovery_leads_to_another_attempt(tmp_path: Path) -> None:
+def test_loss_in_a_recovery_leads_to_another_attempt(tmp_path: Path) -> None:
     worker_group, stage = running(tmp_path)
     stage.lose("b", Cause.KILLED)
     park(worker_group, "ac", step=40)
@@ -183,7 +183,7 @@ def test_a_worker_that_dies_before_it_is_warm_is_hired_again(tmp_path: Path) -> 
 
 
 @pytest.mark.fault("W11")
-def test_others_that_compute_are_given_their_step_when_one_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_computing_survivors_may_finish_their_step_after_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker_group, stage = running(tmp_path)
     monkeypatch.setattr(StepStats, "last_seconds", property(lambda self: 4.0))
     stage.lose("b", Cause.KILLED)
@@ -233,7 +233,7 @@ def test_a_joiner_that_does_not_reach_the_members_is_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.fault("N6")
-def test_a_draining_node_is_left_at_a_boundary_and_gives_its_shard_first(tmp_path: Path) -> None:
+def test_draining_node_leaves_at_a_boundary_and_gives_its_shard(tmp_path: Path) -> None:
     worker_group, stage = running(tmp_path)
     stage.drain("c")
     stage.loop.step()
@@ -244,7 +244,7 @@ def test_a_draining_node_is_left_at_a_boundary_and_gives_its_shard_first(tmp_pat
 
 
 @pytest.mark.fault("C1", "C3")
-def test_a_new_controller_takes_up_the_generation_and_a_loss_in_it(tmp_path: Path) -> None:
+def test_new_controller_adopts_the_generation_and_its_loss(tmp_path: Path) -> None:
     worker_group = WorkerGroup(*(report(w, WorkerPhase.TRAINING) for w in "abc"))
     worker_group.infos |= {w: node_of(w) for w in "abc"}
     durable = DurableState("r", 7, LaunchedGeneration.of(replace(THREE, source=replace(THREE.source, step=40))), target=3, epoch=2)

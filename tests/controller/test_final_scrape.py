@@ -29,7 +29,7 @@ from vescale_ray.controller.http.final_scrape import FINAL_SCRAPE_S, GRACE, RESE
         (1, "inf", 0.0, 0.0),
     ],
 )
-def test_how_long_is_waited(signals: int, grace: str, passed: float, expected: float) -> None:
+def test_final_scrape_wait_depends_on_signals_and_grace(signals: int, grace: str, passed: float, expected: float) -> None:
     since = 1000.0 if signals else None
     assert patience_s(signals, since, 1000.0 + passed, {GRACE: grace} if grace else {}) == pytest.approx(expected)
 
@@ -46,7 +46,7 @@ class Over(driver._Attempt):
         return self._told.pop(0) if len(self._told) > 1 else self._told[0]
 
 
-def test_a_job_that_is_stopped_is_seen_to_end_and_a_second_signal_ends_the_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_job_awaits_its_scrape_until_a_second_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     signals = driver._Signals()
     signals._handle(signal.SIGTERM, None)
     monkeypatch.delenv(GRACE, raising=False)

@@ -45,7 +45,7 @@ def goes_on_and_stops(driver: subprocess.Popen[str], folder: RunFolder) -> None:
     assert "STOPPED" in output and not told & {"worker_lost", "generation_failed"}, output
 
 
-def test_a_stopped_worker_on_another_node_is_killed_there_and_the_cluster_outlives_its_runs(tmp_path: Path, address: str) -> None:
+def test_stopped_remote_worker_is_killed_and_cluster_survives(tmp_path: Path, address: str) -> None:
     # The tests share one machine, so that "another node" is another raylet; the way to it is the same.
     changes = {"elastic_workers": 2, "elastic_collective_timeout_s": 4, "data_eval_samples": 0}
     folder, driver = start(tmp_path, address, "10:pause:1", **changes)
@@ -69,7 +69,7 @@ def test_a_stopped_worker_on_another_node_is_killed_there_and_the_cluster_outliv
 
 
 @pytest.mark.fault("N6")
-def test_a_node_that_is_about_to_go_is_left_in_time_and_no_step_is_lost(tmp_path: Path) -> None:
+def test_draining_node_is_left_in_time_without_lost_steps(tmp_path: Path) -> None:
     with cluster(2, 2) as nodes:
         changes = {"elastic_workers": 3, "train_steps": 3000, "ray_cpus_per_worker": 1.0, "checkpoint_every": 0}
         folder, driver = start(tmp_path, nodes.address, **changes)
@@ -102,7 +102,7 @@ def test_a_node_that_is_about_to_go_is_left_in_time_and_no_step_is_lost(tmp_path
 
 
 @pytest.mark.fault("N8")
-def test_where_training_can_not_do_without_the_node_a_checkpoint_is_made_and_a_replacement_awaited(tmp_path: Path) -> None:
+def test_drain_of_a_needed_node_saves_and_awaits_a_replacement(tmp_path: Path) -> None:
     with cluster(2, 2) as nodes:
         elastic = {"elastic_workers": 2, "elastic_min_workers": 2, "elastic_replace_lost": True}
         folder, driver = start(tmp_path, nodes.address, train_steps=100_000, ray_cpus_per_worker=1.0, checkpoint_every=0, **elastic)
@@ -124,7 +124,7 @@ def test_where_training_can_not_do_without_the_node_a_checkpoint_is_made_and_a_r
         driver.communicate(timeout=100)
 
 
-def test_two_nodes_are_about_to_go_at_once_while_more_workers_are_asked_for_and_others_are_not_wanted_any_more(tmp_path: Path) -> None:
+def test_two_drains_during_two_rescales_lose_no_step(tmp_path: Path) -> None:
     with cluster(2, 2, 2) as nodes:
         folder, driver = start(tmp_path, nodes.address, elastic_workers=4, train_steps=100_000, ray_cpus_per_worker=1.0, checkpoint_every=0)
 

@@ -15,7 +15,7 @@ def accounts(goodput: Goodput) -> dict[str, float]:
     return {"productive": goodput.productive, **goodput.lost}
 
 
-def test_a_run_with_a_failure_a_rescale_and_a_checkpoint_to_the_second() -> None:
+def test_goodput_of_a_mixed_run_is_exact_to_the_second() -> None:
     run = Goodput.beginning(100.0)
     run.advance(103.0)  # workers start
     run.step(112.0, 2.0, again=False, between={})
@@ -47,7 +47,7 @@ def test_a_run_with_a_failure_a_rescale_and_a_checkpoint_to_the_second() -> None
     assert sum(accounts(run).values()) == 135.0 - 100.0 and run.ratio == 8.0 / 35.0
 
 
-def test_nothing_is_taken_for_lost_while_a_step_may_be_under_way_nor_counted_twice() -> None:
+def test_time_of_an_open_step_is_not_lost_nor_counted_twice() -> None:
     run = Goodput.beginning(0.0)
     run.step(3.0, 2.0, again=False, between={})
     run.advance(9.0)
@@ -73,7 +73,7 @@ events: list[st.SearchStrategy[Callable[[Goodput], None]]] = [
 
 
 @given(st.lists(st.one_of(events), max_size=30), times)
-def test_whatever_happens_the_accounts_add_up_and_none_of_them_falls(happened: list[Callable[[Goodput], None]], end: float) -> None:
+def test_accounts_always_add_up_and_never_fall(happened: list[Callable[[Goodput], None]], end: float) -> None:
     """Also with clocks that go backwards and figures that contradict each other."""
     run = Goodput.beginning(0.0)
     for one in [*happened, lambda g: g.close(end)]:

@@ -78,7 +78,7 @@ class Play:
 
 
 @pytest.mark.fault("W2")
-def test_a_worker_that_stands_still_while_the_others_wait_is_hung_and_its_place_is_named():
+def test_stuck_worker_is_hung_at_a_named_place_if_others_wait():
     play = Play()
     assert play.go(5) == {}
     hung = play.go(5, a="waits", b="stuck", c="waits")
@@ -87,7 +87,7 @@ def test_a_worker_that_stands_still_while_the_others_wait_is_hung_and_its_place_
 
 
 @pytest.mark.fault("W2")
-def test_one_that_answers_nothing_is_hung():
+def test_silent_worker_is_hung():
     play = Play()
     play.go(1)
     hung = play.go(5, a="waits", b="waits", c="silent")
@@ -95,14 +95,14 @@ def test_one_that_answers_nothing_is_hung():
     assert play.since < 1.5
 
 
-def test_one_that_answers_nothing_is_hung_also_where_nobody_is_seen_to_wait():
+def test_silent_worker_is_hung_even_if_no_peer_is_seen_waiting():
     """On an accelerator a thread that waits for a collective looks like one that computes."""
     play = Play()
     play.go(1)
     assert set(play.go(5, a="stuck", b="silent", c="stuck")) == {"b"}
 
 
-def test_two_at_once():
+def test_two_workers_are_found_hung_at_once():
     play = Play()
     play.go(1)
     assert set(play.go(5, a="silent", b="waits", c="stuck")) == {"a", "c"}
@@ -119,13 +119,13 @@ def test_two_at_once():
     ],
     ids=["all wait", "all compute", "all are silent", "one goes on", "one copies its shards"],
 )
-def test_nobody_is_accused_where_nobody_is_waited_for_or_somebody_goes_on(acts):
+def test_no_worker_is_hung_if_none_is_awaited_or_one_progresses(acts):
     play = Play()
     play.go(1)
     assert play.go(60, **acts) == {}
 
 
-def test_whoever_has_just_copied_its_shards_for_long_has_not_stood_still_for_so_long():
+def test_end_of_a_long_copy_starts_a_new_hang_bound():
     """An answer between the end of the copy and the next beat made it look hung: at once, in any of a thousand ranks."""
     play = Play()
     play.go(1)
@@ -133,7 +133,7 @@ def test_whoever_has_just_copied_its_shards_for_long_has_not_stood_still_for_so_
     assert set(play.go(5, a="waits", b="stuck", c="waits")) == {"b"} and LEAST_S <= play.since < 1.5
 
 
-def test_a_worker_that_is_alone_or_all_that_stand_still_have_the_collectives_bound():
+def test_lone_or_all_stuck_workers_get_the_collective_bound():
     play = Play(members=("a",))
     play.watch.patience_s = 20.0
     play.go(1)
@@ -149,7 +149,7 @@ def test_a_worker_that_is_alone_or_all_that_stand_still_have_the_collectives_bou
 
 
 @pytest.mark.parametrize("act", ["stuck", "silent"])
-def test_a_worker_that_is_alone_is_found_as_soon_as_ever_where_another_takes_its_place(act):
+def test_replaceable_lone_worker_has_the_normal_hang_bound(act):
     """Ending it costs the steps since the checkpoint; where nobody comes it would cost the run, for which there is time."""
     play = Play(members=("a",))
     play.watch.patience_s, play.watch.replaced = 20.0, True
@@ -165,7 +165,7 @@ def test_a_worker_that_is_alone_is_found_as_soon_as_ever_where_another_takes_its
     assert many.go(60, a=act, b=act, c=act) == {}
 
 
-def test_a_slow_step_is_remembered_for_as_many_steps_however_many_ranks_tell_of_each():
+def test_slow_step_is_remembered_by_steps_and_not_by_reports():
     """Of a thousand ranks, all of the last 32 reports are of one step: one that took twice as long would have been a hang."""
     bounds = set()
     for world in (1, 4, 1000):
@@ -183,7 +183,7 @@ def test_a_slow_step_is_remembered_for_as_many_steps_however_many_ranks_tell_of_
     assert bounds == {FACTOR * 2.0}
 
 
-def test_who_only_gets_no_processor_does_not_hang():
+def test_starved_worker_is_not_hung():
     """Two of three workers were ended, and their shards with them, since a test suite ran beside them on two cores."""
     play = Play()
     play.go(1)
@@ -199,7 +199,7 @@ def test_who_only_gets_no_processor_does_not_hang():
     assert set(play.go(5, a="waits", b="silent", c="waits")) == {"b"}
 
 
-def test_who_could_not_answer_as_its_machine_tells_is_not_silent():
+def test_starvation_reported_by_its_node_excuses_silence():
     play = Play()
     play.go(1)
     assert play.go(1, a="waits", b="waits", c="silent") == {}
@@ -212,7 +212,7 @@ def test_who_could_not_answer_as_its_machine_tells_is_not_silent():
     assert set(play.go(5, a="waits", b="waits", c="silent")) == {"c"} and play.since < 2 * LEAST_S + 0.3, "that counts for one silence"
 
 
-def test_whoever_repeats_the_step_in_which_another_was_ended_is_given_twice_as_long_until_it_is_done():
+def test_repeated_hang_step_gets_a_doubled_bound_until_done():
     """It may take that long: ended each time, it would never be done."""
     play = Play(steps=20)
     play.go(1)
@@ -232,7 +232,7 @@ def test_whoever_repeats_the_step_in_which_another_was_ended_is_given_twice_as_l
     assert play.watch.bound_s == LEAST_S
 
 
-def test_what_only_every_hundredth_step_does_is_taken_for_a_hang_once():
+def test_rare_slow_step_is_taken_for_a_hang_only_once():
     play = Play(steps=20)
     play.go(1)
     assert play.go(5, a="waits", b="stuck", c="waits")
@@ -253,7 +253,7 @@ def test_what_only_every_hundredth_step_does_is_taken_for_a_hang_once():
 
 @pytest.mark.parametrize("where", [WorkerPhase.FORMING, WorkerPhase.TRAINING])
 @pytest.mark.fault("W4")
-def test_a_worker_that_is_alone_and_hangs_before_any_step_was_seen_is_found_at_last(where):
+def test_lone_worker_hung_before_any_step_is_found_at_last(where):
     """Nothing ended it: one that read its checkpoint from a file system that does not answer trained "soon", for ever."""
     play = Play(members=("a",), steps=0)
     play.watch.patience_s = 20.0
@@ -268,7 +268,7 @@ def test_a_worker_that_is_alone_and_hangs_before_any_step_was_seen_is_found_at_l
 
 
 @pytest.mark.parametrize("members", [("a",), MEMBERS], ids=["alone", "in company"])
-def test_what_may_take_longer_than_any_step_and_never_ends_is_found_at_last_and_is_then_given_twice_as_long(members):
+def test_endless_unhurried_work_is_found_and_its_bound_doubles(members):
     """An evaluation whose text lies in a file system that does not answer, code that is compiled for ever: nothing else ends them."""
     play = Play(members=members)
     play.watch.patience_s = 20.0
@@ -283,7 +283,7 @@ def test_what_may_take_longer_than_any_step_and_never_ends_is_found_at_last_and_
 
 
 @pytest.mark.fault("W4")
-def test_who_waits_for_others_while_the_group_forms_is_left_to_the_collectives_and_who_builds_is_not():
+def test_forming_hang_ends_the_stuck_worker_and_no_waiting_one():
     play = Play()
     play.watch.patience_s = 20.0
     play.go(1)
@@ -294,7 +294,7 @@ def test_who_waits_for_others_while_the_group_forms_is_left_to_the_collectives_a
 
 
 @pytest.mark.parametrize("phase", [WorkerPhase.FORMING, WorkerPhase.TRAINING], ids=["as it builds its model", "in the first step"])
-def test_whoever_is_as_slow_as_one_that_was_ended_before_any_step_was_seen_is_given_twice_as_long(phase: WorkerPhase) -> None:
+def test_hang_before_any_step_doubles_the_bound_each_time(phase: WorkerPhase) -> None:
     """A model that takes six minutes to build was ended after five, each time, until the run had failed."""
     play = Play(steps=0)
     play.watch.patience_s = 20.0
@@ -308,7 +308,7 @@ def test_whoever_is_as_slow_as_one_that_was_ended_before_any_step_was_seen_is_gi
     assert set(play.go(2000, a="waits", b="stuck", c="waits")) == {"b"} and play.since < FACTOR * 300.0 + 1.0, "it is done"
 
 
-def test_the_report_does_not_take_where_a_silent_worker_was_last_seen_for_where_it_hangs() -> None:
+def test_report_marks_a_silent_workers_place_as_last_known() -> None:
     """Who was stopped, or held the interpreter's lock, was said to stand in a collective: where it had been two seconds before."""
     told: dict[str, Any] = {}
     reports = {worker: replace(IDLE, worker=worker, where="all_reduce (distributed_c10d.py:3252)") for worker in "ab"}
@@ -329,7 +329,7 @@ def test_the_report_does_not_take_where_a_silent_worker_was_last_seen_for_where_
     assert stacks["b"] in rest and told["where"]["b"].endswith("when it last answered") and told["ranks"] == {"b": 1}
 
 
-def test_who_hangs_as_the_controller_is_killed_is_found_by_what_steps_took_before():
+def test_hang_at_a_controller_kill_is_found_by_past_step_times():
     play = Play(steps=0)
     play.watch.expect(3.0)
     play.watch.begin(TICKET, 3)
@@ -356,7 +356,7 @@ def test_the_first_steps_and_other_phases_have_other_bounds():
 
 
 @pytest.mark.fault("C2")
-def test_a_controller_that_was_held_up_itself_listens_before_it_accuses_anybody():
+def test_held_up_controller_listens_before_it_accuses_a_worker():
     play = Play()
     play.go(1)
     play.now += 30  # a suspended machine: nobody was heard, and nobody ran
@@ -374,7 +374,7 @@ def test_a_controller_that_was_held_up_itself_listens_before_it_accuses_anybody(
 
 
 @pytest.mark.parametrize("members", [("a",), MEMBERS], ids=["alone", "in company"])
-def test_a_controller_that_is_held_up_now_and_then_finds_who_hangs_all_the_same(members: tuple[str, ...]) -> None:
+def test_often_held_up_controller_still_finds_a_hang(members: tuple[str, ...]) -> None:
     """It began anew each time: a gap a minute, as a busy machine has, hid whoever is only found after minutes for ever."""
     play = Play(members=members, steps=0)
     play.watch.patience_s = 20.0
@@ -386,7 +386,7 @@ def test_a_controller_that_is_held_up_now_and_then_finds_who_hangs_all_the_same(
     assert set(play.go(LONGEST * 20.0 - 180.0 + 2.0, **acts)) == set(members)
 
 
-def test_a_fixed_bound_and_none():
+def test_fixed_bound_is_used_and_zero_disables_hang_detection():
     play = Play(fixed=7.0)
     play.go(1)
     assert play.go(20, a="waits", b="stuck", c="waits") and 7.0 <= play.since < 7.3
@@ -402,7 +402,7 @@ def test_reports_of_another_generation_count_for_nothing():
     assert play.go(30, a="waits", b="stuck", c="waits") == {}
 
 
-def test_a_smaller_worlds_slower_steps_don_t_lengthen_a_larger_ones_bound():
+def test_slow_steps_of_a_smaller_world_do_not_raise_the_bound():
     play = Play(step=3.0, steps=20)
     play.watch.begin(Ticket(4, 1), 4)
     assert play.watch.bound_s == FIRST * FACTOR * 3.0, "of its own steps nothing is known"
@@ -413,7 +413,7 @@ def test_a_smaller_worlds_slower_steps_don_t_lengthen_a_larger_ones_bound():
 
 
 @pytest.mark.parametrize("first", [0, 7])
-def test_who_waited_in_the_first_step_for_the_others_to_get_their_state_took_no_longer_for_a_step(first: int) -> None:
+def test_wait_for_peers_in_the_first_step_is_not_step_time(first: int) -> None:
     """A joiner that was filled for a minute made the bound that of a step of a minute, for as many steps as are remembered."""
     watch = HangWatch()
     watch.begin(TICKET, 3)
@@ -429,7 +429,7 @@ def test_who_waited_in_the_first_step_for_the_others_to_get_their_state_took_no_
     assert watch.bound_s == pytest.approx(max(FIRST_S, FIRST * FACTOR * 1.0)), "each generation has a first step"
 
 
-def test_while_a_group_forms_only_silence_counts_and_is_given_the_time_of_the_first_steps():
+def test_forming_bound_is_that_of_the_first_steps():
     assert HangWatch().forming_s == FIRST_S, "also before anybody has seen a step"
     slow = Play(step=4.0)
     assert slow.watch.forming_s == FIRST * FACTOR * 4.0
@@ -438,7 +438,7 @@ def test_while_a_group_forms_only_silence_counts_and_is_given_the_time_of_the_fi
     assert HangWatch(fixed=7.0).forming_s == 7.0 and HangWatch(fixed=0.0).forming_s == float("inf")
 
 
-def test_nobody_was_silent_while_the_one_who_listens_stood_still():
+def test_silence_does_not_count_while_the_controller_is_stopped():
     """A controller that was stopped for longer than the bound ended workers whose answers it had, and had not come to."""
     now = [100.0]
     worker_group = WorkerGroup(supervisor=None, call_s=1.0, epoch=1)
@@ -454,7 +454,7 @@ def test_nobody_was_silent_while_the_one_who_listens_stood_still():
     assert next(look for look in range(100) if told() == {"a"}) == pytest.approx((1.0 + POLL_WAIT_S - GAP_S) / 0.1, abs=1)
 
 
-def test_how_late_a_machines_other_workers_are_tells_how_late_one_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lateness_of_other_workers_on_a_node_excuses_one(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("vescale_ray.controller.worker_group.worker_group.time.monotonic", lambda: now[0])
     worker_group = WorkerGroup(supervisor=None, call_s=1.0, epoch=1)
@@ -485,7 +485,7 @@ class Nodes:
         return [first], [ref for ref in refs if ref is not first]
 
 
-def test_who_is_asked_for_what_it_could_not_do_and_what_is_given_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_workers_are_credited_the_time_their_node_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     nodes = Nodes(now, {"1": (0.01, {"a": 7.5, "b": 3.0}), "2": (0.3, {"c": 0.0}), "3": (1.0, None), "4": (2.0, {"e": 0.0})})
     monkeypatch.setattr("vescale_ray.controller.worker_group.worker_group.time.monotonic", lambda: now[0])
@@ -520,7 +520,7 @@ class Shelf:
         return (self.outline,)  # a reference is told from others by what it is, as Ray's
 
 
-def test_who_does_not_know_the_outline_is_not_asked_for_it_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_without_the_outline_is_not_asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The controller asked the first of them as fast as it answered, and never the one that knew."""
     now = [100.0]
     monkeypatch.setattr("vescale_ray.controller.worker_group.worker_group.time.monotonic", lambda: now[0])
@@ -549,7 +549,7 @@ def test_who_does_not_know_the_outline_is_not_asked_for_it_again_at_once(monkeyp
     assert ask() == ["a", "outline"]
 
 
-def test_what_each_tenth_step_does_is_known_after_the_third_time_though_nobody_was_ended_for_it():
+def test_periodic_slow_step_is_known_after_its_third_time():
     """The last eight steps knew nothing of it: where a node took longer for it than the others, its workers were ended, every 130 steps."""
     play = Play()
     play.done(0.2, steps=9)
@@ -573,7 +573,7 @@ def test_what_each_tenth_step_does_is_known_after_the_third_time_though_nobody_w
     assert play.watch.bound_s == LEAST_S, "also where they are done again"
 
 
-def test_the_first_step_of_a_generation_tells_nothing_of_the_steps_to_come():
+def test_first_step_of_a_generation_does_not_set_the_bound():
     play = Play(step=0.2)
     for _ in range(3):
         play.done(4.0, begins_anew=True)

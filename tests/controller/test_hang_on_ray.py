@@ -75,7 +75,7 @@ def stand_still(seconds: float) -> None:
 
 
 @pytest.mark.fault("C2")
-def test_a_controller_that_stood_still_itself_blames_nobody_for_it(tmp_path: Path) -> None:
+def test_stopped_controller_blames_no_worker_for_its_own_pause(tmp_path: Path) -> None:
     play = Play(tmp_path, 3, elastic_collective_timeout_s=3)
     for _ in range(3):
         play.act(3, lambda pids: stand_still(8.0))
@@ -83,7 +83,7 @@ def test_a_controller_that_stood_still_itself_blames_nobody_for_it(tmp_path: Pat
     assert not finished.of("worker_lost", "hang", "generation_failed") and len(finished.generations()) == 1
 
 
-def test_ranks_that_have_their_values_at_very_different_times_wait_for_each_other(tmp_path: Path) -> None:
+def test_ranks_wait_for_each_others_late_initial_values(tmp_path: Path) -> None:
     """They waited as in a collective of a step. With a checkpoint that one rank reads a minute sooner than another no run began."""
     play = Play(tmp_path, 3, elastic_collective_timeout_s=LATE_S / 4, model_factory="tests.controller.hanging:late_model")
     play.act(3, lambda pids: None)
@@ -92,7 +92,7 @@ def test_ranks_that_have_their_values_at_very_different_times_wait_for_each_othe
 
 
 @pytest.mark.fault("W12")
-def test_a_worker_that_is_lost_as_the_others_wait_for_values_is_not_waited_for(tmp_path: Path) -> None:
+def test_worker_lost_while_values_are_filled_is_not_awaited(tmp_path: Path) -> None:
     """Neither is it by who fills in: it leaves at its next piece, here the last but one."""
     play = Play(tmp_path, 3, elastic_collective_timeout_s=LATE_S / 4, model_factory="tests.controller.hanging:late_model")
     killed: list[float] = []
@@ -115,7 +115,7 @@ def test_a_worker_that_is_lost_as_the_others_wait_for_values_is_not_waited_for(t
 
 
 @pytest.mark.fault("W3")
-def test_a_worker_that_hangs_as_something_else_happens_is_found_as_soon_as_ever(tmp_path: Path) -> None:
+def test_hang_beside_a_rescale_or_a_kill_is_found_within_2_5_s(tmp_path: Path) -> None:
     """Rank 0 is whom the controller would ask to carry a wish to the others."""
     play = Play(tmp_path, 5)
 
@@ -141,7 +141,7 @@ def test_a_worker_that_hangs_as_something_else_happens_is_found_as_soon_as_ever(
 
 
 @pytest.mark.fault("W3")
-def test_a_worker_that_is_stopped_while_the_next_generation_forms_holds_it_up_for_seconds_only(tmp_path: Path) -> None:
+def test_worker_stopped_during_forming_delays_it_only_seconds(tmp_path: Path) -> None:
     """It looks as if it formed a group, which may take long, and every other waits for it: only its silence tells."""
     fixed: dict[str, Any] = {"train_steps": 60, "checkpoint_every": 0, "data_eval_samples": 0}
     model = {"model_factory": "tests.controller.cues:model", "model_units": ["body"]}
@@ -157,7 +157,7 @@ def test_a_worker_that_is_stopped_while_the_next_generation_forms_holds_it_up_fo
     nothing_left(finished)
 
 
-def test_on_an_overloaded_machine_all_are_slow_and_only_who_hangs_is_ended(tmp_path: Path) -> None:
+def test_overloaded_machine_ends_only_the_hung_worker(tmp_path: Path) -> None:
     """Eight processes come to two cores, and each step takes several times as long as any before."""
     play = Play(tmp_path, 3)
     rivals: list[subprocess.Popen[bytes]] = []
@@ -204,7 +204,7 @@ def test_on_an_overloaded_machine_all_are_slow_and_only_who_hangs_is_ended(tmp_p
     nothing_left(finished)
 
 
-def test_a_worker_that_is_alone_is_found_as_soon_as_one_in_company_and_another_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
+def test_hung_lone_worker_is_found_within_2_5_s_and_replaced(tmp_path: Path) -> None:
     play = Play(tmp_path, 1, elastic_replace_lost=True, checkpoint_every=20)
     play.act(1, lambda pids: os.kill(pids[0], signal.SIGSTOP))
     finished = play.finished()
@@ -224,7 +224,7 @@ def control_store() -> int:
 
 
 @pytest.mark.fault("C4")
-def test_a_recovery_does_not_wait_for_rays_control_store_and_a_replacement_comes_when_that_is_back(tmp_path: Path) -> None:
+def test_recovery_needs_no_control_store_but_a_replacement_does(tmp_path: Path) -> None:
     """It stands still for 15 s. What gives a worker's place back waits for it, and so does a new place."""
     play = Play(tmp_path, 3, elastic_replace_lost=True)
     store, stopped, back = control_store(), [], []

@@ -205,7 +205,7 @@ def test_every_figure_of_the_snapshot_is_in_the_scrape(server: MetricsServer) ->
         assert value(text, name, **labels) == pytest.approx(number), (name, labels)
 
 
-def test_what_may_be_counted_is_told_as_0_before_it_happens(server: MetricsServer, box: Box) -> None:
+def test_counters_are_exported_as_0_before_they_count(server: MetricsServer, box: Box) -> None:
     """Prometheus' increase() sees nothing of a series that first appears with what it has counted."""
     box.snapshot = Snapshot(run="r1", state="PENDING")
     text = get(server, "/metrics")
@@ -223,7 +223,7 @@ def test_what_may_be_counted_is_told_as_0_before_it_happens(server: MetricsServe
     assert not [family.name for family in parse_text(text) if not family.samples and family.name != "vescale_failures_in_a_row"]
 
 
-def test_a_restarted_controller_is_not_scraped_before_it_knows_what_was_counted(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarted_controller_is_scraped_only_after_its_replay(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counters that were 0 for one scrape would look like as much news as the whole run."""
     monkeypatch.setattr(metrics, "KNOWN_S", 0.1)
     known = threading.Event()
@@ -239,7 +239,7 @@ def test_a_restarted_controller_is_not_scraped_before_it_knows_what_was_counted(
         server.close()
 
 
-def test_whoever_scrapes_is_expected_again_and_nobody_else_is() -> None:
+def test_only_a_recurring_scraper_is_expected_again() -> None:
     def after(*visits: float, now: float) -> float:
         scrapes = Scrapes()
         for at in visits:
@@ -253,7 +253,7 @@ def test_whoever_scrapes_is_expected_again_and_nobody_else_is() -> None:
     assert after(100.0, 100.1, 110.0, 110.1, now=112.0) == pytest.approx(110.1 + 1.5 * 9.9 + 0.5 - 112), "two that look alike"
 
 
-def test_both_of_a_pair_of_scrapers_are_waited_for_and_nobody_who_looked_by_hand() -> None:
+def test_both_scrapers_of_a_pair_are_awaited_but_no_manual_one() -> None:
     """Of a pair the second came a moment after the first: that was taken for the interval, so that nobody was ever waited for."""
     scrapes = Scrapes()
     for at in (100.0, 110.0, 120.0):
@@ -270,7 +270,7 @@ def test_both_of_a_pair_of_scrapers_are_waited_for_and_nobody_who_looked_by_hand
     assert scrapes.final_scrape(130.2)[1] == 1
 
 
-def test_who_scrapes_is_told_apart_and_not_remembered_for_ever(server: MetricsServer) -> None:
+def test_scrapers_are_told_apart_and_their_number_is_bounded(server: MetricsServer) -> None:
     for agent in ("one", "two", "one"):
         urllib.request.urlopen(urllib.request.Request(f"{server.url()}/metrics", headers={"User-Agent": agent}), timeout=10).read()
     deadline = time.monotonic() + 10
@@ -289,7 +289,7 @@ def test_the_run_is_in_exactly_one_state(server: MetricsServer, box: Box) -> Non
         assert [one for one in STATES if value(text, "vescale_run_state", state=one) == 1] == [state]
 
 
-def test_the_same_scrape_is_valid_openmetrics_with_no_created_series(server: MetricsServer) -> None:
+def test_openmetrics_scrape_is_valid_without_created_series(server: MetricsServer) -> None:
     text = get(server, "/metrics", accept="application/openmetrics-text; version=1.0.0")
     families = {family.name: family for family in parse_openmetrics(text)}
     assert text.endswith("# EOF\n") and "_created" not in text
@@ -384,7 +384,7 @@ def test_a_rank_that_left_is_gone_from_the_next_scrape(server: MetricsServer, bo
     assert value(text, "vescale_worker_host_rss_bytes", rank="1") == 250
 
 
-def test_a_figure_that_is_not_known_is_left_out_and_a_loss_that_is_none_is_shown_as_such(server: MetricsServer, box: Box) -> None:
+def test_unknown_figure_is_left_out_and_a_nan_loss_is_shown(server: MetricsServer, box: Box) -> None:
     box.snapshot = Snapshot(run="r1", state="STARTING")
     text = get(server, "/metrics")
     assert not any(name in text for name in ("vescale_loss", "vescale_grad_norm", "vescale_checkpoint_last_step", "last_step_timestamp"))
@@ -415,7 +415,7 @@ def test_commands_reach_the_controller_and_its_answer_comes_back(server: Metrics
 
 @pytest.mark.parametrize("token", [None, "", "wrong", "secre", "secret2", "sécret"])
 @pytest.mark.parametrize("path", ["/stop", "/rescale"])
-def test_a_command_without_the_right_token_is_refused_and_does_nothing(
+def test_command_without_a_valid_token_is_refused_without_effect(
     server: MetricsServer, box: Box, path: str, token: str | None
 ) -> None:
     header = None if token is None else token.encode().decode("latin-1")
@@ -437,13 +437,13 @@ def test_a_command_without_the_right_token_is_refused_and_does_nothing(
         (b"x" * 70000, "at most 65536 bytes"),
     ],
 )
-def test_a_rescale_that_makes_no_sense_is_refused_with_the_reason(server: MetricsServer, box: Box, body: bytes, words: str) -> None:
+def test_invalid_rescale_is_refused_with_the_reason(server: MetricsServer, box: Box, body: bytes, words: str) -> None:
     status, answer = post(server, "/rescale", raw=body)
     assert status == 400 and words in answer["error"]
     assert box.commands == []
 
 
-def test_what_the_controller_refuses_is_told_to_the_caller(server: MetricsServer, box: Box) -> None:
+def test_controllers_refusal_is_returned_to_the_caller(server: MetricsServer, box: Box) -> None:
     box.raises = BadInput("9 workers: there are 6 slots")
     assert post(server, "/rescale", {"workers": 9}) == (400, {"error": "9 workers: there are 6 slots"})
     box.raises = RuntimeError("broken\nhere")
@@ -467,7 +467,7 @@ def test_an_unknown_page_is_404(server: MetricsServer, path: str) -> None:
     caught.value.close()
 
 
-def test_a_snapshot_that_fails_is_an_error_of_the_server_not_its_end() -> None:
+def test_failing_snapshot_returns_500_and_the_server_lives_on() -> None:
     def fail() -> Snapshot:
         raise KeyError("gone")
 
@@ -497,7 +497,7 @@ def test_an_address_of_another_machine_is_refused() -> None:
         MetricsServer("192.0.2.1", 0, lambda: FULL, None, "t")
 
 
-def test_closing_frees_the_port_even_while_a_client_holds_a_connection(box: Box) -> None:
+def test_close_frees_the_port_despite_an_open_connection(box: Box) -> None:
     first = MetricsServer("127.0.0.1", 0, lambda: box.snapshot, None, "t")
     port = first.port
     with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
@@ -508,7 +508,7 @@ def test_closing_frees_the_port_even_while_a_client_holds_a_connection(box: Box)
     second.close()
 
 
-def test_connections_that_are_held_open_or_drip_keep_nobody_out_and_do_not_pile_up(
+def test_slow_connections_neither_block_others_nor_pile_up(
     server: MetricsServer, box: Box, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Each held a thread and a file of the controller's, for as long as it sent a byte every ten seconds."""
@@ -534,7 +534,7 @@ def test_connections_that_are_held_open_or_drip_keep_nobody_out_and_do_not_pile_
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
-def test_buckets_are_cumulative_and_a_value_on_a_bound_belongs_to_it() -> None:
+def test_histogram_buckets_are_cumulative_and_bounds_inclusive() -> None:
     histogram = Histogram().observe(0.01).observe(0.0100001).observe(1000).observe(math.nan)
     buckets = dict(histogram.buckets())
     assert (buckets["0.01"], buckets["0.025"], buckets["300.0"], buckets["+Inf"], histogram.count) == (1, 2, 2, 3, 3)

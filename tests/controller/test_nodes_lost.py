@@ -50,7 +50,7 @@ def freeze(nodes: Nodes, node: str) -> None:
 
 @pytest.mark.parametrize("how", [kill_all, kill_the_raylet, freeze], ids=["all is killed", "the raylet is killed", "nothing answers"])
 @pytest.mark.fault("W5", "N1", "N2")
-def test_a_lost_node_costs_its_workers_and_nothing_else_and_what_comes_back_of_it_is_let_in_nowhere(
+def test_lost_node_costs_only_its_workers_and_is_not_readmitted(
     how: Callable[[Nodes, str], None], tmp_path: Path
 ) -> None:
     with cluster(2, 2, system=TUNED) as nodes:

@@ -92,7 +92,7 @@ def told(run: Parted, began: float) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("others", [(0, 1), (0,)], ids=["one from two", "two from each other"])
 @pytest.mark.fault("N4")
-def test_a_host_that_others_do_not_reach_is_left_though_all_answer_the_controller_and_no_step_is_lost(
+def test_unreached_host_is_left_though_it_answers_controller(
     others: tuple[int, ...], tmp_path: Path
 ) -> None:
     three: dict[str, Any] = {"elastic_workers": 3, "elastic_max_workers": 3}
@@ -125,7 +125,7 @@ def test_a_host_that_others_do_not_reach_is_left_though_all_answer_the_controlle
 
 @pytest.mark.slow
 @pytest.mark.fault("N2")
-def test_a_host_whose_network_is_gone_is_left_and_let_in_nowhere_when_it_is_back(tmp_path: Path) -> None:
+def test_host_without_network_is_left_and_not_readmitted(tmp_path: Path) -> None:
     with network(3) as net, cluster(2, 2, 2, system=TUNED, net=net) as nodes, parted(net, nodes, tmp_path, "cut") as run:
         until(lambda: run.steps() >= 20, 150, "step 20")
         node = list(nodes.raylets)[2]
@@ -148,7 +148,7 @@ def test_a_host_whose_network_is_gone_is_left_and_let_in_nowhere_when_it_is_back
 
 @pytest.mark.slow
 @pytest.mark.fault("N4")
-def test_those_that_are_lost_with_a_parted_host_are_replaced_on_another_though_there_is_room_on_it(tmp_path: Path) -> None:
+def test_workers_lost_to_a_partition_are_replaced_elsewhere(tmp_path: Path) -> None:
     with network(4) as net, cluster(2, 2, 2, 2, system=TUNED, net=net) as nodes:
         with parted(net, nodes, tmp_path, "replaced", elastic_replace_lost=True) as run:
             until(lambda: run.steps() >= 20, 150, "step 20")
@@ -166,7 +166,7 @@ def test_those_that_are_lost_with_a_parted_host_are_replaced_on_another_though_t
 
 @pytest.mark.slow
 @pytest.mark.fault("N5")
-def test_a_worker_that_the_others_do_not_reach_is_not_let_in_and_nobody_stops_for_it(tmp_path: Path) -> None:
+def test_unreached_joiner_is_refused_and_training_goes_on(tmp_path: Path) -> None:
     elastic = {"workers": 4, "grow": True, "grow_after_s": 2.0, "grow_gap_s": 1.0}
     with network(3) as net, cluster(2, 2, system=TUNED, net=net) as nodes:
         with parted(net, nodes, tmp_path, "grows", **{f"elastic_{key}": value for key, value in elastic.items()}) as run:
@@ -188,7 +188,7 @@ def test_a_worker_that_the_others_do_not_reach_is_not_let_in_and_nobody_stops_fo
 @pytest.mark.slow
 @pytest.mark.parametrize("told", [False, True], ids=["nothing gets there", "connections are refused"])
 @pytest.mark.fault("N4")
-def test_a_run_that_begins_on_hosts_of_which_one_is_not_reached_trains_on_the_others(told: bool, tmp_path: Path) -> None:
+def test_run_with_one_unreached_host_begins_on_the_others(told: bool, tmp_path: Path) -> None:
     with network(3) as net, cluster(2, 2, 2, system=TUNED, net=net) as nodes:
         for other in (0, 2):
             (net.refuse if told else net.part)(net.hosts[1], net.hosts[other])

@@ -52,7 +52,7 @@ def test_the_last_ranks_leave_when_fewer_are_wanted() -> None:
     assert policy.after_generation(Ending(("a", "b", "c")), now(target=1)) == Go(("a",), ("b", "c"))
 
 
-def test_a_run_whose_steps_are_done_is_completed_though_a_worker_was_lost_or_a_stop_was_asked_for() -> None:
+def test_finished_run_is_completed_despite_a_loss_or_a_stop() -> None:
     ending = Ending(("a",), {"b": "its process died"}, finished=True)
     assert policy.after_generation(ending, now(stopping=True)) == Complete()
     assert policy.after_generation(Ending((), {"a": "died"}, finished=True), now(target=1)) != Complete()
@@ -63,7 +63,7 @@ def test_a_stop_is_heeded_whatever_state_the_generation_ended_in() -> None:
     assert policy.after_generation(Ending(("a", "b")), now(stopping=True)) == Halt()
 
 
-def test_too_few_workers_end_the_run_with_a_line_that_says_why_and_what_to_do() -> None:
+def test_too_few_workers_end_the_run_with_reason_and_remedy() -> None:
     answer = policy.after_generation(LOST_ONE, now(fewest=3))
     assert isinstance(answer, GiveUp) and not answer.refused
     assert answer.error == (
@@ -72,7 +72,7 @@ def test_too_few_workers_end_the_run_with_a_line_that_says_why_and_what_to_do() 
     )
 
 
-def test_too_few_workers_wait_for_those_who_are_coming_or_are_hired_but_not_for_ever() -> None:
+def test_too_few_workers_wait_for_hires_but_not_for_ever() -> None:
     assert policy.after_generation(LOST_ONE, now(fewest=3, warming=1)) == Await(3, 0)
     assert policy.after_generation(LOST_ONE, now(fewest=3, replace_lost=True)) == Await(3, 1)
     assert isinstance(policy.after_generation(LOST_ONE, now(fewest=3, replace_lost=True, waited=True)), GiveUp)
@@ -89,7 +89,7 @@ def spent(used: Budget) -> str | None:
 
 
 @pytest.mark.fault("B1")
-def test_recoveries_without_progress_are_forgiven_as_often_as_configured_and_then_end_the_run_with_their_causes() -> None:
+def test_recoveries_without_progress_end_the_run_at_the_limit() -> None:
     used = budget(2).progressed(10)
     for cause in (Cause.KILLED, Cause.HANG):
         used = used.failed([cause], ["b: its process died"])
@@ -105,7 +105,7 @@ def test_replayed_steps_are_no_progress() -> None:
     assert used.progressed(21).total == {Cause.KILLED: 1}, "what is counted in all stays"
 
 
-def test_lost_nodes_use_up_nothing_of_what_crashes_may_and_end_the_run_only_when_there_is_no_end_of_them() -> None:
+def test_node_losses_have_a_limit_apart_from_crashes() -> None:
     used = budget(1, nodes=5)
     for _ in range(5):
         used = used.failed([Cause.NODE], ["b: its node was lost"])
@@ -123,7 +123,7 @@ def test_lost_nodes_use_up_nothing_of_what_crashes_may_and_end_the_run_only_when
     assert spent(lost.progressed(1)) is None
 
 
-def test_a_controller_that_is_restarted_again_and_again_ends_the_run_unless_steps_are_done_meanwhile() -> None:
+def test_controller_restarts_without_progress_end_the_run() -> None:
     used = budget(1, controllers=2)
     for step in range(30):
         used = used.failed([Cause.CONTROLLER], []).progressed(step + 1)
@@ -144,7 +144,7 @@ def test_a_controller_that_is_restarted_again_and_again_ends_the_run_unless_step
         (Cause.HANG, "3 hangs, more than elastic.max_hangs = 2: x"),
     ],
 )
-def test_a_limit_for_the_whole_run_ends_it_whatever_its_progress_and_counts_its_own_cause_alone(cause: Cause, words: str) -> None:
+def test_run_wide_limit_ignores_progress_and_counts_one_cause(cause: Cause, words: str) -> None:
     used = budget(9, error=2, killed=2, hang=2)
     for step, each in enumerate([Cause.ERROR, Cause.KILLED, Cause.HANG, Cause.NODE] * 2):
         used = used.failed([each], ["y"]).progressed(step + 1)
@@ -157,7 +157,7 @@ def test_a_limit_for_the_whole_run_ends_it_whatever_its_progress_and_counts_its_
     ready=st.lists(st.sampled_from("stuvwxyz"), unique=True),
     target=st.integers(1, 10),
 )
-def test_members_are_as_many_as_wanted_or_as_there_are_and_nobody_is_forgotten(living: list[str], ready: list[str], target: int) -> None:
+def test_next_members_match_the_target_and_drop_no_worker(living: list[str], ready: list[str], target: int) -> None:
     members, leavers = policy.next_members(living, ready, target)
     assert len(members) == min(target, len(living) + len(ready))
     assert sorted((*members, *leavers)) == sorted({*living, *members})
@@ -170,7 +170,7 @@ COUNTS = {"world": st.integers(1, 6), "ready": st.integers(0, 6), "warming": st.
 
 
 @given(**COUNTS, spares=st.integers(0, 3))
-def test_staffing_hires_what_is_missing_keeps_its_spares_and_regroups_when_enough_are_warm(
+def test_staffing_fills_target_and_spares_and_regroups_when_warm(
     world: int, ready: int, warming: int, target: int, spares: int
 ) -> None:
     todo = policy.staffing(world, ready, warming, target, spares)
@@ -180,7 +180,7 @@ def test_staffing_hires_what_is_missing_keeps_its_spares_and_regroups_when_enoug
     assert todo.regroup == (target < world or (target > world and world + ready >= target))
 
 
-def test_rescale_requests_outside_of_the_bounds_are_refused_with_the_bound() -> None:
+def test_rescale_outside_the_bounds_is_refused_with_the_bound() -> None:
     def check(asked: object, capacity: int | None = 4) -> int:
         return policy.check_rescale(asked, fewest=2, most=5, slots=6, capacity=capacity)
 
@@ -211,7 +211,7 @@ def held_state(step: int, *ranks: int, generation: int = 4) -> HeldState:
     return HeldState(generation, 3, step, ranks)
 
 
-def test_the_state_in_memory_is_taken_unless_a_newer_one_is_on_disk() -> None:
+def test_memory_state_is_used_unless_a_newer_one_is_on_disk() -> None:
     held = {"a": [held_state(20, 0, 2)], "b": [held_state(20, 0, 1)], "c": [held_state(20, 1, 2)]}
     on_disk = [
         CommittedCheckpoint("old", "/k/old", 10),
@@ -234,14 +234,14 @@ def test_the_lost_workers_shard_comes_from_its_buddys_copy() -> None:
     assert source.resume.suppliers[1] == "c"
 
 
-def test_a_shard_that_nobody_holds_sends_the_run_to_the_checkpoint_and_without_one_to_its_beginning() -> None:
+def test_missing_shard_falls_back_to_checkpoint_then_beginning() -> None:
     held = {"a": [held_state(20, 0, 2)]}
     assert policy.choose_source(held, "a", CommittedCheckpoint("k", "/k", 7), BEFORE).commit == "k"
     assert policy.choose_source(held, "a", None, BEFORE) == policy.StateSource(Origin.FRESH, 0)
     assert policy.choose_source({}, "a", None, None).origin is Origin.FRESH
 
 
-def test_workers_whose_node_is_about_to_go_leave_and_are_not_chosen_to_join() -> None:
+def test_draining_workers_leave_and_are_not_chosen_to_join() -> None:
     assert policy.next_members("abc", "de", 3, leaving={"b", "d"}) == (("a", "c", "e"), ("b",))
     assert policy.next_members("abc", "", 2, leaving={"a"}) == (("b", "c"), ("a",))
     assert policy.next_members("abc", "", 3, leaving={"a", "b", "c"}) == ((), ("a", "b", "c"))
@@ -260,7 +260,7 @@ def test_each_worker_writes_its_own_shard_and_copies_are_spread() -> None:
 
 
 @given(st.sets(st.integers(0, 5), min_size=2))
-def test_every_rank_is_written_exactly_once_by_one_who_holds_it(living: set[int]) -> None:
+def test_every_rank_is_written_exactly_once_by_a_holder(living: set[int]) -> None:
     holders = {rank: [f"w{o}" for o in (rank, (rank + 1) % 6) if o in living] for rank in range(6)}
     held = {rank: workers for rank, workers in holders.items() if workers}
     plan = policy.spread_saving(held, [f"w{rank}" for rank in range(6)])

@@ -63,32 +63,32 @@ def port() -> Iterator[int]:
         yield other.getsockname()[1]
 
 
-def test_more_workers_than_slots(tmp_path: Path) -> None:
+def test_more_workers_than_slots_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="elastic.workers = 7 is more than train.slots = 6"):
         tiny(tmp_path, "r", elastic_workers=7)
 
 
-def test_an_empty_corpus_and_one_that_is_not_there(tmp_path: Path) -> None:
+def test_empty_or_missing_corpus_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "is empty" in refused(tiny(tmp_path, "r", data_corpus=str(tmp_path / "empty")))
     assert "no such file or folder" in refused(tiny(tmp_path, "r", data_corpus=str(tmp_path / "none")))
 
 
-def test_a_folder_that_can_not_be_written(tmp_path: Path) -> None:
+def test_unwritable_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "can't be written" in refused(tiny(tmp_path, "r", run_dir=str(tmp_path / "file")))
     assert "s3://bucket/p?x=1: can't be written (S3 URL option 'x'" in refused(tiny(tmp_path, "r", checkpoint_dir="s3://bucket/p?x=1"))
     assert "set checkpoint.dir to a folder or URL that can" in refused(tiny(tmp_path, "r", checkpoint_dir=str(tmp_path / "file" / "x")))
 
 
-def test_an_address_that_this_machine_has_not_is_refused_and_a_port_in_use_is_not(tmp_path: Path, port: int) -> None:
+def test_foreign_address_is_refused_and_a_port_in_use_is_not(tmp_path: Path, port: int) -> None:
     assert "can't be listened on" in refused(tiny(tmp_path, "r", metrics_host="192.0.2.1", metrics_port=port))
     assert "can't be listened on" in refused(tiny(tmp_path, "r", metrics_host="192.0.2.1", metrics_port=0))
     assert not (tmp_path / "r").exists(), "nothing is left of it"
     preflight.check(tiny(tmp_path, "r", metrics_port=port))
 
 
-def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     save(tiny(tmp_path, "r"), 10)
     wider = refused(tiny(tmp_path, "r", model_dim=64))
     assert "is of another model" in wider and "has shape" in wider and "checkpoint.resume=never" in wider
@@ -97,7 +97,7 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     assert "another optimizer than train.optimizer = sgd: it has no momentum_buffer" in refused(tiny(tmp_path, "r", train_optimizer="sgd"))
 
 
-def test_a_checkpoint_of_another_stream_of_samples(tmp_path: Path) -> None:
+def test_checkpoint_of_another_sample_stream_is_refused(tmp_path: Path) -> None:
     save(tiny(tmp_path, "r"), 10)
     assert "run.seed = 7, now it is 8" in refused(tiny(tmp_path, "r", run_seed=8))
     assert "train.slots * train.slot_batch = 12, now it is 24" in refused(tiny(tmp_path, "r", train_slot_batch=4))
@@ -105,23 +105,23 @@ def test_a_checkpoint_of_another_stream_of_samples(tmp_path: Path) -> None:
     assert "data.corpus" in refused(tiny(tmp_path, "r", data_corpus=str(tmp_path / "other.txt")))
 
 
-def test_a_checkpoint_beyond_the_last_step_and_one_that_must_be_there(tmp_path: Path) -> None:
+def test_checkpoint_past_last_step_or_missing_one_is_refused(tmp_path: Path) -> None:
     save(tiny(tmp_path, "r"), 100)
     assert "beyond train.steps = 60" in refused(tiny(tmp_path, "r"))
     assert "checkpoint.resume = must, but" in refused(tiny(tmp_path, "other", checkpoint_resume="must"))
 
 
-def test_a_model_that_can_not_be_built(tmp_path: Path) -> None:
+def test_model_that_can_not_be_built_is_refused(tmp_path: Path) -> None:
     assert "'blocks.*' matches no module" in refused(tiny(tmp_path, "r", model_units=["blocks.*"]))
     assert "no_such_module" in refused(tiny(tmp_path, "r", model_factory="no_such_module:make"))
 
 
-def test_a_schedule_of_nonsense() -> None:
+def test_unknown_scheduled_action_is_refused() -> None:
     with pytest.raises(BadInput):
         ScheduledAction(1, "explode", 0)  # type: ignore[arg-type]
 
 
-def test_a_run_resumes_from_its_newest_checkpoint_in_a_generation_above_all_before(tmp_path: Path) -> None:
+def test_resume_uses_newest_checkpoint_and_a_higher_generation(tmp_path: Path) -> None:
     config = tiny(tmp_path, "r")
     save(config, 30, epoch=2)
     save(config, 20, epoch=5)  # the run went back to before step 30 and wrote this later
@@ -131,7 +131,7 @@ def test_a_run_resumes_from_its_newest_checkpoint_in_a_generation_above_all_befo
     assert (never.source.origin, never.first_generation) == (Origin.FRESH, 6)
 
 
-def test_a_run_that_is_to_resume_never_goes_back_to_its_own_checkpoints_and_to_no_others(tmp_path: Path) -> None:
+def test_resume_never_run_returns_only_to_its_own_checkpoints(tmp_path: Path) -> None:
     """Where shards were lost before it had made any it took up the run before it, 20 steps ahead; and where its supervisor was lost later,
     it began from the first step again."""
     config = tiny(tmp_path, "r", checkpoint_resume="never")

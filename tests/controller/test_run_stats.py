@@ -149,7 +149,7 @@ def another(folder: Path, name: str = "books") -> Recorded:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_statistics_are_the_same_live_and_replayed_after_each_line(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_statistics_equal_live_ones_after_each_line(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, value in ((run_log, "EACH", 4), (run_log, "LEAST", 7), (step_stats, "LEAST", 7)):
         monkeypatch.setattr(module, name, value)
     player = Player(tmp_path, seed, monkeypatch)
@@ -186,7 +186,7 @@ def test_a_controller_may_be_killed_between_any_two_lines(seed: int, tmp_path: P
     assert alone == player.run.stats
 
 
-def test_time_that_was_told_as_lost_stays_lost_though_a_step_had_begun_by_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_lost_time_stays_lost_if_a_step_had_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(time, "time", lambda: now[0])
     run = recorded(tmp_path).started()
@@ -200,7 +200,7 @@ def test_time_that_was_told_as_lost_stays_lost_though_a_step_had_begun_by_then(t
         assert one.stats.goodput.lost == {"startup": 10.0 - HEARD_S} and one.stats.goodput.productive == 2.0 + HEARD_S
 
 
-def test_nobody_else_can_change_the_snapshot(tmp_path: Path) -> None:
+def test_published_snapshot_never_changes(tmp_path: Path) -> None:
     """What the HTTP server's threads hold stays as it was while the run goes on."""
     run = recorded(tmp_path).started()
     world = World(Ticket(1, 1), ("a", "b"), StateSource(Origin.FRESH, 0))

@@ -56,7 +56,7 @@ def nothing_left(finished: Finished) -> None:
     assert not ray.util.list_named_actors(all_namespaces=True)
 
 
-def test_an_undisturbed_run_does_all_steps_and_leaves_a_verified_checkpoint_and_nothing_else(undisturbed: Finished) -> None:
+def test_undisturbed_run_leaves_only_a_verified_checkpoint(undisturbed: Finished) -> None:
     result = undisturbed.result
     assert (result.state, result.step, result.exit_code, result.error) == ("DONE", STEPS, 0, None)
     assert sorted(undisturbed.losses) == list(range(1, STEPS + 1))
@@ -82,7 +82,7 @@ def test_every_state_follows_one_that_the_table_allows(undisturbed: Finished) ->
 
 @pytest.mark.slow
 @pytest.mark.fault("W1")
-def test_workers_killed_at_random_steps_cost_no_sample_and_leave_the_loss_curve_as_it_was(home: Path, undisturbed: Finished) -> None:
+def test_random_worker_kills_cost_no_sample_and_keep_the_losses(home: Path, undisturbed: Finished) -> None:
     seed = 20261121
     rng = random.Random(seed)
     steps = sorted(rng.sample(range(3, STEPS - 5), 3))
@@ -130,7 +130,7 @@ def time_is_accounted_for(finished: Finished) -> None:
 
 
 @pytest.mark.fault("G4", "C1")
-def test_a_run_shrinks_and_grows_on_request_while_its_controller_is_killed(home: Path, undisturbed: Finished) -> None:
+def test_run_shrinks_and_grows_despite_a_controller_kill(home: Path, undisturbed: Finished) -> None:
     import ray
 
     config = tiny(home, "rescaled", train_steps=5000, checkpoint_every=0)
@@ -171,7 +171,7 @@ def test_a_run_shrinks_and_grows_on_request_while_its_controller_is_killed(home:
 
 @pytest.mark.slow
 @pytest.mark.fault("S9")
-def test_a_stopped_run_resumes_with_another_number_of_workers_as_if_it_had_not_stopped(home: Path, undisturbed: Finished) -> None:
+def test_stopped_run_resumes_with_fewer_workers_and_equal_losses(home: Path, undisturbed: Finished) -> None:
     stopped = carry_out(tiny(home, "stopped", elastic_workers=2), Act(17, "stop"))
     step = stopped.result.step
     assert stopped.result.state == "STOPPED" and stopped.result.exit_code == 0 and 17 <= step < STEPS
@@ -201,7 +201,7 @@ def test_a_stopped_run_resumes_with_another_number_of_workers_as_if_it_had_not_s
 
 @pytest.mark.slow
 @pytest.mark.fault("S2", "S8")
-def test_a_checkpoint_that_can_not_be_written_is_a_loud_event_and_training_goes_on_to_the_next(home: Path) -> None:
+def test_unwritable_checkpoint_is_an_event_and_training_goes_on(home: Path) -> None:
     """Where the object of the first checkpoint would go there is something already: its write fails, once. Besides, the disk takes no line
     at first, and the port for the metrics is another process'."""
     other = socket.create_server(("127.0.0.1", 0))
@@ -240,7 +240,7 @@ def test_a_checkpoint_that_can_not_be_written_is_a_loud_event_and_training_goes_
 
 
 @pytest.mark.slow
-def test_a_run_keeps_its_checkpoints_on_s3_and_resumes_from_there(home: Path, undisturbed: Finished) -> None:
+def test_run_keeps_checkpoints_on_s3_and_resumes_from_there(home: Path, undisturbed: Finished) -> None:
     server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
@@ -285,7 +285,7 @@ def no_secret_is_told(folder: RunFolder, served: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_with_an_automatic_interval_checkpoints_come_by_the_clock_and_say_why(home: Path, undisturbed: Finished) -> None:
+def test_automatic_interval_saves_by_the_clock_and_says_why(home: Path, undisturbed: Finished) -> None:
     keep = {"checkpoint_auto_min_s": 0.2, "checkpoint_auto_max_s": 0.4, "checkpoint_keep_last": 3, "checkpoint_keep_best": 1}
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -320,7 +320,7 @@ def pid_of(config: RunConfig, status: Mapping[str, Any], rank: int) -> int:
     "ways", [("lock", "stop"), pytest.param(("sleep", "lock", "stop"), marks=pytest.mark.slow)], ids=["two ways", "all ways"]
 )
 @pytest.mark.fault("W2")
-def test_workers_that_hang_in_any_way_are_found_within_two_seconds_named_and_ended(home: Path, ways: tuple[str, ...]) -> None:
+def test_hung_workers_are_found_within_2_s_named_and_ended(home: Path, ways: tuple[str, ...]) -> None:
     """Code that never returns, code that never returns and holds the interpreter's lock, a stopped process: one after the other. Their
     sockets stay open, so that the others' collectives would wait for the collectives' bound."""
     factory = "tests.controller.hanging:model"
@@ -368,7 +368,7 @@ def test_workers_that_hang_in_any_way_are_found_within_two_seconds_named_and_end
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replaced", [True, False], ids=["another takes its place", "nobody would"])
-def test_a_survivor_that_waits_on_for_a_lost_rank_is_ended_early_only_where_that_costs_nothing(replaced: bool, home: Path) -> None:
+def test_waiting_survivor_is_ended_early_only_if_it_is_replaced(replaced: bool, home: Path) -> None:
     """Now and then gloo does not notice that a peer has died. Here it is code of the model that waits, which no cut connection ends."""
     bound = 8
     elastic = {"elastic_workers": 4, "elastic_replace_lost": replaced, "elastic_collective_timeout_s": bound}
@@ -404,7 +404,7 @@ def test_a_survivor_that_waits_on_for_a_lost_rank_is_ended_early_only_where_that
 
 @pytest.mark.slow
 @pytest.mark.fault("B1")
-def test_a_run_that_fails_again_and_again_says_why_with_the_tracebacks_of_all_workers(home: Path) -> None:
+def test_run_that_keeps_failing_reports_all_tracebacks(home: Path) -> None:
     model = {"model_factory": "tests.controller.hanging:model", "model_units": ["body"]}
     limits = {"elastic_workers": 2, "elastic_max_recoveries_without_progress": 1}
     config = tiny(home, "hopeless", train_steps=5000, checkpoint_every=0, data_eval_samples=0, **limits, **model)
@@ -444,7 +444,7 @@ def test_a_run_that_fails_again_and_again_says_why_with_the_tracebacks_of_all_wo
 
 @pytest.mark.slow  # by hand of the fleet: tests/workers/test_elastic.py
 @pytest.mark.fault("W6")
-def test_two_neighbours_lost_at_once_cost_the_steps_since_the_checkpoint_and_no_sample(home: Path, undisturbed: Finished) -> None:
+def test_loss_of_two_neighbours_replays_from_the_checkpoint(home: Path, undisturbed: Finished) -> None:
     """Neighbours: a shard and its copy are both gone."""
     config = tiny(home, "neighbours")
     killed: list[int] = []
@@ -479,7 +479,7 @@ def test_a_lost_worker_is_replaced_when_that_is_wanted(home: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("restarted", [False, True], ids=["", "after a restart of the controller"])
-def test_where_an_optimizer_keeps_matrices_whole_a_growth_moves_no_more_than_it_must(restarted: bool, home: Path) -> None:
+def test_growth_with_whole_matrices_moves_the_fewest_bytes(restarted: bool, home: Path) -> None:
     import ray
 
     layout = trained("soap", home)
@@ -512,7 +512,7 @@ def test_where_an_optimizer_keeps_matrices_whole_a_growth_moves_no_more_than_it_
     nothing_left(finished)
 
 
-def test_nobody_is_hired_by_a_supervisor_that_was_closed() -> None:
+def test_closed_supervisor_hires_no_worker() -> None:
     """The controller may be about to, as the driver ends a run; nobody would give that worker's place back."""
     import ray
     from ray.util.placement_group import placement_group_table

@@ -40,7 +40,7 @@ def carried_on(config: RunConfig, output: Path, until_step: int) -> RunFolder:
 @pytest.mark.slow
 @pytest.mark.timeout(60 * MINUTES * 2.5 + 900)
 @pytest.mark.fault("B2")
-def test_half_an_hour_of_everything_at_once_costs_no_sample_changes_no_bit_and_leaks_nothing(tmp_path: Path) -> None:
+def test_soak_costs_no_sample_changes_no_bit_and_leaks_nothing(tmp_path: Path) -> None:
     print(f"\nseed {SEED}, {MINUTES:g} minutes")
     soak = Soak(tmp_path, SEED, GAP_S)
     try:
@@ -84,7 +84,7 @@ def test_half_an_hour_of_everything_at_once_costs_no_sample_changes_no_bit_and_l
     assert not orphans, "shared memory is left in /dev/shm"
 
 
-def test_a_stranger_with_a_workers_number_is_not_struck_for_it() -> None:
+def test_soak_strikes_no_process_with_a_reused_pid() -> None:
     """The soak paused, failed and killed processes of another test, whose numbers had been those of its own workers half an hour before."""
     with subprocess.Popen(["sleep", "60"]) as other:
         started = {"pid": other.pid, "born": born(other.pid)}
@@ -93,7 +93,7 @@ def test_a_stranger_with_a_workers_number_is_not_struck_for_it() -> None:
         assert until(lambda: not lives(started), 10, "its end") < 10
 
 
-def test_a_process_that_gets_the_number_of_another_is_none_of_its_life() -> None:
+def test_leak_watch_ignores_a_process_with_a_reused_pid() -> None:
     """Numbers are given out again within minutes where thousands of processes come and go."""
     with subprocess.Popen(["sleep", "60"]) as other:
         life = Life("worker", os.getpid())

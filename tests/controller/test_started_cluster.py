@@ -53,7 +53,7 @@ class Jobs:
 
 
 @pytest.mark.fault("E1", "E3")
-def test_a_job_that_is_stopped_has_made_a_checkpoint_and_the_next_submission_goes_on_there_and_after_a_kill_from_the_one_before(
+def test_next_submission_resumes_after_a_job_stop_or_kill(
     tmp_path: Path,
 ) -> None:
     config = tiny(tmp_path, "job", ray_address="auto", train_steps=STEPS, checkpoint_every=EVERY, data_eval_samples=0, **MODEL)
@@ -129,7 +129,7 @@ NOTICE_S = 20
 
 @pytest.mark.parametrize("wanted", ["the others go on", "a replacement is awaited"])
 @pytest.mark.fault("N6")
-def test_a_node_that_is_told_to_go_with_sigterm_is_left_before_it_goes_and_no_step_is_lost(wanted: str, tmp_path: Path) -> None:
+def test_sigterm_on_a_node_moves_workers_off_without_lost_steps(wanted: str, tmp_path: Path) -> None:
     """`ray start --block` gives notice of itself, waits for ``RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S`` at most, and takes its node along."""
     needed = wanted == "a replacement is awaited"
     changes: dict[str, Any] = {"elastic_workers": 3, "elastic_deterministic": True, "train_steps": 1_000_000, "checkpoint_every": 0}

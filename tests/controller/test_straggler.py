@@ -80,7 +80,7 @@ class Table:
         return [(e["event"], *(e[key] for key in kept if key in e)) for e in events]
 
 
-def test_values_alone_decide_who_is_replaced(tmp_path: Path) -> None:
+def test_straggler_policy_decides_from_values_alone(tmp_path: Path) -> None:
     slow, now = Stragglers(tiny(tmp_path, "slow", elastic_straggler="replace"), None, START_S, StragglerNote(), 0.0), 5.0
     record = StepRecord(7, 2.0, 192, (1,), 1.0, 1e-3, 0.5, 0, 2, 3, (0.5,) * 2, (1,) * 2, (0.1, 0.3), View((1.0, 3.0), (-1, 6), even(6, 2)))
     about = {"rank": 1, "factor": 3.0, "since_step": 7, "node": None}
@@ -93,7 +93,7 @@ def test_values_alone_decide_who_is_replaced(tmp_path: Path) -> None:
     assert slow.stepped(record, "ac", Known({"b": about}, (3, (3, 3)), {}), now)[0] == over
 
 
-def test_a_straggler_is_told_of_once_when_it_begins_and_once_when_it_is_over(tmp_path: Path) -> None:
+def test_straggler_is_reported_once_at_its_start_and_its_end(tmp_path: Path) -> None:
     table = Table(tmp_path)
     table.run.generation.worker_started(WorkerInfo("b", 7, 8, "node-1", "h", "cpu", 1.0))
     table.open("a", "b", "c")
@@ -111,7 +111,7 @@ def test_a_straggler_is_told_of_once_when_it_begins_and_once_when_it_is_over(tmp
     assert table.run.stats.stragglers == {}
 
 
-def test_a_straggler_that_leaves_is_over_and_a_restarted_controller_tells_nothing_twice(tmp_path: Path) -> None:
+def test_leaving_straggler_is_over_and_a_restart_repeats_nothing(tmp_path: Path) -> None:
     table = Table(tmp_path)
     table.open("a", "b")
     table.step((1.0, 3.0), (-1, 0))
@@ -125,7 +125,7 @@ def test_a_straggler_that_leaves_is_over_and_a_restarted_controller_tells_nothin
     assert again.told()[-1][-1] == "it has left"
 
 
-def test_each_new_spread_of_the_slots_is_an_event_and_the_even_one_at_the_start_is_not(tmp_path: Path) -> None:
+def test_each_new_slot_spread_is_an_event_but_not_the_even_start(tmp_path: Path) -> None:
     table = Table(tmp_path, "relieve")
     table.open("a", "b", "c")
     for shares in ((2, 2, 2), (1, 3, 2), (1, 3, 2), (2, 2, 2)):
@@ -136,7 +136,7 @@ def test_each_new_spread_of_the_slots_is_an_event_and_the_even_one_at_the_start_
     assert told == [("slots_spread", {"a": 1, "b": 3, "c": 2}), ("slots_spread", {"a": 2, "b": 2, "c": 2})]
 
 
-def test_a_restarted_controller_tells_no_spread_of_the_slots_twice(tmp_path: Path) -> None:
+def test_restarted_controller_reports_no_slot_spread_twice(tmp_path: Path) -> None:
     table = Table(tmp_path, "relieve")
     table.open("a", "b", "c")
     table.step((3.0, 1.0, 1.0), (0, -1, -1), (1, 3, 2))
@@ -148,7 +148,7 @@ def test_a_restarted_controller_tells_no_spread_of_the_slots_twice(tmp_path: Pat
     assert told == [("slots_spread", {"a": 1, "b": 3, "c": 2}), ("slots_spread", {"a": 1, "b": 2, "c": 3})]
 
 
-def test_the_figures_are_those_of_the_generation_and_nothing_of_an_older_one_stays(tmp_path: Path) -> None:
+def test_straggler_metrics_cover_only_the_current_generation(tmp_path: Path) -> None:
     def of(name: str) -> dict[str, float]:
         found = [sample for one in families(table.run.snapshot) if one.name == name for sample in one.samples]
         return {sample.labels.get("rank", ""): sample.value for sample in found}
@@ -166,7 +166,7 @@ def test_the_figures_are_those_of_the_generation_and_nothing_of_an_older_one_sta
 
 
 @pytest.mark.fault("W14")
-def test_a_replacement_is_hired_first_and_the_slowest_leaves_when_it_is_warm(tmp_path: Path) -> None:
+def test_replacement_is_warm_before_the_slowest_worker_leaves(tmp_path: Path) -> None:
     table = Table(tmp_path, "replace")
     table.open("a", "b", "c")
     table.step((1.5, 1.0, 3.0), (0, -1, 0))
@@ -189,7 +189,7 @@ def test_a_replacement_is_hired_first_and_the_slowest_leaves_when_it_is_warm(tmp
     assert table.unwanted(table.world.members, 3, 3, 0) == {"a"}
 
 
-def test_when_fewer_workers_are_wanted_the_slow_one_leaves_and_nobody_comes(tmp_path: Path) -> None:
+def test_shrink_removes_the_slow_worker_and_hires_none(tmp_path: Path) -> None:
     table = Table(tmp_path, "replace")
     table.open("a", "b", "c")
     table.step((3.0, 1.0, 1.0), (0, -1, -1))
@@ -201,7 +201,7 @@ def test_when_fewer_workers_are_wanted_the_slow_one_leaves_and_nobody_comes(tmp_
 
 
 @pytest.mark.parametrize("mode", ["report", "relieve"])
-def test_nobody_is_replaced_unless_that_is_wanted(tmp_path: Path, mode: str) -> None:
+def test_straggler_is_replaced_only_in_replace_mode(tmp_path: Path, mode: str) -> None:
     table = Table(tmp_path, mode)
     table.open("a", "b")
     table.step((1.0, 5.0), (-1, 0))
@@ -213,7 +213,7 @@ LATE, FAILED = ("was warm in its place after 30 s", START_S + 1, 0), ("did not s
 
 
 @pytest.mark.parametrize(("why", "later_s", "failures"), [LATE, FAILED], ids=["late", "failed"])
-def test_why_a_straggler_is_kept_is_told_once_and_tried_again_less_and_less_often(
+def test_kept_straggler_is_reported_once_and_retried_more_rarely(
     tmp_path: Path, why: str, later_s: float, failures: int
 ) -> None:
     table = Table(tmp_path, "replace")
@@ -232,7 +232,7 @@ def test_why_a_straggler_is_kept_is_told_once_and_tried_again_less_and_less_ofte
     assert pauses[:5] == pytest.approx([PAUSE_S * 2**n for n in range(5)], abs=2)
 
 
-def test_where_there_is_no_place_for_another_worker_none_is_hired_and_that_is_told(tmp_path: Path) -> None:
+def test_full_cluster_hires_no_replacement_and_says_so(tmp_path: Path) -> None:
     table = Table(tmp_path, "replace", capacity=2)
     table.open("a", "b")
     table.step((1.0, 5.0), (-1, 0))
@@ -243,7 +243,7 @@ def test_where_there_is_no_place_for_another_worker_none_is_hired_and_that_is_to
     assert [one for one in table.told() if one[0] == "straggler_kept"] == [("straggler_kept", "b", reason)]
 
 
-def test_who_has_recovered_before_its_replacement_came_stays(tmp_path: Path) -> None:
+def test_straggler_recovered_before_its_replacement_stays(tmp_path: Path) -> None:
     table = Table(tmp_path, "replace")
     table.open("a", "b", "c")
     table.step((1.0, 1.0, 3.0), (-1, -1, 0))
@@ -254,7 +254,7 @@ def test_who_has_recovered_before_its_replacement_came_stays(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("passed", [0.0, 2 * PAUSE_S - 2, 2 * PAUSE_S + 2])
-def test_a_restarted_controller_keeps_the_pause_after_a_replacement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: float) -> None:
+def test_restarted_controller_keeps_the_replacement_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: float) -> None:
     table = Table(tmp_path, "replace")
     table.open("a", "b", "c")
     table.step((1.5, 1.0, 3.0), (0, -1, 0))
@@ -273,7 +273,7 @@ def test_a_restarted_controller_keeps_the_pause_after_a_replacement(tmp_path: Pa
     assert again.unwanted(("a", "b", "c"), 3, 3, 0) == ({"c"} if passed < 2 * PAUSE_S else frozenset())
 
 
-def test_a_restarted_controller_knows_in_whose_place_a_worker_was_awaited_and_since_when(
+def test_restarted_controller_remembers_an_awaited_replacement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = Table(tmp_path, "replace")

@@ -56,7 +56,7 @@ def run_with_a_slow_worker(home: Path, name: str, over: str, **changes: Any) -> 
 
 
 @pytest.mark.fault("W14")
-def test_slots_move_away_from_a_slow_worker_or_another_one_takes_its_place_and_the_losses_keep_every_bit(tmp_path: Path) -> None:
+def test_slow_worker_is_relieved_or_replaced_with_equal_losses(tmp_path: Path) -> None:
     relieved, slow = run_with_a_slow_worker(tmp_path, "relieved", "slots_spread", elastic_straggler="relieve")
     told = relieved.of("straggler")
     assert [event["worker"] for event in told] == [slow] and told[0]["factor"] > 1.4 and told[0]["since_step"] >= SLOW_FROM

@@ -29,7 +29,7 @@ def ray_job(cluster: Started, *words: str) -> str:
 
 
 @pytest.mark.timeout(300)
-def test_a_folder_is_submitted_stopped_with_a_checkpoint_and_resumed_by_the_runs_name_under_another_submission_id(tmp_path: Path) -> None:
+def test_submitted_folder_stops_and_resumes_under_a_new_job_id(tmp_path: Path) -> None:
     from ray.job_submission import JobSubmissionClient
 
     # Model and configuration are in the folder alone, and nowhere on the path of the cluster's processes.

@@ -100,7 +100,7 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.fault("C4")
-def test_a_worker_is_ended_at_once_while_the_agent_of_another_node_waits_for_the_control_store(supervisor: Any, store: Store) -> None:
+def test_dismissal_does_not_wait_for_another_nodes_agent(supervisor: Any, store: Store) -> None:
     """It was started under the lock that every dismissal takes: the controller waited 10 s, and gave the run up."""
     workers = [supervisor.hire()[0] for _ in range(2)]
     store.open.clear()
@@ -113,7 +113,7 @@ def test_a_worker_is_ended_at_once_while_the_agent_of_another_node_waits_for_the
     until(lambda: not store.places and len(store.killed) == 3, 5, "that both are ended, and the agent too")
 
 
-def test_a_worker_and_a_wish_come_up_on_none_of_the_nodes_to_avoid(supervisor: Any, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_and_wish_avoid_the_excluded_nodes(supervisor: Any, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject, "_node_of", lambda group: None)
     supervisor.hire()
     supervisor.hire(("n2", "n1"))
@@ -121,7 +121,7 @@ def test_a_worker_and_a_wish_come_up_on_none_of_the_nodes_to_avoid(supervisor: A
     assert store.selectors == [None, [{"ray.io/node-id": "!in(n1, n2)"}], [{"ray.io/node-id": "!in(n3)"}]]
 
 
-def test_what_a_controller_has_hired_that_was_killed_meanwhile_is_ended_again(supervisor: Any, store: Store) -> None:
+def test_hire_of_a_controller_killed_meanwhile_is_ended(supervisor: Any, store: Store) -> None:
     """The next one had counted its workers: this one would have had its place until the end of the run, and trained nothing."""
     first, _ = supervisor.hire((), 1)
     store.open.clear()
@@ -144,7 +144,7 @@ def test_what_a_controller_has_hired_that_was_killed_meanwhile_is_ended_again(su
     assert supervisor.hire((), 2)[0] in supervisor.roster(2)
 
 
-def test_a_place_whose_return_is_refused_is_given_back_later_and_one_for_a_worker_that_can_not_be_made_at_once(
+def test_place_is_returned_after_a_refusal_or_a_failed_hire(
     supervisor: Any, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, _ = supervisor.hire()
@@ -159,7 +159,7 @@ def test_a_place_whose_return_is_refused_is_given_back_later_and_one_for_a_worke
     assert not supervisor.roster()
 
 
-def test_each_generation_meets_at_a_store_of_its_own_and_none_but_the_last_two_are_kept(
+def test_each_generation_has_its_own_store_and_the_last_two_stay(
     supervisor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a group leaves in its store grows with the square of its ranks: one store for all would take the head's memory in the end."""
@@ -203,7 +203,7 @@ class Hirings:
         return self.answers[ref]
 
 
-def test_many_are_hired_in_the_time_of_one_while_the_control_store_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_hires_take_the_time_of_one_if_control_store_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
     """The controller listens to nobody meanwhile: it was away for 2 s for each of them."""
     hirings = Hirings(monkeypatch)
     worker_group = WorkerGroup(hirings, call_s=10.0, epoch=1)
@@ -212,7 +212,7 @@ def test_many_are_hired_in_the_time_of_one_while_the_control_store_stands_still(
     assert worker_group.hiring == 8 and hirings.waited <= worker_groups.HIRE_S
 
 
-def test_a_worker_that_can_not_be_hired_is_one_that_does_not_come_and_not_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_hire_is_a_lost_worker_and_not_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     hirings = Hirings(monkeypatch)
     worker_group = WorkerGroup(hirings, call_s=10.0, epoch=1)
     worker_group.hire()
@@ -223,7 +223,7 @@ def test_a_worker_that_can_not_be_hired_is_one_that_does_not_come_and_not_the_en
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_a_controller_that_stood_still_itself_does_not_call_the_supervisor_lost(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_controller_does_not_call_the_supervisor_lost(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its container was frozen between the question and the answer: the time was over before it had looked."""
     waited: list[float] = []
 
@@ -273,7 +273,7 @@ class Rack:
 
 
 @pytest.mark.fault("N3")
-def test_a_rack_that_is_lost_with_all_its_nodes_takes_the_time_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_of_a_whole_rack_takes_the_time_of_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """The controller waited a second for each of them, one after another, and with it everybody who is left."""
     rack = Rack(monkeypatch)
     rack.worker_group.kill({"w0": "hung", "w1": "hung", "w2": "hung"})
@@ -286,7 +286,7 @@ def test_a_rack_that_is_lost_with_all_its_nodes_takes_the_time_of_one(monkeypatc
 
 
 @pytest.mark.fault("N3")
-def test_of_a_zone_that_is_lost_each_node_is_asked_for_one_worker_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zone_loss_asks_each_node_for_one_worker_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor learns of a node by its first call, within a second, and has 16 threads: in the order of hiring they were at two nodes
     of eight at a time, 40 nodes took 44 s, and from 50 on the supervisor was called lost."""
     rack = Rack(monkeypatch)
@@ -303,7 +303,7 @@ def test_of_a_zone_that_is_lost_each_node_is_asked_for_one_worker_first(monkeypa
     assert looked == ["w0", "w4", "w1", "w5", "w2", "w6", "w3", "w7"]
 
 
-def test_that_the_supervisor_is_lost_is_known_before_anything_is_made_of_the_loss_of_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supervisor_loss_is_found_before_its_workers_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     rack = Rack(monkeypatch)
     rack.lost = {f"lifeline {n}" for n in range(8)}
     rack.kept = SimpleNamespace(remote=lambda: "the supervisor")

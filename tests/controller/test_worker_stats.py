@@ -31,7 +31,7 @@ def fresh(workers: WorkerStats) -> dict[str, Any]:
     return workers.figures()
 
 
-def test_seconds_add_up_by_rank_over_generations_and_a_rank_that_left_is_not_told_of() -> None:
+def test_rank_seconds_add_up_and_a_departed_rank_is_not_shown() -> None:
     workers = WorkerStats()
     workers.opened(("a", "b", "c"))
     for worker, waited in (("a", 1.0), ("b", 2.0), ("c", 4.0), ("a", 0.5), ("x", 99.0)):
@@ -57,7 +57,7 @@ def test_seconds_add_up_by_rank_over_generations_and_a_rank_that_left_is_not_tol
     assert first["waited"]["all_gather"] == {0: 1.5, 1: 2.0, 2: 4.0}, "what was given out stays as it was"
 
 
-def test_utilisation_is_told_only_where_every_rank_s_device_is_known() -> None:
+def test_utilisation_is_shown_only_if_all_devices_are_known() -> None:
     workers = WorkerStats()
     workers.opened(("a", "b"))
     workers.stepped("a", 1.0, usage(0.0, token_flops=600, peak_flops=1e6))
@@ -94,7 +94,7 @@ def told(run: Recorded, name: str) -> dict[tuple[str, ...], float]:
     return {tuple(value for key, value in sorted(s.labels.items()) if key not in ("run", "le")): s.value for s in found}
 
 
-def test_steps_that_went_wrong_are_counted_once_and_known_after_a_restart(run: Recorded) -> None:
+def test_bad_steps_are_counted_once_and_known_after_a_restart(run: Recorded) -> None:
     run.started()
     world = generation(1, 0, "a", "b", origin=Origin.FRESH)
     run.open(world)
@@ -123,7 +123,7 @@ def test_steps_that_went_wrong_are_counted_once_and_known_after_a_restart(run: R
     assert line["waited_of_seconds"] == line["step_seconds"] == 0.5
 
 
-def test_a_move_of_shards_counts_for_each_rank_and_a_checkpoint_that_was_read_as_a_load(run: Recorded) -> None:
+def test_shard_move_counts_per_rank_and_checkpoint_read_as_load(run: Recorded) -> None:
     first = generation(1, 10, "a", "b", origin=Origin.CHECKPOINT)
     run.open(first)
     for _ in range(2):  # told again after a restart of the controller, for example
@@ -140,7 +140,7 @@ def test_a_move_of_shards_counts_for_each_rank_and_a_checkpoint_that_was_read_as
     assert told(run, name) == {("reshard", "0"): 0.25, ("reshard", "1"): 0.75}
 
 
-def test_an_older_generation_s_word_counts_for_nothing(run: Recorded) -> None:
+def test_report_of_an_older_generation_counts_for_nothing(run: Recorded) -> None:
     first, second = generation(1, 0, "a", origin=Origin.FRESH), generation(2, 0, "a", origin=Origin.FRESH)
     run.open(first)
     run.open(second)

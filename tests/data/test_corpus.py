@@ -32,7 +32,7 @@ def stdlib() -> Corpus:
     return load_corpus("stdlib", 128, 0.05)
 
 
-def test_windows_cover_the_text_once_and_each_predicts_the_next_byte(folder: Path) -> None:
+def test_windows_cover_the_text_once_with_next_byte_targets(folder: Path) -> None:
     corpus = load_corpus(str(folder), 16, 0.1)
     tokens, targets = corpus.batch(np.arange(corpus.num_samples))
     assert tokens.dtype == targets.dtype == torch.int64
@@ -70,7 +70,7 @@ def test_every_byte_of_every_file_is_in_exactly_one_part(folder: Path) -> None:
     assert (corpus.files, corpus.name) == (200, str(folder))
 
 
-def test_what_is_held_out_is_decided_by_each_files_own_hash(folder: Path) -> None:
+def test_each_files_own_hash_decides_if_it_is_held_out(folder: Path) -> None:
     before = load_corpus(str(folder), 16, 0.2)
     held = {path for path in folder.rglob("*.txt") if int(hashlib.sha256(path.read_bytes()).hexdigest(), 16) / 2**256 < 0.2}
     assert 20 < len(held) < 60
@@ -82,13 +82,13 @@ def test_what_is_held_out_is_decided_by_each_files_own_hash(folder: Path) -> Non
     assert set(before.train.tobytes().split(b"\0")) <= set(after.train.tobytes().split(b"\0"))
 
 
-def test_a_larger_fraction_holds_out_the_same_files_and_more(folder: Path) -> None:
+def test_larger_fraction_holds_out_a_superset_of_files(folder: Path) -> None:
     small, large = load_corpus(str(folder), 16, 0.1), load_corpus(str(folder), 16, 0.4)
     assert set(small.heldout.tobytes().split(b"\0")) < set(large.heldout.tobytes().split(b"\0"))
     assert load_corpus(str(folder), 16, 0.0).heldout_samples == 0
 
 
-def test_the_same_text_gives_the_same_hash_wherever_it_lies_and_any_change_another(folder: Path, tmp_path: Path) -> None:
+def test_corpus_hash_depends_on_text_and_names_not_location(folder: Path, tmp_path: Path) -> None:
     first = load_corpus(str(folder), 16, 0.1)
     moved = tmp_path / "elsewhere"
     folder.rename(moved)
@@ -111,7 +111,7 @@ def test_hidden_files_and_empty_files_are_left_out(folder: Path) -> None:
     assert load_corpus(str(folder), 16, 0.1).sha256 == before.sha256
 
 
-def test_of_a_single_file_the_end_is_held_out(tmp_path: Path) -> None:
+def test_single_file_holds_out_its_end(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_bytes(bytes(range(256)) * 4)
     corpus = load_corpus(str(path), 8, 0.25)
@@ -121,7 +121,7 @@ def test_of_a_single_file_the_end_is_held_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty folder", "empty file", "only hidden", "too short"])
-def test_a_corpus_without_text_is_refused_in_one_line_with_its_path(kind: str, tmp_path: Path) -> None:
+def test_corpus_without_text_is_refused_with_its_path(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "c"
     match kind:
         case "empty folder":
@@ -139,7 +139,7 @@ def test_a_corpus_without_text_is_refused_in_one_line_with_its_path(kind: str, t
     assert isinstance(caught.value, BadInput)
 
 
-def test_the_standard_library_is_a_corpus_of_about_ten_megabytes_of_python(stdlib: Corpus) -> None:
+def test_stdlib_is_a_corpus_of_about_ten_megabytes(stdlib: Corpus) -> None:
     assert 5e6 < stdlib.bytes < 3e7
     assert stdlib.files > 300
     assert 0.01 < len(stdlib.heldout) / stdlib.bytes < 0.15
@@ -149,7 +149,7 @@ def test_the_standard_library_is_a_corpus_of_about_ten_megabytes_of_python(stdli
     assert stdlib.describe()["sha256"] == load_corpus("stdlib", 64, 0.05).sha256
 
 
-def test_the_unigram_entropy_of_the_standard_library_is_below_the_bound_that_a_model_must_beat(stdlib: Corpus) -> None:
+def test_stdlib_unigram_entropy_is_4_to_5_2_bits_per_byte(stdlib: Corpus) -> None:
     counts = np.bincount(stdlib.train, minlength=256)
     p = counts[counts > 0] / counts.sum()
     assert 4.0 < float(-(p * np.log2(p)).sum()) < 5.2

@@ -29,7 +29,7 @@ def test_every_sample_comes_once_per_epoch(size: int, seed: int) -> None:
 
 @settings(max_examples=40)
 @given(size=st.integers(1, 5000), seed=st.integers(0, 2**63), start=st.integers(0, 20000), counts=st.lists(st.integers(0, 100), max_size=6))
-def test_reading_in_any_pieces_from_anywhere_gives_the_same_sequence(size: int, seed: int, start: int, counts: list[int]) -> None:
+def test_reading_in_pieces_gives_the_sequence_of_one_read(size: int, seed: int, start: int, counts: list[int]) -> None:
     stream = SampleStream(size, seed)
     whole = stream.ids(start, sum(counts))
     pieces, at = [], start
@@ -41,7 +41,7 @@ def test_reading_in_any_pieces_from_anywhere_gives_the_same_sequence(size: int, 
 
 @settings(max_examples=40)
 @given(size=st.integers(1, 300), seed=st.integers(0, 1000), used=st.integers(0, 2000))
-def test_after_any_number_of_samples_no_two_counts_differ_by_more_than_one(size: int, seed: int, used: int) -> None:
+def test_sample_counts_never_differ_by_more_than_one(size: int, seed: int, used: int) -> None:
     counts = Counter(SampleStream(size, seed).ids(0, used).tolist())
     assert max(counts.values(), default=0) - min((counts[i] for i in range(size)), default=0) <= 1
 
@@ -53,7 +53,7 @@ def test_one_position_far_away_costs_no_more_than_the_first() -> None:
     assert ((0 <= stream.ids(far, 1000)) & (stream.ids(far, 1000) < 10**12)).all()
 
 
-def test_epochs_and_seeds_differ() -> None:
+def test_each_epoch_and_each_seed_has_its_own_order() -> None:
     size = 1000
     stream = SampleStream(size, 0)
     epochs = [tuple(stream.ids(epoch * size, size).tolist()) for epoch in range(5)]
@@ -80,19 +80,19 @@ def test_every_order_of_three_samples_occurs_about_equally_often() -> None:
     assert all(130 < count < 280 for count in counts.values()), counts  # 200 expected, deviation 13
 
 
-def test_the_order_is_the_same_in_another_process() -> None:
+def test_another_process_computes_an_equal_order() -> None:
     code = "from vescale_ray.data.stream import SampleStream; print(SampleStream(82766, 7).ids(82760, 12).tolist())"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.strip()
     assert other == str(SampleStream(82766, 7).ids(82760, 12).tolist())
 
 
-def test_the_order_is_the_one_of_earlier_versions() -> None:
+def test_order_is_pinned_to_that_of_earlier_versions() -> None:
     """A change here would make resumed runs repeat and lose samples: it must be a new stream with a new name."""
     assert SampleStream(1000, 0).ids(0, 8).tolist() == FIRST_OF_1000
     assert SampleStream(82766, 7).ids(10**9, 4).tolist() == FAR_OF_82766
 
 
-def test_the_epoch_is_that_of_the_next_sample() -> None:
+def test_epoch_changes_with_the_next_sample() -> None:
     stream = SampleStream(10, 0)
     assert [stream.epoch(n) for n in (0, 9, 10, 25)] == [0, 0, 1, 2]
 

@@ -40,7 +40,7 @@ RUNBOOKS = (ROOT / "docs" / "how-to" / "runbooks.md").read_text()
         ("test", "rules", "tests/deploy/alerts_test.yml", "tests/deploy/alerts_gpu_test.yml"),
     ],
 )
-def test_prometheus_own_tool_accepts_the_rules_and_their_tests_pass(arguments: tuple[str, ...]) -> None:
+def test_promtool_accepts_the_rules_and_their_tests_pass(arguments: tuple[str, ...]) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed: apt-get install prometheus")
     done = subprocess.run(["promtool", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
@@ -48,7 +48,7 @@ def test_prometheus_own_tool_accepts_the_rules_and_their_tests_pass(arguments: t
 
 
 @pytest.mark.parametrize("alert", ALERTS)
-def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_must_not(alert: str) -> None:
+def test_every_alert_has_a_firing_and_a_silent_case(alert: str) -> None:
     cases = [(test, case) for test in TESTS for case in test.get("alert_rule_test", ()) if case["alertname"] == alert]
     fired = [one["exp_labels"] for _, case in cases for one in case["exp_alerts"]]
     assert fired, "no case in which it fires"
@@ -56,7 +56,7 @@ def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_must_not(a
 
 
 @pytest.mark.parametrize("alert", ALERTS)
-def test_every_alert_says_what_is_wrong_how_bad_it_is_and_where_its_runbook_is(alert: str) -> None:
+def test_every_alert_has_summary_severity_and_runbook(alert: str) -> None:
     rule = ALERTS[alert]
     assert alert.startswith("Vescale") and rule["labels"]["severity"] in ("page", "ticket", "info")
     notes = rule["annotations"]
@@ -68,7 +68,7 @@ def test_every_alert_says_what_is_wrong_how_bad_it_is_and_where_its_runbook_is(a
     assert anchor == alert.lower() and f"\n## {alert}\n" in RUNBOOKS
 
 
-def test_where_the_runbooks_are_can_be_chosen() -> None:
+def test_runbooks_option_sets_the_link_of_every_alert() -> None:
     wanted = "https://wiki.corp.example/ml/runbooks.md"
 
     def links(options: Options) -> set[str]:
@@ -140,12 +140,12 @@ def test_every_rule_asks_for_states_that_exist(rule: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("rule", [rule for group in RULES for rule in group["rules"]], ids=lambda rule: rule.get("alert") or rule["record"])
-def test_no_rule_takes_the_runs_of_two_namespaces_for_one(rule: dict[str, Any]) -> None:
+def test_every_rule_groups_by_cluster_namespace_and_run(rule: dict[str, Any]) -> None:
     for labels in re.findall(r"\b(?:by|on|ignoring|without)\s*\(([^)]*)\)", rule["expr"]):
         assert labels.startswith("cluster, namespace, run"), labels
 
 
-def test_the_runbooks_are_of_alerts_that_exist_and_name_keys_and_commands_that_exist() -> None:
+def test_runbooks_name_existing_alerts_keys_and_commands() -> None:
     assert set(re.findall(r"^## (\w+)$", RUNBOOKS, re.MULTILINE)) == set(ALERTS)
     sections = RunConfig.model_fields
     for section, key in set(re.findall(r"`(\w+)\.(\w+)(?:: ?[\w ]+)?`", RUNBOOKS)):
@@ -160,7 +160,7 @@ def test_the_runbooks_are_of_alerts_that_exist_and_name_keys_and_commands_that_e
     assert known() >= set(re.findall(r"`(vescale_\w+)`", RUNBOOKS))
 
 
-def test_every_command_of_the_runbooks_has_the_arguments_and_options_that_it_needs() -> None:
+def test_every_runbook_command_parses() -> None:
     commands = set(re.findall(r"`(vescale-ray [a-z][^`\n]*)`", RUNBOOKS))
     assert len(commands) > 8
     for text in commands:

@@ -47,7 +47,7 @@ def filled(expr: str, run: str, rate: str, span: str) -> str:
     return expr
 
 
-def test_the_committed_file_is_what_the_code_makes() -> None:
+def test_committed_dashboard_matches_code_and_fits_a_configmap() -> None:
     assert BOARD == made.dashboard(), "make it again: python -m vescale_ray.deploy.dashboard > deploy/grafana/vescale.json"
     assert len(TEXT) < 1 << 20, "a ConfigMap holds no more"
 
@@ -64,7 +64,7 @@ def test_panels_have_numbers_of_their_own_and_do_not_overlap() -> None:
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
-def test_every_panel_says_what_it_shows_in_a_unit_that_grafana_knows(panel: dict[str, Any]) -> None:
+def test_every_panel_has_a_description_and_a_grafana_unit(panel: dict[str, Any]) -> None:
     assert len(panel["description"]) > 10 and panel["description"].endswith(".")
     assert panel["fieldConfig"]["defaults"]["unit"] in UNITS
     assert panel["type"] in ("timeseries", "stat", "bargauge", "state-timeline", "table"), "graph and the like are gone from Grafana"
@@ -74,13 +74,13 @@ def test_every_panel_says_what_it_shows_in_a_unit_that_grafana_knows(panel: dict
         assert panel["fieldConfig"]["defaults"]["unit"] in ("s", "percentunit"), "seconds are shown as seconds"
 
 
-def test_throughput_and_memory_come_first_and_every_state_has_a_name() -> None:
+def test_throughput_and_memory_lead_and_all_states_have_names() -> None:
     rows = [panel["title"] for panel in BOARD["panels"] if panel["type"] == "row"]
     assert rows[:3] == ["Overview", "Throughput", "Memory"]
     assert SHOWN == STATES
 
 
-def test_queries_ask_for_series_that_exist_and_every_series_is_in_a_panel_or_a_rule() -> None:
+def test_queries_use_existing_series_and_every_series_is_used() -> None:
     asked = set()
     for where, expr in expressions().items():
         names = set(re.findall(r"\bvescale_\w+", expr))
@@ -96,7 +96,7 @@ def test_queries_ask_for_series_that_exist_and_every_series_is_in_a_panel_or_a_r
     assert wanted - families <= {"vescale_run_info", "vescale_loss", "vescale_steps_total"} | families
 
 
-def test_what_is_asked_of_ray_is_what_its_agents_export_and_of_the_run_s_own_cluster_alone() -> None:
+def test_ray_queries_use_exported_series_of_the_runs_cluster() -> None:
     """By Ray's own table; a real Ray is asked in tests/controller/test_prometheus.py."""
     agent = pytest.importorskip("ray.dashboard.modules.reporter.reporter_agent")
     exported = {f"ray_{name}" for name in agent.METRICS_GAUGES}
@@ -133,7 +133,7 @@ def refused(queries: list[str], folder: Path) -> str:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: apt-get install prometheus")
-def test_a_run_that_was_started_again_at_another_address_is_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_at_another_address_stays_one_run_in_queries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On Kubernetes every start has another one. A query that matches series of both on one side has no answer, for the whole range."""
     board = [filled(expr, ".*", "10m", "1h") for expr in expressions().values()]
     queries = list(board)
@@ -165,7 +165,7 @@ def ranks_of(queries: list[str], series: list[dict[str, str]], folder: Path) -> 
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: apt-get install prometheus")
-def test_of_many_ranks_those_that_stand_out_have_lines(tmp_path: Path) -> None:
+def test_per_rank_panels_show_only_outlying_ranks(tmp_path: Path) -> None:
     """A line for each of 1,024 ranks was what an operator got. 40 ranks here: 3 was high for a moment, 39 has left after ten minutes."""
     by_rank = {p["title"] + t["refId"]: t["expr"] for p in PANELS for t in p["targets"] if "{{rank}}" in t["legendFormat"]}
     assert len(by_rank) == 7 and {title[-1] for title in by_rank} == {"A"}
@@ -185,20 +185,20 @@ def test_of_many_ranks_those_that_stand_out_have_lines(tmp_path: Path) -> None:
     assert all(ranks == {3, *range(33, 39)} for ranks in told.values()), "and 39, whose line ends with it"
 
 
-def test_no_range_may_hold_a_single_scrape() -> None:
+def test_rate_ranges_use_rate_interval_and_not_interval() -> None:
     """Grafana's $__interval may be as short as one: a rate or a change of that has no answer. $__rate_interval is four at least."""
     assert not [where for where, expr in expressions().items() if "[$__interval]" in expr]
     assert "[$__rate_interval]" in expressions()["annotation Rescales"]
 
 
-def test_what_is_asked_of_the_present_alone_is_told_of_runs_that_have_ended_too() -> None:
+def test_instant_queries_cover_runs_that_have_ended() -> None:
     for panel in PANELS:
         for target in panel["targets"]:
             if target["instant"]:
                 assert re.search(r"last_over_time\(.*\[\$__range\]\)|increase\(", target["expr"]), panel["title"]
 
 
-def test_variables_are_all_defined_and_runs_that_have_ended_are_listed() -> None:
+def test_variables_are_defined_and_list_ended_runs() -> None:
     defined = {one["name"] for one in BOARD["templating"]["list"]} | {"__rate_interval", "__range", "__interval"}
     used = set(re.findall(r"\$\{?(\w+)\}?", json.dumps(BOARD["panels"]) + json.dumps(BOARD["annotations"])))
     assert used <= defined
@@ -212,7 +212,7 @@ def test_variables_are_all_defined_and_runs_that_have_ended_are_listed() -> None
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: apt-get install prometheus")
-def test_two_runs_of_one_name_in_two_namespaces_are_two_lines_of_every_panel(tmp_path: Path) -> None:
+def test_equal_run_names_in_two_namespaces_stay_apart(tmp_path: Path) -> None:
     """And one of them alone where its namespace is chosen."""
     series = [
         {"series": series_of(one.name, {**one.labels, "namespace": namespace}), "values": "1+1x30"}
@@ -230,12 +230,12 @@ def test_two_runs_of_one_name_in_two_namespaces_are_two_lines_of_every_panel(tmp
             assert not told or set(counted) == {len(told) // len(each)}, f"{where}: {lines}"
 
 
-def test_of_which_run_a_row_of_a_table_is_can_be_seen() -> None:
+def test_tables_keep_cluster_namespace_and_run_columns() -> None:
     hidden = [one["options"]["excludeByName"] for panel in PANELS if panel["type"] == "table" for one in panel["transformations"]]
     assert hidden and not [columns for columns in hidden if {"cluster", "namespace", "run"} & set(columns)]
 
 
-def test_it_has_the_types_of_grafana_s_own_schema_package() -> None:
+def test_dashboard_type_checks_against_grafanas_schema() -> None:
     """With TypeScript: keys that Grafana does not know and values of another type are errors."""
     node = shutil.which("node")
     if node is None or not (NODE_MODULES / "@grafana" / "schema").is_dir():

@@ -168,7 +168,7 @@ def walk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     return Walk(capsys)
 
 
-def test_every_command_of_the_guide_works_on_what_the_ones_before_it_made(walk: Walk) -> None:
+def test_guide_commands_work_in_order(walk: Walk) -> None:
     for line in lines(TEXT):
         walk.line(line)
     assert {"vescale-ray", "kubectl", "docker", "ray"} == set(walk.seen) and len(walk.seen) > 20
@@ -196,7 +196,7 @@ def test_every_command_of_the_guide_works_on_what_the_ones_before_it_made(walk: 
         ("docker build -f Dockerfile -t registry.example.com/vescale-ray:0.1.0 .", "the file is elsewhere"),
     ],
 )
-def test_a_command_that_would_not_work_is_noticed(line: str, why: str, walk: Walk) -> None:
+def test_broken_guide_command_is_caught(line: str, why: str, walk: Walk) -> None:
     walk.line("vescale-ray k8s render vescale_ray/configs/cluster.yaml > run.yaml")
     with pytest.raises((AssertionError, KeyError, click.ClickException)):
         walk.line(line)
@@ -208,7 +208,7 @@ def test_every_option_that_the_guide_names_exists() -> None:
     assert named and named <= known, named - known
 
 
-def test_the_guide_says_plainly_that_it_was_not_tried_on_a_cluster() -> None:
+def test_guide_says_it_was_not_tried_on_a_cluster() -> None:
     assert "**Not verified: none of this was applied to a cluster by us" in TEXT
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "docs/how-to/kuberay.md" in readme and "not yet run by us" in readme

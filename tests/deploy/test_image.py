@@ -77,7 +77,7 @@ def complaints(text: str) -> Iterator[str]:
         yield "Ray would report its use over the network"
 
 
-def test_the_dockerfile_is_as_it_should_be() -> None:
+def test_dockerfile_has_no_lint_complaints() -> None:
     assert list(complaints(DOCKERFILE)) == []
 
 
@@ -112,7 +112,7 @@ def test_a_mistake_in_the_dockerfile_is_caught(old: str, new: str, words: str) -
     assert [one for one in complaints(head + new + tail) if words in one]
 
 
-def test_the_image_holds_all_that_the_wheel_is_built_from_and_nothing_that_is_not_there() -> None:
+def test_image_copies_every_wheel_source_and_only_existing_paths() -> None:
     copied = {source for word, rest in instructions(DOCKERFILE) if word == "COPY" and "--from" not in rest for source in rest.split()[:-1]}
     assert all((ROOT / source).exists() for source in copied), copied
     folders = {folder.split("/")[0] for folder in PROJECT["tool"]["setuptools"]["package-dir"].values()}
@@ -133,7 +133,7 @@ def test_the_image_runs_as_the_user_of_the_pods() -> None:
     assert user == f"{context['runAsUser']}:{context['runAsGroup']}"
 
 
-def test_the_healthcheck_asks_where_rays_agent_answers() -> None:
+def test_healthcheck_asks_the_address_of_rays_agent() -> None:
     ray = importlib.util.find_spec("ray")  # its sources are read: importing its dashboard takes seconds
     assert ray is not None and ray.origin is not None
     folder = Path(ray.origin).parent
@@ -145,12 +145,12 @@ def test_the_healthcheck_asks_where_rays_agent_answers() -> None:
 # -------------------------------------------------------------------------------------------------------------- other files
 
 
-def test_the_files_come_with_the_package() -> None:
+def test_package_ships_the_deploy_files() -> None:
     names = {entry.name for entry in files("vescale_ray.deploy").iterdir()}
     assert {"kuberay", "grafana", "prometheus.yml", "alerts.yml", "Dockerfile"} <= names
 
 
-def test_prometheus_scrapes_what_a_run_and_ray_list() -> None:
+def test_prometheus_reads_the_discovery_files_of_runs_and_ray() -> None:
     prometheus = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
     assert set(prometheus) == {"global", "rule_files", "scrape_configs"}
     assert all((DEPLOY / file).is_file() for file in prometheus["rule_files"])
@@ -164,7 +164,7 @@ def test_prometheus_scrapes_what_a_run_and_ray_list() -> None:
     assert jobs["ray"]["file_sd_configs"][0]["files"] == ["/tmp/ray/prom_metrics_service_discovery.json"]
 
 
-def test_prometheus_own_tool_accepts_the_configuration_and_what_a_run_writes(tmp_path: Path) -> None:
+def test_promtool_accepts_the_configuration_and_discovery_file(tmp_path: Path) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed: apt-get install prometheus")
     (tmp_path / "deploy").mkdir()

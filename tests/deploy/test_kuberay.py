@@ -37,7 +37,7 @@ def test_overlays_can_be_combined(name: str) -> None:
     assert [group["groupName"] for group in cluster["workerGroupSpecs"]] == ["workers", "spot"][: 1 + ("spot" in chosen)]
 
 
-def test_rays_autoscaler_sees_the_nodes_that_are_meant() -> None:
+def test_rays_autoscaler_reads_the_intended_node_groups() -> None:
     module = pytest.importorskip("ray.autoscaler._private.kuberay.autoscaling_config")
     derive = getattr(module, "_derive_autoscaling_config_from_ray_cr", None)
     if derive is None:
@@ -84,20 +84,20 @@ def test_ray_reads_the_variables_that_are_set_for_it() -> None:
     assert len(ours) == 5 and all(f'"{name}"' in read for name in ours)
 
 
-def test_versions_are_those_of_the_constraints() -> None:
+def test_ray_version_and_image_tag_match_pins_and_package() -> None:
     assert f"\nray=={cluster_of(made('job'))['rayVersion']}\n" in (ROOT / "constraints.txt").read_text()
     image = pods_of(made("job"))["head"]["containers"][0]["image"]
     assert image == f"registry.example.com/vescale-ray:{vescale_ray.__version__}"
 
 
 @pytest.mark.parametrize("corpus", ["/mnt/shared/text", "/mnt/shared/ é 'x': {}#", "/mnt/shared/a\n\n b\x85\x1c"])
-def test_the_run_in_the_manifest_is_the_one_that_was_given(corpus: str) -> None:
+def test_manifest_holds_the_given_run(corpus: str) -> None:
     run = CONFIG.model_copy(update={"data": CONFIG.data.model_copy(update={"corpus": corpus})})
     text = the(documents(run, Options(), "job"), "ConfigMap")["data"]["run.yaml"]
     assert read_config(text, "run.yaml") == run
 
 
-def test_the_series_pod_is_the_one_that_a_rank_is_in() -> None:
+def test_pod_label_of_a_series_names_the_ranks_pod() -> None:
     """The operator labels each series with its target; where a run's series has the label itself, honorLabels keeps that."""
     who = {"worker": "w0", "node": "n", "pod": "p", "device": "cuda:0"}
     ours = {key for family in families(Snapshot("r", "RUNNING", workers={0: who})) for sample in family.samples for key in sample.labels}
@@ -114,7 +114,7 @@ def test_the_series_pod_is_the_one_that_a_rank_is_in() -> None:
     spares=st.integers(0, 3),
     spot=st.booleans(),
 )
-def test_pods_are_as_few_as_hold_the_workers(each: float, gpus: int, bounds: list[int], spares: int, spot: bool) -> None:
+def test_pod_counts_are_the_fewest_that_hold_the_workers(each: float, gpus: int, bounds: list[int], spares: int, spot: bool) -> None:
     assume(gpus >= each)
     fewest, first, most = bounds
     counts = {"workers": first, "min_workers": fewest, "max_workers": most, "spares": spares}
@@ -160,7 +160,7 @@ def test_the_drain_sets_the_grace_and_the_time_to_stop(drain: int, stop: str) ->
 
 
 @pytest.mark.parametrize(("deadline", "pending"), [(600, None), (1801, 1800)])
-def test_a_short_deadline_has_no_longer_one_beside_it(deadline: int, pending: int | None) -> None:
+def test_pending_deadline_is_omitted_below_a_short_job_deadline(deadline: int, pending: int | None) -> None:
     spec = spec_of(made("job", (), deadline_s=deadline))
     assert (spec["activeDeadlineSeconds"], spec.get("preRunningDeadlineSeconds")) == (deadline, pending)
 
@@ -174,7 +174,7 @@ def test_existing_accounts_and_classes_replace_new_ones() -> None:
     assert not kinds & {"ServiceAccount", "PriorityClass"}
 
 
-def test_secrets_reach_the_pods_that_need_them_and_no_other() -> None:
+def test_secrets_reach_only_the_pods_that_need_them() -> None:
     bundle = made("job", (), "spot", pull_secret="registry", env_secret="s3-keys")
     assert pods_of(bundle).keys() == {"head", "workers", "spot", "submitter"}
     for role, pod in pods_of(bundle).items():
@@ -184,7 +184,7 @@ def test_secrets_reach_the_pods_that_need_them_and_no_other() -> None:
     assert "envFrom" not in str(made("job")) and "imagePullSecrets" not in str(made("job"))
 
 
-def test_only_what_the_run_needs_is_let_out() -> None:
+def test_network_policy_opens_only_the_egress_ports_in_use() -> None:
     def ports(bundle: Documents, name: str) -> set[int]:
         rules = the(bundle, "NetworkPolicy", name)["spec"]["egress"]
         return {port["port"] for rule in rules for port in rule.get("ports", ())}
@@ -212,5 +212,5 @@ def test_words_that_yaml_readers_disagree_on_are_quoted() -> None:
 
 @settings(max_examples=100)
 @given(st.text(max_size=12) | st.text(alphabet="a1eE.:#-'\"\\ \n\t|>&*!%@`{}[],?~=_", max_size=10))
-def test_any_text_reads_back_wherever_it_stands(text: str) -> None:
+def test_quoted_text_reads_back_as_yaml_key_and_value(text: str) -> None:
     assert yaml.safe_load(f"a: [{{b: {quoted(text)}, {quoted(text)}: c}}]") == {"a": [{"b": text} | {text: "c"}]}

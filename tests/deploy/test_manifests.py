@@ -39,7 +39,7 @@ def test_every_document_keeps_to_its_schema(name: str) -> None:
     assert schema_problems(VARIANTS[name]()) == []
 
 
-def test_the_package_of_the_schemas_agrees() -> None:
+def test_kubernetes_validate_accepts_the_committed_setup() -> None:
     for document in committed("setup.yaml"):  # it reads its schemas anew for each document, which is slow
         assert kubernetes_validate.validate(document, "1.37", strict=True) == "1.37"
 
@@ -109,7 +109,7 @@ def _ways(bundle: Documents, templates: dict[str, dict[str, Any]]) -> Iterator[s
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_objects_of_a_run_hold_together(name: str) -> None:
+def test_objects_of_a_run_pass_the_cross_checks(name: str) -> None:
     assert list(holes(VARIANTS[name]())) == []
 
 
@@ -154,7 +154,7 @@ GONE = object()
         ("PodDisruptionBudget:spec.selector.matchLabels.vescale-ray/role", "worker", "holds other pods than the head"),
     ],
 )
-def test_the_schema_and_the_cross_checks_find(path: str, value: Any, words: str) -> None:
+def test_schema_or_cross_checks_find_each_fault(path: str, value: Any, words: str) -> None:
     """A mistake that is put at ``path`` of the committed job, or of the monitors."""
     bundle = committed("monitor.yaml" if path.startswith(("Prom", "PodM")) else "rayjob.yaml")
     kind, _, rest = path.partition(":")

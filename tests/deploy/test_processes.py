@@ -165,7 +165,7 @@ def pods(folder: Path) -> Iterator[Pods]:
     pods.close()
 
 
-def test_the_processes_of_the_pods_train_lose_one_in_time_and_stop_with_a_checkpoint(pods: Pods, folder: Path) -> None:
+def test_pod_processes_train_drain_and_stop_with_a_checkpoint(pods: Pods, folder: Path) -> None:
     run = RunFolder(folder / "runs" / "pods")
     pods.head()
     until(pods.ready, 90, "Ray's dashboard")

@@ -92,7 +92,7 @@ def _beside_torchs(rank: int, world: int) -> None:
     close(total, a.sum() + b.sum(), "written")
 
 
-def test_what_torchs_dtensors_have_pending_joins_ours() -> None:
+def test_pending_torch_dtensors_join_ragged_tensors() -> None:
     run_gloo(2, _beside_torchs)
 
 
@@ -128,7 +128,7 @@ def _on_two_dimensions(rank: int, world: int) -> None:
         close(torch.compile(function, backend=BACKEND)(ragged(a, mesh, placements)), function(a), function)
 
 
-def test_a_compiled_function_may_move_elements_over_two_mesh_dimensions() -> None:
+def test_compiled_function_moves_elements_over_two_dimensions() -> None:
     run_gloo(4, _on_two_dimensions, timeout=250)
 
 
@@ -154,7 +154,7 @@ def _arguments(rank: int, world: int) -> None:
         close([t.grad for t in ours], [t.grad for t in theirs], loss)
 
 
-def test_a_pending_argument_may_be_joined_written_and_differentiated() -> None:
+def test_pending_argument_joins_is_written_and_has_gradients() -> None:
     run_gloo(2, _arguments, timeout=120)
 
 
@@ -174,7 +174,7 @@ def _views(rank: int, world: int) -> None:
     close(length, norm(a), "unchanged")
 
 
-def test_a_view_of_a_pending_tensor_reaches_it_or_refuses_to_be_written() -> None:
+def test_write_to_view_of_a_pending_tensor_reaches_it_or_raises() -> None:
     run_gloo(2, _views)
 
 
@@ -231,7 +231,7 @@ def _shapes(rank: int, world: int) -> None:
         close(found, [t * norm(t) for t in tensors], shapes)
 
 
-def test_a_function_may_be_compiled_over_tensors_of_several_shapes() -> None:
+def test_function_compiles_over_tensors_of_several_shapes() -> None:
     run_gloo(2, _shapes, timeout=300)
 
 
@@ -255,7 +255,7 @@ def _empty(rank: int, world: int) -> None:
         close(found, full(rows, rows, 2) * 2, rows)
 
 
-def test_code_compiled_for_one_shape_is_not_run_on_another_where_a_rank_holds_as_much() -> None:
+def test_code_compiled_for_one_shape_never_runs_on_another() -> None:
     run_gloo(2, _empty, timeout=120)
 
 

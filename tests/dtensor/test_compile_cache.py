@@ -58,6 +58,6 @@ def compiled_steps(rank: int, world: int, folder: str) -> float:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_an_optimizer_step_compiled_by_inductor_is_right_with_and_without_code_on_disk(tmp_path: Any) -> None:
+def test_inductor_optimizer_step_is_right_with_and_without_cache(tmp_path: Any) -> None:
     for _ in range(2):
         assert max(run_gloo(3, compiled_steps, str(tmp_path), timeout=200)) < 1e-5

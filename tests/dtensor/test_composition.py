@@ -115,7 +115,7 @@ def _move(rank: int, world: int, shape: tuple[int, ...], source: Layout, target:
 
 @settings(max_examples=60)
 @given(moves(), st.booleans(), st.booleans())
-def test_any_two_layouts_with_shards_on_the_other_mesh_dimension(move: tuple[Any, Layout, Layout], backwards: bool, async_op: bool) -> None:
+def test_redistribution_on_two_dims_sends_only_needed_elements(move: tuple[Any, Layout, Layout], backwards: bool, async_op: bool) -> None:
     shape, source, target = move
     if backwards:
         source, target = target, source
@@ -148,7 +148,7 @@ def _gradient(rank: int, world: int, shape: tuple[int, ...], source: Layout, tar
 
 @settings(max_examples=20)
 @given(moves(), st.booleans())
-def test_gradients_through_them(move: tuple[Any, Layout, Layout], backwards: bool) -> None:
+def test_gradients_flow_through_two_dimensional_redistribution(move: tuple[Any, Layout, Layout], backwards: bool) -> None:
     shape, source, target = move
     if backwards:
         source, target = target, source
@@ -203,7 +203,7 @@ def _use(rank: int, world: int, shape: tuple[int, ...], layout: Layout) -> list[
 @settings(max_examples=30)
 @given(st.data())
 @pytest.mark.filterwarnings("ignore:.*has no ragged form")
-def test_operations_and_checkpoint_chunks_on_two_mesh_dimensions(data: st.DataObject) -> None:
+def test_operations_and_chunks_are_right_on_two_mesh_dimensions(data: st.DataObject) -> None:
     shape, mesh = data.draw(shapes), data.draw(meshes)
     layout = data.draw(layouts(shape, mesh, True))
     chunks = run_threads(math.prod(mesh), _use, shape, layout)
@@ -281,7 +281,7 @@ def _pending(rank: int, world: int) -> None:
             assert torch.allclose(back.to_local(), part(total)), (op, placements)
 
 
-def test_a_sum_that_is_pending_on_another_mesh_dimension() -> None:
+def test_sum_pending_on_another_dimension_is_reduced_when_needed() -> None:
     run_threads(6, _pending)
 
 
@@ -293,7 +293,7 @@ def _reduce_scatter_first(rank: int, world: int) -> None:
     assert torch.equal(target.to_local(), torch.full((2, 2), 10.0))
 
 
-def test_with_replicas_a_pending_sum_is_scattered_before_the_parts_are_reduced() -> None:
+def test_pending_sum_with_replicas_is_scattered_before_reducing() -> None:
     with spy() as seen:
         run_threads(4, _reduce_scatter_first)
     assert {name for name, _, _ in seen} <= {"reduce_scatter_single", "reduce_scatter_tensor"}
@@ -343,7 +343,7 @@ def _move_dtype(mesh: DeviceMesh, full: torch.Tensor, source: Layout, target: La
     assert torch.equal(moved.to_local(), target.part(full, here(mesh))), (source, target)
 
 
-def test_between_gloo_processes() -> None:
+def test_gloo_processes_redistribute_over_two_mesh_dimensions() -> None:
     run_gloo(4, _between_processes)
 
 
@@ -370,7 +370,7 @@ def _asynchronous(rank: int, world: int) -> tuple[bool, bool]:
     return all(early), True
 
 
-def test_an_asynchronous_redistribution_returns_before_the_others_come() -> None:
+def test_asynchronous_redistribution_returns_before_late_ranks() -> None:
     assert all(early for early, _ in run_gloo(3, _asynchronous))
 
 
@@ -389,7 +389,7 @@ def _move_on_a_part(rank: int, world: int, shape: tuple[int, ...], pairs: list[t
         assert torch.equal(leaf.grad.to_local(), source.part(weight, here(mesh)))
 
 
-def test_several_dimensions_change_on_a_mesh_that_is_a_part_of_the_world() -> None:
+def test_several_dimensions_can_change_on_a_submesh() -> None:
     shape = (12, 6)
     kinds: list[tuple[Placement, ...]] = [
         (RaggedShard((0,), (1, 2)), Shard(1)),

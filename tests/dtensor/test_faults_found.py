@@ -354,7 +354,7 @@ FOUND = [
 
 
 @pytest.mark.parametrize("function", FOUND)
-def test_what_was_wrong_is_right_or_refused_on_every_rank(function: Any) -> None:
+def test_reviewed_fault_is_fixed_or_refused_on_every_rank(function: Any) -> None:
     run(function)
 
 

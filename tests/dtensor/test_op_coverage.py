@@ -38,7 +38,7 @@ def documented() -> dict[str, dict[str, set[str]]]:
     return found
 
 
-def test_the_page_covers_all_of_torchs_operations_and_none_is_silently_wrong() -> None:
+def test_coverage_page_lists_torchs_operations_and_none_is_wrong() -> None:
     table = documented()
     assert len(table) > 0.8 * len(database()), "operations without a dense tensor among their arguments are left out"
     assert not [op for op, cells in table.items() for c in cells.values() if c & {"WRONG", "HUNG", "CRASHED"}]
@@ -63,7 +63,7 @@ def warned() -> Iterator[Warned]:
 
 
 @pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.slow) for part in (2, 3))])
-def test_the_page_says_what_happens(part: int, warned: Warned) -> None:
+def test_coverage_page_matches_a_repeated_sweep(part: int, warned: Warned) -> None:
     if f"with torch {torch.__version__.split('+')[0]}:" not in PAGE.read_text(encoding="utf-8"):
         pytest.skip("the page was made with another torch, whose operations and samples differ")
     table, ops = documented(), database()
@@ -81,12 +81,12 @@ def test_the_page_says_what_happens(part: int, warned: Warned) -> None:
 JOINS = ("add", "addcmul", "cat", "_foreach_add", "linalg.vector_norm", "stack", "sum", "where")
 
 
-def test_compiled_reductions_and_what_joins_them_are_right() -> None:
+def test_compiled_reductions_and_their_joins_are_right() -> None:
     for name, (outcomes, example) in compiled(list(JOINS), "float32", 2).items():
         assert outcomes and set(outcomes) <= {"exact", "close"}, (name, outcomes, example)
 
 
-def test_the_comparison_notices_what_is_wrong() -> None:
+def test_comparison_detects_wrong_values_dtypes_and_shapes() -> None:
     full = torch.arange(6.0)
     assert difference(full, full) == ("exact", "")
     assert difference(full + 1e-7, full)[0] == "close"

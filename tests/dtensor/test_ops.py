@@ -80,7 +80,7 @@ def _unary(rank: int, world: int, case: Case) -> None:
 
 @settings(max_examples=12)
 @given(cases())
-def test_element_wise_operations_stay_ragged_and_equal_the_plain_ones(case: Case) -> None:
+def test_elementwise_operations_stay_ragged_and_equal_plain_ones(case: Case) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", RaggedFallbackWarning)
         run_threads(case.world, _unary, case)
@@ -122,7 +122,7 @@ def _binary(rank: int, world: int, a: Case, b: Case, trail: int) -> None:
 
 @settings(max_examples=8)
 @given(pairs(), st.integers(0, 15))
-def test_operands_of_another_layout_or_that_broadcast_are_brought_to_the_first_ones_layout(pair: tuple[Case, Case], trail: int) -> None:
+def test_operands_are_brought_to_the_layout_of_the_first(pair: tuple[Case, Case], trail: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", RaggedFallbackWarning)
         run_threads(pair[0].world, _binary, *pair, trail)
@@ -257,7 +257,7 @@ def _reduce(rank: int, world: int, case: Case) -> None:
 
 @settings(max_examples=15)
 @given(cases())
-def test_reductions_equal_the_plain_ones_with_empty_ranks_and_a_single_element(case: Case) -> None:
+def test_reductions_equal_plain_ones_even_with_empty_ranks(case: Case) -> None:
     run_threads(case.world, _reduce, case)
 
 
@@ -327,7 +327,7 @@ def _foreach(rank: int, world: int, layouts: list[Case]) -> None:
 
 @settings(max_examples=8)
 @given(st.integers(1, 5).flatmap(lambda world: st.lists(cases(world), min_size=1, max_size=4)))
-def test_foreach_operations_equal_the_plain_ones_element_by_element(layouts: list[Case]) -> None:
+def test_foreach_operations_equal_plain_ones_in_every_element(layouts: list[Case]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", RaggedFallbackWarning)
         run_threads(layouts[0].world, _foreach, layouts)
@@ -351,7 +351,7 @@ def _random(rank: int, world: int) -> None:
         assert torch.equal(x.full_tensor(), plain), i
 
 
-def test_random_values_are_those_of_one_device_whatever_the_layout() -> None:
+def test_random_values_are_those_of_one_device_in_every_layout() -> None:
     run_threads(3, _random)
 
 
@@ -378,7 +378,7 @@ def _random_replicas(rank: int, world: int) -> list[float]:
     return drawn.to_local().tolist()
 
 
-def test_random_results_that_are_replicated_are_the_same_on_every_rank() -> None:
+def test_replicated_random_results_are_equal_on_every_rank() -> None:
     first, second = run_threads(2, _random_replicas)
     assert first == second and 0 < sum(first) < 50
 
@@ -485,7 +485,7 @@ def _one_rank(rank: int, world: int) -> None:
     assert torch.equal(x.full_tensor(), full)
 
 
-def test_the_fallback_warns_once_or_raises_and_what_cannot_be_written_raises_with_the_remedy() -> None:
+def test_fallback_warns_once_and_unsupported_writes_raise() -> None:
     run_threads(1, _one_rank)
 
 
@@ -519,7 +519,7 @@ def _autograd(rank: int, world: int, case: Case) -> None:
 
 @settings(max_examples=8)
 @given(cases())
-def test_autograd_through_element_wise_operations_and_sums(case: Case) -> None:
+def test_gradients_flow_through_elementwise_operations_and_sums(case: Case) -> None:
     run_threads(case.world, _autograd, case)
 
 
@@ -538,7 +538,7 @@ def _like_and_new(rank: int, world: int) -> None:
     assert isinstance(x.placements[0], RaggedShard)
 
 
-def test_new_and_like_tensors_keep_the_layout_where_the_shape_is_kept() -> None:
+def test_new_and_like_tensors_keep_the_layout_with_the_shape() -> None:
     run_threads(3, _like_and_new)
 
 

@@ -26,7 +26,7 @@ from vescale_ray.dtensor.placement import RaggedShard
     st.integers(1, 8),
     st.lists(st.integers(0, 2), max_size=2),
 )
-def test_of_blocks_cuts_neither_a_block_nor_a_slice_of_a_dimension_that_others_shard(
+def test_of_blocks_cuts_no_block_and_no_slice_of_a_sharded_dim(
     shape: tuple[int, ...], block: int, ranks: int, dims: list[int]
 ) -> None:
     dims = [d for d in dims if d < len(shape)]
@@ -41,7 +41,7 @@ def test_of_blocks_cuts_neither_a_block_nor_a_slice_of_a_dimension_that_others_s
     assert max(sizes) - min(sizes) <= 2 * step - 1, "even to within a block and the short one at the end"
 
 
-def test_it_is_a_placement_and_a_value_compared_by_reduced_units() -> None:
+def test_ragged_shard_is_a_value_compared_by_reduced_units() -> None:
     a, b = RaggedShard((0,), (2, 0, 4)), RaggedShard([0], [1, 0, 2])
     assert isinstance(a, Placement) and a == b and hash(a) == hash(b) and a.local_units == (1, 0, 2)
     assert {a: 1}[b] == 1
@@ -49,7 +49,7 @@ def test_it_is_a_placement_and_a_value_compared_by_reduced_units() -> None:
         assert a != other and other != a
 
 
-def test_it_is_immutable_and_survives_copy_pickle_and_weights_only_loading() -> None:
+def test_ragged_shard_is_immutable_and_survives_copy_and_pickle() -> None:
     placement = RaggedShard((0, 1), (3, 0, 5))
     with pytest.raises(AttributeError, match="immutable"):
         placement.dims = (0,)
@@ -65,7 +65,7 @@ def test_it_is_immutable_and_survives_copy_pickle_and_weights_only_loading() -> 
     assert torch.load(buffer, weights_only=True)["placement"] == placement
 
 
-def test_it_is_a_kind_of_shard_and_neither_replicate_nor_partial() -> None:
+def test_ragged_shard_is_a_shard_and_not_replicate_or_partial() -> None:
     placement = RaggedShard((0, 1), (1, 2))
     assert placement.is_shard() and placement.is_shard(1) and not placement.is_shard(2)
     assert not placement.is_replicate() and not placement.is_partial() and not placement.is_partial("sum")
@@ -85,7 +85,7 @@ def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], RaggedShard]:
 
 @settings(max_examples=200)
 @given(layouts())
-def test_intervals_tile_the_tensor_in_rank_order_at_unit_boundaries(case: tuple[tuple[int, ...], RaggedShard]) -> None:
+def test_intervals_tile_the_tensor_by_rank_at_unit_boundaries(case: tuple[tuple[int, ...], RaggedShard]) -> None:
     shape, placement = case
     placement.validate(shape, len(placement.local_units))
     position = 0
@@ -101,7 +101,7 @@ def test_intervals_tile_the_tensor_in_rank_order_at_unit_boundaries(case: tuple[
 
 @settings(max_examples=200)
 @given(layouts())
-def test_of_intervals_gives_back_the_same_intervals_with_no_more_dims(case: tuple[tuple[int, ...], RaggedShard]) -> None:
+def test_of_intervals_restores_intervals_with_no_more_dims(case: tuple[tuple[int, ...], RaggedShard]) -> None:
     shape, placement = case
     again = RaggedShard.of_intervals(shape, [end - start for start, end in placement.intervals(shape)])
     assert again.intervals(shape) == placement.intervals(shape)
@@ -119,7 +119,7 @@ def test_of_intervals_gives_back_the_same_intervals_with_no_more_dims(case: tupl
         ((0,), (), r"local_units are \(\): give one number for each rank"),
     ],
 )
-def test_what_is_no_placement_is_refused_with_value_and_rule(dims: tuple[int, ...], units: tuple[int, ...], says: str) -> None:
+def test_invalid_placement_is_refused_with_value_and_rule(dims: tuple[int, ...], units: tuple[int, ...], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         RaggedShard(dims, units)
 
@@ -133,7 +133,7 @@ def test_what_is_no_placement_is_refused_with_value_and_rule(dims: tuple[int, ..
         (RaggedShard((), (1, 1)), (4,), 2, "has 1 units over dims"),
     ],
 )
-def test_what_does_not_fit_mesh_or_shape_is_refused_with_value_and_rule(
+def test_misfit_of_mesh_or_shape_is_refused_with_value_and_rule(
     placement: RaggedShard, shape: tuple[int, ...], world: int, says: str
 ) -> None:
     with pytest.raises(ValueError, match=says):
@@ -161,6 +161,6 @@ def _base_dtensor_meets_ragged(rank: int, world: int) -> list[str]:
     return silent
 
 
-def test_no_public_way_of_torchs_own_dtensor_takes_it_silently() -> None:
+def test_torchs_own_dtensor_never_takes_ragged_shard_silently() -> None:
     """Without the raising ``dim`` and hooks, ``Replicate -> ragged`` keeps the whole tensor on each rank."""
     assert run_threads(3, _base_dtensor_meets_ragged) == [[], [], []]

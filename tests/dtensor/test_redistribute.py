@@ -66,7 +66,7 @@ def _between(rank: int, world: int, source: Case, target: Case) -> None:
 
 @settings(max_examples=40)
 @given(pairs())
-def test_from_one_ragged_layout_to_another_and_to_the_whole(pair: tuple[Case, Case]) -> None:
+def test_ragged_layout_moves_to_another_and_to_the_whole(pair: tuple[Case, Case]) -> None:
     source, target = pair
     with spy() as seen:
         run_threads(source.world, _between, source, target)
@@ -90,7 +90,7 @@ def _bytes(rank: int, world: int, source: Case, target: Case) -> None:
 
 @settings(max_examples=40)
 @given(pairs())
-def test_between_ragged_layouts_there_is_one_all_to_all_of_the_elements_that_change_owner_and_nothing_else(pair: tuple[Case, Case]) -> None:
+def test_ragged_move_is_one_all_to_all_of_elements_it_reassigns(pair: tuple[Case, Case]) -> None:
     source, target = pair
     with spy() as seen:
         run_threads(source.world, _bytes, source, target)
@@ -119,7 +119,7 @@ def _reduced(rank: int, world: int, case: Case) -> None:
 
 @settings(max_examples=30)
 @given(cases())
-def test_gathering_and_reducing_is_one_collective_without_padding(case: Case) -> None:
+def test_gathering_or_reducing_is_one_collective_without_padding(case: Case) -> None:
     unit = math.prod(case.shape[case.dims :])
     parts = [n * unit for n in case.counts]
     for body, sends in ((_whole, lambda r: parts[r] * (case.world - 1)), (_reduced, lambda r: sum(parts) - parts[r])):
@@ -164,7 +164,7 @@ def _back(tensor: DTensor, case: Case) -> RaggedDTensor:
 
 @settings(max_examples=40)
 @given(cases(), st.data())
-def test_to_and_from_torchs_shard_on_each_dimension_and_replicate(case: Case, data: st.DataObject) -> None:
+def test_ragged_converts_to_and_from_torchs_shard_and_replicate(case: Case, data: st.DataObject) -> None:
     dim = data.draw(st.integers(0, max(len(case.shape) - 1, 0)))
     run_threads(case.world, _with_torchs, case, dim)
 
@@ -229,7 +229,7 @@ def _partial_gradient(rank: int, world: int) -> None:
     assert torch.equal(leaf.grad.full_tensor(), expected)  # type: ignore[attr-defined]
 
 
-def test_a_gradient_that_differs_by_rank_is_reduced_when_told_so() -> None:
+def test_partial_grad_placements_reduce_gradients_over_ranks() -> None:
     run_threads(3, _partial_gradient)
 
 
@@ -262,7 +262,7 @@ def _two_dims(rank: int, world: int, case: Case) -> None:
 
 @settings(max_examples=15)
 @given(st.integers(1, 4).flatmap(lambda world: cases(world)))
-def test_with_replicas_on_a_second_mesh_dimension(case: Case) -> None:
+def test_replicas_on_a_second_dimension_redistribute_right(case: Case) -> None:
     run_threads(2 * case.world, _two_dims, case)
 
 
@@ -350,7 +350,7 @@ def _errors(rank: int, world: int) -> None:
         RaggedDTensor.from_local(disagreeing, mesh, [placement], shape=(6, 2), run_check=True)
 
 
-def test_bad_input_is_a_value_error_that_names_the_value_and_the_rule() -> None:
+def test_bad_input_raises_value_error_with_value_and_rule() -> None:
     run_threads(3, _errors)
 
 
@@ -366,7 +366,7 @@ def _intervals(rank: int, world: int) -> None:
     assert local_interval(ragged(case, values((7, 3)), mesh, rank)) == [(0, 3), (3, 3), (3, 21)][rank]
 
 
-def test_local_interval_of_any_tensor_whose_part_is_one() -> None:
+def test_local_interval_locates_every_contiguous_local_part() -> None:
     run_threads(3, _intervals)
 
 
@@ -381,5 +381,5 @@ def _source_rank(rank: int, world: int) -> None:
     assert torch.equal(mine, torch.full((6, 2), float(rank))), "the argument is left alone"
 
 
-def test_distribute_tensor_takes_the_values_of_the_rank_that_is_asked_for() -> None:
+def test_distribute_tensor_takes_the_values_of_the_source_rank() -> None:
     run_threads(3, _source_rank)

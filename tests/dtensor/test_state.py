@@ -79,7 +79,7 @@ def _copies(rank: int, world: int) -> None:
             p.data = wrong
 
 
-def test_parameters_copies_pickles_and_data() -> None:
+def test_parameters_survive_copy_pickle_and_data_assignment() -> None:
     run_threads(3, _copies)
 
 
@@ -143,7 +143,7 @@ def _modules(rank: int, world: int) -> None:
     assert torch.equal(whole(empty.get_parameter("inner.bias")), torch.arange(7.0))
 
 
-def test_modules_change_dtype_leave_meta_and_load_whole_or_differently_cut_states() -> None:
+def test_modules_cast_leave_meta_and_load_other_layouts_states() -> None:
     run_threads(3, _modules)
 
 
@@ -172,7 +172,7 @@ def _boxes(rank: int, world: int, case: Case) -> None:
 
 @settings(max_examples=40)
 @given(cases())
-def test_checkpoint_chunks_of_all_ranks_tile_the_tensor_and_none_is_empty(case: Case) -> None:
+def test_checkpoint_chunks_tile_the_tensor_and_none_is_empty(case: Case) -> None:
     run_threads(case.world, _boxes, case)
 
 
@@ -251,7 +251,7 @@ def _dcp(rank: int, world: int, folder: str) -> None:
     _model_and_optimizer(rank, world, str(Path(folder) / "training"))
 
 
-def test_dcp_saves_and_loads_across_layouts_plain_tensors_and_shard_0_bit_for_bit() -> None:
+def test_dcp_loads_bit_for_bit_across_ragged_plain_and_shard_0() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_gloo(2, _dcp, folder, timeout=100)
 
@@ -345,7 +345,7 @@ print("unchanged", len(before))
 """
 
 
-def test_importing_it_changes_nothing_of_torch_but_the_lists_that_dtensor_registers_itself_in() -> None:
+def test_import_changes_torch_only_in_dtensors_registries() -> None:
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", UNCHANGED], cwd=root, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

@@ -128,7 +128,7 @@ def _round_trips(rank: int, world: int) -> None:
     _round_trip(rank, world, (2, 2), [Replicate(), RaggedShard((), (0, 1))])
 
 
-def test_full_state_dicts_go_in_and_out_of_every_layout_and_rank_0_can_send_them() -> None:
+def test_full_state_dicts_round_trip_through_every_layout() -> None:
     run_gloo(4, _round_trips, timeout=100)
 
 
@@ -177,7 +177,7 @@ def _memory(rank: int, world: int, mesh_shape: tuple[int, ...], placements: list
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists() or not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs Linux's /proc and glibc"
 )
-def test_what_rank_0_sends_is_held_once() -> None:
+def test_broadcast_state_dict_is_held_once() -> None:
     """Of 96 MiB one tensor of 16, and one more that gloo's thread has not let go of yet; a second state dict would be 96 MiB, its parts
     on the second rank 72 MiB."""
     for shape, placements in (((2,), [RaggedShard((0,), (1, 3))]), ((1, 2), [Replicate(), RaggedShard((0,), (1, 3))])):
@@ -227,7 +227,7 @@ def _refused(rank: int, world: int) -> None:
     assert torch.equal(whole(net.inner.weight), good["inner.weight"])
 
 
-def test_what_does_not_fit_is_refused_on_every_rank_before_anything_is_written() -> None:
+def test_unfit_state_dict_is_refused_on_all_ranks_before_writes() -> None:
     run_gloo(2, _refused)
 
 
@@ -279,7 +279,7 @@ def _with_fsdp2(rank: int, world: int, folder: str) -> None:
                     assert all(torch.equal(whole(ours[key][k]), v) for k, v in entries.items()), (source, name, key)
 
 
-def test_asynchronous_checkpoints_of_models_and_optimizers_load_across_layouts_and_to_and_from_fsdp2() -> None:
+def test_asynchronous_checkpoints_load_across_layouts_and_fsdp2() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_gloo(4, _with_fsdp2, folder, timeout=120)
         for name in ("strided", "columns"):
@@ -303,5 +303,5 @@ def _fully_sharded(rank: int, world: int) -> None:
     assert all(torch.equal(found[n][k], v) for n, entries in state["state"].items() for k, v in entries.items())
 
 
-def test_full_state_dicts_into_a_fully_sharded_module() -> None:
+def test_full_state_dicts_load_into_a_fully_sharded_module() -> None:
     run_gloo(2, _fully_sharded)

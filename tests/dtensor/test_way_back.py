@@ -60,7 +60,7 @@ def _every_way(rank: int, world: int, sizes: tuple[int, ...], home: list[Placeme
         assert torch.equal(leaf.grad.full_tensor(), 18 * FULL), way
 
 
-def test_from_every_layout_there_is_a_way_back() -> None:
+def test_tensors_of_every_layout_go_back_to_ragged() -> None:
     home: list[Placement] = [RaggedShard((0,), (1, 0, 2))]
     ways: list[list[Placement]] = [[Replicate()], [Shard(0)], [Shard(1)], [Partial()], [RaggedShard((0, 1), (1, 3, 0))]]
     run_threads(3, _every_way, (3,), home, ways)
@@ -91,7 +91,7 @@ def _put_together(rank: int, world: int) -> None:
     assert (DTensor.from_local, DTensor.redistribute) == torchs, "undone"
 
 
-def test_a_stand_in_puts_ragged_tensors_together_from_local_parts() -> None:
+def test_stand_in_builds_ragged_tensors_from_local_parts() -> None:
     run_gloo(2, _put_together)
 
 

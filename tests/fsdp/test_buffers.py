@@ -120,7 +120,7 @@ def test_using_a_buffer_without_memory_raises(where, side):
     assert matrix.fill_(2).sum() == 2 * side * side
 
 
-def test_the_text_of_an_invalid_storage_goes_with_it():
+def test_error_text_of_an_invalid_storage_is_freed_with_it():
     class Talkative:
         def why(self) -> str:
             return "x" * 100_000
@@ -173,7 +173,7 @@ def test_memory_goes_back_to_the_system_with_the_buffer():
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_the_pool_hands_memory_on_and_counts_what_is_held(nbytes):
+def test_pool_hands_memory_on_and_counts_held_bytes(nbytes):
     pool = Pool(CPU)
     users = _users(pool, nbytes, 2)  # noqa: F841 (alive)
     a, b = Buffer(nbytes, CPU), Buffer(nbytes, CPU)
@@ -216,7 +216,7 @@ def resident(buffer: Buffer) -> int:
 
 
 @pytest.mark.parametrize("nbytes", [LARGE, 3 << 20])
-def test_what_is_written_in_pieces_takes_memory_as_it_is_written_and_the_pool_counts_what_the_kernel_gives(nbytes):
+def test_buffer_written_in_pieces_counts_only_resident_memory(nbytes):
     pool = Pool(CPU)
     users = _users(pool, nbytes, 2)  # noqa: F841 (alive)
     pool.peak_bytes = 0
@@ -235,7 +235,7 @@ def test_what_is_written_in_pieces_takes_memory_as_it_is_written_and_the_pool_co
         pool.peak_bytes = 0
 
 
-def test_memory_at_hand_is_whole_whoever_writes_to_it_next():
+def test_reused_buffer_counts_as_fully_resident():
     pool = Pool(CPU)
     users = _users(pool, LARGE, 2)  # noqa: F841 (alive)
     buffer = pool.take(LARGE, CPU, in_pieces=True)

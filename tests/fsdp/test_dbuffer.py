@@ -25,7 +25,7 @@ def full_values():
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 16])
-def test_the_shards_of_all_ranks_laid_end_to_end_are_the_full_buffer(world):
+def test_shards_of_all_ranks_concatenate_to_the_full_buffer(world):
     layout, values = plan_layout(SPECS, world), full_values()
     whole = DBuffer.empty(layout, rank=None, dtype=torch.float32, device="cpu")
     shards = [DBuffer.empty(layout, rank=r, dtype=torch.float32, device="cpu") for r in range(world)]
@@ -41,7 +41,7 @@ def test_the_shards_of_all_ranks_laid_end_to_end_are_the_full_buffer(world):
     assert {name for name, _ in whole.tensors()} == set(values)
 
 
-def test_tensors_are_views_and_operators_act_on_all_of_them_at_once():
+def test_tensors_are_views_and_operators_act_on_the_whole_buffer():
     layout = plan_layout(SPECS, 3)
     one = DBuffer(layout, torch.ones(layout.numel), rank=None)
     two = DBuffer(layout, torch.full((layout.numel,), 2.0), rank=None)
@@ -73,7 +73,7 @@ def test_padding_is_exactly_what_no_tensor_covers(sizes, world):
         assert torch.equal(buffer.flat != 0, covered[low : low + layout.shard_numel])
 
 
-def test_what_does_not_fit_is_refused():
+def test_dbuffer_refuses_mismatched_sizes_ranks_and_layouts():
     layout, other = plan_layout(SPECS, 2), plan_layout(SPECS[:2], 2)
     with pytest.raises(ValueError, match=f"{layout.numel} elements"):
         DBuffer(layout, torch.zeros(3), rank=None)
@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_refused():
         buffer.shard(1).shard(0)
 
 
-def test_a_stack_with_gaps_behind_its_matrices_is_a_strided_view_and_its_gaps_are_padding():
+def test_stack_with_gaps_is_a_strided_view_and_gaps_are_padding():
     specs = [TensorSpec("first", (5,)), TensorSpec("experts", (4, 3, 8), Block.rows(4), stored_rows=4), TensorSpec("last", (6, 2))]
     layout = plan_layout(specs, 3)
     full = DBuffer(layout, torch.full((layout.numel,), torch.nan), rank=None)

@@ -65,7 +65,7 @@ def test_hybrid_sharding_reduces_over_claimed_replicas() -> None:
         assert {("all-gather", 8), ("reduce-scatter", 8), ("all-reduce", 8)} <= ranks
 
 
-def test_times_are_those_of_the_model_and_queue_on_one_wire() -> None:
+def test_collectives_take_modelled_time_and_queue_on_one_wire() -> None:
     with emulated_world(16, scale=200.0) as wire:
         out, part = torch.zeros(16 * 4096), torch.arange(4096.0)
         began = time.perf_counter()
@@ -88,7 +88,7 @@ def test_times_are_those_of_the_model_and_queue_on_one_wire() -> None:
         assert wire.log[-1][-1] > aligned, "12 bytes a rank: not a multiple of 16"
 
 
-def test_bad_input() -> None:
+def test_emulated_world_refuses_zero_ranks_and_existing_groups() -> None:
     with pytest.raises(ValueError, match="0 ranks: give at least 1"), emulated_world(0):
         pass
     with emulated_world(2), pytest.raises(ValueError, match="a process group exists already"), emulated_world(4):

@@ -115,7 +115,7 @@ def experts_apart(rank: int, world: int, replicas: int) -> None:
 
 
 @pytest.mark.parametrize(("world", "replicas"), [(4, 1), (8, 2)])
-def test_parameters_of_one_unit_may_be_sharded_over_different_ranks(world: int, replicas: int) -> None:
+def test_one_unit_may_shard_parameters_over_different_ranks(world: int, replicas: int) -> None:
     run_threads(world, experts_apart, replicas)
 
 
@@ -149,7 +149,7 @@ def plainly_placed(rank: int, world: int) -> None:
     ours(batch(rank)).sum().backward()
 
 
-def test_the_state_of_parameters_with_plain_placements_is_saved_copied_and_staged_as_torchs() -> None:
+def test_plainly_placed_state_dict_saves_copies_and_stages() -> None:
     run_gloo(2, plainly_placed)
 
 
@@ -202,7 +202,7 @@ def graph_of_gradients(rank: int, world: int) -> None:
         torch.testing.assert_close(full(p.grad), full(q.grad))
 
 
-def test_gradients_of_a_backward_with_a_graph_carry_none_as_with_torch() -> None:
+def test_create_graph_gradients_carry_no_graph_as_with_torch() -> None:
     run_gloo(2, graph_of_gradients)
 
 
@@ -241,7 +241,7 @@ def left_behind(rank: int, world: int) -> None:
     nn.functional.linear(batch(rank), model.layers[0].weight)
 
 
-def test_a_resharded_parameter_says_where_it_is_whole() -> None:
+def test_using_a_resharded_parameter_names_forward_and_unshard() -> None:
     run_threads(2, left_behind)
 
 
@@ -278,7 +278,7 @@ def one_of_several_roots_goes(rank: int, world: int) -> None:
     assert pool.bytes_held() == 0
 
 
-def test_buffers_are_counted_right_after_one_of_several_roots_is_deleted() -> None:
+def test_pool_counts_are_right_after_one_of_several_roots_goes() -> None:
     run_gloo(2, one_of_several_roots_goes)
 
 
@@ -353,7 +353,7 @@ def beside_replicate(rank: int, world: int) -> None:
     assert isinstance(sharded_part.weight, DTensor)
 
 
-def test_modules_of_torchs_replicate_are_left_alone_and_leave_ours_alone() -> None:
+def test_fully_shard_and_torchs_replicate_leave_each_other_alone() -> None:
     run_gloo(2, beside_replicate)
 
 
@@ -365,7 +365,7 @@ def hooks_too_late(rank: int, world: int) -> None:
         model(batch(rank))
 
 
-def test_all_gather_hooks_that_come_too_late_are_not_passed_over() -> None:
+def test_all_gather_hooks_added_after_fully_shard_raise() -> None:
     run_threads(2, hooks_too_late)
 
 
@@ -495,7 +495,7 @@ def staged(rank: int, world: int) -> bool:
     return True
 
 
-def test_a_state_dict_can_be_staged_for_an_asynchronous_checkpoint() -> None:
+def test_state_dict_can_be_staged_for_asynchronous_checkpoints() -> None:
     assert all(run_threads(2, staged))
 
 
@@ -522,7 +522,7 @@ def tied_across_units(rank: int, world: int, how: Any) -> bool:
 
 
 @pytest.mark.parametrize("how", [fully_shard, torch_fully_shard], ids=["ours", "torch's"])
-def test_parameters_tied_across_units_are_refused_by_the_first_forward(how: Any) -> None:
+def test_first_forward_refuses_parameters_tied_across_units(how: Any) -> None:
     assert all(run_threads(2, tied_across_units, how))
 
 
@@ -566,7 +566,7 @@ def steps_in_backward_beside_torch(rank: int, world: int) -> None:
         assert steps_in_backward(rank, world, fully_shard, reshard) == theirs
 
 
-def test_an_optimizer_in_backward_steps_once_where_a_unit_is_called_twice_as_torch_s() -> None:
+def test_in_backward_optimizer_steps_once_per_twice_called_unit() -> None:
     run_gloo(2, steps_in_backward_beside_torch)
 
 
@@ -629,5 +629,5 @@ def refusals(rank: int, world: int, how: Any) -> list[tuple[type[BaseException],
 
 
 @pytest.mark.parametrize("how", [fully_shard, torch_fully_shard], ids=["ours", "torch's"])
-def test_what_torch_refuses_is_refused_alike(how: Any) -> None:
+def test_refusals_match_those_of_torch(how: Any) -> None:
     run_threads(2, refusals, how)

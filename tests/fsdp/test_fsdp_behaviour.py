@@ -113,7 +113,7 @@ def unused_and_frozen(rank, world):
     assert full(ours.unused.weight.grad).count_nonzero() == 0
 
 
-def test_unused_parameters_keep_no_gradient_frozen_ones_are_gathered_but_not_reduced():
+def test_unused_and_frozen_parameters_keep_no_gradient():
     run_threads(2, unused_and_frozen)
 
 
@@ -135,7 +135,7 @@ def ranks_use_different_parameters(rank, world):
     same(grads(model), grads(alone))
 
 
-def test_ranks_may_use_different_parameters_if_unused_ones_are_reduced():
+def test_ranks_may_use_different_parameters_if_all_are_reduced():
     run_threads(2, ranks_use_different_parameters)
 
 
@@ -273,7 +273,7 @@ def siamese(rank, world):
         same(grads(ours), grads(alone))
 
 
-def test_units_whose_backward_stays_open_do_not_share_buffers_with_those_that_run_meanwhile():
+def test_units_with_open_backward_share_no_buffers_with_others():
     run_threads(2, siamese)
 
 
@@ -562,7 +562,7 @@ class GatherSizes:
 
 @pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}])
 @pytest.mark.parametrize(("shape", "size"), [((4,), 2), ((6,), 3), ((2, 4), 2)])
-def test_parameters_may_stay_with_neighbours_between_forward_and_backward(shape, size, options, monkeypatch):
+def test_parameters_may_stay_with_neighbours_until_backward(shape, size, options, monkeypatch):
     def gather(out, shard, group, lane, **options):
         if getattr(GatherSizes.here, "sizes", None) is not None:
             GatherSizes.here.sizes.append(group.size())
@@ -584,7 +584,7 @@ def held_while_gathered(rank, world, gather):
     return part() is not None
 
 
-def test_the_part_that_is_gathered_from_is_held_until_the_gather_is_through(monkeypatch):
+def test_all_gather_input_is_held_until_the_gather_completes(monkeypatch):
     """On an accelerator the all-gather still reads it when the call returns, and nothing else holds its memory."""
     monkeypatch.setattr(comm, "all_gather", comm.all_gather)
     assert all(run_threads(4, held_while_gathered, lambda *_, **__: comm.Done()))
@@ -716,7 +716,7 @@ def unsharding(rank, world):
     assert unit_of(share[0]).lanes is unit_of(share[1]).lanes
 
 
-def test_unshard_and_reshard_by_hand():
+def test_manual_unshard_and_reshard_swap_the_parameters():
     run_threads(2, unsharding)
 
 
@@ -736,7 +736,7 @@ def in_backward_optimizer(rank, world):
     same({n: full(p) for n, p in ours.named_parameters()}, {n: full(p) for n, p in alone.named_parameters()})
 
 
-def test_hooks_on_sharded_parameters_run_when_their_gradient_is_there():
+def test_hooks_on_sharded_parameters_run_when_gradients_arrive():
     run_threads(2, in_backward_optimizer)
 
 
@@ -764,7 +764,7 @@ def state(rank, world):
     assert len(one_buffer) == 1, "assigned parameters become one buffer again"
 
 
-def test_state_dicts_are_sharded_views_and_load_from_sharded_or_full():
+def test_state_dicts_are_views_and_load_from_sharded_or_full():
     run_threads(3, state)
 
 
@@ -779,7 +779,7 @@ def cast_whole(rank, world):
     assert torch.equal(model(x.double()), reference.double()(x.double()))
 
 
-def test_to_another_dtype_moves_the_shards():
+def test_casting_the_model_casts_its_shards():
     run_threads(2, cast_whole)
 
 

@@ -80,7 +80,7 @@ def kept(rank, world):
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_a_gathered_parameter_that_is_kept_raises_when_it_is_read(debug):
+def test_reading_a_kept_gathered_parameter_raises(debug):
     set_debug(debug)
     try:
         assert all(run_threads(2, kept))
@@ -89,13 +89,13 @@ def test_a_gathered_parameter_that_is_kept_raises_when_it_is_read(debug):
 
 
 @pytest.mark.parametrize(("value", "expected"), [("1", "True"), *(pytest.param(no, "False", marks=pytest.mark.slow) for no in ("0", ""))])
-def test_the_environment_switches_it_on(value, expected):
+def test_environment_variable_enables_debug_mode(value, expected):
     code = "from vescale_ray.fsdp.debug import debugging; print(debugging())"
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "VESCALE_RAY_FSDP_DEBUG": value}, capture_output=True, text=True)
     assert done.stdout.strip() == expected
 
 
-def test_nothing_is_exchanged_without_it(monkeypatch):
+def test_ranks_exchange_no_checks_without_debug_mode(monkeypatch):
     from vescale_ray.fsdp.debug import agree
 
     monkeypatch.setattr(dist, "all_gather_single", None)

@@ -67,7 +67,7 @@ def by_hand(rank: int, world: int, asynchronous: bool, reduces_at_once: bool) ->
 
 @pytest.mark.parametrize("reduces_at_once", [False, True])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_step_that_is_finalized_by_hand_has_the_gradients_of_the_whole_model(asynchronous: bool, reduces_at_once: bool) -> None:
+def test_manually_finalized_step_has_the_whole_models_gradients(asynchronous: bool, reduces_at_once: bool) -> None:
     run_threads(2, by_hand, asynchronous, reduces_at_once)
 
 
@@ -88,7 +88,7 @@ def one_layer_assigned(rank: int, world: int) -> None:
     same(grads(ours), grads(alone))
 
 
-def test_assigned_gradients_are_taken_in_when_the_step_is_finalized() -> None:
+def test_finalizing_a_step_takes_in_assigned_gradients() -> None:
     run_threads(2, one_layer_assigned)
 
 
@@ -138,12 +138,12 @@ def refused_alone(rank: int, world: int) -> list[str]:
 EXPECTED = ["", *["RuntimeError"] * 3, "RuntimeError", "", *["RuntimeError"] * 4]
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_misuse_of_manual_finalization_is_refused() -> None:
     assert run_threads(2, refused_alone)[0] == EXPECTED
 
 
 @since_2_15
-def test_torch_refuses_the_same() -> None:
+def test_torch_refuses_the_same_finalization_misuse() -> None:
     assert run_threads(2, refusals, torch_fully_shard)[0] == EXPECTED
 
 
@@ -164,7 +164,7 @@ def replicas_left_out(rank: int, world: int, how: Any) -> list[str]:
     return seen
 
 
-def test_gradients_are_not_finalized_without_the_sum_over_replicas() -> None:
+def test_finalizing_requires_the_sum_over_replicas() -> None:
     assert run_threads(4, replicas_left_out, fully_shard)[0] == ["RuntimeError", ""]
 
 
@@ -188,7 +188,7 @@ def kept(rank: int, world: int) -> None:
     assert places[0] == places[1]
 
 
-def test_memory_that_can_not_be_kept_is_refused_and_the_remedy_keeps_it() -> None:
+def test_refused_keep_unsharded_storage_names_a_working_remedy() -> None:
     run_threads(2, kept)
 
 
@@ -213,7 +213,7 @@ def small_and_large(rank: int, world: int, how: Any, options: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16, torch.float32])
-def test_without_a_reduce_dtype_gradients_are_summed_as_the_installed_torch_does(reduce_dtype: torch.dtype | None) -> None:
+def test_gradients_without_a_reduce_dtype_are_summed_as_in_torch(reduce_dtype: torch.dtype | None) -> None:
     ours, theirs = (run_threads(2, small_and_large, how, {"reduce_dtype": reduce_dtype}) for how in (fully_shard, torch_fully_shard))
     assert ours == theirs
     own_dtype = reduce_dtype is torch.float32 or (reduce_dtype is None and hasattr(TorchFSDPModule, "finalize_backward"))
@@ -260,5 +260,5 @@ def own_gradient_dtype(rank: int, world: int) -> None:
     assert type(model) is Tower and type(model.head.weight) is nn.Parameter, "nothing was changed"
 
 
-def test_a_parameter_whose_gradients_have_another_dtype_is_refused() -> None:
+def test_parameter_with_another_gradient_dtype_is_refused() -> None:
     run_threads(2, own_gradient_dtype)

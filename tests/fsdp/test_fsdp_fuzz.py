@@ -131,7 +131,7 @@ def run_programs_in_ranges(rank, world, seeds):
 
 
 @pytest.mark.parametrize(("world", "seeds"), [(2, range(20, 28)), pytest.param(3, range(30, 36), marks=pytest.mark.slow)])
-def test_also_where_the_shards_live_in_the_buffers_that_are_gathered(world, seeds):
+def test_random_programs_are_right_with_shards_in_gather_buffers(world, seeds):
     run_gloo(world, run_programs_in_ranges, seeds)
 
 

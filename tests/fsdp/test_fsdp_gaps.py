@@ -133,7 +133,7 @@ CASES = [
 
 @pytest.mark.parametrize(("world", "sizes", "block"), CASES)
 @pytest.mark.parametrize(("dtype", "accumulate", "bound"), [("float32", 1, 1e-5), ("bfloat16", 2, 0.08)])
-def test_training_is_the_same_with_gaps(world, sizes, block, dtype, accumulate, bound) -> None:
+def test_gaps_keep_gradients_and_never_add_padding(world, sizes, block, dtype, accumulate, bound) -> None:
     for gaps, padding, without, strided in run_threads(world, trains_alike, sizes, block, dtype, accumulate, bound):
         assert padding <= without, "gaps are only for less padding"
         assert strided == any(gap for name, gap in gaps.items() if name.endswith("up"))
@@ -153,14 +153,14 @@ def random_case(seed: int) -> tuple[int, tuple[int, int, int], Block]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_stacks_and_blocks(seed) -> None:
+def test_random_stacks_and_blocks_train_alike_with_gaps(seed) -> None:
     world, sizes, block = random_case(seed)
     run_threads(world, trains_alike, sizes, block, "float32", 1, 1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 200))
-def test_more_random_stacks_and_blocks(seed) -> None:
+def test_more_random_stacks_and_blocks_train_alike_with_gaps(seed) -> None:
     world, sizes, block = random_case(seed)
     run_threads(world, trains_alike, sizes, block, "float32", 1, 1e-5)
 
@@ -178,7 +178,7 @@ def replicated(rank: int, world: int) -> None:
     assert gaps_of(ours)["up"]
 
 
-def test_with_replicas() -> None:
+def test_gaps_keep_gradients_with_replicas_and_cpu_offload() -> None:
     run_threads(8, replicated)
 
 
@@ -203,7 +203,7 @@ def saved_and_loaded(rank: int, world: int, root: str) -> bool:
     return any(gaps_of(gapped).values())
 
 
-def test_checkpoints_and_casts(tmp_path) -> None:
+def test_checkpoints_and_casts_keep_gaps(tmp_path) -> None:
     assert all(run_gloo(4, saved_and_loaded, str(tmp_path)))
 
 
@@ -213,7 +213,7 @@ def alone_with_blocks(rank: int, world: int) -> None:
     model(samples(0, 1, 0, 10)).square().mean().backward()
 
 
-def test_one_rank_needs_no_gaps_also_where_the_block_does_not_divide_the_rows() -> None:
+def test_one_rank_needs_no_gaps_if_blocks_do_not_divide_rows() -> None:
     run_threads(1, alone_with_blocks)
 
 
@@ -222,5 +222,5 @@ def refused(rank: int, world: int) -> None:
         shard(seeded(3, 10, 7), Block.rows(4))
 
 
-def test_a_block_that_does_not_divide_the_rows_names_the_gaps_as_remedy() -> None:
+def test_block_that_does_not_divide_rows_names_gaps_as_remedy() -> None:
     run_threads(2, refused)

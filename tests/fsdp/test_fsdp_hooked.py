@@ -148,7 +148,7 @@ def test_training_is_that_of_torchs_fully_shard(shape: tuple[int, ...], dtype: s
     run_threads(4 if shape == (2, 2) else shape[0], trains_as_torchs, shape, dtype, reshard)
 
 
-def test_on_gloo() -> None:
+def test_training_on_gloo_is_that_of_torchs_fully_shard() -> None:
     run_gloo(2, trains_as_torchs, (2,), None, True)
 
 
@@ -237,7 +237,7 @@ def trains_around_frozen_ones(rank: int, world: int) -> None:
             m.zero_grad()
 
 
-def test_frozen_float8_weights_without_slices_may_be_trained_later() -> None:
+def test_frozen_unsliceable_float8_weights_may_be_trained_later() -> None:
     run_gloo(2, trains_around_frozen_ones)
 
 
@@ -263,7 +263,7 @@ def uneven(rank: int, world: int) -> None:
             gathered.sum()
 
 
-def test_rows_that_the_ranks_do_not_divide() -> None:
+def test_unevenly_divided_rows_have_plain_gradients() -> None:
     run_threads(5, uneven)
 
 

@@ -124,16 +124,16 @@ def losses(rank: int, world: int, width: int, options: dict[str, Any], recompute
 
 
 @pytest.mark.parametrize("width", [6, 200, 300, 600])
-def test_a_loss_of_a_tensor_that_is_kept_trains_as_one_process(width: int) -> None:
+def test_loss_of_a_kept_tensor_trains_as_one_process(width: int) -> None:
     run_gloo(2, losses, width, {}, False, 1e-9)
 
 
-def test_it_does_with_mixed_precision_and_on_three_ranks() -> None:
+def test_loss_of_a_kept_tensor_trains_in_bf16_on_three_ranks() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     run_gloo(3, losses, 90, {"mp_policy": policy}, False, 5e-2)
 
 
-def test_it_does_when_the_forward_is_computed_again() -> None:
+def test_loss_of_a_kept_tensor_trains_with_recomputed_forward() -> None:
     run_gloo(2, losses, 64, {}, True, 1e-9)
 
 
@@ -182,12 +182,12 @@ def collected(rank: int, world: int, options: dict[str, Any], bound: float) -> N
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_what_a_unit_adds_to_its_inputs_is_there_afterwards(dtype: torch.dtype | None) -> None:
+def test_tensors_that_a_unit_adds_to_its_inputs_have_gradients(dtype: torch.dtype | None) -> None:
     options = {} if dtype is None else {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)}
     run_gloo(2, collected, options, 1e-5 if dtype is None else 5e-2)
 
 
-def test_attributes_are_looked_into_at_little_cost_and_without_harm() -> None:
+def test_attribute_search_finds_a_kept_tensor_cheaply_and_once() -> None:
     class Odd(dict[str, Any]):
         def values(self) -> Any:
             raise AssertionError("not to be looked into")
@@ -241,5 +241,5 @@ def out_of_sight(rank: int, world: int, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [6, 200, 600])
-def test_what_no_unit_can_see_names_the_unit_and_training_goes_on(width: int) -> None:
+def test_use_of_an_unseen_tensor_names_its_unit_and_is_recovered(width: int) -> None:
     run_gloo(2, out_of_sight, width)

@@ -107,7 +107,7 @@ def written(rank: int, world: int) -> list[bool]:
     return taken
 
 
-def test_after_backward_nothing_is_left_on_its_way() -> None:
+def test_backward_leaves_no_gradient_in_flight() -> None:
     assert run_threads(2, written) == [[True]] * 2
 
 
@@ -165,7 +165,7 @@ def odd_uses(rank: int, world: int) -> None:
             assert apart(full(p.grad), q.grad / world) <= 3e-2, name
 
 
-def test_uses_that_are_not_training() -> None:
+def test_autograd_grad_user_hooks_and_autocast_work_as_plain() -> None:
     run_threads(2, odd_uses)
 
 
@@ -232,7 +232,7 @@ def frozen_after_forward(rank: int, world: int) -> None:
         alone.zero_grad()
 
 
-def test_a_weight_that_is_frozen_between_forward_and_backward_keeps_no_other_gradient_back() -> None:
+def test_weight_frozen_after_forward_holds_up_no_other_gradient() -> None:
     run_threads(2, frozen_after_forward)
 
 
@@ -249,7 +249,7 @@ def seen_by_a_hook(rank: int, world: int) -> bool:
     return torch.allclose(whole, expected, atol=1e-5)
 
 
-def test_a_gradient_that_a_hook_of_the_users_keeps_stays_what_it_is() -> None:
+def test_gradient_kept_by_a_user_hook_stays_unchanged() -> None:
     assert run_threads(2, seen_by_a_hook) == [True] * 2
 
 

@@ -136,7 +136,7 @@ GATHERS, REDUCTIONS = 2 * LAYERS + 1, LAYERS + 1
 """Forward: every unit; backward: every unit but the root, which stays gathered."""
 
 
-def test_a_step_is_one_all_gather_per_unshard_and_one_reduce_scatter_per_group(monkeypatch):
+def test_step_is_one_all_gather_per_unshard_one_reduce_per_group(monkeypatch):
     for per_step, reads_masters, writes_parameters in run_threads(3, counts, Recorder(monkeypatch)):
         calls = {"all_gather_single": GATHERS, "reduce_scatter_single": REDUCTIONS, "all_reduce": 1}
         assert per_step == [(GATHERS, REDUCTIONS, calls)] * 3, "and which parameters were used, once"
@@ -144,7 +144,7 @@ def test_a_step_is_one_all_gather_per_unshard_and_one_reduce_scatter_per_group(m
         assert writes_parameters, "parameters are views of what the all-gather wrote"
 
 
-def test_on_gloo_a_collective_is_one_message_to_and_from_every_other_rank():
+def test_gloo_collective_is_one_message_to_and_from_each_rank():
     messages = GATHERS + REDUCTIONS
     for per_step, reads_masters, writes_parameters in run_gloo(2, counts_in_process):
         assert per_step == [(GATHERS, REDUCTIONS, {"isend": messages, "irecv": messages, "all_reduce": 1})] * 3
@@ -180,7 +180,7 @@ def one_of_two():
     dist.destroy_process_group()
 
 
-def test_nothing_is_copied_around_the_all_gather_and_each_gradient_at_most_once(one_of_two):
+def test_all_gather_copies_nothing_and_gradients_at_most_once(one_of_two):
     result = copied_bytes()
     forward, backward, _, numel, biases = result["fp32"]
     assert forward == {}
@@ -192,7 +192,7 @@ def test_nothing_is_copied_around_the_all_gather_and_each_gradient_at_most_once(
     assert backward["copy_"] == numel * 4, "products in BF16 are cast on the way into the FP32 buffer"
 
 
-def test_the_shard_is_cast_once_per_optimizer_step_however_often_it_is_gathered(one_of_two):
+def test_shard_is_cast_once_per_optimizer_step(one_of_two):
     model = sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     shard = unit_of(model.layers[0]).groups[0].layout.shard_numel
@@ -237,7 +237,7 @@ def pool_sizes(rank, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_units_share_two_buffers_and_one_for_gradients_and_the_pool_does_not_grow(world):
+def test_units_share_three_buffers_and_the_pool_does_not_grow(world):
     for peaks, layer, root, after in run_gloo(world, pool_sizes):
         assert peaks == peaks[:1] * 6
         assert peaks[0] <= 3 * layer + 2 * root, "gathered: prefetch depth + 1; gradients: one; the root has its own"
@@ -259,7 +259,7 @@ def held_at_the_end_of_backward(rank, world):
     return counted
 
 
-def test_the_first_unit_gives_its_memory_back_before_the_last_gradients_are_reduced():
+def test_first_unit_frees_its_memory_before_the_last_reduction():
     for counted in run_gloo(2, held_at_the_end_of_backward):
         assert counted == [(0, 1)], "nothing is gathered; the gradients on their way are there"
 
@@ -294,7 +294,7 @@ class AddsOf(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_gradients_of_a_group_are_added_up_by_one_kernel_and_freed_when_they_are_dropped():
+def test_one_kernel_adds_a_groups_gradients_and_drops_free_them():
     for result in run_gloo(2, dropped):
         assert result == (LAYERS + 1, LAYERS + 1, True)
 
@@ -318,7 +318,7 @@ def released(rank, world):
         gc.enable()
 
 
-def test_deleting_the_model_frees_its_memory_without_the_garbage_collector():
+def test_deleting_the_model_frees_its_memory_without_gc():
     for freed in run_gloo(2, released):
         assert all(freed), freed
 
@@ -350,7 +350,7 @@ def survives_a_lost_rank(rank, world, folder):
     return bool(failed), left, alive
 
 
-def test_after_a_failed_collective_nothing_is_left_and_a_new_group_works(tmp_path):
+def test_failed_collective_leaves_nothing_and_a_new_group_works(tmp_path):
     failed, left, alive = run_gloo(2, survives_a_lost_rank, str(tmp_path))[0]
     assert failed, "losing a rank must raise"
     assert left == []
@@ -376,7 +376,7 @@ def test_every_rank_sends_a_multiple_of_128_bytes(world):
         dist.destroy_process_group()
 
 
-def test_explain_tells_where_everything_is():
+def test_explain_reports_units_groups_and_parameter_ranges():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
     try:
         model = build()
@@ -400,7 +400,7 @@ def test_explain_tells_where_everything_is():
         dist.destroy_process_group()
 
 
-def test_the_memory_of_units_that_all_stay_gathered_on_an_accelerator():
+def test_device_buffers_add_up_units_that_stay_gathered():
     stays = [Travel(10, 20), Travel(1, 2)]
     assert device_buffers([], stays) == (11, 22)
     assert device_buffers([[Travel(5, 7)]], stays) == (16, 29)

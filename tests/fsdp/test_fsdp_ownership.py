@@ -99,7 +99,7 @@ def after_evaluation(rank: int, world: int, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("names", [[n] for n in OPTIMIZERS])
-def test_an_optimizer_built_after_an_evaluation_trains_everything(names: list[str]) -> None:
+def test_optimizer_built_after_an_evaluation_trains_everything(names: list[str]) -> None:
     run_threads(2, after_evaluation, names)
 
 
@@ -123,7 +123,7 @@ def in_the_middle(rank: int, world: int) -> None:
             assert_same(ours, alone)
 
 
-def test_an_optimizer_built_in_the_middle_of_a_step_is_right_or_told() -> None:
+def test_optimizer_built_mid_step_trains_or_raises() -> None:
     run_threads(2, in_the_middle)
 
 
@@ -167,7 +167,7 @@ def exchanged_after_a_step(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("function", [too_early, exchanged_after_a_step])
-def test_an_optimizer_that_holds_what_is_not_in_the_model_is_told(function: Callable[[int, int], None]) -> None:
+def test_optimizer_holding_parameters_not_in_the_model_raises(function: Callable[[int, int], None]) -> None:
     run_threads(2, function)
 
 
@@ -253,7 +253,7 @@ def written_while_kept(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("function", [written_while_gathered, written_while_kept])
-def test_a_write_to_a_gathered_parameter_is_told_at_any_size(function: Callable[[int, int], None]) -> None:
+def test_write_to_a_gathered_parameter_raises_at_any_size(function: Callable[[int, int], None]) -> None:
     run_gloo(2, function)
 
 
@@ -269,7 +269,7 @@ def clipped(rank: int, world: int) -> None:
     torch.testing.assert_close(norms[0], norms[1], rtol=1e-5, atol=0.0)
 
 
-def test_gradients_are_clipped_for_parameters_that_were_listed_early() -> None:
+def test_clipping_works_for_parameters_listed_mid_step() -> None:
     run_threads(2, clipped)
 
 
@@ -287,7 +287,7 @@ def gathered_by_hand(rank: int, world: int) -> None:
         assert_same(ours, alone)
 
 
-def test_parameters_that_were_gathered_by_hand_stay_so_over_an_evaluation() -> None:
+def test_manually_gathered_parameters_stay_so_over_an_evaluation() -> None:
     run_threads(2, gathered_by_hand)
 
 
@@ -372,7 +372,7 @@ def changed(rank: int, world: int, before: bool) -> None:
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_parameter_that_is_changed_after_sharding_is_named_by_the_next_forward(before: bool) -> None:
+def test_next_forward_names_a_parameter_changed_after_sharding(before: bool) -> None:
     run_threads(2, changed, before)
 
 
@@ -463,5 +463,5 @@ def hooks(rank: int, world: int) -> None:
     assert called == ["after True"]
 
 
-def test_a_hook_that_is_never_called_is_told_of() -> None:
+def test_hook_that_is_never_called_causes_a_warning() -> None:
     run_gloo(2, hooks)

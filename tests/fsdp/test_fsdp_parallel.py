@@ -119,12 +119,12 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_data_parallelism_above_tensor_parallelism_equals_a_single_process_and_torch(way):
+def test_fully_shard_above_tp_equals_a_single_process_and_torch(way):
     assert all(run_threads(4, tensor_parallel, (2, 2), ("dp", "tp"), WAYS[way]))
 
 
 @pytest.mark.parametrize(("shape", "names"), [((3, 2), ("dp", "tp")), ((2, 2, 2), ("replicate", "shard", "tp"))])
-def test_more_ranks_and_replicas_above_tensor_parallelism(shape, names):
+def test_more_ranks_and_replicas_above_tp_equal_a_single_process(shape, names):
     world = shape[0] * shape[1] * (shape[2] if len(shape) > 2 else 1)
     if shape == (3, 2):  # 16 rows are not 3 equal parts: the means of the parts would not be the mean of all
         assert all(run_threads(world, uneven_ranks, shape, names))
@@ -170,7 +170,7 @@ def on_gloo(rank, world, folder):
     return True
 
 
-def test_it_runs_on_gloo_and_its_checkpoints_load_into_other_meshes(tmp_path):
+def test_checkpoints_above_tp_on_gloo_load_into_other_meshes(tmp_path):
     assert all(run_gloo(4, on_gloo, str(tmp_path)))
 
 
@@ -210,7 +210,7 @@ def kept_by_neighbours(rank, world):
     return global_mesh(rank, world, (4, 1), ("dp", "tp"), DataParallelMeshDims(shard="dp"), reshard_after_forward=2)
 
 
-def test_parameters_of_a_whole_mesh_may_be_kept_by_neighbours_after_forward() -> None:
+def test_whole_mesh_parameters_may_stay_with_neighbours() -> None:
     assert all(run_threads(4, kept_by_neighbours))
 
 
@@ -223,7 +223,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("shape", "names", "dims"), CASES)
-def test_a_whole_mesh_with_named_data_parallel_dimensions_equals_torch(shape, names, dims):
+def test_whole_mesh_with_named_dp_dimensions_equals_torch(shape, names, dims):
     world = shape[0] * shape[1] * (shape[2] if len(shape) > 2 else 1)
     assert all(run_threads(world, global_mesh, shape, names, dims))
 
@@ -313,5 +313,5 @@ def misuse(rank, world):
     return True
 
 
-def test_what_does_not_fit_is_refused_in_one_sentence():
+def test_parameters_that_do_not_fit_the_mesh_are_refused():
     assert all(run_threads(4, misuse))

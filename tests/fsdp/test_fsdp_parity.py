@@ -184,7 +184,7 @@ def bf16(rank, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_bf16_compute_with_fp32_reduction_equals_torch_within_bf16_rounding(world):
+def test_bf16_compute_with_fp32_reduction_matches_torch(world):
     for result in run_gloo(world, bf16):
         ours, theirs = result["ours"], result["torch"]
         assert ours[2] == theirs[2] == (torch.bfloat16, torch.bfloat16)

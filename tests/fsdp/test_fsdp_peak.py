@@ -82,7 +82,7 @@ def held_both_ways(rank: int, world: int) -> tuple[tuple[dict[str, float], float
     return held_in_quarters(rank, world), held_where_memory_is_kept(rank, world)
 
 
-def test_while_activations_are_at_their_most_the_engine_holds_what_is_being_used() -> None:
+def test_engine_holds_only_buffers_in_use_at_the_activation_peak() -> None:
     assert may_stay(Q, torch.device("cpu")), "needs Linux"
     root, layer, head, layers = 1, 2, 1, 4
     """What is gathered of the root and of a layer; the root's first gradient; a layer's gradients."""

@@ -918,14 +918,14 @@ def test_a_pending_parameter_is_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [None, 1, (0,)])
-def test_dimensions_are_named(value: Any) -> None:
+def test_sharding_dimensions_must_be_given_by_name(value: Any) -> None:
     with pytest.raises(TypeError, match=r"Sharding\(parameters=.*: give the name of a mesh dimension"):
         Sharding(value)
     assert Sharding("a", ["a"], ("a", "b")).gradients == ("a",)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("yes", [True, 1, torch.tensor(True)])
-def test_a_switch_takes_what_is_true_or_false(yes: Any) -> None:
+def test_switch_accepts_any_true_or_false_value(yes: Any) -> None:
     def body(rank: int, world: int) -> None:
         model = one_unit()
         model.set_requires_gradient_sync(not yes)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(not may_stay(MAPPED_BYTES, CPU), reason="needs L
 
 
 @pytest.mark.parametrize("where", [(0, 5000), (3 * PAGE + 128, 9 * PAGE + 256), (MAPPED_BYTES - 700, MAPPED_BYTES), (PAGE, 2 * PAGE)])
-def test_a_part_keeps_its_contents_while_the_memory_of_the_rest_comes_goes_and_moves(where: tuple[int, int]) -> None:
+def test_resident_part_keeps_its_contents_while_the_rest_moves(where: tuple[int, int]) -> None:
     start, end = where
     first, second = Buffer(MAPPED_BYTES, CPU, stays=where), Buffer(MAPPED_BYTES, CPU, stays=where)
     own = [buffer.resident(torch.uint8) for buffer in (first, second)]
@@ -52,7 +52,7 @@ def test_a_part_keeps_its_contents_while_the_memory_of_the_rest_comes_goes_and_m
     assert (own[0] == 1).all() and (own[1] == 2).all()
 
 
-def test_memory_is_handed_on_only_between_buffers_that_leave_out_the_same_part() -> None:
+def test_pool_hands_memory_on_only_between_equal_resident_parts() -> None:
     pool = Pool(CPU)
     part = (0, MAPPED_BYTES // 2)
     users = [Buffer(8, CPU) for _ in range(2)]  # anything that lives as long
@@ -73,7 +73,7 @@ def test_memory_is_handed_on_only_between_buffers_that_leave_out_the_same_part()
     assert pool.bytes_held() == 0
 
 
-def test_a_part_that_is_kept_when_the_buffer_is_gone_does_not_keep_what_was_gathered() -> None:
+def test_kept_resident_part_does_not_keep_gathered_memory() -> None:
     buffer = Buffer(64 * MIB, CPU, stays=(0, PAGE))
     own = buffer.resident(torch.uint8)
     own.fill_(7)
@@ -218,7 +218,7 @@ def steps_before_backward(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_what_stays_gathered_is_not_a_mixture_of_weights_before_and_after_a_step(world: int) -> None:
+def test_backward_after_a_step_uses_only_the_new_weights(world: int) -> None:
     run_gloo(world, steps_before_backward)
 
 
@@ -242,7 +242,7 @@ def materialised(rank: int, world: int) -> None:
             assert len(group._pool._users[group._buffer.key]) == 3  # type: ignore[union-attr]
 
 
-def test_shards_made_from_meta_or_cast_later_are_as_those_made_at_first() -> None:
+def test_shards_from_meta_or_cast_later_live_in_their_buffers() -> None:
     run_gloo(3, materialised)
 
 
@@ -281,7 +281,7 @@ def bounds_norms(rank: int, world: int) -> None:
         torch.testing.assert_close(p.full_tensor(), q.full_tensor(), rtol=1e-5, atol=1e-7)
 
 
-def test_an_embedding_that_bounds_its_norms_writes_to_what_is_thrown_away_as_with_torch() -> None:
+def test_embedding_max_norm_writes_are_discarded_as_with_torch() -> None:
     run_gloo(2, bounds_norms)
 
 
@@ -350,5 +350,5 @@ def with_small_ranges(rank: int, world: int, routes: Sequence[Callable[[int, int
 
 
 @pytest.mark.parametrize(("world", "routes"), [(2, ROUTES), (3, [behaviour.state, behaviour.divide_factor]), (4, [behaviour.hsdp])])
-def test_what_holds_elsewhere_holds_here(world: int, routes: list[Callable[[int, int], Any]]) -> None:
+def test_scenarios_of_other_files_pass_with_resident_shards(world: int, routes: list[Callable[[int, int], Any]]) -> None:
     assert min(run_gloo(world, with_small_ranges, routes, timeout=110)) >= len(routes)

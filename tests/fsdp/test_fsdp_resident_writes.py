@@ -163,7 +163,7 @@ def all_of_them(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_writes_while_parameters_are_gathered_are_seen_by_all_ranks_or_are_errors(world: int) -> None:
+def test_writes_while_gathered_reach_all_ranks_or_raise(world: int) -> None:
     run_gloo(world, all_of_them)
 
 
@@ -192,7 +192,7 @@ def saved_by_torch(rank: int, world: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_torch_saves_in_the_background_is_of_one_step(tmp_path: Path) -> None:
+def test_background_dcp_save_holds_a_single_step(tmp_path: Path) -> None:
     run_gloo(2, saved_by_torch, str(tmp_path))
 
 
@@ -229,7 +229,7 @@ def dropped_in_backward(rank: int, world: int) -> None:
     assert model[0].weight.grad is not None
 
 
-def test_a_model_that_is_dropped_in_the_middle_of_a_backward_does_not_make_the_next_one_wait() -> None:
+def test_model_dropped_mid_backward_does_not_block_the_next() -> None:
     run_gloo(2, dropped_in_backward, timeout=20)
 
 
@@ -255,6 +255,6 @@ def without_mappings(rank: int, world: int) -> str:
     return said
 
 
-def test_an_error_for_want_of_mappings_says_so() -> None:
+def test_running_out_of_mappings_raises_naming_the_limit() -> None:
     (said,) = run_gloo(1, without_mappings)
     assert "mappings that the kernel allows" in said and "sysctl vm.max_map_count" in said

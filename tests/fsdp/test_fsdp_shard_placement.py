@@ -123,7 +123,7 @@ def test_training_is_that_of_torchs_fully_shard(choice: str, shape: tuple[int, .
     run_threads(4 if len(shape) == 2 or shape == (4,) else 2, trains_as_torchs, choice, shape, dtype, foreach)
 
 
-def test_on_gloo_and_on_one_rank() -> None:
+def test_training_on_gloo_and_on_one_rank_is_that_of_torch() -> None:
     run_gloo(3, trains_as_torchs, "first", (3,), "float32", True)
     run_threads(1, trains_as_torchs, "largest", (1,), "float32", True)
 
@@ -164,7 +164,7 @@ def uneven(rank: int, world: int, root: str) -> None:
     assert torch.allclose(ours(x.double()).float(), base(x))
 
 
-def test_uneven_rows_checkpoints_and_casts(tmp_path: Any) -> None:
+def test_uneven_rows_train_checkpoint_and_cast(tmp_path: Any) -> None:
     run_gloo(3, uneven, str(tmp_path))
 
 
@@ -180,7 +180,7 @@ def from_meta(rank: int, world: int) -> None:
     assert all(torch.all(full(p) == torch.tensor(0.01 * i)) for i, p in enumerate(model.parameters()))
 
 
-def test_from_the_meta_device() -> None:
+def test_model_from_the_meta_device_takes_values_and_trains() -> None:
     run_threads(2, from_meta)
 
 

@@ -89,7 +89,7 @@ def test_training_is_that_of_one_process(way: str, dtype: str) -> None:
             assert sent[2:4] == EXPECTED[way] and sent[4:] == EXPECTED[way], sent
 
 
-def test_on_gloo() -> None:
+def test_training_on_gloo_is_that_of_one_process() -> None:
     for way in ("zero1", "hsdp, sharded optimizer"):
         run_gloo(4, trains, way, "float32")
 
@@ -115,7 +115,7 @@ def kept(rank: int, world: int, way: str) -> tuple[int, list[int], int]:
     return layer.division.part_numel, sizes, pool.bytes_held()
 
 
-def test_what_is_kept_and_from_whom_parameters_come() -> None:
+def test_sharding_sets_kept_memory_and_gather_group_size() -> None:
     numel = 20 * 20 + 20
     for master, sizes, _ in run_threads(4, kept, "hsdp, sharded optimizer"):
         assert master < numel / 3, "a quarter of a layer, and padding"
@@ -186,7 +186,7 @@ def local_writes(rank: int, world: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["zero1", "hsdp, sharded optimizer"])
-def test_a_write_to_a_local_tensor_is_refused_where_gathered_parameters_are_kept(way: str) -> None:
+def test_write_to_the_local_tensor_of_kept_parameters_is_refused(way: str) -> None:
     run_threads(4, local_writes, way)
 
 
@@ -202,7 +202,7 @@ def refusals(rank: int, world: int) -> None:
         Sharding((), "shard", ())
 
 
-def test_what_does_not_fit_is_refused_in_one_sentence() -> None:
+def test_sharding_that_does_not_fit_the_mesh_is_refused() -> None:
     run_threads(2, refusals)
 
 
@@ -230,5 +230,5 @@ def beside_others(rank: int, world: int, shape: tuple[int, ...], options: dict[s
     ],
     ids=["ddp", "sharded optimizer", "int"],
 )
-def test_on_a_part_of_a_larger_mesh(shape: tuple[int, ...], options: dict[str, Any]) -> None:
+def test_training_on_a_submesh_is_that_of_one_process(shape: tuple[int, ...], options: dict[str, Any]) -> None:
     run_gloo(8 if len(shape) == 3 or 4 in shape else 4, beside_others, shape, options, timeout=40)

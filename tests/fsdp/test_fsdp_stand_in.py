@@ -168,5 +168,5 @@ def both(rank: int, world: int) -> bool:
     return True
 
 
-def test_a_trainer_that_imports_fsdp2_loads_trains_and_saves_the_same() -> None:
+def test_fsdp2_trainer_loads_trains_and_saves_alike_on_stand_in() -> None:
     assert all(run_gloo(2, both))

@@ -215,7 +215,7 @@ def test_every_use_of_a_buffer_is_ordered_by_events(streams, mixed):
 
 
 @pytest.mark.parametrize("which", ["all", "weights"])
-def test_parameters_that_are_copied_from_where_they_are_gathered(streams, which):
+def test_row_sharded_parameters_are_copied_without_races(streams, which):
     def along_rows(param):
         return Shard(0) if which == "all" or param.dim() == 2 else None
 
@@ -224,7 +224,7 @@ def test_parameters_that_are_copied_from_where_they_are_gathered(streams, which)
         assert accesses > 200
 
 
-def test_parameters_that_are_kept_until_the_optimizer_step(streams):
+def test_parameters_kept_until_the_step_are_used_without_races(streams):
     for races, accesses, *_ in run_threads(2, train, streams, {"sharding": Sharding.zero2()}):
         assert races == []
         assert accesses > 100
@@ -267,5 +267,5 @@ def many(rank, world):
         assert torch.equal(out, torch.cat([torch.full((n,), float(r * 10 + n)) for r in range(world)]))
 
 
-def test_several_gathers_in_one_call_of_a_real_back_end():
+def test_gloo_runs_several_gathers_in_one_call():
     run_gloo(2, many)

@@ -155,7 +155,7 @@ def alike(rank: int, world: int, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_turned_on_it_trains_as_torchs_fully_shard(case: str) -> None:
+def test_each_option_trains_as_torchs_fully_shard(case: str) -> None:
     (run_gloo if "group" in case else run_threads)(2, alike, case)
 
 

@@ -136,16 +136,16 @@ def seen() -> dict[str, Any]:
     return dict(run_gloo(2, looks)[0])
 
 
-def test_blocks_alike_share_their_compilations(seen: dict[str, Any]) -> None:
+def test_identical_blocks_share_their_compilations(seen: dict[str, Any]) -> None:
     assert seen["ours"][0][0] == seen["torch's"][0][0] < 4
 
 
-def test_an_optimizer_step_on_parameters_of_one_buffer_may_be_compiled(seen: dict[str, Any]) -> None:
+def test_optimizer_step_on_parameters_of_one_buffer_compiles(seen: dict[str, Any]) -> None:
     compiled, not_compiled = seen["ours"][3]
     assert abs(compiled - not_compiled) <= 1e-4 * not_compiled
 
 
-def test_hooks_are_not_compiled_when_a_compiled_function_runs_a_backward(seen: dict[str, Any]) -> None:
+def test_backward_in_a_compiled_function_leaves_hooks_uncompiled(seen: dict[str, Any]) -> None:
     assert seen["ours"][0][1] == 0
 
 

@@ -227,12 +227,12 @@ def trains(rank: int, world: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "replicas" not in name])
-def test_ranks_that_use_different_parameters_train_as_one_process(name: str) -> None:
+def test_ranks_with_different_used_parameters_train_as_one(name: str) -> None:
     run_threads(3, trains, name)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "replicas" in name])
-def test_replicas_that_use_different_parameters_train_as_one_process(name: str) -> None:
+def test_replicas_with_different_used_parameters_train_as_one(name: str) -> None:
     run_threads(4, trains, name)
 
 
@@ -241,11 +241,11 @@ def trains_all(rank: int, world: int, names: list[str]) -> None:
         trains(rank, world, name)
 
 
-def test_the_same_on_gloo() -> None:
+def test_gloo_ranks_with_different_used_parameters_train_as_one() -> None:
     run_gloo(2, trains_all, [name for name in CASES if "replicas" not in name])
 
 
-def test_the_same_on_gloo_with_replicas() -> None:
+def test_gloo_replicas_with_different_parameters_train_as_one() -> None:
     run_gloo(4, trains_all, ["plain", *(name for name in CASES if "replicas" in name)])
 
 
@@ -329,7 +329,7 @@ def asks(rank: int, world: int) -> None:
         assert asked == [[2, 2]], "units of one parameter: some rank may not have used it"
 
 
-def test_ranks_ask_once_a_backward_and_wait_only_for_what_they_lack() -> None:
+def test_ranks_ask_once_per_backward_and_wait_only_for_gaps() -> None:
     run_gloo(2, asks)
 
 
@@ -370,7 +370,7 @@ def drops_a_gradient(rank: int, world: int) -> None:
         set_debug(False)
 
 
-def test_debug_mode_names_a_gradient_that_is_there_on_some_ranks_only() -> None:
+def test_debug_mode_names_a_gradient_present_on_some_ranks_only() -> None:
     run_gloo(2, drops_a_gradient)
 
 
@@ -406,7 +406,7 @@ def uses_nothing_of_units(rank: int, world: int) -> None:
         assert all(p.grad is None for p in ours.parameters())
 
 
-def test_a_rank_that_uses_nothing_of_a_unit_takes_part_in_its_reduction() -> None:
+def test_rank_that_uses_nothing_of_a_unit_joins_its_reduction() -> None:
     run_gloo(2, uses_nothing_of_units)
 
 
@@ -424,5 +424,5 @@ def leaves_a_unit_out(rank: int, world: int) -> None:
         set_debug(False)
 
 
-def test_debug_mode_names_a_unit_that_a_rank_left_out_of_its_graph() -> None:
+def test_debug_mode_names_a_unit_left_out_of_a_ranks_graph() -> None:
     run_gloo(2, leaves_a_unit_out)

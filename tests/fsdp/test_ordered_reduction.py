@@ -82,7 +82,7 @@ def test_every_number_of_ranks_adds_up_as_one_process_does(world):
 
 
 @pytest.mark.parametrize("units", [True, False])
-def test_on_gloo_too(units):
+def test_gloo_adds_up_gradients_as_one_process_does(units):
     same(run_gloo(3, ordered, None, units), alone())
 
 
@@ -93,7 +93,7 @@ def test_bf16_gradients_are_added_up_in_fp32(world):
     same(run_threads(world, ordered, policy), expected)
 
 
-def test_shards_of_gradients_on_the_cpu():
+def test_cpu_offloaded_gradients_add_up_as_one_process_does():
     same(run_threads(2, ordered, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}), alone())
 
 
@@ -108,7 +108,7 @@ def plain(rank, world):
     return {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_without_it_the_bits_depend_on_the_number_of_ranks():
+def test_bits_depend_on_rank_count_without_ordered_reduction():
     expected = alone()
     got = run_threads(2, plain)[0]
     assert any(got[name].tobytes() != expected[name].tobytes() for name in got), "the tests above show nothing"
@@ -125,7 +125,7 @@ def scaled(rank, world):
     return {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters()}
 
 
-def test_a_divisor_and_gradients_that_are_kept_over_steps():
+def test_divided_and_kept_gradients_equal_those_of_one_rank():
     expected = run_threads(1, scaled)
     same([*run_threads(2, scaled), *run_threads(3, scaled)], expected[0])
 
@@ -146,5 +146,5 @@ def refusals(rank, world):
     return True
 
 
-def test_what_has_no_fixed_order_is_refused():
+def test_ordered_reduction_refuses_replicas_and_custom_scatters():
     assert all(run_threads(2, refusals))

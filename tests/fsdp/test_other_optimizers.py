@@ -193,7 +193,7 @@ def ours(rank: int, world: int, kind: type[Steps]) -> None:
 
 
 @pytest.mark.parametrize("kind", [StatesFromLocal, WholeInPlace, ThereAndBack, PlainAndBack, ThroughRows])
-def test_an_optimizer_of_others_trains_as_over_fsdp2(kind: type[Steps]) -> None:
+def test_third_party_style_optimizer_trains_as_over_fsdp2(kind: type[Steps]) -> None:
     run_gloo(2, ours, kind, timeout=120)
 
 
@@ -201,7 +201,7 @@ def shards(rank: int, world: int) -> None:
     compare(rank, world, ExchangedShards, ("plain shards",))
 
 
-def test_an_optimizer_that_exchanges_equal_shards_takes_plain_ones() -> None:
+def test_shard_exchanging_optimizer_trains_over_plain_shards() -> None:
     run_gloo(2, shards)
 
 
@@ -216,6 +216,6 @@ def packaged(rank: int, world: int, module: str, name: str, width: int) -> None:
     ("module", "name", "width"),
     [("torchao.optim", "AdamW8bit", 96), ("pytorch_optimizer", "SCION", WIDTH), ("pytorch_optimizer", "SCIONLight", WIDTH)],
 )
-def test_the_packages_themselves_train_as_over_fsdp2(module: str, name: str, width: int) -> None:
+def test_installed_optimizer_packages_train_as_over_fsdp2(module: str, name: str, width: int) -> None:
     pytest.importorskip(module)
     run_gloo(2, packaged, module, name, width, timeout=300)

@@ -62,7 +62,7 @@ def test_every_rank_names_the_first_difference_on_both_sides(case: str, odd: int
     assert "build the same model with the same arguments" in texts[0]
 
 
-def test_on_gloo() -> None:
+def test_every_rank_names_the_first_difference_on_gloo() -> None:
     assert all("bias: [9]" in text for text in run_gloo(3, refused, "a size", 1))
 
 
@@ -75,7 +75,7 @@ def replicas(rank: int, world: int, odd: tuple[int, ...], sharding: Sharding | N
 
 
 @pytest.mark.parametrize(("odd", "sharding"), [((2, 3), None), ((3,), None), ((1,), Sharding.ddp())], ids=["a replica", "a rank", "ddp"])
-def test_replicas_that_differ_are_told_so_on_all_ranks(odd: tuple[int, ...], sharding: Sharding | None) -> None:
+def test_every_rank_names_differing_layouts_of_replicas(odd: tuple[int, ...], sharding: Sharding | None) -> None:
     texts = run_threads(4, replicas, odd, sharding, timeout=30.0)
     sizes = ("shards of 32", "shards of 64") if sharding is None else ("shards of 64", "shards of 96")
     assert any(all(size in text for size in sizes) for text in texts), texts

@@ -25,7 +25,7 @@ def ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
 
 @settings(max_examples=300)
 @given(ranges())
-def test_boxes_tile_the_range_in_memory_order_and_each_is_one_run_of_memory(case: tuple[tuple[int, ...], int, int]) -> None:
+def test_boxes_tile_the_range_in_memory_order(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, end = case
     elements = np.arange(math.prod(shape)).reshape(shape)
     taken: list[int] = []
@@ -41,7 +41,7 @@ def test_boxes_tile_the_range_in_memory_order_and_each_is_one_run_of_memory(case
 
 @settings(max_examples=300)
 @given(shapes, st.data())
-def test_a_range_that_is_one_sub_box_is_given_as_exactly_one_box(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_range_of_one_sub_box_gives_exactly_one_box(shape: tuple[int, ...], data: st.DataObject) -> None:
     if not math.prod(shape):
         return
     # Sub-boxes that are contiguous in memory: indices fixed, then one free interval, then whole dimensions.
@@ -64,7 +64,7 @@ def test_boxes_refuse_a_range_outside_the_tensor() -> None:
 
 @settings(max_examples=300)
 @given(shapes, st.data())
-def test_intervals_of_boxes_are_the_fewest_that_hold_exactly_their_elements_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_intervals_of_boxes_are_minimal_exact_and_ordered(shape: tuple[int, ...], data: st.DataObject) -> None:
     offsets = tuple(data.draw(st.integers(0, n)) for n in shape)
     sizes = tuple(data.draw(st.integers(0, n - o)) for n, o in zip(shape, offsets, strict=True))
     total = math.prod(sizes)
@@ -98,7 +98,7 @@ def holders(draw: st.DrawFn, space: int, replicas: bool) -> list[list[Extent]]:
 
 @settings(max_examples=300)
 @given(st.data(), st.integers(0, 40), st.booleans())
-def test_routes_fill_every_wanted_element_exactly_once_with_the_right_one(data: st.DataObject, space: int, replicas: bool) -> None:
+def test_routes_fill_every_wanted_element_exactly_once(data: st.DataObject, space: int, replicas: bool) -> None:
     sources, wanted = data.draw(holders(space, replicas)), data.draw(holders(space, False))
     memory = [dict[int, int]() for _ in sources]
     for holder, extents in enumerate(sources):
@@ -118,7 +118,7 @@ def test_routes_fill_every_wanted_element_exactly_once_with_the_right_one(data: 
 
 @settings(max_examples=200)
 @given(st.data(), st.integers(0, 40))
-def test_routes_move_nothing_that_its_destination_has_and_else_prefer_the_lowest_holder(data: st.DataObject, space: int) -> None:
+def test_routes_use_own_elements_first_then_the_lowest_holder(data: st.DataObject, space: int) -> None:
     sources, wanted = data.draw(holders(space, True)), data.draw(holders(space, False))
     who = [{e.start + i for e in extents for i in range(e.end - e.start)} for extents in sources]
     for route in routes(sources, wanted):
@@ -127,19 +127,19 @@ def test_routes_move_nothing_that_its_destination_has_and_else_prefer_the_lowest
             assert route.src == (route.dst if route.dst in have else min(have))
 
 
-def test_routes_name_the_first_element_that_nobody_holds() -> None:
+def test_routes_name_the_first_element_without_a_holder() -> None:
     with pytest.raises(ValueError, match=r"no source holds elements from 4 on \(holder 1 wants them up to 8\)"):
         routes([[Extent(0, 4, 0)]], [[Extent(0, 2, 0)], [Extent(2, 8, 0)]])
 
 
-def test_routes_of_the_same_layout_stay_where_they_are() -> None:
+def test_routes_between_equal_layouts_stay_local() -> None:
     layout = [[Extent(0, 3, 0)], [], [Extent(3, 10, 5)]]
     assert routes(layout, layout) == [Route(0, 0, 0, 3, 0, 0), Route(2, 2, 3, 7, 5, 5)]
 
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5), st.integers(0, 20)), max_size=8))
-def test_merging_keeps_which_element_lies_where_and_leaves_nothing_to_merge(raw: list[tuple[int, int, int]]) -> None:
+def test_merge_adjacent_keeps_the_mapping_and_merges_all(raw: list[tuple[int, int, int]]) -> None:
     extents = [Extent(start, start + length, offset) for start, length, offset in raw]
     merged = merge_adjacent(extents)
 
@@ -154,7 +154,7 @@ def test_merging_keeps_which_element_lies_where_and_leaves_nothing_to_merge(raw:
 
 @settings(max_examples=200)
 @given(shapes, st.sampled_from(["element", "rows", "tile", "tensor"]), st.integers(1, 7))
-def test_a_block_is_a_run_of_whole_rows_that_never_leaves_its_matrix(shape: tuple[int, ...], kind: str, rows: int) -> None:
+def test_row_and_tile_blocks_are_whole_rows_of_one_matrix(shape: tuple[int, ...], kind: str, rows: int) -> None:
     block = {"element": Block.element(), "rows": Block.rows(rows), "tile": Block.tile(rows, 3), "tensor": Block.tensor()}[kind]
     total = math.prod(shape)
     try:
@@ -181,7 +181,7 @@ def test_an_empty_block_is_refused(make: object, says: str) -> None:
         make()  # type: ignore[operator]
 
 
-def test_an_extent_runs_forward_from_a_place_that_exists() -> None:
+def test_extent_refuses_reversed_and_negative_ranges() -> None:
     for bad in ((3, 2, 0), (-1, 2, 0), (0, 1, -1)):
         with pytest.raises(ValueError, match="not an extent"):
             Extent(*bad)

@@ -87,7 +87,7 @@ def oracle(model: Llama, tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_its_logits_are_those_of_an_independent_implementation(name: str) -> None:
+def test_logits_match_an_independent_implementation(name: str) -> None:
     config = SIZES[name]
     model = made(config).double()
     tokens = tokens_of(config, 2, 9)
@@ -96,7 +96,7 @@ def test_its_logits_are_those_of_an_independent_implementation(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_its_gradients_are_those_of_finite_differences(name: str) -> None:
+def test_gradients_match_finite_differences(name: str) -> None:
     config = SIZES[name]
     model = made(config)
     tokens = tokens_of(config, 2, 8)
@@ -152,13 +152,13 @@ def test_rotated_products_depend_on_the_distance_alone() -> None:
     assert float((products[0] - products[0, 0]).abs().max()) > 0.1
 
 
-def test_rotation_keeps_lengths_and_leaves_the_first_position_alone() -> None:
+def test_rotation_keeps_norms_and_the_first_position() -> None:
     x = torch.randn(2, 3, 10, 8, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(rotate(x, 10000.0).norm(dim=-1), x.norm(dim=-1))
     torch.testing.assert_close(rotate(x, 10000.0)[:, :, 0], x[:, :, 0])
 
 
-def test_grouped_query_attention_equals_full_attention_with_repeated_keys_and_values() -> None:
+def test_grouped_query_attention_equals_repeated_keys_and_values() -> None:
     grouped = SIZES["grouped"]
     full = LlamaConfig(**{**vars(grouped), "kv_heads": grouped.heads})
     small, large = made(grouped), Llama(full)
@@ -172,14 +172,14 @@ def test_grouped_query_attention_equals_full_attention_with_repeated_keys_and_va
     torch.testing.assert_close(small(tokens), large(tokens), rtol=1e-5, atol=1e-5)
 
 
-def test_rms_norm_gives_vectors_of_root_mean_square_one_whatever_their_length() -> None:
+def test_rms_norm_gives_root_mean_square_one_at_any_scale() -> None:
     norm = RMSNorm(64, 1e-6)
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-2, 1.0, 10.0, 1e3, 1e5])[:, None]
     torch.testing.assert_close(norm(x).square().mean(-1).sqrt(), torch.ones(5), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("tie", [False, True])
-def test_an_untrained_model_guesses_so_its_loss_is_the_logarithm_of_the_vocabulary(tie: bool) -> None:
+def test_untrained_loss_is_the_logarithm_of_the_vocabulary(tie: bool) -> None:
     model = Llama(LlamaConfig(dim=128, layers=4, heads=4, kv_heads=2, ffn=384, tie=tie))
     model.reset_parameters(0)
     tokens = torch.randint(256, (4, 129), generator=torch.Generator().manual_seed(0))
@@ -187,7 +187,7 @@ def test_an_untrained_model_guesses_so_its_loss_is_the_logarithm_of_the_vocabula
     assert float(loss.detach()) == pytest.approx(math.log(256), abs=0.1)
 
 
-def test_it_learns_a_text_by_heart() -> None:
+def test_model_overfits_one_short_text() -> None:
     config = LlamaConfig(dim=32, layers=2, heads=2, kv_heads=1, ffn=64)
     model = Llama(config)
     model.reset_parameters(0)
@@ -201,7 +201,7 @@ def test_it_learns_a_text_by_heart() -> None:
     assert float(loss.detach()) < 0.1
 
 
-def test_it_is_finite_and_near_the_float32_result_in_bfloat16() -> None:
+def test_bfloat16_result_is_finite_and_near_float32() -> None:
     config = SIZES["grouped"]
     model = made(config, scale=3.0)
     tokens = tokens_of(config, 2, 32)
@@ -214,7 +214,7 @@ def test_it_is_finite_and_near_the_float32_result_in_bfloat16() -> None:
     assert all(bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.grad is not None)
 
 
-def test_parameters_built_on_the_meta_device_and_filled_one_by_one_give_the_same_model() -> None:
+def test_meta_device_build_filled_by_name_equals_a_plain_build() -> None:
     config = SIZES["grouped"]
     with torch.device("meta"):
         model = Llama(config)
@@ -232,7 +232,7 @@ def test_parameters_built_on_the_meta_device_and_filled_one_by_one_give_the_same
     assert torch.equal(model(tokens), plain(tokens))
 
 
-def test_initial_values_depend_on_the_generator_alone_and_have_the_documented_size() -> None:
+def test_initial_values_follow_the_generator_and_documented_size() -> None:
     config = LlamaConfig(dim=128, layers=8, heads=4, kv_heads=2, ffn=256)
     model = Llama(config)
     for name, parameter in model.named_parameters():
@@ -257,7 +257,7 @@ def test_a_tied_head_is_the_embedding_and_counted_once() -> None:
     assert "head.weight" not in dict(model.named_parameters())
 
 
-def test_the_number_of_parameters_is_that_of_the_formula() -> None:
+def test_parameter_count_matches_the_formula() -> None:
     c = SIZES["grouped"]
     d, kv = c.dim, c.kv_heads * c.dim // c.heads
     expected = 2 * c.vocab * d + d + c.layers * (2 * d * d + 2 * d * kv + 3 * d * c.ffn + 2 * d)
@@ -276,7 +276,7 @@ def test_a_sequence_longer_than_the_model_takes_is_refused() -> None:
         model(torch.zeros(1, 5, dtype=torch.int64))
 
 
-def test_its_file_says_not_a_word_of_distributed_code() -> None:
+def test_model_file_names_no_distributed_code() -> None:
     source = Path(llama.__file__).read_text(encoding="utf-8")
     imported = {alias.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {str(node.module) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}

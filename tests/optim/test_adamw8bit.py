@@ -86,7 +86,7 @@ class ByHand:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_steps_are_those_of_the_formulas_for_every_kind_of_block_and_every_tail(block: Any) -> None:
+def test_steps_match_the_formulas_for_every_block_and_tail(block: Any) -> None:
     shapes = {name: shape for name, shape in SHAPES.items() if name not in ("bias", "small")}
     model = Weights(shapes)
     optimizer = AdamW8bit(model.named_parameters(), block=block, **HOW)
@@ -112,7 +112,7 @@ def trained_state(rank: int, world: int, block: Any, ranks: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize(("block", "dtype"), [(b, torch.float32) for b in BLOCKS] + [(256, torch.bfloat16)], ids=str)
-def test_codes_scales_and_parameters_are_equal_bit_for_bit_on_1_to_4_ranks(block: Any, dtype: torch.dtype) -> None:
+def test_states_and_parameters_are_bitwise_equal_on_1_to_4_ranks(block: Any, dtype: torch.dtype) -> None:
     alone = trained_state(0, 1, block, 0, dtype)[0]
     assert alone["wq_weight/exp_avg_sq_code"].dtype == np.uint8 and "bias/exp_avg" in alone and "small/exp_avg" in alone
     cut: set[str] = set()
@@ -135,7 +135,7 @@ def _empty_shards(rank: int, world: int) -> State:
     return full_state(model, optimizer)
 
 
-def test_ranks_without_elements_step_along() -> None:
+def test_ranks_with_empty_shards_step_and_match_one_process() -> None:
     model = Weights({"w": (128, 64)})
     optimizer = AdamW8bit(model.parameters(), block="tile 32x32", **HOW)
     train(model, optimizer, range(1, 3))
@@ -169,7 +169,7 @@ def _with_other_dimensions(rank: int, world: int, block: Any) -> State:
 
 
 @pytest.mark.parametrize("block", ["tile 32x32", 16])
-def test_replicas_experts_and_columns_on_other_mesh_dimensions_have_the_states_of_the_whole_tensor(block: Any) -> None:
+def test_states_on_2d_meshes_equal_those_of_the_whole_tensor(block: Any) -> None:
     model = Weights({"replicated": (128, 64), "experts": (4, 32, 48), "columns": (96, 128), "torchs": (128, 64)})
     optimizer = AdamW8bit(model.parameters(), block=block, **HOW)
     train(model, optimizer, range(1, 3))
@@ -223,14 +223,14 @@ def largest_updates(shape: tuple[int, int], block: Any, sigma: float, sparse: bo
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "90 % of the rows without gradient"])
 @pytest.mark.parametrize("block", [256, 1024, Block.tile(32, 32), Block.tile(16, 128), Block.rows(32), Block.tensor()], ids=str)
-def test_the_largest_update_is_at_most_twice_fp32s_where_rows_differ_in_size(block: Any, sparse: bool) -> None:
+def test_largest_update_is_at_most_twice_fp32s_for_uneven_rows(block: Any, sparse: bool) -> None:
     ratio, distance = largest_updates((256, 64), block, 1.0, sparse)
     assert ratio <= 2.0 and distance <= 0.2, (ratio, distance)
     ratio, distance = largest_updates((256, 64), block, 4.0, sparse)
     assert ratio <= 2.0, "rows over e**16 of size in one block"
 
 
-def test_with_the_nearest_code_for_m_updates_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nearest_code_for_m_makes_updates_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard of the limit in the codec: the dynamic map's lower decades are so coarse that the nearest value may be twice the number."""
     from vescale_ray.optim import adamw8bit
 
@@ -238,7 +238,7 @@ def test_with_the_nearest_code_for_m_updates_are_too_large(monkeypatch: pytest.M
     assert largest_updates((256, 256), Block.tile(32, 32), 4.0, False)[0] > 2.2
 
 
-def test_with_the_plain_dynamic_map_for_v_updates_explode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_dynamic_map_for_v_makes_updates_explode(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard: the experiment above tells a wrong map from a right one."""
     from vescale_ray.optim import adamw8bit
 
@@ -255,7 +255,7 @@ def test_with_the_plain_dynamic_map_for_v_updates_explode(monkeypatch: pytest.Mo
     assert largest_updates((256, 64), Block.tile(32, 32), 4.0, True)[0] > 100
 
 
-def test_states_stay_within_published_bounds_of_fp32s_when_synchronized_each_step() -> None:
+def test_updates_stay_within_published_bounds_of_fp32_each_step() -> None:
     # Thresholds of bitsandbytes' tests/test_optim.py: 50 steps, lr 1e-3, g ~ 0.01 N(0, 1), parameters re-synced each step.
     ours, theirs = nn.Parameter(noise((256, 256), "p", 0)), nn.Parameter(noise((256, 256), "p", 0))
     optimizers = (AdamW8bit([ours], lr=1e-3, block=256), torch.optim.AdamW([theirs], lr=1e-3))
@@ -295,7 +295,7 @@ def test_fp32_states_are_torchs_adamw_bit_for_bit() -> None:
         assert all(torch.equal(ours.state[param][kind], theirs.state[other][kind]) for kind in ("step", "exp_avg", "exp_avg_sq"))
 
 
-def test_decay_shrinks_parameters_without_gradient_by_exactly_its_factor() -> None:
+def test_decay_shrinks_zero_gradient_parameters_by_its_factor() -> None:
     for block in (1024, None):
         param = nn.Parameter(noise((64, 64), "p", 0))
         before = param.detach().clone()
@@ -305,7 +305,7 @@ def test_decay_shrinks_parameters_without_gradient_by_exactly_its_factor() -> No
         assert torch.equal(param, before * 0.95)
 
 
-def test_a_nan_stays_in_its_block_and_does_not_hide() -> None:
+def test_nan_gradient_spoils_its_own_block_only() -> None:
     param = nn.Parameter(noise((64, 64), "p", 0))
     optimizer = AdamW8bit([param], block="tile 32x32")
     param.grad = noise((64, 64), "p", 1)
@@ -345,7 +345,7 @@ def _policies(rank: int, world: int) -> None:
     AdamW8bit(original.parameters(), block=500)
 
 
-def test_a_cut_inside_a_block_is_refused_with_the_remedy_and_the_policy_prevents_it() -> None:
+def test_cut_inside_a_block_is_refused_and_policy_prevents_it() -> None:
     run_threads(3, _policies)
 
 
@@ -365,11 +365,11 @@ def test_a_cut_inside_a_block_is_refused_with_the_remedy_and_the_policy_prevents
         ((100000,), 64, None),
     ],
 )
-def test_what_sharding_has_to_keep_whole(shape: tuple[int, ...], block: Any, expected: Block | None) -> None:
+def test_block_of_gives_the_block_that_sharding_keeps_whole(shape: tuple[int, ...], block: Any, expected: Block | None) -> None:
     assert block_of("layers.0.w", shape, block) == expected
 
 
-def test_embeddings_and_heads_keep_fp32_states_by_name_and_only_them() -> None:
+def test_embeddings_and_heads_alone_keep_fp32_states_by_name() -> None:
     for name in ("tok_embeddings", "model.embed_tokens", "transformer.wte", "lm_head", "head", "output"):
         assert block_of(f"{name}.weight", (512, 512)) is None, name
     for name in ("layers.0.attention.output.dense", "layers.3.wo", "blocks.1.head_mix", "layers.0.head"):

@@ -24,7 +24,7 @@ from vescale_ray.state_dict import StateDictOptions, get_optimizer_state_dict, s
 # ------------------------------------------------------------------------------------- torch.optim.Optimizer's own interface
 
 
-def test_groups_schedulers_closures_hooks_and_tensor_learning_rates_work_as_torchs() -> None:
+def test_adamw8bit_keeps_the_torch_optimizer_interface() -> None:
     shapes = {"a": (64, 64), "b": (64, 64), "c": (64, 64)}
     model, other = Weights(shapes), Weights(shapes)
     optimizer = AdamW8bit(
@@ -79,7 +79,7 @@ def test_parameters_without_gradient_are_left_out() -> None:
     )
 
 
-def test_a_parameter_that_is_not_contiguous_is_updated_in_place() -> None:
+def test_non_contiguous_parameter_is_updated_in_place() -> None:
     start = noise((64, 96), "p", 0)
     param, plain = nn.Parameter(start.t().contiguous().t()), nn.Parameter(start.clone())
     assert not param.is_contiguous()
@@ -99,7 +99,7 @@ def _watch(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> list[str]:
     return seen
 
 
-def test_a_state_dict_brings_back_every_bit_also_for_bfloat16_parameters() -> None:
+def test_state_dict_restores_fp32_and_bfloat16_runs_bit_for_bit() -> None:
     shapes = {"w": (96, 64), "small": (8, 8)}
     for dtype in (torch.float32, torch.bfloat16):
         first, second = Weights(shapes, dtype), Weights(shapes, dtype)
@@ -118,7 +118,7 @@ def test_a_state_dict_brings_back_every_bit_also_for_bfloat16_parameters() -> No
         assert not same(full_state(first, one), full_state(second, two))
 
 
-def test_states_that_are_missing_or_of_other_blocks_are_refused_and_nothing_changes() -> None:
+def test_missing_or_other_block_states_are_refused_unchanged() -> None:
     model = Weights({"w": (96, 64), "v": (96, 64)})
     optimizer = AdamW8bit(model.parameters(), lr=0.1)
     train(model, optimizer, range(1, 3))
@@ -138,7 +138,7 @@ def test_states_that_are_missing_or_of_other_blocks_are_refused_and_nothing_chan
         assert not same(full_state(model, optimizer), before)
 
 
-def test_a_checkpoint_of_other_blocks_with_as_many_scales_can_not_be_stepped(tmp_path: Path) -> None:
+def test_step_refuses_other_blocks_with_equally_many_scales(tmp_path: Path) -> None:
     """64 rows in blocks of 32 or of 40: two bands either way. The saved block comes back with the param group."""
     model = Weights({"w": (64, 128)})
     optimizer = AdamW8bit(model.parameters(), block="tile 40x32")
@@ -180,7 +180,7 @@ def _one_bad_rank(rank: int, world: int) -> None:
         assert not same(full_state(model, optimizer), before)
 
 
-def test_an_infinite_gradient_on_one_rank_is_seen_by_all_before_the_step() -> None:
+def test_all_ranks_see_one_ranks_inf_gradient_before_the_step() -> None:
     run_threads(3, _one_bad_rank)
 
 
@@ -213,7 +213,7 @@ def _agreed(rank: int, world: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:a gradient holds NaN or Inf on some rank")
-def test_told_to_agree_all_ranks_skip_or_refuse_a_step_together() -> None:
+def test_agreeing_ranks_skip_or_refuse_a_step_together() -> None:
     run_threads(3, _agreed)
     with pytest.raises(ValueError, match="nonfinite = 'maybe': give propagate, skip or raise"):
         AdamW8bit([nn.Parameter(torch.zeros(3))], nonfinite="maybe")
@@ -264,7 +264,7 @@ def _load(rank: int, world: int, folder: str) -> list[State]:
     return found
 
 
-def test_saved_on_one_number_of_ranks_and_loaded_on_another_the_next_step_is_the_uninterrupted_runs(tmp_path: Path) -> None:
+def test_resume_on_other_ranks_equals_the_uninterrupted_run(tmp_path: Path) -> None:
     for saved, loaded in ((1, 2), (3, 1)):
         folder = str(tmp_path / f"{saved}-{loaded}")
         uninterrupted = run_gloo(saved, _save, folder)

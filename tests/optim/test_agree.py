@@ -49,7 +49,7 @@ EVERYWHERE = [(r, 1) for r in range(3)]
         ([(0, 2), (1, 2)], Decision((True, True, False), (2,), True)),
     ],
 )
-def test_a_gradient_that_is_missing_somewhere_is_treated_alike_everywhere(where, expected):
+def test_all_ranks_decide_alike_on_a_gradient_missing_on_some(where, expected):
     assert run_threads(3, missing, where) == [expected] * 3
 
 
@@ -63,7 +63,7 @@ def poisoned(rank, world, who, value):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, None])
 @pytest.mark.parametrize("who", [0, 2])
-def test_a_nan_or_inf_on_one_rank_is_known_to_all_and_a_large_number_is_none(who, value):
+def test_all_ranks_learn_of_nan_or_inf_and_ignore_large_values(who, value):
     finite = value is None or math.isfinite(value)
     assert run_threads(3, poisoned, who, value) == [(finite, True)] * 3
 
@@ -76,7 +76,7 @@ def on_two_dims(rank, world):
     return Agreement([plain, p]).decide()
 
 
-def test_replicas_agree_too_and_plain_tensors_have_no_one_to_ask():
+def test_agreement_covers_replicas_and_lone_plain_tensors():
     assert run_threads(4, on_two_dims) == [Decision((False, True), (), False)] * 4
     lonely = nn.Parameter(torch.ones(2))
     assert Agreement([lonely]).decide() == Decision((False,), (), True)
@@ -90,7 +90,7 @@ def strays(rank, world):
         Agreement(made[: 2 if rank else 3]).decide()
 
 
-def test_ranks_with_different_parameters_are_told_so():
+def test_agreement_refuses_ranks_with_different_parameters():
     run_threads(3, strays)
 
 
@@ -107,5 +107,5 @@ def stays_away(rank, world):
     return time.monotonic() - begin
 
 
-def test_the_wait_for_a_rank_that_does_not_come_is_bounded():
+def test_wait_for_an_absent_rank_is_bounded():
     assert max(run_gloo(3, stays_away, timeout=40)) < 20

@@ -55,7 +55,7 @@ def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], Any, list[int]]:
 
 @settings(max_examples=300)
 @given(cut_tensors())
-def test_regions_tile_a_shard_with_whole_blocks_in_the_order_of_the_states(case: tuple[tuple[int, ...], Any, list[int]]) -> None:
+def test_regions_tile_a_shard_with_whole_blocks_in_state_order(case: tuple[tuple[int, ...], Any, list[int]]) -> None:
     shape, block, cuts = case
     grid, numbers = Grid.of(shape, block), block_numbers(shape, block)
     assert math.prod(grid.state_shape) == max(numbers) + 1
@@ -77,7 +77,7 @@ def test_regions_tile_a_shard_with_whole_blocks_in_the_order_of_the_states(case:
 
 @settings(max_examples=200)
 @given(shapes, specs)
-def test_a_cut_is_allowed_where_it_parts_no_block_nor_row_of_tiles_and_the_policy_allows_no_other(
+def test_cuts_part_no_block_or_row_of_tiles_and_fit_the_policy(
     shape: tuple[int, ...], block: Any
 ) -> None:
     grid = Grid.of(shape, block)
@@ -90,7 +90,7 @@ def test_a_cut_is_allowed_where_it_parts_no_block_nor_row_of_tiles_and_the_polic
 
 @settings(max_examples=60)
 @given(cut_tensors(), st.integers(0, 1000))
-def test_a_step_over_shards_is_the_step_over_the_whole_bit_for_bit(case: tuple[tuple[int, ...], Any, list[int]], seed: int) -> None:
+def test_step_over_shards_equals_the_whole_step_bit_for_bit(case: tuple[tuple[int, ...], Any, list[int]], seed: int) -> None:
     shape, block, cuts = case
     grid, numel = Grid.of(shape, block), math.prod(shape)
     generator = torch.Generator().manual_seed(seed)
@@ -119,5 +119,5 @@ def test_a_step_over_shards_is_the_step_over_the_whole_bit_for_bit(case: tuple[t
 
 
 @pytest.mark.parametrize("block", [1024, Block.tile(32, 48), Block.rows(8), Block.tensor()], ids=str)
-def test_a_block_survives_being_written_as_text(block: Any) -> None:
+def test_block_reads_back_from_its_text(block: Any) -> None:
     assert parse_block(block_text(block)) == parse_block(block) == block

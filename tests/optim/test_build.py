@@ -93,7 +93,7 @@ def llama_on_meta() -> Llama:
     return Llama(SIZES)
 
 
-def test_routes_are_the_same_after_sharding_on_every_rank_though_local_shapes_differ() -> None:
+def test_routes_on_sharded_ranks_are_equal_despite_local_shapes() -> None:
     results = run_threads(5, sharded_roles)
     assert all(r == results[0] for r in results) and "muon" in results[0].values()
 
@@ -129,7 +129,7 @@ def whole_matrices(rank: int, world: int) -> tuple[int, bool]:
     return itinerary.collectives, all(len(job.cuts) == 1 for job in itinerary.jobs)
 
 
-def test_with_whole_matrices_muon_sends_nothing() -> None:
+def test_muon_sends_nothing_for_whole_matrices() -> None:
     assert run_threads(3, whole_matrices) == [(0, True)] * 3
 
 
@@ -175,7 +175,7 @@ class Vision(nn.Module):
         self.mixer = nn.Linear(8, 8)
 
 
-def test_filters_tokens_and_positions_of_three_dimensions_are_no_experts() -> None:
+def test_3d_filters_tokens_and_positions_are_not_experts() -> None:
     roles = {route.name: route.role for route in route_parameters(Vision(), MUON).routes}
     assert roles == {
         "pos_embed": "embedding", "cls_token": "vector", "conv1d.weight": "other", "conv1d.bias": "vector", "transposed.weight": "other",
@@ -191,7 +191,7 @@ def test_each_line_of_the_table_shows_a_parameter_of_that_line() -> None:
     assert [example for (_, _, block), example in shown.items() if block != "-"] == [["1.weight", "[64,", "128]"]]
 
 
-def test_one_optimizer_for_all_is_that_optimizer_with_its_states() -> None:
+def test_single_optimizer_is_built_plain_with_zeroed_states() -> None:
     model = llama()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     for name, cls in (("adamw", AdamW), ("sgd", torch.optim.SGD)):
@@ -204,7 +204,7 @@ def test_one_optimizer_for_all_is_that_optimizer_with_its_states() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"foreach": True}, {"fused": True}], ids=str)
-def test_with_its_states_made_beforehand_adamw_steps_as_torch_s_does(options: dict[str, Any]) -> None:
+def test_adamw_with_precreated_states_steps_as_torchs(options: dict[str, Any]) -> None:
     ours, theirs = llama(), llama()
     built = build_optimizer(ours, {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95), "options": options}, log=None)
     peer = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=built.defaults["eps"], **options)
@@ -250,7 +250,7 @@ def states_of_a_sharded_model(rank: int, world: int, options: dict[str, Any], ze
 
 @pytest.mark.parametrize("zeroed", [True, False])
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"foreach": True}], ids=str)
-def test_states_that_are_made_like_the_first_parameter_s_are_those_that_torch_makes(options: dict[str, Any], zeroed: bool) -> None:
+def test_states_made_like_the_first_parameters_match_torchs(options: dict[str, Any], zeroed: bool) -> None:
     run_threads(3, states_of_a_sharded_model, options, zeroed)
 
 
@@ -286,7 +286,7 @@ def two_optimizers(steps: int) -> list[Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-def test_a_combined_step_is_the_steps_of_its_parts_and_schedulers_hooks_and_closures_work() -> None:
+def test_combined_step_equals_its_parts_steps_with_hooks_working() -> None:
     model = llama()
     combined: Any = build_optimizer(model, MUON, log=None)
     assert isinstance(combined, CombinedOptimizer) and isinstance(combined, torch.optim.Optimizer)
@@ -316,7 +316,7 @@ def test_a_combined_step_is_the_steps_of_its_parts_and_schedulers_hooks_and_clos
     assert isinstance(again, CombinedOptimizer) and len(again.state) == len(combined.state)
 
 
-def test_its_state_dict_is_loaded_by_each_part_and_nothing_changes_if_one_refuses() -> None:
+def test_combined_state_dict_loads_into_all_parts_or_none() -> None:
     model = llama()
     combined: Any = build_optimizer(model, MUON, log=None)
     for step in range(2):
@@ -372,7 +372,7 @@ def trained(rank: int, world: int, folder: str, save: bool) -> list[Any]:
     return [whole(p.detach()).numpy() for p in model.parameters()]
 
 
-def test_a_checkpoint_of_a_sharded_model_goes_on_at_another_world_size(tmp_path: Path) -> None:
+def test_sharded_checkpoint_resumes_at_another_world_size(tmp_path: Path) -> None:
     run_gloo(3, trained, str(tmp_path), True)
     resumed = run_gloo(2, trained, str(tmp_path), False)[0]
     model = llama()
@@ -418,7 +418,7 @@ def combined_agreement(rank: int, world: int) -> tuple[list[bool], list[bool]]:
     return attempt(missing), attempt(infinite)
 
 
-def test_parts_that_do_not_communicate_follow_the_common_decision() -> None:
+def test_non_communicating_parts_follow_the_common_decision() -> None:
     names = [n for n, _ in llama().named_parameters()]
     with pytest.warns(UserWarning, match="all ranks skip|some ranks only"):
         results = run_threads(3, combined_agreement)
@@ -469,14 +469,14 @@ EXPECTED = [("skip", (False, "")), ("raise", (False, "NonFiniteGradients")), ("p
 
 @pytest.mark.filterwarnings("ignore:a gradient holds NaN")
 @pytest.mark.parametrize(("policy", "expected"), EXPECTED)
-def test_what_one_part_does_about_nan_all_parts_do(policy: str, expected: tuple[bool, str]) -> None:
+def test_nan_policy_of_one_part_holds_for_all_parts(policy: str, expected: tuple[bool, str]) -> None:
     for moved, error in run_threads(2, one_asks, policy):
         assert set(moved) == {expected[0]} and error == expected[1]
 
 
 @pytest.mark.parametrize("agree", [False, True])
 @pytest.mark.parametrize("first", [Muon, AdamW])
-def test_a_gradient_that_a_later_part_can_not_step_is_found_before_the_first_has_stepped(first: Any, agree: bool) -> None:
+def test_later_parts_bad_gradient_stops_the_step_before_any_part(first: Any, agree: bool) -> None:
     one, two = (nn.Parameter(torch.ones(8, 8)) for _ in range(2))
     combined = CombinedOptimizer([first([one], lr=0.1), AdamW8bit([two], min_8bit_numel=1)], agree=agree)
     one.grad, two.grad = torch.randn(8, 8), torch.eye(8).to_sparse()
@@ -485,7 +485,7 @@ def test_a_gradient_that_a_later_part_can_not_step_is_found_before_the_first_has
     assert bool((one == 1).all()) and not any(bool(v.any()) for v in combined.state.get(one, {}).values())
 
 
-def test_optimizers_that_do_not_communicate_agree_only_if_they_are_asked_to() -> None:
+def test_non_communicating_optimizers_agree_only_with_agree() -> None:
     with pytest.warns(UserWarning, match="all ranks skip"):
         assert not any(any(moved) for moved in run_threads(3, local_agreement, True))
     assert all(all(moved) for moved in run_threads(3, local_agreement, False))

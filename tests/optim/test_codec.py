@@ -13,7 +13,7 @@ from vescale_ray.optim.codec import Codebook, dynamic_values, root_codebook, roo
 CPU = torch.device("cpu")
 
 
-def test_the_maps_are_pinned_so_that_stored_codes_keep_their_meaning() -> None:
+def test_code_maps_are_pinned_by_hash() -> None:
     # The first two are bitsandbytes' maps (create_dynamic_map in bitsandbytes/functional.py); the third is our own.
     pinned = {"signed": "e732639a65f497b4", "unsigned": "305f002cc11278fb", "root": "6f444f111326a0f8"}
     maps = {"signed": dynamic_values(True), "unsigned": dynamic_values(False), "root": root_values()}
@@ -22,7 +22,7 @@ def test_the_maps_are_pinned_so_that_stored_codes_keep_their_meaning() -> None:
         assert values.shape == (256,) and (values.diff() > 0).all() and values.abs().max() == 1
 
 
-def test_the_map_for_square_roots_has_no_zero_and_bounded_relative_steps() -> None:
+def test_square_root_map_has_no_zero_and_bounded_relative_steps() -> None:
     values = root_values().double()
     assert values.min() > 1e-7 and 0.0 not in values
     steps = values[1:] / values[:-1]
@@ -34,7 +34,7 @@ BOOKS = [(signed_codebook(CPU), 1.25), (Codebook(dynamic_values(True), CPU), 1e9
 
 
 @pytest.mark.parametrize(("codebook", "most_over"), BOOKS, ids=["signed", "signed without a limit", "root"])
-def test_a_code_is_that_of_the_nearest_value_that_is_not_too_large_also_at_the_borders(codebook: Codebook, most_over: float) -> None:
+def test_code_is_nearest_value_within_limit_even_at_borders(codebook: Codebook, most_over: float) -> None:
     values = codebook.values.numpy().astype(np.float64)
     low = 0.0 if values[0] > 0 else -1.0
     generator = torch.Generator().manual_seed(0)
@@ -60,7 +60,7 @@ def test_every_code_survives_decoding_and_encoding(codebook: Codebook) -> None:
     assert torch.equal(codebook.encode(codebook.decode(codes)), codes)
 
 
-def test_a_map_with_two_borders_in_a_cell_of_the_table_is_refused() -> None:
+def test_map_with_two_borders_in_one_table_cell_is_refused() -> None:
     with pytest.raises(ValueError, match="two borders of this map lie in one cell"):
         Codebook(dynamic_values(signed=False), CPU)
 

@@ -30,7 +30,7 @@ def cuts(whole: torch.Tensor, parts: int, seed: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("decades", [0.0, 6.0, 60.0])
-def test_any_cut_gives_the_same_bits_and_the_value_of_rational_arithmetic(decades):
+def test_any_cut_gives_equal_bits_near_the_rational_sum(decades):
     whole = values(70_001, decades)
     exact = sum(Fraction(v) ** 2 for v in whole.tolist())
     sums = {float(sum_of_squares(cuts(whole, parts, seed), [], CPU)) for parts in (1, 2, 7, 300) for seed in range(4)}
@@ -41,7 +41,7 @@ def test_any_cut_gives_the_same_bits_and_the_value_of_rational_arithmetic(decade
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_what_is_summed_stays_as_it_is(dtype):
+def test_sum_of_squares_leaves_its_input_unchanged(dtype):
     numbers = torch.tensor([3.0, -4.0, 0.5], dtype=dtype)
     assert float(sum_of_squares([numbers], [], CPU)) == 25.25
     assert numbers.tolist() == [3.0, -4.0, 0.5]
@@ -53,7 +53,7 @@ def over_ranks(rank, world, seed):
     return float(sum_of_squares([mine] if mine.numel() else [], [dist.distributed_c10d._get_default_group()], CPU))
 
 
-def test_any_number_of_ranks_gives_the_same_bits_where_a_plain_sum_does_not():
+def test_exact_sum_is_bitwise_equal_on_any_number_of_ranks():
     whole = values(10_000, 1.0)
     here = float(sum_of_squares([whole], [], CPU))
     assert {value for world in (1, 2, 3, 5) for seed in (1, 2) for value in run_threads(world, over_ranks, seed)} == {here}
@@ -73,7 +73,7 @@ def test_any_number_of_ranks_gives_the_same_bits_where_a_plain_sum_does_not():
         ([1.0] * 3 + [2.0**-27], 3.0 + 2.0**-54),
     ],
 )
-def test_extremes(numbers, expected):
+def test_zeros_nan_inf_and_subnormals_sum_as_expected(numbers, expected):
     result = float(sum_of_squares([torch.tensor(numbers, dtype=torch.float32)] if numbers else [], [], CPU))
     assert result == expected or (math.isnan(result) and math.isnan(expected))
 

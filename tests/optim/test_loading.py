@@ -103,7 +103,7 @@ def of_fewer_parameters(given: Any) -> None:
         (of_fewer_parameters, "param groups of|none of its param groups"),
     ],
 )
-def test_a_state_dict_that_does_not_fit_is_refused_and_nothing_changes(kind: str, spoil: Any, message: str) -> None:
+def test_ill_fitting_state_dict_is_refused_and_nothing_changes(kind: str, spoil: Any, message: str) -> None:
     _, optimizer = built(kind)
     before = copy.deepcopy(optimizer.state_dict())
     given = copy.deepcopy(before)
@@ -129,7 +129,7 @@ def test_numbers_of_a_state_dict_that_make_no_sense_are_refused(kind: str, key: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_group_keeps_what_the_state_dict_does_not_know(kind: str) -> None:
+def test_group_keeps_settings_that_the_state_dict_lacks(kind: str) -> None:
     _, optimizer = built(kind)
     given = copy.deepcopy(optimizer.state_dict())
     for group in given["param_groups"]:
@@ -145,7 +145,7 @@ def test_a_group_keeps_what_the_state_dict_does_not_know(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))], ids=["copied", "pickled"])
-def test_copies_go_on_by_themselves(kind: str, copied: Any) -> None:
+def test_copied_and_pickled_optimizers_step_independently(kind: str, copied: Any) -> None:
     params, optimizer = built(kind)
     theirs, other = copied((params, optimizer))
     before = [p.detach().clone() for p in params]
@@ -156,7 +156,7 @@ def test_copies_go_on_by_themselves(kind: str, copied: Any) -> None:
     assert equal(optimizer.state_dict(), other.state_dict())
 
 
-def test_a_state_dict_of_torchs_muon_leaves_row_blocks_and_other_settings_as_they_are() -> None:
+def test_torchs_muon_state_dict_keeps_our_own_group_settings() -> None:
     p = nn.Parameter(noise((16, 24), "p", 0))
     theirs = torch.optim.Muon([p])
     advance([p], theirs, range(1))
@@ -182,7 +182,7 @@ def test_torchs_adamw_is_taken_up_by_fp32_states() -> None:
 
 @pytest.mark.parametrize("kind", [Muon, AdamW8bit, Shampoo, SOAP])
 @pytest.mark.parametrize("switch", ["maximize", "amsgrad", "differentiable", "capturable"])
-def test_what_torchs_optimizers_would_do_for_a_group_is_not_silently_left_out(kind: Any, switch: str) -> None:
+def test_unsupported_torch_switch_of_a_group_is_refused(kind: Any, switch: str) -> None:
     optimizer = kind([nn.Parameter(noise((8, 8), "p", 0))])
     with pytest.raises(ValueError, match=f"{switch} = True, which {kind.__name__} does not do"):
         optimizer.add_param_group({"params": [nn.Parameter(noise((8, 8), "q", 0))], switch: True})
@@ -214,7 +214,7 @@ def test_numbers_that_make_no_sense_are_refused_in_a_sentence(kind: Any, setting
         kind([nn.Parameter(noise((8, 8), "p", 0))], **settings)
 
 
-def test_newton_schulz_settings_of_a_group_may_change_between_steps() -> None:
+def test_newton_schulz_settings_may_change_between_steps() -> None:
     """As they may in torch's: a group is read in every step."""
     shape = (16, 24)
     params = [nn.Parameter(noise(shape, "p", 0)) for _ in range(2)]

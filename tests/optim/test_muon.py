@@ -79,7 +79,7 @@ def equal(results: list[list[tuple[Any, Any]]], expected: list[tuple[Tensor, Ten
 
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_ten_steps_at_random_cuts_are_bit_for_bit_torchs_on_one_process(world: int, nesterov: bool) -> None:
+def test_ten_steps_at_random_cuts_equal_torchs_muon_bit_for_bit(world: int, nesterov: bool) -> None:
     for seed in range(2):
         cases = random_cases(world, seed)
         assert world == 1 or any(0 in c.counts for c in cases) and any(sum(n > 0 for n in c.counts) > 1 for c in cases)
@@ -87,6 +87,6 @@ def test_ten_steps_at_random_cuts_are_bit_for_bit_torchs_on_one_process(world: i
         equal(results, alone(SHAPES, 10, nesterov=nesterov))
 
 
-def test_gloo_processes_give_the_same_bits() -> None:
+def test_gloo_processes_equal_torchs_muon_bit_for_bit() -> None:
     results = run_gloo(3, steps_on_shards, random_cases(3, 5), 4, {"bucket_bytes": 4096}, timeout=120)
     equal(results, alone(SHAPES, 4))

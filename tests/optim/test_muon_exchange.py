@@ -60,7 +60,7 @@ def one_step(rank: int, world: int, cases: list[Case], settings: dict[str, Any])
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("limit", [1 << 26, 1500])
-def test_a_step_sends_4_n_over_w_times_1_minus_1_over_w_bytes_in_two_collectives_per_bucket(
+def test_step_sends_ideal_bytes_in_two_collectives_per_bucket(
     world: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = Counted(monkeypatch)
@@ -85,12 +85,12 @@ def second_step(rank: int, world: int, cases: list[Case]) -> tuple[dict[str, int
     return dict(Counter(name.split(".")[1] for name in collectives.seen)), len(ours.itineraries[0].buckets)
 
 
-def test_beside_the_exchange_a_step_has_the_agreement_and_no_barrier() -> None:
+def test_step_adds_one_all_reduce_and_no_barrier_to_its_exchange() -> None:
     for seen, buckets in run_gloo(2, second_step, [even(shape, 2) for shape in EVEN]):
         assert seen == {"allreduce_": 1, "send": 2 * buckets, "recv_": 2 * buckets} and buckets > 1
 
 
-def test_uneven_cuts_send_less_since_roots_are_where_the_matrices_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uneven_cuts_send_less_as_roots_hold_their_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     world, counted = 4, Counted(monkeypatch)
     rng = random.Random(3)
     cases = []
@@ -136,7 +136,7 @@ def in_order(rank: int, world: int, cases: list[Case]) -> list[str]:
     return seen
 
 
-def test_two_buckets_are_under_way_and_no_rank_waits_for_a_bucket_before_the_next_is_sent() -> None:
+def test_next_bucket_is_sent_before_the_wait_for_the_last_one() -> None:
     world = 2
     for seen in run_threads(world, in_order, [even(shape, world) for shape in EVEN]):
         # Bucket 0 goes out, then bucket 1; only then bucket 0 is waited for, computed and sent back; and so on.
@@ -144,7 +144,7 @@ def test_two_buckets_are_under_way_and_no_rank_waits_for_a_bucket_before_the_nex
         assert sum(entry.startswith("wait") for entry in seen) == sum(entry.startswith("send") for entry in seen)
 
 
-def test_whole_tensors_give_the_same_bits_too() -> None:
+def test_whole_tensors_equal_torchs_muon_bit_for_bit() -> None:
     cases = [Case(shape, 0, tuple(int(r == i % 3) for r in range(3))) for i, shape in enumerate(SHAPES)]
     equal(run_threads(3, steps_on_shards, cases, 3, {}), alone(SHAPES, 3))
 
@@ -179,7 +179,7 @@ def test_the_work_of_llama_3_8b_is_balanced(world: int) -> None:
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 12), st.integers(0, 1 << 30))
-def test_roots_are_balanced_within_four_thirds_and_every_matrix_is_in_one_bucket(costs: list[int], world: int, seed: int) -> None:
+def test_roots_meet_grahams_bound_and_each_matrix_has_one_bucket(costs: list[int], world: int, seed: int) -> None:
     rng = random.Random(seed)
     held = [{r: rng.randint(1, 9) for r in rng.sample(range(world), rng.randint(1, world))} for _ in costs]
     if all(len(ranks) == 1 for ranks in held) and world > 1:  # where all are whole, they stay where they are
@@ -197,7 +197,7 @@ def test_roots_are_balanced_within_four_thirds_and_every_matrix_is_in_one_bucket
     assert all(buckets)
 
 
-def test_buckets_are_as_balanced_as_the_whole() -> None:
+def test_each_buckets_largest_load_is_below_1_35_times_the_mean() -> None:
     itinerary = plan(llama(8), 8, bucket_bytes=512 << 20)
     assert len(itinerary.buckets) >= 4
     for bucket in itinerary.buckets:
@@ -216,12 +216,12 @@ def test_locality_takes_the_holder_of_most_where_balance_allows() -> None:
     assert assign_roots([10] * 4, [{0: 1}] * 4, 4).root == (0, 0, 0, 0), "where all are whole, nothing is sent"
 
 
-def test_flops_are_those_of_the_products() -> None:
+def test_flops_match_the_matrix_products_by_hand() -> None:
     # Two products of the short side squared: s*s*l, once with X^T and once with X; one of A A: s^3; two operations each.
     assert flops(3, 7, 5) == 5 * (2 * 3 * 3 * 7 + 2 * 3 * 3 * 3 + 2 * 3 * 3 * 7)
     assert flops(7, 3, 1) == flops(3, 7, 1)
 
 
-def test_random_cuts_are_random_enough() -> None:
+def test_random_cuts_include_empty_shards_and_mid_row_cuts() -> None:
     cases = random_cases(4, 0)
     assert any(0 in c.counts for c in cases) and any(c.dims == 2 and any(n % c.shape[1] for n in c.counts) for c in cases)

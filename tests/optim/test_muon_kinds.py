@@ -57,7 +57,7 @@ def test_experts_are_matrices_of_their_own_wherever_they_are_cut(counts: tuple[i
 
 
 @pytest.mark.parametrize(("blocks", "sizes"), [((8, 4, 4), (8, 4, 4)), (4, (4, 4, 4, 4)), (None, (16,))])
-def test_rows_of_a_fused_projection_and_heads_are_orthogonalized_alone_and_scaled_by_their_own_shape(blocks: Any, sizes: Any) -> None:
+def test_row_blocks_are_orthogonalized_and_scaled_on_their_own(blocks: Any, sizes: Any) -> None:
     shape = (16, 10)
     grads = [gradient(shape, 0, s).split(sizes) for s in range(3)]
     expected = torch.cat(torchs([(part, [g[i] for g in grads]) for i, part in enumerate(start(shape, 0).split(sizes))]))
@@ -133,7 +133,7 @@ def on_fsdp2(rank: int, world: int, shard: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("shard", [fully_shard, torch_fully_shard], ids=["ours", "torch's"])
-def test_models_of_fully_shard_and_of_fsdp2_give_the_same_bits(shard: Any) -> None:
+def test_our_and_torchs_fully_shard_equal_torchs_muon_bitwise(shard: Any) -> None:
     for got in run_threads(3, on_fsdp2, shard):
         for g, (e, _) in zip(got, alone(((7, 10), (33, 20)), 3), strict=True):
             assert torch.equal(g, e)
@@ -209,7 +209,7 @@ def test_results_are_close_to_orthogonal_and_to_fp64(name: str, shape: tuple[int
 
 
 @pytest.mark.parametrize("shape", [(16, 48), (48, 16), (33, 17)])
-def test_a_batch_is_used_only_where_it_gives_the_same_bits(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_is_used_only_if_bitwise_equal_to_single_matrices(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     rounds, many = coefficients("quintic", 5), [gradient(shape, i, 0).bfloat16() for i in range(5)]
     expected = [orthogonalize(m, rounds) for m in many]
     automatic = NewtonSchulz()
@@ -309,7 +309,7 @@ def normuon_elsewhere(rank: int, world: int, where: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("where", "world"), [("fsdp2", 3), ("replicas", 4), ("experts", 4)])
-def test_normuon_is_the_same_on_other_meshes_and_tensors(where: str, world: int) -> None:
+def test_normuon_matches_plain_on_fsdp2_replicas_and_experts(where: str, world: int) -> None:
     shapes = ((4, 6, 10), (2, 33, 20)) if where == "experts" else ((7, 10), (33, 20))
     parameters = [nn.Parameter(start(s, i)) for i, s in enumerate(shapes)]
     muon = Muon(parameters, **SETTINGS, normuon=0.9)
@@ -348,7 +348,7 @@ def refused(rank: int, world: int) -> None:
         Muon(early)
 
 
-def test_layouts_that_are_not_supported_are_refused_with_the_remedy() -> None:
+def test_unsupported_layouts_are_refused_with_the_remedy() -> None:
     run_threads(4, refused)
 
 
@@ -374,7 +374,7 @@ def test_numbers_out_of_range_are_refused(settings: dict[str, Any], message: str
         Muon([nn.Parameter(torch.zeros(4, 4))], **settings)
 
 
-def test_what_has_no_elements_is_stepped_and_what_has_no_row_major_memory_is_refused() -> None:
+def test_empty_matrices_step_and_non_row_major_ones_are_refused() -> None:
     some, none = nn.Parameter(torch.ones(3, 4)), [nn.Parameter(torch.zeros(shape)) for shape in ((0, 4), (4, 0), (0, 3, 4))]
     muon = Muon([some, *none])
     for p in (some, *none):

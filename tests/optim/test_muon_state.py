@@ -89,7 +89,7 @@ def load_whole(rank: int, world: int, kind: str, saved: tuple[Any, Any]) -> list
 
 @pytest.mark.parametrize("kind", ["Muon", "AdamW", "NorMuon"])
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 4)])
-def test_saved_on_w1_and_loaded_on_w2_the_next_step_is_that_of_the_uninterrupted_run(kind: str, before: int, after: int) -> None:
+def test_resume_at_another_world_size_equals_uninterrupted_run(kind: str, before: int, after: int) -> None:
     saved = run_threads(before, save_whole, kind)[0]
     expected = run_threads(1, uninterrupted, kind, 4)[0]
     reset = run_threads(1, uninterrupted, kind, 1)[0]
@@ -116,14 +116,14 @@ def load_dcp(rank: int, world: int, kind: str, folder: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["Muon", "AdamW"])
-def test_torchs_distributed_checkpoint_carries_the_states_to_another_world_size(kind: str, tmp_path: Path) -> None:
+def test_torchs_dcp_carries_states_to_another_world_size(kind: str, tmp_path: Path) -> None:
     run_gloo(3, save_dcp, kind, str(tmp_path))
     expected = run_threads(1, uninterrupted, kind, 4)[0]
     for got in run_gloo(2, load_dcp, kind, str(tmp_path)):
         assert all((a == b).all() for a, b in zip(got, expected, strict=True))
 
 
-def test_states_exist_from_the_start_and_a_reset_on_load_is_refused() -> None:
+def test_states_exist_from_the_start_and_loads_never_reset_them() -> None:
     parameters = [nn.Parameter(start((6, 4), i)) for i in range(2)]
     muon = Muon(parameters)
     assert [list(muon.state[p]) for p in parameters] == [["momentum_buffer"]] * 2
@@ -143,7 +143,7 @@ def test_states_exist_from_the_start_and_a_reset_on_load_is_refused() -> None:
     assert all(torch.equal(fresh.state[p]["momentum_buffer"], saved["state"][i]["momentum_buffer"]) for i, p in enumerate(fresh.state))
 
 
-def test_state_dicts_of_torchs_muon_are_ours_and_ours_theirs() -> None:
+def test_torchs_muon_and_ours_load_each_others_state_dicts() -> None:
     def stepped(cls: Any, loaded: Any, steps: range) -> Any:
         p = nn.Parameter(start((6, 4), 0) if loaded is None else loaded[0])
         optimizer = cls([p], lr=0.02)
@@ -159,7 +159,7 @@ def test_state_dicts_of_torchs_muon_are_ours_and_ours_theirs() -> None:
         assert torch.equal(stepped(second, stepped(first, None, range(2)), range(2, 4))[0], expected[0])
 
 
-def test_the_torch_optimizer_interface_holds() -> None:
+def test_muon_keeps_the_torch_optimizer_interface() -> None:
     first, second = nn.Parameter(start((6, 4), 0)), nn.Parameter(start((8, 4), 1))
     muon = Muon([{"params": [first], "lr": 0.5}], lr=0.1)
     muon.add_param_group({"params": second, "weight_decay": 0.0})
@@ -212,7 +212,7 @@ def frozen_and_absent(rank: int, world: int) -> None:
     assert not whole(muon.state[parameters[1]]["momentum_buffer"]).any() and not whole(muon.state[parameters[2]]["momentum_buffer"]).any()
 
 
-def test_a_parameter_without_gradient_anywhere_or_somewhere_is_left_alone_everywhere() -> None:
+def test_parameter_without_gradient_on_any_rank_stays_unchanged() -> None:
     with pytest.warns(UserWarning, match="parameter 2: a gradient on some ranks only"):
         run_threads(3, frozen_and_absent)
 
@@ -241,7 +241,7 @@ def poisoned(rank: int, world: int, policy: str, where: int) -> Any:
     ("policy", "expected"),
     [("skip", ([False] * 2, [False] * 2)), ("raise", ([False] * 2, [False] * 2)), ("propagate", ([True] * 2, [False, True]))],
 )
-def test_inf_on_one_rank_is_the_same_decision_on_all(policy: str, where: int, expected: Any) -> None:
+def test_all_ranks_follow_one_policy_for_one_ranks_inf(policy: str, where: int, expected: Any) -> None:
     with pytest.warns(UserWarning, match="all ranks skip") if policy == "skip" else contextlib.nullcontext():
         assert run_threads(3, poisoned, policy, where) == [expected] * 3
 
@@ -292,14 +292,14 @@ def failing(rank: int, world: int) -> bool:
     return same and not any(whole(muon.state[p]["momentum_buffer"]).any() for p in parameters)
 
 
-def test_a_step_whose_last_collective_fails_has_written_nothing() -> None:
+def test_step_with_a_failed_last_collective_writes_nothing() -> None:
     assert run_threads(3, failing) == [True] * 3
 
 
 # -- guards: plausible mistakes that a loose test would let pass ----------------------------------------------------------------
 
 
-def test_newton_schulz_on_local_shards_would_be_seen() -> None:
+def test_newton_schulz_on_local_shards_differs_visibly() -> None:
     """The mistake itself, built here, is far outside of what the comparison with torch allows (0 bits)."""
     case = Case((24, 16), 1, (8, 16))
     (right, _) = alone(((24, 16),), 1)[0]
@@ -317,7 +317,7 @@ def _alone_on(value: Tensor, grad: Tensor) -> Tensor:
     return p.detach()
 
 
-def test_decay_shrinks_what_has_no_gradient_signal() -> None:
+def test_decay_shrinks_parameters_with_zero_gradient() -> None:
     p = nn.Parameter(torch.full((4, 4), 2.0))
     muon = Muon([p], lr=0.1, weight_decay=0.5)
     for _ in range(3):
@@ -338,7 +338,7 @@ def bf16_steps(rank: int, world: int, cases: list[Case]) -> list[Any]:
     return [whole(t.detach()).float().numpy() for p in parameters for t in (p, muon.state[p]["momentum_buffer"])]
 
 
-def test_bf16_parameters_give_the_same_bits_at_every_world_size() -> None:
+def test_bf16_steps_are_bitwise_equal_at_every_world_size() -> None:
     shapes = ((33, 65), (65, 33), (7, 10), (16, 48))
     expected = run_threads(1, bf16_steps, random_cases(1, 0, shapes))[0]
     for world in (2, 3):

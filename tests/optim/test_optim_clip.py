@@ -44,7 +44,7 @@ def clipped(rank, world, max_norm, norm_type):
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
-def test_norm_and_gradients_are_those_of_torch_on_plain_tensors(norm_type, max_norm):
+def test_norm_and_gradients_match_torch_on_plain_tensors(norm_type, max_norm):
     alone = Holder()
     alone().backward()
     expected = nn.utils.clip_grad_norm_(alone.parameters(), max_norm, norm_type)
@@ -54,7 +54,7 @@ def test_norm_and_gradients_are_those_of_torch_on_plain_tensors(norm_type, max_n
             torch.testing.assert_close(got, p.grad, rtol=1e-5, atol=1e-12)
 
 
-def test_the_norm_is_the_same_bit_for_bit_on_any_number_of_ranks():
+def test_norm_is_bitwise_equal_on_any_number_of_ranks():
     norms = {world: {norm.item() for norm, _ in run_threads(world, clipped, 0.5, 2.0)} for world in (1, 2, 3, 4, 5)}
     assert len(set.union(*norms.values())) == 1, norms
 
@@ -67,7 +67,7 @@ def without_the_first(rank, world):
     return norm, [p.grad.full_tensor() for p in params]
 
 
-def test_parameters_that_are_left_out_are_neither_counted_nor_scaled():
+def test_omitted_parameters_are_neither_counted_nor_scaled():
     alone = Holder()
     alone().backward()
     first, *rest = alone.parameters()
@@ -120,7 +120,7 @@ def some_without(rank, world):
     return [*norms, clip_grad_norm_([first, second], 1.0).item()]
 
 
-def test_ranks_that_lack_different_gradients_do_not_wait_for_each_other_and_get_one_norm():
+def test_ranks_lacking_different_gradients_get_one_norm():
     one, other = run_gloo(2, some_without, timeout=20)
     assert one == other == pytest.approx([math.sqrt(48.0), math.sqrt(24.0), 0.0], rel=1e-6)
 

@@ -103,12 +103,12 @@ def trains_alike(rank: int, world: int, kind: str, grouping: str) -> int:
 
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("grouping", ["one", "two"])
-def test_updates_states_and_schedules_are_those_of_the_optimizer_itself(kind: str, grouping: str) -> None:
+def test_flat_updates_states_and_schedules_match_the_optimizer(kind: str, grouping: str) -> None:
     for pieces in run_threads(3, trains_alike, kind, grouping):
         assert grouping == "two" or pieces <= 4, "at most one for each buffer"
 
 
-def test_on_one_rank_there_is_a_piece_for_each_buffer() -> None:
+def test_one_rank_has_a_piece_for_each_buffer() -> None:
     assert run_threads(1, trains_alike, "adamw", "one") == [4]
 
 
@@ -170,7 +170,7 @@ def accumulated_and_refused(rank: int, world: int) -> None:
         flat.step()
 
 
-def test_gradients_elsewhere_missing_or_parameters_moved() -> None:
+def test_flat_takes_moved_gradients_and_refuses_cast_parameters() -> None:
     run_threads(2, accumulated_and_refused)
 
 
@@ -198,7 +198,7 @@ def test_parameters_of_a_buffer_may_lack_gradients() -> None:
     run_threads(2, some_are_left_out)
 
 
-def test_what_can_not_be_flat_is_refused() -> None:
+def test_flat_refuses_unfit_optimizers_and_parameters() -> None:
     with pytest.raises(ValueError, match="Adafactor is not element-wise"):
         Flat([nn.Parameter(torch.ones(3))], torch.optim.Adafactor)
     with pytest.raises(ValueError, match="not contiguous in memory"):
@@ -249,5 +249,5 @@ def small_parameters_between(rank: int, world: int, others: bool) -> None:
 
 
 @pytest.mark.parametrize("others", [False, True])
-def test_parameters_between_those_of_a_group_are_left_alone(others: bool) -> None:
+def test_parameters_between_a_groups_own_are_left_alone(others: bool) -> None:
     run_threads(2, small_parameters_between, others)

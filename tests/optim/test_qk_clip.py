@@ -26,7 +26,7 @@ def clipped(rank: int, world: int, q: Case, k: Case, seen: Tensor) -> tuple[Tens
 
 
 @pytest.mark.parametrize("cut", [(1, 0, 11), (4, 4, 4), (5, 60, 7)])
-def test_heads_beyond_tau_are_scaled_with_their_group_wherever_their_rows_are(cut: tuple[int, int, int]) -> None:
+def test_heads_beyond_tau_scale_with_their_group_at_any_cut(cut: tuple[int, int, int]) -> None:
     q = Case((12, D), 2 if sum(cut) == 72 else 1, cut)
     k = Case((6, D), 1, (1, 0, 5))
     for eta, query, key in run_threads(3, clipped, q, k, LOGITS):
@@ -53,7 +53,7 @@ def test_the_largest_logit_after_clipping_is_tau() -> None:
     torch.testing.assert_close(largest().view(KV, -1).amax(1), torch.full((KV,), 100.0), rtol=1e-5, atol=0)
 
 
-def test_parts_that_rotate_and_values_of_mla_are_told_apart() -> None:
+def test_mla_rotary_rows_and_value_rows_scale_apart() -> None:
     query, key = nn.Parameter(torch.ones(2 * 5, 4)), nn.Parameter(torch.ones(2 * 7, 4))  # 3 + 2 for rotation; 3 + 4 values
     qk_clip_(query, key, torch.tensor([400.0, 1.0]), rope_rows=2, value_rows=4)
     assert query[:, 0].tolist() == [0.5] * 3 + [0.25] * 2 + [1.0] * 5
@@ -74,7 +74,7 @@ def broken(rank: int, world: int, value: float) -> str:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_logit_that_is_not_finite_on_one_rank_stops_all(value: float) -> None:
+def test_non_finite_logit_on_one_rank_stops_all_ranks(value: float) -> None:
     assert len(set(run_threads(3, broken, value))) == 1
 
 

@@ -48,7 +48,7 @@ def test_three_steps_of_shampoo_give_the_published_numbers(shape: tuple[int, int
     assert math.isclose(param.sum().item(), total, rel_tol=2e-6) and math.isclose(param.norm().item(), norm, rel_tol=2e-6)
 
 
-def test_one_step_with_summed_factors_is_the_orthogonal_factor_of_the_gradient() -> None:
+def test_summed_factor_step_is_the_gradients_orthogonal_factor() -> None:
     grad = waves(6, 6, 3) + torch.eye(6)
     param = nn.Parameter(torch.zeros(6, 6))
     how: dict[str, Any] = {"weight_decay": 0.0, "precondition_frequency": 1, "grafting": None, "factor_beta": 1.0}
@@ -105,7 +105,7 @@ def by_hand(kind: Any, p: np.ndarray, grads: list[np.ndarray], lr: float, decay:
     ids=["adamw", "rmsprop", "sgd", "ungrafted", "soap"],
 )
 @pytest.mark.parametrize("block", ["tile 8x8", "rows 8", "tensor"])
-def test_steps_are_those_of_the_formulas_block_by_block(kind: Any, options: dict[str, Any], block: str) -> None:
+def test_steps_match_the_formulas_block_by_block(kind: Any, options: dict[str, Any], block: str) -> None:
     shapes = {"wide": (16, 24), "experts": (2, 16, 8)}
     model = Weights(shapes)
     start = {name: p.detach().double().numpy().copy() for name, p in model.named_parameters()}
@@ -146,7 +146,7 @@ def trained(rank: int, world: int, kind: Any, block: Any, ranks: int) -> tuple[S
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_parameters_and_states_are_one_processs_bit_for_bit_at_any_cut_between_blocks(kind: Any, block: Any) -> None:
+def test_cuts_between_blocks_equal_one_process_bit_for_bit(kind: Any, block: Any) -> None:
     alone = trained(0, 1, kind, block, 0)[0]
     cut: set[str] = set()
     for world in (2, 3, 4):
@@ -225,7 +225,7 @@ def _load(rank: int, world: int, folder: str) -> list[list[State]]:
     return found
 
 
-def test_saved_on_one_number_of_ranks_and_loaded_on_another_the_next_steps_are_the_uninterrupted_runs(tmp_path: Path) -> None:
+def test_resume_on_other_ranks_equals_the_uninterrupted_run(tmp_path: Path) -> None:
     (uninterrupted,) = run_gloo(1, _save, str(tmp_path))
     for by_kind in run_gloo(2, _load, str(tmp_path)):
         for states, expected in zip(by_kind, uninterrupted, strict=True):
@@ -234,7 +234,7 @@ def test_saved_on_one_number_of_ranks_and_loaded_on_another_the_next_steps_are_t
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_state_dicts_come_back_bit_for_bit_and_a_missing_state_is_refused(kind: Any) -> None:
+def test_state_dict_restores_every_bit_and_refuses_missing_state(kind: Any) -> None:
     model, optimizer = build(kind, 0)
     train(model, optimizer, range(1, 4))
     other, loaded = build(kind, 0, saved=False)
@@ -263,7 +263,7 @@ def failing(dtypes: tuple[torch.dtype, ...], plain: Callable[..., Any]) -> Calla
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_where_fp32_fails_fp64_takes_over_and_where_both_fail_the_last_good_root_stays(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_roots_fall_back_to_fp64_then_to_last_good_root(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = {"w": (8, 8)}
 
     def run(steps: int, fails_at: int, dtypes: tuple[torch.dtype, ...]) -> tuple[State, KroneckerOptimizer]:
@@ -293,7 +293,7 @@ def test_where_fp32_fails_fp64_takes_over_and_where_both_fail_the_last_good_root
     assert np.isfinite(kept["w"]).all() and kept["w"].tobytes() != before["w"].tobytes(), "it goes on with the last good root"
 
 
-def test_a_factor_that_is_not_finite_keeps_the_last_good_root() -> None:
+def test_non_finite_factor_keeps_the_last_good_root() -> None:
     model = Weights({"w": (8, 8)})
     optimizer = Shampoo(model.parameters(), block="tile 8x8", precondition_frequency=1)
     train(model, optimizer, range(1, 2))
@@ -304,7 +304,7 @@ def test_a_factor_that_is_not_finite_keeps_the_last_good_root() -> None:
     assert torch.equal(root, optimizer.state[model.get_parameter("w")]["left_root"]) and optimizer.kept_roots == 1
 
 
-def test_inverse_roots_are_as_exact_as_their_condition_allows_and_ignore_noise() -> None:
+def test_inverse_roots_are_exact_to_condition_and_ignore_noise() -> None:
     q = torch.linalg.qr(noise((24, 24), "q", 0).double())[0]
     # FP32 errors of `eigh`, measured by condition number: 2e-6 at 1e2, 2e-4 at 1e4. The bounds leave a factor of ten.
     for condition, bound in ((1e2, 2e-5), (1e4, 2e-3)):
@@ -323,7 +323,7 @@ def test_inverse_roots_are_as_exact_as_their_condition_allows_and_ignore_noise()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_matrix_is_stepped_by_torchs_adamw_bit_for_bit(kind: Any) -> None:
+def test_non_matrices_and_embeddings_step_as_torchs_adamw(kind: Any) -> None:
     shapes = {"bias": (70,), "filters": (6, 4, 3, 3), "embed": (30, 8)}
     model, plain = Weights(shapes), Weights(shapes)
     named = [(f"{name}.weight", p) for name, p in model.named_parameters()]
@@ -336,7 +336,7 @@ def test_what_is_no_matrix_is_stepped_by_torchs_adamw_bit_for_bit(kind: Any) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_decay_shrinks_parameters_without_gradient_by_exactly_its_factor(kind: Any) -> None:
+def test_decay_shrinks_zero_gradient_parameters_by_its_factor(kind: Any) -> None:
     param = nn.Parameter(noise((16, 16), "p", 0))
     before = param.detach().clone()
     optimizer = kind([param], lr=0.1, weight_decay=0.5, block="tile 8x8", precondition_frequency=1)
@@ -346,7 +346,7 @@ def test_decay_shrinks_parameters_without_gradient_by_exactly_its_factor(kind: A
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bfloat16_parameters_keep_fp32_states_and_are_rounded_once(kind: Any) -> None:
+def test_bfloat16_parameters_keep_fp32_states_and_round_once(kind: Any) -> None:
     narrow, wide = Weights({"w": (16, 16)}, torch.bfloat16), Weights({"w": (16, 16)})
     wide.load_state_dict({"w": narrow.get_parameter("w").detach().float()})
     for model in (narrow, wide):
@@ -357,7 +357,7 @@ def test_bfloat16_parameters_keep_fp32_states_and_are_rounded_once(kind: Any) ->
     assert torch.equal(narrow.get_parameter("w"), wide.get_parameter("w").bfloat16())
 
 
-def test_shampoo_takes_the_grafted_step_until_preconditioning_starts() -> None:
+def test_shampoo_steps_as_adamw_until_preconditioning_starts() -> None:
     model, plain = Weights({"w": (16, 16)}), Weights({"w": (16, 16)})
     how: dict[str, Any] = {"lr": 0.05, "betas": (0.9, 0.98), "weight_decay": 0.3}
     optimizer = Shampoo(model.parameters(), block="tile 8x8", precondition_frequency=2, start_preconditioning_step=3, **how)
@@ -388,7 +388,7 @@ def test_bad_arguments_are_refused_in_a_sentence(options: dict[str, Any], messag
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_learns_faster_than_adamw_where_directions_are_badly_scaled(kind: Any) -> None:
+def test_kronecker_optimizers_beat_adamw_on_badly_scaled_problem(kind: Any) -> None:
     """A linear least-squares problem whose inputs are strongly correlated: what preconditioners are for."""
     mix = torch.linalg.qr(noise((32, 32), "mix", 0))[0] * torch.logspace(0, -2, 32)
     inputs, answer = noise((512, 32), "inputs", 0) @ mix.T, noise((16, 32), "answer", 0)

@@ -102,7 +102,7 @@ def test_private_names_of_torch_are_in_compat_alone() -> None:
     assert not found, "import them in vescale_ray/compat, with the reason, and from there"
 
 
-def test_private_attributes_of_torchs_objects_are_listed_in_compat() -> None:
+def test_compat_lists_private_attributes_of_torchs_objects() -> None:
     """An attribute with an underscore that the product reads of an object and defines nowhere is torch's."""
     used: dict[str, str] = {}
     defined: set[str] = set()
@@ -167,7 +167,7 @@ def test_a_torch_in_range_or_none_at_all_passes(monkeypatch, version: str | None
     compat.check_version()
 
 
-def test_the_version_is_the_one_that_an_import_gives(monkeypatch) -> None:
+def test_version_check_reads_the_torch_that_an_import_gives(monkeypatch) -> None:
     import torch
 
     assert compat.installed_version() == torch.__version__
@@ -175,7 +175,7 @@ def test_the_version_is_the_one_that_an_import_gives(monkeypatch) -> None:
     assert compat.installed_version() == torch.__version__, "read from its file"
 
 
-def test_all_missing_names_are_told_in_one_sentence() -> None:
+def test_missing_private_names_are_all_listed_in_one_sentence() -> None:
     """Names of three themes are taken away: a function, a class's method, a module's class; the first import tells of all."""
     done = run(
         "import torch, torch.distributed.tensor as t, torch.distributed.checkpoint._nested_dict as n\n"
@@ -214,7 +214,7 @@ def test_a_theme_imports_no_more_of_torch_than_it_needs() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_range_is_the_same_for_pip_and_in_the_docs() -> None:
+def test_torch_range_agrees_in_pyproject_and_docs() -> None:
     oldest, newest = compat.RELEASES[0], compat.RELEASES[-1]
     after = f"{newest.split('.')[0]}.{int(newest.split('.')[1]) + 1}"
     assert f'"torch>={oldest},<{after}",' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")

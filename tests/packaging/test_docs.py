@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -99,7 +100,7 @@ def test_every_command_exists(page: Path) -> None:
             assert second in group.commands, line
 
 
-def test_every_make_target_that_is_named_exists() -> None:
+def test_every_make_target_named_in_the_docs_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in PAGES:
         assert set(re.findall(r"make ([a-z-]+)`", page.read_text(encoding="utf-8"))) <= targets
@@ -111,7 +112,7 @@ def exported() -> set[str]:
     return {family.name + suffix.get(family.type, "") for family in families(full_snapshot())}
 
 
-def test_the_documents_name_every_metric_and_no_other() -> None:
+def test_docs_name_exactly_the_exported_metrics() -> None:
     documented: set[str] = set()
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     for row in re.findall(r"^\| (`vescale_[^|]*)\|", page, re.MULTILINE):
@@ -124,7 +125,7 @@ def test_the_documents_name_every_metric_and_no_other() -> None:
     assert documented == exported()
 
 
-def test_every_figure_of_the_snapshot_has_a_use() -> None:
+def test_every_snapshot_field_is_exported_or_listed() -> None:
     source = (ROOT / "controller" / "http" / "exposition.py").read_text(encoding="utf-8")
     only_status = {"started", "checkpoint_path", "checkpoint_interval_text", "error"}
     known = only_status | DRIVER_ONLY
@@ -146,3 +147,13 @@ def test_the_documents_name_every_file_of_a_run(tmp_path: Path) -> None:
     names = {path.name for path in tmp_path.iterdir()} | {run.curve_path.name, f"{run.checkpoints.name}/"}
     named = set(re.findall(r"^\| `([a-z_]+\.[a-z]+|lock|checkpoints/)`", text, re.MULTILINE))
     assert named == names | {"controller.json"}
+
+
+def test_test_names_have_at_most_60_characters() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and len(node.name) > 60
+    ]
+    assert not found

@@ -21,7 +21,7 @@ def test_the_index_of_tests_by_fault_is_up_to_date() -> None:
     assert fault_index.PAGE.read_text(encoding="utf-8") == fault_index.render(), f"run: {made}"
 
 
-def test_a_row_that_is_there_twice_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_duplicate_fault_row_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.md").write_text("| W1 | a worker dies | all |\n| W1 | a node dies | all |\n")
     monkeypatch.setattr(fault_index, "ROOT", tmp_path)
     monkeypatch.setattr(fault_index, "TABLES", ("a.md",))

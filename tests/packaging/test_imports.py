@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,11 +39,15 @@ def sources() -> Iterator[tuple[str, Path]]:
 
 
 SOURCES = [(part, path) for part, path in sources() if part != "__init__"]
-NAMES = [path.relative_to(ROOT).as_posix() for _, path in SOURCES]
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
+@functools.cache
+def imports(path: Path) -> list[tuple[str, bool]]:
     """Every module that the file imports, by its full name, and whether that happens at module level."""
+    return list(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[str, bool]]:
     inner = path.relative_to(ROOT).with_suffix("").parts
     package = inner[:-1] if inner[0] == "vescale_ray" else ("vescale_ray", *inner[:-1])
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -75,39 +80,39 @@ def test_every_part_has_its_place_in_the_layers() -> None:
     assert {part for part, _ in SOURCES} - DATA_ONLY == set(RANK) & {part for part, _ in SOURCES}
 
 
-@pytest.mark.parametrize(("part", "path"), SOURCES, ids=NAMES)
-def test_a_part_imports_only_what_lies_below_it(part: str, path: Path) -> None:
-    for name, _ in imports(path):
-        words = name.split(".")
-        if words[0] != "vescale_ray" or len(words) == 1:
-            continue
-        other = PUBLIC.get(words[1], words[1])
-        if other in ("__version__",):
-            continue
-        assert part not in DATA_ONLY, f"{path}: imports {name}"
-        assert RANK[other] <= RANK[part], f"{path}: {part} imports {name}, which lies above it"
+def test_a_part_imports_only_what_lies_below_it() -> None:
+    for part, path in SOURCES:
+        for name, _ in imports(path):
+            words = name.split(".")
+            if words[0] != "vescale_ray" or len(words) == 1:
+                continue
+            other = PUBLIC.get(words[1], words[1])
+            if other in ("__version__",):
+                continue
+            assert part not in DATA_ONLY, f"{path}: imports {name}"
+            assert RANK[other] <= RANK[part], f"{path}: {part} imports {name}, which lies above it"
 
 
 PUBLIC = {"Block": "geometry", "RaggedShard": "dtensor", "RaggedDTensor": "dtensor", "DBuffer": "dbuffer", "fully_shard": "fsdp"}
 
 
-@pytest.mark.parametrize(("part", "path"), SOURCES, ids=NAMES)
-def test_ray_is_imported_by_controller_and_workers_alone_not_even_lazily_elsewhere(part: str, path: Path) -> None:
-    used = {name for name, _ in imports(path) if name.split(".")[0] == "ray"}
-    assert not used or part in MAY_IMPORT_RAY, f"{path}: imports {sorted(used)}"
-    if part == "workers":
-        assert not used or path.name == "worker.py", f"{path}: of workers/ only worker.py may import Ray"
+def test_only_controller_and_workers_import_ray() -> None:
+    for part, path in SOURCES:
+        used = {name for name, _ in imports(path) if name.split(".")[0] == "ray"}
+        assert not used or part in MAY_IMPORT_RAY, f"{path}: imports {sorted(used)}"
+        if part == "workers":
+            assert not used or path.name == "worker.py", f"{path}: of workers/ only worker.py may import Ray"
 
 
-@pytest.mark.parametrize(("part", "path"), SOURCES, ids=NAMES)
-def test_the_command_line_and_its_helpers_import_torch_only_inside_functions(part: str, path: Path) -> None:
-    if part in TORCH_FREE:
-        assert not [name for name, top in imports(path) if top and name.split(".")[0] in ("torch", "ray", "matplotlib")]
+def test_command_line_imports_torch_only_inside_functions() -> None:
+    for part, path in SOURCES:
+        if part in TORCH_FREE:
+            assert not [name for name, top in imports(path) if top and name.split(".")[0] in ("torch", "ray", "matplotlib")], path
 
 
-@pytest.mark.parametrize(("part", "path"), SOURCES, ids=NAMES)
-def test_nothing_is_imported_as_a_top_level_controller_workers_checkpoint_or_deploy(part: str, path: Path) -> None:
-    assert not [name for name, _ in imports(path) if name.split(".")[0] in ("controller", "workers", "checkpoint", "deploy")]
+def test_our_packages_are_imported_only_through_vescale_ray() -> None:
+    for part, path in SOURCES:
+        assert not [name for name, _ in imports(path) if name.split(".")[0] in ("controller", "workers", "checkpoint", "deploy")], path
 
 
 POLICIES = (
@@ -160,7 +165,7 @@ def test_the_models_and_the_data_know_nothing_of_sharding() -> None:
             }
 
 
-def test_every_folder_says_in_its_first_lines_what_lives_there() -> None:
+def test_every_package_has_a_docstring() -> None:
     for path in [
         *ROOT.glob("vescale_ray/**/__init__.py"),
         *(path for folder in ("controller", "workers", "checkpoint", "deploy") for path in ROOT.glob(f"{folder}/**/__init__.py")),

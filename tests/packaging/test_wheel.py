@@ -38,11 +38,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_every_package_of_the_tree_is_listed_for_the_wheel_and_no_other() -> None:
+def test_wheel_lists_exactly_the_packages_of_the_tree() -> None:
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == packages_in_the_tree()
 
 
-def test_the_wheel_holds_every_module_under_vescale_ray_and_nothing_beside_it(wheel: Path) -> None:
+def test_wheel_holds_exactly_the_modules_under_vescale_ray(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "vescale_ray").rglob("*.py")}
     modules |= {f"vescale_ray/{path.relative_to(ROOT).as_posix()}" for folder in MAPPED for path in (ROOT / folder).rglob("*.py")}
@@ -50,7 +50,7 @@ def test_the_wheel_holds_every_module_under_vescale_ray_and_nothing_beside_it(wh
     assert {name.split("/")[0].split("-")[0] for name in names} == {"vescale_ray"}, "a user's own checkpoint.py must not collide"
 
 
-def test_the_wheel_holds_the_data_files_the_licence_and_the_entry_point(wheel: Path) -> None:
+def test_wheel_holds_data_files_licence_and_entry_point(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     names = set(archive.namelist())
     assert {"vescale_ray/py.typed", "vescale_ray/configs/demo.yaml", "vescale_ray/configs/cluster.yaml"} <= names
@@ -64,7 +64,7 @@ def test_the_wheel_holds_the_data_files_the_licence_and_the_entry_point(wheel: P
     assert "Requires-Python: <3.14,>=3.11" in metadata
 
 
-def test_the_wheel_works_where_nothing_else_of_the_project_is_and_does_not_extend_its_path(wheel: Path, tmp_path: Path) -> None:
+def test_wheel_works_alone_with_a_single_package_path(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     code = (
         "import importlib.resources as r, vescale_ray, vescale_ray.checkpoint, vescale_ray.config, vescale_ray.workers\n"
@@ -101,7 +101,7 @@ def test_the_library_imports_where_ray_is_not_installed(tmp_path: Path) -> None:
     assert done.stdout == "ok\n", done.stderr
 
 
-def test_what_is_installed_by_make_is_pinned() -> None:
+def test_constraints_pin_every_requirement_that_make_installs() -> None:
     pins = {line.split("==")[0].lower().replace("_", "-") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
     wanted = [
         *PROJECT["project"]["dependencies"],
@@ -112,7 +112,7 @@ def test_what_is_installed_by_make_is_pinned() -> None:
     assert "torch==2.13.0\n" in (ROOT / "constraints.txt").read_text(), "no local version: plain pip must find it"
 
 
-def test_continuous_integration_installs_promtool_and_calls_make_test() -> None:
+def test_ci_installs_promtool_and_calls_make_test() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     lines = [line for line in script.read_text().splitlines() if line and not line.startswith("#")]

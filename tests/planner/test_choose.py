@@ -24,7 +24,7 @@ from vescale_ray.planner.request import size_of
 H100 = HARDWARE["h100"]
 
 
-def test_the_best_option_fits_is_the_fastest_and_each_other_one_has_a_reason() -> None:
+def test_best_option_is_the_fastest_fit_and_all_have_reasons() -> None:
     choice = choose_sharding("llama-3-70b", 512, policy=Policy(optimizer="adamw"))
     assert choice.best is not None and choice.options[0] is choice.best
     room = choice.hardware.memory * 0.9
@@ -38,20 +38,20 @@ def test_the_best_option_fits_is_the_fastest_and_each_other_one_has_a_reason() -
     assert {o.lever.layers for o in choice.options} == {1, 2, 4} and len({o.group for o in choice.options}) >= 6
 
 
-def test_what_does_not_fit_is_said_with_the_least_memory_and_what_to_do() -> None:
+def test_model_that_never_fits_gets_least_memory_and_remedy() -> None:
     choice = choose_sharding("deepseek-v3", 64, policy=Policy(optimizer="adamw"))
     assert choice.best is None
     assert re.search(r"nothing fits: the least is [\d.]+ GiB with .*, more devices", choice.notes[0])
 
 
-def test_a_policy_with_blocks_picks_a_lever_or_a_smaller_group_when_padding_costs() -> None:
+def test_block_policy_picks_an_option_of_under_3_percent_padding() -> None:
     choice = choose_sharding("gpt-oss-120b", 2048, HARDWARE["b200"], Policy(optimizer="adamw8bit", blocks=Blocks(128, "experts")))
     assert choice.best is not None and choice.best.padding_ratio < 0.03
     padded = [o for o in choice.options if o.group == 2048 and o.lever == Lever()]
     assert padded[0].padding_ratio > 0.3 and "padding" in padded[0].reason or "needs" in padded[0].reason
 
 
-def test_memory_by_kind_is_what_the_engine_note_says() -> None:
+def test_memory_by_kind_matches_values_worked_out_by_hand() -> None:
     """Llama-3-8B over 8 ranks, worked out by hand: 8 030 261 248 parameters; the layer has 218 112 000, the head 525 340 672."""
     shapes = model_shapes("llama-3-8b")
     plan = plan_model(shapes, 8)
@@ -79,7 +79,7 @@ def test_frozen_parameters_have_no_gradients_and_no_states() -> None:
     assert memory.gradients == memory.optimizer == memory.gradient_buffers == 0 < memory.master
 
 
-def test_collectives_cost_latency_bandwidth_and_twelve_times_as_much_if_a_part_is_not_aligned() -> None:
+def test_collective_time_models_latency_bandwidth_and_alignment() -> None:
     inside = collective_time(8e9, 8, H100)
     assert inside == pytest.approx(8e9 * 7 / 8 / (450e9 * 0.8), rel=0.01)
     across = collective_time(8e9, 64, H100)
@@ -92,7 +92,7 @@ def test_collectives_cost_latency_bandwidth_and_twelve_times_as_much_if_a_part_i
     assert all(b.shard_numel * 2 % 128 == 0 for u in plan.units for b in u.plan.buffers), "ours never pays it"
 
 
-def test_time_grows_with_tokens_and_padding_and_overlap_never_makes_it_shorter_than_its_parts() -> None:
+def test_step_time_grows_with_tokens_and_covers_its_parts() -> None:
     shapes = model_shapes("llama-3-8b")
     plan = plan_model(shapes, 64)
     small, large = (predict_time(plan, Policy(tokens=n), H100) for n in (512, 65536))
@@ -173,7 +173,7 @@ def test_the_command_prints_tables_and_writes_json_and_a_page(capsys: pytest.Cap
         (["--model", "kimi-k2", "--devices", "8"], 1, ""),
     ],
 )
-def test_the_command_tells_bad_input_in_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, says: str) -> None:
+def test_plan_command_reports_bad_input_in_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, says: str) -> None:
     got, out, err = run(capsys, *arguments)
     assert got == code and says in err
     assert err.count("\n") == (1 if code == 2 else 0) and "Traceback" not in err
@@ -192,14 +192,14 @@ print(json.dumps(told))
 """
 
 
-def test_plans_are_the_same_in_another_process_and_under_another_hash_seed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_are_equal_in_another_process_and_hash_seed(capsys: pytest.CaptureFixture[str]) -> None:
     environment = {**os.environ, "PYTHONHASHSEED": "4242"}
     done = subprocess.run([sys.executable, "-c", SAME], env=environment, capture_output=True, text=True, timeout=100, check=True)
     exec(SAME, {})
     assert done.stdout == capsys.readouterr().out
 
 
-def test_what_two_ranks_compare_names_the_first_tensor_that_differs() -> None:
+def test_plan_descriptions_name_the_differing_tensor() -> None:
     mine = plan_layout([TensorSpec("a", (8, 8)), TensorSpec("b", (8, 8))], 2)
     theirs = plan_layout([TensorSpec("a", (8, 8)), TensorSpec("b", (8, 9))], 2)
     assert mine.fingerprint != theirs.fingerprint

@@ -108,7 +108,7 @@ def measure(rank: int, world: int, compute: str, optimizer: str, kind: str, rows
         (3, "float32", "adamw", "tower", None),
     ],
 )
-def test_each_kind_of_memory_is_within_five_percent_of_what_ranks_hold(world, compute, optimizer, kind, rows) -> None:
+def test_each_kind_of_memory_is_predicted_within_5_percent(world, compute, optimizer, kind, rows) -> None:
     shapes = model_shapes(build(kind))
     dtype = getattr(torch, compute)
     policy = Policy(optimizer=optimizer, tokens=32, compute_dtype=dtype)

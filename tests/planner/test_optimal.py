@@ -132,19 +132,19 @@ def optimality(seed: int, most: int) -> None:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_up_to_seven_tensors_get_what_brute_force_over_all_orders_finds(part: int) -> None:
+def test_plans_of_up_to_seven_tensors_match_brute_force(part: int) -> None:
     for seed in range(part * 50, part * 50 + 50):
         optimality(seed, 7)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_thousand_more_instances_get_what_brute_force_finds() -> None:
+def test_two_thousand_more_plans_match_brute_force() -> None:
     for seed in range(1000, 3000):
         optimality(seed, 7)
 
 
-def test_the_bound_is_never_above_the_optimum_of_brute_force_where_the_search_is_not_exhaustive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heuristic_bound_never_exceeds_the_brute_force_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the search over all orders switched off, best fit and the bound stand alone."""
     from vescale_ray.planner.orders import Kinds
 

@@ -67,7 +67,7 @@ tensors = st.tuples(st.integers(1, 24), st.sampled_from([1, 2, 3, 5, 8, 12, 33])
 
 @settings(max_examples=150)
 @given(st.lists(tensors, min_size=1, max_size=4), st.integers(1, 6))
-def test_the_given_order_gets_the_exact_smallest_shard_and_the_bound_is_below_every_order(
+def test_given_order_is_exact_and_the_bound_holds_for_any_order(
     shapes: list[tuple[int, int]], shards: int
 ) -> None:
     specs = [TensorSpec(f"t{i}", shape, Block.rows(1)) for i, shape in enumerate(shapes)]
@@ -128,11 +128,11 @@ def _llama3_70b_layer() -> list[TensorSpec]:
 
 
 @pytest.mark.parametrize(("shards", "percent"), [(8, 0.05), (64, 0.01), (512, 0.01), (1024, 0.02), (4096, 0.05)])
-def test_without_a_block_requirement_llama3_70b_needs_almost_no_padding(shards: int, percent: float) -> None:
+def test_llama3_70b_without_blocks_needs_almost_no_padding(shards: int, percent: float) -> None:
     assert plan_layout(_llama3_70b_layer(), shards).padding_ratio * 100 < percent
 
 
-def test_row_blocks_of_two_lengths_cost_their_common_multiple_as_the_paper_sheet_says() -> None:
+def test_row_blocks_of_llama3_70b_at_512_ranks_need_2_94_percent() -> None:
     """1-row blocks on Llama-3-70B at 512 ranks need 2.94 %, and no order needs less."""
     specs = [TensorSpec(s.name, s.shape, Block.rows(1) if len(s.shape) == 2 else None, s.dtype) for s in _llama3_70b_layer()]
     layout = plan_layout(specs, 512)
@@ -146,7 +146,7 @@ def test_a_whole_tensor_block_stays_on_one_rank() -> None:
     assert layout.dims("a") == (0,) and sorted(layout.units("a")) == [0, 0, 0, 1]
 
 
-def test_zero_dimensional_empty_and_fewer_blocks_than_ranks() -> None:
+def test_scalars_empty_tensors_and_too_few_blocks_get_a_plan() -> None:
     layout = plan_layout([TensorSpec("scalar", ()), TensorSpec("none", (0, 7)), TensorSpec("few", (2, 3), Block.rows(1))], 8)
     assert layout.dims("scalar") == () and sum(layout.units("scalar")) == 1
     assert sum(layout.units("none")) == 1
@@ -169,7 +169,7 @@ def test_the_narrowest_dtype_decides_the_alignment_in_elements() -> None:
         ([TensorSpec("experts", (4, 10, 3), Block.rows(4))], 2, {}, "10 rows of each matrix are not a multiple of 4"),
     ],
 )
-def test_bad_input_is_told_in_one_sentence_with_the_value(specs: list[TensorSpec], shards: int, options: dict[str, str], says: str) -> None:
+def test_plan_layout_reports_bad_input_with_its_value(specs: list[TensorSpec], shards: int, options: dict[str, str], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         plan_layout(specs, shards, **options)  # type: ignore[arg-type]
 

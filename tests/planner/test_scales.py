@@ -14,7 +14,7 @@ from vescale_ray.planner.scales import ScaleShards
 FP8 = torch.float8_e4m3fn
 
 
-def test_every_tile_has_its_scale_on_the_rank_that_holds_the_tile() -> None:
+def test_every_tile_and_its_scale_are_on_one_rank() -> None:
     tile = Block.tile(4, 3)
     specs = [
         TensorSpec("a", (40, 7), tile, FP8),
@@ -45,7 +45,7 @@ def test_every_tile_has_its_scale_on_the_rank_that_holds_the_tile() -> None:
         assert scales.count("norm", 0) == 0
 
 
-def test_scales_of_a_deepseek_layer_are_a_16384th_of_its_elements() -> None:
+def test_deepseek_scales_are_a_16384th_of_the_elements() -> None:
     specs = [TensorSpec(f"e{i}", (2048, 7168), Block.tile(128, 128), FP8) for i in range(32)]
     layout = plan_layout(specs, 64)
     scales = ScaleShards(layout)

@@ -46,7 +46,7 @@ def test_parameter_counts_are_the_published_ones(name: str) -> None:
     assert model_shapes(name, experts="separate").numel == shapes.numel
 
 
-def test_every_published_model_is_in_the_table_above_with_a_source() -> None:
+def test_every_published_model_has_a_count_and_a_source() -> None:
     assert set(TOTALS) == set(PUBLISHED)
     assert all(any(word in source for word in ("arXiv", "http")) for source, _ in PUBLISHED.values())
 
@@ -60,7 +60,7 @@ def test_separate_experts_are_single_matrices() -> None:
     assert len(unit.params) == len({p.name for p in unit.params})
 
 
-def test_a_config_gives_the_same_as_the_name(tmp_path: Path) -> None:
+def test_config_file_gives_the_shapes_of_the_named_model(tmp_path: Path) -> None:
     for name in PUBLISHED:
         path = tmp_path / "config.json"
         path.write_text(json.dumps({**PUBLISHED[name][1], "torch_dtype": "bfloat16"}))
@@ -85,7 +85,7 @@ class Odd(nn.Module):
         self.none = nn.Parameter(torch.zeros(0, 5))
 
 
-def test_any_module_is_taken_apart_into_units_with_its_tied_and_frozen_parameters() -> None:
+def test_module_splits_into_units_with_tied_and_frozen_tensors() -> None:
     with torch.device("meta"):
         odd = Odd()
     shapes = model_shapes(odd)
@@ -123,13 +123,13 @@ def test_a_factory_is_called_on_the_meta_device() -> None:
         ({**PUBLISHED["llama-3-8b"][1], "hidden_size": "big"}, "hidden_size is 'big': give an integer of at least 0"),
     ],
 )
-def test_what_can_not_be_used_is_told_in_one_line(model: object, says: str) -> None:
+def test_unusable_model_is_refused_in_one_line(model: object, says: str) -> None:
     with pytest.raises(BadInput) as raised:
         model_shapes(model)  # type: ignore[arg-type]
     assert says in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_file_that_holds_no_config_is_told(tmp_path: Path) -> None:
+def test_file_without_a_config_is_refused(tmp_path: Path) -> None:
     for text, says in (("{", "not JSON"), ("[1]", "not a JSON object")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(BadInput, match=says):

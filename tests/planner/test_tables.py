@@ -78,7 +78,7 @@ WIDEST_GAP = 2.2
 
 @pytest.mark.parametrize("experts", ["fused", "separate"])
 @pytest.mark.parametrize("model", ["llama-3-70b", "gpt-oss-120b", "deepseek-v3"])
-def test_no_plan_is_above_the_papers_algorithm_or_megatrons_rule_and_each_is_judged(model: str, experts: str) -> None:
+def test_plans_never_exceed_the_papers_or_megatrons_shard_size(model: str, experts: str) -> None:
     unit = layer(model, experts)
     gaps = []
     for rows, on in [(1, "matrices"), (16, "matrices"), (32, "experts"), (128, "matrices"), (128, "experts")]:
@@ -98,7 +98,7 @@ def test_no_plan_is_above_the_papers_algorithm_or_megatrons_rule_and_each_is_jud
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "llama-3-70b", "llama-3-405b", "gpt-oss-20b", "gpt-oss-120b", "deepseek-v3", "kimi-k2"])
-def test_default_blocks_meet_the_bound_and_cut_at_rows_where_that_is_free(model: str) -> None:
+def test_default_blocks_meet_the_bound_and_cut_at_rows_if_free(model: str) -> None:
     for unit in model_shapes(model, experts="separate" if model == "deepseek-v3" else "fused").units:
         for group in (8, 96, 512, 4096, 100_000):
             layout = plan_layout(specs(unit, None, stacks=True), group)
@@ -112,7 +112,7 @@ def test_default_blocks_meet_the_bound_and_cut_at_rows_where_that_is_free(model:
     assert plan_layout(specs(layer("llama-3-70b"), None), 512, row_slack=0.03).cut("mlp.gate_proj") == "rows"
 
 
-def test_other_systems_need_what_their_published_rules_say() -> None:
+def test_padding_of_other_systems_follows_their_published_rules() -> None:
     """FSDP2 doubles the experts at 256 ranks; Megatron's row of a fused tensor is a whole expert."""
     unit = layer("gpt-oss-120b")
     stacks = specs(unit, None, stacks=True)
@@ -145,7 +145,7 @@ def test_a_plan_takes_milliseconds() -> None:
     assert worst[0] < 0.2, worst
 
 
-def test_all_units_of_deepseek_v3_and_a_hundred_thousand_ranks_take_less_than_a_second() -> None:
+def test_deepseek_v3_or_100_000_ranks_plan_in_under_a_second() -> None:
     units = [specs(u, 128, "experts") for u in model_shapes("deepseek-v3", experts="separate").units for _ in range(u.count)]
     assert len(units) == 63
     spent = _clock(lambda: [plan_layout(unit, 1024) for unit in units])

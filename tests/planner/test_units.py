@@ -47,7 +47,7 @@ def judge(unit: UnitShape, plan: UnitPlan, group: int, blocks: Blocks) -> None:
 
 @pytest.mark.parametrize("rows", [0, 16, 128])
 @pytest.mark.parametrize("lever", [PLAIN, PER_BLOCK, STRIDED, Lever(2, "per block", True)], ids=str)
-def test_every_lever_gives_valid_plans_whose_experts_keep_their_blocks(lever: Lever, rows: int) -> None:
+def test_every_lever_gives_valid_plans_that_keep_expert_blocks(lever: Lever, rows: int) -> None:
     for model in ("gpt-oss-120b", "deepseek-v3", "qwen3-30b-a3b"):
         unit = experts_layer(model)
         blocks = Blocks(rows, "experts")
@@ -58,7 +58,7 @@ def test_every_lever_gives_valid_plans_whose_experts_keep_their_blocks(lever: Le
             assert plan.fingerprint == plan_unit(unit, group, blocks, lever=lever).fingerprint
 
 
-def test_experts_of_128_rows_stay_below_three_percent_where_a_lever_of_up_to_four_layers_can_do_it() -> None:
+def test_levers_keep_128_row_experts_below_3_percent_padding() -> None:
     """Without levers padding is 5.7 % at 512 and 17.5 % at 2048 ranks for GPT-OSS, 31 % at 2048 for DeepSeek-V3."""
     for experts in ("fused", "separate"):
         for group in (8, 64, 128, 256, 512, 1024):
@@ -68,7 +68,7 @@ def test_experts_of_128_rows_stay_below_three_percent_where_a_lever_of_up_to_fou
         assert advise(experts_layer("deepseek-v3"), group, Blocks(128, "experts")).reached, group
 
 
-def test_beyond_that_the_remedies_are_named_and_each_of_them_holds() -> None:
+def test_remedies_past_the_levers_reach_are_named_and_hold() -> None:
     unit = experts_layer("gpt-oss-120b")
     found = advise(unit, 4096, Blocks(128, "experts"))
     assert not found.reached
@@ -81,7 +81,7 @@ def test_beyond_that_the_remedies_are_named_and_each_of_them_holds() -> None:
     assert advise(unit, 4096, Blocks(32, "experts")).reached
 
 
-def test_one_buffer_per_row_length_does_without_the_common_multiple() -> None:
+def test_one_buffer_per_row_length_avoids_the_common_multiple() -> None:
     unit = experts_layer("deepseek-v3")
     plain, apart = (plan_unit(unit, 512, Blocks(128, "experts"), lever=lever) for lever in (PLAIN, PER_BLOCK))
     assert plain.padding_ratio > 0.06 and apart.padding_ratio < 0.0001
@@ -89,14 +89,14 @@ def test_one_buffer_per_row_length_does_without_the_common_multiple() -> None:
     assert all(len(one) <= 1 for one in lengths) and len(apart.buffers) in (2, 3)
 
 
-def test_gaps_between_experts_pay_where_whole_experts_do_not_fit_a_common_multiple() -> None:
+def test_strided_experts_pad_less_when_whole_experts_do_not_fit() -> None:
     unit = experts_layer("deepseek-v3")
     plain, strided = (plan_unit(unit, 48, Blocks(0, "experts"), lever=lever) for lever in (PLAIN, STRIDED))
     assert strided.padding_ratio < 0.05 < 0.1 < plain.padding_ratio
     assert strided.strided and any("a gap of" in note for note in strided.notes), "decided by tensor, and reported"
 
 
-def test_a_last_block_that_is_shorter_stays_in_its_expert_if_experts_are_strided() -> None:
+def test_strided_experts_keep_a_short_last_block_to_themselves() -> None:
     """2880 rows are 22 blocks of 128 and one of 64."""
     unit = experts_layer("gpt-oss-120b")
     across = plan_unit(unit, 64, Blocks(128, "experts"))
@@ -105,7 +105,7 @@ def test_a_last_block_that_is_shorter_stays_in_its_expert_if_experts_are_strided
     assert not strided.across and strided.strided == {"experts.gate_up_proj": 64, "experts.down_proj": 64}
 
 
-def test_a_strided_tensor_is_a_view_of_the_buffer_and_its_gaps_count_as_padding() -> None:
+def test_strided_tensor_is_a_view_and_its_gaps_are_padding() -> None:
     spec = TensorSpec("experts", (3, 5, 4), Block.rows(8), torch.float32, stored_rows=8)
     layout = plan_layout([spec, TensorSpec("other", (7,))], 2)
     flat = torch.arange(layout.numel)
@@ -120,7 +120,7 @@ def test_a_strided_tensor_is_a_view_of_the_buffer_and_its_gaps_count_as_padding(
         TensorSpec("matrix", (5, 4), stored_rows=8)
 
 
-def test_several_layers_in_one_unit_move_the_padding_to_larger_groups() -> None:
+def test_units_of_n_layers_shift_padding_to_n_times_the_ranks() -> None:
     unit = experts_layer("gpt-oss-120b")
     blocks = Blocks(128, "experts")
     for layers in (2, 4):
@@ -138,7 +138,7 @@ def test_a_block_larger_than_its_tensor_is_one_block_with_a_note() -> None:
     assert sum(end > start for start, end in (layout.local_range("small", r) for r in range(4))) == 1
 
 
-def test_bad_units_are_told_in_one_line() -> None:
+def test_bad_units_are_refused_with_the_value() -> None:
     unit = UnitShape("u", (ParamShape("a", (4, 4), "matrix"),))
     with pytest.raises(ValueError, match="a unit of 0 layers"):
         plan_unit(unit, 2, lever=Lever(0))

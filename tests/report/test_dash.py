@@ -52,14 +52,14 @@ def drawing(text: str) -> list[ET.Element]:
     return [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
 
 
-def test_the_page_needs_nothing_from_elsewhere_and_runs_nothing(folder: RunFolder) -> None:
+def test_page_is_self_contained_and_runs_no_script(folder: RunFolder) -> None:
     text = render(dash.from_folder(folder))
     assert not re.search(r"(?i)<script|<link|<img|@import|url\(|src=|href=|javascript:|http", text)
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text and "a &amp; b" in text
     assert len(drawing(text)) == 9, "every picture is well-formed XML"
 
 
-def test_whatever_stands_in_the_files_is_shown_and_not_obeyed(folder: RunFolder) -> None:
+def test_page_escapes_markup_and_control_characters_of_files(folder: RunFolder) -> None:
     """Also a step that is none, and the name of a file that is no text, as an error brings it along."""
     folder.append_event({"time": BEGAN + 9, "event": "warning", "step": "<script>alert(1)</script>", "text": "<img src=x>"})
     about = {"from": "<b>", "to": "</title>", "direction": "grow", "reason": "no file b\udcff", "source": "peer"}
@@ -72,7 +72,7 @@ def test_whatever_stands_in_the_files_is_shown_and_not_obeyed(folder: RunFolder)
     assert "\\x1b[31mno file a\\udcff" in text and "no file b\\udcff" in text
 
 
-def test_it_shows_what_the_lines_say(folder: RunFolder) -> None:
+def test_page_shows_the_figures_of_the_runs_lines(folder: RunFolder) -> None:
     page = dash.from_folder(folder)
     charts = {chart.title: chart for chart in page.charts}
     assert list(charts)[:2] == ["Tokens per second (of each step)", "Resident memory by rank"], "throughput and memory first"
@@ -90,7 +90,7 @@ def test_it_shows_what_the_lines_say(folder: RunFolder) -> None:
     assert "400 MiB" in text, "round numbers of MiB"
 
 
-def test_waiting_is_a_part_of_the_steps_that_it_was_waited_in(tmp_path: Path) -> None:
+def test_waiting_share_divides_by_the_steps_it_was_waited_in(tmp_path: Path) -> None:
     """The first rank to tell of a step is beside others that have told of the one before, which may have been ten times as long."""
     run = RunFolder(tmp_path / "r").create()
     run.append_metrics({"step": 1, "time": BEGAN, "step_seconds": 0.1, "waited_seconds": {"all_gather": 0.6}, "waited_of_seconds": 0.8})
@@ -98,7 +98,7 @@ def test_waiting_is_a_part_of_the_steps_that_it_was_waited_in(tmp_path: Path) ->
     assert [value for _, value in waiting.series[0].points] == [pytest.approx(75.0)]
 
 
-def test_a_run_that_failed_before_its_first_step_has_a_page_that_says_why(tmp_path: Path) -> None:
+def test_run_failed_before_step_1_has_a_page_with_the_reason(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "r").create()
     run.append_event({"time": BEGAN, "event": "run_started", "generation": 0, "step": 0})
     run.append_event({"time": BEGAN + 9, "event": "worker_lost", "generation": 0, "step": 0, "worker": "w0", "reason": "no memory"})
@@ -128,7 +128,7 @@ def test_a_run_of_one_step_without_a_loss_has_a_page(tmp_path: Path) -> None:
         ({}, {}, {"event": "rescaled", "pause_seconds": "x"}),
     ],
 )
-def test_files_that_no_run_has_written_are_told_of_in_a_sentence(
+def test_files_of_foreign_form_are_refused_in_one_sentence(
     state: dict[str, Any], line: dict[str, Any], event: dict[str, Any], tmp_path: Path
 ) -> None:
     run = RunFolder(tmp_path / "r").create()
@@ -144,13 +144,13 @@ def test_files_that_no_run_has_written_are_told_of_in_a_sentence(
         dash.from_folder(run)
 
 
-def test_of_a_run_that_was_started_again_the_accounts_say_that_they_are_the_last_start_s(folder: RunFolder) -> None:
+def test_time_accounts_of_a_restarted_run_name_the_last_start(folder: RunFolder) -> None:
     assert "<h2>Where the time went</h2>" in render(dash.from_folder(folder))
     folder.append_event({"time": BEGAN + 86400, "event": "run_started", "generation": 3, "step": 10})
     assert "<h2>Where the time went, since the last of 2 starts</h2>" in render(dash.from_folder(folder))
 
 
-def test_a_line_is_where_its_values_are() -> None:
+def test_chart_line_goes_through_its_values_and_breaks_at_gaps() -> None:
     chart = Chart("t", (Series("a", [(0.0, 0.0), (5.0, 10.0), (10.0, None), (10.0, 5.0)]),))
     (svg,) = drawing(render(Page("r", "s", 0.0, (), (chart,))))
     (path,) = [one for one in svg.iter() if one.tag == "path"]
@@ -160,7 +160,7 @@ def test_a_line_is_where_its_values_are() -> None:
     assert path.attrib["d"].count("M") == 2, "nothing is drawn over a gap"
 
 
-def test_what_only_some_runs_tell_is_left_out_where_this_one_does_not(folder: RunFolder, tmp_path: Path) -> None:
+def test_charts_without_data_in_a_run_are_left_out(folder: RunFolder, tmp_path: Path) -> None:
     other = RunFolder(tmp_path / "older").create()
     (other.path / "config.yaml").write_text("run: {name: older}\n")
     for line in folder.read_all_metrics():
@@ -168,7 +168,7 @@ def test_what_only_some_runs_tell_is_left_out_where_this_one_does_not(folder: Ru
     assert len(dash.from_folder(other).charts) == 6 and len(dash.from_folder(folder).charts) == 9
 
 
-def test_of_a_run_whose_lines_are_gigabytes_a_few_are_held_and_all_extremes_shown(
+def test_long_run_is_thinned_in_memory_with_all_extremes_kept(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the head's pod a page that takes as much memory as the file would be the end of the run."""
@@ -209,12 +209,12 @@ def test_thinning_out_keeps_the_extremes_the_ends_and_the_order(numbers: list[fl
 
 @given(st.lists(st.lists(values, min_size=1, max_size=5), max_size=8))
 @example([[5e-324], [1e-310, 2e-310]])
-def test_any_values_make_a_page(rows: list[list[float | None]]) -> None:
+def test_any_values_render_as_well_formed_charts(rows: list[list[float | None]]) -> None:
     charts = tuple(Chart(f"c{i}", (Series("s", [(float(j), v) for j, v in enumerate(row)]),), "bytes") for i, row in enumerate(rows))
     assert len(drawing(render(Page("r", "s", 0.0, (), charts)))) == sum(any(v is not None for v in row) for row in rows)
 
 
-def test_of_a_thousand_ranks_the_largest_and_the_smallest_are_shown() -> None:
+def test_thousand_ranks_shrink_to_the_largest_and_smallest() -> None:
     series = [Series(f"rank {r}", [(0.0, float(r)), (1.0, None if r == 0 else 5.0 * r)]) for r in range(1000)]
     assert few(series) == (Series("largest of 1000", [(0.0, 999.0), (1.0, 4995.0)]), Series("smallest", [(0.0, 0.0), (1.0, 5.0)]))
 
@@ -250,7 +250,7 @@ def prometheus() -> Iterator[str]:
     server.server_close()
 
 
-def test_from_a_prometheus_the_page_has_the_same_pictures(prometheus: str, folder: RunFolder, tmp_path: Path) -> None:
+def test_page_from_prometheus_has_the_charts_of_the_folders_page(prometheus: str, folder: RunFolder, tmp_path: Path) -> None:
     """What a real one answers: tests/controller/test_prometheus.py."""
     page = dash.from_prometheus(prometheus, "there", 2.0)
     titles = [re.sub(", mean of .*", "", chart.title) for chart in page.charts]
@@ -269,7 +269,7 @@ def test_from_a_prometheus_the_page_has_the_same_pictures(prometheus: str, folde
 
 
 @pytest.mark.parametrize("began", [0.0, 40_000.0, 86_290.0])
-def test_of_a_run_that_was_short_and_long_ago_all_is_shown(began: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prometheus_page_shows_all_of_a_short_run_long_ago(began: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """100 s of the last 24 hours, told every 10 s: a point every 216 s would mostly miss them. The oracle is Prometheus' own rule."""
     now = time.time()
     first = now - 86_400 + began
@@ -293,7 +293,7 @@ def test_of_a_run_that_was_short_and_long_ago_all_is_shown(began: float, monkeyp
 
 
 @pytest.mark.parametrize(("age", "before"), [(30.0, 1), (7200.0, 0)], ids=["young", "older than what is shown"])
-def test_a_rescale_that_is_undone_before_the_next_point_is_seen(age: float, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rescale_undone_before_the_next_point_is_marked(age: float, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker is lost before the first scrape; between two others one is lost and replaced; the run is started again, and grows twice."""
     begin = time.time() - 600
     shrink, grow = {"direction": "shrink", "reason": "failure"}, {"direction": "grow", "reason": "replacement"}
@@ -316,7 +316,7 @@ def test_a_rescale_that_is_undone_before_the_next_point_is_seen(age: float, befo
     assert page.marks == (first, swift, again)[1 - before :] and dict(page.facts)["rescales"] == str(before + 3)
 
 
-def test_wrong_calls_are_one_sentence(prometheus: str, tmp_path: Path, folder: RunFolder) -> None:
+def test_wrong_dash_calls_are_refused(prometheus: str, tmp_path: Path, folder: RunFolder) -> None:
     with pytest.raises(BadInput, match="has no data of run 'other' in the last 1 hours; it knows there"):
         dash.from_prometheus(prometheus, "other", 1.0)
     with pytest.raises(BadInput, match="has no data of run 'other', namespace 'y', in the last 1 hours; it knows there"):

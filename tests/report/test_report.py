@@ -30,14 +30,14 @@ def run(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "runs" / "synthetic").create()
 
 
-def test_a_run_without_disturbance_loses_and_repeats_nothing_over_several_epochs(run: RunFolder) -> None:
+def test_undisturbed_run_loses_and_repeats_no_sample(run: RunFolder) -> None:
     for step in range(40):
         consume(run, step)
     result = accounting(run, STREAM, BATCH, 40)
     assert (result.due, result.lost, result.repeated, result.replayed_steps, result.exact) == (240, 0, 0, 0, True)
 
 
-def test_the_order_within_the_run_does_not_matter_only_the_multiset(run: RunFolder) -> None:
+def test_accounting_ignores_the_order_of_samples_within_a_run(run: RunFolder) -> None:
     first, second = STREAM.ids(0, BATCH).tolist(), STREAM.ids(BATCH, BATCH).tolist()
     consume(run, 0, ids=second[::-1])
     consume(run, 1, ids=first)
@@ -74,7 +74,7 @@ def test_a_lost_step_is_counted_with_all_its_samples(run: RunFolder) -> None:
     assert (result.lost, result.repeated) == (BATCH, 0)
 
 
-def test_a_step_that_read_the_batch_before_it_again_loses_its_own_and_repeats_that(run: RunFolder) -> None:
+def test_step_that_rereads_a_batch_loses_its_own_samples(run: RunFolder) -> None:
     consume(run, 0)
     consume(run, 1, ids=STREAM.ids(0, BATCH).tolist())
     result = accounting(run, STREAM, BATCH, 2)
@@ -86,7 +86,7 @@ def test_a_sample_that_does_not_exist_counts_as_repeated(run: RunFolder) -> None
     assert accounting(run, STREAM, BATCH, 1).repeated == 1
 
 
-def test_the_same_sample_in_the_next_epoch_is_no_repetition_and_a_skipped_one_is_a_loss(run: RunFolder) -> None:
+def test_accounting_counts_repeats_and_losses_per_epoch(run: RunFolder) -> None:
     small = SampleStream(BATCH, 0)
     for step in range(3):
         run.append_samples(step, 1, small.ids(step * BATCH, BATCH).tolist())
@@ -191,7 +191,7 @@ def whole(tmp_path: Path) -> tuple[RunFolder, RunConfig]:
     return run, config
 
 
-def test_the_summary_has_the_figures_that_were_put_in(whole: tuple[RunFolder, RunConfig]) -> None:
+def test_summary_holds_the_figures_of_the_run_folder(whole: tuple[RunFolder, RunConfig]) -> None:
     summary = summarize(whole[0])
     assert (summary.run, summary.state, summary.steps, summary.steps_done) == ("whole", "DONE", 20, 20)
     assert summary.loss_first == pytest.approx(5.0) and summary.loss_last == pytest.approx(1.2)
@@ -205,7 +205,7 @@ def test_the_summary_has_the_figures_that_were_put_in(whole: tuple[RunFolder, Ru
     assert summary.sound
 
 
-def test_what_checkpoints_cost_and_how_often_they_come_is_told_in_few_words() -> None:
+def test_checkpoint_events_are_described_in_few_words() -> None:
     saved = {"event": "checkpoint_saved", "bytes": 12.3e6, "seconds": 2.5, "stall_seconds": 0.031}
     assert describe_event(saved) == ("checkpoint, 12.3 MB, written in 2.50 s", 0.031)
     interval = {"event": "checkpoint_interval", "seconds": 142.2, "by": "most", "stall_seconds": 0.155, "mtbf_hours": 18.0}
@@ -215,7 +215,7 @@ def test_what_checkpoints_cost_and_how_often_they_come_is_told_in_few_words() ->
     assert skipped == ("checkpoint skipped: slow disk", None)
 
 
-def test_the_table_says_it_in_lines_that_fit_a_terminal(whole: tuple[RunFolder, RunConfig]) -> None:
+def test_table_shows_the_summary_in_under_25_lines(whole: tuple[RunFolder, RunConfig]) -> None:
     text = table(whole[0])
     assert "5.000 -> 1.200" in text
     assert "7.930 -> 3.030 bits per byte" in text
@@ -229,14 +229,14 @@ def test_the_table_says_it_in_lines_that_fit_a_terminal(whole: tuple[RunFolder, 
     assert len(text.splitlines()) < 25
 
 
-def test_a_controller_that_was_lost_stands_in_the_table_of_what_happened(whole: tuple[RunFolder, RunConfig]) -> None:
+def test_table_lists_the_restart_of_a_lost_controller(whole: tuple[RunFolder, RunConfig]) -> None:
     """Who looked at the table, the page or top saw nothing of it: the alert on failures in a row had no counterpart there."""
     run, _ = whole
     run.append_event({"event": "controller_restarted", "time": 1021.0, "generation": 0, "step": None, "epoch": 2})
     assert "21.0 s            controller lost, and started again\n" in table(run)
 
 
-def test_of_a_run_of_a_month_the_driver_reads_no_gigabytes_when_it_ends_and_says_what_it_has_left_out(
+def test_summary_of_a_long_run_skips_large_files_and_says_so(
     whole: tuple[RunFolder, RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, _ = whole
@@ -259,7 +259,7 @@ def test_of_a_run_of_a_month_the_driver_reads_no_gigabytes_when_it_ends_and_says
         draw(run)
 
 
-def test_of_a_run_whose_samples_were_removed_or_cut_the_driver_does_not_count_the_millions_that_were_due(
+def test_summary_skips_accounting_of_missing_or_cut_samples(
     whole: tuple[RunFolder, RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, _ = whole
@@ -275,7 +275,7 @@ def test_of_a_run_whose_samples_were_removed_or_cut_the_driver_does_not_count_th
     assert gone.left_out in table(run, gone)
 
 
-def test_processes_are_in_the_order_in_which_they_were_started(whole: tuple[RunFolder, RunConfig]) -> None:
+def test_processes_are_listed_in_start_order(whole: tuple[RunFolder, RunConfig]) -> None:
     run, _ = whole
     for worker in range(4, 24):
         run.append_event({"event": "worker_started", "time": 1e9 + worker, "worker": f"w{worker}", "pid": 100 + worker})
@@ -284,7 +284,7 @@ def test_processes_are_in_the_order_in_which_they_were_started(whole: tuple[RunF
     assert "24 started: .., w8 (pid 108), " in table(run) and "w23 (pid 123)" in table(run)
 
 
-def test_a_sample_lost_makes_the_run_unsound_and_stands_in_the_table(whole: tuple[RunFolder, RunConfig]) -> None:
+def test_lost_sample_makes_a_run_unsound_and_shows_in_the_table(whole: tuple[RunFolder, RunConfig]) -> None:
     run, _ = whole
     lines = (run.path / "samples.jsonl").read_text().splitlines()
     (run.path / "samples.jsonl").write_text("\n".join(lines[:-1]) + "\n")
@@ -292,7 +292,7 @@ def test_a_sample_lost_makes_the_run_unsound_and_stands_in_the_table(whole: tupl
     assert "lost 6, repeated 0" in table(run)
 
 
-def test_the_picture_is_a_png_of_a_size_to_look_at_and_is_named_in_the_table(whole: tuple[RunFolder, RunConfig]) -> None:
+def test_curve_is_a_png_of_800_by_400_or_more_named_in_the_table(whole: tuple[RunFolder, RunConfig]) -> None:
     path = draw(whole[0])
     data = path.read_bytes()
     assert path == whole[0].curve_path and data[:8] == b"\x89PNG\r\n\x1a\n"
@@ -331,14 +331,14 @@ def test_a_run_without_steps_has_a_table_but_no_picture(tmp_path: Path) -> None:
         draw(run)
 
 
-def test_a_loss_that_is_no_number_is_drawn_as_a_gap(whole: tuple[RunFolder, RunConfig]) -> None:
+def test_nan_loss_is_drawn_as_a_gap(whole: tuple[RunFolder, RunConfig]) -> None:
     run, _ = whole
     run.append_metrics({**run.read_metrics()[-1], "step": 21, "loss": float("nan")})
     assert draw(run).is_file()
     assert summarize(run).loss_last is None
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"holds no config\.yaml"):
         summarize(tmp_path)
 

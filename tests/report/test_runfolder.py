@@ -24,7 +24,7 @@ def run(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "runs" / "a").create()
 
 
-def test_what_is_appended_is_read_back_in_order(run: RunFolder) -> None:
+def test_appended_lines_are_read_back_in_order(run: RunFolder) -> None:
     for step in range(1, 4):
         run.append_metrics({"step": step, "loss": 3.0 / step, "memory": {0: 10, 1: 20}})
         run.append_samples(step - 1, 1, [step, step + 1])
@@ -52,7 +52,7 @@ def test_a_line_cut_short_by_a_crash_costs_that_line_only(run: RunFolder) -> Non
     assert [line["step"] for line in run.read_metrics()] == [1, 3]
 
 
-def test_lines_that_no_run_has_written_are_left_out_of_every_reading(run: RunFolder) -> None:
+def test_readers_skip_lines_of_foreign_form(run: RunFolder) -> None:
     run.append_event({"event": "run_started", "time": 1.0})
     run.append_metrics({"step": 1, "loss": 2.0})
     run.append_samples(0, 1, [4])
@@ -94,14 +94,14 @@ def test_lines_of_several_writers_never_mix(run: RunFolder) -> None:
         ([], []),
     ],
 )
-def test_after_a_rollback_the_last_line_of_each_step_counts_and_undone_steps_do_not(
+def test_last_line_of_each_step_counts_after_a_rollback(
     written: list[int], kept: list[tuple[int, int]]
 ) -> None:
     lines = [{"step": step, "line": number} for number, step in enumerate(written)]
     assert [(line["step"], line["line"]) for line in committed(lines)] == kept
 
 
-def test_figures_that_are_no_numbers_become_null_so_that_every_line_is_json(run: RunFolder) -> None:
+def test_non_finite_figures_become_null_in_json_lines(run: RunFolder) -> None:
     run.append_metrics({"step": 1, "loss": math.nan, "nested": {"x": [math.inf, 1.0]}})
     raw = (run.path / "metrics.jsonl").read_text()
     assert json.loads(raw, parse_constant=lambda name: pytest.fail(name)) == {"step": 1, "loss": None, "nested": {"x": [None, 1.0]}}
@@ -142,7 +142,7 @@ def test_the_token_is_readable_by_the_owner_only(run: RunFolder) -> None:
     assert run.read_control() is None
 
 
-def test_prometheus_is_told_where_to_scrape_until_nothing_listens(run: RunFolder) -> None:
+def test_discovery_file_lists_the_newest_address_until_cleared(run: RunFolder) -> None:
     run.write_discovery("http://127.0.0.1:1")
     run.write_discovery("http://[::1]:2")
     path = run.path / "vescale_service_discovery.json"
@@ -152,7 +152,7 @@ def test_prometheus_is_told_where_to_scrape_until_nothing_listens(run: RunFolder
     assert not list(run.path.iterdir())
 
 
-def test_a_tail_gives_each_line_once_and_none_before_it_is_complete(run: RunFolder) -> None:
+def test_tail_gives_each_complete_line_once(run: RunFolder) -> None:
     tail = run.tail_metrics()
     assert tail.read() == []
     run.append_metrics({"step": 1})
@@ -181,7 +181,7 @@ def test_a_folder_without_write_permission_is_bad_input(tmp_path: Path) -> None:
         RunFolder(tmp_path / "locked").create()
 
 
-def test_a_run_that_goes_on_keeps_its_folder_to_itself_until_its_process_ends(run: RunFolder) -> None:
+def test_claimed_folder_stays_locked_until_its_process_ends(run: RunFolder) -> None:
     code = (
         "import sys; from vescale_ray.runfolder import RunFolder; h = RunFolder(sys.argv[1]).claim()\n"
         "print('have', flush=True); sys.stdin.read()"
@@ -199,7 +199,7 @@ def test_a_run_that_goes_on_keeps_its_folder_to_itself_until_its_process_ends(ru
         pass
 
 
-def test_where_no_file_can_be_locked_that_is_said_and_not_that_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_without_file_locks_is_named_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lustre without -o flock says ENOSYS, NFS without a lock manager ENOLCK: that read as a run that goes on for ever."""
 
     def none(*_: object) -> None:
@@ -244,7 +244,7 @@ def test_the_newest_samples_are_read_from_the_end_of_the_file(tmp_path: Path, id
     assert newest == run.read_all_samples()[-1] and newest["step"] == 3
 
 
-def test_a_second_hang_of_the_same_step_is_told_beside_the_first(tmp_path: Path) -> None:
+def test_second_hang_report_of_a_step_keeps_the_first(tmp_path: Path) -> None:
     """Somebody did not leave the generation in which another had hung: the report on that one, with the stack of the cause, was gone."""
     folder = RunFolder(tmp_path)
     paths = [folder.write_hang("generation-3-step-40", text) for text in ("the first", "the second", "the third")]

@@ -92,7 +92,7 @@ def _cut(state: State, after_s: float) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_a_wait_for_half_a_message_ends_when_the_lines_are_cut() -> None:
+def test_cutting_connections_ends_the_wait_for_half_a_message() -> None:
     """Without an abort it would take 30 s, the group's time limit. Each time the survivor goes on with another group,
     and the memory that was half written is its own again."""
     ways = [("receive", "send"), ("both", "both"), ("muon", "muon")]
@@ -140,7 +140,7 @@ def _meet(state: State, late_s: Mapping[str, float], port: int, prefix: str, ran
 
 
 @pytest.mark.slow
-def test_a_message_has_the_time_of_a_collective_and_not_that_of_the_group_s_forming() -> None:
+def test_messages_use_collective_timeout_not_forming_timeout() -> None:
     """gloo's own limit for messages is that which the group was made with: moves of large shards, and steps whose ranks are far apart,
     failed after it, whatever ``elastic.collective_timeout_s`` said."""
     with Fleet(2) as fleet:
@@ -156,7 +156,7 @@ def test_a_message_has_the_time_of_a_collective_and_not_that_of_the_group_s_form
         assert "Timed out waiting 2000ms" in said and 1.9 < took < 4.0, told
 
 
-def test_messages_of_before_are_not_waited_for_once_they_are_given_up_and_later_ones_are() -> None:
+def test_give_up_ends_waits_for_older_messages_only() -> None:
     class Work:
         def __init__(self) -> None:
             self.waited = 0

@@ -13,7 +13,7 @@ from vescale_ray.workers.resharding.memory_snapshots import buddies
 
 
 @given(st.lists(st.sampled_from("abcde"), min_size=1, max_size=24))
-def test_every_rank_gives_one_copy_and_gets_one_and_as_many_as_can_be_go_to_another_node(nodes: list[str]) -> None:
+def test_each_rank_has_one_buddy_on_another_node_where_possible(nodes: list[str]) -> None:
     to = buddies(nodes)
     world, fullest = len(nodes), max(Counter(nodes).values())
     assert sorted(to) == list(range(world))

@@ -21,7 +21,7 @@ def _held(world: int, step: int, generation: int = 1, *, incomplete: dict[int, s
     return held
 
 
-def test_one_death_in_any_world_resumes_at_the_last_copied_step_with_the_buddy_as_supplier() -> None:
+def test_single_death_resumes_at_last_copied_step_from_buddy() -> None:
     for world in range(2, 7):
         for dead in range(world):
             held = _held(world, step=9)
@@ -40,7 +40,7 @@ def test_two_deaths_are_survived_unless_they_were_neighbours() -> None:
             assert (choose_resume(held) is None) == neighbours
 
 
-def test_a_death_in_the_middle_of_the_exchange_resumes_at_the_new_step_only_if_all_its_shards_survive() -> None:
+def test_death_mid_exchange_resumes_new_step_only_if_complete() -> None:
     # Rank 1 dies while step 10 is exchanged. Its bytes reached rank 2: everybody else is at home.
     held = _held(3, step=9, incomplete={0: {0}, 2: {1, 2}})
     del held["1"]
@@ -53,20 +53,20 @@ def test_a_death_in_the_middle_of_the_exchange_resumes_at_the_new_step_only_if_a
     assert resume is not None and resume.step == 9
 
 
-def test_a_death_while_the_next_generation_is_filled_resumes_from_the_old_one() -> None:
+def test_death_while_a_generation_is_filled_resumes_the_old_one() -> None:
     # Generation 1 (world 3) lost rank 0; generation 2 (world 2) began, and its rank 1 (worker "2") died before it had a copy of everything.
     held = {"1": [HeldState(1, 3, 7, (0, 1)), HeldState(2, 2, 7, (0,))], "3": [HeldState(1, 3, 7, (2,))]}
     resume = choose_resume(held)
     assert resume is not None and (resume.generation, resume.world, resume.step) == (1, 3, 7)
 
 
-def test_of_two_generations_at_the_same_step_the_later_is_taken() -> None:
+def test_later_of_two_generations_at_one_step_is_resumed() -> None:
     held = {"a": [HeldState(1, 2, 5, (0, 1)), HeldState(2, 1, 5, (0,))]}
     resume = choose_resume(held)
     assert resume is not None and resume.generation == 2
 
 
-def test_a_leaver_is_asked_only_for_what_the_members_do_not_hold() -> None:
+def test_leaver_supplies_only_shards_that_no_member_holds() -> None:
     held = _held(4, step=3)
     resume = choose_resume(held, prefer=["0", "1", "2"])  # worker 3 leaves: its shards are with worker 0
     assert resume is not None and resume.workers == ("0", "1", "2") and resume.suppliers[3] == "0"
@@ -75,14 +75,14 @@ def test_a_leaver_is_asked_only_for_what_the_members_do_not_hold() -> None:
     assert resume is not None and resume.workers == ("0", "1", "2", "3")
 
 
-def test_nothing_held_is_answered_with_none() -> None:
+def test_choose_resume_returns_none_without_held_state() -> None:
     assert choose_resume({}) is None
     assert choose_resume({"a": []}) is None
 
 
 @settings(max_examples=300)
 @given(st.data())
-def test_the_answer_is_covered_by_its_suppliers_and_no_newer_step_is(data: st.DataObject) -> None:
+def test_chosen_step_is_the_newest_that_its_suppliers_cover(data: st.DataObject) -> None:
     workers = [f"w{i}" for i in range(data.draw(st.integers(1, 5)))]
     worlds = {1: data.draw(st.integers(1, 4)), 2: data.draw(st.integers(1, 4))}
     held_state = st.builds(

@@ -135,7 +135,7 @@ def three() -> Iterator[Fleet]:
 
 @pytest.mark.slow
 @pytest.mark.fault("W14")
-def test_a_straggler_is_found_by_its_own_time_and_relieved_and_leaves_no_trace_in_the_bits(text: str, three: Fleet) -> None:
+def test_straggler_is_found_and_relieved_without_changing_bits(text: str, three: Fleet) -> None:
     run, steps = Run(three, tiny(text, elastic_deterministic=True, elastic_straggler="relieve")), 16
     run.fresh([0])
     expected = facts(run, steps)
@@ -155,7 +155,7 @@ def test_a_straggler_is_found_by_its_own_time_and_relieved_and_leaves_no_trace_i
 
 
 @pytest.mark.slow
-def test_any_spread_of_the_slots_that_changes_in_the_midst_leaves_samples_and_losses_as_they_were(text: str, three: Fleet) -> None:
+def test_changing_slot_shares_mid_run_keeps_samples_and_losses(text: str, three: Fleet) -> None:
     for deterministic in (True, False):
         run = Run(three, tiny(text, elastic_deterministic=deterministic, elastic_snapshot_every=0))
         run.fresh([0, 1, 2])
@@ -188,7 +188,7 @@ def spread_slots(state: State, shares: tuple[int, ...]) -> None:
 
 
 @pytest.mark.slow
-def test_without_it_the_bits_differ(text: str) -> None:
+def test_bits_differ_across_world_sizes_without_deterministic(text: str) -> None:
     with Fleet(3) as fleet:
         run = Run(fleet, tiny(text))
         run.fresh([0])

@@ -76,7 +76,7 @@ EVERY_PAIR = [1, 1, 2, 2, 3, 3, 4, 4, 1, 3, 1, 4, 2, 4, 3, 2, 1]
 
 @pytest.mark.parametrize("every", [pytest.param(0, marks=pytest.mark.slow), 1], ids=["parked shards only", "with copies"])
 @pytest.mark.fault("G4")
-def test_growing_and_shrinking_in_memory_between_all_world_sizes_keeps_every_bit(text: str, undisturbed: list[float], every: int) -> None:
+def test_in_memory_rescale_between_all_world_sizes_keeps_bits(text: str, undisturbed: list[float], every: int) -> None:
     assert len(set(zip(EVERY_PAIR, EVERY_PAIR[1:], strict=False))) == 16
     config = tiny(text, elastic_snapshot_every=every)
     with Fleet(4) as fleet:
@@ -102,7 +102,7 @@ def test_growing_and_shrinking_in_memory_between_all_world_sizes_keeps_every_bit
 @pytest.mark.slow  # the schedules of test_schedules.py kill at random moments, too
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.fault("W1")
-def test_after_a_kill_at_a_random_moment_the_same_processes_go_on_and_nothing_is_lost(
+def test_survivors_of_random_kill_go_on_without_losing_samples(
     text: str, undisturbed: list[float], seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -125,7 +125,7 @@ def test_after_a_kill_at_a_random_moment_the_same_processes_go_on_and_nothing_is
 
 
 @pytest.mark.slow
-def test_with_a_copy_every_third_step_at_most_three_steps_are_done_again(text: str, undisturbed: list[float]) -> None:
+def test_snapshot_every_3_repeats_at_most_3_steps_after_a_death(text: str, undisturbed: list[float]) -> None:
     config = tiny(text, elastic_snapshot_every=3)
     with Fleet(3) as fleet:
         run = Run(fleet, config)
@@ -137,7 +137,7 @@ def test_with_a_copy_every_third_step_at_most_three_steps_are_done_again(text: s
         _check_curve_and_samples(run, undisturbed, config, 12)
 
 
-def test_who_can_not_prove_its_collectives_agrees_to_no_step_and_the_others_are_out_with_it(text: str, undisturbed: list[float]) -> None:
+def test_rank_with_an_aborted_collective_fails_the_step_for_all(text: str, undisturbed: list[float]) -> None:
     """An aborted collective of NCCL ends as if nothing were: what it leaves would be trained on."""
     with Fleet(2) as fleet:
         run = Run(fleet, tiny(text))
@@ -154,7 +154,7 @@ def test_who_can_not_prove_its_collectives_agrees_to_no_step_and_the_others_are_
 
 
 @pytest.mark.fault("W7")
-def test_a_replacement_joins_and_a_second_death_during_its_filling_is_survived(text: str, undisturbed: list[float]) -> None:
+def test_death_of_a_replacement_during_its_fill_is_survived(text: str, undisturbed: list[float]) -> None:
     config = tiny(text)
     with Fleet(3) as fleet:
         run = Run(fleet, config)
@@ -194,7 +194,7 @@ def _form_and_fail(state: State, leaves: bool, *where: object) -> str:
     return failure
 
 
-def test_a_death_between_the_own_copy_and_the_exchange_resumes_one_copy_earlier(text: str, undisturbed: list[float]) -> None:
+def test_death_before_sending_its_copy_resumes_one_copy_earlier(text: str, undisturbed: list[float]) -> None:
     config = tiny(text)
     with Fleet(3) as fleet:
         run = Run(fleet, config)
@@ -219,7 +219,7 @@ def _train_and_die_before_sending(state: State, until: int, _: None) -> None:
 
 
 @pytest.mark.fault("W8")
-def test_two_steps_are_held_by_each_rank_its_own_shards_and_its_predecessors(text: str) -> None:
+def test_each_rank_holds_two_steps_of_own_and_neighbour_shards(text: str) -> None:
     with Fleet(3) as fleet:
         run = Run(fleet, tiny(text, elastic_snapshot_every=2))
         run.fresh([0, 1, 2])
@@ -247,7 +247,7 @@ def test_two_steps_are_held_by_each_rank_its_own_shards_and_its_predecessors(tex
 
 @pytest.mark.parametrize("after", [[0, 1, 2], [2, 0]], ids=["a worker joins", "one leaves"])
 @pytest.mark.fault("W9")
-def test_a_death_before_the_first_copy_of_a_planned_generation_is_out_costs_a_step_and_not_all_since_the_checkpoint(
+def test_death_before_first_copy_of_a_generation_costs_one_step(
     text: str, undisturbed: list[float], after: list[int]
 ) -> None:
     """The live shards that the change began with are nowhere else; the copies of the step before were given up for them."""
@@ -271,7 +271,7 @@ def test_a_death_before_the_first_copy_of_a_planned_generation_is_out_costs_a_st
         assert {h.generation for w in run.members for h in fleet.run([w], held)[w]} == {run.generation}, "nothing older is kept on"
 
 
-def test_a_rank_that_owned_nothing_is_lost_without_a_loss(text: str) -> None:
+def test_death_of_a_rank_without_shards_loses_no_step(text: str) -> None:
     """There was nothing to come from it, which was taken for a copy that had not come: the step before was resumed, in the first none."""
     with Fleet(3) as fleet:
         run = Run(fleet, tiny(text, model_factory="tests.workers.tiny:OneWeight", model_units=["body"]))
@@ -311,7 +311,7 @@ def _flip_a_bit(state: State, whose: str) -> int:
 
 
 @pytest.mark.parametrize("direct_bytes", [1 << 20, 512], ids=["packed", "direct"])
-def test_a_bit_that_flips_on_the_way_is_noticed(text: str, direct_bytes: int) -> None:
+def test_bit_flip_during_transfer_fails_the_checksum(text: str, direct_bytes: int) -> None:
     with Fleet(2) as fleet:
         fleet.run([0, 1], _set_direct_bytes, direct_bytes)
         run = Run(fleet, tiny(text, elastic_snapshot_every=0))
@@ -340,7 +340,7 @@ def _receive_with_a_flipped_bit(state: State, *where: Any) -> None:
 
 
 @pytest.mark.fault("W6")
-def test_two_neighbours_lost_at_once_need_the_checkpoint_and_get_the_same_curve(
+def test_loss_of_two_neighbours_is_recovered_from_a_checkpoint(
     text: str, undisturbed: list[float], tmp_path: Path
 ) -> None:
     config = tiny(text)
@@ -360,7 +360,7 @@ def test_two_neighbours_lost_at_once_need_the_checkpoint_and_get_the_same_curve(
         _check_curve_and_samples(run, undisturbed, config, 12)
 
 
-def test_a_checkpoint_of_any_world_size_loads_into_any_other_bit_for_bit(text: str, tmp_path: Path) -> None:
+def test_checkpoints_load_bit_for_bit_across_all_world_sizes(text: str, tmp_path: Path) -> None:
     config = tiny(text)
     with Fleet(4) as fleet:
         run = Run(fleet, config)
@@ -386,7 +386,7 @@ def test_a_checkpoint_of_any_world_size_loads_into_any_other_bit_for_bit(text: s
     ],
     ids=["8-bit Adam", "SOAP"],
 )
-def test_states_of_blocks_follow_their_blocks_through_rescales_a_death_and_a_checkpoint(
+def test_block_states_survive_rescales_death_and_checkpoint(
     text: str, tmp_path: Path, kind: str, options: dict[str, Any], states: tuple[str, ...]
 ) -> None:
     config = tiny(text, train_optimizer=kind.lower(), train_optimizer_options=options)
@@ -440,7 +440,7 @@ def goes_on_from_a_checkpoint_and_after_a_death(run: Run, state: FullState, root
     run.train(step + 2)
 
 
-def test_values_that_are_filled_in_after_a_forward_are_those_of_the_next_one_also_in_bfloat16(text: str, tmp_path: Path) -> None:
+def test_values_restored_after_a_forward_reach_the_next_in_bf16(text: str, tmp_path: Path) -> None:
     root = str(tmp_path)
     with Fleet(1) as fleet:
         run = Run(fleet, tiny(text, train_param_dtype="bfloat16"))
@@ -470,7 +470,7 @@ def _write(state: State, root: str, attempt: str) -> str:
     return write_checkpoint_shard(export_shards(state["trainer"]), root, attempt).to_json()
 
 
-def test_a_checkpoint_of_another_model_or_batch_is_refused_before_anything_changes(text: str, tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_or_global_batch_is_refused(text: str, tmp_path: Path) -> None:
     root = str(tmp_path)
     with Fleet(1) as fleet:
         run = Run(fleet, tiny(text))
@@ -488,7 +488,7 @@ def test_a_checkpoint_of_another_model_or_batch_is_refused_before_anything_chang
             fleet.run([0], leave, False)
 
 
-def test_ten_generations_leave_threads_and_open_files_where_they_were(text: str) -> None:
+def test_ten_generations_leak_no_threads_or_open_files(text: str) -> None:
     with Fleet(3) as fleet:
         run = Run(fleet, tiny(text))
         run.fresh([0, 1, 2])

@@ -18,7 +18,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.slow
-def test_momentum_follows_its_matrix_through_rescales_a_death_and_a_checkpoint(text: str, tmp_path: Path) -> None:
+def test_muon_momentum_survives_rescales_death_and_checkpoint(text: str, tmp_path: Path) -> None:
     config = tiny(text, train_optimizer="muon")
     root = str(tmp_path / "checkpoints")
     with Fleet(3) as fleet:

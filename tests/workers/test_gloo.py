@@ -65,7 +65,7 @@ def ways(rank: int, world: int) -> dict[str, list[int]]:
     return found
 
 
-def test_groups_made_from_ours_have_one_thread() -> None:
+def test_groups_derived_from_our_default_group_have_one_thread() -> None:
     for found in run_gloo(4, ways):
         assert {way: set(threads) for way, threads in found.items()} == {way: {1} for way in found}
 
@@ -74,7 +74,7 @@ def named(rank: int, world: int) -> None:
     dist.new_group(backend="gloo")
 
 
-def test_a_test_whose_group_has_two_threads_fails() -> None:
+def test_harness_fails_a_test_whose_group_has_two_threads() -> None:
     with pytest.raises(RankFailed, match="several worker threads"):
         run_gloo(1, named)
 
@@ -92,7 +92,7 @@ def test_a_test_whose_group_has_two_threads_fails() -> None:
         ("fake", "fake"),
     ],
 )
-def test_gloo_is_ours_in_every_specification(asked: str, made: str) -> None:
+def test_our_backend_replaces_gloo_in_every_backend_string(asked: str, made: str) -> None:
     assert gloo.single_threaded(asked) == made
 
 
@@ -149,7 +149,7 @@ def test_interfaces_and_timeout_are_those_of_torchs_group(names: str, monkeypatc
     assert ours.options._threads == 1 < torchs.options._threads == 2 * len(ours.options._devices)
 
 
-def test_an_interface_that_is_missing_is_an_error_as_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_interface_raises_as_in_torchs_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
     with pytest.raises(RuntimeError) as theirs:
         dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))
@@ -181,7 +181,7 @@ def test_fully_shard_warns_once_of_a_group_with_two_threads(options: dict[str, A
             assert all("2 gloo worker threads" in text and "vescale_ray.gloo.init_process_group" in text for text in texts)
 
 
-def test_a_group_that_asks_for_gloo_by_name_is_told_what_to_ask_for() -> None:
+def test_warning_about_gloo_by_name_recommends_our_backend() -> None:
     gloo.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for backend, count in (("gloo", 1), (gloo.BACKEND, 0)):
@@ -194,7 +194,7 @@ def test_a_group_that_asks_for_gloo_by_name_is_told_what_to_ask_for() -> None:
         process_groups.dissolve()
 
 
-def test_a_backend_that_is_no_name_is_refused() -> None:
+def test_backend_that_is_not_a_string_is_refused() -> None:
     with pytest.raises(TypeError, match="backend is 3: give a name, as 'gloo'"):
         gloo.init_process_group(3)  # type: ignore[arg-type]
 
@@ -234,11 +234,11 @@ def unsafe(code: str) -> Iterator[tuple[int, str]]:
         'SCRIPT = """\nimport torch\ntorch.distributed.init_process_group("gloo")\n"""',
     ],
 )
-def test_the_search_for_unsafe_groups_finds(call: str) -> None:
+def test_search_finds_each_call_that_makes_an_unsafe_group(call: str) -> None:
     assert list(unsafe(call))
 
 
-def test_nothing_in_the_tree_makes_a_gloo_group_of_torchs() -> None:
+def test_no_project_file_creates_a_torch_gloo_group() -> None:
     """But :mod:`vescale_ray.gloo`, and this file, for comparison."""
     exempt = {ROOT / "vescale_ray" / "gloo.py", Path(__file__).resolve()}
     found, files = [], 0

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 CPU = torch.device("cpu")
 
 
-def test_new_groups_in_one_process_and_moved_shards_pass_on_the_cpu_and_the_rest_says_what_it_needs() -> None:
+def test_cpu_passes_group_and_move_checks_and_skips_gpu_checks() -> None:
     assert "4 groups in one process; losses differ from a calm run's by 0.0e+00" in check_generations(CPU)
     assert "every bit kept" in check_moves(CPU)
     for check in (check_abort, check_refused):

@@ -60,7 +60,7 @@ def _step_until_a_peer_is_lost(state: State) -> tuple[str, float, int, int, bool
 
 
 @pytest.mark.timeout(300)  # 24 processes and 40 groups: 13 s on two free cores, a minute on two that are shared by many
-def test_survivors_of_a_sigkill_are_out_within_two_seconds_and_meet_again_twenty_times_without_leaks() -> None:
+def test_survivors_of_sigkill_leave_fast_and_regroup_leak_free() -> None:
     """But for who waits, in gloo's own collectives, for a message that was half way: gloo tells nobody, and the group's bound counts, 30 s.
     (Rare, and seen with other work on both processors; the engine's own messages do not wait so:
     ``tests/workers/test_abortable_waits.py``.)"""
@@ -109,7 +109,7 @@ def _fail_to_form(state: State, port: int, prefix: str) -> str:
     return ""
 
 
-def test_a_rank_that_failed_to_form_a_group_one_that_has_formed_it_and_one_that_is_new_meet_the_next_time() -> None:
+def test_ranks_with_different_group_histories_form_a_group() -> None:
     """torch names a group by how many the process has begun: the three had waited for each other under three names, each time."""
     with Fleet(3) as fleet:
         assert "connectFullMesh" in fleet.run_each({0: (fleet.port, fleet.prefix())}, _fail_to_form)[0]
@@ -124,7 +124,7 @@ def test_a_rank_that_failed_to_form_a_group_one_that_has_formed_it_and_one_that_
 
 @pytest.mark.slow
 @pytest.mark.fault("W5")
-def test_survivors_of_a_rank_that_answers_nothing_are_out_when_their_lines_are_cut_and_it_is_when_it_wakes() -> None:
+def test_cutting_connections_frees_survivors_of_a_stopped_rank() -> None:
     """A machine that has stopped: no socket closes, and every collective would wait for its bound, 30 s."""
     with Fleet(3) as fleet:
         prefix = fleet.prefix()
@@ -151,7 +151,7 @@ def _step_until_cut(state: State, after_s: float | None) -> tuple[str, float, in
     return _step_until_a_peer_is_lost(state)
 
 
-def test_lines_that_are_gone_or_belong_to_others_by_now_are_left_alone() -> None:
+def test_cut_leaves_closed_and_reused_descriptors_alone() -> None:
     ours, lines = socket.socketpair(), Connections()
     with lines.recorded():
         gone = socket.socketpair()
@@ -172,7 +172,7 @@ def test_lines_that_are_gone_or_belong_to_others_by_now_are_left_alone() -> None
         end.close()
 
 
-def test_who_connects_to_a_worker_while_it_waits_for_the_others_is_cut_with_none_of_them() -> None:
+def test_cut_spares_connections_made_while_recording_is_paused() -> None:
     """A controller that has just been restarted, for example, over Ray's connection."""
     lines = Connections()
     with lines.recorded(2):
@@ -203,7 +203,7 @@ class _Stuck:
             raise RuntimeError("NCCL error")
 
 
-def test_communicators_are_aborted_once_by_a_thread_that_nobody_waits_for_unless_they_were_let_go() -> None:
+def test_cut_aborts_each_held_communicator_once_in_background() -> None:
     stuck, broken, gone, lines = _Stuck(), _Stuck(broken=True), _Stuck(), Connections()
     lines.hold(gone)
     lines.let_go()
@@ -217,7 +217,7 @@ def test_communicators_are_aborted_once_by_a_thread_that_nobody_waits_for_unless
     assert (stuck.aborts, broken.aborts, gone.aborts) == (1, 1, 0)
 
 
-def test_before_nccl_is_used_torch_is_told_that_the_process_goes_on_without_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forming_nccl_group_sets_its_environment_unless_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in process_groups.NCCL:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")  # somebody knows better
@@ -233,7 +233,7 @@ def test_before_nccl_is_used_torch_is_told_that_the_process_goes_on_without_its_
     assert told == {**process_groups.NCCL, "NCCL_NVLS_ENABLE": "1"}
 
 
-def test_forming_with_a_missing_rank_fails_in_the_given_time_and_leaves_nothing_behind() -> None:
+def test_forming_with_a_missing_rank_times_out_and_cleans_up() -> None:
     with Fleet(1) as fleet:
         assert "GroupFailed" in fleet.run([0], _form_alone, fleet.port)[0]
         prefix = fleet.prefix()
@@ -252,7 +252,7 @@ def _form_alone(state: State, port: int) -> str:
     return "formed"
 
 
-def test_nobody_waits_for_who_has_not_come_once_the_attempt_is_closed() -> None:
+def test_closing_an_attempt_ends_the_wait_for_missing_ranks() -> None:
     """Otherwise a rank that is lost before it comes costs the whole bound of forming, 15 s."""
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     for number, form in enumerate((process_groups.form, process_groups.open_transfer)):
@@ -266,7 +266,7 @@ def test_nobody_waits_for_who_has_not_come_once_the_attempt_is_closed() -> None:
 
 
 @pytest.mark.parametrize("how", ["its address is awaited", "it was to connect", "it does not answer"])
-def test_nobody_waits_for_who_is_lost_after_all_had_met_once_its_lines_are_cut(how: str) -> None:
+def test_cutting_connections_ends_forming_with_a_lost_rank(how: str) -> None:
     """gloo waits for that rank at the store, for its connection, or for its answer: for 15 s, the bound of forming."""
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     with _deaf() as port:
@@ -324,7 +324,7 @@ def _key_of(store: dist.TCPStore, prefix: str, ending: str) -> str:
         time.sleep(0.01)
 
 
-def test_the_bound_of_a_collective_is_the_one_given_to_form_not_that_of_forming() -> None:
+def test_collectives_use_their_own_timeout_not_that_of_forming() -> None:
     with Fleet(2) as fleet:
         prefix = fleet.prefix()
         fleet.run_each({w: (fleet.port, prefix, w, 2, 1.0) for w in (0, 1)}, _form)
@@ -373,7 +373,7 @@ def _transfer(state: State, port: int, prefix: str, rank: int, world: int) -> An
 
 
 @pytest.mark.parametrize("patient", [True, False])
-def test_who_is_done_or_has_its_values_waits_for_the_others_for_as_long_as_it_is_told(patient: bool) -> None:
+def test_close_and_barrier_bounds_override_the_group_timeout(patient: bool) -> None:
     """A leaver whose last receiver was slower than another by the bound of a collective failed with it, and the move again and again."""
     with Fleet(2) as fleet:
         prefix = fleet.prefix()
@@ -418,7 +418,7 @@ def _come_late(_: State, port: int, prefix: str, rank: int, bound_s: float | Non
     return told
 
 
-def test_who_trains_on_after_a_move_does_not_wait_for_a_leaver_that_stands_still() -> None:
+def test_closing_a_transfer_does_not_wait_for_a_stalled_leaver() -> None:
     with Fleet(2) as fleet:
         prefix = fleet.prefix()
         assert fleet.run_each({w: (fleet.port, prefix, w) for w in (0, 1)}, _open)
@@ -450,7 +450,7 @@ def _wait_until_closed(state: State) -> str:
     return "nothing failed"
 
 
-def test_an_exception_of_the_ranks_own_passes_and_a_described_one_keeps_no_frame_alive() -> None:
+def test_own_exceptions_pass_and_group_failures_keep_no_frames() -> None:
     with pytest.raises(ZeroDivisionError), process_groups.collectives("step"):
         _ = 1 // 0
     with pytest.raises(NotImplementedError), process_groups.collectives("step"):
@@ -475,7 +475,7 @@ def test_an_exception_of_the_ranks_own_passes_and_a_described_one_keeps_no_frame
     assert ", in fail" in process_groups.tell(raised.value.trace)
 
 
-def test_dissolving_without_a_group_is_harmless_and_forming_over_a_group_is_refused() -> None:
+def test_dissolve_needs_no_group_and_form_refuses_to_replace_one() -> None:
     process_groups.dissolve()
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     process_groups.form(HOST, store.port, "test/single", 0, 1, "gloo", 5.0)

@@ -93,7 +93,7 @@ def in_collectives(rank, world, folder):
     return seen, dict(zip(ways, named, strict=True))
 
 
-def test_a_thread_that_waits_for_others_says_so_and_for_what_and_one_that_they_wait_for_does_not(tmp_path, monkeypatch):
+def test_waiting_thread_names_its_collective_and_awaited_none(tmp_path, monkeypatch):
     for name, value in RECORDER.items():
         monkeypatch.setenv(name, value)  # as a worker does before it imports torch
     (waiting, named), (awaited, nothing) = run_gloo(2, in_collectives, str(tmp_path))
@@ -111,7 +111,7 @@ def test_a_thread_that_waits_for_others_says_so_and_for_what_and_one_that_they_w
     assert waiting["backward"].text.startswith("wait (fsdp/comm.py:"), waiting["backward"]
 
 
-def test_a_thread_that_waits_for_a_lock_of_its_own_does_not_wait_for_others():
+def test_thread_waiting_on_its_own_lock_does_not_wait_for_ranks():
     lock = threading.Event()
     at = while_it_runs(lambda: lock.wait(1.0), 0.5)
     assert not at.waiting and at.text.startswith("wait (threading.py:")
@@ -142,18 +142,18 @@ def counts_its_beats(rank, world):
     return [*seen, heartbeat.beats]
 
 
-def test_a_thread_beats_in_every_unit_of_a_step_also_where_nobody_has_it_beat():
+def test_thread_beats_in_every_unit_without_explicit_beats():
     for none, forward, backward in run_threads(2, counts_its_beats):
         assert forward - none >= UNITS and backward - forward >= UNITS
 
 
-def test_where_the_kernel_does_not_tell_nothing_is_known_of_a_thread():
+def test_starved_time_is_zero_without_kernel_statistics():
     assert starved_s(1 << 30, 1) == 0.0, "there is no such process, and so no such file"
 
 
 # A kernel built without CONFIG_SCHED_INFO, or a sandbox in its place, has no such file: then it goes as the test above says.
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="this kernel tells nobody how long a thread waits for a processor")
-def test_time_in_which_others_have_the_processor_is_told_from_time_in_which_none_is_wanted():
+def test_starved_time_counts_processor_contention_and_not_sleep():
     """By what no kernel gets wrong: a thread that never sleeps is on a processor, or it waits for one."""
     heartbeat = Heartbeat()
     others = "import os, sys, time; os.sched_setaffinity(0, {int(sys.argv[1])}); end = time.time() + 20\nwhile time.time() < end: pass"
@@ -179,7 +179,7 @@ def test_time_in_which_others_have_the_processor_is_told_from_time_in_which_none
     assert slept < 0.25
 
 
-def test_a_thread_that_compiles_says_so_and_one_that_runs_what_was_compiled_does_not():
+def test_thread_reports_compiling_only_while_it_compiles():
     """A back end that takes its time, as inductor does."""
     seen = []
 
@@ -208,7 +208,7 @@ def _until(condition):
         time.sleep(0.02)
 
 
-def test_a_frame_between_two_lines_has_a_place_all_the_same():
+def test_frame_without_a_line_number_still_has_a_place():
     code = SimpleNamespace(co_filename="/x/model.py", co_name="forward")
     frame: Any = SimpleNamespace(f_code=code, f_lineno=None, f_back=None)
     at = where(frame)
@@ -223,7 +223,7 @@ def holds_the_lock(pipe):
         ctypes.PyDLL(None).sleep(30)
 
 
-def test_stacks_come_from_a_process_that_holds_the_interpreters_lock_and_not_from_one_that_is_stopped():
+def test_stacks_come_from_a_gil_holder_and_not_a_stopped_process():
     context = ranks._context()
     here, there = context.Pipe()
     process = context.Process(target=holds_the_lock, args=(there,), daemon=True)

@@ -96,7 +96,7 @@ def park(state: State) -> None:
     leave(state)
 
 
-def test_ranks_wait_for_the_slow_one_and_all_seconds_are_accounted_for(text: str, three: Fleet) -> None:
+def test_phases_sum_to_step_time_and_show_waits_for_a_slow_rank(text: str, three: Fleet) -> None:
     pause = 0.3
     run = Run(three, tiny(text, elastic_snapshot_every=1))
     run.fresh([0, 1, 2])
@@ -132,7 +132,7 @@ def step_with(state: State, poison: bool) -> tuple[StepRecord, float, float]:
     return record, moved, trainer.usage.waited["all_to_all"]
 
 
-def test_steps_that_are_clipped_or_left_out_are_told_as_such_on_every_rank(text: str, three: Fleet) -> None:
+def test_clipped_and_skipped_steps_are_reported_on_every_rank(text: str, three: Fleet) -> None:
     run = Run(three, tiny(text, train_optimizer="muon", train_grad_clip=1e-3))
     run.fresh([0, 1])
     fine, bad = (three.run_each({0: (poison,), 1: (poison,)}, step_with) for poison in (False, True))
@@ -158,14 +158,14 @@ def test_the_model_s_operations_are_those_that_torch_counts(text: str, tie: bool
     assert flops.token_flops(model, seq) * 3 * seq == counter.get_total_flops()
 
 
-def test_of_a_model_that_does_not_tell_the_weight_matrices_count() -> None:
+def test_flops_of_a_custom_model_count_its_weight_matrices() -> None:
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 5, bias=False))
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
     assert flops.token_flops(model, 3) * 2 * 3 == counter.get_total_flops()
 
 
-def test_peaks_are_the_planner_s_and_no_device_has_one_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_peaks_are_the_planners_and_unknown_ones_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"a100": "NVIDIA A100-SXM4-80GB", "h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200", "b200": "NVIDIA B200"}
     for key, name in names.items():
         assert flops.known_peak(name, "bfloat16") == cost.HARDWARE[key].flops

@@ -168,7 +168,7 @@ def ratios(layout: Layout, copies: bool) -> dict[tuple[int, int], float]:
     [(None, False), (None, True), (Block.tile(32, 32), False), (Block.tile(32, 32), True), (Block.tensor(), False)],
     ids=["parked", "lost, with copies", "tiles, parked", "tiles, lost", "whole matrices, parked"],
 )
-def test_for_every_n_to_m_in_1_to_8_no_numbering_and_no_plan_moves_2_percent_less(block: Block | None, copies: bool) -> None:
+def test_planned_layouts_rescale_within_2_percent_of_the_bound(block: Block | None, copies: bool) -> None:
     layout = planned(block)
     assert len(set(map(owned_bytes, layout.ranks[7]))) > 1, "the parts are to be uneven"
     found = ratios(layout, copies)
@@ -177,14 +177,14 @@ def test_for_every_n_to_m_in_1_to_8_no_numbering_and_no_plan_moves_2_percent_les
 
 
 @pytest.mark.parametrize(("optimizer", "copies"), [("adamw8bit", False), ("muon", True), ("soap", False)])
-def test_nor_does_any_of_what_trainers_hold_with_the_states_of_their_optimizers(optimizer: str, copies: bool, folder: Path) -> None:
+def test_trained_layouts_rescale_within_2_percent_of_the_bound(optimizer: str, copies: bool, folder: Path) -> None:
     found = ratios(trained(optimizer, folder), copies)
     print(f"\nat most {max(found.values()):.4f} of the bound", end="")
     assert len(found) == (64 if copies else 56) and max(found.values()) <= 1.02, found
 
 
 @pytest.mark.parametrize("optimizer", TRAINED)
-def test_what_one_rank_tells_foretells_the_layout_of_every_trainer_at_every_world_size(optimizer: str, folder: Path) -> None:
+def test_outline_of_one_rank_predicts_layouts_of_all_world_sizes(optimizer: str, folder: Path) -> None:
     layout = trained(optimizer, folder)
     assert sum(map(sum, layout.outline.weights)) == owned_bytes(layout.ranks[1][0])
     bundles = layout.outline.bundles
@@ -199,7 +199,7 @@ def test_what_one_rank_tells_foretells_the_layout_of_every_trainer_at_every_worl
             assert overlap(outline, parts[before], parts[after], before, after).dense().tolist() == true, (before, after)
 
 
-def test_a_layout_that_is_not_known_in_time_or_can_not_be_planned_is_taken_for_even(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_or_unplannable_layout_counts_as_even(monkeypatch: pytest.MonkeyPatch) -> None:
     outline = planned(Block.tile(32, 32)).outline
     true = overlap(outline, parts_of(outline, 3), parts_of(outline, 2), 3, 2).dense()
     assert not np.array_equal(true * 6, even(3, 2).dense() * true.sum())

@@ -45,14 +45,14 @@ def refused(call: Callable[[], None], words: str) -> None:
         call()
 
 
-def test_orders_of_the_current_or_an_older_generation_come_too_late(worker: Any) -> None:
+def test_orders_of_current_or_older_generations_are_refused(worker: Any) -> None:
     for order in (join(3), join(4)):
         refused(lambda order=order: worker.give_order(order), r"w7: an order of .* comes too late: 4\.1 has ended or is running")  # type: ignore[misc]
     worker.give_order(join(4, 2))
     assert worker._order is not None and worker._order.ticket == Ticket(4, 2)
 
 
-def test_what_was_fenced_is_never_joined_however_late_the_order_comes(worker: Any) -> None:
+def test_fenced_generation_is_never_joined(worker: Any) -> None:
     worker.fence(Ticket(6, 1))
     worker.fence(Ticket(5, 1))  # an older fence does not open it again
     refused(lambda: worker.give_order(join(5)), r"5\.1 comes too late: 6\.1")
@@ -60,7 +60,7 @@ def test_what_was_fenced_is_never_joined_however_late_the_order_comes(worker: An
     worker.give_order(join(7))
 
 
-def test_a_fence_cuts_all_groups_of_the_generation_that_of_the_move_too_and_none_of_the_next(worker: Any) -> None:
+def test_fence_cuts_all_groups_of_its_generation_and_no_other(worker: Any) -> None:
     """Who waits in the move for a leaver whose machine has stopped would wait for the collectives' bound."""
 
     def connected() -> tuple[socket.socket, socket.socket]:
@@ -85,7 +85,7 @@ def test_a_fence_cuts_all_groups_of_the_generation_that_of_the_move_too_and_none
         other.close()
 
 
-def test_a_busy_worker_takes_no_order_and_a_zombie_no_vote(worker: Any) -> None:
+def test_busy_worker_refuses_orders_and_stale_requests(worker: Any) -> None:
     worker.give_order(join(5))
     refused(lambda: worker.give_order(join(6)), "takes an order of 6.1 once it is parked")
     worker._order, worker._phase, worker._ticket = None, WorkerPhase.TRAINING, Ticket(5, 1)
@@ -98,7 +98,7 @@ def test_a_busy_worker_takes_no_order_and_a_zombie_no_vote(worker: Any) -> None:
     refused(lambda: worker.give_order(old), "4.1 comes too late")
 
 
-def test_whoever_was_to_join_a_generation_that_is_closed_before_it_begins_reports_that_it_is_out_of_it(
+def test_worker_reports_out_of_generation_fenced_before_it_began(
     worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The controller waits for that: it ended the worker after 3 s, which had done nothing wrong."""
@@ -123,7 +123,7 @@ def test_whoever_was_to_join_a_generation_that_is_closed_before_it_begins_report
     assert begun == [Ticket(6, 1)]
 
 
-def test_a_worker_that_can_not_check_its_copies_fails_the_checkpoint_and_takes_the_next_order(worker: Any) -> None:
+def test_worker_that_cannot_check_copies_fails_save_and_parks(worker: Any) -> None:
     """Its training thread ended: the controller waited ten minutes for the last checkpoint, and the run failed with it."""
 
     class Full:
@@ -139,7 +139,7 @@ def test_a_worker_that_can_not_check_its_copies_fails_the_checkpoint_and_takes_t
     assert worker._phase is WorkerPhase.PARKED and "rank 1" in told[1].error
 
 
-def test_a_worker_whose_training_thread_has_ended_ends(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_exits_when_its_training_thread_ends(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It answered every poll, and everyone waited for it."""
     ended: list[int] = []
 
@@ -155,7 +155,7 @@ def test_a_worker_whose_training_thread_has_ended_ends(worker: Any, monkeypatch:
 
 
 @pytest.mark.parametrize("leaver", [True, False])
-def test_a_leaver_waits_as_long_as_the_others_need_to_build_and_they_wait_for_each_other_as_in_any_collective(
+def test_leaver_waits_longer_than_members_for_the_transfer_group(
     worker: Any, monkeypatch: pytest.MonkeyPatch, leaver: bool
 ) -> None:
     """Where building took more than half a minute each planned change with a leaver failed, and after four of them the run."""
@@ -173,7 +173,7 @@ def test_a_leaver_waits_as_long_as_the_others_need_to_build_and_they_wait_for_ea
         worker._move(order, None if leaver else object())
 
 
-def test_who_makes_its_own_copy_is_in_no_hurry_and_who_waits_for_anothers_is(worker: Any) -> None:
+def test_own_copy_is_unhurried_and_wait_for_a_buddys_copy_is_not(worker: Any) -> None:
     """Copies are made beside the step: of large shards that takes longer than a step, and is no hang; a buddy that stands still is one."""
     seen: list[tuple[str, bool]] = []
     worker._heartbeat = Heartbeat()
@@ -185,7 +185,7 @@ def test_who_makes_its_own_copy_is_in_no_hurry_and_who_waits_for_anothers_is(wor
     assert seen == [("copied", True), ("settled", False)]
 
 
-def test_who_makes_a_model_when_its_order_comes_forms_the_generation_from_then_on(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_building_a_model_reports_forming_once_ordered(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was still out of it to whoever watched: ended after 3 s where another was lost meanwhile, and never found where it hung alone."""
     makes, made = threading.Event(), threading.Event()
 
@@ -212,7 +212,7 @@ def test_who_makes_a_model_when_its_order_comes_forms_the_generation_from_then_o
 
 
 @pytest.mark.parametrize("origin", [Origin.MEMORY, Origin.CHECKPOINT, Origin.FRESH])
-def test_who_has_no_step_left_parts_when_all_have_their_values(worker: Any, monkeypatch: pytest.MonkeyPatch, origin: Origin) -> None:
+def test_finished_worker_parks_only_after_all_have_their_values(worker: Any, monkeypatch: pytest.MonkeyPatch, origin: Origin) -> None:
     """Whoever was first cut the connections of the move under those that still received: there is no step in which it would wait."""
     happened: list[str] = []
     monkeypatch.setattr(process_groups, "form", lambda *about, **rest: None)
@@ -231,7 +231,7 @@ def test_who_has_no_step_left_parts_when_all_have_their_values(worker: Any, monk
 
 @pytest.mark.parametrize("origin", [Origin.FRESH, Origin.CHECKPOINT])
 @pytest.mark.fault("W12")
-def test_who_fills_its_values_in_leaves_at_the_next_piece_when_the_generation_is_over(
+def test_fence_ends_loading_of_values_at_the_next_piece(
     worker: Any, monkeypatch: pytest.MonkeyPatch, origin: Origin
 ) -> None:
     """A rank was lost while checkpoints were read, which takes minutes: all others read on, and were ended for that after half a minute."""
@@ -263,7 +263,7 @@ def test_who_fills_its_values_in_leaves_at_the_next_piece_when_the_generation_is
     trainer.beat()
 
 
-def test_whoever_verifies_its_copies_after_a_failure_is_not_in_a_hurry(worker: Any) -> None:
+def test_copy_verification_after_a_failure_is_unhurried(worker: Any) -> None:
     """They may be tens of gigabytes, on each of eight ranks of a host. All that verified were ended for it, and their copies with them."""
     seen: list[tuple[str, bool]] = []
 
@@ -283,7 +283,7 @@ def test_whoever_verifies_its_copies_after_a_failure_is_not_in_a_hurry(worker: A
 
 
 @pytest.mark.parametrize("slow", [True, False])
-def test_a_model_that_takes_long_to_be_made_is_made_once_and_copied(
+def test_slow_model_is_built_once_and_copied_afterwards(
     worker: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, slow: bool
 ) -> None:
     """With a factory of a minute each change of the world had a minute's pause, and a joiner, which had its model, did not wait for it."""
@@ -310,7 +310,7 @@ def test_a_model_that_takes_long_to_be_made_is_made_once_and_copied(
     assert len(set(parameters)) == len(parameters), "each has its own"
 
 
-def test_a_slow_model_that_can_not_be_copied_is_made_for_each_generation(
+def test_uncopyable_slow_model_is_built_for_each_generation(
     worker: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     made: list[nn.Module] = []

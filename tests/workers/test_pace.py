@@ -48,7 +48,7 @@ def slow_ranks(view: View) -> list[int]:
     return [rank for rank, since in enumerate(view.since) if since >= 0]
 
 
-def test_slots_are_dealt_round_by_round_and_rank_by_rank_and_completely() -> None:
+def test_all_slots_are_dealt_by_round_and_then_by_rank() -> None:
     rng = random.Random(1)
     for _ in range(200):
         shares = [rng.randint(1, 5) for _ in range(rng.randint(1, 6))]
@@ -61,7 +61,7 @@ def test_slots_are_dealt_round_by_round_and_rank_by_rank_and_completely() -> Non
             assert deal(even(slots, world)) == tuple(tuple(range(rank, slots, world)) for rank in range(world))
 
 
-def test_the_spread_is_the_best_of_all_that_leave_every_rank_a_slot() -> None:
+def test_spread_is_optimal_with_at_least_one_slot_per_rank() -> None:
     rng = random.Random(2)
     for _ in range(200):
         world = rng.randint(1, 4)
@@ -78,7 +78,7 @@ def test_the_spread_is_the_best_of_all_that_leave_every_rank_a_slot() -> None:
 @pytest.mark.parametrize("factor", [1.6, 2.0, 5.0])
 @pytest.mark.parametrize("world", [2, 3, 4, 16])
 @pytest.mark.fault("W14")
-def test_a_straggler_is_found_with_its_factor_and_the_step_in_which_it_began(world: int, factor: float) -> None:
+def test_straggler_is_found_with_its_factor_and_first_slow_step(world: int, factor: float) -> None:
     began = 50
     for seed in range(3):
         late = later(noisy(seed, sigma=0.05), began, {1: factor})
@@ -91,21 +91,21 @@ def test_a_straggler_is_found_with_its_factor_and_the_step_in_which_it_began(wor
         assert abs(views[-1].since[1] - began) <= 3
 
 
-def test_no_rank_is_accused_for_noise_single_long_steps_or_what_slows_all_of_them() -> None:
+def test_noise_outliers_and_shared_slowdowns_accuse_no_rank() -> None:
     for seed in range(25):
         world = 2 + seed % 5
         views, _ = cluster(Pace(2 * world, world, relieve=True), 400, noisy(seed))
         assert {(slow_ranks(view) == [], view.shares) for view in views} == {(True, even(2 * world, world))}, seed
 
 
-def test_a_straggler_is_found_in_that_noise_too() -> None:
+def test_straggler_is_found_despite_noise() -> None:
     for seed in range(15):
         world = 2 + seed % 5
         views, _ = cluster(Pace(2 * world, world, relieve=False), 200, noisy(seed, {1: 2.0}))
         assert slow_ranks(views[-1]) == [1], seed
 
 
-def test_it_takes_seconds_not_only_steps_to_be_slow() -> None:
+def test_slowness_must_last_seconds_not_only_steps() -> None:
     """Steps of 25 ms, and a neighbour that takes the processor for a second: 40 steps."""
     views, _ = cluster(Pace(4, 2, relieve=True), 400, lambda s, r: 0.015 if r == 1 and 200 <= s < 230 else 0.005, per_round=0.0, rest=0.005)
     assert all(slow_ranks(view) == [] for view in views)
@@ -113,7 +113,7 @@ def test_it_takes_seconds_not_only_steps_to_be_slow() -> None:
     assert slow_ranks(views[-1]) == [1]
 
 
-def test_who_is_a_little_slow_is_neither_accused_nor_acquitted() -> None:
+def test_slightly_slow_rank_keeps_its_current_verdict() -> None:
     def of(step: int, rank: int) -> float:
         return 0.1 * (1.0 if rank != 2 else 1.3 if step < 100 else 1.6 if step < 200 else 1.3 if step < 300 else 1.1)
 
@@ -121,7 +121,7 @@ def test_who_is_a_little_slow_is_neither_accused_nor_acquitted() -> None:
     assert [slow_ranks(views[step]) for step in (99, 199, 299, 399)] == [[], [2], [2], []]
 
 
-def test_where_most_are_slow_nobody_is_and_of_an_even_number_half_may_be() -> None:
+def test_at_most_half_of_the_ranks_can_be_slow() -> None:
     views, _ = cluster(Pace(6, 3, relieve=False), 60, lambda s, r: 0.1 if r == 0 else 0.2)
     assert slow_ranks(views[-1]) == []
     views, _ = cluster(Pace(8, 4, relieve=False), 60, lambda s, r: 0.1 if r < 2 else 0.2)
@@ -137,7 +137,7 @@ def test_ranks_that_are_not_measured_are_never_judged() -> None:
 @pytest.mark.parametrize(
     ("slots", "slow", "best"), [(12, {1: 3.0}, (6, 1, 5)), (6, {1: 3.0}, (3, 1, 2)), (12, {0: 4.0, 3: 4.0}, (1, 5, 5, 1))]
 )
-def test_relief_comes_soon_shortens_the_step_to_the_best_and_is_taken_back_afterwards(
+def test_relief_shortens_the_step_optimally_and_is_taken_back(
     slots: int, slow: dict[int, float], best: tuple[int, ...]
 ) -> None:
     world = len(best)
@@ -150,14 +150,14 @@ def test_relief_comes_soon_shortens_the_step_to_the_best_and_is_taken_back_after
     assert views[-1].shares == fair and walls[-1] < walls[5] and slow_ranks(views[-1]) == []
 
 
-def test_there_is_no_relief_for_little_gain_nor_where_each_has_one_slot() -> None:
+def test_relief_requires_enough_gain_and_more_slots_than_ranks() -> None:
     for slots, factor in ((6, 1.5), (3, 4.0)):
         views, _ = cluster(Pace(slots, 3, relieve=True), 100, later(lambda s, r: 0.1, 0, {0: factor}))
         assert slow_ranks(views[-1]) == [0] and {view.shares for view in views} == {even(slots, 3)}
 
 
 @pytest.mark.parametrize("period", [15, 60, 400])
-def test_who_is_slow_in_turns_moves_slots_less_and_less_often(period: int) -> None:
+def test_intermittent_straggler_moves_slots_ever_less_often(period: int) -> None:
     views, _ = cluster(Pace(12, 3, relieve=True), 3000, lambda s, r: 0.1 * (3.0 if r == 0 and s // period % 2 else 1.0))
     changes = [step for step, (a, b) in enumerate(itertools.pairwise(views)) if a.shares != b.shares]
     # Two windows before the second, then twice as long each time, up to 64.
@@ -165,12 +165,12 @@ def test_who_is_slow_in_turns_moves_slots_less_and_less_often(period: int) -> No
     assert all(after - before >= pace.PATIENCE * pace.LEAST_STEPS for before, after in itertools.pairwise(changes))
 
 
-def test_all_ranks_come_to_the_same_from_the_same_numbers() -> None:
+def test_equal_measurements_give_equal_views_on_all_ranks() -> None:
     one, other = (cluster(Pace(12, 3, relieve=True), 500, noisy(3, {1: 2.5}))[0] for _ in range(2))
     assert one == other and len({view.shares for view in one}) > 1
 
 
-def test_a_thousand_ranks_are_judged_too() -> None:
+def test_straggler_is_found_among_a_thousand_ranks() -> None:
     rng = random.Random(0)
     watch = Pace(2048, 1024, relieve=True)
     rows: list[Sequence[float]] = [[rng.uniform(0.95, 1.05) * (3.0 if rank == 700 else 1.0) for rank in range(1024)] for _ in range(14)]

@@ -22,7 +22,7 @@ CLOSED.bind(("127.0.0.1", 0))
 """Nobody listens there, and nobody else takes the port."""
 
 
-def test_a_door_and_a_host_that_refuses_are_reached_and_who_has_no_door_is_not_tried() -> None:
+def test_refused_connection_or_missing_door_is_not_unreached() -> None:
     doors = {f"w{i}": Door("127.0.0.1").address for i in range(3)}
     refused = f"127.0.0.1:{CLOSED.getsockname()[1]}"
     assert unreached({**doors, "closed": refused, "doorless": ""}, 1.0) == ()
@@ -37,7 +37,7 @@ def test_a_door_is_reached_again_and_again_and_by_many_at_once() -> None:
     assert len(os.listdir("/proc/self/fd")) <= before + 2
 
 
-def test_a_process_whose_threads_are_busy_takes_nobody_for_unreached_that_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_process_finds_no_answering_worker_unreached(monkeypatch: pytest.MonkeyPatch) -> None:
     """To begin two hundred connections took it five seconds, and the time was over before it had looked at one."""
     door, real = Door("127.0.0.1").address, socket.socket.connect_ex
 
@@ -61,7 +61,7 @@ def test_a_process_whose_threads_are_busy_takes_nobody_for_unreached_that_has_an
     assert unreached({f"w{i}": door for i in range(20)}, 0.1) == ()
 
 
-def test_a_process_that_is_stopped_is_reached_and_one_whose_queue_is_full_is_not(tmp_path: Path) -> None:
+def test_stopped_process_is_reached_and_full_queue_is_not(tmp_path: Path) -> None:
     """The kernel answers for it. With a queue that holds nobody more it does not, as if its network were gone."""
     listens = socket.create_server(("127.0.0.1", 0), backlog=0)
     address = f"127.0.0.1:{listens.getsockname()[1]}"
@@ -78,7 +78,7 @@ def test_a_process_that_is_stopped_is_reached_and_one_whose_queue_is_full_is_not
 
 
 @pytest.mark.skipif(not hosts.possible(), reason="network namespaces need root and iproute2 (ip)")
-def test_a_host_whose_link_is_cut_is_not_reached_within_the_time_and_is_when_it_is_back() -> None:
+def test_host_is_unreached_only_while_its_link_is_cut() -> None:
     with hosts.network(1) as net:
         there = net.hosts[0]
         code = "import socket, time; s = socket.create_server(('0.0.0.0', 4321)); print('up', flush=True); time.sleep(60)"
@@ -111,7 +111,7 @@ def addresses(monkeypatch: pytest.MonkeyPatch, named: str | None, **interfaces: 
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
 
 
-def test_gloo_takes_the_interface_by_which_the_nodes_know_each_other_where_the_name_leads_elsewhere(
+def test_gloo_uses_the_node_address_if_the_hostname_misleads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     addresses(monkeypatch, "127.0.1.1", lo="127.0.0.1 ::1", eth0="192.0.2.7", ib0="10.9.0.7 fe80::7%ib0")
@@ -138,6 +138,6 @@ def test_gloo_takes_the_interface_by_which_the_nodes_know_each_other_where_the_n
     assert group_address("10.9.0.7") == "fe80::1"
 
 
-def test_where_no_port_can_be_had_there_is_no_door_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_door_without_a_port_has_no_address_and_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     assert Door("203.0.113.1").address == ""
     assert [record.levelname for record in caplog.records] == ["WARNING"] and "cannot check" in caplog.text

@@ -34,7 +34,7 @@ def test_every_optimizer_is_rehearsed_to_the_end(optimizer: str, deterministic: 
     assert not caplog.records
 
 
-def test_nothing_is_left_of_it() -> None:
+def test_rehearsal_leaves_no_thread_socket_or_rng_change() -> None:
     config = tiny("stdlib", train_optimizer="adamw")
     rehearse(config, CPU)  # torch's own threads, and what it opens once
     state, threads, sockets = torch.get_rng_state(), threading.active_count(), _sockets()
@@ -45,7 +45,7 @@ def test_nothing_is_left_of_it() -> None:
     assert threading.active_count() <= threads and _sockets() <= sockets
 
 
-def test_what_can_not_be_rehearsed_is_told_by_the_first_order(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_rehearsal_is_logged_and_leaves_no_group(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vescale_ray")
     rehearse(tiny("stdlib", train_optimizer="adamw", train_optimizer_options={"no_such_option": 1}), CPU)
     assert "the warm-up before the first order failed" in caplog.text and not dist.is_initialized()

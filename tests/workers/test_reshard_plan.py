@@ -116,7 +116,7 @@ def situations(draw: st.DrawFn) -> tuple[list[list[Span]], list[list[Span]], int
 
 @settings(max_examples=150)
 @given(situations())
-def test_every_wanted_element_arrives_once_and_only_those_move_that_their_new_owner_does_not_hold(
+def test_plan_delivers_each_element_and_moves_only_missing_ones(
     situation: tuple[list[list[Span]], list[list[Span]], int],
 ) -> None:
     sources, wanted, limit = situation
@@ -156,7 +156,7 @@ def _waits(planned: ReshardPlan, ranks: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("lost", [(), (9,), (0,), (5, 6), (20, 21, 22, 23)], ids=["grows", "one lost", "the first lost", "two", "a node"])
-def test_in_a_move_of_many_rounds_all_ranks_are_busy_side_by_side(lost: tuple[int, ...]) -> None:
+def test_ranks_transfer_in_parallel_in_moves_of_many_rounds(lost: tuple[int, ...]) -> None:
     """Receivers had their rounds one after another: with 64 ranks and 13 GB each, 900 rounds, in the course of which a rank waited minutes
     for others as in a collective, which failed, again and again, until the run had."""
     old, rounds = 24, 40
@@ -184,7 +184,7 @@ def test_in_a_move_of_many_rounds_all_ranks_are_busy_side_by_side(lost: tuple[in
     assert took < 1.1 * busiest / limit and waited < 2.0
 
 
-def test_who_has_nothing_to_do_in_a_round_waits_in_the_next_one_for_as_long_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_idle_in_a_round_waits_a_bound_longer_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is there before the others, who have the bound of a collective for each round."""
     rounds = [(0, 1), (1, 0), (0, 2), (0, 1), (0, 1), (1, 2), (2, 0)]
     moves = tuple((Move(src, dst, 0, 0, 0, 0, 1, "float32"),) for src, dst in rounds)
@@ -200,7 +200,7 @@ def test_who_has_nothing_to_do_in_a_round_waits_in_the_next_one_for_as_long_agai
     assert waited == {0: [1, 1, 1, 1, 1, 1, 2], 1: [1, 1, 1, 2, 1, 1, 1], 2: [1, 2, 3, 1, 2, 3, 1]}
 
 
-def test_what_is_cut_alike_is_planned_together() -> None:
+def test_tensors_with_equal_cuts_are_planned_together() -> None:
     old, new = _cut_alike(ALIKE, [40]), _cut_alike(ALIKE, [20, 50])
     assert [len(strips_of(spans)) for spans in old] == [3, 3] and [len(spans) for spans in old] == [8, 8]
     planned = plan([*old, []], new)
@@ -208,13 +208,13 @@ def test_what_is_cut_alike_is_planned_together() -> None:
     assert planned.moved_bytes == apart.moved_bytes == planned.lower_bound == apart.lower_bound
 
 
-def test_the_same_layout_moves_nothing() -> None:
+def test_unchanged_layout_moves_nothing() -> None:
     layout = _even(TENSORS, 3)
     planned = plan(layout, layout)
     assert planned.moved_bytes == 0 and planned.rounds == ()
 
 
-def test_the_buddy_that_holds_both_shards_of_a_world_of_two_needs_nothing_from_anyone() -> None:
+def test_surviving_buddy_of_a_world_of_two_moves_nothing() -> None:
     old = _even(TENSORS, 2)
     planned = plan([old[0] + old[1]], _even(TENSORS, 1))
     assert planned.moved_bytes == 0

@@ -83,7 +83,7 @@ def give_up(state: State) -> list[SavedShard]:
 
 
 @pytest.mark.parametrize("every", [0, 1, 2], ids=["no copies", "every step", "every second step"])
-def test_a_checkpoint_has_the_bits_of_its_step_though_training_goes_on_over_it(text: str, tmp_path: Path, every: int) -> None:
+def test_checkpoint_keeps_its_steps_bits_while_training_goes_on(text: str, tmp_path: Path, every: int) -> None:
     root = str(tmp_path)
     with Fleet(2) as fleet:
         run = Run(fleet, tiny(text, elastic_snapshot_every=every))
@@ -114,7 +114,7 @@ def test_a_checkpoint_has_the_bits_of_its_step_though_training_goes_on_over_it(t
         assert same_bits(before, run.full_state())
 
 
-def test_damage_that_reading_back_finds_is_told_of(text: str, tmp_path: Path) -> None:
+def test_damage_found_on_read_back_is_reported(text: str, tmp_path: Path) -> None:
     with Fleet(1) as fleet:
         run = Run(fleet, tiny(text))
         run.fresh([0])
@@ -125,7 +125,7 @@ def test_damage_that_reading_back_finds_is_told_of(text: str, tmp_path: Path) ->
         assert "block" in damaged.problem and ".safetensors" in damaged.problem
 
 
-def test_what_is_given_up_is_never_voted_for_and_leaves_no_object(text: str, tmp_path: Path) -> None:
+def test_abandoned_save_gets_no_vote_and_leaves_no_object(text: str, tmp_path: Path) -> None:
     with Fleet(1) as fleet:
         run = Run(fleet, tiny(text))
         run.fresh([0])
@@ -138,7 +138,7 @@ def test_what_is_given_up_is_never_voted_for_and_leaves_no_object(text: str, tmp
         assert len(fleet.run([0], finish, 1)[0]) == 1, "it takes the next one as ever"
 
 
-def test_a_copy_that_can_not_be_made_costs_the_checkpoint_and_not_the_training() -> None:
+def test_failed_copy_costs_the_checkpoint_and_not_the_training() -> None:
     from vescale_ray.workers.worker import Worker
 
     def stage(_: Any) -> None:

@@ -63,7 +63,7 @@ SPREAD = {**EXPERTS, "model_factory": "tests.workers.tiny:SpreadModel"}
         *("patches", "nan of one token", "nan, deterministic", "muon"),
     ],
 )
-def test_twenty_steps_at_any_world_size_equal_plain_pytorch_in_one_process(
+def test_twenty_steps_equal_plain_pytorch_at_every_world_size(
     text: str, changes: dict[str, Any], worlds: tuple[int, ...], tolerance: float
 ) -> None:
     config = tiny(text, **changes)
@@ -153,7 +153,7 @@ def test_nothing_of_a_generation_is_alive_after_it_was_left(text: str) -> None:
         assert list(run.end().values()) == [{"model": False, "group": False}] * 2
 
 
-def test_units_are_matched_part_by_part_and_a_pattern_without_a_match_is_named(text: str) -> None:
+def test_unit_patterns_match_by_part_and_unmatched_ones_raise(text: str) -> None:
     model = build_model(tiny(text))
     names = {module: name for name, module in model.named_modules()}
     assert [names[unit] for unit in select_units(model, ["layers.*"])] == ["layers.0", "layers.1"]
@@ -164,7 +164,7 @@ def test_units_are_matched_part_by_part_and_a_pattern_without_a_match_is_named(t
         select_units(model, ["blocks.*"])
 
 
-def test_what_can_not_be_trained_is_refused_by_name(text: str) -> None:
+def test_untrainable_model_or_world_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match=r"6 workers for train\.slots = 5"):
         Trainer(tiny(text), 0, 6, 1, "cpu", text_of(tiny(text)))
     with pytest.raises(ValueError, match=r"model\.factory = tests\.workers\.tiny:nothing"):
@@ -177,7 +177,7 @@ def test_what_can_not_be_trained_is_refused_by_name(text: str) -> None:
         build_model(tiny(text, model_factory="tests.workers.tiny:with_scratch"))
 
 
-def test_parameters_of_16_bits_that_deterministic_mode_would_not_keep_to_the_bit_are_refused(text: str) -> None:
+def test_deterministic_mode_refuses_inexact_16_bit_parameters(text: str) -> None:
     changes = {"model_factory": "tests.workers.tiny:of_16_bits", "model_units": ["body"]}
     for deterministic, optimizer in ((False, "sgd"), (True, "adamw")):
         build_model(tiny(text, elastic_deterministic=deterministic, train_optimizer=optimizer, **changes))
@@ -185,7 +185,7 @@ def test_parameters_of_16_bits_that_deterministic_mode_would_not_keep_to_the_bit
         build_model(tiny(text, elastic_deterministic=True, train_optimizer="sgd", **changes))
 
 
-def test_generations_that_come_to_nothing_one_after_another_take_no_more_memory_each(tmp_path: Path) -> None:
+def test_repeated_stepless_generations_use_no_more_memory(tmp_path: Path) -> None:
     """Twenty losses of nodes in a row are forgiven: each left a copy of everything behind, until some step was done."""
     config = tiny(write_text(tmp_path))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -213,7 +213,7 @@ def test_generations_that_come_to_nothing_one_after_another_take_no_more_memory_
     assert taken[2:] == taken[2:3] * 5 and taken[2] <= 2 * taken[0], taken
 
 
-def test_a_copy_is_of_its_step_however_long_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_copy_still_holds_the_values_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is made while the next step computes: that waits for it before its optimizer writes, and a checkpoint before it takes it."""
     real, slow = memory_snapshots.copy_pieces, threading.Event()
 
@@ -315,7 +315,7 @@ def test_one_process_trains_alone_without_any_held_out_text(tmp_path: Path) -> N
         process_groups.dissolve()
 
 
-def test_states_of_other_blocks_are_refused_though_their_shapes_are_the_same(tmp_path: Path) -> None:
+def test_states_of_other_blocks_are_refused_despite_equal_shapes(tmp_path: Path) -> None:
     """The scales of one block were taken for another's, and nobody was told."""
     text, store = write_text(tmp_path), dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -347,7 +347,7 @@ def test_states_of_other_blocks_are_refused_though_their_shapes_are_the_same(tmp
         process_groups.dissolve()
 
 
-def test_a_copied_model_trains_as_the_one_that_it_is_a_copy_of(tmp_path: Path) -> None:
+def test_copied_model_trains_as_its_original(tmp_path: Path) -> None:
     config = tiny(write_text(tmp_path), model_factory="tests.workers.tiny:ExpertsModel", model_units=["body"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     losses, template = [], Blank(config)
