@@ -11,6 +11,8 @@ FIT    := $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2]
 OURS   := vescale_ray controller workers checkpoint deploy benchmarks tests
 export RAY_AUTH_MODE ?= disabled
 export RAY_USAGE_STATS_ENABLED ?= 0
+# Processes that tests start would compile the package anew, each of them.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install demo test test-slow test-torch grafana-types gpu-check manifests lint types clean
 .DEFAULT_GOAL := help

@@ -89,6 +89,10 @@ class Goodput:
         """Count the time that is not accounted for yet, and the time until the next step, as lost to ``cause``."""
         self.cause = cause
 
+    def train(self) -> None:
+        """A step is under way: the time before it goes to what the workers know the causes of."""
+        self.cause = None
+
     def turn(self, cause: Loss, now: float) -> None:
         """From now on; what was before it stays with the cause that it had."""
         self.advance(now)

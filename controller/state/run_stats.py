@@ -117,6 +117,8 @@ class RunStats:
         if not self._resume(line):
             between = {str(cause): float(seconds) for cause, seconds in (line.get("between_seconds") or {}).items()}
             again = self.steps.count(line)
+            if self.rescale is not None and self.goodput.cause is Loss.RESCALE and self.rescale.generation == self.generation:
+                self.goodput.train()  # the generation that the change ends still trains
             self.goodput.step(float(line["time"]), float(line.get("step_seconds") or 0.0), again=again, between=between)
             if self.rescale is not None:
                 self.goodput.open(self._change)

@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -992,34 +993,22 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     assert not left.exists() and sorted(tmp_path.iterdir()) == sorted(others)
 
 
-FILLING = """
-import resource, sys
-from pathlib import Path
-from tests.controller.runs import tiny
-from tests.controller.test_books import generation, stepped
-from tests.controller.recorded import Recorded
-from vescale_ray.workers.messages import Origin
-home, hard = Path(sys.argv[1]), resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-config = tiny(home, "filling")
-run = Recorded(config)
-world = generation(1, 0, "a", "b", origin=Origin.FRESH)
-run.open(world)
-for index in range(60):
-    # A file may have so many bytes: the kernel takes the part of a line that still fits, and no more.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (hard if index >= 50 else 5000, hard))
-    assert run.stepped(stepped(world, index, 1.0 + index))
-    run.write_record()
-print(len(run.log.journal.warnings), run.log.journal.warnings[0])
-"""
-
-
 @pytest.mark.fault("S2")
 def test_lines_stay_whole_and_ordered_after_a_partial_write(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", FILLING, str(tmp_path)]
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("1 ") and "can't be written (File too large); training goes on, lines wait in memory" in done.stdout
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    run = Recorded(tiny(tmp_path, "filling"))
+    world = generation(1, 0, "a", "b", origin=Origin.FRESH)
+    run.open(world)
+    try:
+        for index in range(60):
+            # The kernel limits the size of a file: it takes the part of a line that still fits, and no more.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft if index >= 50 else 5000, hard))
+            assert run.stepped(stepped(world, index, 1.0 + index))
+            run.write_record()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    (warning,) = run.log.journal.warnings
+    assert "can't be written (File too large); training goes on, lines wait in memory" in warning
     folder = RunFolder(tmp_path / "filling")
     assert [line["step"] for line in folder.read_all_metrics()] == list(range(1, 61))
     assert [line["step"] for line in folder.read_all_samples()] == list(range(60))

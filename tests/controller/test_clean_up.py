@@ -165,7 +165,7 @@ def ray_folders(driver: Driver) -> set[Path]:
 CODES = {"success": 0, "failure": 1, "stop": 0, "SIGINT to the group": 130, "SIGTERM to the group": 130, "SIGKILL": -signal.SIGKILL}
 
 
-@pytest.mark.parametrize("endings", [("failure", "SIGKILL"), pytest.param(tuple(CODES), marks=pytest.mark.slow)], ids=["two", "all"])
+@pytest.mark.parametrize("endings", [("SIGKILL",), pytest.param(tuple(CODES), marks=pytest.mark.slow)], ids=["one", "all"])
 @pytest.mark.fault("E1", "E4")
 def test_nothing_is_left_of_a_run_within_15_s_whatever_ends_it(tmp_path: Path, drivers: list[Driver], endings: tuple[str, ...]) -> None:
     # All at once: most of a start is waiting, and they must not get in each other's way either.
@@ -209,6 +209,8 @@ def test_nothing_is_left_of_a_run_within_15_s_whatever_ends_it(tmp_path: Path, d
             continue
         state = by_ending[ending].folder.read_state()
         assert state is not None and state["state"] == name
+    if "failure" not in by_ending:
+        return
     # The survivor wrote its own shard and its copy of the lost one before the run gave up.
     root = by_ending["failure"].config.checkpoint_root
     newest = checkpoint.latest(root)

@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ACCELERATORS = r"vescale_worker_(memory_(allocated|peak_allocated|reserved|capacity)_bytes|alloc_retries_total)|ray_node_gpus|DCGM_FI_DEV"
 """What a run on CPUs has none of."""
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("ray_here"),
     pytest.mark.timeout(240),
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed: apt-get install prometheus"),

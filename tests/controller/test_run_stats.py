@@ -18,7 +18,9 @@ from vescale_ray.controller.policy import CommittedCheckpoint
 from vescale_ray.controller.protocol import FINAL, RunState, StateSource, World
 from vescale_ray.controller.state import run_log, step_stats
 from vescale_ray.controller.state.checkpoint_stats import saved_event
+from vescale_ray.controller.state.goodput import Goodput
 from vescale_ray.controller.state.publisher import HEARD_S
+from vescale_ray.controller.state.run_stats import RunStats
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Evaluated, Filled, Origin, Stepped, StepRecord, Ticket, Usage, WorkerInfo
 from vescale_ray.workers.monitoring.pace import View
@@ -218,3 +220,18 @@ def test_published_snapshot_never_changes(tmp_path: Path) -> None:
     assert (json.dumps(before.to_json()), json.dumps(before.record), before.processes) == told
     after = run.snapshot
     assert after.rescales and after.worker_failures and after.processes and after != before
+
+
+def test_pause_before_a_planned_change_is_not_counted_as_its_own() -> None:
+    stats = RunStats(last_step=10, started=0.0, goodput=Goodput.beginning(0.0))
+    for name, at, more in [
+        ("run_started", 0.0, {}),
+        ("generation", 1.0, {"generation": 1, "step": 0, "workers": ["a", "b"]}),
+        (None, 3.0, {"step": 1, "step_seconds": 1.0}),
+        ("rescale_started", 3.5, {"generation": 1, "reason": "manual", "from": 2, "step": 1}),
+        (None, 6.0, {"step": 2, "step_seconds": 1.0, "between_seconds": {"peer_copy": 1.5}}),  # the request has not reached the workers
+        ("generation", 6.2, {"generation": 2, "step": 2, "workers": ["a"]}),
+        (None, 8.0, {"step": 3, "step_seconds": 1.0}),
+    ]:
+        stats.apply({"time": at, **more} | ({} if name is None else {"event": name}))
+    assert stats.goodput.lost == {"startup": 2.0, "peer_copy": 1.5, "stall": 0.5, "rescale": 1.0}

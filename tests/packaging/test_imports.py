@@ -111,7 +111,7 @@ def test_command_line_imports_torch_only_inside_functions() -> None:
 
 
 def test_our_packages_are_imported_only_through_vescale_ray() -> None:
-    for part, path in SOURCES:
+    for _, path in SOURCES:
         assert not [name for name, _ in imports(path) if name.split(".")[0] in ("controller", "workers", "checkpoint", "deploy")], path
 
 
