@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -224,7 +225,7 @@ def test_published_snapshot_never_changes(tmp_path: Path) -> None:
 
 def test_pause_before_a_planned_change_is_not_counted_as_its_own() -> None:
     stats = RunStats(last_step=10, started=0.0, goodput=Goodput.beginning(0.0))
-    for name, at, more in [
+    lines: list[tuple[str | None, float, dict[str, Any]]] = [
         ("run_started", 0.0, {}),
         ("generation", 1.0, {"generation": 1, "step": 0, "workers": ["a", "b"]}),
         (None, 3.0, {"step": 1, "step_seconds": 1.0}),
@@ -232,6 +233,7 @@ def test_pause_before_a_planned_change_is_not_counted_as_its_own() -> None:
         (None, 6.0, {"step": 2, "step_seconds": 1.0, "between_seconds": {"peer_copy": 1.5}}),  # the request has not reached the workers
         ("generation", 6.2, {"generation": 2, "step": 2, "workers": ["a"]}),
         (None, 8.0, {"step": 3, "step_seconds": 1.0}),
-    ]:
+    ]
+    for name, at, more in lines:
         stats.apply({"time": at, **more} | ({} if name is None else {"event": name}))
     assert stats.goodput.lost == {"startup": 2.0, "peer_copy": 1.5, "stall": 0.5, "rescale": 1.0}
