@@ -70,6 +70,6 @@ def highest(name: str) -> str:
     return few(f"{name}{{{RUN}}}", f"max_over_time({name}{{{RUN}}}[$__range] @ end())")
 
 
-def median(expr: str) -> str:
-    """The median of ``expr`` over all ranks."""
-    return f"quantile by ({EACH}) (0.5, {expr})"
+def median(name: str) -> str:
+    """The median of a series over all ranks. A run that does not show all ranks has a series of its own for it."""
+    return f'max by ({EACH}) ({name}_quantile{{{RUN}, quantile="0.5"}}) or quantile by ({EACH}) (0.5, {name}{{{RUN}}})'

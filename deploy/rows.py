@@ -10,11 +10,23 @@ WAITS = (
     f"sum by ({EACH}, rank) (rate({WAITED}[{RATE}])) / on ({EACH}) group_left "
     f"max by ({EACH}) (rate(vescale_step_duration_seconds_sum{{{RUN}}}[{RATE}]))"
 )
+MEDIAN_WAIT = (
+    f'sum by ({EACH}) (rate(vescale_worker_exposed_communication_seconds_quantile{{{RUN}, op!="reshard", quantile="0.5"}}[{RATE}]))'
+    f" / on ({EACH}) max by ({EACH}) (rate(vescale_step_duration_seconds_sum{{{RUN}}}[{RATE}])) or quantile by ({EACH}) (0.5, {WAITS})"
+)
+"""Of a run that does not show all ranks: from the medians of all ranks."""
 HEARD = f"vescale_worker_heartbeat_timestamp_seconds{{{RUN}}}"
 
 
 def shown_of(function: str, series: str) -> str:
     return f"{function}({series}[$__range] @ end())"
+
+
+def usual_memory(kinds: str = ".+") -> str:
+    """The memory of the usual rank by kind: the mean of all ranks. A run that does not show all ranks has their median instead."""
+    name, those = "vescale_worker_memory_bytes", f'{RUN}, kind=~"{kinds}"'
+    shown, spread = f"{name}{{{those}}}", f'{name}_quantile{{{those}, quantile="0.5"}}'
+    return f"max by ({EACH}, kind) ({spread}) or avg by ({EACH}, kind) ({shown})"
 
 
 ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
@@ -138,20 +150,20 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Memory by kind",
-                "Memory that the run allocated on a rank, mean of all ranks: shards (parameters, gradients), optimizer states, padding of "
-                "the shards, buffers of gathered parameters and gradients (peak so far), copies for peers and checkpoints. "
-                "Activations and the process itself make up the rest of the resident memory.",
-                ((f"avg by ({EACH}, kind) (vescale_worker_memory_bytes{{{RUN}}})", "{{run}} {{kind}}"),),
+                "Memory that the run allocated on a rank, mean of all ranks (median if there are more than 256): shards (parameters, "
+                "gradients), optimizer states, padding of the shards, buffers of gathered parameters and gradients (peak so far), copies "
+                "for peers and checkpoints. Activations and the process itself make up the rest of the resident memory.",
+                ((usual_memory(), "{{run}} {{kind}}"),),
                 "bytes",
                 custom=STACKED,
             ),
             Panel(
                 "Padding",
-                "Share of the parameter and gradient shards that belongs to no tensor, over all ranks and on the worst rank.",
+                "Share of the parameter and gradient shards that belongs to no tensor, on the usual and on the worst rank.",
                 (
                     (
-                        f'sum by ({EACH}) (vescale_worker_memory_bytes{{{RUN}, kind="padding"}}) / '
-                        f'sum by ({EACH}) (vescale_worker_memory_bytes{{{RUN}, kind=~"padding|parameters|gradients"}})',
+                        f"sum by ({EACH}) ({usual_memory('padding')}) / "
+                        f"sum by ({EACH}) ({usual_memory('padding|parameters|gradients')})",
                         "{{run}} all ranks",
                     ),
                     (
@@ -391,7 +403,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 f"A rank's time for a slot in the last step, without waits for others: the {FEW} slowest ranks, and the median of all.",
                 (
                     (highest("vescale_worker_slot_seconds"), "{{run}} rank {{rank}}"),
-                    (median(f"vescale_worker_slot_seconds{{{RUN}}}"), "{{run}} median"),
+                    (median("vescale_worker_slot_seconds"), "{{run}} median"),
                 ),
                 "s",
             ),
@@ -419,7 +431,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                         ),
                         "{{run}} rank {{rank}}",
                     ),
-                    (median(WAITS), "{{run}} median"),
+                    (MEDIAN_WAIT, "{{run}} median"),
                 ),
                 "percentunit",
             ),
@@ -429,7 +441,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "has spent on moves of shards since the run began.",
                 (
                     (highest("vescale_worker_step_duration_seconds"), "{{run}} rank {{rank}}"),
-                    (median(f"vescale_worker_step_duration_seconds{{{RUN}}}"), "{{run}} median"),
+                    (median("vescale_worker_step_duration_seconds"), "{{run}} median"),
                     (
                         f'max by ({EACH}) (vescale_worker_exposed_communication_seconds_total{{{RUN}, op="reshard"}})',
                         "{{run}} moves, most",

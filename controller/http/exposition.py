@@ -9,6 +9,7 @@ quantiles over all ranks in a family of their own (``.._quantile``). So a page s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -63,21 +64,28 @@ def exposition(snapshot: Snapshot, accept: str) -> tuple[bytes, str]:
 
 
 def extremes(values: Mapping[int, float]) -> Mapping[int, float]:
-    """The values of the ranks that are shown."""
+    """The values of the ranks that are shown. A rank without a number is neither low nor high."""
     if len(values) <= MOST_RANKS:
         return values
     ranks = np.fromiter(values, dtype=np.int64, count=len(values))
     of = np.fromiter(values.values(), dtype=np.float64, count=len(values))
-    order = np.argpartition(of, (EXTREMES, len(of) - EXTREMES - 1))
-    chosen = sorted(ranks[np.concatenate([order[:EXTREMES], order[-EXTREMES:]])].tolist())
-    return {rank: values[rank] for rank in chosen}
+    ranks, of = ranks[~np.isnan(of)], of[~np.isnan(of)]
+    if len(of) > 2 * EXTREMES:
+        order = np.argpartition(of, (EXTREMES, len(of) - EXTREMES - 1))
+        ranks = ranks[np.concatenate([order[:EXTREMES], order[-EXTREMES:]])]
+    return {rank: values[rank] for rank in sorted(ranks.tolist())}
+
+
+def _any_extreme(kinds: Mapping[str, Mapping[int, float]]) -> list[int]:
+    """The ranks that any of ``kinds`` shows."""
+    return sorted({rank for values in kinds.values() for rank in extremes(values)})
 
 
 def quantiles(values: Mapping[int, float]) -> dict[str, float]:
-    """The quantiles over all ranks; empty if each rank is shown."""
-    if len(values) <= MOST_RANKS:
+    """The quantiles over all ranks whose value is a number; empty if each rank is shown, or no value is a number."""
+    if len(values) <= MOST_RANKS or all(map(math.isnan, values.values())):
         return {}
-    found = np.quantile(np.fromiter(values.values(), dtype=np.float64, count=len(values)), QUANTILES)
+    found = np.nanquantile(np.fromiter(values.values(), dtype=np.float64, count=len(values)), QUANTILES)
     return {str(quantile): float(value) for quantile, value in zip(QUANTILES, found, strict=True)}
 
 
@@ -238,9 +246,9 @@ def _of_failures(s: Snapshot, of: _Families) -> Iterator[Metric]:
 def _of_ranks(s: Snapshot, of: _Families) -> Iterator[Metric]:
     yield from of.by_rank("vescale_worker_host_rss_bytes", "Resident memory of the worker's process.", s.memory, 0)
     text = "What the run has allocated on the rank, by kind: what it is for."
-    yield from of.by_rank_and("kind", "vescale_worker_memory_bytes", text, s.memory_kinds, 0)
-    # The alert on memory divides one kind by another, rank by rank: so all kinds show the same ranks.
-    full = sorted({rank for values in s.device_memory.values() for rank in extremes(values)})
+    # An alert and a panel divide one kind by another, rank by rank. So all kinds show the same ranks.
+    yield from of.by_rank_and("kind", "vescale_worker_memory_bytes", text, s.memory_kinds, 0, ranks=_any_extreme(s.memory_kinds))
+    full = _any_extreme(s.device_memory)
     for kind, text in DEVICE_MEMORY.items():
         yield from of.by_rank(f"vescale_worker_memory_{kind}_bytes", text, s.device_memory.get(kind, {}), 0, ranks=full)
     text = "Times that the allocator of the rank's accelerator had to give memory back and try again."
@@ -252,9 +260,8 @@ def _of_ranks(s: Snapshot, of: _Families) -> Iterator[Metric]:
     yield from of.by_rank("vescale_worker_slot_seconds", text, s.slot_seconds, 6)
     text = "The rank's own time for a slot, relative to the usual rank's."
     yield from of.by_rank("vescale_worker_slowness_ratio", text, s.slowness, 4)
-    yield from of.by_rank(
-        "vescale_worker_slots", "Slots of the global batch that the rank does.", s.slots, 0, ranks=s.slots
-    )  # a rule sums them
+    yield from of.by_rank("vescale_worker_slots", "Slots of the global batch that the rank does.", s.slots, 0)
+    yield from of.gauge("vescale_slots", "Slots of the global batch, of all ranks together.", sum(s.slots.values()) or None)
     yield from of.by_rank("vescale_worker_heartbeat_timestamp_seconds", "When the rank has last answered.", s.heard, 3)
     yield from of.gauge("vescale_stragglers", "Workers that have been slower than the others for long.", len(s.stragglers))
     if s.workers:

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from vescale_ray.controller.failures.budget import Cause
 from vescale_ray.controller.http import metrics
-from vescale_ray.controller.http.exposition import DEVICE_MEMORY, EXTREMES, MOST_RANKS, QUANTILES, exposition
+from vescale_ray.controller.http.exposition import DEVICE_MEMORY, EXTREMES, MOST_RANKS, QUANTILES, exposition, extremes, quantiles
 from vescale_ray.controller.http.metrics import MetricsServer, PortInUse, Scrapes
 from vescale_ray.controller.state.goodput import Loss
 from vescale_ray.controller.state.snapshot import STATES, Histogram, Snapshot
@@ -191,6 +191,7 @@ def test_every_figure_of_the_snapshot_is_in_the_scrape(server: MetricsServer) ->
         ("vescale_worker_slot_seconds", {"rank": "1"}, 0.3),
         ("vescale_worker_slowness_ratio", {"rank": "1"}, 3),
         ("vescale_worker_slots", {"rank": "2"}, 2),
+        ("vescale_slots", {}, 6),
         ("vescale_stragglers", {}, 1),
         ("vescale_checkpoint_last_step", {}, 30),
         ("vescale_checkpoint_last_success_timestamp_seconds", {}, 1.4e9),
@@ -344,9 +345,8 @@ def test_a_large_run_shows_extreme_ranks_and_quantiles(accept: str) -> None:
         labels = [("quantile", str(quantile)), ("run", snapshot.run)]
         told = found["vescale_worker_heartbeat_timestamp_seconds_quantile", *labels]
         assert told == pytest.approx(np.quantile(heard, quantile), abs=1e-3)
-    others = ("vescale_worker_info", "vescale_worker_slots")
+    others = ("vescale_worker_info",)
     ranks = {dict(labels)["rank"] for name, *labels in found if "rank" in dict(labels) and name not in others}
-    assert sum(name == "vescale_worker_slots" for name, *_ in found) == 1024, "a rule of the alerts sums them"
     kinds = [{dict(labels)["rank"] for name, *labels in found if name == f"vescale_worker_memory_{kind}_bytes"} for kind in DEVICE_MEMORY]
     assert all(shown == kinds[0] and len(shown) >= 2 * EXTREMES for shown in kinds), "the alert on memory joins them"
     assert ranks == {dict(labels)["rank"] for name, *labels in found if name == "vescale_worker_info"}, "joins find the worker of each"
@@ -539,3 +539,11 @@ def test_histogram_buckets_are_cumulative_and_bounds_inclusive() -> None:
     buckets = dict(histogram.buckets())
     assert (buckets["0.01"], buckets["0.025"], buckets["300.0"], buckets["+Inf"], histogram.count) == (1, 2, 2, 3, 3)
     assert Histogram().count == 0
+
+
+def test_ranks_without_a_number_are_no_extremes_and_no_quantiles() -> None:
+    values = {rank: float(rank) for rank in range(1000)} | dict.fromkeys(range(1000, 1100), math.nan)
+    assert quantiles(values) == pytest.approx({str(q): q * 999 for q in QUANTILES})
+    assert list(extremes(values)) == [*range(EXTREMES), *range(1000 - EXTREMES, 1000)]
+    nothing = dict.fromkeys(values, math.nan)
+    assert extremes({**nothing, 7: 1.0}) == {7: 1.0} and extremes(nothing) == quantiles(nothing) == {}
