@@ -44,7 +44,7 @@ MAX_BYTES = 256 << 20
 
 
 class ManifestError(ValueError):
-    """The bytes are no valid manifest. The message says what is wrong in one sentence, and shortens long quotes."""
+    """The bytes are not a valid manifest. The message says what is wrong in one sentence, and shortens long quotes."""
 
     def __init__(self, message: str) -> None:
         super().__init__(shortened(message))
@@ -238,7 +238,7 @@ def commit_name(epoch: int, step: int) -> str:
 
 
 def parse_commit_name(name: str) -> tuple[int, int] | None:
-    """``(epoch, step)``, the order of commits; ``None`` if ``name`` is no commit's name."""
+    """``(epoch, step)``, the order of commits; ``None`` if ``name`` is not a commit's name."""
     match = _COMMIT.fullmatch(name)
     if match is None:
         return None
