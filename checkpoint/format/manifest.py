@@ -29,8 +29,8 @@ from .tiling import ROWS, Tiling
 TILED = "rcp/2"
 """Format of a manifest with tensors stored tile by tile; all others have ``rcp/1``."""
 _MOST_DEEP = 400
-"""Deepest nesting of lists and objects. JSON readers fail a few hundred levels further. Values of a state (100 deep) have tags in
-between."""
+"""Deepest nesting of lists and objects. JSON readers fail a few hundred levels further. Values of a state may be 100 deep, with tags
+between their levels."""
 _DATA_KEY = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9_-]{0,127}/r[0-9]{5,9}\.safetensors")
 _AUX_KEY = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9_-]{0,127}/r[0-9]{5,9}\.aux\.json")
 _ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")

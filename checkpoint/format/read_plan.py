@@ -21,7 +21,7 @@ from .manifest import Extents, Manifest, ObjectEntry, TensorEntry
 from .tiling import ROWS, Tiling, between, runs_between
 
 GAP_BYTES = 1 << 20
-"""Blocks between requested ones are read too if they have at most this many bytes, and at most a 20th of the requested bytes around them. A
+"""A gap between requested blocks is read too if it has at most this many bytes, and at most a 20th of the bytes requested around it. A
 request costs as much time as 0.1 MB of a local disk, or 1 to 5 MB of an object store."""
 
 MOST_PARTS = 1 << 17

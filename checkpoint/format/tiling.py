@@ -192,7 +192,7 @@ class _Grid:
         return found[0], found[1] - found[0] + 1
 
     def lines(self, start: int, end: int, other: _Grid | None) -> int:
-        """Number of runs of :meth:`by_rows` or, for another order, of cells that they meet; all runs of a tile meet equally many."""
+        """Number of runs of :meth:`by_rows`, or of the cells of ``other`` that these runs meet. All runs of a tile meet equally many."""
         number = np.arange(int(np.searchsorted(self.bases, start, side="right")) - 1, int(np.searchsorted(self.bases, end)))
         *outer, tile = np.unravel_index(number, self.counts)
         base, width = self.bases[number], self.sizes[self.last][tile] * self.inner

@@ -6,8 +6,8 @@
     <-- attempts/<attempt>/outcome.json
 
 No watchdog can abort the job during a write, and any thread can vote. A failing rank tells the others at once. If a save fails before its
-commit was tried, each rank deletes what it wrote, so that failed saves do not fill up a full disk. Once the commit was tried, nothing is
-deleted here, since the commit may exist even if the answer was an error.
+commit was tried, each rank deletes its objects, so that failed saves do not fill the disk. Once the commit was tried, nothing is deleted
+here, since the commit may exist even if the answer was an error.
 """
 
 from __future__ import annotations
