@@ -1,8 +1,8 @@
-"""Save and load a training script's state under torchrun or alone, with any number of ranks at each time.
+"""Save and load a training script's state under torchrun or alone, where each run may have another number of ranks.
 
 The ranks agree on an attempt through the process group's key-value store. Each rank writes its object, and votes through the checkpoint's
 store; rank 0 commits. A save uses no collective, so no watchdog can abort it, and a failing rank tells the others at once. :func:`save`
-returns once the checkpoint is committed; ``saver.py`` writes beside the training.
+returns once the checkpoint is committed; ``saver.py`` saves while training continues.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def save(
 
 
 def look_after(store: ObjectStore, retention: Retention, made: Commit, vote: Vote, cancelled: Callable[[], bool] = lambda: False) -> None:
-    """After a commit: read back what this rank wrote; then rank 0 deletes the checkpoints that the retention does not keep.
+    """After a commit, read back this rank's objects. Then rank 0 deletes the checkpoints that the retention does not keep.
 
     Errors only go to the log, since they must not stop a training run; the commit stays.
     """
@@ -164,7 +164,7 @@ def look_after(store: ObjectStore, retention: Retention, made: Commit, vote: Vot
 
 @dataclass(frozen=True)
 class Prepared:
-    """One rank's part of a save, flattened and checked, with nothing written.
+    """One rank's part of a save, flattened and checked before anything is written.
 
     Attributes:
         pieces: views of the live tensors. All other fields are copies made at this moment.
@@ -183,7 +183,7 @@ class Prepared:
 
     @property
     def word(self) -> Word:
-        """The message to the other ranks. Rank 0's optimizers are the ones stored, so they must name the same parameters as every other
+        """The message to the other ranks. Only rank 0's optimizers are stored, so they must name the same parameters as every other
         rank's."""
         named = {key: [sorted(group["params"]) for group in saved["groups"]] for key, saved in self.document["optimizers"].items()}
         alike = digest_of(json.dumps(named, sort_keys=True).encode())
@@ -219,7 +219,7 @@ def prepare(
     flat = flatten(state)
     parts = {pair: local_part(pair[0], tensor, world, rank) for pair, tensor in flat.tensors.items()}
     pieces = _pieces(parts) + (_data(flat.values) if rank == 0 else [])
-    # Nobody can tell which ranks hold a plain tensor, so assume that all do, with equal values.
+    # A plain tensor does not tell which ranks hold it, so assume that all do, with equal values.
     plain = {label(*pair): part for pair, part in parts.items() if part.replicas == world > 1 and not part.among and part.shared}
     values = {key: value.json for key, value in flat.values.items() if value.extended}
     state_json = {key: value.json for key, value in flat.values.items() if not value.extended}
@@ -278,7 +278,7 @@ def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Rank in the group and the group's size; 0 and 1 without a process group.
 
     Raises:
-        ValueError: this process is not in the group, the group was destroyed, or it is none.
+        ValueError: ``group`` is not a process group or was destroyed, or this process is not in it.
     """
     of_type("group", group, (dist.ProcessGroup, int, NoneType), "give a process group, as new_group() makes it, or none")
     if not (dist.is_available() and dist.is_initialized()):

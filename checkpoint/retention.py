@@ -44,8 +44,8 @@ class Retention:
         metric: name in the ``metrics`` of the save. Checkpoints without it, or with NaN or infinity, are never among the best.
         mode: whether a small (``min``) or a large (``max``) metric is good. Of equal ones the newer is better.
         verify: whether a checkpoint counts only after all its data was read back with right checksums. Each rank reads its own object back
-            after the commit, beside the training. A note in ``verified/`` records success, so that each checkpoint is read once. ``False``
-            skips that: a checkpoint then counts if every object exists in full size.
+            after the commit, while training continues. A note in ``verified/`` records success, so that each checkpoint is read once.
+            ``False`` skips that: a checkpoint then counts if every object exists in full size.
 
     A pinned checkpoint (:func:`pin`) is always kept.
     """
@@ -76,7 +76,7 @@ class Retention:
         for commit in whole[-self.keep_last :]:
             why.setdefault(commit.name, []).append("last")
         if self.keep_every:
-            # Of commits of one step, the newest epoch's counts. A step saved late still stands for its multiple.
+            # If a step has several commits, the newest epoch's counts. The first step at or after a multiple counts for it.
             for _, bucket in groupby(sorted(whole, key=lambda c: (c.step, -c.epoch)), key=lambda c: c.step // self.keep_every):
                 why.setdefault(next(bucket).name, []).append("every")
         if self.keep_best:
@@ -93,10 +93,10 @@ class Retention:
 class Grace:
     """Seconds, by the store's clock, for which unreferenced data stays.
 
-    orphans: for an attempt of an ended epoch without a commit, after its last write. (Saves wait 10 minutes for a vote.)
-        orphans: an attempt without a commit, of an epoch that is over, after its last write: saves wait 10 minutes for a vote.
+    Attributes:
+        orphans: for an attempt of an ended epoch without a commit, from its last write. A save waits up to 10 minutes for a vote.
         current: the same for an attempt of the newest epoch, a later one or an unknown one, since it may still be running. Also for
-            unfinished uploads and temporary files, from their start, since their epoch is unknown and a large object may take hours.
+            unfinished uploads and temporary files, from their start. Their epoch is unknown, and a large object may take hours.
         readers: from the deletion of a commit, or the marking of an orphan, to the deletion of its data, for current readers.
     """
 
@@ -142,7 +142,7 @@ class GcReport:
 
 
 def pin(root: Root, commit: str | Commit, name: str) -> None:
-    """Keep a checkpoint until :func:`unpin`, whatever the retention. Several pins with different names may hold one checkpoint.
+    """Keep a checkpoint until :func:`unpin`, even if no retention rule keeps it. Several pins with different names may hold one checkpoint.
 
     Args:
         name: name of the pin: letters, digits, ``_`` and ``-``. Pinning again under a name changes nothing.
@@ -196,7 +196,7 @@ def gc(
     Args:
         dry_run: only report what would be done.
         young: commit whose writers read it back themselves. It and newer commits are not read here; they count once they are noted as
-            right. (A late collection may find the next commit too; reading it here would be a second read beside the training.)
+            right. (A late collection may find the next commit too, which this would read a second time during training.)
         progress: called with the bytes read to verify a checkpoint.
     """
     of_type("retention", retention, Retention, "give Retention(keep_last=2), for example")
@@ -220,7 +220,7 @@ def discard(root: Root, attempt: str) -> None:
 
 
 def tend(root: Root, retention: Retention, made: Commit, patience_s: float, stop: Callable[[], bool] = lambda: False) -> tuple[str, ...]:
-    """Collect after a commit whose ranks read it back themselves, once they have done so, or after ``patience_s``. Returns the problems."""
+    """Collect once the ranks of a commit have read it back, or after ``patience_s`` seconds. Returns the problems."""
     store, deadline, pause = store_of(root), time.monotonic() + patience_s, 0.005
     while retention.verify and len(noted(store, made.attempt).get(made.attempt, ())) < made.world:
         if time.monotonic() >= deadline or stop():
@@ -245,7 +245,7 @@ class _Collection:
         self.unread: set[str] = set()
         """Commits with unknown state now: they do not count and are not deleted."""
         self.gone: set[str] = set()
-        """Commits that another collection deleted since this one listed them: no problem, and nothing to do."""
+        """Commits that another collection deleted after this one listed them. They are no problem."""
         self.problems: list[str] = []
         self.freed = 0
         self.waiting: list[str] = []
@@ -327,7 +327,7 @@ class _Collection:
         beyond = bool(self.retention.keep_every or self.retention.keep_best)
         found: list[Commit] = []
         for commit in reversed(whole):
-            # A commit older than enough verified ones, which no rule can name, need not be read before its deletion.
+            # No rule can keep a commit older than enough verified ones, so it is not read before its deletion.
             if (beyond or len(found) < self.retention.keep_last) and self._verified(commit, notes):
                 found.append(commit)
         return found[::-1]
@@ -429,8 +429,8 @@ class _Collection:
         return swept
 
     def _committed(self, attempt: str, entries: Sequence[Entry]) -> bool:
-        """Whether this attempt has a commit after all, looked up by its name from the objects' headers. A listing may be outdated, or the
-        commit newer."""
+        """Whether this attempt has a commit after all. It is looked up by the name in the objects' headers, since a listing may be
+        outdated."""
         order = next((o for entry in entries if (o := _order_of(self.store, entry)) is not None), None)
         if order is None:
             return False

@@ -578,7 +578,7 @@ def holds_credentials(url: str) -> bool:
     before, at, _ = parts.netloc.rpartition("@")
     if at and (":" in before or parts.scheme in ("s3", "http", "https")):
         return True
-    # If a secret key contains a slash, as many do, its first part is parsed as the host, and text after a colon as the port. A bucket
+    # Many secret keys contain a slash. The part before it is then parsed as the host, and text after a colon as the port. A bucket
     # has no port; an IPv6 host may end with a bracket.
     _, colon, port = parts.netloc.rpartition(":")
     may_be_port = port.endswith("]") or (re.fullmatch("[0-9]{0,5}", port) and parts.scheme not in _OF_BUCKETS)

@@ -26,7 +26,7 @@ class NotLasting(BadInput):
 
 
 def misread(path: str | os.PathLike[str]) -> str | None:
-    """The reason and the remedy if the path most likely means another path than it says, else None."""
+    """The reason and the remedy if the path is most likely not the one that the user meant, else None."""
     text = os.fspath(path)
     if _ONE_SLASH.match(text):
         return "a URL has two slashes, but pathlib.Path removes one of them; give the URL as text"

@@ -302,7 +302,7 @@ def _few(line: Record) -> Record:
 
 
 def _lines_to_sum_up(folder: RunFolder) -> tuple[list[Record], list[str]]:
-    """Return the committed lines and the omissions; of a long file only the first and the last line."""
+    """Return the committed lines and the omissions. For a long file, return only the first and the last line."""
     if not _is_long(folder):
         return committed([_few(line) for line in folder.each_metrics()]), []
     ends = [_few(line) for line in (next(folder.each_metrics(), None), folder.last_metrics()) if line is not None]

@@ -36,7 +36,7 @@ Record = dict[str, Any]
 
 DISCOVERY = "vescale_service_discovery.json"
 REPLACED = frozenset({"run.json", "control.json", "controller.json", "config.yaml", DISCOVERY})
-"""Files that are replaced atomically. A temporary file beside each has a leading dot and a random suffix."""
+"""Files that are replaced atomically. The temporary file next to each has a leading dot and a random suffix."""
 LAST_TIME = 1e11
 """Upper bound on valid times, in seconds since the epoch (year 5138). A run writes no later time."""
 _BLOCK = 1 << 18
@@ -105,7 +105,7 @@ class RunFolder:
                 (self.path / "lock").unlink(missing_ok=True)
                 self.path.rmdir()
         except OSError:
-            pass  # The folder is not empty, so it belongs to somebody.
+            pass  # The folder is not empty, so it stays.
 
     def claim(self) -> IO[str]:
         """Lock the folder, so that no other run mixes its lines in. The lock lasts until the file is closed or the process ends.
@@ -204,7 +204,7 @@ class RunFolder:
             (self.path / name).unlink(missing_ok=True)
 
     def clear_leftovers(self) -> None:
-        """Remove temporary files that killed writers left behind. Call it only while nobody writes."""
+        """Remove temporary files that killed writers left behind. Call it only while no process writes."""
         for path in self.path.glob(".*"):
             name, _, suffix = path.name.removeprefix(".").rpartition(".")
             if suffix and name in REPLACED:

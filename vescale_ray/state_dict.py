@@ -10,7 +10,7 @@ setting from sharded state dicts, is torch's own code. The options are torch's :
 | strict                 | every name must be known on both sides; checked on all ranks before anything is written                   |
 
 Memory: for a ragged tensor over all ranks, rank 0 sends each rank only its part, straight from the given state dict, without a copy.
-For other tensors (replicas, tensor parallelism), a rank holds one full tensor at a time beside its shards.
+For other tensors (replicas, tensor parallelism), a rank holds one full tensor at a time besides its shards.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def export_dcp(
 
 
 def _check_writable(leaves: Mapping[str, Any]) -> None:
-    """Raises CheckpointMismatch for a tensor whose dtype torch.save() cannot write (int4 and the like)."""
+    """Raises CheckpointMismatch for a tensor whose dtype torch.save() cannot write (such as int4)."""
     for dtype, key in {leaf.dtype: key for key, leaf in leaves.items() if isinstance(leaf, Ref)}.items():
         try:
             torch.save(torch.empty(0, dtype=dtype), io.BytesIO())

@@ -110,7 +110,7 @@ class DcpFiles(Archives):
         tensors: tensors by DCP's flat key. objects: archives of the other values, by key. paths: ``{key: path in the nested state dict}``.
 
     Raises:
-        ForeignFileError: the folder is no DCP checkpoint, is malformed, or has transformed (compressed) streams.
+        ForeignFileError: the folder is not a DCP checkpoint, is malformed, or has transformed (compressed) streams.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -139,7 +139,7 @@ class DcpFiles(Archives):
                 continue
             fields = _fields(entry, "TensorStorageMetadata")
             chunks += len(_list(fields, "chunks"))
-            if chunks > len(raw):  # one list under many names would be processed many times
+            if chunks > len(raw):  # a list shared by many names would be processed many times
                 raise ForeignFileError(f"malformed: {chunks} chunks in an index of {len(raw)} bytes")
             self.tensors[key] = _tensor(key, fields, storage)
 
@@ -165,7 +165,7 @@ class DcpFiles(Archives):
                     raise ForeignFileError(f"{self.folder / name}: ends before byte {position}, where {key!r} ends: truncated")
 
     def object(self, key: str) -> Any:
-        """The plain value stored under ``key``. Raises ForeignFileError if it is none."""
+        """The plain value stored under ``key``. Raises ForeignFileError if it is not plain."""
         try:
             return _plain(self._load(self.objects[key]))
         except ForeignFileError as error:
@@ -272,7 +272,8 @@ def _index(folder: Path, files: Files) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` itself, if it is no tensor, contains none, and is small enough to traverse. A value that refers to itself is endless."""
+    """Return ``value``. Raises ForeignFileError if it contains a tensor or is too large to traverse, such as a value that contains
+    itself."""
     left = 1 << 20
 
     def walk(one: Any, depth: int) -> None:

@@ -137,7 +137,7 @@ class DcpSource:
 
     def _mixed(self) -> set[str]:
         """Entries that mix tensors and other values, such as a data loader's state; each becomes one plain value. A module with extra state
-        is not one."""
+        does not count."""
         sorts: dict[str, set[bool]] = {}
         for key, path in self._files.paths.items():
             if len(path) > 1 and _optimizer_part([str(part) for part in path[1:]]) is None and not str(path[-1]).endswith("_extra_state"):

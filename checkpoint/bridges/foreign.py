@@ -279,7 +279,7 @@ def into_commit(
             lambda: commit(store, votes, step=step, epoch=epoch, attempt=attempt, world=len(objects), meta=meta, aliases=aliases), group
         )
     except BaseException as error:
-        # After an attempted commit the commit may exist, whatever the error, unless it was refused before anything was written.
+        # If a commit was attempted, it may exist despite the error, unless it was refused before anything was written.
         if not committing or (isinstance(error, CommitRefused) and not isinstance(error, CommitExists)):
             for _, problem in store.delete_many([f"data/{attempt}/r{index:05d}.safetensors" for index in mine_of]):
                 if problem is not None:
@@ -333,7 +333,7 @@ class Files:
     """Regular files of one folder, read at any offset; a few stay open.
 
     Raises:
-        ForeignFileError: by every method: the file is no regular file, cannot be read, or is too short. The message names it.
+        ForeignFileError: by every method: the file is not a regular file, cannot be read, or is too short. The message names it.
     """
 
     def __init__(self, folder: Path) -> None:

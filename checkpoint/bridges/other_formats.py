@@ -1,4 +1,4 @@
-"""Folders that were taken for a checkpoint's: what is there instead, and how that is loaded."""
+"""Describe a folder without a checkpoint: what it holds instead, and how to load that."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def read_header(files: Files, name: str) -> tuple[dict[str, Located], dict[str, 
     """The tensors of file ``name``, and the texts of its ``__metadata__``.
 
     Raises:
-        ForeignFileError: the file is no complete safetensors file. The message names the file and the fault.
+        ForeignFileError: the file is not a complete safetensors file. The message names the file and the fault.
     """
     size = files.size(name)
 

@@ -59,7 +59,7 @@ def read_archive(file: IO[bytes], length: int) -> Any:
         length: bytes of ``file``, which begins where the archive does.
 
     Raises:
-        ForeignFileError: the file is no archive, is cut off, or holds values that only unpickling could read.
+        ForeignFileError: the file is not an archive, is cut off, or holds values that only unpickling could read.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -77,7 +77,7 @@ def read_archive(file: IO[bytes], length: int) -> Any:
             raw = archive.read(pickles[0])
     except ForeignFileError:
         raise
-    except Exception as error:  # whatever zipfile raises for a malformed directory
+    except Exception as error:  # zipfile raises many types for a malformed directory
         said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise ForeignFileError(f"it is no archive of torch.save, or cut off: {said}") from None
 

@@ -2,8 +2,8 @@
 tensor that is not tensor-parallel has a mesh that says nothing of the other mesh dimensions.
 
 The commit names each such element once, as the lowest rank's. Digests, which each rank makes of its pieces as it writes them, check that
-duplicates are equal. Otherwise two tensors of one name (of pipeline stages or experts) would silently lose one of them. Copies that drifted
-apart by rounding get a warning; the checkpoint stays valid.
+duplicates are equal. Otherwise, of two tensors with one name (of pipeline stages or experts), one would be lost silently. Copies that
+drifted apart by rounding get a warning; the checkpoint stays valid.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ BLOCKS, ALL_BLOCKS = 1 << 13, 1 << 16
 CHUNK_BYTES = 4 << 20
 """Unit of reading back in one stream, in bytes; it needs two buffers of this size.
 
-A chunk this small is still in the cache when it is hashed, and fresh buffers cost little. Of 1, 2, 4, 8 and 16 MiB, interleaved in one run
-(192 MiB, 12 rounds, 2 cores), 4 read fastest by median and 16 slowest. Saves and loads use several streams, with the size of
-:attr:`~.store.ObjectStore.request_bytes`.
+A chunk this small is still in the cache when it is hashed, and fresh buffers cost little. Sizes of 1, 2, 4, 8 and 16 MiB were interleaved
+in one run (192 MiB, 12 rounds, 2 cores): by median, 4 MiB read fastest and 16 MiB slowest. Saves and loads use several streams, with the
+size of :attr:`~.store.ObjectStore.request_bytes`.
 """
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ def encode_sums(sums: np.ndarray) -> str:
 
 
 def decode_sums(text: str) -> np.ndarray:
-    """The block sums in ``text``. Raises ValueError if it is no base64 of whole 64-bit words."""
+    """The block sums in ``text``. Raises ValueError if it is not base64 of whole 64-bit words."""
     try:
         raw = base64.b64decode(text, validate=True)
     except binascii.Error as error:
@@ -135,8 +135,9 @@ def as_bytes(flat: torch.Tensor) -> torch.Tensor:
 def one_ahead(items: Iterator[T]) -> Generator[T]:
     """Yield the same items, while a thread makes the next one.
 
-    Item k + 2 begins when the caller asks for item k + 1. Two rotating buffers are safe if the caller is then done with item k, and three
-    if it is done with it when it asks for item k + 2. If the caller may stop early, it must close the iterator (``contextlib.closing``).
+    Item k + 2 begins when the caller asks for item k + 1. With two rotating buffers, the caller must then be done with item k. With three,
+    it must be done with item k when it asks for item k + 2. If the caller may stop early, it must close the iterator
+    (``contextlib.closing``).
     """
     stop = object()
 

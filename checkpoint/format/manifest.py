@@ -29,8 +29,8 @@ from .tiling import ROWS, Tiling
 TILED = "rcp/2"
 """Format of a manifest with tensors stored tile by tile; all others have ``rcp/1``."""
 _MOST_DEEP = 400
-"""Deepest nesting of lists and objects. JSON readers fail a few hundred levels further. Values of a state (100 deep) have tags in
-between."""
+"""Deepest nesting of lists and objects. JSON readers fail a few hundred levels further. Values of a state may be 100 deep, with tags
+between their levels."""
 _DATA_KEY = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9_-]{0,127}/r[0-9]{5,9}\.safetensors")
 _AUX_KEY = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9_-]{0,127}/r[0-9]{5,9}\.aux\.json")
 _ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
@@ -44,7 +44,7 @@ MAX_BYTES = 256 << 20
 
 
 class ManifestError(ValueError):
-    """The bytes are no valid manifest. The message says what is wrong in one sentence, and shortens long quotes."""
+    """The bytes are not a valid manifest. The message says what is wrong in one sentence, and shortens long quotes."""
 
     def __init__(self, message: str) -> None:
         super().__init__(shortened(message))
@@ -238,7 +238,7 @@ def commit_name(epoch: int, step: int) -> str:
 
 
 def parse_commit_name(name: str) -> tuple[int, int] | None:
-    """``(epoch, step)``, the order of commits; ``None`` if ``name`` is no commit's name."""
+    """``(epoch, step)``, the order of commits; ``None`` if ``name`` is not a commit's name."""
     match = _COMMIT.fullmatch(name)
     if match is None:
         return None

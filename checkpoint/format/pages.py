@@ -22,7 +22,7 @@ HUGE_BYTES = 2 << 20
 """Bytes of a huge page on x86-64, and on arm64 with 4 KiB pages. Elsewhere the advice below has less effect and does no harm."""
 
 PAYS = 8
-"""A buffer must move this many times its size to be put in huge pages, since the host may need 8 ms to find one of 2 MiB."""
+"""A buffer is put in huge pages if it moves at least this many times its size. The host may need 8 ms to find one page of 2 MiB."""
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 

@@ -21,11 +21,11 @@ from .manifest import Extents, Manifest, ObjectEntry, TensorEntry
 from .tiling import ROWS, Tiling, between, runs_between
 
 GAP_BYTES = 1 << 20
-"""Blocks between requested ones are read too if they have at most this many bytes, and at most a 20th of the requested bytes around them. A
+"""A gap between requested blocks is read too if it has at most this many bytes, and at most a 20th of the bytes requested around it. A
 request costs as much time as 0.1 MB of a local disk, or 1 to 5 MB of an object store."""
 
 MOST_PARTS = 1 << 17
-"""Most parts planned at a time. A part takes 200 bytes of memory during planning, an isolated one 450, so a plan takes at most 60 MB for
+"""Most parts planned at a time. A part takes 200 bytes of memory during planning, an isolated one 450. So a plan takes at most 60 MB for
 columns of any width."""
 
 
@@ -77,7 +77,7 @@ class Segment:
                 yield ReadBlock(request, source, target, size, 1, size, size)
             return
         steps = np.diff(copies, axis=0)
-        # A copy continues the one before if request and size are equal and it lies behind it on both sides.
+        # A copy continues the previous one if request and size are equal and it lies after it in source and target.
         goes_on = (steps[:, 1] == 0) & (steps[:, 3] == 0) & (steps[:, 0] >= 0) & (steps[:, 2] >= copies[1:, 3])
         changes = (steps[1:, [0, 2]] != steps[:-1, [0, 2]]).any(1) | ~goes_on[1:] | ~goes_on[:-1]
         stops = iter((*(np.flatnonzero(changes) + 1).tolist(), count - 1))
@@ -222,7 +222,7 @@ def _interval(extents: Extents, start: int, end: int, request: int) -> Iterator[
 
 
 def _intervals(extents: Extents, start: np.ndarray, length: np.ndarray, at: np.ndarray, request: int) -> np.ndarray:
-    """The same for many intervals at once, as rows. ``at``: number of the request's elements before each interval."""
+    """:func:`_interval` for many intervals at once, as rows. ``at``: number of the request's elements before each interval."""
     size = extents.dtype.itemsize
     end = start + length
     low = np.searchsorted(extents.end, start, side="right")

@@ -70,7 +70,7 @@ class Tiling:
         return math.prod(sum(count for _, count in sizes) for _, sizes in self.cuts)
 
     def problem(self, shape: Sequence[int]) -> str | None:
-        """The reason why this is no order for a tensor of this shape; None if it is one."""
+        """The reason why this order does not fit a tensor of this shape; None if it fits."""
         dims = [dim for dim, _ in self.cuts]
         if any(not 0 < dim < len(shape) for dim in dims) or dims != sorted(set(dims)):
             return f"tiles along dimensions {dims} of shape {tuple(shape)}"
@@ -113,7 +113,7 @@ class Tiling:
 
     @staticmethod
     def from_json(raw: Any) -> Tiling:
-        """A tiling from JSON. Raises ValueError if it is no list of cuts; :meth:`problem` tells whether they fit a shape."""
+        """A tiling from JSON. Raises ValueError if it is not a list of cuts; :meth:`problem` tells whether they fit a shape."""
         try:
             if not isinstance(raw, list):
                 raise TypeError
@@ -192,7 +192,7 @@ class _Grid:
         return found[0], found[1] - found[0] + 1
 
     def lines(self, start: int, end: int, other: _Grid | None) -> int:
-        """Number of runs of :meth:`by_rows` or, for another order, of cells that they meet; all runs of a tile meet equally many."""
+        """Number of runs of :meth:`by_rows`, or of the cells of ``other`` that these runs meet. All runs of a tile meet equally many."""
         number = np.arange(int(np.searchsorted(self.bases, start, side="right")) - 1, int(np.searchsorted(self.bases, end)))
         *outer, tile = np.unravel_index(number, self.counts)
         base, width = self.bases[number], self.sizes[self.last][tile] * self.inner

@@ -10,7 +10,7 @@ watchdog can abort it. A rank that never comes costs one save, not the job. Noth
 must skip leaves nothing behind on the others.
 
 A save is identified by its root, its step, and how often this rank has saved that step there; the store counts. So a rank that missed a
-save meets the others again at the next step, and leftovers of an earlier group in the same store are ignored.
+save meets the others again at the next step. Leftovers of an earlier group in the same store are ignored.
 """
 
 from __future__ import annotations

@@ -50,8 +50,7 @@ def bounded(work: Callable[[Watch], T], quiet_s: float) -> T:
         quiet_s: longest time, in seconds, between two of the work's questions whether to go on.
 
     Raises:
-        Quiet: the work was quiet for longer. It is told to stop, and abandoned. KeyboardInterrupt and the like: the same, after
-            :data:`LEAVE_S`.
+        Quiet: the work was quiet for longer. It is told to stop, and abandoned. KeyboardInterrupt: the same, after :data:`LEAVE_S`.
     """
     watch, over = Watch(), threading.Event()
     result: list[T] = []
@@ -87,7 +86,7 @@ def bounded(work: Callable[[Watch], T], quiet_s: float) -> T:
 
 
 class Workers:
-    """A few threads for calls that may hang. The pools of ``concurrent.futures`` do not serve, since an ending process waits for their
+    """A few threads for calls that may hang. The pools of ``concurrent.futures`` are unsuitable, since an ending process waits for their
     threads.
 
     As a context manager, it waits on exit until all submitted calls have ended; that wait hangs if a call hangs.

@@ -28,7 +28,7 @@ class SaveHandle:
         self.stall_s = 0.0
         self.persist_s: float | None = None
         self.surfaced = False
-        """Whether any caller was told of the error."""
+        """Whether the error was reported to a caller."""
         self._begin_copy: Callable[[], Callable[[], None]] | None = None
         self._finish_copy: Callable[[], None] | None = None
         self._bound_s = bound_s
@@ -127,7 +127,7 @@ class SaveHandle:
         return self
 
     def trouble(self) -> str | None:
-        """The error of an ended save that no caller was told of yet."""
+        """The error of an ended save that was not reported to a caller yet."""
         return str(self._error) if self.done() and self._error is not None and not self.surfaced else None
 
     def _wait(self, timeout_s: float | None) -> None:

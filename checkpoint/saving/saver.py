@@ -153,8 +153,8 @@ class Saver:
 
         Raises:
             ValueError: this rank's state cannot be stored. No rank writes anything; the other ranks' handles end with SaveFailed.
-            SaveFailed: an earlier save failed, and no caller was told yet. This save is copied and goes on, so that ranks that hear of the
-                failure at different times still save together. For the same reason the handler must not use a collective.
+            SaveFailed: an earlier save failed, and its error was not reported yet. This save is copied and goes on, so that ranks that hear
+                of the failure at different times still save together. For the same reason the handler must not use a collective.
         """
         if self._closed:
             raise ValueError("this saver is closed; make a new one")
@@ -209,7 +209,7 @@ class Saver:
         return self._writer.in_flight
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until no save is in progress. Raises the first error that no caller was told of yet, or TimeoutError."""
+        """Wait until no save is in progress. Raises the first error that was not reported yet, or TimeoutError."""
         patience = self.timeout_s * 3 if timeout_s is None else timeout_s
         if not self._writer.idle(patience):
             raise TimeoutError(f"a checkpoint was not committed within {patience:g} s; it is still being written")
@@ -228,7 +228,7 @@ class Saver:
         timeouts) they are given up. Further calls do nothing.
 
         Raises:
-            SaveFailed: a save failed, or was given up now, and no caller was told yet.
+            SaveFailed: a save failed or was given up now, and its error was not reported yet.
         """
         if self._closed:
             return
@@ -273,7 +273,7 @@ class Saver:
             if wait_staged:
                 handle.wait_staged()
             elif slab.pinned or writer.in_flight:
-                handle.begin_copy()  # a GPU copy only starts here; beside another save the writer's thread would start it too late
+                handle.begin_copy()  # starts a GPU copy; the writer's thread, busy with another save, would start it too late
         except Exception as error:  # out of memory: the other ranks must hear of it rather than wait
             job.word = Word(problem=f"the state could not be copied: {error}")
         except BaseException as error:
@@ -369,8 +369,8 @@ class _Writer:
             job.handle.end(SaveAborted(f"step {job.step}: given up, {reason}; earlier checkpoints are untouched"))
 
     def trouble(self, bound_s: float = math.inf, but: SaveHandle | None = None) -> str | None:
-        """The first failure that no caller was told of, except that of ``but``. A save that is unfinished after ``bound_s`` seconds is
-        given up."""
+        """The first failure that was not reported yet, except that of ``but``. A save that is unfinished after ``bound_s`` seconds is given
+        up."""
         with self._change:
             now = time.perf_counter()
             for job in self._current:
@@ -381,7 +381,7 @@ class _Writer:
             return next((said for handle in self._handles if handle is not but and (said := handle.trouble()) is not None), None)
 
     def surface(self, but: SaveHandle | None = None) -> None:
-        """Mark all failures so far as told, except that of ``but``."""
+        """Mark all failures so far as reported, except that of ``but``."""
         with self._change:
             for handle in self._handles:
                 if handle is not but and handle.trouble() is not None:

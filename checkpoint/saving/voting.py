@@ -5,9 +5,9 @@
                                        commit
     <-- attempts/<attempt>/outcome.json
 
-So no watchdog can abort the job while anything is written, any thread can do it, and a failing rank tells the others at once. If a save
-fails before its commit was tried, each rank deletes what it wrote, so that failed saves do not fill up a full disk. Once the commit was
-tried, nothing is deleted here, since the commit may exist whatever the answer was.
+No watchdog can abort the job during a write, and any thread can vote. A failing rank tells the others at once. If a save fails before its
+commit was tried, each rank deletes its objects, so that failed saves do not fill the disk. Once the commit was tried, nothing is deleted
+here, since the commit may exist even if the answer was an error.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def _lead(store: ObjectStore, attempt: Attempt, own: Mapping[str, Any], cancelle
 
 
 def _discard(store: ObjectStore, attempt: Attempt, *, heard: bool = True) -> None:
-    """Delete what this rank wrote for an attempt that nobody can commit (its vote only if rank 0 has heard it). A later collection finds
-    what cannot be deleted now."""
+    """Delete the objects of this rank for an attempt that can no longer be committed (its vote only if rank 0 has read it). A later
+    collection finds what cannot be deleted now."""
     name, rank = attempt.name, f"r{attempt.rank:05d}"
     keys = [f"data/{name}/{rank}.safetensors", f"data/{name}/{rank}.aux.json"]
     keys += [f"attempts/{name}/{rank}.json"] if attempt.rank and heard else []

@@ -1,1 +1,1 @@
-"""A training script's state as named tensors and JSON: its parts on this rank, and its entries against those of a checkpoint."""
+"""A training script's state as named tensors and JSON: its parts on this rank, and its entries compared with those of a checkpoint."""

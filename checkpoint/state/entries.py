@@ -1,4 +1,4 @@
-"""A state's entries against a checkpoint's: is each there, as what it is; plain values out of it, and into the state."""
+"""Compare a state's entries with a checkpoint's, read the checkpoint's plain values, and set them in the state."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _REMEDY = {
 
 
 def check_entries(where: str, state: Mapping[str, Any], holder: Saved, flat: FlatState, choice: TensorChoice) -> None:
-    """Check that ``holder`` has every entry of the state as what it is.
+    """Check that ``holder`` has every entry of the state, and as the same sort: tensors, an optimizer or a plain value.
 
     Args:
-        where: what ``holder`` is, for the message.
+        where: description of ``holder``, for the message.
         flat: the tensors of ``state``.
 
     Raises:
-        CheckpointMismatch: it has no such entry, or has it as something else; with what it has, and the remedy.
+        CheckpointMismatch: an entry is missing or of another sort. The message says what ``holder`` has, and the remedy.
     """
     there = _sorts(holder.meta)
     for key, value in state.items():
@@ -51,7 +51,7 @@ def _sorts(meta: Mapping[str, Any]) -> dict[str, str]:
     return {
         **dict.fromkeys(meta.get("models", ["model"]), _TENSORS),
         **dict.fromkeys(values, _PLAIN),
-        **dict.fromkeys(optimizers if isinstance(optimizers, Mapping) else (), _OPTIMIZER),  # not checked where none is wanted
+        **dict.fromkeys(optimizers if isinstance(optimizers, Mapping) else (), _OPTIMIZER),  # unchecked if the state has no optimizer
     }
 
 
@@ -65,7 +65,7 @@ def _tensors_elsewhere(key: str, holder: Saved, flat: FlatState, choice: TensorC
 
 
 def plain_values(where: str, state: Mapping[str, Any], holder: Saved) -> dict[str, Any]:
-    """The values that ``holder`` has for the entries of ``state`` that are no tensors and no optimizers.
+    """The values that ``holder`` has for the entries of ``state`` that are neither tensors nor optimizers.
 
     Raises:
         CheckpointMismatch: a value is malformed. CheckpointCorrupt: its bytes are damaged.
@@ -79,7 +79,7 @@ def plain_values(where: str, state: Mapping[str, Any], holder: Saved) -> dict[st
 
 
 def plain_value(where: str, holder: Saved, key: str) -> Any:
-    """One entry's value, made anew; of an entry of tensors a dict of them, whole, on the CPU."""
+    """A new copy of one entry's value. An entry of tensors becomes a dict of whole tensors on the CPU."""
     meta, name = holder.meta, data_name(key)
     if key not in meta.get("values", {}) and key not in meta.get("state", {}):
         return {name: holder.read(stored, "param") for name, stored in entry_names(holder, key).items()}
@@ -105,7 +105,7 @@ def entry_names(holder: Saved, key: str) -> dict[str, str]:
 
 
 class PlainValues(Mapping[str, Any]):
-    """The plain entries of a checkpoint, by name, and tensors that were ``asked`` for as such. Each access reads the value anew."""
+    """The plain entries of a checkpoint by name, and the entries of tensors named in ``asked``. Each access reads the value anew."""
 
     def __init__(self, where: str, holder: Saved, asked: Iterable[str] = ()) -> None:
         self._where, self._holder, self._asked = where, holder, tuple(asked)
@@ -129,7 +129,7 @@ class PlainValues(Mapping[str, Any]):
 
 
 def restore_values(state: State, values: Mapping[str, Any], holder: Saved, flat: FlatState, choice: TensorChoice) -> None:
-    """Set what is not a tensor: hyperparameters and scalars of optimizers; ``values`` in stateful objects and in ``state`` itself."""
+    """Set all values but tensors: hyperparameters and scalars of optimizers; ``values`` in stateful objects and in ``state`` itself."""
     for key, value in list(state.items()):
         if isinstance(value, nn.Module):
             _set_extra_states(key, value, flat, choice)
@@ -140,7 +140,7 @@ def restore_values(state: State, values: Mapping[str, Any], holder: Saved, flat:
         elif is_stateful(value):
             try:
                 value.load_state_dict(values[key])
-            except Exception as error:  # it is the caller's class; what it says of a state that it can't take is the reason
+            except Exception as error:  # the caller's class may raise any type to refuse a state
                 raise CheckpointMismatch(
                     f"{type(value).__name__}.load_state_dict of the entry {key!r} failed on what the checkpoint has of it: "
                     f"{type(error).__name__}: {error}; tensors were loaded before"
@@ -150,7 +150,8 @@ def restore_values(state: State, values: Mapping[str, Any], holder: Saved, flat:
 
 
 def _set_extra_states(key: str, model: nn.Module, flat: FlatState, choice: TensorChoice) -> None:
-    """Give each module its extra state. What was read into is a tensor that its ``get_extra_state()`` made, which it may not keep."""
+    """Give each module its extra state. The load filled a tensor that ``get_extra_state()`` made, and the module may not hold that
+    tensor."""
     prefix = "" if key == "model" else f"{key}/"
     for path, module in model.named_modules():
         name = prefix + canonical(f"{path}.{EXTRA}" if path else EXTRA)

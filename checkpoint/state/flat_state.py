@@ -290,7 +290,7 @@ def _check_groups(
     here = [[_param_name(key, i, p, flat) for i, p in enumerate(g["params"])] for g in optimizer.param_groups]
     there = [list(g["params"]) for g in saved["groups"]]
     if saved.get("by_parameter"):
-        # The groups were not recorded, only each parameter's hyperparameters. So any groups do whose members agree in these.
+        # The groups were not recorded, only each parameter's hyperparameters. So any grouping is valid if a group's members agree in these.
         for index, names in enumerate(here):
             _hyper_of(key, index, names, saved, flat, checkpoint, choice)
         here, there = [sum(here, [])], [sum(there, [])]

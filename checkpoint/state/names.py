@@ -21,7 +21,7 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def canonical(name: str) -> str:
-    """A parameter's name without what wrappers (activation checkpointing, torch.compile) put into it."""
+    """A parameter's name without the parts that wrappers (activation checkpointing, torch.compile) insert."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -99,7 +99,7 @@ class NameTable:
 
 
 def table_of(rename: Mapping[str, str] | NameTable | None) -> NameTable:
-    """The table. Raises ValueError if ``rename`` is none."""
+    """``rename`` as a table. Raises ValueError for any other type."""
     if rename is not None and not isinstance(rename, (NameTable, Mapping)):
         raise ValueError(f"rename is a {type(rename).__name__}; give a table {{name here: name there}}")
     return rename if isinstance(rename, NameTable) else NameTable(rename)

@@ -1,8 +1,8 @@
 """Plain values of a state as JSON and bytes, and back: numbers, texts, bytes, lists, tuples, dicts, tensors, NumPy's arrays and scalars.
 
-JSON holds the structure. What it lacks is an object of one key, the tag (section 6 of ``docs/reference/checkpoint-format.md``). The bytes
-of arrays and tensors stand in the JSON as base64, or follow each other in the entry's data, a tensor of bytes of its own. Nothing is
-pickled.
+JSON holds the structure. A value that JSON lacks becomes an object with one key, the tag (section 6 of
+``docs/reference/checkpoint-format.md``). The bytes of arrays and tensors are base64 in the JSON, or are concatenated in the entry's own
+tensor of bytes. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from .tensors import check_dense
 KIND = "plain"
 """Kind of the tensor that holds an entry's bytes."""
 INLINE_BYTES = 256
-"""Most bytes of one value that stand in the JSON itself. Larger ones would make the manifest, which every reader parses, large."""
+"""Most bytes of one value that are stored in the JSON itself. Larger ones would make the manifest, which every reader parses, large."""
 
 _MOST_DEEP = 100
-"""Lists and dicts within each other: taking them back takes some calls for each."""
+"""Deepest nesting of lists and dicts. Unpacking takes some nested calls per level."""
 _MOST_BITS = 4096
-"""Of an int in decimal digits; readers of JSON, Python's among them, refuse some thousand digits."""
+"""Most bits of an int in decimal digits. JSON readers, Python's among them, refuse some thousand digits."""
 _TAGS = ("float", "items", "counter", "tensor")
 _DTYPE = re.compile(r"[<>|][biufcmMSU][0-9]{1,9}(\[[0-9]{0,9}(generic|[YMWDhms]|[munpfa]s)\])?", re.ASCII)
 _KINDS = "biufcmMSU"
-"""NumPy's kinds of dtypes whose elements are bytes of one meaning; not objects and records."""
+"""NumPy's kinds of dtypes that can be stored. Objects and records cannot."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A plain value for storing. ``tags``: of those that stand in ``json``."""
+    """A plain value for storing. ``tags``: names of the tags in ``json``."""
 
     json: Any
     data: bytes
@@ -51,7 +51,7 @@ class Packed:
 
     @property
     def extended(self) -> bool:
-        """Whether some tag is none of those that the first readers of the format know."""
+        """Whether ``tags`` has one that the first version of the format lacks."""
         return any(tag.startswith("$") for tag in self.tags)
 
     @property
@@ -68,11 +68,11 @@ def pack(what: str, value: Any, inline: float = INLINE_BYTES) -> Packed:
     """A plain value as JSON and bytes.
 
     Args:
-        what: its path, for messages.
+        what: path of the value, for messages.
         inline: most bytes of one array, tensor or ``bytes`` that go into the JSON.
 
     Raises:
-        ValueError: a value that can't be stored, by its path, with the remedy.
+        ValueError: a value cannot be stored. The message has its path and the remedy.
     """
     packer = _Packer(inline)
     packed = packer.pack(what, value, 0)
@@ -97,7 +97,7 @@ class _Packer:
             return self._tensor(what, value)
         if isinstance(value, np.ndarray):
             return self._array(what, value)
-        if isinstance(value, np.str_ | np.bytes_):  # not as an array of one, which ends before its last zeros
+        if isinstance(value, np.str_ | np.bytes_):  # an array of one element would lose trailing zero characters
             raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else bytes(value)
             return self._tag("$scalar", {"dtype": value.dtype.kind, "data": self._bytes(raw)})
         if isinstance(value, np.generic):
@@ -134,13 +134,13 @@ class _Packer:
 
     def _key(self, what: str, key: Any, depth: int) -> Any:
         try:
-            if isinstance(key, torch.Tensor):  # known by identity
+            if isinstance(key, torch.Tensor):  # hashed by identity
                 raise ValueError
             packed = self.pack(what, key, depth)
         except ValueError:
             raise ValueError(f"{what} has a {type(key).__name__} as a key; give texts, numbers, bytes or tuples of them") from None
         if isinstance(packed, dict):
-            self.tags.add("$key")  # first readers know no tags in the place of a key
+            self.tags.add("$key")  # the first version of the format has no tags in place of keys
         return packed
 
     def _tensor(self, what: str, value: torch.Tensor) -> Any:
@@ -179,7 +179,7 @@ class _Packer:
 
 
 def _of_optimizer(value: Mapping[Any, Any]) -> bool:
-    """Whether it is an optimizer's state_dict(): tensors, of more than one element, by parameter and name."""
+    """Whether ``value`` is an optimizer's state_dict() with a tensor of more than one element."""
     states = value.get("state")
     return (
         isinstance(states, Mapping)
@@ -221,13 +221,13 @@ def _remedy(value: Any) -> str:
 
 
 class EntryBytes:
-    """The bytes of one entry. No more of them are given than there are, so that a value is no larger than what is stored."""
+    """The bytes of one entry. It hands out at most as many bytes as it holds, so that a value is never larger than its storage."""
 
     def __init__(self, data: memoryview | bytes = b"") -> None:
         self._data, self._left = memoryview(data), len(data)
 
     def take(self, where: Any) -> bytearray:
-        """Raises ValueError."""
+        """The bytes at ``where``: base64 text, or (start, end). Raises ValueError."""
         if isinstance(where, str):
             return bytearray(base64.b64decode(where, validate=True))
         start, end = where
@@ -238,17 +238,17 @@ class EntryBytes:
 
 
 def unpack(value: Any, data: EntryBytes | None = None) -> Any:
-    """Back from :func:`pack`.
+    """The inverse of :func:`pack`.
 
     Args:
-        data: the entry's bytes. Without them only the tags of the first readers are known, and other objects are what they are.
+        data: the entry's bytes. Without them, only the tags of the format's first version count, and any other object is a plain dict.
 
     Raises:
-        ValueError: it is malformed, or holds a tag that this version does not know.
+        ValueError: ``value`` is malformed, or has a tag that this version does not know.
     """
     try:
         return _unpack(value, data)
-    except (TypeError, KeyError, AttributeError, OverflowError, RuntimeError) as error:  # of Python, torch and NumPy; too deep, too
+    except (TypeError, KeyError, AttributeError, OverflowError, RuntimeError) as error:  # includes RecursionError
         raise ValueError(f"{type(error).__name__}: {error}".partition("\n")[0]) from None
 
 
@@ -290,7 +290,7 @@ def _shape(raw: Any) -> tuple[int, ...]:
 
 
 def _numpy(about: Any, shape: tuple[int, ...], data: EntryBytes) -> np.ndarray:
-    if _DTYPE.fullmatch(about["dtype"]) is None:  # NumPy would take it for a program
+    if _DTYPE.fullmatch(about["dtype"]) is None:  # NumPy also parses descriptions of records
         raise ValueError(f"{about['dtype'][:80]!r} is no dtype of an array that is stored")
     dtype = np.dtype(about["dtype"])
     _check_dtype("it", dtype)

@@ -25,7 +25,7 @@ def check_saved_meta(where: str, meta: Mapping[str, Any], *, optimizers: bool = 
     def encoded(value: Any, path: str) -> None:
         try:
             decode(value)
-        except Exception:  # whatever torch raises
+        except Exception:  # torch raises various types
             expect(False, path, "number, text or list")
 
     expect(_texts(meta.get("models", [])), "models", "list of names")

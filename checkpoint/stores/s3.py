@@ -438,7 +438,7 @@ class S3Store:
         yield from delete_each(self, again)
 
     def tidy(self, prefix: str, older_than_s: float) -> int:
-        """Abort uploads that nobody can still be working on, and remove old probes; never abort an upload of this store object."""
+        """Abort uploads and remove probes older than ``older_than_s`` seconds; never abort an upload of this store object."""
         removed = 0
         now = self.clock()
         if prefix == "commits/":

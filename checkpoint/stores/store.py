@@ -152,5 +152,5 @@ def check_key(key: str) -> str:
 
 
 def is_key(text: str) -> bool:
-    """Whether :func:`check_key` accepts ``text``. Listings skip other names, since people put their own files beside ours."""
+    """Whether :func:`check_key` accepts ``text``. Listings skip other names, since users put their own files next to ours."""
     return _KEY.fullmatch(text) is not None

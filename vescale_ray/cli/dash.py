@@ -278,7 +278,7 @@ def _by_name(lines: Sequence[Mapping[str, Any]], key: str, factor: Callable[[Map
 
 
 def _per_step(line: Mapping[str, Any]) -> float:
-    """Return the factor from waited seconds to percent; the steps they were waited in may differ from this line's."""
+    """Return the factor from seconds of waiting to percent. The seconds may belong to other steps than this line's."""
     return 100.0 / float(line.get("waited_of_seconds") or line.get("step_seconds") or math.inf)
 
 

@@ -51,7 +51,7 @@ def demo_schedule(config: RunConfig) -> tuple[ScheduledAction, ...]:
 
 
 def shortcomings(summary: Summary, events: Sequence[Record]) -> list[str]:
-    """Return what the run's folder fails to prove of the demo; empty if all is well."""
+    """Return one line for each shortcoming of a demo's run; empty if there is none."""
     found = []
     changes = [event["direction"] for event in events if event["event"] == "rescaled"]
     if changes != ["shrink", "grow"]:

@@ -3,9 +3,9 @@
 A note has the kind, the tensors, the bytes and the ranks. The module also counts collectives by thread, and the seconds spent in those
 that are measured nowhere else.
 
-A backend can't always tell: on gloo, messages between two ranks leave no trace in torch's flight recorder. A waiting thread therefore
-leaves a note first. Notes are kept by thread, because several ranks may live in one process. A note costs next to nothing and stays if
-the wait fails, because it is read only for threads that are seen to wait.
+A backend does not record every wait: on gloo, messages between two ranks leave no trace in torch's flight recorder. A waiting thread
+therefore leaves a note first. Notes are kept by thread, because several ranks may live in one process. A note costs next to nothing. It
+stays if the wait fails, because it is read only for threads that are seen to wait.
 """
 
 from __future__ import annotations

@@ -29,5 +29,5 @@ with private_names():
 
 
 def allows_implicit_replication() -> bool:
-    """Whether torch's ``implicit_replication()`` is on: a plain tensor beside distributed ones then is the same on every rank."""
+    """Whether torch's ``implicit_replication()`` is on: a plain tensor among distributed ones is then the same on every rank."""
     return bool(DTensor._op_dispatcher._allow_implicit_replication)

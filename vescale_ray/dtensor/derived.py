@@ -111,7 +111,7 @@ class DerivedDTensor(RaggedAwareDTensor):
     """
 
     _of_norm = False
-    """Whether it is a view of a pending norm. A write to the view would not reach the norm."""
+    """Whether this tensor is a view of a pending norm. A write to the view would not reach the norm."""
 
     @property
     def data(self) -> Tensor:

@@ -91,9 +91,9 @@ class RaggedShard(Placement):
 
         Args:
             shape: shape of the tensor, or of its section if other mesh dimensions shard it (equal sections only).
-            shard_dims: tensor dimensions that those shard. If one is above 0, a cut must also lie at a multiple of that dimension's
-                stride, or it would cut through a slice. Cuts then lie at multiples of the least common multiple (the paper's rule for
-                Shard(d > 0)).
+            shard_dims: tensor dimensions that the other mesh dimensions shard. If one is above 0, a cut must also lie at a multiple of that
+                dimension's stride, or it would cut through a slice. Cuts then lie at multiples of the least common multiple (the paper's
+                rule for Shard(d > 0)).
 
         Raises:
             ValueError: the block or the number of ranks is below 1.

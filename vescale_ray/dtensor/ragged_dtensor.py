@@ -110,7 +110,7 @@ class RaggedDTensor(RaggedAwareDTensor):
         """Flat elements ``[start, end)`` of the full tensor that this rank holds; ``start == end`` if none.
 
         Raises:
-            ValueError: the part is no interval, because another mesh dimension has a Shard of an inner dimension.
+            ValueError: the part is not an interval, because another mesh dimension has a Shard of an inner dimension.
         """
         return sharding_of(self._spec).interval()
 
@@ -391,8 +391,8 @@ for _types in (optim_foreach_types, util_foreach_types):
 
 
 def _refuse_muon(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse a step of torch.optim.Muon on ragged parameters before it changes anything. Muon orthogonalizes whole matrices, and fails at
-    a ragged one when it has changed momenta and other parameters."""
+    """Refuse a step of torch.optim.Muon on ragged parameters before it changes anything. torch's Muon needs whole matrices, and would fail
+    at a ragged one after changing momenta and other parameters."""
     if type(optimizer).step is not torch.optim.Muon.step:
         return
     for p in (p for group in optimizer.param_groups for p in group["params"]):

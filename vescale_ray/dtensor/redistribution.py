@@ -12,8 +12,8 @@
 | several mesh dimensions at once   | one uneven all-to-all of boxes over all ranks           | new part minus the old part        |
 
 The steps themselves are in ``transfer.py``. Two cases go step by step through Replicate: placements other than ours and ``Shard``,
-and several mesh dimensions at once on a mesh that is not the whole world. Such a mesh has no process group. This module does not
-know autograd (see ``dtensor.py``). Every step can be asynchronous: a :class:`Transfer` is complete after its wait.
+and several mesh dimensions at once on a mesh that is not the whole world. Such a mesh has no process group. This module does not know
+autograd (see ``autograd.py``). Every step can be asynchronous: a :class:`Transfer` is complete after its wait.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _move_elements(local: torch.Tensor, mesh: DeviceMesh, have: Placements, want
 def _inside_section(placements: Placements, dim: int) -> bool:
     """Return whether mesh dimension ``dim`` cuts inside the sections that the others leave.
 
-    A Shard does not, if a later mesh dimension shards the same tensor dimension.
+    If a later mesh dimension shards the same tensor dimension, a Shard does not.
     """
     placement = placements[dim]
     if type(placement) is not Shard:

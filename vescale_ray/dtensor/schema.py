@@ -1,4 +1,4 @@
-"""Facts from operators' schemas, and the rule for plain tensors beside distributed ones."""
+"""Facts from operators' schemas, and the rule for plain tensors among distributed operands."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def in_torchs_backward() -> bool:
 
 
 def plain_is_whole() -> bool:
-    """Whether a plain tensor beside distributed ones is whole: in torch's derivative formulas and in ``implicit_replication()``."""
+    """Whether a plain tensor among distributed operands is whole: in torch's derivative formulas and in ``implicit_replication()``."""
     return in_torchs_backward() or allows_implicit_replication()
 
 

@@ -127,7 +127,7 @@ class LocalSharding:
         self._specs.setdefault(spec.tensor_meta.dtype, spec)
 
     def interval(self) -> tuple[int, int]:
-        """Flat elements ``[start, end)`` of the whole tensor that this rank holds; raises ValueError if they are no interval."""
+        """Flat elements ``[start, end)`` of the whole tensor that this rank holds; raises ValueError if they are not an interval."""
         if self._interval is None:
             offsets, part, shape = self.offsets, self.section, self.shape
             cut = next((d for d in reversed(range(len(shape))) if part[d] != shape[d]), 0)
@@ -165,7 +165,7 @@ class LocalSharding:
             kept = 1 + max((p.dim for p in self.placements if type(p) is Shard), default=-1)
             self._views[key] = None
             merges = range(len(shape) + 1) if tuple(self.shape[:kept]) == shape[:kept] else ()
-            for merged in merges:  # take the fewest that fit, which is the same number on every rank, whatever its section
+            for merged in merges:  # take the fewest that fit: the same number on every rank, for any section
                 try:
                     self._views[key] = self._with(RaggedShard(tuple(range(merged)), self.placement.local_units), shape)
                     break
@@ -297,7 +297,8 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=65536)
 def section(mesh_shape: Shape, placements: Placements, shape: Shape, coordinate: Shape) -> Box:
-    """Offsets and sizes of the box that the Shard placements leave to a coordinate. They cut in mesh order, each what is left."""
+    """Offsets and sizes of the box that the Shard placements leave to a coordinate. They cut in mesh order, each one the box that the
+    earlier ones leave."""
     offsets, sizes = [0] * len(shape), list(shape)
     for parts, placement, index in zip(mesh_shape, placements, coordinate, strict=True):
         if type(placement) is Shard:
@@ -371,8 +372,8 @@ def wrap(cls: type[T], local: Tensor, spec: DTensorSpec, requires_grad: bool = F
 def enclose(cls: type[T], local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> T:
     """Make a ``cls`` like ``cls.__new__``, also from a ``local`` that does not start at its storage's beginning.
 
-    DTensor would take over that offset and then report memory (``data_ptr()`` is not 0). Code that believes it fails, as DCP's
-    ``async_save`` does."""
+    DTensor would take over that offset and then report memory (``data_ptr()`` is not 0). Code that relies on it fails, such as DCP's
+    ``async_save``."""
     traced = isinstance(local, FakeTensor | FunctionalTensor)  # the result must match the tensor that it stands for
     if not (traced or type(local) is Tensor) or not local.storage_offset():
         return cast(T, cls.__new__(cls, local, spec, requires_grad=requires_grad))

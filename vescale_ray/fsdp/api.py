@@ -1,4 +1,4 @@
-"""``fully_shard`` and the public functions beside it."""
+"""``fully_shard``, ``register_fsdp_forward_method`` and ``share_comm_ctx``."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ def _placed(
     """The dimension along which ``shard_placement_fn`` shards the parameter, and its data-parallel ranks.
 
     Raises:
-        ValueError: the result is no ``Shard``, ``ShardPlacementResult`` or None; its mesh is not (shard,) or (replicate, shard).
+        ValueError: the result is not a ``Shard``, ``ShardPlacementResult`` or None; its mesh is not (shard,) or (replicate, shard).
     """
     placement = shard_placement_fn(param) if shard_placement_fn is not None else None
     data = default

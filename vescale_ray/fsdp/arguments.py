@@ -139,7 +139,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raise TypeError if ``mesh`` is no mesh. Raise ValueError if it does not contain this process, its devices can't train or are
+    """Raise TypeError if ``mesh`` is not a mesh. Raise ValueError if it does not contain this process, its devices can't train or are
     missing here, or its process groups are gone."""
     check_type("mesh", mesh, DeviceMesh, "init_device_mesh('cpu', (world_size,))")
     if mesh.get_coordinate() is None:

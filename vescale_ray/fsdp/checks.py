@@ -105,7 +105,7 @@ def check_replaced(units: Sequence[Unit]) -> None:
     """Check that no plain tensor was put in the place of a sharded parameter before the first forward.
 
     Raises:
-        ValueError: one was. An optimizer built from it would train nothing.
+        ValueError: a plain tensor is there. An optimizer built from it would train nothing.
     """
     for group in (group for unit in units for group in unit.groups):
         for param in group.params:

@@ -394,5 +394,5 @@ class InOrder:
 
 
 def _sums_in(out: torch.dtype, parts: torch.dtype) -> bool:
-    """Whether parts can be summed in the result itself: it has their dtype, and not one that loses bits with every addition."""
+    """Whether parts can be summed in the result itself: the dtypes are equal, and additions in this dtype lose few bits."""
     return out == parts and out not in (torch.float16, torch.bfloat16)

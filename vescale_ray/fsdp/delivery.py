@@ -53,7 +53,7 @@ class Delivery:
         self._add([(index, self._local_view(shard, index)) for index in used])
 
     def added(self, flat: torch.Tensor, used: Sequence[int]) -> None:
-        """Note that a reduction was added to ``flat``, which holds all gradients. Keep those unused here: their hooks may have to run."""
+        """Note that a reduction was added to ``flat``. Keep its gradients that this rank did not use: their hooks may have to run."""
         shard = KeptShard(self.kept, flat)
         for index in self._trainable_but(used):
             self._rest[index] = self._local_view(shard, index)
@@ -89,7 +89,7 @@ class Delivery:
         return flat
 
     def gather_up(self, out: torch.Tensor) -> torch.Tensor:
-        """Fill ``out`` with the sum of earlier reductions, delivered or kept, and with -0.0 for gradients that have none."""
+        """Fill ``out`` with the sum of earlier reductions, delivered or kept, and with -0.0 for parameters that have none."""
         out.fill_(-0.0)
         shard = KeptShard(self.kept, out)
         for index, param in enumerate(self.params):

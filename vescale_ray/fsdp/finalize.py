@@ -70,8 +70,7 @@ class FinalizesBackward:
 
         Raises:
             PhaseError: it is called on a unit below the root, inside a backward, without :meth:`set_manual_backward_finalization`, or
-            before
-                the last handle was waited on; or gradients must not be summed over the replicas (HSDP) yet.
+                before the last handle was waited on; or gradients must not be summed over the replicas (HSDP) yet.
         """
         unit = _root(self, "finalize_backward")
         schedule = unit.schedule

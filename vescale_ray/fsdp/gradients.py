@@ -60,7 +60,7 @@ class Gradients:
         """Number of parameters whose gradients are in the buffer, from this backward or, without sync, an earlier one."""
         self._arrived = [False] * len(params)
         self._counts: set[int] = set()
-        """Indices of the arrived gradients that count. Those of a rank that does not contribute don't."""
+        """Indices of the arrived gradients that count. Gradients of a rank that does not contribute do not count."""
         self._used: set[int] = set()
         """Parameters whose gradients this rank has sent since the ranks last exchanged their uses (:mod:`vescale_ray.fsdp.uses`)."""
         self.seen_count = 0

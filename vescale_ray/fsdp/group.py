@@ -411,7 +411,7 @@ class ParameterGroup:
         """Check that no operation wrote in place to the gathered parameters that the modules hold.
 
         Raises:
-            RuntimeError: one did. Resharding loses the write, except for the part of a shard that lives in the gathered buffer.
+            RuntimeError: an operation wrote. Resharding loses the write, except for the part of a shard that lives in the gathered buffer.
         """
         versions = self._versions_of_leaves()
         if versions != self._leaf_versions:
@@ -587,7 +587,7 @@ class ParameterGroup:
         return (current.dtype, current.device) == (self.orig_dtype, self.master.flat.device)
 
     def _part_of(self, param: GroupParam, new: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the value that replaced a parameter, whatever the placement of that value."""
+        """This rank's part of the value that replaced a parameter, for any placement of that value."""
         if new.shape != param.spec.shape:
             raise ValueError(f"parameter {param.fqn!r} of shape {tuple(param.spec.shape)} was replaced by one of shape {tuple(new.shape)}")
         if isinstance(new, DTensor) and new.placements == param.spec.placements:

@@ -115,8 +115,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(input, weight)
         ctx.sink, ctx.call = sink, call
         out = F.linear(input, weight, bias)
-        # As in torch, the output is no view to autograd: otherwise it could not be changed in place (an activation). Nothing else holds
-        # the tensor that it views.
+        # As in torch, autograd does not treat the output as a view. Otherwise it could not be changed in place (an activation). Nothing
+        # else holds the tensor that it views.
         return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod

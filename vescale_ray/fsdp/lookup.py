@@ -34,7 +34,7 @@ def prefetched(method: str, modules: Any) -> list[weakref.ref[Unit]]:
     """The units of ``modules``, which the method ``method`` was given.
 
     Raises:
-        TypeError: ``modules`` is no list.
+        TypeError: ``modules`` is not a list.
         ValueError: a module is not sharded.
     """
     check_modules(method, modules)

@@ -104,7 +104,7 @@ class Call:
             unit.pre_backward(self)
 
     def before_base(self, grads: Any) -> None:
-        """Enter the unit: the gradient of a tensor has arrived of which an output is a view."""
+        """Enter the unit: a gradient has arrived for the tensor of which an output is a view."""
         if not self.consumed:
             self.enter(grads)
 

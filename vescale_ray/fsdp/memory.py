@@ -17,7 +17,7 @@ A buffer that is not gathered is invalid to torch on every device: an operation 
 In host memory a buffer may also hold this rank's master shard (FP32 weights that are not cast). The memory of that part of the range stays,
 and only the rest is freed. So the shard is neither stored twice nor copied into the gathered parameters.
 
-Either way the gathered memory is prefetch depth + 1 units at a time, in whatever order backward runs. No one keeps views of gradient and
+In both cases prefetch depth + 1 units have gathered memory at a time, for any order of backward. No code keeps views of gradient and
 exchange buffers, so these are plain buffers that the pool reuses. A gradient buffer fills during a unit's backward, while activations are
 freed. So its new host memory is allocated, and counted, page by page as it is written.
 """
@@ -85,7 +85,7 @@ class Buffer:
                 self._range = AddressRange(nbytes, stays, huge=not in_pieces or nbytes >= LARGE_IN_PIECES)
                 lent = self._range.memory
                 self._storage = torch.frombuffer(lent, dtype=torch.uint8, count=nbytes)
-                # After the model is gone, a shard that someone keeps still holds all addresses, but must not hold gathered memory. The
+                # After the model is gone, a shard that the user keeps still holds all addresses, but must not hold gathered memory. The
                 # storage holds this object for as long as anything views it, for example a graph.
                 weakref.finalize(lent, self._range.close).atexit = False
             else:

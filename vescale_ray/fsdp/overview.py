@@ -116,7 +116,7 @@ def explain(module: nn.Module, *, state_bytes: float | None = None) -> Explanati
         state_bytes: bytes of optimizer state per trainable element; None: two states in the parameter's dtype, as in AdamW.
 
     Raises:
-        TypeError: ``module`` is no module.
+        TypeError: ``module`` is not a module.
         ValueError: neither the module nor a module below it was given to ``fully_shard``.
     """
     check_type("module", module, nn.Module, "the model itself")

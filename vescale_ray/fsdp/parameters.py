@@ -41,13 +41,13 @@ class OriginalParameter:
     block: Block | None
     parallel: Parallel | None = None
     gaps: bool = False
-    """Whether it is a stack of matrices that may have a gap behind each."""
+    """Whether the parameter is a stack of matrices that may have a gap after each matrix."""
     shard_dim: int | None = None
     """Dimension of a plain ``Shard`` placement; None: the planner cuts the parameter."""
     hooked: bool = False
-    """Whether its tensor class defines the all-gather."""
+    """Whether the parameter's tensor class defines the all-gather."""
     tied: bool = False
-    """Whether an earlier unit holds it, too. This unit shards a copy, which must be replaced before the first forward."""
+    """Whether an earlier unit holds the parameter, too. This unit shards a copy, which must be replaced before the first forward."""
 
     @property
     def value(self) -> torch.Tensor:

@@ -54,7 +54,7 @@ _WHY = {
 
 @dataclass
 class StepEnd:
-    """State of the end of a step on one root: which backward waits for all reductions, and who ends the step."""
+    """State of the end of a step on one root: which backward waits for all reductions, and whether the user ends the step by hand."""
 
     is_last: bool = True
     by_hand: bool = False

@@ -248,7 +248,7 @@ class Schedule:
                 target.start_unshard()
 
     def leaves_unit(self) -> None:
-        """Trim the pool after a unit has resharded in forward, if no unit to come could gather into the released memory."""
+        """Trim the pool after a unit has resharded in forward, if no later unit could gather into the released memory."""
         following = self._known()[len(self._running) :]
         if self._repeats and not following[1:] and all(unit is None or unit.gathered for ref in following for unit in [ref()]):
             self.trim()

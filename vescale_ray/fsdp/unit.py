@@ -101,7 +101,7 @@ class Unit:
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
         """Calls that a backward may still reach."""
         self._awaited_marks = 0
-        """Number of exit marks that this backward has still to run, of the calls that it has reached."""
+        """Number of exit marks that have not run yet, of the calls that this backward has reached."""
         self.reduced = False
         """Whether the running backward has started a reduction."""
         self._owes = False

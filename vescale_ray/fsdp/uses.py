@@ -8,9 +8,9 @@ them, and contributes zeros for parameters that it did not use. So a rank knows 
     other ranks only               at the end of the backward
     none                           never: ``.grad`` stays as it is
 
-At the end of a backward the ranks exchange one byte per parameter of the reduced groups, in one all-reduce per shard group and one per
-replicate group. A rank that used every parameter knows the answer, so it sends its bytes without waiting. On an accelerator the host does
-not wait either.
+At the end of a backward the ranks exchange one byte per parameter of the reduced groups. This takes one all-reduce per shard group and one
+per replicate group. A rank that used every parameter knows the answer, so it sends its bytes without waiting. On an accelerator the host
+does not wait either.
 """
 
 from __future__ import annotations

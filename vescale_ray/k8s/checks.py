@@ -1,7 +1,7 @@
 """Mistakes in the options and in the run's configuration that would show only after ``kubectl apply``, each in one sentence.
 
-The checks cover what a user can write: the API server's own complaints (``kubectl apply --dry-run=server``) come later than these, and
-what the templates guarantee is tested, not checked.
+The checks cover the values that a user can write. They run before those of the API server (``kubectl apply --dry-run=server``). Properties
+that the templates guarantee are tested instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RAYS_PORTS = frozenset({6379, 8080, 8265, 44217, 44227, 52365, *range(10001, 200
 TAKEN = frozenset({"/", "/tmp", "/etc", "/home", "/home/ray", "/opt", "/var"})
 """Folders of a pod that a mount would hide."""
 SYSTEMS = ("/bin", "/boot", "/dev", "/etc/vescale-ray", "/lib", "/lib64", "/proc", "/run", "/sbin", "/sys", "/usr", "/var/run")
-"""The same, with everything below them."""
+"""Folders of a pod that a mount must neither hide nor lie in."""
 BOUNDS = {
     "memory": ("1Gi", "64Ti"),
     "shm": ("150Mi", "64Ti"),  # half of it is Ray's object store
@@ -58,7 +58,7 @@ FORMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 """Options, the pattern of their values, and the remedy."""
 _IMAGE_PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _IMAGE = rf"([A-Za-z0-9.-]+(:\d+)?/)?{_IMAGE_PART}(/{_IMAGE_PART})*(:\w[\w.-]{{0,127}})?(@sha256:[0-9a-f]{{64}})?"
-"""A registry, a name, and a tag or a digest or both."""
+"""Pattern of an image: a registry, a name, and a tag or a digest or both."""
 
 
 def problems(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
@@ -120,7 +120,7 @@ def _forms(o: Options) -> Iterator[str]:
 
 
 def _has_port(url: str) -> bool:
-    """Return whether the port is one, if the URL names a port."""
+    """Return False if the URL names an invalid port."""
     try:
         return urlsplit(url if "://" in url else f"//{url}").port != 0
     except ValueError:
@@ -139,7 +139,7 @@ def _overlays(o: Options) -> Iterator[str]:
 
 
 def _objects(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
-    """Yield what makes the objects of a run impossible: name, account, image, label and deadline."""
+    """Yield problems of the run's Kubernetes objects: name, account, image, label and deadline."""
     (resource, most), name = LONGEST[kind], o.name or c.run.name
     if len(name) > most:
         yield f"the name {name} has {len(name)} characters: a {resource} takes {most} at most; give a shorter one with --name"
@@ -164,7 +164,7 @@ def _objects(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
 
 
 def _run(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
-    """Yield what in the run's configuration does not fit a cluster of pods."""
+    """Yield values of the run's configuration that do not fit a cluster of pods."""
     port = c.metrics.port
     if c.ray.address not in (None, "auto"):
         yield f"ray.address = {c.ray.address}: the pods are the cluster; set ray.address=auto"
@@ -203,7 +203,7 @@ def _paths(c: RunConfig, mount: str) -> Iterator[str]:
 
 
 def _store(url: str) -> Iterator[str]:
-    """Yield what the store would refuse once the pods are up."""
+    """Yield problems of the store's URL that would only show once the pods are up."""
     scheme = url.partition("://")[0].rpartition("::")[2]
     if not _has_port(parse_qs(urlsplit(url).query).get("endpoint", ["https://"])[0]):
         yield f"checkpoint.dir = {url}: the endpoint's port is none; give one from 1 to 65535"

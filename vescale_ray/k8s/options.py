@@ -1,4 +1,4 @@
-"""The choices that a run's configuration does not make, and the sizes that follow from both."""
+"""Options of a manifest that a run's configuration lacks, and the sizes that follow from both."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RenderError(BadInput):
 
 @dataclass(frozen=True)
 class Options:
-    """Everything that the run's configuration does not say.
+    """Options of a manifest that the run's configuration lacks.
 
     Each field is an option of ``vescale-ray k8s render``, whose ``--help`` describes it. None means that the default follows from the
     run's configuration, or that the manifest leaves the part out.
@@ -95,11 +95,11 @@ def sizes(config: RunConfig, options: Options) -> Sizes:
     """Return the sizes.
 
     Raises:
-        ManifestError: the workers do not fit into the pods, or the pods not into a cluster.
+        RenderError: the workers do not fit into the pods, or the pods not into a cluster.
     """
     need_gpus, need_cpus = config.ray.gpus_per_worker, config.ray.cpus_per_worker
     gpus = options.gpus if options.gpus is not None else math.ceil(need_gpus)
-    # Without GPUs the CPUs decide how many workers fit: a spare CPU would take one worker more than counted.
+    # Without GPUs the CPUs decide how many workers fit: a spare CPU would admit one worker more than counted.
     cpus = options.cpus if options.cpus is not None else max(1, math.ceil(need_cpus))
     per_pod = _places(gpus, need_gpus) if need_gpus else max(1, _places(cpus, need_cpus) if need_cpus else 1)
     if options.cpus is None and gpus:
@@ -153,13 +153,13 @@ def _store_port(root: str) -> int | None:
 
 
 def quantity(text: str) -> int:
-    """Return the bytes of ``16Gi`` and the like; 0 for any other text."""
+    """Return the bytes of a quantity such as ``16Gi``; 0 for any other text."""
     match = _QUANTITY.fullmatch(text)
     return int(match[1]) * _BYTES[match[2]] if match else 0
 
 
 def port_of(url: str, default: int) -> int:
-    """Return the port of a URL; that of its scheme, or ``default``, if it names none."""
+    """Return the port of a URL. If the URL names none, return its scheme's port, or ``default``."""
     parts = urlsplit(url if "://" in url else f"//{url}")
     try:
         return parts.port or {"http": 80, "https": 443}.get(parts.scheme, default)

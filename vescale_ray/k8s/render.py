@@ -1,4 +1,4 @@
-"""From a run's configuration to the YAML text of its manifest."""
+"""Render a run's configuration as the YAML text of its manifest."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def render(config: RunConfig, options: Options, kind: str) -> str:
         kind: one of ``KINDS``.
 
     Raises:
-        ManifestError: the configuration and the options do not make a manifest; the first problem that was found.
+        RenderError: the configuration and the options do not make a manifest. The message is the first problem.
     """
     for problem in problems(config, options, kind):
         raise RenderError(problem)
@@ -54,14 +54,14 @@ def render(config: RunConfig, options: Options, kind: str) -> str:
 
 def documents(config: RunConfig, options: Options, kind: str) -> list[dict[str, Any]]:
     """Return the manifest as plain mappings; arguments and errors are those of :func:`render`."""
-    # libyaml's loader, where PyYAML has it, takes a tenth of the time for the dashboard.
+    # If PyYAML has libyaml's loader, the dashboard loads in a tenth of the time.
     return list(yaml.load_all(render(config, options, kind), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
 
 
 def quoted(value: str) -> str:
-    """Return a YAML scalar that every reader takes for this text.
+    """Return a YAML scalar that every parser reads as this text.
 
-    YAML 1.1, YAML 1.2 and Go's reader disagree on words such as ``on``, ``1e3`` and ``0x1f``: they are quoted.
+    YAML 1.1, YAML 1.2 and Go's reader disagree on words such as ``on``, ``1e3`` and ``0x1f``, so such words are quoted.
     """
     if _PLAIN.fullmatch(value) and value.lower() not in _WORDS and not value.endswith(":"):
         return value

@@ -1,4 +1,4 @@
-"""What a step of 8-bit AdamW works on."""
+"""The operands of a step of 8-bit AdamW."""
 
 from __future__ import annotations
 

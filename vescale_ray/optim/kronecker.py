@@ -75,7 +75,7 @@ class KroneckerOptimizer(BlockOptimizer):
     kept_roots: int = 0
 
     _block_states: tuple[str, str]
-    """The two further per-block states beside ``left`` and ``right``; they start as the identity."""
+    """The two per-block states other than ``left`` and ``right``; they start as the identity."""
 
     @classmethod
     def block_policy(cls, block: Block | str = DEFAULT_BLOCK) -> Callable[[str, nn.Parameter], Block | None]:

@@ -27,10 +27,10 @@ def sharded_of(parameter: Any) -> Any:
 
 
 def in_order(what: str, params: Any) -> Any:
-    """``params`` itself, if it can be looped over in an order that all ranks have.
+    """Return ``params``, after a check that its order is the same on all ranks.
 
     Raises:
-        TypeError: a model, a text, a set, or what is no list at all.
+        TypeError: ``params`` is a model, a text, a set, or not iterable.
     """
     if isinstance(params, str | Module) or not isinstance(params, Iterable):
         raise TypeError(f"{what} got a {type(params).__name__.removeprefix('FSDP')}: give a list of parameters, as model.parameters()")

@@ -56,7 +56,7 @@ def qk_clip_(
         raise ValueError(f"max_logits has shape {tuple(max_logits.shape)}: give one number for each head; query has {rows_q} rows")
     if query.ndim != 2 or key.ndim != 2:
         raise ValueError(f"query and key have shapes {tuple(query.shape)} and {tuple(key.shape)}: give matrices")
-    # The length of a head's keys is that of the part of its queries that meets them.
+    # A head's keys have as many rows as the part of its queries that is multiplied with them.
     head_rows = rows_q // heads
     key_rows = head_rows - rope_rows + value_rows
     if not 0 <= rope_rows < head_rows or value_rows < 0 or rows_k % key_rows or heads % (rows_k // key_rows):

@@ -2,8 +2,8 @@
 
 | role      | parameters                                                           | muon, shampoo, soap | adamw8bit |
 |-----------|----------------------------------------------------------------------|---------------------|-----------|
-| matrix    | 2-D, of hidden layers (routers and gates, too)                       | it                  | 8 bits    |
-| expert    | 3-D: a stack of matrices; not of a convolution                       | it                  | 8 bits    |
+| matrix    | 2-D, of hidden layers (routers and gates, too)                       | the same            | 8 bits    |
+| expert    | 3-D: a stack of matrices; not of a convolution                       | the same            | 8 bits    |
 | embedding | of ``nn.Embedding``, or named so; also when it is tied to the head   | adamw               | FP32      |
 | head      | named so, or the last projection, with as many rows as an embedding  | adamw               | FP32      |
 | norm      | of a module whose class is a norm                                    | adamw               | FP32      |
@@ -40,7 +40,7 @@ Role = Literal["matrix", "expert", "embedding", "head", "norm", "vector", "other
 Name = Literal["adamw", "adamw8bit", "muon", "shampoo", "soap", "sgd"]
 
 MATRIX_OPTIMIZERS = frozenset({"muon", "shampoo", "soap", "adamw8bit"})
-"""Optimizers of matrices and experts; AdamW steps the other parameters beside them."""
+"""Optimizers of matrices and experts; AdamW steps the other parameters."""
 CLASSES = {"adamw": "AdamW", "muon": "Muon", "adamw8bit": "AdamW8bit", "shampoo": "Shampoo", "soap": "SOAP"}
 _OURS = frozenset({"params", "lr", "weight_decay", "betas", "eps", "row_blocks"})
 _HEADS = frozenset({"head", "lm_head", "output", "unembed", "classifier", "score"})

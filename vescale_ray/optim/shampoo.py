@@ -4,7 +4,7 @@ For every block, with gradient g at step t (conventions of Shi et al., arXiv 230
 
     left  = b left  + w g g^T          b = factor_beta, w = 1 - b (sums with w = 1, if b = 1)
     right = b right + w g^T g
-    every precondition_frequency steps: left_root = (left / (1 - b^t)) ^ (-1 / root), right_root likewise
+    every precondition_frequency steps: left_root = (left / (1 - b^t)) ^ (-1 / root), same for right_root
     f = m / (1 - beta1^t)              m = beta1 m + (1 - beta1) g
     u = left_root f right_root, scaled to the norm of the grafted optimizer's update of the block
     p = p (1 - lr weight_decay) - lr u

@@ -145,7 +145,7 @@ def _judge(shapes: ModelShapes, devices: int, hardware: Hardware, policy: Policy
     if fitting:
         fastest = min(o.time.step for o in fitting)
         alike = [o for o in fitting if o.time.step <= fastest * (1 + SAME)]
-        # Of the equally fast options, take the simplest lever that keeps padding low, then the least memory.
+        # Among equally fast options, prefer the simplest lever that keeps padding low, then the least memory.
         best = min(alike, key=lambda o: (o.padding_ratio >= GOAL, *_complexity(o.lever), o.memory.total))
     judged = [replace(o, reason=_reason(o, best, room, alone=len(fitting) == 1)) for o in options]
     chosen = next((o for o in judged if best is not None and (o.group, o.lever, o.blocks) == (best.group, best.lever, best.blocks)), None)

@@ -167,7 +167,7 @@ def _grow(problem: PlacementProblem, kinds: Kinds, shard: int, patience: int) ->
                 waste = (boundary - position) % block
                 if rest and position + waste + numel > boundary + shard:
                     waste = boundary + rest - position
-            # With patience, a shift of less than a block counts as no waste, so hard tensors go where they can.
+            # With patience, a shift of less than a block counts as no waste, so tensors that are hard to place come earlier.
             key = (waste if not patience or waste >= block else 0, k)
             if key < best_key:
                 best, best_key, best_waste = k, key, waste

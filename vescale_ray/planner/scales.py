@@ -1,8 +1,8 @@
 """Positions of the scales of quantized tiles, if a group's parameters are gathered in FP8.
 
 No shard boundary cuts a tile, so each rank holds the scales of whole tiles. They lie at the start of the rank's part, for each of
-its tensors in the order of the layout. All parts have the same length, a multiple of 128 bytes, so one aligned all-gather beside
-that of the parameters carries the scales. (A separate layout with scales as tensors would cut elsewhere than the parameters'
+its tensors in the order of the layout. All parts have the same length, a multiple of 128 bytes, so one aligned all-gather, separate from
+that of the parameters, carries the scales. (A separate layout with scales as tensors would cut elsewhere than the parameters'
 layout, and ranks would have to send each other scales.)
 """
 

@@ -58,7 +58,7 @@ class Blocks:
 
     @property
     def any(self) -> bool:
-        """Whether there is a requirement at all."""
+        """Whether this rule sets a requirement."""
         return self.rows is not None or self.elements is not None
 
     def applies(self, param: ParamShape) -> bool:
