@@ -57,7 +57,7 @@ class Case:
     against_torch: bool = False
 
 
-LONG = Case(steps=20, against_torch=True)
+LONG = Case(steps=10, against_torch=True)
 CASES = {
     "sgd": Case(optimizer="sgd", against_torch=True),
     "adamw_foreach": Case(optimizer="adamw_foreach"),
@@ -152,7 +152,7 @@ def check(result, case, bound=BOUND):
 
 
 @pytest.mark.parametrize("world", [1, 4, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 3))])
-def test_20_steps_of_adamw_equal_a_single_process_and_torch(world):
+def test_10_steps_of_adamw_equal_a_single_process_and_torch(world):
     for result in run_gloo(world, run_cases, {"long": LONG}):
         check(result["long"], LONG)
     losses, _ = alone_as(LONG)
