@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -88,11 +87,15 @@ def test_reading_a_kept_gathered_parameter_raises(debug):
         set_debug(False)
 
 
-@pytest.mark.parametrize(("value", "expected"), [("1", "True"), *(pytest.param(no, "False", marks=pytest.mark.slow) for no in ("0", ""))])
+def imported_with(rank, world, value):
+    """Import the module once more, in a process that ends with the test."""
+    os.environ["VESCALE_RAY_FSDP_DEBUG"] = value
+    return importlib.reload(importlib.import_module("vescale_ray.fsdp.debug")).debugging()
+
+
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("", False)])
 def test_environment_variable_enables_debug_mode(value, expected):
-    code = "from vescale_ray.fsdp.debug import debugging; print(debugging())"
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "VESCALE_RAY_FSDP_DEBUG": value}, capture_output=True, text=True)
-    assert done.stdout.strip() == expected
+    assert run_gloo(1, imported_with, value) == [expected]
 
 
 def test_ranks_exchange_no_checks_without_debug_mode(monkeypatch):

@@ -131,19 +131,23 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("world", "sizes", "block"), CASES)
-@pytest.mark.parametrize(("dtype", "accumulate", "bound"), [("float32", 1, 1e-5), ("bfloat16", 2, 0.08)])
+FULL, HALF = ("float32", 1, 1e-5), ("bfloat16", 2, 0.08)
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "block", "dtype", "accumulate", "bound"),
+    [
+        *((*case, *FULL) for case in CASES),
+        *(pytest.param(*case, *HALF, marks=[] if case in (CASES[1], CASES[3]) else [pytest.mark.slow]) for case in CASES),
+    ],
+)
 def test_gaps_keep_gradients_and_never_add_padding(world, sizes, block, dtype, accumulate, bound) -> None:
     for gaps, padding, without, strided in run_threads(world, trains_alike, sizes, block, dtype, accumulate, bound):
         assert padding <= without, "gaps are only for less padding"
         assert strided == any(gap for name, gap in gaps.items() if name.endswith("up"))
         assert not gaps.get("bias"), "not allowed there"
-
-
-def test_gaps_are_used_where_experts_fall_on_no_boundary() -> None:
-    for world, sizes, block in CASES[1:3]:
-        gaps, padding, without, strided = run_threads(world, trains_alike, sizes, block, "float32", 1, 1e-5)[0]
-        assert strided and padding < 0.7 * without, (gaps, padding, without)
+        if dtype == "float32" and (world, sizes, block) in CASES[1:3]:  # experts fall on no boundary
+            assert strided and padding < 0.7 * without, (gaps, padding, without)
 
 
 def random_case(seed: int) -> tuple[int, tuple[int, int, int], Block]:
@@ -152,7 +156,7 @@ def random_case(seed: int) -> tuple[int, tuple[int, int, int], Block]:
     return chance.randint(2, 8), (chance.randint(1, 9), rows, columns), Block.rows(chance.randint(1, 48))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 6))])
 def test_random_stacks_and_blocks_train_alike_with_gaps(seed) -> None:
     world, sizes, block = random_case(seed)
     run_threads(world, trains_alike, sizes, block, "float32", 1, 1e-5)

@@ -123,7 +123,7 @@ def losses(rank: int, world: int, width: int, options: dict[str, Any], recompute
             ours.zero_grad()
 
 
-@pytest.mark.parametrize("width", [6, 200, 300, 600])
+@pytest.mark.parametrize("width", [6, pytest.param(200, marks=pytest.mark.slow), 300, pytest.param(600, marks=pytest.mark.slow)])
 def test_loss_of_a_kept_tensor_trains_as_one_process(width: int) -> None:
     run_gloo(2, losses, width, {}, False, 1e-9)
 
@@ -240,6 +240,6 @@ def out_of_sight(rank: int, world: int, width: int) -> None:
             torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("width", [6, 200, 600])
+@pytest.mark.parametrize("width", [6, pytest.param(200, marks=pytest.mark.slow), 300])
 def test_use_of_an_unseen_tensor_names_its_unit_and_is_recovered(width: int) -> None:
     run_gloo(2, out_of_sight, width)

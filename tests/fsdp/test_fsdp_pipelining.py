@@ -67,7 +67,13 @@ def pipeline(rank, world, schedule, chunks, reshard):
     return True
 
 
-CASES = [("gpipe", 1, True), ("1f1b", 1, True), ("interleaved", 2, True), ("interleaved", 2, False), ("zero bubble", 2, False)]
+CASES = [
+    ("gpipe", 1, True),
+    ("1f1b", 1, True),
+    ("interleaved", 2, True),
+    pytest.param("interleaved", 2, False, marks=pytest.mark.slow),
+    ("zero bubble", 2, False),
+]
 
 
 @pytest.mark.parametrize(("schedule", "chunks", "reshard"), CASES)

@@ -169,7 +169,7 @@ def gathers(rank: int, world: int) -> None:
     ours.layers[1].reshard()
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_is_torchs_and_gathering_copies_nothing(world: int) -> None:
     run_gloo(world, gathers)
 
@@ -217,7 +217,7 @@ def steps_before_backward(rank: int, world: int) -> None:
     torch.testing.assert_close(x.grad, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_backward_after_a_step_uses_only_the_new_weights(world: int) -> None:
     run_gloo(world, steps_before_backward)
 

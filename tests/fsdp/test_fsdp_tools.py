@@ -65,7 +65,7 @@ def compiled_optimizer(how: Any) -> tuple[float, float]:
     for compiled in (True, False):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = sharded(how, blocks=2)
+        model = sharded(how, blocks=1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
         for _ in range(2):

@@ -78,7 +78,7 @@ def equal(results: list[list[tuple[Any, Any]]], expected: list[tuple[Tensor, Ten
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_ten_steps_at_random_cuts_equal_torchs_muon_bit_for_bit(world: int, nesterov: bool) -> None:
     for seed in range(2):
         cases = random_cases(world, seed)

@@ -171,7 +171,7 @@ def llama(world: int, name: str = "llama-3-8b", block: Block | None = None) -> A
     return jobs
 
 
-@pytest.mark.parametrize("world", [8, 64, 128, 256])
+@pytest.mark.parametrize("world", [8, 64, 128, pytest.param(256, marks=pytest.mark.slow)])
 def test_the_work_of_llama_3_8b_is_balanced(world: int) -> None:
     roots = plan(llama(world), world).roots
     assert sum(roots.load) == sum(roots.cost) and len(roots.cost) == 224

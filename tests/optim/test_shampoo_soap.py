@@ -144,12 +144,13 @@ def trained(rank: int, world: int, kind: Any, block: Any, ranks: int) -> tuple[S
     return full_state(model, optimizer), straddles(model)
 
 
+@pytest.mark.parametrize("worlds", [(3,), pytest.param((2, 4), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_cuts_between_blocks_equal_one_process_bit_for_bit(kind: Any, block: Any) -> None:
+def test_cuts_between_blocks_equal_one_process_bit_for_bit(kind: Any, block: Any, worlds: tuple[int, ...]) -> None:
     alone = trained(0, 1, kind, block, 0)[0]
     cut: set[str] = set()
-    for world in (2, 3, 4):
+    for world in worlds:
         for state, partly in run_threads(world, trained, kind, block, world):
             assert not same(state, alone), f"differ at {world} ranks: {same(state, alone)}"
             cut |= partly
