@@ -555,6 +555,6 @@ def memory_of_a_transfer(url: str, size: int) -> None:
 
 
 def test_a_transfer_takes_the_memory_of_the_parts_in_flight(fake):
-    """160 MiB up and down in parts of 5 MiB, 3 at a time: the peak may grow by those parts, what TLS-less sockets take, and some slack."""
-    grown = in_subprocess(memory_of_a_transfer, fake.url, 160 << 20, timeout=60)
+    """80 MiB up and down in parts of 5 MiB, 3 at a time: the peak may grow by those parts, what TLS-less sockets take, and some slack."""
+    grown = in_subprocess(memory_of_a_transfer, fake.url, 80 << 20, timeout=60)
     assert 0 <= grown < 48, f"{grown} MiB"
