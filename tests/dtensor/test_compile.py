@@ -252,9 +252,9 @@ def _empty(rank: int, world: int) -> None:
 
     for placements in ([RaggedShard((0,), (1, 0))], [RaggedShard((0,), (0, 1))]):
         torch._dynamo.reset()
-        run = torch.compile(function, backend=BACKEND, dynamic=False)
+        several = torch.compile(function, backend=BACKEND, dynamic=False)
         for rows in (3, 4):
-            found = run(ragged(full(rows, rows, 2), mesh, placements))  # type: ignore[arg-type]
+            found = several(ragged(full(rows, rows, 2), mesh, placements))  # type: ignore[arg-type]
             expected = [full(rows, rows, 2) * 2, full(rows, rows, 2).mean(), full(rows, rows, 2) * 2]
             assert [f.shape for f in found] == [e.shape for e in expected], (rows, placements)
             close(found, expected, (rows, placements))
