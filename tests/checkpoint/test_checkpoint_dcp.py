@@ -101,7 +101,7 @@ def same_optimizers(a: torch.optim.Optimizer, net_a: nn.Module, b: torch.optim.O
 # ------------------------------------------------------------------------------------------------------- stock DCP reads ours
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(models(), st.integers(1, 4), st.integers(0, 10**6))
 def test_stock_dcp_reads_any_tensors_that_any_ranks_wrote(tensors, writers, seed):
     with memory_folder() as place:
@@ -343,7 +343,7 @@ def test_import_takes_a_bare_state_dict_with_model_dot_names(folder):
     assert torch.equal(target["embed"], tensors["model.embed"]) and torch.equal(target["head"], tensors["lm_head"])
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(models(), st.integers(1, 200), st.integers(0, 1000))
 def test_any_tensors_go_to_dcp_and_come_back_bit_for_bit(tensors, piece, seed):
     with memory_folder() as place:

@@ -65,7 +65,7 @@ def weights(draw):
     return {f"t{i}.w": random_bits(shape, draw(st.sampled_from(DTYPES)), seed=i) for i, shape in enumerate(shapes)}
 
 
-@settings(max_examples=40)
+@settings(max_examples=12)
 @given(weights(), st.integers(1, 600), st.integers(1, 400))
 def test_exports_load_in_safetensors_and_import_back_equal(tensors, shard, piece):
     with memory_folder() as place:
@@ -88,7 +88,7 @@ def test_exports_load_in_safetensors_and_import_back_equal(tensors, shard, piece
         same(tensors, target)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(weights())
 def test_import_reads_files_of_the_safetensors_package(tensors):
     with memory_folder() as place:

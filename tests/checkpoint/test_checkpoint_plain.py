@@ -116,7 +116,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(VALUES, VALUES)
 def test_plain_values_load_equal_with_their_types(value, own):
     store = ckpt.MemoryStore()

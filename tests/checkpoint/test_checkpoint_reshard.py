@@ -48,7 +48,7 @@ def models(draw):
     return tensors
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(models(), st.integers(1, 6), st.integers(1, 6), st.integers(0, 10**6), st.booleans(), st.booleans())
 def test_random_models_round_trip_across_any_layouts_and_dtypes(tensors, writers, readers, seed, together, name_empty):
     with memory_folder() as root:
@@ -59,7 +59,7 @@ def test_random_models_round_trip_across_any_layouts_and_dtypes(tensors, writers
         assert ckpt.verify(root).ok
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(models(), st.integers(1, 6), st.integers(0, 10**6), st.booleans())
 def test_staged_object_equals_the_directly_written_one(tensors, writers, seed, together):
     """One buffer serves all ranks and keeps their bytes in between, as it does from save to save."""
@@ -81,7 +81,7 @@ def test_staged_object_equals_the_directly_written_one(tensors, writers, seed, t
             assert (root / "a" / first.object.key).read_bytes() == (root / "b" / first.object.key).read_bytes()
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 10**6))
 def test_read_adds_at_most_two_blocks_a_run_and_five_percent(writers, readers, seed):
     block = 4096

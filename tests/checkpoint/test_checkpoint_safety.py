@@ -124,10 +124,11 @@ def test_mutated_sealed_manifest_is_refused_or_equivalent(saved, seed):
     store, made, document = saved
     rng = random.Random(seed)
     outcomes = {"refused": 0, "read": 0, "other": 0}
+    changes = 60 if seed == 0 else 1000
     if seed == 0:
         tracemalloc.start()  # which makes everything ten times as slow
     try:
-        for index in range(150 if seed == 0 else 1000):
+        for index in range(changes):
             changed = mutate(document, rng)
             # What was moved or renamed consistently is another checkpoint, which a forger could as well have written; not damage.
             moved = document["groups"] != changed.get("groups")
@@ -145,7 +146,7 @@ def test_mutated_sealed_manifest_is_refused_or_equivalent(saved, seed):
             assert tracemalloc.get_traced_memory()[1] - before < (8 << 20) + 40 * len(raw), (seed, index)
     finally:
         tracemalloc.stop()
-    assert outcomes["refused"] > 75 and outcomes["read"] >= 3, outcomes
+    assert outcomes["refused"] > min(75, changes // 2) and outcomes["read"] >= 3, outcomes
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 11))])
@@ -177,7 +178,7 @@ def test_mutated_meta_loads_or_raises_a_checkpoint_error(seed):
 
     doors = (whole, weights, lambda: ckpt.open(store).to_state_dict(), lambda: ckpt.DcpReader(store).read_metadata())
     outcomes = {"refused": 0, "read": 0}
-    for index in range(40 if seed == 0 else 300):
+    for index in range(20 if seed == 0 else 300):
         store.objects[made.key] = (sealed({**document, "meta": mutate({"meta": document["meta"], "": [0, 0]}, rng).get("meta", {})}), when)
         for door in doors:
             try:

@@ -198,7 +198,7 @@ def save_tiled(
     return ckpt.commit(root, votes, step=step, epoch=0, attempt=attempt, world=len(orders), meta={})
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(tiled(3), st.data())
 def test_tensor_saved_in_any_order_reads_in_any_other_order(
     case: tuple[tuple[int, ...], list[Parts]], data: st.DataObject

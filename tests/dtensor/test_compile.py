@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -96,36 +96,43 @@ def test_pending_torch_dtensors_join_ragged_tensors() -> None:
     run_gloo(2, _beside_torchs)
 
 
-def every_join(a: Tensor, b: Tensor) -> dict[str, Any]:
-    return {name: function(a, b) for name, function in JOINS.items()}
+ON_TWO_DIMENSIONS = ("stack of two kinds", "add", "foreach mul", "norm of norms", "in place", "with the tensors")
+"""The joins that ``make test`` compiles for a mesh of two dimensions: one of each kind."""
 
 
-def _joins(rank: int, world: int) -> None:
+def _joins(rank: int, world: int, dimensions: int, names: Sequence[str]) -> None:
     a, b = full(1), full(2) * 3
-    one = init_device_mesh("cpu", (world,))
-    two = init_device_mesh("cpu", (1, world))
-    layouts: list[tuple[DeviceMesh, list[Placement]]] = [(one, CUT), (two, [RaggedShard((0,), (1,)), Shard(1)])]
-    for mesh, placements in layouts:
-        torch._dynamo.reset()
-        for how in (every_join, torch.compile(every_join, backend=BACKEND)):
-            found = how(ragged(a, mesh, placements), ragged(b, mesh, placements))
-            for name, result in found.items():
-                expected = tree_map(Tensor.float, JOINS[name](a.double(), b.double()))
-                close(result, expected, (name, placements, how is every_join))
+    mesh = init_device_mesh("cpu", (world,) if dimensions == 1 else (1, world))
+    placements = CUT if dimensions == 1 else [RaggedShard((0,), (1,)), Shard(1)]
+
+    def every_join(a: Tensor, b: Tensor) -> dict[str, Any]:
+        return {name: JOINS[name](a, b) for name in names}
+
+    expected = {name: tree_map(Tensor.float, JOINS[name](a.double(), b.double())) for name in names}
+    for how in (every_join, torch.compile(every_join, backend=BACKEND)):
+        found = how(ragged(a, mesh, placements), ragged(b, mesh, placements))
+        for name, result in found.items():
+            close(result, expected[name], (name, placements, how is every_join))
 
 
-def test_pending_reductions_that_meet_are_reduced_once() -> None:
-    run_gloo(2, _joins, timeout=250)
+@pytest.mark.parametrize(
+    "dimensions, names",
+    [(1, tuple(JOINS)), (2, ON_TWO_DIMENSIONS), pytest.param(2, tuple(JOINS), marks=pytest.mark.slow)],
+    ids=["one dimension", "two dimensions", "two dimensions, all joins"],
+)
+def test_pending_reductions_that_meet_are_reduced_once(dimensions: int, names: Sequence[str]) -> None:
+    run_gloo(2, _joins, dimensions, names, timeout=250)
 
 
 def _on_two_dimensions(rank: int, world: int) -> None:
     """Reductions of parts of sections need elements of all ranks of the mesh, whose coordinates are read while torch traces."""
     mesh, a = init_device_mesh("cpu", (2, 2)), full(1)
-    functions: list[Any] = [lambda t: t.sum(0), lambda t: torch.cat([t.sum(1), t.sum(1)]), lambda t: t @ t.t()]
     placements: list[Placement] = [RaggedShard((0,), (1, 2)), Shard(0)]
-    for function in functions:
-        torch._dynamo.reset()
-        close(torch.compile(function, backend=BACKEND)(ragged(a, mesh, placements)), function(a), function)
+
+    def function(t: Tensor) -> list[Tensor]:
+        return [t.sum(0), torch.cat([t.sum(1), t.sum(1)]), t @ t.t()]
+
+    close(torch.compile(function, backend=BACKEND)(ragged(a, mesh, placements)), function(a), "moved")
 
 
 def test_compiled_function_moves_elements_over_two_dimensions() -> None:
@@ -138,8 +145,8 @@ def _arguments(rank: int, world: int) -> None:
     a, b = full(1), full(2)
     for make in (lambda t: t.sum(), lambda t: norm(t), lambda t: t.amax()):
         torch._dynamo.reset()
-        functions: list[Any] = [lambda x, y: torch.stack([x, y]), lambda x, y: x * 2 + y, lambda x, y: x.mul_(y)]
-        for function in functions[: 2 if make(ragged(a, mesh)).placements == (norm_partial(2),) else 3]:  # a norm that is written is none
+        functions: list[Any] = [lambda x, y: [torch.stack([x, y]), x * 2 + y], lambda x, y: x.mul_(y)]
+        for function in functions[: 1 if make(ragged(a, mesh)).placements == (norm_partial(2),) else 2]:  # a norm that is written is none
             args = [make(ragged(t, mesh)) for t in (a, b)]
             close(torch.compile(function, backend=BACKEND)(*args), function(make(a), make(b)), function)
             written = make(a)
@@ -201,7 +208,7 @@ def test_a_compiled_clip_grad_norm_clips_as_much_as_the_other() -> None:
     run_gloo(2, _clip, timeout=120)
 
 
-def _shapes(rank: int, world: int) -> None:
+def _shapes(rank: int, world: int, dynamic: bool | None) -> None:
     mesh = init_device_mesh("cpu", (world,))
     functions: list[Any] = [
         lambda t: (t * 2).sin(),
@@ -212,18 +219,18 @@ def _shapes(rank: int, world: int) -> None:
         lambda t: t.redistribute(placements=[RaggedShard((0,), (2, 1))]) + 1 if isinstance(t, DTensor) else t + 1,
         lambda t: t.redistribute(placements=[Shard(1)]) + 1 if isinstance(t, DTensor) else t + 1,
     ]
-    for dynamic in (None, True):
-        torch._dynamo.reset()
-        run: Any = torch.compile(lambda t: [function(t) for function in functions], backend=BACKEND, dynamic=dynamic)
-        for rows in (3, 6, 9, 3):
-            close(run(ragged(full(rows, rows, 4), mesh)), [function(full(rows, rows, 4)) for function in functions], (dynamic, rows))
+    run: Any = torch.compile(lambda t: [function(t) for function in functions], backend=BACKEND, dynamic=dynamic)
+    for rows in (3, 6, 3):
+        close(run(ragged(full(rows, rows, 4), mesh)), [function(full(rows, rows, 4)) for function in functions], (dynamic, rows))
     torch._dynamo.reset()
-    run = torch.compile(functions[0], backend=BACKEND)
-    for rows in range(3, 42, 3):  # more shapes than torch compiles a function for
-        close(run(ragged(full(rows, rows, 2), mesh)), functions[0](full(rows, rows, 2)), rows)
+    run = torch.compile(functions[0], backend=BACKEND, dynamic=dynamic)
+    # The second shape makes torch compile for any shape unless `dynamic` did so at once; the next shape must not run that code.
+    with torch._dynamo.config.patch(recompile_limit=3):
+        for rows in range(3, 18, 3):  # more shapes than torch compiles a function for
+            close(run(ragged(full(rows, rows, 2), mesh)), functions[0](full(rows, rows, 2)), rows)
     torch._dynamo.reset()
     several = torch.compile(lambda ts: [t * norm(t) for t in ts], backend=BACKEND, dynamic=True)
-    for k in (1, 2, 3):
+    for k in (1, 2):
         shapes = [(3 * k, 4), (6,), (k, 3, 2), (9, k)]
         placements = [CUT, CUT, [RaggedShard((0, 1), (1, 2))], CUT]
         tensors = [full(i, *s) for i, s in enumerate(shapes)]
@@ -231,22 +238,26 @@ def _shapes(rank: int, world: int) -> None:
         close(found, [t * norm(t) for t in tensors], shapes)
 
 
-def test_function_compiles_over_tensors_of_several_shapes() -> None:
-    run_gloo(2, _shapes, timeout=300)
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
+def test_function_compiles_over_tensors_of_several_shapes(dynamic: bool | None) -> None:
+    run_gloo(2, _shapes, dynamic, timeout=300)
 
 
 def _empty(rank: int, world: int) -> None:
     """A rank that holds nothing of either of two tensors, or equal parts, must not take the code of the one for the other."""
     mesh = init_device_mesh("cpu", (world,))
+
+    def function(t: DTensor) -> list[Tensor]:
+        return [t * 2, t.sum() / t.numel(), t.redistribute(placements=[Replicate()]) * 2]
+
     for placements in ([RaggedShard((0,), (1, 0))], [RaggedShard((0,), (0, 1))]):
         torch._dynamo.reset()
-        for function in (lambda t: t * 2, lambda t: t.sum() / t.numel(), lambda t: t.redistribute(placements=[Replicate()]) * 2):
-            run = torch.compile(function, backend=BACKEND, dynamic=False)
-            for rows in (3, 6, 4):
-                found = run(ragged(full(rows, rows, 2), mesh, placements))  # type: ignore[arg-type]
-                expected = full(rows, rows, 2).mean() if found.ndim == 0 else full(rows, rows, 2) * 2
-                assert found.shape == expected.shape, (rows, placements, tuple(found.shape))
-                close(found, expected, (rows, placements))
+        several = torch.compile(function, backend=BACKEND, dynamic=False)
+        for rows in (3, 4):
+            found = several(ragged(full(rows, rows, 2), mesh, placements))  # type: ignore[arg-type]
+            expected = [full(rows, rows, 2) * 2, full(rows, rows, 2).mean(), full(rows, rows, 2) * 2]
+            assert [f.shape for f in found] == [e.shape for e in expected], (rows, placements)
+            close(found, expected, (rows, placements))
     torch._dynamo.reset()
     run = torch.compile(lambda t: t * 2, backend=BACKEND, dynamic=False)
     for rows in (3, 4):  # rank 0 has two rows of either
@@ -278,10 +289,10 @@ def _plain_shards(rank: int, world: int) -> None:
             clip(model.parameters(), 1.0)
             step()
             optimizer.zero_grad()
-        double = torch.compile(lambda t: t * 2, backend=BACKEND)
-        for parameter in model.parameters():
-            close(double(parameter.detach()), whole(parameter).detach() * 2, how)
         seen[how] = [whole(p).detach() for p in model.parameters()]
+        if how == "compiled":
+            double = torch.compile(lambda ts: [t * 2 for t in ts], backend=BACKEND)
+            close(double([p.detach() for p in model.parameters()]), [p * 2 for p in seen[how]], how)
     close(seen["compiled"], seen["torch's"], "compiled")
     close(seen["eager"], seen["torch's"], "eager")
 

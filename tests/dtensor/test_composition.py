@@ -113,7 +113,7 @@ def _move(rank: int, world: int, shape: tuple[int, ...], source: Layout, target:
     assert torch.equal(a.to_local(), source.part(full, here(mesh)))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(moves(), st.booleans(), st.booleans())
 def test_redistribution_on_two_dims_sends_only_needed_elements(move: tuple[Any, Layout, Layout], backwards: bool, async_op: bool) -> None:
     shape, source, target = move
@@ -146,7 +146,7 @@ def _gradient(rank: int, world: int, shape: tuple[int, ...], source: Layout, tar
     assert torch.equal(leaf.grad.to_local(), source.part(weight, here(mesh)))
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(moves(), st.booleans())
 def test_gradients_flow_through_two_dimensional_redistribution(move: tuple[Any, Layout, Layout], backwards: bool) -> None:
     shape, source, target = move
@@ -200,7 +200,7 @@ def _use(rank: int, world: int, shape: tuple[int, ...], layout: Layout) -> list[
     return chunks
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(st.data())
 @pytest.mark.filterwarnings("ignore:.*has no ragged form")
 def test_operations_and_chunks_are_right_on_two_mesh_dimensions(data: st.DataObject) -> None:

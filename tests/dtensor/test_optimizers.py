@@ -297,12 +297,10 @@ def test_grad_scaler_finds_an_inf_that_only_one_rank_has() -> None:
     assert run_threads(3, _scaler) == [4.0] * 3
 
 
-def _compiled(rank: int, world: int) -> None:
+def _compiled(rank: int, world: int, kinds: list[tuple[str, dict[str, Any]]]) -> None:
     warnings.simplefilter("error", RaggedFallbackWarning)
     mesh = one_dim_mesh(world)
     layouts = (Case((8, 16), 1, (3, 5)), Case((64,), 1, (16, 48)))
-    foreach, fused = {"foreach": True}, {"fused": True}
-    kinds: list[tuple[str, dict[str, Any]]] = [("eager", foreach), ("aot_eager", foreach), ("aot_eager", fused)]
     for backend, options in kinds:
         torch._dynamo.reset()
         sharded, plain = parameters(layouts, mesh, rank)
@@ -317,8 +315,14 @@ def _compiled(rank: int, world: int) -> None:
             assert torch.equal(p.full_tensor(), q), (backend, options)
 
 
-def test_compiled_optimizer_step_equals_that_on_whole_tensors() -> None:
-    run_gloo(2, _compiled, timeout=110)
+COMPILED = [("aot_eager", {"foreach": True}), ("aot_eager", {"fused": True})]
+
+
+@pytest.mark.parametrize(
+    "kinds", [COMPILED, pytest.param([("eager", {"foreach": True})], marks=pytest.mark.slow)], ids=["aot_eager", "eager"]
+)
+def test_compiled_optimizer_step_equals_that_on_whole_tensors(kinds: list[tuple[str, dict[str, Any]]]) -> None:
+    run_gloo(2, _compiled, kinds, timeout=110)
 
 
 def _sharding_is_kept(rank: int, world: int) -> None:

@@ -83,7 +83,7 @@ def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], RaggedShard]:
     return shape, RaggedShard(tuple(range(k)), [b - a for a, b in zip([0, *cuts], [*cuts, units], strict=True)])
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(layouts())
 def test_intervals_tile_the_tensor_by_rank_at_unit_boundaries(case: tuple[tuple[int, ...], RaggedShard]) -> None:
     shape, placement = case
@@ -99,7 +99,7 @@ def test_intervals_tile_the_tensor_by_rank_at_unit_boundaries(case: tuple[tuple[
     assert position == math.prod(shape)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(layouts())
 def test_of_intervals_restores_intervals_with_no_more_dims(case: tuple[tuple[int, ...], RaggedShard]) -> None:
     shape, placement = case

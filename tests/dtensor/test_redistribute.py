@@ -64,7 +64,7 @@ def _between(rank: int, world: int, source: Case, target: Case) -> None:
     assert torch.equal(full.reshape(-1)[start:end], a.to_local().reshape(-1))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(pairs())
 def test_ragged_layout_moves_to_another_and_to_the_whole(pair: tuple[Case, Case]) -> None:
     source, target = pair
@@ -88,7 +88,7 @@ def _bytes(rank: int, world: int, source: Case, target: Case) -> None:
     ragged(source, values(source.shape), one_dim_mesh(world), rank).redistribute(placements=[target.placement])
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(pairs())
 def test_ragged_move_is_one_all_to_all_of_elements_it_reassigns(pair: tuple[Case, Case]) -> None:
     source, target = pair
@@ -117,7 +117,7 @@ def _reduced(rank: int, world: int, case: Case) -> None:
     assert torch.equal(target.to_local(), case.part(full * world, rank))
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(cases())
 def test_gathering_or_reducing_is_one_collective_without_padding(case: Case) -> None:
     unit = math.prod(case.shape[case.dims :])
@@ -162,7 +162,7 @@ def _back(tensor: DTensor, case: Case) -> RaggedDTensor:
     return target
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(cases(), st.data())
 def test_ragged_converts_to_and_from_torchs_shard_and_replicate(case: Case, data: st.DataObject) -> None:
     dim = data.draw(st.integers(0, max(len(case.shape) - 1, 0)))
@@ -180,7 +180,7 @@ def _partial(rank: int, world: int, case: Case, op: str) -> None:
     assert torch.allclose(target.to_local(), case.part(expected, rank))
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(cases(), st.sampled_from(["sum", "avg", "max", "min"]))
 def test_a_pending_reduction_lands_reduced(case: Case, op: str) -> None:
     with spy() as seen:
@@ -212,7 +212,7 @@ def _gradients(rank: int, world: int, source: Case, target: Case) -> None:
         assert isinstance(leaf.grad, RaggedDTensor) and torch.equal(leaf.grad.to_local(), source.part(weight, rank))
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(pairs())
 def test_gradients_flow_back_through_every_conversion(pair: tuple[Case, Case]) -> None:
     run_threads(pair[0].world, _gradients, *pair)
