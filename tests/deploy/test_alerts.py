@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RULES = yaml.safe_load((ROOT / "deploy" / "alerts.yml").read_text())["groups"]
 GPU_RULES = yaml.safe_load((ROOT / "deploy" / "alerts-gpu.yml").read_text())["groups"]
 """Of dcgm-exporter's series: no run's."""
-CASES = [ROOT / "tests" / "deploy" / name for name in ("alerts_test.yml", "alerts_gpu_test.yml")]
+CASES = [ROOT / "tests" / "deploy" / name for name in ("alerts_test.yml", "alerts_hours_test.yml", "alerts_gpu_test.yml")]
 TESTS = [test for path in CASES for test in yaml.safe_load(path.read_text())["tests"]]
 RENDERED = {rule["alert"] for group in RULES for rule in group["rules"] if "alert" in rule}
 ALERTS = {rule["alert"]: rule for group in (*RULES, *GPU_RULES) for rule in group["rules"] if "alert" in rule}
@@ -37,8 +37,9 @@ RUNBOOKS = (ROOT / "docs" / "how-to" / "runbooks.md").read_text()
     "arguments",
     [
         ("check", "rules", "deploy/alerts.yml", "deploy/alerts-gpu.yml"),
-        ("test", "rules", "tests/deploy/alerts_test.yml", "tests/deploy/alerts_gpu_test.yml"),
+        ("test", "rules", *(str(path) for path in CASES)),
     ],
+    ids=["check", "test"],
 )
 def test_promtool_accepts_the_rules_and_their_tests_pass(arguments: tuple[str, ...]) -> None:
     if shutil.which("promtool") is None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,23 @@ def chain(node: ast.AST) -> str:
     return f"{base}.{node.attr}" if base and isinstance(node, ast.Attribute) else ""
 
 
-def torch_names(tree: ast.AST) -> dict[str, str]:
+@pytest.fixture(scope="module", autouse=True)
+def _trees_go_with_the_module() -> Iterator[None]:
+    """A million nodes that stay would make each later garbage collection slow."""
+    yield
+    nodes.cache_clear()
+
+
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a file."""
+    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def torch_names(tree: Iterable[ast.AST]) -> dict[str, str]:
     """A file's imports from torch, by the name that each has there."""
     found = {}
-    for node in ast.walk(tree):
+    for node in tree:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == "torch":
@@ -49,11 +63,10 @@ def torch_names(tree: ast.AST) -> dict[str, str]:
     return found
 
 
-def private_names_in(source: str) -> Iterator[str]:
+def private_names_in(tree: Sequence[ast.AST]) -> Iterator[str]:
     """Private names of torch that a file imports, reaches through what it has imported, or holds as the text of a path."""
-    tree = ast.parse(source)
     known = torch_names(tree)
-    for node in ast.walk(tree):
+    for node in tree:
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = f"{node.module}." if isinstance(node, ast.ImportFrom) and not node.level else ""
             for alias in node.names:
@@ -83,7 +96,7 @@ def private_names_in(source: str) -> Iterator[str]:
     ],
 )
 def test_the_search_for_private_names_finds_each_kind(source: str, expected: list[str]) -> None:
-    assert list(private_names_in(source)) == expected
+    assert list(private_names_in(list(ast.walk(ast.parse(source))))) == expected
 
 
 def listed() -> set[str]:
@@ -96,7 +109,7 @@ def test_private_names_of_torch_are_in_compat_alone() -> None:
         f"{path.relative_to(ROOT)}: {name}"
         for path in PRODUCT
         if path.relative_to(ROOT).as_posix() not in FILE_FORMATS
-        for name in private_names_in(path.read_text(encoding="utf-8"))
+        for name in private_names_in(nodes(path))
         if name not in known
     }
     assert not found, "import them in vescale_ray/compat, with the reason, and from there"
@@ -107,7 +120,7 @@ def test_compat_lists_private_attributes_of_torchs_objects() -> None:
     used: dict[str, str] = {}
     defined: set[str] = set()
     for path in PRODUCT:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 defined.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -125,7 +138,7 @@ def test_every_name_in_compat_is_used() -> None:
     imported: dict[str, set[str]] = defaultdict(set)
     attributes: set[str] = set()
     for path in [*PRODUCT, *THEMES]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vescale_ray.compat."):
                 imported[str(node.module).rpartition(".")[2]] |= {alias.name for alias in node.names}
             elif isinstance(node, ast.Attribute):
@@ -133,9 +146,10 @@ def test_every_name_in_compat_is_used() -> None:
             elif isinstance(node, ast.Constant) and path not in THEMES:
                 attributes.add(str(node.value))  # getattr(parameter, "_post_accumulate_grad_hooks", None)
     for path in THEMES:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        here = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        for block in (node for node in tree.body if isinstance(node, ast.With)):
+        here = {node.id for node in nodes(path) if isinstance(node, ast.Name)}
+        module = nodes(path)[0]
+        assert isinstance(module, ast.Module)
+        for block in (node for node in module.body if isinstance(node, ast.With)):
             for statement in block.body:
                 if isinstance(statement, ast.ImportFrom):
                     names = {alias.asname or alias.name for alias in statement.names}

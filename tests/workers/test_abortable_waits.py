@@ -27,8 +27,8 @@ from vescale_ray.workers.network.process_groups import GroupFailed
 
 HOST = "127.0.0.1"
 LIMIT = timedelta(seconds=10)
-LARGE = 300 << 20
-"""Bytes that take two processes of one machine a tenth of a second at least."""
+LARGE = 200 << 20
+"""Bytes that take two processes of one machine more than 0.06 s: three times as long as until one of them is stopped."""
 
 
 def _form(state: State, port: int, prefix: str, rank: int, world: int) -> None:

@@ -70,20 +70,32 @@ def _check_curve_and_samples(run: Run, undisturbed: Sequence[float], config: Run
     assert used == stream.ids(0, steps * config.global_batch).tolist(), "a sample is lost, repeated or out of order"
 
 
-# Each ordered pair of world sizes 1..4 occurs once as a transition.
-EVERY_PAIR = [1, 1, 2, 2, 3, 3, 4, 4, 1, 3, 1, 4, 2, 4, 3, 2, 1]
+# Each ordered pair of world sizes up to the largest occurs once as a transition.
+PAIRS_OF_3 = [1, 1, 2, 2, 3, 3, 1, 3, 2, 1]
+PAIRS_OF_4 = [1, 1, 2, 2, 3, 3, 4, 4, 1, 3, 1, 4, 2, 4, 3, 2, 1]
 
 
-@pytest.mark.parametrize("every", [pytest.param(0, marks=pytest.mark.slow), 1], ids=["parked shards only", "with copies"])
+@pytest.mark.parametrize(
+    ("every", "worlds"),
+    [
+        (1, PAIRS_OF_3),
+        pytest.param(1, PAIRS_OF_4, marks=pytest.mark.slow),
+        pytest.param(0, PAIRS_OF_4, marks=pytest.mark.slow),
+    ],
+    ids=["with copies", "with copies, up to 4", "parked shards only, up to 4"],
+)
 @pytest.mark.fault("G4")
-def test_in_memory_rescale_between_all_world_sizes_keeps_bits(text: str, undisturbed: list[float], every: int) -> None:
-    assert len(set(zip(EVERY_PAIR, EVERY_PAIR[1:], strict=False))) == 16
+def test_in_memory_rescale_between_all_world_sizes_keeps_bits(
+    text: str, undisturbed: list[float], every: int, worlds: list[int]
+) -> None:
+    steps = len(worlds)
+    assert len(set(zip(worlds, worlds[1:], strict=False))) == steps - 1 == max(worlds) ** 2
     config = tiny(text, elastic_snapshot_every=every)
-    with Fleet(4) as fleet:
+    with Fleet(max(worlds)) as fleet:
         run = Run(fleet, config)
         run.fresh([0])
         before: FullState | None = None
-        for transition, world in enumerate(EVERY_PAIR):
+        for transition, world in enumerate(worlds):
             if transition:
                 survivors = run.members
                 run.end()
@@ -95,8 +107,8 @@ def test_in_memory_rescale_between_all_world_sizes_keeps_bits(text: str, undistu
             run.train(transition + 1)
             before = run.full_state()
         assert {kind for _, kind in before or {}} == {"param", "exp_avg", "exp_avg_sq"}
-        assert all(s["step"] == 17 and s["consumed"] == 170 for s in fleet.run(run.members, scalars).values())
-        _check_curve_and_samples(run, undisturbed, config, 17)
+        assert all(s["step"] == steps and s["consumed"] == 10 * steps for s in fleet.run(run.members, scalars).values())
+        _check_curve_and_samples(run, undisturbed, config, steps)
 
 
 @pytest.mark.slow  # the schedules of test_schedules.py kill at random moments, too
@@ -159,7 +171,7 @@ def test_death_of_a_replacement_during_its_fill_is_survived(text: str, undisturb
     with Fleet(3) as fleet:
         run = Run(fleet, config)
         run.fresh([0, 1, 2])
-        survivors, _, _ = run.train_with_a_death(12, victim=2, step=4, delay=0.0)
+        survivors, _, _ = run.train_with_a_death(8, victim=2, step=4, delay=0.0)
         joiner = fleet.add()[0]
         # The joiner dies before it has taken part in the move: the members of the attempt fail, and still hold what they held.
         before = fleet.run(survivors, held)
@@ -169,8 +181,8 @@ def test_death_of_a_replacement_during_its_fill_is_survived(text: str, undisturb
         second = fleet.add()[0]
         report = run.resume(survivors, [*survivors, second])
         assert report.step in (3, 4), "it died as soon as it began step 4: its copy of that may have left it, or not"
-        run.train(12)
-        _check_curve_and_samples(run, undisturbed, config, 12)
+        run.train(8)
+        _check_curve_and_samples(run, undisturbed, config, 8)
 
 
 def _attempt(run: Run, members: list[int]) -> dict[int, tuple[object, ...]]:
@@ -201,15 +213,15 @@ def test_death_before_sending_its_copy_resumes_one_copy_earlier(text: str, undis
         run.fresh([0, 1, 2])
         run.train(4)
         for worker in run.members:
-            fleet.start(worker, _train_and_die_before_sending if worker == 1 else train_or_fail, 12, None)
+            fleet.start(worker, _train_and_die_before_sending if worker == 1 else train_or_fail, 8, None)
         outcome = fleet.outcomes(run.members)
         assert outcome.pop(1)[1] == "died"
         fleet.reap(1)
         # Rank 2 never got rank 1's shards of step 5; step 4 is complete with the survivors.
         assert HeldState(1, 3, 5, (1, 2)) not in outcome[2][1][2] and HeldState(1, 3, 4, (1, 2)) in outcome[2][1][2]
         assert run.resume([0, 2], [0, 2]).step == 4
-        run.train(12)
-        _check_curve_and_samples(run, undisturbed, config, 12)
+        run.train(8)
+        _check_curve_and_samples(run, undisturbed, config, 8)
 
 
 def _train_and_die_before_sending(state: State, until: int, _: None) -> None:
@@ -291,12 +303,12 @@ def test_a_copy_that_was_damaged_in_memory_is_never_used(text: str, undisturbed:
         run.train(5)
         # Rank 1 holds rank 0's shards: of step 4 for sure. One bit of its newest copy flips, then rank 0 dies.
         damaged = fleet.run([1], _flip_a_bit, whose)[1]
-        survivors, _, _ = run.train_with_a_death(12, victim=0, step=5, delay=0.0)
+        survivors, _, _ = run.train_with_a_death(8, victim=0, step=5, delay=0.0)
         report = run.resume(survivors, survivors)
         # Rank 1's own shards are with rank 2, too; rank 0's were nowhere else.
         assert report.step < damaged or whose == "own", "the damaged step was used"
-        run.train(12)
-        _check_curve_and_samples(run, undisturbed, config, 12)
+        run.train(8)
+        _check_curve_and_samples(run, undisturbed, config, 8)
 
 
 def _flip_a_bit(state: State, whose: str) -> int:
@@ -356,22 +368,23 @@ def test_loss_of_two_neighbours_is_recovered_from_a_checkpoint(
         fleet.kill(2)
         assert choose_resume({"0": fleet.run([0], held)[0]}) is None
         assert run.from_checkpoint([0], root) == 5
-        run.train(12)
-        _check_curve_and_samples(run, undisturbed, config, 12)
+        run.train(8)
+        _check_curve_and_samples(run, undisturbed, config, 8)
 
 
-def test_checkpoints_load_bit_for_bit_across_all_world_sizes(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("worlds", [(1, 2, 3), pytest.param((1, 2, 3, 4), marks=pytest.mark.slow)], ids=["up to 3", "up to 4"])
+def test_checkpoints_load_bit_for_bit_across_all_world_sizes(text: str, tmp_path: Path, worlds: tuple[int, ...]) -> None:
     config = tiny(text)
-    with Fleet(4) as fleet:
+    with Fleet(max(worlds)) as fleet:
         run = Run(fleet, config)
-        for saved in (1, 2, 3, 4):
+        for saved in worlds:
             root = str(tmp_path / f"from-{saved}")
             run.fresh(list(range(saved)))
             run.train(saved)
             state = run.full_state()
             _save(run, root)
             run.end()
-            for loaded in (1, 2, 3, 4):
+            for loaded in worlds:
                 assert run.from_checkpoint(list(range(loaded)), root) == saved
                 assert same_bits(state, run.full_state())
                 assert all(s["step"] == saved for s in fleet.run(run.members, scalars).values())
@@ -488,16 +501,18 @@ def test_checkpoint_of_another_model_or_global_batch_is_refused(text: str, tmp_p
             fleet.run([0], leave, False)
 
 
-def test_ten_generations_leak_no_threads_or_open_files(text: str) -> None:
+@pytest.mark.parametrize("generations", [6, pytest.param(10, marks=pytest.mark.slow)])
+def test_generations_leak_no_model_group_thread_or_open_file(text: str, generations: int) -> None:
     with Fleet(3) as fleet:
         run = Run(fleet, tiny(text))
         run.fresh([0, 1, 2])
         usage = []
-        for generation in range(10):
+        for generation in range(generations):
             run.train(generation + 1)
             gone = run.end()
             assert not any(alive for parts in gone.values() for alive in parts.values()), gone
             usage.append(fleet.run([0, 1, 2], threads_and_files)[0])
             run.resume([0, 1, 2], [0, 1, 2])
         threads, files = zip(*usage, strict=True)
-        assert max(threads[5:]) <= max(threads[:5]) and max(files[5:]) <= max(files[:5]), usage
+        half = generations // 2
+        assert max(threads[half:]) <= max(threads[:half]) and max(files[half:]) <= max(files[:half]), usage

@@ -59,8 +59,9 @@ def _step_until_a_peer_is_lost(state: State) -> tuple[str, float, int, int, bool
     return text, time.monotonic(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), group() is None
 
 
-@pytest.mark.timeout(300)  # 24 processes and 40 groups: 13 s on two free cores, a minute on two that are shared by many
-def test_survivors_of_sigkill_leave_fast_and_regroup_leak_free() -> None:
+@pytest.mark.timeout(300)  # of 20 rounds: 24 processes and 40 groups take a minute on two cores that are shared by many
+@pytest.mark.parametrize("rounds", [7, pytest.param(20, marks=pytest.mark.slow)])
+def test_survivors_of_sigkill_leave_fast_and_regroup_leak_free(rounds: int) -> None:
     """But for who waits, in gloo's own collectives, for a message that was half way: gloo tells nobody, and the group's bound counts, 30 s.
     (Rare, and seen with other work on both processors; the engine's own messages do not wait so:
     ``tests/workers/test_abortable_waits.py``.)"""
@@ -68,13 +69,13 @@ def test_survivors_of_sigkill_leave_fast_and_regroup_leak_free() -> None:
         members = [0, 1, 2, 3]
         delays: list[float] = []
         usage: list[tuple[int, int]] = []
-        for round_ in range(20):
+        for round_ in range(rounds):
             prefix = fleet.prefix()
             fleet.run_each({w: (fleet.port, prefix, i, 4) for i, w in enumerate(members)}, _form)
             assert set(fleet.run(members, _sum_of_ranks).values()) == {6.0}
             for worker in members:
                 fleet.start(worker, _step_until_a_peer_is_lost)
-            time.sleep(0.02 + 0.003 * round_)
+            time.sleep(0.02 + 0.06 * round_ / rounds)
             victim = members.pop(round_ % 3 + 1)  # worker 0 stays through all of it
             killed = time.monotonic()
             fleet.kill(victim)
@@ -89,9 +90,10 @@ def test_survivors_of_sigkill_leave_fast_and_regroup_leak_free() -> None:
             members += fleet.add()
         # Those that wait so in one round wait for the same message: rounds are counted, and not survivors.
         late = [delay for delay in delays if delay >= 2.0]
-        assert len(late) <= 3, f"slowest survivor out after {max(delays):.2f} s of a 30 s timeout: {sorted(delays)[-5:]}"
+        assert len(late) <= max(1, rounds // 6), f"slowest survivor out after {max(delays):.2f} s of a 30 s timeout: {sorted(delays)[-5:]}"
         fds, threads = zip(*usage, strict=True)
-        assert max(fds[10:]) <= max(fds[:10]) and max(threads[10:]) <= max(threads[:10]), usage
+        half = rounds // 2
+        assert max(fds[half:]) <= max(fds[:half]) and max(threads[half:]) <= max(threads[:half]), usage
 
 
 def _fail_to_form(state: State, port: int, prefix: str) -> str:
@@ -372,13 +374,14 @@ def _transfer(state: State, port: int, prefix: str, rank: int, world: int) -> An
     return texts, out.tolist()
 
 
-@pytest.mark.parametrize("patient", [True, False])
-def test_close_and_barrier_bounds_override_the_group_timeout(patient: bool) -> None:
+def test_close_and_barrier_bounds_override_the_group_timeout() -> None:
     """A leaver whose last receiver was slower than another by the bound of a collective failed with it, and the move again and again."""
-    with Fleet(2) as fleet:
-        prefix = fleet.prefix()
-        told = fleet.run_each({w: (fleet.port, prefix, w, 20.0 if patient else None) for w in (0, 1)}, _come_late)
-        assert told[0] == (["done"] * 3 if patient else ["failed", "failed", "done"]), "for a message it is told in any case"
+    with Fleet(4) as fleet:
+        patient, other = fleet.prefix(), fleet.prefix()
+        calls = {w: (fleet.port, patient, w, 20.0) for w in (0, 1)} | {w + 2: (fleet.port, other, w, None) for w in (0, 1)}
+        told = fleet.run_each(calls, _come_late)
+        assert told[0] == ["done"] * 3
+        assert told[2] == ["failed", "failed", "done"], "for a message it is told in any case"
 
 
 def _come_late(_: State, port: int, prefix: str, rank: int, bound_s: float | None) -> list[str]:

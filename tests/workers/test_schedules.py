@@ -4,6 +4,7 @@ mode. `vescale_ray.workers` without Ray: the controller's part is played by :cla
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -106,16 +107,25 @@ class Play:
             assert run.losses() == pytest.approx(self.losses, rel=1e-4), told
 
 
-def play(text: str, seeds: range, **changes: bool) -> None:
+def play(text: str, seeds: Sequence[int], **changes: bool) -> None:
     with Fleet(2) as fleet:
         here = Play(fleet, tiny(text, train_steps=STEPS, **changes))
         happened = [len(here.schedule(seed)) - 1 for seed in seeds]
         assert sum(happened) > 2 * len(seeds), "the schedules hardly disturb anything"
 
 
-def test_ten_random_schedules_leave_no_trace(text: str) -> None:
-    play(text, range(7), elastic_deterministic=True)
-    play(text, range(7, 10))
+@pytest.mark.parametrize(
+    ("deterministic", "seeds"),
+    [
+        (True, (0, 5)),  # kills, joiners, leavers and replacements, with one to five workers
+        (False, (7,)),
+        pytest.param(True, (1, 2, 3, 4, 6), marks=pytest.mark.slow),
+        pytest.param(False, (7, 8, 9), marks=pytest.mark.slow),
+    ],
+    ids=["deterministic", "not deterministic", "more: deterministic", "more: not deterministic"],
+)
+def test_ten_random_schedules_leave_no_trace(text: str, deterministic: bool, seeds: tuple[int, ...]) -> None:
+    play(text, seeds, elastic_deterministic=deterministic)
 
 
 @pytest.mark.slow

@@ -51,23 +51,28 @@ SPREAD = {**EXPERTS, "model_factory": "tests.workers.tiny:SpreadModel"}
     # Muon rounds to BF16 on the way: where sums differ in their last bit, an update may differ in its third digit.
     [
         ({}, (1, 3), 1e-5),
-        (OTHER, (1, 3), 1e-5),
-        (EXPERTS, (1, 2, 4), 1e-5),
-        (PATCHES, (3, 4), 1e-5),
-        (SPREAD, (3, 4), 1e-5),
+        (OTHER, (3,), 1e-5),
+        (EXPERTS, (4,), 1e-5),
+        (PATCHES, (3,), 1e-5),
+        (SPREAD, (3,), 1e-5),
         ({**SPREAD, "elastic_deterministic": True}, (3,), 1e-5),
+        pytest.param(OTHER, (1, 2, 4), 1e-5, marks=pytest.mark.slow),
+        pytest.param(EXPERTS, (1, 2, 3), 1e-5, marks=pytest.mark.slow),
+        pytest.param(PATCHES, (4,), 1e-5, marks=pytest.mark.slow),
+        pytest.param(SPREAD, (4,), 1e-5, marks=pytest.mark.slow),
         pytest.param({"train_optimizer": "muon", "train_lr": 0.01}, (1, 3), 5e-4, marks=pytest.mark.slow),
     ],
     ids=[
         *("adamw", "sgd, checkpointing, tied, unclipped", "experts that few slots use"),
-        *("patches", "nan of one token", "nan, deterministic", "muon"),
+        *("patches", "nan of one token", "nan, deterministic"),
+        *("more: sgd, checkpointing, tied, unclipped", "more: experts", "more: patches", "more: nan of one token", "muon"),
     ],
 )
 def test_twenty_steps_equal_plain_pytorch_at_every_world_size(
     text: str, changes: dict[str, Any], worlds: tuple[int, ...], tolerance: float
 ) -> None:
     config = tiny(text, **changes)
-    with Fleet(4) as fleet:
+    with Fleet(max(worlds)) as fleet:
         run = Run(fleet, config)
         start: FullState | None = None
         oracle: tuple[list[float], FullState, float] | None = None
@@ -143,14 +148,6 @@ def test_bfloat16_compute_follows_float32_within_its_rounding(text: str) -> None
             run.end()
     np.testing.assert_allclose(curves["bfloat16"], curves["float32"], rtol=2e-2)
     assert curves["bfloat16"] != curves["float32"]
-
-
-def test_nothing_of_a_generation_is_alive_after_it_was_left(text: str) -> None:
-    with Fleet(2) as fleet:
-        run = Run(fleet, tiny(text, elastic_snapshot_every=1))
-        run.fresh([0, 1])
-        run.train(2)
-        assert list(run.end().values()) == [{"model": False, "group": False}] * 2
 
 
 def test_unit_patterns_match_by_part_and_unmatched_ones_raise(text: str) -> None:
