@@ -84,8 +84,8 @@ class HangWatch:
 
     Attributes:
         fixed: bound in seconds, instead of the bound found from the steps; 0: no worker is ever accused.
-        patience_s: timeout of the collectives, in seconds. A worker that trains alone is hung after this time without a heartbeat, or after
-            the bound if that is longer. If several workers compute and none is seen to wait (all may wait for a file system, for example),
+        patience_s: timeout of the collectives, in seconds. Unless it is ``replaced``, a worker that trains alone is hung after this time
+            without a heartbeat, or after the bound if that is longer. If several workers compute and none is seen to wait (all may wait for a file system, for example),
             they are hung after twice this time. Some may wait in a collective after all, since that is not visible on an accelerator; its
             timeout must come first.
         replaced: whether another worker takes the place of one that trained alone.
@@ -168,8 +168,7 @@ class HangWatch:
         if report.ticket != self._ticket:
             return
         seen = self._seen.setdefault(report.worker, _Seen())
-        # A worker that has just finished an activity longer than any step has not stood still since its last beat, and makes its next one
-        # soon.
+        # A worker that has just finished an activity longer than any step has not stood still. It makes its next beat soon.
         done = seen.report is not None and seen.report.unhurried and not report.unhurried
         changed = report.beats != seen.beats or done
         seen.beats, seen.answered, seen.report, seen.since_s = report.beats, now, report, 0.0
