@@ -115,7 +115,8 @@ class _Series:
     ) -> frozenset[Pair] | Probe | None:
         """Pairs of nodes that did not reach each other in at least two probes in a row.
 
-        Returns an empty set if the last probe found no such pair, a probe if one is to be made now, and None while the result is not known.
+        Returns an empty set if the last probe found no such pair. Returns a probe if one is to be made now, and None while the result is
+        not known.
 
         Args:
             about: the workers; a change of them begins the series anew.

@@ -85,9 +85,9 @@ class HangWatch:
     Attributes:
         fixed: bound in seconds, instead of the bound found from the steps; 0: no worker is ever accused.
         patience_s: timeout of the collectives, in seconds. Unless it is ``replaced``, a worker that trains alone is hung after this time
-            without a heartbeat, or after the bound if that is longer. If several workers compute and none is seen to wait (all may wait for a file system, for example),
-            they are hung after twice this time. Some may wait in a collective after all, since that is not visible on an accelerator; its
-            timeout must come first.
+            without a heartbeat, or after the bound if that is longer. If several workers compute and none is seen to wait (all may wait for
+            a file system, for example), they are hung after twice this time. Some may wait in a collective after all, since that is not
+            visible on an accelerator; its timeout must come first.
         replaced: whether another worker takes the place of one that trained alone.
     """
 
