@@ -104,7 +104,7 @@ class FailureDetector:
         """The hung members to end, each with the reason."""
         now = time.monotonic()
         if any(self._worker_group.doomed(worker) for worker in world.members):
-            return {}  # the consequences of ending one are seen in a moment
+            return {}  # one was just ended; a later round sees the effects
         hung = self._hangs.verdict(world.members, now)
         starved = self._worker_group.starved(hung) if hung else {}
         if starved:
@@ -159,7 +159,7 @@ class FailureDetector:
         """If all members stand still and none hangs, probe the connections of their nodes, and end the workers that are cut off."""
         leavers = [w for w in self._scaling.leavers if self._worker_group.alive(w)]
         if any(self._worker_group.doomed(worker) for worker in (*world.members, *leavers)):
-            return  # the consequences of ending one are seen in a moment
+            return  # one was just ended; a later round sees the effects
         if not self._hangs.stalled(world.members, time.monotonic()):
             return self._scaling.connectivity.progressed()
         cut = self._scaling.cut_off(world.members, leavers)
