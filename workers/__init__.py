@@ -28,10 +28,9 @@ ranks. Between two generations the process keeps its imports, its corpus and its
     except GroupFailed as failure: ...                           # keep only str(failure)
     finally:
         trainer.close(); del trainer; snapshots.let_go()
-        process_groups.dissolve()                                        # closes the sockets at once, which ends the other survivors'
-        collectives
+        process_groups.dissolve()                                        # closes the sockets, which ends the others' collectives
     snapshots.verify()                                           # after a failure: drops damaged copies
-    held = snapshots.held()                                      # list[Holding]: report it
+    held = snapshots.held()                                      # list[HeldState]: report it
 
     # -- the controller: resume = choose_resume({worker: held, ..}, prefer=members of the new generation) -> Resume | None (checkpoint)
     #    resume.suppliers - members = leavers that hold needed shards: with them all open a transfer group (new ranks first, then leavers):
@@ -46,8 +45,8 @@ ranks. Between two generations the process keeps its imports, its corpus and its
 | ``messages`` | ``StepRecord``; names of flag bits ``STOP RESCALE CHECKPOINT BUSY`` (any int below 2**62 is ORed) |
 | ``resharding.shards`` | ``Shards Piece export_shards``: one rank's part of the training state, as views |
 | ``resharding.memory_snapshots`` | ``Snapshots buddies`` |
-| ``resharding.held_state`` | ``Holding Resume choose_resume`` |
-| ``saving`` | ``Writer``: writes checkpoints beside the training |
+| ``resharding.held_state`` | ``HeldState Resume choose_resume`` |
+| ``saving`` | ``Writer``: writes checkpoints during training |
 | ``resharding.reshard`` | ``plan execute ReshardReport restore_from_checkpoint write_checkpoint_shard`` |
 
 This package may import everything in ``vescale_ray`` but ``controller``; only ``worker.py`` may import Ray.

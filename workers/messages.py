@@ -226,8 +226,8 @@ class StepRecord:
         slot_seconds: per rank, mean seconds of its own per slot, without waits for others; 0 where it is not measured (on an accelerator).
         pace: which ranks are slow, and how many slots each rank has in the next step.
         alone_seconds: part of this rank's ``seconds`` before the last rank began the step. In a generation's first step each rank begins as
-            soon as it has its state. It compares each rank's time from its begin to the gradient norm, which all ranks reach together,
-            since hosts' clocks may differ.
+            soon as it has its state. Hosts' clocks may differ. So the value compares the ranks' times from their own begin to the gradient
+            norm, which all ranks reach together.
     """
 
     index: int
@@ -260,7 +260,6 @@ class Stepped:
     Attributes:
         ended: when the step ended, in seconds since the epoch, by this worker's clock.
         between: seconds that this worker spent between the step before and this one, by cause (``goodput.Loss``).
-
     """
 
     ticket: Ticket
@@ -297,7 +296,6 @@ class Filled:
         moved_bytes: bytes that moved between workers.
         lower_bound: bytes that any plan would have to move.
         read_bytes: bytes that this worker read from a checkpoint.
-
     """
 
     ticket: Ticket
@@ -319,7 +317,6 @@ class SavedShard:
         seconds: time since the state was copied, or since the write of a held state began. It is a duration, since hosts' clocks may
             differ.
         stall_s: seconds that training waited for the copy.
-
     """
 
     ticket: Ticket
@@ -366,7 +363,7 @@ class WorkerReport:
         beats: heartbeats of the training thread so far; several per step.
         starved_s: seconds so far in which the thread was runnable but had no processor.
         where: the training thread's innermost frames. ``waiting``: whether it waits for other ranks in a collective (``heartbeat.where``).
-        unhurried: whether it does, or compiles, something that may take longer than any step.
+        unhurried: whether it compiles, or does other work that may take longer than any step.
         writing: whether it is also writing its part of a checkpoint.
     """
 
@@ -387,5 +384,5 @@ class WorkerReport:
 
     @property
     def out(self) -> bool:
-        """Whether it has no process group and waits for an order."""
+        """Whether the worker has no process group and waits for an order."""
         return self.phase in (WorkerPhase.PARKED, WorkerPhase.FINISHED, WorkerPhase.IDLE)

@@ -1,4 +1,4 @@
-"""Write a staged checkpoint beside the training: one thread per worker process, for all its generations.
+"""Write staged checkpoints during training, in one thread per worker process, for all its generations.
 
 Training stages a copy in memory, or reuses the copy sent to the buddy. This thread writes it and votes. At most one checkpoint is being
 written and one is staged; all ranks together skip further ones (``trainer.BUSY``). When a generation fails or the next one begins,

@@ -73,7 +73,7 @@ class Trainer:
 
     Args:
         config: configuration of the run, the same on every rank.
-        rank, world, generation: place of this worker now.
+        rank, world, generation: rank of this worker, and size and number of its generation.
         device: device of the shards.
         corpus: the text, the same on every rank.
         blank: unsharded model for this trainer, built ahead; None builds it now.
@@ -81,7 +81,7 @@ class Trainer:
 
     Attributes:
         completed: number of completed steps, which is also the next step's index.
-        model, optimizer: of this rank; parameters are ``RaggedDTensor``.
+        model, optimizer: model and optimizer of this rank; the parameters are ``RaggedDTensor``.
         pace: watches the ranks' speed and assigns the slots.
         beat: heartbeat callback; called several times in a step and in an evaluation, and while values are loaded.
         usage: time and memory that the last step took on this rank.
@@ -275,7 +275,7 @@ class Trainer:
         return self._stream.ids((index * train.slots + slot) * train.slot_batch, train.slot_batch)
 
     def _seed_generators(self, seed: int) -> None:
-        """As ``torch.manual_seed``, which on a machine without accelerators spends 0.7 ms to find that it has none to seed."""
+        """Seed as ``torch.manual_seed`` does. Without accelerators, that function spends 0.7 ms to find that there is none to seed."""
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
@@ -288,8 +288,8 @@ class Trainer:
     def _prove(self) -> None:
         """Verify that all collectives so far completed. Waits for the device.
 
-        If NCCL aborts a collective, by the fence or by torch after an error, its waiters see no error and its output is invalid. A
-        communicator runs collectives in order. So if this later all-reduce gives the right sum, no earlier collective was aborted.
+        If a fence, or torch after an error, aborts an NCCL collective, its waiters see no error and its output is invalid. A communicator
+        runs collectives in order. So if this later all-reduce gives the right sum, no earlier collective was aborted.
 
         Raises:
             RuntimeError: a collective was aborted.

@@ -3,11 +3,11 @@ actor.
 
 Two kinds of threads meet here. The *training thread* alone uses torch, the process group, the trainer and the snapshots. It executes one
 order after another and reports by publishing items. The actor's *control threads* answer polls and accept orders. They never wait for the
-training thread, so a worker answers within milliseconds whatever it computes. ``self._change`` (a condition) guards everything that both
+training thread, so a worker answers within milliseconds during any computation. ``self._change`` (a condition) guards everything that both
 sides use.
 
 A worker decides nothing. When its group breaks, it dissolves the group at once, because the other survivors wait for its sockets to close
-(``groups``). It then waits for an order. The controller decides whether it goes on, with which workers, and from which step.
+(``process_groups``). It then waits for an order. The controller decides whether it goes on, with which workers, and from which step.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def unreached(self, addresses: Mapping[str, str], wait_s: float) -> tuple[str, ...]:
-        """The workers whose probe port, at this address, this process does not reach within ``wait_s`` seconds."""
+        """The workers whose probe port this process does not reach within ``wait_s`` seconds. ``addresses``: probe port of each worker."""
         return unreached(addresses, wait_s)
 
     @ray.method(concurrency_group="control")

@@ -1,6 +1,6 @@
-"""When the next checkpoint is due with ``checkpoint.every: auto``: by the clock, from what the last ones cost and how often workers fail.
+"""Decide when the next checkpoint is due with ``checkpoint.every: auto``, from the cost of the last ones and the rate of failures.
 
-The controller decides and asks; one rank carries the wish into the next step's exchange, so that all ranks save at the same boundary.
+The controller decides. One rank carries the request into the next step's exchange, so that all ranks save at the same boundary.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 REMEMBERED = 5
-"""Checkpoints whose medians count: one that met a busy disk does not change the interval."""
+"""Number of checkpoints whose median costs count, so that one busy disk does not change the interval."""
 NEWS = 0.1
-"""A change by less than this share is not told."""
+"""Least relative change of the interval that is reported."""
 
 
 class Cadence:
-    """The interval, and when it is over. Times are seconds of one clock.
+    """The interval between checkpoints, and whether it is over. Times are in seconds of one clock.
 
     Args:
         section: ``checkpoint`` of the configuration.
         now: the present; the next checkpoint is due an interval later.
-        age_s: for how long the run has gone on: a controller that is restarted knows the failures of all that time.
+        age_s: seconds since the run began. A restarted controller knows the failures of all that time.
     """
 
     def __init__(self, section: CheckpointSection, now: float, age_s: float = 0.0) -> None:
@@ -42,17 +42,17 @@ class Cadence:
         self._told: Interval | None = None
 
     def saved(self, result: SaveResult) -> None:
-        """A checkpoint that was made beside the training has ended. One that failed has shown nothing of the cost."""
+        """Take the result of a checkpoint that was made during training. A failed one shows nothing of the cost."""
         if result.kept is not None and result.stall_s > 0:
             self._stalls.append(result.stall_s)
             self._persists.append(result.seconds)
 
     def news(self, now: float, failures: int) -> Interval | None:
-        """Recompute; the interval if it differs from the one told last, or is decided by another bound."""
+        """Recompute the interval. Returns it if it differs from the last one reported, or if another bound decides it; otherwise None."""
         if not self.auto or not self._stalls:
             return None
-        # Not before a checkpoint has ended in this process: a restarted controller imports torch in a thread beside, and whoever asks
-        # for any of it meanwhile stands still for seconds.
+        # Imported only after a checkpoint has ended in this process. A restarted controller imports torch in another thread, and any import
+        # of torch modules blocks for seconds meanwhile.
         from vescale_ray.checkpoint import choose_interval, expected_mtbf
 
         c = self._section
@@ -67,11 +67,11 @@ class Cadence:
         return self.interval
 
     def due(self, now: float, busy: bool) -> bool:
-        """Whether a checkpoint should begin. The first comes after the least interval, to measure what one costs."""
+        """Return whether a checkpoint should begin. The first one comes after the least interval, to measure the cost."""
         if not self.auto or busy:
             return False
         return now - self._last >= (self.interval.seconds if self.interval is not None else self._section.auto_min_s)
 
     def begun(self, now: float) -> None:
-        """A checkpoint was asked for, or is made for another reason."""
+        """Note that a checkpoint was asked for, or is made for another reason."""
         self._last = now

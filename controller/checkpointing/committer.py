@@ -1,11 +1,11 @@
-"""Checkpoints under way: votes come in from the workers; when all are there, the checkpoint is committed, beside the training.
+"""Checkpoints under way: collect the workers' votes, and commit a checkpoint once all its votes are there. Training goes on meanwhile.
 
-Workers write their objects beside the training and vote; whoever has all votes may commit, and that is only the controller (one writer,
-so that two generations can't commit against each other). A vote that is missing when its generation has failed, or the next one
-begins, will not come: the attempt is given up, and what it wrote is collected as garbage later.
+Workers write their objects during training and vote. Only the controller commits: with one writer, two generations can't commit against
+each other. If a vote is missing when its generation has failed, or when the next one begins, it will not come. The attempt is then given
+up, and its objects are collected as garbage later.
 
-Used from the controller's thread; commits happen in one thread of this object's own, the deletion of old checkpoints, which waits until the
-workers have read the new one back, in another.
+Only the controller's thread uses a :class:`Committer`, which has two threads of its own. One commits. The other deletes old checkpoints
+once the workers have read the new one back.
 """
 
 from __future__ import annotations
@@ -31,9 +31,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveResult:
-    """A checkpoint that was committed, or (``error``) was not. ``seconds``: from the first worker's copy to the commit; ``stall_s``: how
-    long training waited for the slowest copy (0: it was parked); ``stages``: ``snapshot`` is that, ``upload`` until the slowest worker had
-    written, ``commit`` from the last vote on."""
+    """Result of a checkpoint, which was committed, or failed with ``error``.
+
+    Attributes:
+        seconds: from the first worker's copy to the commit.
+        stall_s: seconds that training waited for the slowest copy; 0 if the workers were parked.
+        stages: seconds by stage: ``snapshot`` is ``stall_s``, ``upload`` lasts until the slowest worker had written, ``commit`` begins with
+            the last vote.
+    """
 
     attempt: str
     step: int
@@ -52,9 +57,9 @@ class _Attempt:
     epoch: int
     world: int
     heard: float
-    """When the last word of it came, or its commit was begun."""
+    """When the last vote or failure arrived. The commit begins with the last vote."""
     seconds: float = 0.0
-    """Until the slowest rank had written."""
+    """Seconds until the slowest rank had written."""
     stall_s: float = 0.0
     votes: dict[int, str] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
@@ -66,11 +71,11 @@ class Committer:
 
     Args:
         root: folder of the checkpoints.
-        retention: tells which checkpoints to keep, once there is one more. (Its class brings torch along, which takes seconds.)
-        meta: what is recorded with a checkpoint of a step; JSON-able. Called in the controller's thread.
-        done: of a controller that was restarted: the newest attempt that is committed already, if any. Its votes may come again; until it
-            is known, all votes wait.
-        bound_s: how long to wait for the next vote, and for the commit: a store that hangs must be told of, not waited for.
+        retention: returns which checkpoints to keep; called after a commit. (Its class imports torch, which takes seconds.)
+        meta: returns the JSON-able record of a checkpoint of a step. Called in the controller's thread.
+        done: for a restarted controller, the newest attempt that is committed already, if any. Its votes may come again. All votes wait
+            until it is known.
+        bound_s: longest wait, in seconds, for the next vote and for the commit. A store that hangs must be reported, not waited for.
     """
 
     def __init__(
@@ -106,7 +111,7 @@ class Committer:
         return len(self._open)
 
     def heed(self, item: SavedShard) -> None:
-        """A worker's vote, or its failure."""
+        """Take a worker's vote, or its failure."""
         if not self._know():
             self._early.append(item)
             return
@@ -124,7 +129,7 @@ class Committer:
             attempt.commit = self._pool.submit(self._commit, item.attempt, attempt, self._meta(attempt.step))
 
     def results(self) -> list[SaveResult]:
-        """Attempts that have come to an end since the last call: committed, or failed with every rank heard."""
+        """Attempts that have ended since the last call: committed or failed."""
         self._know()
         ended: list[SaveResult] = []
         for name, attempt in list(self._open.items()):
@@ -132,13 +137,14 @@ class Committer:
                 continue
             if attempt.commit is not None and attempt.commit.done():
                 ended.append(self._close(name, attempt.commit.result()))
-                # Workers vote in order: what an earlier one lacks (its votes were lost with a controller) will not come.
+                # Workers vote in order. So votes that an earlier attempt still lacks were lost with a controller, and will not come.
                 for other, earlier in list(self._open.items()):
                     if earlier.commit is None and (earlier.epoch, earlier.step) < (attempt.epoch, attempt.step):
                         ended.append(self._close(other, self._failed(other, earlier, "a later one was complete before it")))
             elif attempt.errors and len(attempt.errors) + len(attempt.votes) >= attempt.world:
                 rank, error = sorted(attempt.errors.items())[0]
-                # Every rank has been heard, so nobody writes to it and nobody will commit it: a full disk must not keep the pieces.
+                # Every rank has been heard, so no rank still writes to this attempt, and it will not be committed. A full disk must not
+                # keep its pieces.
                 self._tenders.submit(self._discard, name)
                 ended.append(self._close(name, self._failed(name, attempt, f"rank {rank}: {error}")))
             elif time.monotonic() - attempt.heard > self._bound_s:
@@ -148,24 +154,25 @@ class Committer:
         return ended
 
     def abandon(self, reason: str) -> list[SaveResult]:
-        """Give up the attempts that still lack votes: nobody is left who could give them."""
+        """Give up the attempts that still lack votes, because no worker is left to give them."""
         self._know()
         return [
             self._close(name, self._failed(name, attempt, reason)) for name, attempt in list(self._open.items()) if attempt.commit is None
         ]
 
     def fence(self, epoch: int) -> None:
-        """Of epochs before this one nothing new begins: a vote that was under way when its generation ended stays alone."""
+        """Begin no new attempt of an epoch before ``epoch``. A vote that was under way when its generation ended is ignored."""
         self._least = epoch
 
     def committing(self, attempt: str) -> bool:
-        """Whether all votes of an attempt are there, and its commit is under way."""
+        """Return whether all votes of an attempt are there, and its commit is under way."""
         self._know()
         found = self._open.get(attempt)
         return found is not None and found.commit is not None
 
     def close(self, patience_s: float = 10.0) -> None:
-        """Take no more; a commit under way may still end. Old checkpoints are deleted now, without waiting for the workers any longer."""
+        """Begin no more commits; a commit under way may still end. Old checkpoints are deleted now, without a further wait for the workers.
+        ``patience_s``: longest wait for that deletion, in seconds."""
         self._closing.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._tended is not None:
@@ -173,7 +180,7 @@ class Committer:
         self._tenders.shutdown(wait=False, cancel_futures=True)
 
     def _know(self) -> bool:
-        """Whether it is known what was committed before; then the votes that came meanwhile are heeded."""
+        """Return whether the attempt that was committed before is known. Once it is, take the votes that came meanwhile."""
         if self._done is None:
             return True
         if not self._done.done():
@@ -196,7 +203,7 @@ class Committer:
         return SaveResult(name, attempt.step, attempt.epoch, attempt.seconds + time.monotonic() - attempt.heard, error=error)
 
     def _commit(self, name: str, attempt: _Attempt, meta: Mapping[str, Any]) -> SaveResult:
-        """In the pool's thread."""
+        """Commit an attempt, in the commit thread."""
         from vescale_ray import checkpoint
 
         try:
@@ -223,7 +230,7 @@ class Committer:
         )
 
     def _tend(self, made: Commit, patience_s: float) -> None:
-        """In the other pool's thread. A newer checkpoint ends the wait for this one, and is left to its own workers and collection."""
+        """Delete old checkpoints, in the other thread. A newer checkpoint ends the wait for this one, and has a collection of its own."""
         from vescale_ray.checkpoint.retention import tend
 
         try:
@@ -243,7 +250,7 @@ class Committer:
 
 
 def retention_of(config: RunConfig) -> Retention:
-    """What ``checkpoint.keep_*`` say."""
+    """The retention that ``checkpoint.keep_*`` configure."""
     from vescale_ray.checkpoint import Retention
 
     c = config.checkpoint
@@ -254,10 +261,11 @@ def newest_kept(root: str, bad: frozenset[str] = frozenset(), oldest: int = 0, m
     """The newest whole checkpoint whose name is not in ``bad``, of generation ``oldest`` or later; None when there is none.
 
     Args:
-        made: step of one that there must be, whole or damaged.
+        made: step of a checkpoint that must exist, whole or damaged.
 
     Raises:
-        OSError: the storage, or a newer one, is out of reach: what is newest can't be told. Or there is none at all, where there must be.
+        OSError: the storage, or a newer checkpoint, is out of reach, so that the newest is unknown. Or there is no checkpoint although one
+            must exist.
     """
     from vescale_ray.checkpoint.commits import ls, newest_first
 

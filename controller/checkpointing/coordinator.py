@@ -1,10 +1,10 @@
-"""The state that a generation starts from, and checkpoints of what parked workers hold.
+"""Choose the state that a generation starts from, and write checkpoints of the state that parked workers hold.
 
-The checkpoint after the last step, the one after a stop, and the one of a failing run are made alike: of the newest state that the living
+The checkpoints after the last step, after a stop, and of a failing run are made in the same way: from the newest state that the living
 workers hold together. Each shard is written by its owner, or by a worker that has its copy. So the loss of a worker meanwhile costs
 nothing while a copy is left.
 
-No method waits. One whose answer takes time raises :class:`Unanswered`, and is called again in the next round of the control loop.
+No method waits. If an answer takes time, a method raises :class:`Unanswered`, and the control loop calls it again in the next round.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 TRIES = 3
 STORAGE_S = 60.0
-"""Bound of a question to the storage. A file system whose server is gone never answers."""
+"""Timeout of a question to the storage, in seconds. A file system whose server is gone never answers."""
 
 
 class Unanswered(Exception):
@@ -47,8 +47,8 @@ class _Saving:
 
     Attributes:
         only_newer: as in :meth:`CheckpointCoordinator.save`.
-        attempt: what was ordered; None: nothing is ordered now. ``writers`` write it, until ``until`` at the latest.
-        settle_until: it has failed. Until then its writers are waited for: they can neither write again nor join before they are done.
+        attempt: id of the ordered attempt, if any. ``writers`` write it, until ``until`` at the latest.
+        settle_until: latest time to wait for the writers of a failed attempt. They can neither write again nor join before they are done.
     """
 
     workers: tuple[str, ...]
@@ -71,21 +71,21 @@ class _Question:
 
 
 class CheckpointCoordinator:
-    """Chooses states and keeps them.
+    """Chooses states to start from, and writes states to checkpoints.
 
     Args:
         root: folder of the checkpoints.
-        run_id: of this start of the run; goes into the identifiers of checkpoints.
-        durable: gives the numbers that are epochs of checkpoints.
-        save_s: bound of a checkpoint.
-        cadence: is told what each checkpoint cost.
-        most: the largest world size that can be.
+        run_id: id of this start of the run, part of the ids of checkpoints.
+        durable: gives the numbers that serve as epochs of checkpoints.
+        save_s: longest time for a checkpoint, in seconds.
+        cadence: receives the result of each checkpoint.
+        most: largest possible world size.
         oldest: generation of the oldest checkpoint to go back to.
 
     Attributes:
-        layouts: who owns what at each world size.
-        numbered_by: what the last ranks were numbered by: the planned layouts, or, where these were not known yet, equal intervals. Then
-            another numbering might have moved less.
+        layouts: the owner of every element at each world size.
+        numbered_by: basis of the last rank assignment: the planned layouts, or equal intervals if the layouts were not known yet. In the
+            second case another assignment might have moved fewer bytes.
     """
 
     def __init__(
@@ -115,14 +115,14 @@ class CheckpointCoordinator:
         self._results: dict[str, SaveResult] = {}
         self._damaged: set[str] = set()
         self._last: SaveResult | None = None
-        """The newest that was committed."""
+        """Result of the last checkpoint that was committed."""
 
     def distrust(self, commit: str) -> None:
-        """A checkpoint turned out to be damaged: use an older one."""
+        """Note that a checkpoint is damaged, so that an older one is used."""
         self._bad |= {commit}
 
     def damaged(self, attempt: str) -> None:
-        """A worker's part of an attempt can't be read back: use an older checkpoint, if this one was committed."""
+        """Note that a worker's part of an attempt can't be read back. If the attempt was committed, an older checkpoint is used."""
         self._damaged.add(attempt)
         result = self._results.get(attempt)
         if result is not None and result.kept is not None:
@@ -142,13 +142,13 @@ class CheckpointCoordinator:
         return policy.CommittedCheckpoint(path.rpartition("/")[2], path, step) if path is not None and step is not None else None
 
     def newer(self, holders: Iterable[str]) -> policy.CommittedCheckpoint | None:
-        """The newest checkpoint, if it may be newer than what ``holders`` (parked workers, leavers too) hold. Otherwise the storage, which
-        may be slow or out of reach, is not asked.
+        """The newest checkpoint, if it may be newer than the state of ``holders`` (parked workers, leavers included). Otherwise returns
+        None without asking the storage, which may be slow or out of reach.
 
         Raises:
             Unanswered: the storage has not answered yet.
-            OSError: no state is held, and the storage is out of reach, or shows none of the checkpoints that there must be (it is not
-                mounted, for example). To begin anew would be wrong.
+            OSError: no state is held, and the storage is out of reach, or shows none of the checkpoints that must exist (for example
+                because it is not mounted). A fresh start would be wrong.
         """
         step = self.held_step(holders)
         if step >= (self._log.stats.checkpoints.step or 0):
@@ -191,11 +191,11 @@ class CheckpointCoordinator:
         return found
 
     def held_step(self, workers: Iterable[str]) -> int:
-        """The step of the newest state that ``workers``, who are parked, hold together; -1: none. The storage is not asked."""
+        """The step of the newest state that the parked ``workers`` hold together; -1 if none. Does not ask the storage."""
         return _newest_step(self._held(workers))
 
     def seated(self, members: Sequence[str], source: StateSource, holders: Iterable[str]) -> tuple[str, ...]:
-        """``members`` in the order of their ranks: the one in which the fewest bytes move."""
+        """``members`` in the order of their ranks, so that the fewest bytes move."""
         from vescale_ray.workers.resharding.rank_assignment import seated
 
         resume = source.resume
@@ -206,8 +206,8 @@ class CheckpointCoordinator:
         return seated(members, self._parts(resume, holders), overlap)
 
     def staying(self, candidates: Sequence[str], count: int, source: StateSource, holders: Sequence[str]) -> tuple[str, ...]:
-        """The ``count`` of ``candidates`` that stay so that the fewest bytes move from ``source``. Among equals, copies lie on other nodes,
-        and whole nodes become free."""
+        """The ``count`` of ``candidates`` that stay, so that the fewest bytes move from ``source``. Among equal choices, copies lie on
+        other nodes, and whole nodes become free."""
         from vescale_ray.workers.resharding.rank_assignment import staying
 
         resume = source.resume
@@ -221,7 +221,7 @@ class CheckpointCoordinator:
         return tuple(staying(candidates, self._parts(resume, holders), overlap, list(there.values())))
 
     def _parts(self, resume: Resume, holders: Iterable[str]) -> dict[str, list[int]]:
-        """By worker, the ranks of that state whose shards it has."""
+        """For each worker, the ranks of the state ``resume`` whose shards it has."""
         state = (resume.generation, resume.step, resume.world)
         return {
             worker: [rank for one in held_states if (one.generation, one.step, one.world) == state for rank in one.ranks]
@@ -229,7 +229,7 @@ class CheckpointCoordinator:
         }
 
     def collect(self) -> None:
-        """Take note of checkpoints that were committed or have failed."""
+        """Record checkpoints that were committed or have failed."""
         for result in self._committer.results():
             self._note(result)
 
@@ -239,12 +239,13 @@ class CheckpointCoordinator:
             self._note(result)
 
     def save(self, workers: Sequence[str], *, only_newer: bool = False) -> SaveResult | None:
-        """Make a checkpoint of the newest state that ``workers``, who are parked, hold together. Call it in each round until it returns.
+        """Make a checkpoint of the newest state that the parked ``workers`` hold together. Call it in each round until it returns.
 
-        None: they hold no state, or a checkpoint is newer than theirs (with copies that are not made every step). An older state that is
-        committed later would pass for the newest. With ``only_newer``, None also if the newest checkpoint is of the same step.
+        Returns None if they hold no state, or if a checkpoint is newer than theirs (possible if copies are not made every step). An older
+        state that is committed later would pass for the newest. With ``only_newer``, also returns None if the newest checkpoint is of the
+        same step.
 
-        A worker that dies meanwhile does not end it while the others have copies of its shards.
+        If a worker dies meanwhile, the checkpoint goes on as long as the others have copies of its shards.
 
         Raises:
             Unanswered: the checkpoint is under way.
@@ -277,7 +278,7 @@ class CheckpointCoordinator:
                     raise Unanswered
                 if saving.attempt in self._results:
                     return self._results[saving.attempt]
-                if all(self._worker_group.alive(w) for w in saving.writers):  # another try would not differ: the storage hangs
+                if all(self._worker_group.alive(w) for w in saving.writers):  # the storage hangs, so another try would fail as well
                     saving.problem = f"it was not written within {self._save_s:g} s (checkpoint.last_timeout_s)"
                     self.abandon(saving.problem)
                     break
@@ -289,7 +290,7 @@ class CheckpointCoordinator:
         return SaveResult("", self._log.stats.step, 0, 0.0, error=saving.problem)
 
     def _is_superseded(self, resume: Resume, *, only_newer: bool) -> bool:
-        """Whether a checkpoint is newer than this state; with ``only_newer``, or of the same step.
+        """Return whether a checkpoint is newer than this state. With ``only_newer``, one of the same step counts, too.
 
         Raises:
             Unanswered: the storage has not answered yet.
@@ -328,7 +329,7 @@ class CheckpointCoordinator:
         return not all(self._worker_group.alive(w) for w in writers) and not self._committer.committing(attempt)
 
     def writes(self, workers: Iterable[str]) -> bool:
-        """Whether one of them writes a checkpoint that was ordered here, as far as it is known."""
+        """Return whether one of ``workers`` writes an ordered checkpoint, or may do so because its report is out of date."""
         reports = {w: self._worker_group.report(w) for w in workers}
         return any(one is not None and (one.phase is WorkerPhase.SAVING or self._worker_group.stale(w)) for w, one in reports.items())
 
@@ -347,6 +348,6 @@ class CheckpointCoordinator:
 
 
 def _newest_step(held: Mapping[str, Sequence[HeldState]]) -> int:
-    """The step of the newest state that workers hold together; -1: none."""
+    """The step of the newest state that workers hold together; -1 if none."""
     resume = choose_resume(held)
     return -1 if resume is None else resume.step

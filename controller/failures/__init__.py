@@ -1,1 +1,1 @@
-"""Failures: hangs, broken networks, stragglers and late exits are detected here; the failure budget and evidence are kept here."""
+"""Detection of hangs, broken networks, stragglers and late exits; the failure budget; the evidence of failures."""

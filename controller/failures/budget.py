@@ -1,8 +1,8 @@
-"""The failure budget of a run: recoveries, counted by cause, after which it is given up. A value, without clock or process.
+"""The failure budget of a run: how many recoveries of each cause it may take. A value, without clock or process.
 
-A run that makes no progress in spite of its recoveries must end itself, because its owner sees only that it "runs". But it must be at
-fault. So a crash loop and a cluster that takes nodes away have different limits. Only a step beyond all earlier steps counts as progress. A
-run that goes back to a checkpoint and dies at the same step each time makes none.
+A run that recovers again and again without progress must end itself, because its owner sees only that it "runs". But a cluster that takes
+nodes away is not the run's fault. So lost nodes and crash loops have different limits. Only a step beyond all earlier steps counts as
+progress: a run that goes back to a checkpoint and dies at the same step each time makes none.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from vescale_ray.config import ElasticSection
 
 
 class Cause(StrEnum):
-    """Why a generation, or the controller, ended before its time.
+    """Cause of the early end of a generation, or of the controller.
 
     ========== =====================================================================================================
     ERROR      a worker raised: a bug, out of memory, damaged data
     KILLED     a worker's process ended: ``os._exit``, a signal, the machine's or Ray's memory monitor
-    HANG       a worker made no progress and was ended, or a collective failed though nobody was lost
-    NODE       its node was lost, was about to go, does not answer, or is not reached by the others'
+    HANG       a worker made no progress and was ended, or a collective failed though all workers live
+    NODE       the worker's node was lost, drains, does not answer, or is cut off from the other nodes
     CONTROLLER the controller was restarted
     ========== =====================================================================================================
     """
@@ -35,13 +35,17 @@ class Cause(StrEnum):
 
 
 CRASHES = frozenset({Cause.ERROR, Cause.KILLED, Cause.HANG})
-"""One crash loop may show all of them: out of memory is an error here, a kill there, and a hang where nobody notices."""
+"""Causes that count together, because one crash loop may show all three: lack of memory may raise an error, kill a process or hang a
+worker."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Most failures that a run survives. Without a new step between them: ``crashes`` of all kinds, ``nodes``, ``controllers``. Altogether,
-    by cause: ``total``; a cause that is not in it has no limit."""
+    """Largest numbers of failures that a run survives.
+
+    ``crashes``, ``nodes`` and ``controllers`` limit failures in a row, without a new step between them. ``total`` limits all failures of
+    the run, by cause; a cause without an entry has no limit.
+    """
 
     crashes: int
     nodes: int
@@ -64,10 +68,10 @@ class Budget:
     """The failures so far.
 
     Attributes:
-        crashes, nodes, controllers: in a row, since the last progress.
-        total: since the start, by cause.
-        high: most steps that were ever completed.
-        errors: what happened, newest last.
+        crashes, nodes, controllers: failures in a row, since the last progress.
+        total: failures since the start, by cause.
+        high: largest number of steps that were ever completed.
+        errors: texts of the latest failures since the last progress, newest last.
     """
 
     limits: Limits
@@ -80,16 +84,16 @@ class Budget:
 
     @property
     def tries(self) -> int:
-        """Generations in a row that brought no step."""
+        """Number of failed generations in a row, without a new step between them."""
         return self.crashes + self.nodes
 
     def progressed(self, step: int) -> Budget:
-        """After ``step`` steps are complete."""
+        """The budget once ``step`` steps are complete."""
         return replace(self, crashes=0, nodes=0, controllers=0, high=step, errors=()) if step > self.high else self
 
     def failed(self, causes: Collection[Cause], errors: Sequence[str]) -> Budget:
-        """After one failure with these causes, each counted once however many workers it took. A crash beside the loss of a node is a
-        crash; the loss of a node alone is none."""
+        """The budget after one failure with these causes. Each cause counts once, however many workers were lost. A crash together with the
+        loss of a node counts as a crash; the loss of a node alone does not."""
         total = {cause: self.total.get(cause, 0) + (cause in causes) for cause in Cause}
         crash = not CRASHES.isdisjoint(causes)
         return replace(
@@ -108,7 +112,7 @@ class Budget:
 
     @property
     def verdict(self) -> str | None:
-        """Why the run is to be given up, in one line; None: it is not."""
+        """The reason to give the run up, in one line; None if it may go on."""
         limits, why = self.limits, f": {'; '.join(dict.fromkeys(self.errors)) or 'unknown'}"
         if self.crashes > limits.crashes:
             return f"{self.crashes} recoveries in a row without one more step{why}"

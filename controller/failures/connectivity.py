@@ -1,9 +1,9 @@
 """The policy for nodes that do not reach each other over the network of the process groups, though the controller reaches them all.
 
-No collective between such nodes ends, no worker is at fault, and no new group of the same workers can form. The run goes on without the
-nodes that have to go. The policy finds them by probes: one worker of each node tries to connect to the others
+No collective between such nodes ends, no worker is at fault, and no new group of the same workers can form. The run goes on without some of
+the nodes. The policy finds them by probes: one worker of each node tries to connect to the others
 (:mod:`vescale_ray.workers.network.reachability`). It probes when training stands still and no worker is known to hang, and before a worker
-on a new node joins. Only a failure that two probes in a row have found counts, so that a short disturbance of the network costs nothing.
+on a new node joins. A failure counts only if two probes in a row have found it, so that a short disturbance of the network costs nothing.
 
 The policy makes no connection itself. It returns a :class:`Probe`, and the caller hands in the answers.
 """
@@ -20,32 +20,33 @@ from vescale_ray.controller.protocol import Event
 from vescale_ray.workers.messages import Ticket, WorkerInfo
 
 TRY_S = 1.5
-"""Timeout of one connection, in seconds: a connection that lost its first packet is made after a second."""
+"""Timeout of one connection, in seconds. If the first packet is lost, the kernel makes the connection after one second."""
 GAP_S = 1.0
-"""Seconds from a probe that has found nothing to the next one; the gap doubles each time."""
+"""Seconds from a probe that has found no failure to the next one. The gap doubles each time."""
 LONGEST_GAP_S = 60.0
 PROVEN_S = 300.0
-"""A spare that waits for longer than this is probed again."""
+"""If a spare waits for longer than this (seconds), it is probed again."""
 SHOWN = 4
 """Most nodes that one line names."""
 EXACTLY, SEARCH_S = 40, 0.2
-"""Most nodes among which the search for the fewest is exact, and its time limit in seconds: the controller waits for it."""
+"""Largest number of nodes for which :func:`fewest` searches exactly, and its time limit in seconds. The controller waits for it."""
 
 Pair = tuple[str, str]
 Answers = Mapping[str, Collection[str]]
-"""By each worker that has answered a probe, the workers that it does not reach."""
+"""For each worker that has answered a probe, the workers that it does not reach."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """The controller's view of the workers: their identities, those that owe an answer, and the monotonic time in seconds."""
+    """The controller's view of the workers: their identities, the ``silent`` ones, which owe an answer, and the monotonic time in
+    seconds."""
 
     infos: Mapping[str, WorkerInfo]
     silent: Collection[str]
     now: float
 
     def nodes(self, workers: Iterable[str]) -> dict[str, str]:
-        """The nodes of those that can be tried."""
+        """The node of each worker that can be probed, because it is known and has a probe port."""
         return {worker: self.infos[worker].node for worker in workers if worker in self.infos and self.infos[worker].address}
 
     def hosts(self, workers: Iterable[str]) -> dict[str, str]:
@@ -54,18 +55,20 @@ class Network:
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """Connections to try, for :data:`TRY_S` each: from each worker to those others. Its identity tells which probe an answer belongs to."""
+    """Connections to try, from each worker to the listed others. Probes compare by identity, so that answers can be matched to them."""
 
     tries: Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
 class CutOff:
-    """Workers that would have to go, each with its node, and the nodes that each of these nodes does not reach.
+    """Workers to do without, because their nodes are cut off.
 
     Attributes:
+        workers: each worker's node.
+        unreached: for each of these nodes, the nodes that it does not reach.
         hosts: the nodes' addresses.
-        lasts_s: seconds for which each probe has found it.
+        lasts_s: seconds since the first of the consecutive probes that found the failure.
     """
 
     workers: Mapping[str, str]
@@ -74,7 +77,7 @@ class CutOff:
     lasts_s: float = 0.0
 
     def why(self, node: str) -> str:
-        """The reason in words, for a worker of that node."""
+        """The reason to end the workers of ``node``, in words."""
         others = [self.hosts[other] for other in self.unreached[node]]
         some = ", ".join(others[:SHOWN]) + (f" and {len(others) - SHOWN} more" if len(others) > SHOWN else "")
         return f"its node ({self.hosts[node]}) and {some} do not reach each other"
@@ -94,14 +97,14 @@ class Admission:
 
 @dataclass
 class _Series:
-    """Probes of the same workers, one after the other. Only what two in a row have found counts."""
+    """Consecutive probes of the same workers. A failure counts only if two probes in a row have found it."""
 
     about: tuple[str, ...] = ()
     probe: Probe | None = None
     """The probe whose answers are awaited."""
     answers: Answers | None = None
     speakers: Mapping[str, str] = field(default_factory=dict)
-    """The workers that try and are tried, each with its node."""
+    """The workers that probe each other, one for each node, with their nodes."""
     broken: frozenset[Pair] | None = None
     """Pairs of nodes that did not reach each other in any probe since the one that began at ``since``."""
     since: float = 0.0
@@ -110,13 +113,15 @@ class _Series:
     def broken_twice(
         self, about: tuple[str, ...], nodes: Mapping[str, str], network: Network, only: str | None = None
     ) -> frozenset[Pair] | Probe | None:
-        """Pairs of nodes that did not reach each other in two probes or more; empty: the last probe found none; a probe: make it; None: the
-        answers are awaited.
+        """Pairs of nodes that did not reach each other in at least two probes in a row.
+
+        Returns an empty set if the last probe found no such pair. Returns a probe if one is to be made now, and None while the result is
+        not known.
 
         Args:
             about: the workers; a change of them begins the series anew.
-            nodes: their nodes. One worker tries for each.
-            only: the node whose connections count; None: all.
+            nodes: their nodes. One worker of each node makes the connections.
+            only: the node whose connections are tried; None tries all.
         """
         if about != self.about:
             self.about, self.probe, self.broken = about, None, None
@@ -152,28 +157,31 @@ class Connectivity:
         """Last generation for which ``network_broken`` was emitted."""
         self._stalled, self._joining = _Series(), _Series()
         self._proven: dict[str, tuple[float, frozenset[str]]] = {}
-        """By node of those that may join: when it was found which other nodes it reaches and is reached by."""
+        """For each node of a joiner: when it was probed, and the nodes found to be connected to it in both directions."""
         self._next, self._gap = 0.0, GAP_S
         self._still = False
 
     def answered(self, probe: Probe, answers: Answers) -> None:
-        """Take the answers to a probe. Those to a probe that is not awaited any more count for nothing."""
+        """Take the answers to a probe. Answers to a probe that is no longer awaited are ignored."""
         for series in (self._stalled, self._joining):
             if series.probe is probe:
                 series.answers = answers
 
     def progressed(self) -> None:
-        """The members do not stand still (any more)."""
+        """Note that the members make progress."""
         self._stalled.about, self._still = (), False
         self.hurry()
 
     def hurry(self) -> None:
-        """There is more reason to probe now than a moment ago."""
+        """Make the next probe at once, and reset the gap between probes."""
         self._next, self._gap = 0.0, GAP_S
 
     def cut_off(self, members: Sequence[str], leavers: Sequence[str], network: Network) -> CutOff | Probe | None:
-        """All ``members`` stand still: those that would have to go, since nodes do not reach each other; or the probe to make. None: not
-        known yet, call it again. ``leavers``, which still have to give the members their shards, are the first to go."""
+        """Find the workers to do without when all ``members`` stand still, because nodes do not reach each other.
+
+        Returns the probe to make if one is due, and None while the result is not known; call it again. Nodes of ``leavers``, which still
+        have to give their shards to the members, are chosen first.
+        """
         self._still, self._joining.about = True, ()
         party = (*members, *leavers)
         nodes, now = network.nodes(party), network.now
@@ -190,18 +198,18 @@ class Connectivity:
         for worker, node in nodes.items():
             weights[node] += 1 if worker in leavers else len(party)
         gone = fewest(broken, weights, {node: place for place, node in enumerate(weights)})
-        self._proven = {}  # older than the failure
+        self._proven = {}  # these results are older than the failure
         workers = {w: node for w, node in nodes.items() if node in gone}
         return CutOff(workers, _unreached(broken, gone), network.hosts(nodes), now - self._stalled.since)
 
     @property
     def patience_s(self) -> float:
-        """Seconds for which a disturbance of the network is waited for where it costs more than a moment to do without a worker."""
+        """Seconds to wait for the network to recover, if the run cannot replace the cut-off workers at once."""
         return self._elastic.collective_timeout_s / 2
 
     def due(self, cut: CutOff, members: Sequence[str], spares: int, ticket: Ticket) -> tuple[bool, list[Event]]:
-        """Whether it is time to do without the workers that are cut off, and events. ``spares``: warm workers that could take a place. If
-        most of the members are cut off, no node is at fault, and nobody is ended."""
+        """Return whether to end the workers that are cut off now, and events. ``spares``: number of warm workers that could take a place.
+        If most of the members are cut off, no node is at fault, and no worker is ended."""
         elastic, gone = self._elastic, [w for w in members if w in cut.workers]
         if not cut.workers:
             return False, []
@@ -212,13 +220,15 @@ class Connectivity:
         come = elastic.replace_lost or elastic.grow or spares >= len(gone)
         enough = len(members) - len(gone) >= elastic.min_workers
         if not come and not enough:
-            return False, []  # it would end the run: the collectives' timeout and the budget decide
+            return False, []  # ending them would end the run, so the collectives' timeout and the budget decide
         return (come and enough) or cut.lasts_s >= self.patience_s, []
 
     def admit(self, joiners: Sequence[str], members: Sequence[str], network: Network) -> Admission:
-        """Admit the ``joiners`` whose nodes and those of all members and of joiners admitted before them reach each other; refuse those
-        that do not. The others are not known yet: call it again. Nothing is probed while the members stand still: a member may be the one
-        that is not reached, and then no joiner could be admitted."""
+        """Admit the ``joiners`` whose nodes are connected to the nodes of all members and of the joiners admitted before them.
+
+        Joiners that are not connected are refused. A joiner whose connections are not known yet is neither admitted nor refused; call it
+        again. While the members stand still nothing is probed: if a member is the unreachable one, no joiner could be admitted.
+        """
         nodes, now = network.nodes((*members, *joiners)), network.now
         party = {nodes[w] for w in members if w in nodes}
         waiting = {nodes[w] for w in joiners if w in nodes} - party
@@ -226,14 +236,14 @@ class Connectivity:
         fine: list[str] = []
         for worker in joiners:
             node = nodes.get(worker)
-            # A worker that cannot be tried is taken to be reached.
+            # A worker that cannot be probed counts as connected.
             if node is None or node in party or party <= self._proven.get(node, (0.0, frozenset()))[1]:
                 fine.append(worker)
                 party |= {node} if node is not None else set()
         unknown = [w for w in joiners if w not in fine]
         if not unknown or self._still:
             return Admission(tuple(fine))
-        node = nodes[unknown[0]]  # one after another: mostly there is one, or all are on one node
+        node = nodes[unknown[0]]  # one node at a time: mostly there is one joiner, or all are on one node
         about = (*members, *fine, unknown[0])
         broken = self._joining.broken_twice(about, network.nodes(about), network, node)
         if isinstance(broken, Probe):
@@ -248,11 +258,12 @@ class Connectivity:
 
 
 def fewest(broken: Collection[Pair], weights: Mapping[str, int], order: Mapping[str, int]) -> frozenset[str]:
-    """The nodes to do without so that no ``broken`` pair is left: a set with the fewest workers (``weights``). Of equal sets, the one whose
-    nodes are in more pairs, then the one with the later nodes (``order``).
+    """The nodes to do without so that no ``broken`` pair is left: the set with the least total of ``weights``. Among equal sets, the one
+    whose nodes are in more pairs wins, then the one with the later nodes (``order``).
 
-    This is a minimum vertex cover, found by branch and bound. For more than :data:`EXACTLY` nodes, or after :data:`SEARCH_S`, a greedy
-    search decides: the node with the most broken pairs for its workers goes first.
+    This is a minimum vertex cover, found by branch and bound. It begins with a greedy result, which removes the node with the most broken
+    pairs per unit of weight first. For more than :data:`EXACTLY` nodes this result is final. After :data:`SEARCH_S` seconds the best set so
+    far is.
     """
     ways: dict[str, set[str]] = {}
     for one, other in broken:

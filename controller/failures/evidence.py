@@ -1,5 +1,8 @@
-"""The evidence that a failed run leaves: of the last failures, the fate of each worker, with its traceback or the report of its hang; and
-the present stacks of the living workers."""
+"""The evidence that a failed run leaves.
+
+It contains, for each of the last failures, the fate of each worker with its traceback, and the paths of hang reports. It also contains the
+present stacks of the living workers.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +28,24 @@ class _Failure:
 
 
 class Evidence:
-    """Used from the controller's thread. A restarted controller begins with none."""
+    """Collects the evidence. Only the controller's thread uses it. A restarted controller begins with none."""
 
     def __init__(self) -> None:
         self._failures: deque[_Failure] = deque(maxlen=KEPT)
         self._hangs: list[str] = []
 
     def hung(self, report: str | None) -> None:
-        """Workers of the generation were ended; where the report of that is."""
+        """Note that hung workers of the generation were ended. ``report``: path of their hang report."""
         self._hangs += [report] if report else []
 
     def failed(self, world: World, ending: Ending, log: RunLog) -> None:
-        """A generation has failed."""
+        """Record a failed generation."""
         nodes = {w: f"{info.node} process {info.pid}" for w in world.members if (info := log.stats.workers.get(w)) is not None}
         self._failures.append(_Failure(world, log.stats.step, ending, nodes, tuple(self._hangs)))
         self._hangs = []
 
     def write(self, worker_group: WorkerGroup, log: RunLog) -> str | None:
-        """Write all of it to the run's folder; where it is. None: there is nothing to tell, or the folder can't be written."""
+        """Write all evidence to the run's folder and return its path; None if there is none, or if the folder can't be written."""
         if not self._failures:
             return None
         living = (*worker_group.ready(), *worker_group.warming())

@@ -5,8 +5,9 @@ A rank that answers and waits for a lost rank is not at fault. It usually leaves
 gloo collective it may have to wait for that collective's timeout. The controller ends such a rank early only if nothing is lost by it: its
 state also exists elsewhere, and another worker takes its place.
 
-If no rank has left and all that answer compute, no rank is known to hang. They run something slow, and to end all of them would lose their
-state. The collectives' timeout then counts too. When the first rank leaves, the others get their normal time from that moment.
+If no rank has left and all ranks that answer compute, no rank is known to hang. They run something slow, and ending all of them would lose
+their state. So they get the collectives' timeout in addition. When the first rank leaves, the others get their normal time from that
+moment.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from vescale_ray.controller.protocol import Bounds
 from vescale_ray.workers.messages import WorkerPhase, WorkerReport
 
 FORM_S = 15.0
-"""Timeout of forming a group, on the workers (``process_groups.FORM_SECONDS``)."""
+"""Timeout of forming a group on the workers, in seconds (``process_groups.FORM_SECONDS``)."""
 RARE_STEP = 1.5
 """Multiple of the longest recent step: a step that does rare extra work may be under way when a worker is lost."""
 
 
 @dataclass(frozen=True)
 class WorkerView:
-    """A worker in the generation: its last report if any, whether it owes an answer for ``silence_s``, and whether it was ended already."""
+    """A worker in the generation: its last report, if any; whether it has owed an answer for ``silence_s``; whether it was ended
+    already."""
 
     report: WorkerReport | None
     silent: bool = False
@@ -40,8 +42,14 @@ class WorkerView:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The rest of the run: how many living members are out, whether they hold the newest step together (``complete``), how many warm
-    workers are outside, and how long the last step and the longest recent one took."""
+    """The rest of the run.
+
+    Attributes:
+        out: number of living members that have left the generation.
+        complete: whether these members hold the newest step together.
+        spares: number of warm workers outside the generation.
+        last_s, longest_s: seconds of the last step, and of the longest recent one.
+    """
 
     out: int
     complete: bool
@@ -56,7 +64,7 @@ class ExitDeadlines:
     def __init__(self, elastic: ElasticSection, bounds: Bounds) -> None:
         self._elastic, self._bounds = elastic, bounds
         self._together = 0.0
-        """Seconds after the first sign until which all members computed."""
+        """Seconds from the first sign to the last time at which all members computed."""
 
     @property
     def silence_s(self) -> float:
@@ -99,9 +107,9 @@ class ExitDeadlines:
     def _bound(self, phase: str, waits: bool, silent: bool, rest: Surroundings) -> float:
         """Seconds from the first sign that the generation is over until a worker that is still in it is ended.
 
-        A rank that computes notices nothing before its next collective, at most one step away. A rank that forms a group waits for absent
-        ranks until the forming's timeout, and may build the model besides; that is no reason for silence. The collective of a rank that
-        answers and ``waits`` began by then and ends by itself after its timeout; the rest is for letting go.
+        A rank that computes notices the end in its next collective, at most one step later. A rank that forms a group waits for absent
+        ranks until the timeout of forming, and may also build the model; neither is a reason for silence. If a rank answers and ``waits``,
+        its collective ends by itself after its timeout; the rest of the time is for leaving the group.
         """
         if phase == WorkerPhase.SAVING:
             return self._bounds.save
@@ -110,6 +118,7 @@ class ExitDeadlines:
         return max(own, self._elastic.collective_timeout_s + bound) if waits else own
 
     def _dispensable(self, rest: Surroundings) -> bool:
-        """Whether the survivors lose nothing by going on alone: they hold the newest step, they are enough, and replacements come."""
+        """Return whether nothing is lost if the survivors go on alone: they hold the newest step, they are enough, and replacements
+        come."""
         comes = rest.spares > 0 or self._elastic.replace_lost or self._elastic.grow
         return comes and rest.out >= self._elastic.min_workers and rest.complete

@@ -1,4 +1,4 @@
-"""Failures of a generation's workers: which are lost, hang, answer nothing, leave too late or are cut off. This module also ends them."""
+"""Detect and end the workers of a generation that are lost, hung, silent, late to leave, or cut off."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from vescale_ray.workers.messages import Stepped, Ticket, WorkerFault, WorkerPha
 
 
 class FailureDetector:
-    """Used from the controller's thread.
+    """Detects failed workers and ends them. Only the controller's thread uses it.
 
     Attributes:
-        evidence: of the last failures, for the report of a run that fails.
-        inherited: ticket of the generation that an earlier life of the controller had launched.
+        evidence: evidence of the last failures, for the report of a run that fails.
+        inherited: ticket of the generation that an earlier life of the controller launched; None if there is none.
     """
 
     def __init__(self, config: RunConfig, bounds: Bounds, worker_group: WorkerGroup, log: RunLog, scaling: Scaling) -> None:
@@ -44,34 +44,34 @@ class FailureDetector:
     # --------------------------------------------------------------------------------------------------------------- news
 
     def begin(self, world: World) -> None:
-        """A generation is about to form."""
+        """Begin to watch a generation that is about to form."""
         self._hangs.begin(world.ticket, world.size)
 
     def adopt(self, world: World) -> None:
-        """A generation of an earlier life of the controller goes on."""
+        """Begin to watch a generation that an earlier life of the controller launched."""
         stats = self._log.stats
         self.inherited = world.ticket
-        # Without this, only the collectives' timeout would find a worker that hangs by now.
+        # Without this, only the collectives' timeout would find a worker that hangs already.
         self._hangs.expect(stats.steps.last_seconds or 0.0, stats.steps.paces)
         self._hangs.begin(world.ticket, world.size)
 
     def heard(self, report: WorkerReport) -> None:
-        """A worker has reported."""
+        """Take a worker's report."""
         self._hangs.heard(report, time.monotonic())
 
     def stepped(self, item: Stepped) -> None:
-        """A member has completed a step."""
+        """Take a step that a member has completed."""
         self._hangs.stepped(item.ticket, item.record.step, item.record.seconds, item.record.alone_seconds)
 
     def lost(self, one: Lost) -> Lost:
-        """A worker was lost; the loss, with its node as the cause if that was about to go."""
+        """Record the loss of a worker and return it. If the worker's node drains, the node is the cause."""
         if one.info is not None and one.info.node in self._scaling.nodes.draining:
             one = replace(one, cause=Cause.NODE)
         self._gone[one.worker] = one
         return one
 
     def end_mute(self) -> None:
-        """End the workers that have answered nothing for the longest time that any answer may take."""
+        """End the workers that have been silent for the longest time that any answer may take."""
         mute = f"killed: answered nothing for {self._silence_s:g} s, its process is hung or stopped"
         self._worker_group.kill(dict.fromkeys(self._worker_group.silent(self._silence_s), mute))
 
@@ -86,25 +86,25 @@ class FailureDetector:
         return {w: self._gone[w] for w in workers if w in self._gone}
 
     def is_out(self, worker: str, world: World) -> bool:
-        """Whether a worker has left the generation."""
+        """Return whether a worker has left the generation."""
         report = self._worker_group.report(worker)
         if report is None or not report.out:
             return False
-        # In a generation that an earlier controller launched, an order that has not come by now never will.
+        # If an earlier controller launched the generation, an order that has not arrived by now never will.
         return report.ticket == world.ticket or (world.ticket == self.inherited and report.ticket < world.ticket)
 
     def fault(self, worker: str, world: World) -> WorkerFault | None:
-        """The fault that a worker reports of this generation."""
+        """The fault that a worker reports for this generation, if any."""
         report = self._worker_group.report(worker)
         return report.fault if report is not None and report.ticket == world.ticket else None
 
     # -------------------------------------------------------------------------------------------------------- all train
 
     def hung(self, world: World) -> Mapping[str, str]:
-        """The members that hang, and are to be ended, each with the reason."""
+        """The hung members to end, each with the reason."""
         now = time.monotonic()
         if any(self._worker_group.doomed(worker) for worker in world.members):
-            return {}  # the consequences of ending one are seen in a moment
+            return {}  # one was just ended; a later round sees the effects
         hung = self._hangs.verdict(world.members, now)
         starved = self._worker_group.starved(hung) if hung else {}
         if starved:
@@ -116,8 +116,8 @@ class FailureDetector:
         return hung
 
     def mute(self, world: World, inside: Collection[str]) -> Mapping[str, str]:
-        """The workers that answer nothing while others wait for them, each with the reason, though nobody trains: the group forms, or is
-        broken. Empty if all are silent."""
+        """The silent workers that others wait for while the group forms or is broken, each with the reason. Empty if all members are
+        silent."""
         found = self._mutes(world, inside)
         return self._mutes(world, inside) if found and self._worker_group.starved(found) else found
 
@@ -141,7 +141,7 @@ class FailureDetector:
         Args:
             since: seconds since the first sign of its end.
             inside: workers in it; ``out``: living members that have left it.
-            complete: those that have left hold the newest step together.
+            complete: whether the workers ``out`` hold the newest step together.
         """
         worker_group, steps = self._worker_group, self._log.stats.steps
         silent, ready = worker_group.silent(self._exit_deadlines.silence_s), frozenset(worker_group.ready())
@@ -150,16 +150,16 @@ class FailureDetector:
         return self._exit_deadlines.late(since, views, Surroundings(len(out), complete, spares, steps.last_seconds, steps.longest))
 
     def end(self, world: World, hung: Mapping[str, str], cut: CutOff | None = None) -> None:
-        """End workers, each with the reason, and write a report of where all stand."""
+        """End the workers ``hung``, each with the reason, and write a report with the position of every worker."""
         self.evidence.hung(end_hung(self._worker_group, self._log, world, hung, cut))
 
     # -------------------------------------------------------------------------------------------------------- partitions
 
     def end_cut_off(self, world: World) -> None:
-        """If all members stand still and none hangs, try whether their nodes reach each other, and end those that are cut off."""
+        """If all members stand still and none hangs, probe the connections of their nodes, and end the workers that are cut off."""
         leavers = [w for w in self._scaling.leavers if self._worker_group.alive(w)]
         if any(self._worker_group.doomed(worker) for worker in (*world.members, *leavers)):
-            return  # the consequences of ending one are seen in a moment
+            return  # one was just ended; a later round sees the effects
         if not self._hangs.stalled(world.members, time.monotonic()):
             return self._scaling.connectivity.progressed()
         cut = self._scaling.cut_off(world.members, leavers)
@@ -167,12 +167,13 @@ class FailureDetector:
             self._end_unreached(world, cut)
 
     def begin_partition(self) -> float:
-        """A collective has failed though all live: try the connections at once. Returns when the answer is known at the latest."""
+        """Probe the connections at once, because a collective has failed though all workers live. Returns the monotonic time by which the
+        result is known."""
         self._scaling.connectivity.hurry()
         return time.monotonic() + self._scaling.connectivity.patience_s + 3 * TRY_S
 
     def partitioned(self, world: World, living: Sequence[str]) -> dict[str, Lost] | None:
-        """The workers of ``living`` that are ended, because they are cut off from the others. None: not known yet.
+        """End the workers that are cut off and return those of ``living``; None while the result is not known.
 
         Leavers that are cut off are ended and recorded as lost, too.
         """
@@ -190,25 +191,25 @@ class FailureDetector:
         return {w: one for w, one in lost.items() if w in living}
 
     def _is_due(self, world: World, members: Sequence[str], cut: CutOff) -> bool:
-        """Whether it is time to end the workers that are cut off."""
+        """Return whether to end the workers that are cut off now, and record the policy's events."""
         due, events = self._scaling.connectivity.due(cut, members, len(self._spares(world, cut)), world.ticket)
         for event in events:
             self._log.record(event.name, **event.about)
         return due
 
     def _spares(self, world: World, cut: CutOff) -> list[str]:
-        """Warm workers beside the members that could take a place, on nodes that are not cut off themselves."""
+        """Warm workers outside the generation that could take a place, on nodes that are not cut off themselves."""
         ready, nodes = frozenset(self._worker_group.ready()), set(cut.workers.values())
         spares = [w for w in self._scaling.outside(world.members) if w in ready]
         return [w for w in spares if (info := self._worker_group.info(w)) is not None and info.node not in nodes]
 
     def _end_unreached(self, world: World, cut: CutOff) -> None:
-        """End the workers that are cut off, and use their nodes for no others for a while."""
+        """End the workers that are cut off, and hire none on their nodes for a while."""
         scaling, gone = self._scaling, set(cut.workers.values())
         for node in gone:
             scaling.nodes.shun(node)
         for worker in scaling.outside(world.members):
             info = self._worker_group.info(worker)
             if info is not None and info.node in gone:
-                scaling.let_go(worker)  # or it would take the place of one of them
+                scaling.let_go(worker)  # otherwise it would take the place of an ended worker
         self.end(world, {worker: cut.why(node) for worker, node in cut.workers.items()}, cut)

@@ -1,26 +1,26 @@
-"""The policy that finds workers that hang, from the reports of all workers of a generation. ``failure_detector`` acts on it.
+"""The policy that finds hung workers in the reports of all workers of a generation. ``failure_detector`` acts on it.
 
 A rank that stops (a deadlock, a stopped process, code that never releases the interpreter) stops all others within a step, because they
 wait for it in a collective. So a generation hangs if none of its workers has made a heartbeat for some time. The worker to end is the one
-that does not wait: it is silent, or answers from a place that is no collective, while another waits. If all wait, or all compute, the bound
-of the collectives counts instead. A worker in an activity that may take longer than any step (copies of shards, compilation) is not accused
+that does not wait: it is silent, or it answers from outside a collective while another waits. If all wait, or all compute, the collectives'
+timeout counts instead. A worker in an activity that may take longer than any step (copies of shards, compilation) is not accused
 unless it is silent.
 
-A worker that trains alone is hung as soon as one in company, silent or not, if another takes its place. If none does, ending it ends the
-run, so it has the collectives' bound.
+If another worker can take its place, a worker that trains alone gets the same time as one of several, silent or not. If none can, ending it
+would end the run, so it gets the collectives' timeout.
 
-The duration of a step may be unknown, or a group may form (a model is built, a checkpoint is read). Then a worker that waits for no other
-and makes no heartbeat for :data:`LONGEST` times the collectives' bound is hung, because nothing else would ever end it. A worker in an
-activity that may take longer than any step has twice as long.
+While the duration of a step is unknown, or a group forms (a model is built, a checkpoint is read), the bound is :data:`LONGEST` times the
+collectives' timeout. A worker that waits for no other and makes no heartbeat for that time is hung, because nothing else would ever end it.
+A worker in an activity that may take longer than any step gets twice that time.
 
-The time in question is the longest of the last few steps, times a factor; there are many heartbeats in a step. Time in which a thread could
-have run while others had the processors does not count, because on an overloaded machine all are slow and none hangs. Time in which the
-controller itself did not run does not count either; afterwards it listens for a moment before it accuses a worker. Its earlier measurements
-stay. If each such gap reset them, one gap a minute would hide every hang with a bound of minutes.
+Otherwise the bound is a multiple of the longest of the last few steps; a step has many heartbeats. Time in which a thread was runnable but
+had no processor does not count, because on an overloaded machine all workers are slow and none hangs. Time in which the controller itself
+did not run does not count either. After such a gap the controller listens for :data:`LEAST_S` before it accuses a worker. Its earlier
+measurements stay: if each gap reset them, one gap a minute would hide every hang with a bound of minutes.
 
-A worker that was ended for standing still may only have been slow, and so may the next one that repeats the step. It is given twice as
-long, then four times, until the step is done. The duration of that step is remembered for longer, as of an activity of some steps only (for
-example roots of a preconditioner). So no such mistake is repeated for ever.
+A worker that was ended as hung may only have been slow, and so may the one that repeats the step. So the bound doubles each time until the
+step is done. The duration of that step is remembered for :data:`PERIOD` steps, because it may come from work that only some steps do (for
+example roots of a preconditioner). So the mistake is not repeated for ever.
 """
 
 from __future__ import annotations
@@ -33,22 +33,25 @@ from dataclasses import dataclass, field
 from vescale_ray.workers.messages import Ticket, WorkerPhase, WorkerReport
 
 LEAST_S = 1.2
-"""Shortest time without a beat that counts, however fast the steps are: with it, a hung worker is out within 2 s."""
+"""Least bound, in seconds without a heartbeat, however fast the steps are. With it, a hung worker is ended within 2 s."""
 FACTOR = 1.8
-"""Of the longest of the last steps. 1.8 and what ending takes are below 3."""
+"""The bound as a multiple of the longest of the last steps. With 1.8, a hung worker is found and ended within 3 times that step."""
 STEPS, FIRST = 2, 3.0
-"""The first steps of a generation compile, allocate and fill caches: they are given so many times more, and :data:`FIRST_S` at least."""
+"""Number of first steps of a generation, and the factor by which their bound is longer (it is at least :data:`FIRST_S` seconds). These
+steps compile, allocate and fill caches."""
 FIRST_S = 5.0
 LONGEST = 10
-"""Times the bound of the collectives: so long nothing takes that makes no beat. What takes longer (parameters that are filled, a checkpoint
-that is read) beats with every piece."""
+"""Multiple of the collectives' timeout that no activity without heartbeats takes. Longer activities (filling parameters, reading a
+checkpoint) make a heartbeat with every piece."""
 RECENT = 8
-"""Steps; not what the ranks tell of them, which of many ranks would be of one."""
+"""Number of last steps that count. It counts steps rather than reports, because with many ranks the last reports would all be of one
+step."""
 PERIOD, AGAIN = 128, 1.1
-"""A step that was taken for a hang counts for so many steps, times this: what only every hundredth does takes about as long each time. So
-does the third longest of them: what has come three times comes again, and what has come once or twice was perhaps a disturbance."""
+"""Number of steps for which the duration of a step mistaken for a hang counts, and its factor: work of every hundredth step takes about as
+long each time. The third longest of these steps counts in the same way. A duration that came three times will come again; one that came
+once or twice was perhaps a disturbance."""
 OWN_GAP_S = 0.6
-"""The controller itself was held up for longer than this: nothing can be said about others, until it has listened for :data:`LEAST_S`."""
+"""If the controller itself was held up for longer than this (seconds), it accuses no worker until it has listened for :data:`LEAST_S`."""
 
 
 @dataclass
@@ -58,20 +61,20 @@ class _Seen:
     answered: float = 0.0
     report: WorkerReport | None = None
     starved_s: float = 0.0
-    """As its report had it when its beats last changed."""
+    """``starved_s`` of its report when its beats last changed."""
     since_s: float = 0.0
-    """For so long it got no processor since that report, as others tell."""
+    """Seconds since the last report in which it had no processor, as measured by others."""
 
     def changes(self, now: float) -> None:
         self.changed, self.starved_s = now, self.report.starved_s if self.report is not None else 0.0
 
     def still(self, now: float) -> float:
-        """Seconds without a beat in which it had a processor, or wanted none."""
+        """Seconds without a heartbeat, except those in which it was runnable but had no processor."""
         starved_s = self.report.starved_s - self.starved_s if self.report is not None else 0.0
         return now - self.changed - max(0.0, starved_s) - self.since_s
 
     def silent(self, now: float) -> float:
-        """Such seconds without an answer."""
+        """Seconds without an answer, except those in which it had no processor."""
         return now - self.answered - self.since_s
 
 
@@ -80,11 +83,12 @@ class HangWatch:
     """Watches one generation after another.
 
     Attributes:
-        fixed: seconds without a beat that count, instead of those found from the steps; 0: nobody is ever accused.
-        patience_s: after so long without a beat (or the bound, if that is longer) a worker that is alone is hung. After twice as long all
-            are that compute, though nobody is seen to wait for them: before a file system that does not answer, for example. Twice,
-            since it is the bound of the collectives: where some wait after all (on an accelerator that is not seen), they end first.
-        replaced: another worker takes the place of one that was alone.
+        fixed: bound in seconds, instead of the bound found from the steps; 0: no worker is ever accused.
+        patience_s: timeout of the collectives, in seconds. Unless it is ``replaced``, a worker that trains alone is hung after this time
+            without a heartbeat, or after the bound if that is longer. If several workers compute and none is seen to wait (all may wait for
+            a file system, for example), they are hung after twice this time. Some may wait in a collective after all, since that is not
+            visible on an accelerator; its timeout must come first.
+        replaced: whether another worker takes the place of one that trained alone.
     """
 
     fixed: float | None = None
@@ -92,48 +96,52 @@ class HangWatch:
     replaced: bool = False
     _ticket: Ticket | None = None
     _steps: dict[int, float] = field(default_factory=dict)
-    """The longest that any rank has told of each of the last steps."""
+    """Longest duration that any rank has reported, for each of the last steps."""
     _rare: dict[int, float] = field(default_factory=dict)
-    """Of steps in which somebody stood still for so long that it was ended, among the last :data:`PERIOD`."""
+    """Durations of those of the last :data:`PERIOD` steps in which a worker was ended as hung although it answered."""
     _period: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=PERIOD))
-    """Of the last steps, also of generations before this one, but for the first of each: how many there were, and what it took."""
+    """Number of workers and seconds of each of the last steps, earlier generations included, without the first step of each generation."""
     _counted: int = 0
-    """The step of the last of them, if it was of this generation."""
+    """Step of the last entry of ``_period``; 0 if that is of an earlier generation."""
     _size: int = 0
     _earlier: float = 0.0
     _accused: int = 0
-    """The step that was under way when somebody was last found to stand still; ``_blamed``: in which generation."""
+    """The step that was under way when a worker was last found hung; ``_blamed``: the generation."""
     _blamed: Ticket | None = None
     _stood: bool = False
-    """Somebody did in that step, and was not silent."""
+    """Whether a worker that was found hung in that step still answered."""
     _patience: int = 1
-    """Times the bound, until that step is done."""
+    """Factor of the bound until that step is done."""
     _stepped: int = 0
     _first: int | None = None
-    """The generation's first step, as far as this was told of any."""
+    """The first step that was reported in this generation."""
     _settled: bool = False
     _seen: dict[str, _Seen] = field(default_factory=dict)
     _asked: float | None = None
     _listens: float = -math.inf
-    """Until then nobody is accused: the controller was held up."""
+    """Time before which no worker is accused, because the controller was held up."""
 
     def begin(self, ticket: Ticket, size: int) -> None:
-        """Another generation, of so many workers. Of the steps before it only the longest counts, and only until it has some of its own;
-        and what steps of as many workers or more took again and again."""
+        """Begin to watch another generation, of ``size`` workers.
+
+        The longest recent step of the last generation counts until this one has steps of its own. Durations that came repeatedly with as
+        many workers or more count as well.
+        """
         self._earlier = max(self._steps.values(), default=self._earlier)
         self._steps.clear()
         self._ticket, self._stepped, self._settled, self._seen, self._asked = ticket, 0, False, {}, None
         self._first, self._counted, self._size = None, 0, size
 
     def expect(self, seconds: float, recent: Iterable[tuple[int, float]] = ()) -> None:
-        """Take the duration of a step, and of ``recent`` ones by number of workers, that an earlier life of the controller has seen."""
+        """Take step durations that an earlier life of the controller has seen: of the last step, and of ``recent`` steps with their number
+        of workers."""
         self._earlier = seconds
         self._period.extend(recent)
 
     def stepped(self, ticket: Ticket, step: int, seconds: float, alone: float = 0.0) -> None:
-        """A worker has completed this step in ``seconds``, of which it waited ``alone`` for the last worker to begin.
+        """Take a step that a worker completed in ``seconds``. For ``alone`` of these seconds it waited for the last worker to begin.
 
-        This wait is part of a step, except of a generation's first, in which workers wait for others to get their state.
+        The wait counts as part of the step, except in a generation's first step, where workers wait for others to get their state.
         """
         if ticket != self._ticket:
             return
@@ -156,11 +164,11 @@ class HangWatch:
             self._patience = 1
 
     def heard(self, report: WorkerReport, now: float) -> None:
-        """A worker has answered."""
+        """Take a worker's report."""
         if report.ticket != self._ticket:
             return
         seen = self._seen.setdefault(report.worker, _Seen())
-        # Done with what may take longer than any step, it makes its next beat in a moment: it has not stood still since the one before.
+        # A worker that has just finished an activity longer than any step has not stood still. It makes its next beat soon.
         done = seen.report is not None and seen.report.unhurried and not report.unhurried
         changed = report.beats != seen.beats or done
         seen.beats, seen.answered, seen.report, seen.since_s = report.beats, now, report, 0.0
@@ -168,13 +176,13 @@ class HangWatch:
             seen.changes(now)
 
     def starved(self, worker: str, seconds: float) -> None:
-        """A worker could not answer for these additional seconds since its last report, because it had no processor."""
+        """Note that a worker could not answer for ``seconds`` more since its last report, because it had no processor."""
         if worker in self._seen:
             self._seen[worker].since_s += seconds
 
     @property
     def bound_s(self) -> float:
-        """Seconds without a beat after which a generation hangs; before any step was ever seen, :attr:`longest_s`."""
+        """Seconds without a heartbeat after which a generation hangs; :attr:`longest_s` before any step was seen."""
         if self.fixed is not None:
             return self.fixed or math.inf
         if self._settled:
@@ -187,18 +195,19 @@ class HangWatch:
 
     @property
     def longest_s(self) -> float:
-        """Seconds without a beat after which whoever waits for nobody hangs, whatever it does."""
+        """Seconds without a heartbeat after which a worker that waits for no other is hung, in any activity."""
         return math.inf if self.fixed == 0 else max(self.fixed or 0.0, LONGEST * self.patience_s)
 
     @property
     def forming_s(self) -> float:
-        """Seconds without an answer after which a worker hangs that is to form a generation with others; also before any step was seen."""
+        """Seconds without an answer after which a worker that forms a generation is hung. This bound holds even before any step was
+        seen."""
         if self.fixed is not None:
             return self.fixed or math.inf
         return max(FIRST_S, FIRST * FACTOR * (max(self._steps.values(), default=0.0) or self._earlier))
 
     def verdict(self, members: Collection[str], now: float) -> Mapping[str, str]:
-        """The workers that hang, each with the reason. Report those that are ended for it to :meth:`ended`."""
+        """The hung workers, each with the reason. Report those that are ended to :meth:`ended`."""
         asked, self._asked = self._asked, now
         if asked is not None and now - asked > OWN_GAP_S:
             for seen in self._seen.values():
@@ -242,11 +251,11 @@ class HangWatch:
         return hung
 
     def stalled(self, members: Collection[str], now: float) -> bool:
-        """Whether nobody gets on, in a group or as it forms, though all answer: it may be the network between them. Ask it after
-        :meth:`verdict` has named nobody. On an accelerator, too, where nobody is seen to wait.
+        """Return whether no member makes progress, in training or while the group forms, so that the network between them may be broken.
 
-        Nobody is accused by that, and to ask whether they reach each other costs nothing. So long steps wait no longer than for a third of
-        the collectives' bound: after that the collective fails.
+        Call it after :meth:`verdict` has found no hung worker. It also holds on an accelerator, where no wait is visible. It accuses no
+        worker, and the probes that follow cost nothing. However long the steps are, it waits for at most a third of the collectives'
+        timeout, after which the collective would fail.
         """
         if now < self._listens or self.fixed == 0 or any(worker not in self._seen for worker in members):
             return False
@@ -259,7 +268,7 @@ class HangWatch:
         return min(seen.still(now) for seen in everyone) >= bound
 
     def ended(self, hung: Collection[str]) -> None:
-        """They are ended: who repeats their step is given more time."""
+        """Note that these workers are ended. The workers that repeat their step get twice the time."""
         if self._blamed != self._ticket:
             self._blamed = self._ticket
             under_way = 1 + max(seen.report.completed for seen in self._seen.values() if seen.report is not None)

@@ -1,4 +1,4 @@
-"""End workers that hang, and keep where every worker of the generation stood: afterwards nobody can be asked."""
+"""End hung workers, and report the position of every worker of the generation. Ended workers could not be asked later."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from vescale_ray.controller.worker_group.worker_group import WorkerGroup
 from vescale_ray.workers.monitoring.heartbeat import IN
 
 STACKS_S = 0.2
-"""Before a hung worker is ended, so long is waited for its stacks; then for the others'."""
+"""Seconds to wait for the stacks of the hung workers before they are ended, and then for those of the others."""
 HEARD_S = 0.5
-"""A worker that has owed an answer for longer has left the position in its last report. Its stacks show the present one."""
+"""If a worker has owed an answer for longer than this (seconds), the position in its last report is out of date. Its stacks show the
+present one."""
 
 
 def end_hung(worker_group: WorkerGroup, log: RunLog, world: World, hung: Mapping[str, str], cut: CutOff | None = None) -> str | None:
-    """Kill the workers ``hung`` (each with the reason), write the report to the run's folder, and an event that names both. Where the
-    report is.
+    """Kill the workers ``hung`` (each with the reason), write a report to the run's folder, and record an event.
 
     Args:
-        cut: it is not they that hang, but the network: what is known of that.
+        cut: the broken connections, if the workers are cut off rather than hung.
+
+    Returns:
+        The report's path; None if it could not be written.
     """
     ranks = {worker: rank for rank, worker in enumerate(world.members)}
     reports = {worker: worker_group.report(worker) for worker in {**ranks, **hung}}

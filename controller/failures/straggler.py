@@ -1,10 +1,10 @@
 """The policy for stragglers: when to report a slow worker, and when another worker replaces it.
 
-The workers find out themselves who is slow. Each derives the same result from the times that all exchange in every step
-(:mod:`vescale_ray.workers.monitoring.pace`); with ``elastic.straggler: relieve`` slots move away from slow workers there. This policy turns
-their results into events. With ``replace`` it has another worker become warm first, so that the change costs no more than any planned one.
-It
-replaces one worker at a time, and the pause after each doubles: the next worker on a slow node may be as slow.
+The workers themselves find the slow ones. Each computes the same result from the times that all exchange in every step
+(:mod:`vescale_ray.workers.monitoring.pace`). With ``elastic.straggler: relieve`` they also move slots away from slow workers. This policy
+turns their results into events. With ``replace`` it replaces a slow worker once another one is warm, so that the change costs no more than
+any planned one. It replaces one worker at a time. The pause after each replacement doubles, because the next worker on a slow node may be
+as slow.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vescale_ray.workers.messages import StepRecord, WorkerInfo
 
 PAUSE_S = 60.0
-"""Seconds after a replacement, or a failed one, until the next; doubled each time."""
+"""Seconds from a replacement, successful or not, to the next one. The pause doubles each time."""
 
 Slow = Mapping[str, Mapping[str, Any]]
 """The workers that are reported as slow now, as in ``RunStats.stragglers``."""
@@ -31,8 +31,13 @@ Slow = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class StragglerNote:
-    """The state that outlives a controller: the ``worker`` that is being replaced, since when, the end of the pause after the last
-    replacement, and the number of replacements. Times are seconds since the epoch."""
+    """State that outlives a controller. Times are in seconds since the epoch.
+
+    Attributes:
+        worker: the worker that is being replaced, since ``began``.
+        until: end of the pause after the last replacement.
+        tries: number of replacements.
+    """
 
     worker: str | None = None
     began: float = 0.0
@@ -51,7 +56,7 @@ class Known:
 
 @dataclass(frozen=True)
 class _Swap:
-    """A worker that is being replaced, since when, and how many hired workers had failed by then."""
+    """A worker that is being replaced, when that began, and how many hired workers had failed by then."""
 
     worker: str
     began: float
@@ -59,11 +64,11 @@ class _Swap:
 
 
 class Stragglers:
-    """Values in, events and decisions out; ``note`` is to be read after each call. ``now``: seconds of a clock that never goes back.
+    """Values in, events and decisions out. Read ``note`` after each call. ``now`` is in seconds of a monotonic clock.
 
     Args:
-        capacity: most workers that the cluster can place; None: unknown.
-        start_s: a hired worker is warm within that many seconds, or does not come.
+        capacity: largest number of workers that the cluster can place; None: unknown.
+        start_s: seconds after which a hired worker that is not warm is no longer expected.
     """
 
     def __init__(self, config: RunConfig, capacity: int | None, start_s: float, note: StragglerNote, now: float) -> None:
@@ -79,7 +84,7 @@ class Stragglers:
         """Slowness by worker in the newest step."""
 
     def stepped(self, record: StepRecord, members: Sequence[str], known: Known, now: float) -> list[Event]:
-        """The events of a step that ``members`` have completed: workers that became slow or no longer are, a new spread of the slots."""
+        """The events of a step that ``members`` have completed: workers that became slow or recovered, and a new spread of the slots."""
         events, slow = list[Event](), known.slow
         if (view := record.pace) is None:
             return events
@@ -91,7 +96,7 @@ class Stragglers:
         if view.shares != (known.spread[1] if known.spread[0] == record.generation else even(self._slots, len(members))):
             events.append(Event("slots_spread", {"slots": dict(zip(members, view.shares, strict=True))}))
         if not view.factors:
-            return events  # nothing is known yet in this generation: what was known before stays
+            return events  # no result yet in this generation, so earlier results stay
         self._factors = dict(zip(members, view.factors, strict=True))
         for rank, (worker, factor, since) in enumerate(zip(members, view.factors, view.since, strict=True)):
             if since >= 0 and worker not in slow:
@@ -109,18 +114,18 @@ class Stragglers:
     def unwanted(
         self, members: Collection[str], target: int, there: int, failures: int, slow: Slow, now: float
     ) -> tuple[frozenset[str], list[Event]]:
-        """The one of ``members`` that another worker is to replace, if any, and events.
+        """The member that another worker is to replace, if any, and events.
 
         Args:
-            target: workers wanted. If they are fewer than the members, nobody is replaced.
-            there: workers that the run has, in the generation and beside it.
-            failures: hired workers that have never become warm so far.
+            target: number of workers wanted. If it is below the number of members, no worker is replaced.
+            there: number of the run's workers, inside and outside the generation.
+            failures: number of hired workers so far that never became warm.
         """
         ours = {worker: about for worker, about in slow.items() if worker in members}
         if not self._replaces or not ours or target < len(members):
             return frozenset(), []
         if self._swap is not None and self._swap.worker not in slow:
-            self._rest(now)  # it was replaced; the controller before this one recorded that, and died
+            self._rest(now)  # it was replaced, and the earlier controller died after it recorded that
         if self._swap is None:
             if now < self._not_before:
                 return frozenset(), []
@@ -138,7 +143,7 @@ class Stragglers:
         return frozenset({worker}) & frozenset(members), []
 
     def leaving(self, living: Sequence[str], ready: Sequence[str], target: int) -> frozenset[str]:
-        """The worker that leaves now that a generation has ended: the one that is being replaced, if there are enough without it."""
+        """The worker that leaves at the end of a generation: the one that is being replaced, if enough workers are left without it."""
         swap = self._swap
         enough = len(living) - 1 + len(ready) >= target
         return frozenset({swap.worker}) if swap is not None and swap.worker in living and enough else frozenset()
@@ -161,5 +166,5 @@ class Stragglers:
 
 
 def _over(worker: str, slow: Slow, reason: str) -> Event:
-    """The worker is not slow any more, or gone."""
+    """The event that a worker is no longer slow, or has left."""
     return Event("straggler_over", {"worker": worker, "reason": reason, "since_step": slow[worker]["since_step"]})

@@ -1,9 +1,9 @@
-"""The policy for a run that grows by itself, wishes for places from Ray's autoscaler, and keeps spares.
+"""The policy for a run that grows by itself, keeps spares, and asks Ray's autoscaler for places (*wishes*).
 
-Free room goes to spares first, then to members. It must have been free for ``elastic.grow_after_s``
-(:mod:`~vescale_ray.controller.scaling.capacity`). A growth begins when the one before is over and ``elastic.grow_gap_s`` have passed since
-that one began; each failed growth in a row doubles the gap. One growth takes all places that are steady by then: one rescale, not one for
-each.
+Free places go to spares first, then to members. They must have been free for ``elastic.grow_after_s`` seconds
+(:mod:`~vescale_ray.controller.scaling.capacity`). A growth begins once the last one is over and ``elastic.grow_gap_s`` seconds have passed
+since the last one began; each failed growth in a row doubles the gap. One growth takes all places that are steady by then, so that it costs
+one rescale.
 """
 
 from __future__ import annotations
@@ -18,18 +18,23 @@ from vescale_ray.controller.scaling.capacity import Free, FreePlaces
 from vescale_ray.controller.worker_group.clocks import ago, to_epoch
 
 SETTLE_S = 1.0
-"""Ray takes a moment to count a place as taken: what was seen free within this time after a hiring may be that place."""
+"""Seconds after a hiring in which no place counts as free, because Ray takes a moment to count a place as taken."""
 WISH_AHEAD_S = 120.0
-"""A place is wished for this many seconds before the run could grow into it: a node takes a minute or two to come."""
+"""The run asks for a place this many seconds before it may grow, because a node takes a minute or two to start."""
 PLACE_S = 10.0
-"""A worker that has no place after this many seconds, though one was free, is not waited for: the place is somebody else's."""
+"""If a worker has no place after this many seconds, though one was free, another job has taken it and the run stops waiting."""
 SPARE_GAP_S, LONGEST_SPARE_GAP_S = 5.0, 600.0
 
 
 @dataclass(frozen=True)
 class GrowthNote:
-    """The state that outlives a controller: when the last growth began (seconds since the epoch), how many workers the growth under way
-    goes for, and how many growths in a row have failed."""
+    """State that outlives a controller.
+
+    Attributes:
+        begun: start of the last growth, in seconds since the epoch.
+        aim: number of workers after the growth under way.
+        failed: number of growths in a row that failed.
+    """
 
     begun: float | None = None
     aim: int | None = None
@@ -38,8 +43,16 @@ class GrowthNote:
 
 @dataclass(frozen=True)
 class RunProgress:
-    """The run now: its members, the workers beside them, how many are wanted and how many it may grow to, the steps that are left, how long
-    the last one took, and how long a hired worker takes until it is warm."""
+    """The run now.
+
+    Attributes:
+        world: number of members.
+        ready, warming: numbers of warm and of starting workers outside the generation.
+        target: number of workers wanted.
+        ceiling: number of workers that the run may grow to.
+        step_s: seconds of the last step.
+        warm_s: seconds until a hired worker is warm.
+    """
 
     world: int
     ready: int
@@ -52,7 +65,7 @@ class RunProgress:
 
 
 class Autoscaling:
-    """Values in, decisions and events out; ``note`` is to be read after each call. ``now``: seconds of a clock that never goes back."""
+    """Values in, decisions and events out. Read ``note`` after each call. ``now`` is in seconds of a monotonic clock."""
 
     def __init__(self, elastic: ElasticSection, note: GrowthNote, now: float) -> None:
         self._elastic, self._capacity, self.note = elastic, FreePlaces(elastic.grow_after_s), note
@@ -62,7 +75,7 @@ class Autoscaling:
         self._told: tuple[float | None, int] | None = None
 
     def wishes(self, run: RunProgress, now: float) -> int:
-        """Places to wish for. A place that nobody takes keeps others from it, and costs."""
+        """Number of places to ask for. A place that stays unused costs money and keeps other jobs from it."""
         wanted = self._elastic.demand if _worth(run) and self._wait(now) <= WISH_AHEAD_S else 0
         return min(wanted, max(0, run.ceiling - run.target))
 
@@ -76,10 +89,10 @@ class Autoscaling:
             self._capacity.look(free.at, places, free.nodes)
 
     def grow(self, run: RunProgress, now: float) -> tuple[int | None, list[Event]]:
-        """The number of workers to grow to, if there has been room for long enough, and events."""
+        """The number of workers to grow to, if places have been free for long enough, and events."""
         if not self._elastic.grow or run.target > run.world:
             return None, []
-        # A joiner that takes its first generation down with it lowers the target: that growth has failed, too.
+        # If a joiner brings down its first generation, the target is lowered. That growth has failed, too.
         self.ended(now, complete=self._aim is not None and run.world >= self._aim)
         capacity = self._capacity.ripe(now) - max(0, self._elastic.spares - run.ready - run.warming)
         workers = min(run.ceiling - run.target, capacity)
@@ -96,18 +109,19 @@ class Autoscaling:
         return self._aim, [Event("growth", {"from": run.world, "to": self._aim, "room": capacity})]
 
     def ended(self, now: float, *, complete: bool) -> None:
-        """The growth under way, if any, has ended: with the workers that were wanted, or without."""
+        """Note the end of the growth under way, if any. ``complete``: whether the run has the workers that were wanted."""
         if self._aim is not None:
             self._aim = None
             self._failed = 0 if complete else self._failed + 1
             self._noted(now)
 
     def hired(self, now: float) -> None:
-        """A worker takes a place now."""
+        """Note that a worker takes a place now."""
         self._hired = now
 
     def spare_places(self, failures: int, now: float) -> int:
-        """Places that a spare could have now; none for a time that doubles with each of the last ``failures`` to get one warm."""
+        """Number of places that spares could have now. After ``failures`` to get a spare warm, it is 0 for a time that doubles with each
+        failure."""
         if failures and now < self._hired + min(SPARE_GAP_S * 2.0 ** min(failures, 30), LONGEST_SPARE_GAP_S):
             return 0
         return self._capacity.now(now, self._hired + SETTLE_S)

@@ -1,7 +1,8 @@
 """Room for more workers: how many places are free, on which nodes, and for how long without a break. Values and arithmetic only.
 
-A place that was free a moment ago may be another job's by now, and a node that has just come may go again. So what counts is a place
-that was seen free in every look for some time. That is kept per node: two nodes that appear in turn are never one steady place.
+A place that was free a moment ago may be another job's by now, and a node that has just come may go again. So a place counts only if every
+observation over some time has found it free. The times are kept per node, so that two nodes that appear in turn never make one steady
+place.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 STALE_S = 5.0
-"""A look that is older says nothing: Ray's control store does not answer."""
+"""If an observation is older than this (seconds), it is not used: Ray's control store does not answer."""
 
 
 @dataclass(frozen=True)
 class Free:
-    """The free places for workers by node, and all ``nodes`` that stay, at the time ``at`` (monotonic, before Ray was asked)."""
+    """The free places for workers by node, and all usable ``nodes``, at the time ``at`` (monotonic, before Ray was asked)."""
 
     at: float
     places: Mapping[str, int]
@@ -23,11 +24,12 @@ class Free:
 
 
 def places(free: Mapping[str, Mapping[str, float]], each: Mapping[str, float], avoid: Collection[str] = ()) -> dict[str, int]:
-    """Workers that the ``free`` resources of each node hold, nodes to ``avoid`` left out; ``each``: what one worker takes, none of it 0."""
+    """Number of workers that fit in the ``free`` resources of each node, without nodes to ``avoid``. ``each``: resources of one worker, all
+    above 0."""
     found = {}
     for node, has in free.items():
         if node not in avoid:
-            # Ray counts in ten-thousandths.
+            # The margin is below Ray's unit of resources, a ten-thousandth.
             count = min(int((has.get(name, 0.0) + 1e-6) // amount) for name, amount in each.items())
             if count > 0:
                 found[node] = count
@@ -39,7 +41,7 @@ class FreePlaces:
     """The free places over time.
 
     Attributes:
-        after_s: a place is steady after so long.
+        after_s: seconds after which a free place is steady.
     """
 
     after_s: float
@@ -48,10 +50,9 @@ class FreePlaces:
     _since: dict[str, list[float]] = field(default_factory=dict)
 
     def look(self, at: float, free: Mapping[str, int], nodes: Collection[str]) -> None:
-        """Take an observation of the time ``at``: places that are free, among ``nodes`` (all that stay). Observations come in order of
-        time.
+        """Take an observation of the time ``at``: free places by node, and all usable ``nodes``. Observations come in order of time.
 
-        A look that comes long after the one before says nothing of the time between: all begins anew.
+        If more than :data:`STALE_S` passed since the last observation, nothing is known of the time between, and all places begin anew.
         """
         first = self._seen is None
         if self._seen is not None:
@@ -59,7 +60,7 @@ class FreePlaces:
                 return
             if at - self._seen > STALE_S:
                 self._since = {}
-        # Nodes of the very first look were there before the run: they need not prove themselves.
+        # Nodes of the first observation were there before the run, so they count as steady at once.
         self._nodes = {node: self._nodes.get(node, at - self.after_s if first else at) for node in nodes}
         self._since = {
             node: [*self._since.get(node, [])[:count], *[at] * (count - len(self._since.get(node, [])))] for node, count in free.items()
@@ -72,8 +73,8 @@ class FreePlaces:
         return sum(age >= self.after_s for age in ages)
 
     def ripe(self, now: float) -> int:
-        """As :meth:`steady`, but none while more are about to become so: a node's places are not all seen at once, and should be taken at
-        once. At most as long again is waited for them."""
+        """As :meth:`steady`, but 0 while more places are about to become steady. A node's places are not all seen at once, but should be
+        taken together. It waits for them for at most another ``after_s``."""
         ages = self._ages(now)
         if not ages or (min(ages) < self.after_s and max(ages) < 2 * self.after_s):
             return 0
@@ -85,7 +86,8 @@ class FreePlaces:
         return [self._seen - since for found in self._since.values() for since in found]
 
     def now(self, now: float, after: float = 0.0) -> int:
-        """Places that are free now, however long, on nodes that are there for ``after_s``; seen later than ``after``."""
+        """Places that are free now, for any time, on nodes that have been there for ``after_s``. Only an observation later than ``after``
+        counts."""
         if self._seen is None or now - self._seen > STALE_S or self._seen <= after:
             return 0
         return sum(len(found) for node, found in self._since.items() if self._seen - self._nodes.get(node, self._seen) >= self.after_s)

@@ -1,9 +1,9 @@
-"""The cluster's nodes: which are about to go (pre-emption notices, ``ray drain-node``, SIGTERM of ``ray start --block``), and what is free
-on the others.
+"""The cluster's nodes: the draining ones (pre-emption notices, ``ray drain-node``, SIGTERM of ``ray start --block``), and the free
+resources of the others.
 
-Ray tells the first through one private call only: `ray.nodes()` and the resources don't exclude nodes that drain (Ray
-2.60). A Ray without it is taken to have none. A thread of its own asks, since the answer may take as long as Ray's control store
-does; whoever reads gets the last answer at once.
+Ray reports draining nodes through one private call only: ``ray.nodes()`` and the resources do not exclude them (Ray 2.60). If a Ray lacks
+that call, no node counts as draining. A separate thread asks, because the answer may take as long as Ray's control store takes. Readers get
+the last answer at once.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _log = logging.getLogger(__name__)
 
 POLL_S = 0.25
 SHUN_S, LONGEST_SHUN_S = 60.0, 120.0
-"""A node that others don't reach is left alone for so long, the next time for longer. Shorter than a worker is waited for that has no place
-(``Bounds``): who is hired there too early is tried, and refused."""
+"""Seconds for which a node that others don't reach is avoided. The time doubles each time, up to the second number. It is shorter than the
+wait for a worker without a place (``Bounds``). If a worker is hired there too early, its connections are probed and it is refused."""
 FORGET_S = 600.0
-"""After so long it is as if it had not been."""
+"""If a node was not avoided for this many seconds, its earlier times are forgotten."""
 ROOM_POLLS = 2
 """Polls between two questions about free resources."""
 
 
 class Nodes:
-    """Asks four times a second, from :meth:`start` on, as long as the process lives.
+    """Watches the nodes: asks Ray every :data:`POLL_S` seconds, from :meth:`start` until the process ends.
 
     Args:
-        each: what a worker takes of a node; None: what is free is not asked for.
+        each: resources of one worker; None: free resources are not asked for.
     """
 
     def __init__(self, each: Mapping[str, float] | None = None) -> None:
@@ -40,7 +40,7 @@ class Nodes:
         self._draining: Mapping[str, float] = {}
         self._free: Free | None = None
         self._shunned: dict[str, tuple[float, int]] = {}
-        """Until when, and how often it was."""
+        """For each node that was avoided: until when, and how many times."""
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -49,11 +49,11 @@ class Nodes:
 
     @property
     def draining(self) -> Mapping[str, float]:
-        """By node id, the time (seconds since the epoch) at which it goes; infinite where that is not known."""
+        """For each draining node id, the time (seconds since the epoch) at which the node goes; infinite if unknown."""
         return self._draining
 
     def shun(self, node: str) -> None:
-        """Have no worker on ``node`` for a while: others don't reach it."""
+        """Start no worker on ``node`` for a while, because others don't reach it."""
         now = time.monotonic()
         until, times = self._shunned.get(node, (0.0, 0))
         times = 0 if now > until + FORGET_S else times
@@ -61,13 +61,13 @@ class Nodes:
 
     @property
     def avoided(self) -> frozenset[str]:
-        """Nodes on which no worker is to be started: those that are about to go, and those that others don't reach."""
+        """Nodes on which no worker is to be started: draining nodes, and nodes that others don't reach."""
         now = time.monotonic()
         return frozenset(self._draining) | {node for node, (until, _) in list(self._shunned.items()) if until > now}
 
     @property
     def free(self) -> Free | None:
-        """Free places as of the last question; None: not known yet, or this Ray does not tell."""
+        """Free places at the last poll; None if they are not known yet, or if this Ray does not report them."""
         return self._free
 
     def _watch(self) -> None:
@@ -83,7 +83,7 @@ class Nodes:
                     self._draining = {str(node): float(at) / 1000 if at else float("inf") for node, at in ask().items()}
                 if ask_free is not None and turn % ROOM_POLLS == 0:
                     self._free = self._look(ask_free)
-            except Exception as error:  # whatever a private call raises; the last answer stays
+            except Exception as error:  # a private call may raise anything; the last answer stays
                 _log.debug("nodes: %s", error)
             turn += 1
             time.sleep(POLL_S)

@@ -1,6 +1,7 @@
-"""The workers of a generation that runs as it should: who is hired, who is dismissed, and when it is asked to stop at a boundary.
+"""Scale a generation that runs as it should: hire and dismiss workers, and ask the generation to stop at a step boundary.
 
-The control loop calls this in every round while all members train, and decides what follows when no member is in the generation any more.
+The control loop calls this in every round while all members train. Once no member is in the generation any more, the loop decides what
+follows.
 """
 
 from __future__ import annotations
@@ -28,28 +29,29 @@ from vescale_ray.workers.messages import CHECKPOINT, RESCALE, STOP, StepRecord, 
 from vescale_ray.workers.resharding.shard_layouts import Layouts
 
 WRITTEN_S, LONGEST_S = 30.0, 300.0
-"""A change that can wait lets a checkpoint be written: for so long, or twice as long as the last one took if that is longer, but no longer
-than the second."""
+"""Seconds for which a change that can wait lets a checkpoint be written. If twice the duration of the last checkpoint is longer, that
+counts, up to the second number."""
 
 PLANNED_S = 10.0
-"""A change that can wait lets the layouts of before and after it be planned: for so long."""
+"""Seconds for which a change that can wait lets the layouts before and after it be planned."""
 
 
 class Scaling:
-    """Hires, admits and dismisses workers, and asks the generation to stop where another should follow.
+    """Hires, admits and dismisses workers, and asks the generation to stop if another should follow.
 
     Args:
-        durable: the fields ``leavers``, ``growth`` and ``straggler`` of this state are kept here.
-        layouts: those of the world sizes before and after a change, by which its ranks are numbered.
+        durable: durable state; this class owns its fields ``leavers``, ``growth`` and ``straggler``.
+        layouts: layouts by world size. Those before and after a change determine its rank assignment.
 
     Attributes:
-        asked: the generation that was asked to stop at its next boundary.
-        refusals: why nodes whose workers had become warm were not let in, since a worker was that had not been before, or more are wanted.
-        fleeting: why warm workers were lost before they had joined, since one last did.
+        asked: ticket of the generation that was asked to stop at its next boundary.
+        refusals: reasons why nodes of warm workers were refused, since a new worker was last admitted or more workers were wanted.
+        fleeting: reasons why warm workers were lost before they joined, since a worker last joined.
         untried: warm workers whose connections to the others are not known yet.
-        hire_failures: why workers that were hired of late did not become warm, or nodes were refused; ``failed_hires``: how many ever.
-        stragglers: watches who is slow.
-        spares: warm workers beside those that train or are to join; ``places_wanted``: places asked of Ray's autoscaler.
+        hire_failures: reasons why recently hired workers did not become warm, or nodes were refused. ``failed_hires``: number of all such
+            failures.
+        stragglers: the policy for slow workers.
+        spares: number of warm workers that neither train nor are to join. ``places_wanted``: number of places asked of Ray's autoscaler.
     """
 
     def __init__(
@@ -81,7 +83,8 @@ class Scaling:
         self.refusals: list[str] = []
         self.untried: frozenset[str] = frozenset()
         self._let_in: frozenset[str] = frozenset()
-        """Of those beside the members, who was let in once. A spare that waits for long is tried again: that is no news."""
+        """Workers outside the generation that were admitted before. A spare that waits for long is probed again, which does not count as a
+        new admission."""
         self.stragglers = Stragglers(config, spec.capacity, spec.bounds.start, state.straggler, time.monotonic())
         self.spares = self.places_wanted = 0
         self._drained: frozenset[str] = frozenset()
@@ -90,11 +93,11 @@ class Scaling:
         self._save_now = False
         self._aim = 0
         self._short = False
-        """More workers are wanted than train."""
+        """Whether more workers are wanted than train."""
         self._put_off: float | None = None
-        """Since when the change that is wanted waits for a checkpoint."""
+        """Since when the wanted change has waited for a checkpoint."""
         self._unplanned: float | None = None
-        """Since when it waits for layouts."""
+        """Since when it has waited for layouts."""
 
     @property
     def leavers(self) -> tuple[str, ...]:
@@ -102,25 +105,26 @@ class Scaling:
         return self._durable.state.leavers
 
     def keep(self, leavers: Iterable[str]) -> None:
-        """From now on these are the leavers."""
+        """Set the leavers."""
         self._durable.note(leavers=tuple(leavers))
 
     def begin(self, members: Sequence[str], givers: Sequence[str], leaving: Iterable[str]) -> None:
-        """A generation is about to form. ``givers`` give shards to it; others of ``leaving``, and of the leavers before, are dismissed."""
+        """Prepare for a generation that is about to form. ``givers`` give shards to it. All other workers of ``leaving``, and all other
+        earlier leavers, are dismissed unless they are members."""
         for worker in {*leaving, *self.leavers} - {*givers, *members}:
             self.let_go(worker)
         self.keep(givers)
         self.asked = None
 
     def lost(self, worker: str, reason: str, *, warm: bool, member: bool) -> None:
-        """A worker was lost."""
+        """Note the loss of a worker."""
         if not warm:
             self.hire_failed(reason)
         elif not member and worker not in self.leavers:
             self.fleeting.append(reason)
 
     def steer(self, world: World) -> None:
-        """A generation runs as it should: hire, regroup or stop it, if that is wanted."""
+        """Hire workers, or regroup or stop the generation, if that is wanted."""
         stats = self._log.stats
         if not self._generation.all_filled:
             return
@@ -128,7 +132,7 @@ class Scaling:
             self.fleeting.clear()
         self._trained = frozenset(world.members)
         if stats.has_stepped:
-            # Not before: until all have the others' copies, what the leavers hold may be the only way back.
+            # Not earlier: until all members have their peers' copies, the leavers' state may be the only one to go back to.
             for worker in self.leavers:
                 self.let_go(worker)
             self.keep(())
@@ -149,10 +153,10 @@ class Scaling:
         self._staff(world, warm, [w for w in world.members if w not in leaving])
 
     def _drain(self, world: World, warm: frozenset[str], leaving: frozenset[str]) -> bool:
-        """Ask the generation to stop if members are on draining nodes and enough workers are left; whether it was asked. If too few are
-        left, a checkpoint is asked for instead."""
+        """If members are on draining nodes and enough workers are left, ask the generation to stop. Returns whether it did. If too few
+        workers are left, it asks for a checkpoint instead."""
         staying = [w for w in world.members if w not in leaving]
-        # With those that can take a place at once: who was let in, and is no member yet.
+        # Workers that can take a place at once: admitted, and not yet members.
         comers = self._let_in.intersection(warm).difference(world.members, self.leavers, leaving)
         enough = len(staying) + len(comers) >= self._config.elastic.min_workers
         self._save_now |= self.hear_of_drains(world.members) and not enough
@@ -161,9 +165,9 @@ class Scaling:
         if len(staying) == world.size or not enough:
             return False
         if self._config.elastic.replace_lost:
-            self._commands.explain("replacement")  # of those that will come in their place
+            self._commands.explain("replacement")  # the reason of the later change, in which replacements join
         else:
-            # Workers on their way count as well: they were asked for, and come a moment later.
+            # Workers that are still starting count as well: they were asked for, and come a moment later.
             others = [w for w in self.outside(world.members) if w not in leaving]
             comes = bool(self._worker_group.hiring) or any(w not in warm for w in others)
             target = min(self._commands.target, len(staying) + len(others) + self._worker_group.hiring)
@@ -178,13 +182,13 @@ class Scaling:
         outside = [w for w in outside if self._worker_group.alive(w)]
         self._use_capacity(world.size, len(ready), len(outside) - len(ready))
         if self._commands.target > self._aim:
-            self._forget_failures()  # of another time
+            self._forget_failures()  # they concern an earlier target
         self._aim = self._commands.target
         if self._aim <= world.size:
             self._short = False
         elif not self._short:
             self._short = True
-            self._forget_failures()  # of spares
+            self._forget_failures()  # they concern spares
         if self._aim > world.size and self._cannot_grow(world, outside):
             return
         if self._aim <= world.size:
@@ -205,17 +209,17 @@ class Scaling:
         if not todo.regroup:
             self._put_off = self._unplanned = None
         elif len(staying) < world.size or not (self._lets_layouts_be_planned(world) or self._lets_one_be_written(world)):
-            # (Whose node goes may go before that.)
+            # (If members are on draining nodes, the change does not wait: the nodes may go first.)
             self._ask_to_park(world, stop=False, reason="straggler" if unwanted else None)
 
     def stepped(self, record: StepRecord) -> None:
-        """Have the policy look at a step that the members have completed."""
+        """Give a step that the members have completed to the straggler policy, and record its events."""
         stats = self._log.stats
         known = Known(stats.stragglers, stats.spread, stats.workers)
         self._record(self.stragglers.stepped(record, stats.members, known, time.monotonic()))
 
     def _record(self, events: Iterable[Event]) -> None:
-        """Record the events of a policy, then have the notes written down if one has changed."""
+        """Record the events of a policy. If a policy's note has changed, write it to the durable state."""
         for event in events:
             self._log.record(event.name, **event.about)
         before = self._durable.state
@@ -223,13 +227,14 @@ class Scaling:
             self._durable.update(growth=self.autoscaling.note, straggler=self.stragglers.note)
 
     def _use_capacity(self, world: int, ready: int, warming: int) -> None:
-        """Wish for places, and want more workers if there has been room for long enough. ``ready`` and ``warming``: beside the members."""
+        """Ask for places, and raise the target if places have been free for long enough. ``ready`` and ``warming`` count workers outside
+        the generation."""
         if not self._config.watches_room:
             return
         stats, commands, now, avoid = self._log.stats, self._commands, time.monotonic(), self.nodes.avoided
         left, warm_s = self._config.train.steps - stats.step, max((info.warm_seconds for info in stats.workers.values()), default=0.0)
         run = RunProgress(world, ready, warming, commands.target, commands.ceiling, left, stats.steps.last_seconds, warm_s)
-        self._worker_group.wish(self.autoscaling.wishes(run, now), avoid)  # which also hears of earlier wishes
+        self._worker_group.wish(self.autoscaling.wishes(run, now), avoid)  # this also collects the answers to earlier wishes
         self.autoscaling.look(self.nodes.free, self._worker_group.places.wishes, avoid)
         target, events = self.autoscaling.grow(run, now)
         self._record(events)
@@ -241,15 +246,15 @@ class Scaling:
         self.autoscaling.hired(time.monotonic())
 
     def _admitted(self, ready: list[str], world: World) -> list[str]:
-        """Those of ``ready`` that reach the members, and are reached by them: one that isn't would stop them all. It is let go, and none
-        hired on its node for a while."""
+        """The workers of ``ready`` that are connected to the members in both directions. A worker that is not would stop them all: it is
+        dismissed, and its node is avoided for a while."""
         if not ready and not self._probes:
             self._let_in = self.untried = frozenset()
             return []
         admission = self.connectivity.admit(ready, world.members, self._network((*world.members, *ready)))
         self._make(admission.probe)
         fine, cut = list(admission.admitted), admission.refused
-        # Once for a node, however many of its workers it costs: those on other nodes are yet to be tried.
+        # One failure for each node, however many of its workers are refused. Workers on other nodes are still to be probed.
         for node in sorted(set(cut.workers.values())):
             self.nodes.shun(node)
             self.hire_failed(cut.why(node))
@@ -264,7 +269,8 @@ class Scaling:
         return fine
 
     def cut_off(self, members: Sequence[str], leavers: Sequence[str]) -> CutOff | None:
-        """The workers to do without, since all ``members`` stand still and nodes do not reach each other. None: not known yet."""
+        """The workers to do without, because all ``members`` stand still and nodes do not reach each other; None while that is not
+        known."""
         found = self.connectivity.cut_off(members, leavers, self._network((*members, *leavers)))
         self._make(found if isinstance(found, Probe) else None)
         return found if isinstance(found, CutOff) else None
@@ -275,7 +281,7 @@ class Scaling:
             self._probes[probe] = self._worker_group.ask_reachability(probe.tries, TRY_S)
 
     def _network(self, workers: Iterable[str]) -> Network:
-        """Hand in the answers to earlier probes; what is known of ``workers`` now."""
+        """Hand in the answers to earlier probes, and return the present view of ``workers``."""
         for probe, asked in tuple(self._probes.items()):
             if (answers := asked.unreached()) is not None:
                 del self._probes[probe]
@@ -284,25 +290,25 @@ class Scaling:
         return Network(infos, self._worker_group.silent(0.0), time.monotonic())
 
     def free_hemmed(self, avoid: Collection[str]) -> None:
-        """Hire others for workers that have no place yet and may not have one on a node that is not among those to ``avoid`` any more:
-        where they may come up is Ray's, and can't be changed."""
+        """Replace workers that have no place yet and exclude a node which is no longer among those to ``avoid``. Ray fixes the excluded
+        nodes of a worker when it is hired."""
         hemmed = self._worker_group.hemmed(avoid)
         if hemmed:
-            self._worker_group.wish(len(self._worker_group.places.wishes), avoid)  # which of them have no place is heard with that
+            self._worker_group.wish(len(self._worker_group.places.wishes), avoid)  # the answer also tells which of them have no place
         for worker in hemmed:
             if worker in self._worker_group.places.unplaced:
                 self.let_go(worker)
                 self._hire(avoid)
 
     def leaving(self, workers: Iterable[str]) -> frozenset[str]:
-        """Those of ``workers`` whose node is about to go."""
+        """Select from ``workers`` those on draining nodes."""
         draining = self.nodes.draining
         infos = {w: self._worker_group.info(w) for w in workers} if draining else {}
         return frozenset(w for w, info in infos.items() if info is not None and info.node in draining)
 
     def _lets_one_be_written(self, world: World) -> bool:
-        """Whether the change waits for the checkpoint that is being written. With the generation that is given up; where one change follows
-        the other none would ever be made."""
+        """Return whether the change waits for the checkpoint that is being written. The end of the generation would abandon it. If one
+        change followed the other, no checkpoint would ever be completed."""
         now, last_s = time.monotonic(), self._log.stats.checkpoints.seconds
         reports = [self._worker_group.report(worker) for worker in world.members]
         if not self._committer.busy and not any(report is not None and report.writing for report in reports):
@@ -311,8 +317,8 @@ class Scaling:
         return now - self._put_off < min(LONGEST_S, max(WRITTEN_S, 2.0 * (last_s or 0.0)))
 
     def _lets_layouts_be_planned(self, world: World) -> bool:
-        """Whether the change waits for the layouts that its ranks are numbered by: a controller that was just restarted has yet to plan
-        them. Without, more would move than has to, and the pause would have the wait for them in it."""
+        """Return whether the change waits for the layouts that determine its rank assignment. A controller that was just restarted has not
+        planned them yet. Without them, more bytes than necessary would move, and the pause would include the wait for them."""
         now = time.monotonic()
         if self._layouts.planned(world.size, self._commands.target):
             self._unplanned = None
@@ -321,7 +327,7 @@ class Scaling:
         return now - self._unplanned < PLANNED_S
 
     def hear_of_drains(self, members: Collection[str]) -> bool:
-        """Tell of nodes that have begun to drain; whether one of ``members`` is on such a one."""
+        """Record nodes that have begun to drain. If there are any, return whether one of ``members`` is on a draining node."""
         draining = self.nodes.draining
         fresh = draining.keys() - self._drained
         self._drained = frozenset(draining)
@@ -333,7 +339,7 @@ class Scaling:
         return bool(leaving)
 
     def _save_if_due(self, world: World) -> None:
-        """With ``checkpoint.every: auto``: keep the interval up to date, and ask for a checkpoint at the next boundary when it is over."""
+        """With ``checkpoint.every: auto``, update the interval, and once it is over, ask for a checkpoint at the next boundary."""
         now = time.monotonic()
         interval = self._cadence.news(now, self._log.stats.lost)
         if interval is not None:
@@ -344,7 +350,7 @@ class Scaling:
             self._cadence.begun(now)
 
     def _cannot_grow(self, world: World, outside: list[str]) -> bool:
-        """Whether workers that were hired don't come: then train on with those that do."""
+        """Return whether hired workers do not come. If so, lower the target to the workers that do."""
         late = self._late(growing=self._commands.reason == "growth")
         if max(len(self.hire_failures), len(self.refusals), len(self.fleeting)) > self._config.elastic.max_recoveries_without_progress:
             late = list(self._worker_group.warming())
@@ -354,7 +360,7 @@ class Scaling:
         why = failures[-1] if failures else f"no place or not warm after {self._worker_group.age(late[0]):.0f} s"
         for worker in late:
             self.let_go(worker)
-        self._forget_failures()  # acted on; else it would be abandoned again and again
+        self._forget_failures()  # they are handled now; otherwise the rescale would be abandoned again and again
         self.autoscaling.ended(time.monotonic(), complete=False)
         self._record([Event("rescale_abandoned", {"from": world.size, "to": self._commands.target, "error": why})])
         self._commands.want(min(self._commands.target, world.size + len([w for w in outside if w not in late])), self._commands.reason)
@@ -370,7 +376,8 @@ class Scaling:
             self.let_go(worker)
 
     def _late(self, *, growing: bool) -> list[str]:
-        """Workers that should have been warm by now; ``growing``: they were hired since there was room, and have no place all the same."""
+        """Workers that should be warm by now. With ``growing``, also workers that have no place after :data:`PLACE_S` although places were
+        free."""
         late = [w for w in self._worker_group.warming() if self._worker_group.age(w) > self._spec.bounds.start]
         misplaced = [
             w for w in self._worker_group.warming() if w in self._worker_group.places.unplaced and self._worker_group.age(w) > PLACE_S
@@ -378,9 +385,9 @@ class Scaling:
         return late + [w for w in misplaced if growing and w not in late]
 
     def _ask_to_park(self, world: World, *, stop: bool, reason: str | None = None) -> None:
-        """Have one rank carry the wish into the step's exchange, where all see it: all stop at the same boundary."""
+        """Have one rank carry the request into the step's exchange. All ranks see it there and stop at the same boundary."""
         if not self._worker_group.ask(world.members, world.ticket, STOP if stop else RESCALE):
-            return  # they are just leaving, or one hangs: what follows from that is seen in a moment
+            return  # they are just leaving, or one hangs; a later round handles that
         self.asked, self._put_off = world.ticket, None
         if stop:
             self._lifecycle.enter(RunState.STOPPING)
@@ -389,7 +396,7 @@ class Scaling:
             self._lifecycle.enter(RunState.RESCALING)
 
     def hire_failed(self, reason: str) -> None:
-        """A worker that was hired will not become warm."""
+        """Note that a hired worker will not become warm."""
         self.hire_failures.append(reason)
         self.failed_hires += 1
 

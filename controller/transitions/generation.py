@@ -17,7 +17,7 @@ from vescale_ray.controller.worker_group.worker_news import Lost
 from vescale_ray.workers.messages import FaultKind, Origin, Ticket, WorkerPhase, WorkerReport
 
 GIVER_S = 1.0
-"""The shards of a leaver that is lost before it has confirmed them may still arrive for this long."""
+"""If a leaver is lost before it has confirmed its shards, they may still arrive for this many seconds."""
 
 
 class Generations:
@@ -29,7 +29,7 @@ class Generations:
         """Seconds that the end of the last generation took."""
 
     def launch(self, members: Sequence[str], leaving: Iterable[str], source: StateSource) -> states.Running:
-        """Order a new generation. Its number is written down before any worker gets it."""
+        """Order a new generation. Its number is in the durable state before any worker gets it."""
         began, log, generation = time.monotonic(), self._parts.log, self._parts.generation
         world = World(Ticket(self._parts.durable.take_number(), max(1, self._parts.account.budget.tries)), tuple(members), source)
         if generation.world is not None and log.stats.rescale is None:
@@ -68,7 +68,7 @@ class Generations:
         # If a leaver's machine has stopped, or it has failed before it connected, no connection breaks. No member notices that its shards
         # will never come.
         forsaken = state.missing_since is not None and worker_group.clock() - state.missing_since > GIVER_S
-        # A worker that writes what the controller before this one has ordered does not train any more. The bound of that order applies.
+        # A worker that writes a checkpoint which an earlier controller ordered no longer trains. The bound of that order applies.
         reports = [worker_group.report(w) for w in inside]
         writing = any(r is not None and r.phase is WorkerPhase.SAVING and r.ticket == world.ticket for r in reports)
         if writing and self._parts.lifecycle.state is RunState.RESCALING:
@@ -78,12 +78,12 @@ class Generations:
         return self._draining(state, living, inside, forsaken=forsaken)
 
     def _steady(self, state: states.Running, inside: Collection[str]) -> states.Running:
-        """All members train, or form their group."""
+        """Handle a round in which all members train or form their group."""
         detector, world, filled = self._parts.detector, state.world, self._parts.generation.all_filled
         if hung := detector.hung(world) or ({} if filled else detector.mute(world, inside)):
             detector.end(world, {w: f"it is hung: {why}" for w, why in hung.items()})
         elif self._is_still_read(world) and self._parts.commands.stop:
-            # The read may take minutes more, and nothing is lost with it. The members leave at its next piece.
+            # The read may take minutes more, and ending it loses nothing. The members leave at its next piece.
             if not state.cut_short:
                 self._parts.lifecycle.enter(RunState.STOPPING)
                 self._parts.worker_group.fence(inside, world.ticket)
@@ -96,7 +96,7 @@ class Generations:
         return state
 
     def _draining(self, state: states.Running, living: Sequence[str], inside: Collection[str], *, forsaken: bool) -> states.Running:
-        """Some have left the generation, or are lost: see that the rest leave in time."""
+        """See that the other workers leave in time, once some have left the generation or are lost."""
         worker_group, detector, world = self._parts.worker_group, self._parts.detector, state.world
         since = state.first_sign or worker_group.clock()
         state = replace(state, first_sign=since)
@@ -122,14 +122,14 @@ class Generations:
         self._parts.worker_group.fence(inside, world.ticket)
 
     def _is_still_read(self, world: World) -> bool:
-        """Whether a generation's state is still read from a checkpoint, or made: no worker has it, so that none can be lost."""
+        """Return whether a generation's state is still being read or initialised. No worker has the state then, so it can't be lost."""
         if self._parts.generation.all_filled or self._parts.log.stats.has_stepped or world.source.origin is Origin.MEMORY:
             return False
         # After a restart nothing is known yet of a generation that may have trained for days.
         return all((report := self._parts.worker_group.report(w)) is not None and not has_state(report) for w in world.members)
 
     def _enter_saving(self) -> None:
-        """A checkpoint that the controller before this one has ordered is being written: the last one, mostly."""
+        """Enter the run state for a checkpoint that an earlier controller ordered. Mostly it is the last one."""
         if self._parts.log.stats.step >= self._parts.config.train.steps:
             self._parts.lifecycle.enter(RunState.CHECKPOINTING)
         elif self._parts.commands.stop is not None:
@@ -138,7 +138,7 @@ class Generations:
     # ------------------------------------------------------------------------------------------------------------ its end
 
     def _ended(self, state: states.Running, living: Sequence[str]) -> State:
-        """No living worker is in the generation."""
+        """Conclude a generation that no living worker is in, or begin to look for a broken network."""
         world, detector, leavers = state.world, self._parts.detector, self._parts.scaling.leavers
         faults = [fault for w in living if (fault := detector.fault(w, world)) is not None]
         if faults and len(living) == world.size and not state.cut_short and all(fault.kind is FaultKind.PEER for fault in faults):
@@ -176,7 +176,7 @@ class Generations:
             and self._parts.commands.stop is None
             and (self._parts.lifecycle.state is RunState.RUNNING or self._was_asked(world, reports))
         ):
-            # The workers have heard the wish to stop. The answer to it was not heard.
+            # The workers have received the request to stop, but their answer was lost.
             self._parts.generation.begin_rescale(self._parts.commands.reason, world.size)
         return states.Recovering(ending)
 
@@ -190,8 +190,8 @@ class Generations:
         every = {**gone, **detector.losses(w for w in givers if self._parts.worker_group.doomed(w))}
         causes = {one.cause for one in every.values()} | ({Cause.ERROR} if own else set())
         errors = [f"{w}: {one.reason}" for w, one in every.items()] + [f"{w}: {f.text}" for w, f in own.items()]
-        if self._parts.durable.state.counted_generation != world.ticket.generation:  # or an earlier life of the controller has counted it
-            # To the others, a collective that fails though every worker lives is the same as a hang.
+        if self._parts.durable.state.counted_generation != world.ticket.generation:  # otherwise an earlier controller counted it
+            # For the other workers, a collective that fails though every worker lives is the same as a hang.
             self._parts.account.spend(
                 self._parts.account.budget.failed(causes or {Cause.HANG}, errors or [f"{w}: {f.text}" for w, f in faults.items()][:1])
             )
@@ -206,13 +206,13 @@ class Generations:
         log.record("generation_failed", lost=ending.lost, faults={w: f.text for w, f in faults.items()}, attempt=world.ticket.attempt)
 
     def _was_asked(self, world: World, reports: Iterable[WorkerReport | None]) -> bool:
-        """Whether all have stopped at a boundary because an earlier life of the controller had asked them to, and told nobody of it."""
+        """Return whether all stopped at a boundary because an earlier life of the controller asked them to, without a record of it."""
         parked = all(r is not None and r.ticket == world.ticket and r.phase is WorkerPhase.PARKED for r in reports)
         return parked and world.ticket == self._parts.detector.inherited and self._parts.log.stats.rescale is None
 
 
 def has_state(report: WorkerReport) -> bool:
-    """Whether a member of a generation has its state, by what it does in it."""
+    """Return whether a member of a generation has its state, according to its phase."""
     return report.phase in (WorkerPhase.TRAINING, WorkerPhase.SAVING, WorkerPhase.FINISHED) or (
         report.phase is WorkerPhase.PARKED and report.fault is None
     )

@@ -10,7 +10,7 @@ from vescale_ray.workers.messages import Give, Join, Order, Seat
 
 
 def givers_of(world: World) -> list[str]:
-    """Workers that hold a part of the generation's state, and are no members of it."""
+    """Workers outside the generation that hold a part of its state."""
     resume, members = world.source.resume, frozenset(world.members)
     return [w for w in resume.workers if w not in members] if resume is not None else []
 
@@ -46,10 +46,12 @@ def orders_of(world: World, givers: Sequence[str], store: tuple[str, int], run_i
 
 
 def evaluation_due(step: int, config: RunConfig, spec: RunSpec, evaluated: Collection[int]) -> bool:
-    """Whether the held-out loss of ``step`` is to be computed before the next step: at the first step, and if it was lost with a worker.
+    """Return whether to compute the held-out loss of ``step`` before the next step: at the first step, or if the loss was lost with a
+    worker.
 
     Args:
-        evaluated: steps whose loss is known. That of the step which the run began with was computed before its checkpoint was written.
+        evaluated: steps whose loss is known. If the run began from a checkpoint, the loss of that step was computed before the checkpoint
+        was written.
     """
     every, first = config.train.eval_every, spec.source.step
     due = step in (0, config.train.steps) or (every > 0 and step % every == 0 and step > first)

@@ -16,9 +16,9 @@ from vescale_ray.controller.transitions.generation import Generations
 from vescale_ray.controller.transitions.run_end import RunEnd
 
 SILENT_S = 1.0
-"""Of the workers that could join, one that has owed an answer for this long is taken last."""
+"""Workers that have owed an answer for longer than this (seconds) are the last to join."""
 STORAGE_GAP_S = 2.0
-"""Between two questions to a storage that is out of reach."""
+"""Seconds between two questions to a storage that is out of reach."""
 
 
 class Recovery:
@@ -51,7 +51,7 @@ class Recovery:
         raise AssertionError(f"no such decision: {decision} at step {self._parts.log.stats.step}")
 
     def _decide(self, ended: Ending, *, waited: bool) -> tuple[policy.Decision, frozenset[str]]:
-        """The decision, and the workers that it counts as leaving whatever else is wanted."""
+        """The decision, and the workers that must leave in any case."""
         worker_group, scaling, commands = self._parts.worker_group, self._parts.scaling, self._parts.commands
         silent = worker_group.silent(SILENT_S)
         # A worker that was to leave after a move that has failed can join like any other.
@@ -95,7 +95,7 @@ class Recovery:
             self._note_waiting(True)  # until the next generation
             return states.AwaitingStorage(ended, time.monotonic() + STORAGE_GAP_S, unreached)
         if not all(self._parts.worker_group.alive(w) for w in members):
-            return states.Recovering(self._parts.still_living(ended), unreached=state.unreached)  # the storage has taken its time
+            return states.Recovering(self._parts.still_living(ended), unreached=state.unreached)  # lost while the storage was asked
         chosen = frozenset(members)
         candidates = [w for w in ended.living if w in chosen or w not in state.leaving]
         if len(candidates) > len(members):  # fewer are wanted than could stay: no worker has joined
@@ -127,7 +127,7 @@ class Recovery:
         if len(worker_group.ready()) >= state.workers and not self._parts.coordinator.writes(holders):
             return self._waited(state, waited=False)
         hire = max(0, state.workers - len(worker_group.ready()) - len(worker_group.warming()) - worker_group.hiring)
-        # Those that were to come have died: others are hired, as often as while a run begins.
+        # If hired workers have died, others are hired, as often as at the beginning of a run.
         failed = len(scaling.hire_failures) > elastic.max_recoveries_without_progress
         if hire and (not (elastic.replace_lost or elastic.grow) or failed):
             return self._waited(state, waited=True)
@@ -150,6 +150,6 @@ class Recovery:
         return states.Recovering(self._parts.still_living(state.ended), waited, state.unreached)
 
     def _note_waiting(self, waiting: bool) -> None:
-        """There is too little to go on with; or not any more."""
+        """Record whether the run waits for workers or for the storage."""
         if waiting is not self._parts.log.stats.waiting:
             self._parts.log.record("waiting", waiting=waiting)

@@ -15,27 +15,27 @@ from vescale_ray.controller.transitions.generation import Generations, has_state
 from vescale_ray.controller.transitions.run_end import RunEnd
 
 ADOPT_S = 3.0
-"""A restarted controller goes on after this time with the workers that have answered."""
+"""A restarted controller goes on after this many seconds with the workers that have answered."""
 OUTLINE_S = 0.5
-"""It then waits this long for the outline of the layouts."""
+"""It then waits this many seconds for the outline of the layouts."""
 LAST_LIVES = 3
-"""Controllers of a run that is given up which try to save what the workers hold. Later ones end the run at once."""
+"""Number of controllers that try to save the workers' state once the run is given up. Later ones end the run at once."""
 
 
 class RunBegin:
-    """Hires the first workers, or takes up those of an earlier life of the controller."""
+    """Hires the first workers, or takes over those of an earlier life of the controller."""
 
     def __init__(self, parts: ControllerParts, generations: Generations, end: RunEnd) -> None:
         self._parts, self._generations, self._end = parts, generations, end
 
     def starting(self, state: states.Starting) -> State:
-        self._parts.durable.update()  # a restart of the controller counts, also for the next one
+        self._parts.durable.update()  # a restart of the controller is counted, also for later ones
         begun(import_heavy)
         self._parts.scaling.nodes.start()
         launched = self._parts.durable.state.generation
         if self._parts.account.budget.controllers and (spent := self._parts.account.budget.verdict) is not None:
             self._parts.account.give_up(spent)
-            # The fault that ended its predecessors may end this controller, too. So not every one tries to bring the workers to rest.
+            # The fault that ended earlier controllers may end this one, too. So only the first few try to stop the workers in order.
             if launched is None or self._parts.account.budget.controllers > self._parts.account.budget.limits.controllers + LAST_LIVES:
                 return self._end.give_up(Ending(()), spent)
             self._parts.commands.end("it is given up", durable=False)
@@ -76,7 +76,7 @@ class RunBegin:
         return state
 
     def adopt(self) -> states.Adopting:
-        """Take up the generation that an earlier life of the controller had launched. Its workers have trained on."""
+        """Take over the generation that an earlier life of the controller launched. Its workers have trained on."""
         world = self._parts.generation.world
         assert world is not None
         self._parts.detector.adopt(world)
@@ -102,13 +102,13 @@ class RunBegin:
             worker_group.fence(party, world.ticket)
         filled = all(report is not None and report.ticket == world.ticket and has_state(report) for report in reports[: world.size])
         if self._parts.log.stats.has_stepped or filled:
-            # The move is over for all. A leaver that is not there any more was dismissed, and is not missing.
+            # The move is over for all members. A leaver that is gone was dismissed, and is not missing.
             self._parts.scaling.keep(w for w in self._parts.scaling.leavers if worker_group.alive(w))
         return states.Running(world)
 
 
 def import_heavy() -> None:
-    """Import modules that take seconds and are needed in a recovery, while no worker waits for it. An error here is raised again, and
-    reported, where the module is needed."""
+    """Import modules that a recovery needs and that take seconds, while no worker waits. An import error is raised again, and reported,
+    where the module is needed."""
     for module in ("checkpoint", "workers.resharding.memory_snapshots", "workers.trainer"):
         importlib.import_module(f"vescale_ray.{module}")

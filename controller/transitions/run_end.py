@@ -14,7 +14,7 @@ from vescale_ray.controller.states import Goal, State
 
 
 class RunEnd:
-    """Ends the run, or lets training go back if the last state is lost."""
+    """Ends the run, or lets training resume from an earlier state if the last one is lost."""
 
     def __init__(self, parts: ControllerParts) -> None:
         self._parts = parts
@@ -29,7 +29,8 @@ class RunEnd:
         return states.Checkpointing(ended, Goal.STOP, (*ended.living, *self._parts.scaling.leavers))
 
     def give_up(self, ended: Ending, error: str, refused: bool = False) -> State:
-        """The run has failed. What the survivors hold is saved, if it is newer than the newest checkpoint."""
+        """Begin to end a run that has failed. The survivors' state is saved if it is newer than the newest checkpoint, unless the input was
+        ``refused``."""
         holders = (*ended.living, *self._parts.scaling.leavers)
         return self._with_evidence(error, refused) if refused else states.Checkpointing(ended, Goal.FAILURE, holders, error)
 
@@ -69,7 +70,7 @@ class RunEnd:
             )
             return states.Concluding(error=error)
         # The state is lost with a worker, and training goes back.
-        if lost:  # or the loss was counted before
+        if lost:  # otherwise the loss was counted before
             causes = {one.cause for one in self._parts.detector.losses(lost).values()}
             self._parts.account.spend(
                 self._parts.account.budget.failed(causes or {Cause.KILLED}, ["workers were lost after the last step"])

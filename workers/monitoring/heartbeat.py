@@ -34,7 +34,7 @@ RECORDER = {"TORCH_FR_BUFFER_SIZE": "256"}
 STACKS_SIGNAL = signal.SIGUSR2
 _COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _COMPILER = os.path.join("torch", "_dynamo", "convert_frame.py")
-"""On the stack while torch compiles a frame, but not while compiled code runs."""
+"""File that is on the stack while torch compiles a frame, but not while compiled code runs."""
 _WAITS = re.compile(r"\.wait\(|\bdist\.\w+\(|\.(allgather|alltoall_base|allreduce|barrier)\(")
 _OWN = re.compile(r"(?:vescale_ray|workers|controller|checkpoint)/(.+)$")
 

@@ -177,7 +177,7 @@ class collectives:
     """Turn failures of collectives inside the block into :class:`GroupFailed`; let every other exception pass.
 
     The original exception is reduced to its text. Its frames are cleared, since they hold tensors and works, and its traceback and causes
-    are cut. Frames that are still running, such as the caller's own, remain for the caller to drop.
+    are cut. The caller must drop the frames that are still running, such as its own.
 
     Other exceptions are this rank's own, such as a model bug or lack of memory. Its peers still wait for it. Therefore the caller must
     :func:`describe` the exception, drop its trainer and :func:`dissolve` the group.
@@ -201,7 +201,7 @@ class collectives:
 
 
 def is_collective_error(error: BaseException) -> bool:
-    """Whether ``error`` comes from a process group or its store rather than from the rank's own code.
+    """Return whether ``error`` comes from a process group or its store rather than from the rank's own code.
 
     gloo raises plain ``RuntimeError``, so the message decides.
     """
@@ -307,7 +307,7 @@ class Closing:
             self._work.wait()
 
     def is_over(self) -> bool:
-        """Whether all ranks are done or one is lost. Then this object may be dropped, which closes the sockets."""
+        """Return whether all ranks are done or one is lost. Then this object may be dropped, which closes the sockets."""
         return bool(self._work.is_completed())
 
     def give_up(self) -> None:

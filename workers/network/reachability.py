@@ -32,7 +32,6 @@ def choose_interface(node: str) -> str | None:
 
     This happens only if this machine's host name resolves to nothing but the loopback address, which other machines cannot reach. An
     existing ``GLOO_SOCKET_IFNAME`` stays. Returns None if the choice is not needed or no interface has the address.
-
     """
     named = _named()
     if os.environ.get(GLOO) or (named is not None and not ipaddress.ip_address(named).is_loopback) or named == node:
@@ -64,7 +63,7 @@ class Door:
     """Probe port on ``host``, open for the life of the process.
 
     Attributes:
-        address: ``host:port``; empty if no port could be opened. Then nobody can tell whether others reach this process.
+        address: ``host:port``; empty if no port could be opened. Then other workers cannot check whether they reach this process.
     """
 
     def __init__(self, host: str) -> None:

@@ -153,8 +153,8 @@ class Snapshots:
         """Take the first copy of a new generation whose trainer is filled. Collective, unless ``words`` is given.
 
         The state that this generation started from is kept, with copies of earlier steps, until :meth:`after_step` has shown that every
-        rank has finished its first copy. Live shards that were parked have no copy. The last generation's copies are kept too. Those of
-        earlier, failed generations go, since repeated failures would fill the memory.
+        rank has finished its first copy. Live shards that were parked have no copy. The last generation's copies are kept
+        too. Copies of earlier, failed generations are dropped, since repeated failures would fill the memory.
 
         Args:
             source: generation that held the state in memory; None if the state came from elsewhere.
@@ -292,8 +292,8 @@ class _Generation:
         self._strips = strips[self.rank], strips[self._ward]
         self._planned: tuple[_Planned, _Planned] | None = None
         self._slots: list[_Slot] = []
-        """At most two. The second is made for the second copy: by then the buffers of the generation before are free. In the pause of a
-        rescale its memory would be fresh and slow."""
+        """At most two. The second one is made for the second copy, when the buffers of the generation before are free. If it were made in
+        the pause of a rescale, its memory would be fresh and slow."""
         self.pending: list[_Exchange] = []
         """The exchange in progress; it holds the process group."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
@@ -529,7 +529,7 @@ class _Exchange:
     sends: list[Any] = field(default_factory=list)
     receives: list[Any] = field(default_factory=list)
     awaited: bool = False
-    """Whether ``receives`` is complete; it stays empty if the ward owns nothing."""
+    """Whether all receives are posted. ``receives`` stays empty if the ward owns nothing."""
     own_sums: Tensor | None = None
     since: int = field(default_factory=abortable_waits.mark)
 

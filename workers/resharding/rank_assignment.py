@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 
 TRIES, TRIED = 16, 48
-"""Nodes that are tried as candidates to become free, for up to this many workers; fewer for more workers. Each try solves an assignment
-problem of about 10 ms while training stands still."""
+"""Number of nodes that are tried as candidates to become free, for up to ``TRIED`` workers; fewer for more workers. Each try solves an
+assignment problem in about 10 ms, while training stands still."""
 EXACT = 128
 """Above this many workers, the stayers are chosen greedily: nearly as good, and without seconds of delay."""
 SEATED = 512
-"""Above this many workers, the ranks are assigned greedily. The exact assignment takes 0.1 s for as many, and time with their cube."""
+"""Above this many workers, the ranks are assigned greedily. The exact assignment takes 0.1 s for this many, and its time grows with the
+cube of the number."""
 
 LARGEST = 55
 """Bits of a cost. The assignment adds up to 2 ** 7 costs and their potentials in 64 bits."""
@@ -37,11 +38,11 @@ Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class Overlap:
-    """The sizes that parts of a state have in common, in any unit: only those above 0. Each old part meets few new ones, so that this is
-    small where a matrix of ten thousand ranks takes gigabytes.
+    """Sizes of the intersections of a state's old and new parts, in any unit; only sizes above 0. Each old part intersects few new ones. So
+    the list stays small, while a matrix of ten thousand ranks takes gigabytes.
 
     Attributes:
-        old, new, size: of each pair, the old and the new rank and what their parts have in common.
+        old, new, size: for each pair, the old rank, the new rank and the size of the intersection of their parts.
         before, after: number of old and of new ranks.
     """
 
@@ -125,8 +126,8 @@ def staying(candidates: Sequence[str], held: Mapping[str, Sequence[int]], overla
 
 
 def _greedy(workers: Sequence[str], held: Mapping[str, Sequence[int]], overlap: Overlap) -> dict[int, int]:
-    """Rows of ``workers`` by new rank. The largest part that a worker can keep is given to it first, then the next; among equals, to the
-    worker whose row is nearest to the rank."""
+    """Rows of ``workers`` by new rank. Ranks are assigned in the order of the size that a worker keeps, the largest first. Among equals,
+    the worker whose row is nearest to the rank gets it."""
     pairs = [(row, old) for row, worker in enumerate(workers) for old in set(held.get(worker, ()))]
     if not pairs:
         return {}

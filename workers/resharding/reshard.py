@@ -267,7 +267,7 @@ def _form(shape: tuple[int, ...], kinds: _Kinds) -> str:
 
 
 def _alike(participants: Sequence[Sequence[Strip]]) -> bool:
-    """Whether every strip of a tensor has the same kinds, so that they can be planned together."""
+    """Return whether every strip of a tensor has the same kinds, so that the kinds can be planned together."""
     known: dict[str, _Kinds] = {}
     return all(known.setdefault(strip.name, strip.kinds) == strip.kinds for strips in participants for strip in strips)
 
@@ -550,7 +550,7 @@ class _Batch:
         yield self._last()
 
     def is_whole(self) -> bool:
-        """Whether the received bytes match the checksum."""
+        """Return whether the received bytes match the checksum."""
         return not self.nbytes or bytes(self._parts[-1][-_DIGEST_BYTES : -_DIGEST_BYTES + 8].numpy()) == self._digest()
 
     def deliver(self, to: Callable[[Move], Tensor]) -> None:

@@ -171,7 +171,7 @@ class Layouts:
                 self._planned[world] = self._in_thread(lambda world=world: parts_of(outline.result(), world))
 
     def planned(self, *worlds: int) -> bool:
-        """Whether the layouts of these world sizes are known, or never will be."""
+        """Return whether the layouts of these world sizes are known, or never will be."""
         if self._outline is None:
             return self.told
         self.ahead(worlds)

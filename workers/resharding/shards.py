@@ -32,7 +32,7 @@ PARAM, STATE = "param", "state"
 
 
 class Training(Protocol):
-    """What of a trainer is its state, as :class:`vescale_ray.workers.trainer.Trainer` has it."""
+    """The attributes of a trainer that make up its state (:class:`vescale_ray.workers.trainer.Trainer`)."""
 
     config: RunConfig
     generation: int
@@ -102,7 +102,7 @@ class Strip(NamedTuple):
 
 
 def strips_of(spans: Iterable[Span | Piece]) -> list[Strip]:
-    """The spans, in their order, as few strips as possible."""
+    """The spans as strips, in the same order, and as few as possible."""
     return [Strip(*at, tuple((span.kind, span.dtype) for span in alike)) for at, alike in groupby(spans, _place)]
 
 
