@@ -248,7 +248,7 @@ def test_commands_after_the_loops_end_are_answered_at_once(run: Recorded, tmp_pa
 
 @pytest.mark.parametrize("action", ["rescale", "stop"])
 def test_a_command_that_was_given_up_is_never_carried_out(run: Recorded, tmp_path: Path, action: str) -> None:
-    """If a client gives a command up and sends another one, only the second may take effect."""
+    """If a client's command is given up and the client sends another one, only the second may take effect."""
     spec: Any = SimpleNamespace(schedule=(), capacity=None)
     store: Any = SimpleNamespace(write=lambda state: state)
     commands = Commands(spec, tiny(tmp_path, "books"), SimpleNamespace(), run.log, StateWriter(DurableState("r1", 0), store))  # type: ignore[arg-type]

@@ -507,7 +507,7 @@ def test_hire_in_progress_counts_when_another_worker_is_lost(tmp_path: Path) -> 
 @pytest.mark.parametrize(("out_s", "ends"), [(20.0, "begun"), (1e9, "FAILED"), (1e9, "STOPPED")], ids=["comes back", "stays away", "stop"])
 @pytest.mark.fault("S6")
 def test_unreachable_storage_is_awaited_if_no_worker_holds_state(out_s: float, ends: str, tmp_path: Path) -> None:
-    """The loss of two neighbours during an outage must not end the run, nor with the error message of a socket."""
+    """The loss of two neighbours during an outage must not end the run at once. The error must name the lost state, not only a socket."""
     worker_group = WorkerGroup(report("a", WorkerPhase.PARKED))
     stage = Stage(worker_group, tmp_path, bounds=Bounds(storage=60.0))
     coordinator = stage.loop._parts.coordinator
@@ -699,7 +699,7 @@ def test_warm_workers_that_die_before_they_join_are_counted(tmp_path: Path) -> N
         (Origin.CHECKPOINT, WorkerPhase.FORMING, False, True),
         (Origin.FRESH, WorkerPhase.FORMING, False, True),
         (Origin.MEMORY, WorkerPhase.FORMING, False, False),
-        # A restarted controller has not heard of any member that it has its state. The run's first generation trains for days.
+        # A restarted controller does not know yet that the members have their state. The run's first generation trains for days.
         (Origin.FRESH, WorkerPhase.TRAINING, False, False),
         (Origin.FRESH, WorkerPhase.FORMING, True, False),
     ],

@@ -1,7 +1,7 @@
 """Every fault at every moment of a run leaves each bit as in an undisturbed run.
 
-The moments: while the first generation is built, in its first step (before any copy), while the next one is built, in the last step, and
-in the last checkpoint. One run meets all moments of a fault, one after another.
+The moments: the building of the first generation, its first step (before any copy), the next building, the last step, and the last
+checkpoint. One run meets all moments of a fault, one after another.
 """
 
 from __future__ import annotations
