@@ -165,7 +165,7 @@ class Nodes:
         self._call("leave", node)
 
     def drain(self, node: str, seconds: float) -> None:
-        """Announce that a node will be preempted in ``seconds``."""
+        """Announce that a node will be preempted in ``seconds`` seconds."""
         self._call("drain", node, seconds)
 
     def groups(self) -> list[tuple[str, str, str | None]]:

@@ -76,7 +76,7 @@ def played(folder: Path | None = None) -> int:
 
 
 class _Player:
-    """The cue that this process has taken."""
+    """Carries out the cue that this process has taken."""
 
     def __init__(self) -> None:
         self.builds = 0

@@ -109,8 +109,7 @@ def slowly_filled_model() -> nn.Module:
 def hang(pid: int, way: str) -> None:
     """Make the worker of this process hang or fail in its next forward.
 
-    Ways to hang are ``sleep``, ``lock`` (a sleep with the interpreter's lock), ``wait`` (as for other ranks), and ``stop`` (SIGSTOP, at
-    once).
+    Ways to hang are ``sleep``, ``lock`` (a sleep with the interpreter's lock), ``wait`` (as for other ranks), and ``stop`` (a SIGSTOP now).
     Ways to fail are ``raise``, ``raise again`` (in every forward from now on), ``exit``, and ``collective`` (one that fails).
     """
     if way == "stop":

@@ -652,7 +652,7 @@ def test_late_line_is_not_repeated_after_other_late_writes(
 
 
 def test_a_process_ends_though_a_disk_does_not_answer() -> None:
-    """At its end, the interpreter waits for the threads of a pool, in this case for ever."""
+    """At its end, the interpreter would wait for the threads of a pool, in this case for ever."""
     program = (
         "import threading, vescale_ray.controller.bounded_io as bounded_io\n"
         "bounded_io.PATIENCE_S = 0.3\n"
@@ -667,7 +667,7 @@ def test_a_process_ends_though_a_disk_does_not_answer() -> None:
 def test_run_with_hung_disk_shuts_down_and_writes_its_end_later(
     comes_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shutdown that waits for the disk ends no worker and takes no signal."""
+    """A shutdown that waits for the disk would end no worker and take no signal."""
     monkeypatch.setattr("vescale_ray.controller.bounded_io.PATIENCE_S", 0.3)
     monkeypatch.setattr(driver, "LAST_WORDS_S", 30.0 if comes_back else 0.3)
     back, ended, config = threading.Event(), [], tiny(tmp_path, "hung")
@@ -768,7 +768,7 @@ def begun_again(
 ) -> tuple[Callable[[], controller.Controller], list[Any]]:
     """A function that starts a controller as Ray restarts it, and a list for the arguments of its loop.
 
-    The first controller had hired ``roster``. If it ``conducts``, the loop runs, and the list stays empty.
+    The first controller had hired ``roster``. If ``conducts``, the controller runs its loop, and the list stays empty.
     """
     config, conducted = tiny(tmp_path, "again"), []
     folder = RunFolder(config.run_folder).create()

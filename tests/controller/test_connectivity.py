@@ -1,5 +1,5 @@
-"""Decisions about nodes that don't reach each other: the nodes a run gives up, and the workers it admits. The test gives the answers; no
-Ray."""
+"""Decisions about nodes that don't reach each other: the nodes a run gives up, and the workers it admits. No Ray; the test gives the
+answers."""
 
 from __future__ import annotations
 
@@ -359,7 +359,7 @@ class Cut:
         self.detector._hangs = SimpleNamespace(stalled=lambda members, now: True, heard=lambda *about: None, forming_s=1e9, bound_s=1e9)
 
     def beside(self, *workers: str) -> None:
-        """Add these workers to the members. ``warming`` is not warm."""
+        """Add these workers beside the members. ``warming`` is not warm."""
         self.worker_group.reports |= {w: report(w, WorkerPhase.IDLE, Ticket(0, 0)) for w in workers if w != "warming"}
         self.worker_group.on_the_way = [w for w in workers if w == "warming"]
 

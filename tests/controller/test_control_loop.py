@@ -65,7 +65,7 @@ def test_leaver_on_a_lost_node_is_not_awaited_before_it_gives(tmp_path: Path) ->
 
 
 def test_a_leaver_that_fails_before_it_gives_is_not_awaited(tmp_path: Path) -> None:
-    """The members would wait for the leaver as long as a collective may take, and would then all be taken for hung."""
+    """Otherwise the members would wait for the leaver as long as a collective may take, and then all be taken for hung."""
     worker_group = WorkerGroup(report("a", WorkerPhase.FORMING), report("b", WorkerPhase.FORMING), report("l", WorkerPhase.GIVING))
     stage = Stage(worker_group, tmp_path, ("l",))
 
@@ -151,7 +151,7 @@ def test_hang_is_reported_once_while_its_worker_dies_slowly(tmp_path: Path) -> N
 
 
 def test_ended_worker_that_parks_before_its_death_is_lost(tmp_path: Path) -> None:
-    """As a member of the next generation, the worker would make that one fail as well."""
+    """If the worker became a member of the next generation, that one would fail as well."""
     worker_group = WorkerGroup(report("a", WorkerPhase.PARKED, fault=PEER), report("b", WorkerPhase.TRAINING))
     stage = Stage(worker_group, tmp_path, filled=True, state=RunState.RUNNING)
 
@@ -168,7 +168,8 @@ def test_ended_worker_that_parks_before_its_death_is_lost(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_restarted_controller_keeps_the_last_checkpoint_bound(tmp_path: Path, ends: bool) -> None:
-    """The first controller would have given the checkpoint up. The next one must not take its writers for training members, for ever."""
+    """The first controller would have given the checkpoint up. If the next one takes the writers for training members, it waits for
+    ever."""
     worker_group = WorkerGroup(report("a", WorkerPhase.SAVING), report("b", WorkerPhase.SAVING))
     stage = Stage(worker_group, tmp_path, filled=True, bounds=Bounds(save=30.0))
     stage.loop._parts.detector.adopt(WORLD)
@@ -197,7 +198,7 @@ def test_restarted_controller_keeps_the_last_checkpoint_bound(tmp_path: Path, en
 
 @pytest.mark.parametrize(("stop", "step", "state"), [(None, 60, "CHECKPOINTING"), ("SIGTERM", 40, "STOPPING"), (None, 40, "RESCALING")])
 def test_restarted_controller_names_the_purpose_of_a_save(tmp_path: Path, stop: str | None, step: int, state: str) -> None:
-    """The state must not be RESCALING for the time of a last checkpoint. A save of what is left of a failed run is no last checkpoint."""
+    """The state must not be RESCALING during a last checkpoint. A save of what is left of a failed run is no last checkpoint."""
     worker_group = WorkerGroup(report("a", WorkerPhase.SAVING), report("b", WorkerPhase.SAVING))
     stage, seen = Stage(worker_group, tmp_path, step=step), list[RunState]()
     stage.loop._parts.detector.adopt(stage.world)
@@ -286,7 +287,7 @@ def test_outline_is_asked_of_the_next_worker_if_one_lacks_it(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("generation", [6, 7])
 def test_restarted_controller_awaits_no_old_generations_save(generation: int, tmp_path: Path) -> None:
-    """Workers repeat their last votes, also those of attempts that were given up. A wait for the missing votes delays all saves by 10
+    """Workers repeat their last votes, also those of attempts that were given up. A wait for the missing votes would delay saves by 10
     min."""
     item = SavedShard(Ticket(generation, 1), f"r-g{generation}-s40", 40, generation, 0, 2, "{}", None, 0.1)
     stage = Stage(WorkerGroup(replace(report("a", WorkerPhase.TRAINING), items=((1, item),)), report("b", WorkerPhase.TRAINING)), tmp_path)
@@ -419,7 +420,7 @@ def completing(folder: Path, kept: int | None, *living: str) -> tuple[Stage, Any
 
 
 def test_a_run_is_not_done_with_a_checkpoint_of_an_earlier_step(tmp_path: Path) -> None:
-    """With a copy every third step, no worker has the shard of the last step that a worker lost in the last checkpoint held."""
+    """With a copy every third step, a worker that dies in the last checkpoint takes the only shard of the last step with it."""
     stage, state = completing(tmp_path, 59, "a")
     assert isinstance(state, states.Recovering), "training goes back to what is left"
     assert stage.loop._parts.account.budget.crashes == 1 and stage.loop.commands.target == 1, "those that are left go on"
@@ -682,7 +683,7 @@ def test_drain_counts_only_workers_that_can_join_at_once(spare: str, parks: bool
 
 
 def test_warm_workers_that_die_before_they_join_are_counted(tmp_path: Path) -> None:
-    """If a spare dies soon after it is warm, again and again, the run must not hire another one at once for ever."""
+    """A spare that keeps dying soon after it is warm must not be hired again at once for ever."""
     worker_group = WorkerGroup(*(report(w, WorkerPhase.TRAINING) for w in "ab"))
     stage = trains(tmp_path, worker_group)
     for worker, about in (("s", node_of("s")), ("a", node_of("a")), ("x", None)):
@@ -705,7 +706,7 @@ def test_warm_workers_that_die_before_they_join_are_counted(tmp_path: Path) -> N
     ],
 )
 def test_a_stop_waits_for_no_large_state_to_be_read(origin: Origin, phase: WorkerPhase, stepped: bool, cut: bool, tmp_path: Path) -> None:
-    """A stop that waits for the whole state and a step exceeds a grace of a minute, and the run is killed. After 11 min it is FAILED."""
+    """A stop that waits for the whole state and a step would exceed a grace of a minute: the run is killed. After 11 min it is FAILED."""
     worker_group = WorkerGroup(report("a", WorkerPhase.FORMING), report("b", phase))
     stage = Stage(worker_group, tmp_path, world=replace(WORLD, source=StateSource(origin, 40)))
     if stepped:

@@ -144,8 +144,8 @@ def test_clock_skew_and_silent_nodes_are_found() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_cluster_s_nodes_are_asked_for_their_clocks(monkeypatch) -> None:
-    """All nodes, with the head that has no CPU, are on this machine: their clocks differ by the time of the answers. A stopped node says
-    nothing."""
+    """All nodes, the head (without a CPU) included, are on this machine: their clocks differ by the time of the answers. A stopped node
+    says nothing."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with cluster(1, 1, 1) as nodes:
         found = doctor.ray_cluster(nodes.address)

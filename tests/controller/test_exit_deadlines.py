@@ -1,4 +1,4 @@
-"""Deadlines after which workers are ended that are still in a generation that is over: values in, decisions out."""
+"""Deadlines for workers that are still in a generation that is over: values in, decisions out."""
 
 from __future__ import annotations
 

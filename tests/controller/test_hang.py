@@ -167,7 +167,7 @@ def test_replaceable_lone_worker_has_the_normal_hang_bound(act):
 
 
 def test_slow_step_is_remembered_by_steps_and_not_by_reports():
-    """With 1,000 ranks, the last 32 reports are of one step. A step of twice the time must not be a hang for that."""
+    """With 1,000 ranks, the last 32 reports are of one step. A step of twice the time must not be taken for a hang."""
     bounds = set()
     for world in (1, 4, 1000):
         watch = HangWatch()
@@ -185,7 +185,7 @@ def test_slow_step_is_remembered_by_steps_and_not_by_reports():
 
 
 def test_starved_worker_is_not_hung():
-    """Other processes may take a worker's cores, as a test suite on two cores did. To end the worker would lose its shard."""
+    """Other processes may take a worker's cores, as a test suite on two cores did. Ending the worker would lose its shard."""
     play = Play()
     play.go(1)
     assert play.go(5 * LEAST_S - 0.2, a="waits", b="starved", c="starved") == {}

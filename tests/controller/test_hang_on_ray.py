@@ -93,7 +93,7 @@ def test_ranks_wait_for_each_others_late_initial_values(tmp_path: Path) -> None:
 
 @pytest.mark.fault("W12")
 def test_worker_lost_while_values_are_filled_is_not_awaited(tmp_path: Path) -> None:
-    """Nor does the rank that still fills wait for it: this rank leaves at its next piece, here the last but one."""
+    """The rank that still fills its values does not wait either: it leaves at its next piece, here the last but one."""
     play = Play(tmp_path, 3, elastic_collective_timeout_s=LATE_S / 4, model_factory="tests.controller.hanging:late_model")
     killed: list[float] = []
 

@@ -1,4 +1,4 @@
-"""Bad input is found before Ray is started, each with one line that names the value and the remedy."""
+"""Bad input is found before Ray is started. Each refusal is one line that names the value and the remedy."""
 
 from __future__ import annotations
 

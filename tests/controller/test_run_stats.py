@@ -171,7 +171,7 @@ def test_replayed_statistics_equal_live_ones_after_each_line(seed: int, tmp_path
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_controller_may_be_killed_between_any_two_lines(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reduction of each prefix of the lines equals the replay of a folder that ends there."""
+    """Statistics that are counted from a prefix of the lines equal those replayed from a folder that ends there."""
     player = Player(tmp_path, seed, monkeypatch)
     for _ in range(MOVES):
         player.play()

@@ -1,6 +1,6 @@
 """`ray job submit --working-dir DIR -- vescale-ray train run.yaml` and `ray job stop`, as documented, on a `ray start` cluster.
 
-All other events of a job are in test_started_cluster.py, which takes minutes.
+Other things that can happen to a job are tested in test_started_cluster.py, which takes minutes.
 """
 
 from __future__ import annotations

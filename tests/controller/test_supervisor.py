@@ -148,7 +148,7 @@ def test_place_is_returned_after_a_refusal_or_a_failed_hire(
     supervisor: Any, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, _ = supervisor.hire()
-    store.refuses = 3  # its kill once, and the return of its place twice
+    store.refuses = 3  # one refusal for its kill, two for the return of its place
     supervisor.dismiss(worker, None)
     until(lambda: not store.places, 5, "that its place is back")
     with monkeypatch.context() as patch:
@@ -291,8 +291,7 @@ def test_zone_loss_asks_each_node_for_one_worker_first(monkeypatch: pytest.Monke
     """The supervisor needs a second for its first call to a lost node, and has 16 threads.
 
     In the order of hiring, the threads were at two nodes of eight workers at a time: 40 nodes took 44 s. From 50 nodes on, the supervisor
-    was
-    called lost.
+    was called lost.
     """
     rack = Rack(monkeypatch)
     for number, member in enumerate(rack.worker_group.members.values()):
