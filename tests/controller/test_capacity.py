@@ -201,8 +201,7 @@ def test_restarted_controller_keeps_the_gap_between_growths(monkeypatch: pytest.
 
 
 def test_place_is_requested_only_if_the_run_would_use_it_soon() -> None:
-    """A request that is held through a back-off of up to an hour, or in the last seconds of a run, would bring nodes that are never
-    used."""
+    """A request held through a back-off of up to an hour, or in the last seconds of a run, would bring nodes without use."""
     run = Grower()
     run.capacity = 0
     run.pass_(5.0, 2)

@@ -99,7 +99,7 @@ def test_waiting_worker_is_ended_early_if_replaced_without_loss(elastic: dict[st
 
 @pytest.mark.fault("W11")
 def test_longest_recent_step_extends_the_exit_deadline() -> None:
-    """If every tenth step takes 10 s and the others 0.5 s, a deadline by the last step ends all survivors in a third of the losses."""
+    """If most steps take 0.5 s and every tenth 10 s, a deadline by the last step ends all survivors in a third of losses."""
     assert Scene(report(WorkerPhase.TRAINING), longest=10.0).ended() == pytest.approx(15.0 + AFTER)
     assert Scene(report(WorkerPhase.TRAINING), longest=1.5).ended() == pytest.approx(PARK_S + AFTER)
 
