@@ -1,4 +1,4 @@
-"""A Ray cluster of several raylets on this machine, in a process of its own, whose nodes come, drain and go as they do in life."""
+"""A Ray cluster of several raylets on this machine, in a process of its own. Its nodes join, drain and leave as real nodes do."""
 
 from __future__ import annotations
 
@@ -106,21 +106,21 @@ TUNED = {
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
 }
-"""Ray notices the loss of a node after 13 s with its own settings, after 1.2 to 1.5 s with these (`docs/fault-tolerance.md`)."""
+"""Settings with which Ray notices the loss of a node after 1.2 to 1.5 s. With its defaults it takes 13 s (`docs/fault-tolerance.md`)."""
 
 
 class Nodes:
-    """A head without room for workers, and nodes with as many CPUs as asked for. Methods may be called from several threads.
+    """A head node without CPUs, and one node for each number in ``cpus``, with that many CPUs. The methods are thread-safe.
 
     Args:
-        env: of their processes, besides this one's.
-        system: settings of Ray's own, by the names that it has for them.
-        net: whose hosts the nodes are on, in order, a node on each; None: all have this machine's address.
+        env: environment variables of the nodes' processes, added to this process' own.
+        system: Ray's internal settings (``_system_config``).
+        net: network whose hosts get one node each, in order. None: all nodes have this machine's address.
 
     Attributes:
-        address: to join it.
+        address: address at which drivers join the cluster.
         raylets: process id of each node's raylet, by node id, in the order of their start.
-        session: of all its processes.
+        session: session id of all processes of the cluster.
     """
 
     def __init__(
@@ -148,24 +148,24 @@ class Nodes:
             self.add(count)
 
     def add(self, cpus: int) -> str:
-        """Start a node, on the next host where there are hosts; its id."""
+        """Start a node and return its id. With a network, the node is on the next host."""
         host = self._free.pop(0) if self._free is not None else None
         node, raylet = self._call("add", cpus, host and host.space, host and host.ip)
         self.raylets[node] = int(raylet)
         return str(node)
 
     def end(self, node: str) -> None:
-        """SIGKILL a node's raylet; its workers are without one then."""
+        """SIGKILL a node's raylet. The node's workers have no raylet from then on."""
         del self.raylets[node]
         self._call("end", node)
 
     def leave(self, node: str) -> None:
-        """Have a node leave in order: Ray knows at once."""
+        """Remove a node in an orderly way: Ray knows at once."""
         del self.raylets[node]
         self._call("leave", node)
 
     def drain(self, node: str, seconds: float) -> None:
-        """Give notice that a node goes in so many seconds, as for a pre-emption."""
+        """Announce that a node will be preempted in ``seconds`` seconds."""
         self._call("drain", node, seconds)
 
     def groups(self) -> list[tuple[str, str, str | None]]:
@@ -173,19 +173,19 @@ class Nodes:
         return [tuple(group) for group in self._call("groups")]
 
     def want(self, name: str, *cpus: float) -> None:
-        """Have another job wait for a placement group with a bundle of so many CPUs on each of as many nodes."""
+        """Have another job wait for a placement group with one bundle for each number in ``cpus``, each bundle on a different node."""
         self._call("want", name, cpus)
 
     def asked(self) -> int:
-        """Placement groups without a place, as Ray's autoscaler is told of them."""
+        """Bundles of pending placement groups, as Ray reports them to its autoscaler."""
         return int(self._call("asked"))
 
     def kill_actor(self, name: str, namespace: str) -> None:
-        """Kill a named actor, which may be restarted."""
+        """Kill a named actor; Ray may restart it."""
         self._call("kill_actor", name, namespace)
 
     def processes(self) -> set[int]:
-        """All living processes of the cluster: they keep its session."""
+        """All living processes of the cluster, found by their session id."""
         found = set()
         for name in filter(str.isdigit, os.listdir("/proc")):
             try:
@@ -197,7 +197,7 @@ class Nodes:
         return found
 
     def kill(self) -> None:
-        """SIGKILL everything at once."""
+        """SIGKILL all processes of the cluster at once."""
         end_all(self.processes, self._holder.poll)
         self._holder.wait(10)
 
@@ -219,7 +219,7 @@ class Nodes:
 def cluster(
     *cpus: int, system: dict[str, int] | None = None, net: Network | None = None, env: Mapping[str, str] = NOTHING
 ) -> Iterator[Nodes]:
-    """:class:`Nodes`, gone afterwards."""
+    """Start :class:`Nodes`, and close them at the end."""
     nodes = Nodes(*cpus, system=system, net=net, env=env)
     try:
         yield nodes

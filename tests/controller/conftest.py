@@ -1,4 +1,4 @@
-"""One local Ray for all tests of this folder that need one and don't start their own."""
+"""One local Ray cluster for all tests of this folder that need Ray and don't start a cluster of their own."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", local_ray.QUIET)  # before a 
 
 
 SECRET = "seeded-0b7fd1c2-secret"
-"""Of the S3 service that runs write to; it must turn up nowhere."""
+"""Secret key of the S3 service that runs write to. It must not appear in any output."""
 
 
 @pytest.fixture(scope="session")
 def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """This process is connected to a Ray of its own, with 8 CPUs and nothing else on it: runs use it and leave it."""
+    """Connect this process to a local Ray cluster with 8 CPUs that only the tests' runs use. Runs leave it running."""
     folder: Path = tmp_path_factory.mktemp("ray")
-    # Workers have the environment of the Ray that they run on: what moto wants to see of credentials.
+    # Workers inherit the environment of their Ray cluster. moto requires credentials there.
     os.environ.update(AWS_ACCESS_KEY_ID="testing", AWS_SECRET_ACCESS_KEY=SECRET, AWS_REGION="us-east-1")
     cluster = local_ray.Cluster(tiny(folder, "ray", ray_address="local", ray_num_cpus=8))
     print(f"\nray.init took {cluster.seconds:.1f} s", end="")
@@ -36,7 +36,7 @@ def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock of the newest worker group is the one of the whole process."""
+    """Make the clock of the newest worker group the clock of the whole process."""
     real = time.monotonic
     monkeypatch.setattr(WorkerGroup, "newest", None)
     monkeypatch.setattr(time, "monotonic", lambda: real() if WorkerGroup.newest is None else WorkerGroup.newest.now)

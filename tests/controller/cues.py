@@ -1,6 +1,8 @@
-"""A model whose workers fail at an appointed moment: in the n-th forward of the k-th generation that they build, while they build it, or
-while they write the last checkpoint. Where it does not matter which process takes which part, each takes the next that is left; a part may
-also be a rank's, and several may be for the same moment."""
+"""A model whose workers fail at a given moment.
+
+The moment is the n-th forward of the k-th generation that a worker builds, the building itself, or the write of the last checkpoint. If it
+does not matter which process fails, each process takes the next free cue. A cue may also be for a rank, and several may be for one moment.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,21 @@ from tests.workers.tiny import DropoutModel
 
 CONTROLLER = b"ray::Controller"
 FOLDER = "VESCALE_TEST_CUES"
-"""Environment variable: the folder of the parts, for workers of a Ray that has a session of its own."""
+"""Environment variable with the folder of the cues. Workers of a Ray cluster with a session of its own need it."""
 
 
 @dataclass(frozen=True)
 class Cue:
-    """When ``way`` is to happen to whoever takes it: in the forward of this number (from 1; 0: while the model is built) of the first
-    generation from ``build`` (from 1) on that gets so far; or when it has the last checkpoint ``save``d.
+    """A failure and its moment.
 
-    ``rank``: who it is in that moment; None: any one process. ``together``: so many parts of this moment wait for each other, and then
-    happen at once."""
+    Attributes:
+        way: what happens, as in ``_Player.at`` and :func:`act`.
+        build: first generation (from 1) in which the process may fail, if it gets as far as ``forward``.
+        forward: number of the forward, from 1; 0: while the model is built.
+        save: fail when the last checkpoint is written, and not in a forward.
+        rank: rank that fails; None: any one process.
+        together: number of cues of this moment that wait for each other, and then happen at once.
+    """
 
     way: str
     build: int = 1
@@ -45,13 +52,13 @@ class Cue:
 
 
 def _folder() -> Path:
-    # Ray's workers leave the process group of whoever started Ray, not the session.
+    # Ray's workers leave the process group of the process that started Ray, but not its session.
     return Path(os.environ.get(FOLDER) or Path(tempfile.gettempdir()) / f"vescale-test-cues-{os.getsid(0)}")
 
 
 @contextmanager
 def cues(*parts: Cue, folder: Path | None = None) -> Iterator[None]:
-    """Lay out the parts for a run of :func:`model`; ``folder``: what its workers have as :data:`FOLDER`."""
+    """Write the cues for a run of :func:`model`. ``folder`` is what its workers have as :data:`FOLDER`."""
     folder = folder or _folder()
     folder.mkdir()
     (folder / "director").write_text(str(os.getpid()))
@@ -64,12 +71,12 @@ def cues(*parts: Cue, folder: Path | None = None) -> Iterator[None]:
 
 
 def played(folder: Path | None = None) -> int:
-    """How many parts have been played."""
+    """Number of cues whose moment has come."""
     return len(list((folder or _folder()).glob("played-*")))
 
 
 class _Player:
-    """The part that this process has taken."""
+    """Carries out the cue that this process has taken."""
 
     def __init__(self) -> None:
         self.builds = 0
@@ -78,7 +85,7 @@ class _Player:
         self.name = ""
 
     def watch(self) -> None:
-        """A model is made, which is ahead of its generation: what follows is to be seen, too."""
+        """Watch the building and the saving from now on. The model is created before its generation is built."""
         if not self.watches:
             self.watches = True
             self._watch_building()
@@ -113,18 +120,18 @@ class _Player:
         return cue.save == save and (save or (self.builds >= cue.build and forward == cue.forward))
 
     def _take_role(self, forward: int, save: bool) -> None:
-        """A part of the rank that this process is now, if it is due."""
+        """Take a cue of this process' current rank, if one is due."""
         for path in sorted(_folder().glob("role-*")):
             try:
                 cue = Cue(**json.loads(path.read_text()))
             except FileNotFoundError:
-                continue  # its rank has just taken it
+                continue  # its rank has just taken the cue
             if cue.rank == dist.get_rank() and self._now(cue, forward, save):
                 path.rename(path.with_name(f"taken-{path.name}"))
                 self.name, self.cue = path.name, cue
 
     def _gather(self, cue: Cue) -> None:
-        """Wait for the others of the same moment."""
+        """Wait for the other cues of the same moment, for at most 10 s."""
         moment = f"{cue.build}-{cue.forward}"
         (_folder() / f"here-{moment}-{os.getpid()}").touch()
         end = time.monotonic() + 10
@@ -164,11 +171,11 @@ class _Player:
         setattr(reshard, "write_checkpoint_shard", watched)  # noqa: B010
 
 
-_PLAYER = _Player()  # of this process: its models come and go with the generations
+_PLAYER = _Player()  # one per process, since models come and go with the generations
 
 
 def _end_controller() -> None:
-    """SIGKILL the controller on this node: the worker's raylet is its parent, too."""
+    """SIGKILL the controller on this node. Its parent is this worker's raylet."""
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             title = Path(f"/proc/{name}/cmdline").read_bytes()
@@ -180,7 +187,7 @@ def _end_controller() -> None:
 
 
 def _end_node() -> None:
-    """SIGKILL this process' node: the raylet, and all that it has started; this process last."""
+    """SIGKILL this process' node: all that its raylet has started, the raylet, and this process last."""
     raylet = os.getppid()
     for pid in [*(pid for pid, its in parents().items() if its == raylet and pid != os.getpid()), raylet, os.getpid()]:
         try:

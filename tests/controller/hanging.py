@@ -1,4 +1,4 @@
-"""A model that hangs, fails or becomes slow when it is told to, in the worker that it is told, and how to tell it."""
+"""A model that hangs, fails or slows down in a worker that a test chooses, and the functions with which the test does so."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from vescale_ray.workers.worker import born
 FOR_S = 60
 LATE_S = 8.0
 SLOWLY = "VESCALE_TEST_SLOWLY"
-"""Environment variable: seconds that each forward takes longer."""
+"""Environment variable with the seconds by which each forward takes longer."""
 
 
 def _word(pid: int) -> Path:
-    """By the process' birth, too: its number is given to others later, and what it was told would be left for them."""
+    """The file that tells a process how to fail. Its name has the process' start time, since a later process may get the same id."""
     return Path(tempfile.gettempdir()) / f"vescale-test-hang-{pid}-{born(pid)}"
 
 
 class HangingModel(DropoutModel):
     shortest_input = 1
-    """So that what a worker without a slot computes on is known by its length."""
+    """Lets the length of an input show whether the worker has a slot."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         time.sleep(float(os.environ.get(SLOWLY, "0")))
@@ -46,7 +46,7 @@ class HangingModel(DropoutModel):
             if kind == "works":
                 end = time.thread_time() + (float(seconds) if tokens.numel() > 1 else 0.0)
                 much = torch.ones(400, 400)
-                while time.thread_time() < end:  # as a model does: mostly without the interpreter's lock
+                while time.thread_time() < end:  # like a real model, mostly without the interpreter's lock
                     torch.mm(much, much)
             if kind in ("slow", "works"):
                 return super().forward(tokens)
@@ -56,7 +56,7 @@ class HangingModel(DropoutModel):
 
 
 class LateModel(HangingModel):
-    """Rank 0 takes much longer than the others to fill it in."""
+    """A model that rank 0 takes much longer to initialize than the others do."""
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         if dist.get_rank() == 0 and name == "head.weight":
@@ -65,7 +65,7 @@ class LateModel(HangingModel):
 
 
 class SlowlyFilledModel(HangingModel):
-    """On every rank, as one of many gigabytes is."""
+    """A model that every rank initializes as slowly as one of many gigabytes."""
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         time.sleep(LATE_S)
@@ -80,14 +80,14 @@ def act(way: str) -> None:
         case "sleep":
             time.sleep(FOR_S)
         case "wait":
-            torch.futures.Future().wait()  # looks like a collective that nobody comes to, and that no time-out ends
+            torch.futures.Future().wait()  # looks like a collective that no other rank enters, and has no time-out
         case "exit":
             os._exit(13)
         case "raise":
             raise RuntimeError("told to fail")
         case "collective":
-            # No other rank enters this collective, which has a time limit of its own: it fails here alone, as with a broken network.
-            # torch asks for the back end's name, and ours has another one.
+            # No other rank enters this collective, so its time limit ends it: it fails on this rank alone, as with a broken network. torch
+            # requires the backend's name to be "gloo"; ours is different.
             with mock.patch.object(dist.distributed_c10d, "get_backend", return_value="gloo"):
                 dist.monitored_barrier(timeout=timedelta(seconds=0.5))
         case _:
@@ -107,9 +107,11 @@ def slowly_filled_model() -> nn.Module:
 
 
 def hang(pid: int, way: str) -> None:
-    """Have the worker of this process hang in its next forward: in code that ``sleep``s, that sleeps with the interpreter's ``lock``, that
-    ``wait``s as for other ranks, or ``stop`` it. Or have it ``raise``, ``raise again`` in every forward from now on, ``exit``, or fail in a
-    ``collective``."""
+    """Make the worker of this process hang or fail in its next forward.
+
+    Ways to hang are ``sleep``, ``lock`` (a sleep with the interpreter's lock), ``wait`` (as for other ranks), and ``stop`` (a SIGSTOP now).
+    Ways to fail are ``raise``, ``raise again`` (in every forward from now on), ``exit``, and ``collective`` (one that fails).
+    """
     if way == "stop":
         os.kill(pid, signal.SIGSTOP)
         return
@@ -119,15 +121,15 @@ def hang(pid: int, way: str) -> None:
 
 
 def slow_down(pid: int, seconds: float) -> None:
-    """Each slot of the worker of this process takes so much longer from now on."""
+    """Make each slot of this process' worker take ``seconds`` longer from now on."""
     hang(pid, f"slow {seconds}")
 
 
 def work_more(pid: int, seconds: float) -> None:
-    """Each slot of the worker of this process takes so many seconds of a processor more from now on."""
+    """Make each slot of this process' worker take ``seconds`` more CPU time from now on."""
     hang(pid, f"works {seconds}")
 
 
 def at_full_speed(pid: int) -> None:
-    """It is as fast as the others again."""
+    """Undo :func:`slow_down` or :func:`work_more`."""
     _word(pid).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""A network of several hosts on this machine, each with an address of its own, whose links can be cut: Linux' network namespaces.
+"""A network of several hosts on this machine, each with its own address, whose links can be cut. Each host is a Linux network namespace.
 
-A process in a namespace sees its host's interface only, as in a container. Files are shared, as on hosts with a common storage. The
-process that makes it is the head of the network; root only, and ``ip`` is needed (Debian's iproute2).
+A process in a namespace sees only its host's interface, as in a container. Files are shared, as on hosts with common storage. The process
+that creates the network is its head. It must be root and needs ``ip`` (Debian's iproute2).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 NOBODY = "02:00:00:00:00:99"
-"""The hardware address of nobody: what is sent there is lost, and the sender not told."""
+"""A hardware address that no interface has. Packets to it are lost, and the sender gets no error."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """One of them: its namespace, its address, and its end of the link at the head."""
+    """A host: its namespace, its address, and the head's end of its link."""
 
     space: str
     ip: str
@@ -36,7 +36,7 @@ class Network:
 
     def __init__(self, count: int) -> None:
         self._name = f"vs{os.getpid() % 100000}"  # interfaces' names have 15 characters at most
-        subnet = f"198.{18 + os.getpid() // 256 % 2}.{os.getpid() % 256}"  # of the networks that are kept free for tests (RFC 2544)
+        subnet = f"198.{18 + os.getpid() // 256 % 2}.{os.getpid() % 256}"  # one of the networks reserved for tests (RFC 2544)
         self.head = f"{subnet}.1"
         self.hosts = [Host(f"{self._name}h{i}", f"{subnet}.{11 + i}", f"{self._name}v{i}") for i in range(count)]
         try:
@@ -55,7 +55,7 @@ class Network:
             raise
 
     def cut(self, host: Host) -> None:
-        """Nothing gets from the host to anybody, nor to it; connections stay open, and nobody is told."""
+        """Drop all packets from and to the host. Connections stay open, and no side gets an error."""
         _ip("link", "set", host.link, "down")
 
     def heal(self, host: Host) -> None:
@@ -63,12 +63,12 @@ class Network:
         _ip("link", "set", host.link, "up")
 
     def part(self, one: Host, other: Host) -> None:
-        """Nothing gets from either host to the other any more; both reach everyone else."""
+        """Drop all packets between the two hosts. Both still reach all other hosts."""
         for here, there in ((one, other), (other, one)):
             _ip("-n", here.space, "neigh", "replace", there.ip, "lladdr", NOBODY, "dev", "eth0", "nud", "permanent")
 
     def refuse(self, one: Host, other: Host) -> None:
-        """As :meth:`part`, but whoever begins a connection is told at once that there is no way."""
+        """Like :meth:`part`, but a new connection fails at once: the host is unreachable."""
         for here, there in ((one, other), (other, one)):
             _ip("-n", here.space, "route", "add", "unreachable", f"{there.ip}/32")
 
@@ -80,7 +80,7 @@ class Network:
     def close(self) -> None:
         for host in self.hosts:
             subprocess.run(["ip", "netns", "del", host.space], capture_output=True, check=False, timeout=30)
-            # With its namespace the link goes, too, but in its own time, and not while a process is left there.
+            # The link disappears with its namespace, but with a delay, and not while the namespace has a process.
             subprocess.run(["ip", "link", "del", host.link], capture_output=True, check=False, timeout=30)
         subprocess.run(["ip", "link", "del", self._name], capture_output=True, check=False, timeout=30)
 
@@ -91,7 +91,7 @@ def _ip(*words: str) -> None:
 
 @contextmanager
 def network(count: int) -> Iterator[Network]:
-    """:class:`Network`, gone afterwards."""
+    """Create a :class:`Network`, and close it at the end."""
     made = Network(count)
     try:
         yield made
@@ -101,7 +101,7 @@ def network(count: int) -> Iterator[Network]:
 
 @functools.cache
 def possible() -> bool:
-    """Whether this machine lets us have one."""
+    """Whether this machine allows a :class:`Network`."""
     try:
         with network(1):
             return True

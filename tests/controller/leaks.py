@@ -1,5 +1,7 @@
-"""What processes hold, over time: open files, threads, memory, children. A leak is growth that goes on; a robust slope tells it from
-noise, warm-up and a peak."""
+"""Open files, threads, memory and children of processes over time.
+
+A leak is growth that does not stop. A robust slope tells it from noise, warm-up and a peak.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +17,27 @@ from vescale_ray.workers.worker import born
 
 FIELDS = ("files", "threads", "megabytes", "children")
 MOST = {"files": 8.0, "threads": 6.0, "megabytes": 25.0, "children": 1.5}
-"""Growth within the watched time that is no leak: buffers of connections and arenas of the allocator have no fixed size."""
+"""Growth that is no leak. Connection buffers and allocator arenas have no fixed size."""
 SHARE = 0.15
-"""Of the memory at the beginning, that may come besides."""
+"""Share of the median memory by which the memory may grow in addition."""
 WARM_SHARE = 0.25
-"""The first part of a life counts for nothing: caches fill, threads are started."""
+"""Share of a life that is ignored at its beginning, while caches fill and threads start."""
 POINTS = 20
-"""A life that was seen less often says nothing."""
+"""Fewest measurements by which a life can be judged."""
 
 
 @dataclass
 class Life:
-    """What one process held at the times at which it was looked at."""
+    """The measurements of one process."""
 
     name: str
     pid: int
     times: list[float] = field(default_factory=list)
     held: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in FIELDS})
     shared: set[str] = field(default_factory=set)
-    """Files in ``/dev/shm`` that it ever had in its memory."""
+    """Files in ``/dev/shm`` that the process ever mapped."""
     since: int = 0
-    """Its start time, by the kernel: another process that gets its number is none of its life."""
+    """Start time according to the kernel. A later process with the same id has another one."""
 
     @property
     def seconds(self) -> float:
@@ -43,11 +45,11 @@ class Life:
 
     @property
     def tells(self) -> bool:
-        """Whether it was seen often enough to be judged."""
+        """Whether there are enough measurements to judge the process."""
         return len(self.times) >= POINTS
 
     def look(self, children: Mapping[int, int]) -> None:
-        """Add a measurement; none if the process is gone."""
+        """Add a measurement, unless the process is gone."""
         root = Path(f"/proc/{self.pid}")
         since = born(self.pid)
         self.since = self.since if self.times else since
@@ -70,14 +72,16 @@ class Life:
             self.held[name].append(value)
 
     def growth(self, name: str) -> float:
-        """How much more it held at the end than after its warm-up, by the median of the slopes between all pairs of measurements (Theil
-        and Sen): a fifth of the measurements may be anything."""
+        """Growth between the end of the warm-up and the last measurement.
+
+        The median of the slopes between all pairs of measurements (Theil-Sen) tolerates a fifth of outliers.
+        """
         first = int(len(self.times) * WARM_SHARE)
         slope = theil_sen(self.times[first:], self.held[name][first:])
         return slope * (self.times[-1] - self.times[first])
 
     def leaks(self) -> list[str]:
-        """What grew by more than it may, in words."""
+        """Descriptions of the fields that grew by more than allowed."""
         if not self.tells:
             return []
         found = []
@@ -92,7 +96,7 @@ class Life:
 
 
 def theil_sen(times: Sequence[float], values: Sequence[float], most: int = 300) -> float:
-    """The median of the slopes between all pairs of points (of at most ``most`` points, evenly taken)."""
+    """The median of the slopes between all pairs of points. A series of 2 * ``most`` points or more is thinned out evenly."""
     every = max(1, len(times) // most)
     t, v = times[::every], values[::every]
     slopes = [(v[j] - v[i]) / (t[j] - t[i]) for i in range(len(t)) for j in range(i + 1, len(t)) if t[j] > t[i]]
@@ -100,10 +104,10 @@ def theil_sen(times: Sequence[float], values: Sequence[float], most: int = 300) 
 
 
 class Watch:
-    """Looks at processes every ``gap_s`` seconds, in a thread.
+    """Measures processes every ``gap_s`` seconds, in a thread.
 
     Args:
-        who: the processes to look at now, by a name that stays the same for the life of a process.
+        who: returns the ids of the processes to measure now, by a name that stays the same for the life of a process.
     """
 
     def __init__(self, who: Callable[[], Mapping[str, int]], gap_s: float = 2.0) -> None:
@@ -124,11 +128,11 @@ class Watch:
         return [text for life in self.lives.values() for text in life.leaks()]
 
     def shared_memory_left(self) -> set[str]:
-        """Names in ``/dev/shm`` that were used by someone whom we watched and are still there."""
+        """Files in ``/dev/shm`` that a watched process used and that still exist."""
         return {name for life in self.lives.values() for name in life.shared} & set(os.listdir("/dev/shm"))
 
     def table(self, least_s: float) -> str:
-        """Of everyone who lived for so long: what it held after its warm-up, in the middle, and at the end."""
+        """A line for each process that lived for ``least_s`` seconds: its values after its warm-up, in the middle, and at the end."""
         rows = []
         for life in self.lives.values():
             if life.seconds >= least_s and life.tells:
@@ -148,7 +152,7 @@ class Watch:
 
 
 def count_children() -> dict[int, int]:
-    """By process, how many it has, zombies too."""
+    """The number of children of each process, zombies included."""
     found: dict[int, int] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:

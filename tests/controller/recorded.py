@@ -1,4 +1,4 @@
-"""A run as its controller records it, without workers: the log, the newest generation and the publisher, and the next life of all three."""
+"""A run as its controller records it, without workers: the log, the newest generation and the publisher, also after a restart."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FRESH = StateSource(Origin.FRESH, 0)
 
 
 class Recorded:
-    """One life of a controller. Each step is told by the first member."""
+    """The records of one life of a controller. The first member reports each step."""
 
     def __init__(self, config: RunConfig, run_id: str = "r1", source: StateSource = FRESH, steps_before: int = 0, epoch: int = 1) -> None:
         self.config, self.about = config, (run_id, source, steps_before, epoch)
@@ -39,7 +39,7 @@ class Recorded:
 
     @property
     def snapshot(self) -> Snapshot:
-        """Made now."""
+        """The snapshot as of now."""
         self.generation.workers._due = 0.0
         self.publisher.publish(Observed(self.seen.target, self.seen.budget, figures=self.generation.workers.figures(), newest=self.newest))
         return self.publisher.snapshot

@@ -1,4 +1,4 @@
-"""Tiny runs for the tests of this folder: configuration, text, and what the run's folder says afterwards."""
+"""Tiny runs for the tests of this folder: their configuration, their text, and the contents of their folders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = 60
 
 
 def write_text(folder: Path) -> Path:
-    """40 KB of varied words in a file; deterministic."""
+    """Write 40 KB of varied words to a file; deterministic."""
     words = ["shard", "worker", "ring", "step", "buddy", "loss", "epoch", "tensor", "plan", "route"]
     rng = np.random.default_rng(0)
     path = folder / "text.txt"
@@ -33,7 +33,7 @@ def write_text(folder: Path) -> Path:
 
 
 def tiny(folder: Path, name: str, **changes: Any) -> RunConfig:
-    """A run called ``name`` in ``folder``; ``elastic_workers=2`` sets ``elastic.workers``. 6 slots: the batch is the same at every size."""
+    """The configuration of a run. ``elastic_workers=2`` sets ``elastic.workers``. 6 slots keep the batch the same at every world size."""
     text = folder / "text.txt"
     tree: dict[str, dict[str, Any]] = {
         "run": {"name": name, "dir": str(folder), "seed": 7},
@@ -51,7 +51,7 @@ def tiny(folder: Path, name: str, **changes: Any) -> RunConfig:
 
 
 class Finished:
-    """What a run left: its result, and its folder's lines."""
+    """A run that has ended: its result, and the lines in its folder."""
 
     def __init__(self, config: RunConfig, result: RunResult) -> None:
         self.config, self.result = config, result
@@ -77,7 +77,7 @@ class Finished:
         return [tuple(event["workers"]) for event in self.of("generation")]
 
     def accounting(self) -> report.Accounting:
-        """Samples lost and repeated, by the corpus and the stream, not by the run."""
+        """Samples lost and repeated, as computed from the corpus and the stream and not by the run."""
         corpus = load_corpus(self.config.data.corpus, self.config.data.seq_len, self.config.data.heldout)
         stream = SampleStream(corpus.num_samples, self.config.run.seed)
         return report.accounting(self.folder, stream, self.config.global_batch, len(self.losses))
@@ -95,7 +95,7 @@ def worst_difference(losses: Mapping[int, float], reference: Mapping[int, float]
 
 
 def alive(pid: int) -> bool:
-    """Whether there is such a process, and it is no zombie."""
+    """Whether the process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -103,8 +103,10 @@ def alive(pid: int) -> bool:
 
 
 def lives(started: Mapping[str, Any]) -> bool:
-    """Whether the process of a ``worker_started`` event is still there: by its birth, too, since its number is given to others later. Who
-    strikes by the number alone strikes strangers, of another test for example."""
+    """Whether the process of a ``worker_started`` event still lives.
+
+    The start time must match, too: a later process may get the same id, and a test must not kill another test's process.
+    """
     return born(started["pid"]) == started["born"] and alive(started["pid"])
 
 
@@ -120,7 +122,7 @@ def parents() -> dict[int, int]:
 
 
 def end_all(living: Callable[[], Iterable[int]], reap: Callable[[], object], seconds: float = 30.0) -> None:
-    """SIGKILL what is ``living``, again and again, until nothing is; ``reap`` waits for those that are this process' own."""
+    """SIGKILL the ``living`` processes again and again until none is left. ``reap`` waits for those that this process started."""
     deadline = time.monotonic() + seconds
     while left := list(living()):
         assert time.monotonic() < deadline, f"processes that do not end: {left}"
@@ -133,7 +135,7 @@ def end_all(living: Callable[[], Iterable[int]], reap: Callable[[], object], sec
 
 
 def until(condition: Callable[[], bool], seconds: float, what: str) -> float:
-    """Seconds until ``condition`` held; fails the test after ``seconds``."""
+    """Wait until ``condition`` holds, and return the seconds it took. Fails the test after ``seconds``."""
     begin = time.monotonic()
     while not condition():
         assert time.monotonic() - begin < seconds, f"{what} not within {seconds} s"
@@ -142,14 +144,14 @@ def until(condition: Callable[[], bool], seconds: float, what: str) -> float:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """For a driver in another process: this checkout, no cluster of the machine's."""
+    """Environment variables for a driver in another process: it imports this checkout and joins no existing cluster."""
     root = str(Path(__file__).resolve().parents[2])
     base = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "PYTHONPATH")}
     return {**base, "PYTHONPATH": root, "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", **more}
 
 
 def print_figures(title: str, events: Sequence[Mapping[str, Any]]) -> None:
-    """Pauses of a run's rescales, for whoever runs the tests with -s."""
+    """Print the pauses of a run's rescales; pytest shows them with -s."""
     for event in events:
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in event["phases"].items())
         print(f"\n{title}: {event['from']} -> {event['to']} ({event['reason']}) paused {event['pause_seconds']:.2f} s ({phases})", end="")

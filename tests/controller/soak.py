@@ -1,4 +1,4 @@
-"""A run on a cluster of several nodes to which something happens all the time."""
+"""A run on a cluster of several nodes, with one fault after another."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ FAULTS = {
     "drain": 1,
     "lose a node": 1,
 }
-"""How often which, relative to each other."""
+"""Relative frequency of each fault."""
 RECOVERED_S = 90.0
-"""Within which another step must be complete, whatever has happened."""
+"""Time limit for the next complete step after any fault, in seconds."""
 
 
 def config_of(folder: Path, name: str, **changes: Any) -> RunConfig:
-    """A tiny run in deterministic mode: whatever happens to it, its losses are those of an undisturbed run bit for bit."""
+    """The configuration of a tiny run in deterministic mode. Faults change no bit of its losses."""
     fixed = {
         "train_steps": 1_000_000,
         "elastic_workers": 3,
@@ -61,7 +61,7 @@ def config_of(folder: Path, name: str, **changes: Any) -> RunConfig:
 
 
 def start_driver(config: RunConfig, output: Path, *actions: str, **env: str) -> subprocess.Popen[bytes]:
-    """``tests.controller.drive`` with this configuration; its words go to ``output``."""
+    """Start ``tests.controller.drive`` with this configuration. Its output goes to the file ``output``."""
     path = output.with_suffix(".yaml")
     path.write_text(config.to_yaml())
     with open(output, "ab") as out:
@@ -70,11 +70,11 @@ def start_driver(config: RunConfig, output: Path, *actions: str, **env: str) -> 
 
 
 class Soak:
-    """A run under torment.
+    """A run with random faults.
 
     Args:
-        seed: of what happens; when it meets the run depends on the machine, so a seed repeats the kind of trouble and not its course.
-        gap_s: mean time between two faults.
+        seed: seed of the faults. Their timing depends on the machine, so a seed repeats the kinds of faults and not their course.
+        gap_s: mean time between two faults, in seconds.
     """
 
     def __init__(self, folder: Path, seed: int, gap_s: float) -> None:
@@ -86,7 +86,7 @@ class Soak:
         self._rng, self._gap_s = random.Random(seed), gap_s
         self.nodes = Nodes(2, 2, 2, system=TUNED, env={SLOWLY: "0.03"})
         self._safe = next(iter(self.nodes.raylets))
-        """A node that nothing happens to, for processes that live long enough to show a leak."""
+        """The node that no fault removes, so that some processes live long enough to show a leak."""
         self._spared: str | None = None
         self.driver = start_driver(self.config.model_copy(update={"ray": self._ray()}), self.output)
         self._read = 0
@@ -97,11 +97,11 @@ class Soak:
     def _ray(self) -> Any:
         return self.config.ray.model_copy(update={"address": self.nodes.address})
 
-    # -------------------------------------------------------------------------------------------------------------- what is seen
+    # -------------------------------------------------------------------------------------------------------------- observations
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         """The run's events of these kinds."""
-        with self._lock:  # also the watch reads them
+        with self._lock:  # the leak watch's thread reads the events, too
             try:
                 with open(self.folder.path / "events.jsonl", "rb") as file:
                     file.seek(self._read)
@@ -114,7 +114,7 @@ class Soak:
             return [event for event in self._events if event["event"] in kinds]
 
     def step(self) -> int:
-        """The last step that was written down."""
+        """Last step in the run's state file."""
         state = self.folder.read_state()
         return int(state["step"]) if state else 0
 
@@ -123,7 +123,7 @@ class Soak:
         return {e["worker"]: e for e in self.events("worker_started") if lives(e)}
 
     def watched(self) -> Mapping[str, int]:
-        """Processes to look at for leaks."""
+        """Processes to check for leaks."""
         found = {"driver": self.driver.pid, **{f"worker {name}": e["pid"] for name, e in self.workers().items()}}
         for pid in self.nodes.processes():
             try:
@@ -135,16 +135,16 @@ class Soak:
                     found[name.decode()[5:].lower()] = pid
         return found
 
-    # ------------------------------------------------------------------------------------------------------------ what is done
+    # ------------------------------------------------------------------------------------------------------------------ faults
 
     def torment(self, seconds: float) -> None:
-        """Strike for so long, and check after each blow that the run gets over it."""
+        """Cause faults for ``seconds``, and check that the run recovers."""
         end = time.monotonic() + seconds
         until(lambda: self.step() >= 5, 120, "step 5")
         while time.monotonic() < end:
             time.sleep(min(3 * self._gap_s, self._rng.expovariate(1 / self._gap_s)))
             self.strike(self._rng.choices(list(FAULTS), list(FAULTS.values()))[0])
-            # Now and then another one at once, so that it meets the recovery from the first.
+            # Sometimes the next fault follows at once, so that it hits the recovery from this one.
             if self._rng.random() < 0.7:
                 self._goes_on()
         self._goes_on()
@@ -159,7 +159,7 @@ class Soak:
         until(further, RECOVERED_S, f"a step after {self.told[-5:]}")
 
     def strike(self, what: str) -> None:
-        """Do one thing to the run."""
+        """Cause one fault."""
         everyone = self.workers()
         here = [name for name, e in everyone.items() if e["node"] == self._safe]
         if self._spared not in here:
@@ -227,7 +227,7 @@ class Soak:
         return f"{node[:8]}, then {new[:8]} comes"
 
     def end_everything(self) -> None:
-        """SIGKILL of all processes at once, the driver's first."""
+        """SIGKILL all processes at once, the driver first."""
         os.kill(self.driver.pid, signal.SIGKILL)
         self.nodes.kill()
         self.driver.wait(10)

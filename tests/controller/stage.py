@@ -1,4 +1,4 @@
-"""The control loop without Ray: with workers and a clock that are the test's. Its tests use the fixture ``clock``."""
+"""The control loop without Ray, with workers and a clock that the test controls. The tests need the fixture ``clock``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def report(worker: str, phase: WorkerPhase, ticket: Ticket = TICKET, fault: Work
 
 
 def node_of(worker: str) -> WorkerInfo:
-    """What a worker on a node of its own tells of itself."""
+    """The description of a worker on a node of its own."""
     return WorkerInfo(worker, 1, 1, f"n-{worker}", f"host-{worker}", "cpu", 1.0, address="h:1")
 
 
@@ -45,12 +45,11 @@ class WorkerGroup:
     """Workers that report what the test says. The clock advances by a tick in each round.
 
     Attributes:
-        reports: by worker that lives, its last report; a worker without a generation is warm.
+        reports: last report of each living worker; a worker without a generation is warm.
         on_the_way: workers that were hired and are not warm.
-        starve: seconds for which a worker had no processor, told once.
-        silence: workers that answer nothing, and since when.
-        ended: workers that were ended and are not dead yet, and when that was.
-        told: calls with an effect, in their order.
+        starve: seconds for which a worker had no processor, reported once.
+        silence: workers that don't answer, with the time since when.
+        ended: workers that were ended and are not dead yet, with the time of the order.
     """
 
     newest: WorkerGroup | None = None
@@ -138,7 +137,7 @@ class WorkerGroup:
         return True
 
     def ask_reachability(self, tries: Mapping[str, Collection[str]], wait_s: float) -> Any:
-        """All reach all."""
+        """Every worker reaches every other."""
         return SimpleNamespace(unreached=lambda: {worker: frozenset() for worker in tries})
 
     def ask_outline(self, workers: Iterable[str]) -> None:
@@ -169,11 +168,12 @@ class WorkerGroup:
 
 
 class Stage:
-    """A control loop of two workers whose generation runs, and everything of it but the workers is real.
+    """A control loop with a running generation of two workers. Everything but the workers is real.
 
     Args:
-        filled: the members have their state.
-        state: of the run; ``step``: completed steps.
+        filled: whether the members have their state.
+        state: state of the run.
+        step: number of completed steps.
         elastic: keys of the configuration's section ``elastic``.
     """
 
@@ -218,7 +218,7 @@ class Stage:
         return state
 
     def fill(self, worker: str) -> None:
-        """A member has its state."""
+        """Report that a member has its state."""
         self.loop._parts.generation.filled(worker, Filled(self.world.ticket, self.world.source.step, self.world.source.origin, {}))
 
     @property
@@ -229,7 +229,7 @@ class Stage:
         return [event for event in self.run.folder.read_events() if event["event"] == name]
 
     def rounds(self, *ends: type, begin: Any = None) -> Any:
-        """Step until the state is one of ``ends``, which is not left; the state. ``begin``: the state to begin with."""
+        """Step the loop until its state is one of ``ends``, and return that state. ``begin``: the state to begin with."""
         stays = {end: lambda state: state for end in ends}
         self.loop._transitions = {**self.loop._transitions, **stays}
         if begin is not None:
@@ -240,17 +240,17 @@ class Stage:
         return self.loop.state
 
     def watch(self) -> Ending:
-        """Step until the generation has ended; how."""
+        """Step the loop until the generation has ended, and return how it ended."""
         ended: Ending = self.rounds(states.Recovering).ended
         return ended
 
     def lose(self, worker: str, cause: Cause) -> None:
-        """A worker's node takes it away."""
+        """Lose a worker because its node does not answer."""
         self.worker_group.reports.pop(worker, None)
         self.worker_group.news.append(Lost(worker, self.worker_group.info(worker) or node_of(worker), "its node does not answer", cause))
 
     def drain(self, *workers: str) -> None:
-        """The nodes of these workers are about to go."""
+        """Announce that the nodes of these workers will go in 60 s."""
         self.worker_group.infos |= {worker: node_of(worker) for worker in workers}
         self.loop._parts.scaling.nodes._draining = {node_of(worker).node: time.time() + 60.0 for worker in workers}
 

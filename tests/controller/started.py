@@ -1,5 +1,7 @@
-"""A Ray cluster as people and KubeRay start it: a `ray start --head --block` and any number of `ray start --block`, each a process of its
-own on this machine that is ended by its id. The head has a dashboard, so that jobs can be submitted."""
+"""A Ray cluster as users and KubeRay start it: one `ray start --head --block` and any number of `ray start --block`.
+
+Each node is a process of its own on this machine, and is ended by its id. The head has a dashboard, so that jobs can be submitted.
+"""
 
 from __future__ import annotations
 
@@ -34,25 +36,25 @@ STORE = str(100 << 20)
 
 
 class Started:
-    """The head, and what joins it.
+    """A head node and the nodes that join it.
 
     Args:
-        cpus: of the head.
-        autoscaled: nodes that Ray's own autoscaler starts when something waits for them, each with one CPU, at most so many; it ends
-            one that was idle for :data:`IDLE_S`. They are processes of this machine, too.
-        env: of all processes, jobs included.
+        cpus: number of CPUs of the head.
+        autoscaled: largest number of nodes that Ray's autoscaler starts on demand, as processes of this machine with one CPU each. The
+            autoscaler ends a node that was idle for :data:`IDLE_S` seconds.
+        env: environment variables of all processes, jobs included.
 
     Attributes:
-        address: of the control store, for ``ray.address``.
+        address: address of Ray's control store, for ``ray.address``.
         dashboard: its URL, for ``ray job submit``.
-        folder: of its sessions.
-        head: the process that ended ends the cluster.
+        folder: folder of Ray's sessions.
+        head: the head's process; the cluster ends with it.
     """
 
     def __init__(self, cpus: int, env: Mapping[str, str] = NOTHING, *, autoscaled: int = 0) -> None:
         self._mark = uuid.uuid4().hex
         self.folder = tempfile.mkdtemp(prefix="rs-", dir="/tmp")  # short: its sockets' names may have 107 bytes
-        # A head that is told to go would drain itself first, for half a minute.
+        # Without this setting, a head that gets SIGTERM first drains itself for half a minute.
         self._env = environment(**{"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0", **env, "STARTED_TEST": self._mark})
         self._env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{self._env['PATH']}"
         port, board = free_ports(2)
@@ -84,8 +86,10 @@ class Started:
         return process
 
     def add(self, cpus: int, **env: str) -> subprocess.Popen[bytes]:
-        """Have a node join; the process of its ``ray start --block``. One at a time: two that start at once on one machine take the same
-        names for their sockets."""
+        """Have a node join, and return the process of its ``ray start --block``.
+
+        Nodes must start one at a time: two that start at once on one machine choose the same names for their sockets.
+        """
         node = self._start([f"--address={self.address}", f"--num-cpus={cpus}"], **env)
         until(self._all_there, UP_S, "the node")
         return node
@@ -113,15 +117,15 @@ class Started:
             return False
 
     def env(self) -> dict[str, str]:
-        """For `ray` commands that talk to the cluster."""
+        """Environment variables for `ray` commands that talk to the cluster."""
         return {**self._env, "RAY_ADDRESS": self.dashboard, "RAY_API_SERVER_ADDRESS": self.dashboard}
 
     def text(self) -> str:
-        """What all ``ray start`` have said."""
+        """The output of all ``ray start`` commands."""
         return Path(f"{self.folder}.txt").read_text()
 
     def processes(self) -> dict[int, str]:
-        """All living processes of the cluster and its jobs, with their titles: the mark in their environment says so."""
+        """All living processes of the cluster and its jobs, with their titles. A mark in their environment identifies them."""
         found = {}
         mark = f"STARTED_TEST={self._mark}".encode()
         for name in filter(str.isdigit, os.listdir("/proc")):
@@ -133,7 +137,7 @@ class Started:
         return found
 
     def of_runs(self) -> dict[int, str]:
-        """Those that belong to a run: its driver, its actors."""
+        """The processes that belong to a run: its driver and its actors."""
         words = ("vescale-ray", "vescale_ray", "ray::Worker", "ray::Controller", "ray::Supervisor", "ray::Agent")
         return {pid: title for pid, title in self.processes().items() if any(word in title for word in words)}
 
@@ -161,7 +165,7 @@ def _autoscaling(address: str, nodes: int) -> dict[str, object]:
         "upscaling_speed": 1.0,
         "idle_timeout_minutes": IDLE_S / 60,
         "provider": {
-            "type": "external",  # its own name would have it read a file that wheels of Ray lack
+            "type": "external",  # by its own name, Ray would read a file that its wheels lack
             "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
             "use_node_id_as_ip": True,
             "disable_node_updaters": True,
@@ -197,7 +201,7 @@ def title_of(pid: int) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on just now."""
+    """Ports on which no process listens now."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for one in sockets:
@@ -210,7 +214,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def started(cpus: int, env: Mapping[str, str] = NOTHING, *, autoscaled: int = 0) -> Iterator[Started]:
-    """:class:`Started`, gone afterwards."""
+    """Start a :class:`Started` cluster, and close it at the end."""
     cluster = Started(cpus, env, autoscaled=autoscaled)
     try:
         yield cluster

@@ -1,5 +1,4 @@
-"""A run on a cluster that Ray's autoscaler (its second version, as with KubeRay) makes larger and smaller. Its nodes are raylets that it
-starts on this machine."""
+"""A run on a cluster that Ray's autoscaler (version 2, as with KubeRay) grows and shrinks. The nodes are raylets on this machine."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def test_autoscaler_starts_requested_nodes_and_ends_idle_ones(tmp_path: Path) ->
             seen = len(run.folder.read_metrics())
             run.wait(lambda: len(run.folder.read_metrics()) >= seen + count, 60, f"{count} steps more")
 
-        # 1. More nodes come, since the run asks for them, and not one more than it has use for.
+        # 1. The autoscaler starts the nodes that the run requests, and no node more than the run can use.
         run.wait(lambda: len(run.folder.read_metrics()) >= 5, 120, "step 5")
         took = run.wait(lambda: cluster.alive() == 3, 90, "the nodes")
         grown = run.wait(lambda: world() == 4, 120, "the growth")
@@ -41,7 +40,7 @@ def test_autoscaler_starts_requested_nodes_and_ends_idle_ones(tmp_path: Path) ->
         driven_steps(20)
         assert cluster.alive() == 3 and run.status()["places_wanted"] == 0
 
-        # 2. Fewer workers, by command: what nobody uses goes, and nobody asks for it again.
+        # 2. After a rescale to fewer workers, idle nodes end, and the run does not request them again.
         client.request(run.folder, "rescale", {"workers": 2})
         run.wait(lambda: world() == 2, 60, "the smaller world")
         gone = run.wait(lambda: cluster.alive() < 3, 60, "the end of an idle node")
@@ -50,13 +49,13 @@ def test_autoscaler_starts_requested_nodes_and_ends_idle_ones(tmp_path: Path) ->
         driven_steps(40)
         assert cluster.alive() <= left and run.status()["places_wanted"] == 0 and world() == 2
 
-        # 3. All again.
+        # 3. A rescale brings all workers back.
         client.request(run.folder, "rescale", {"workers": 4})
         run.wait(lambda: world() == 4, 180, "the second growth")
         driven_steps(10)
         assert not run.of("worker_lost"), "a node that went took nobody along"
 
-        # 4. A driver that is killed leaves no wish and no node behind.
+        # 4. A killed driver leaves no requested place and no node behind.
         os.kill(run.driver.pid, signal.SIGKILL)
         run.driver.wait(10)
         until(lambda: not cluster.of_runs(), 30, "the end of the run's processes")

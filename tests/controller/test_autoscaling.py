@@ -1,4 +1,4 @@
-"""Runs that grow by themselves, ask for more, and have spares: on clusters whose nodes come and go."""
+"""Runs that grow by themselves, request places and keep spares, on clusters whose nodes come and go."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_run_grows_only_into_nodes_that_stay_and_obeys_a_rescale(tmp_path: Path)
             run.wait(lambda: len(places("PENDING", "RESCHEDULING")) == 1, 60, "the wish without the node")
         assert not run.of("growth") and len(run.of("generation")) == 1 and len(run.of("worker_started")) == 2
 
-        # One that stays is grown into, with both workers at once.
+        # The run grows into a node that stays, with both workers at once.
         began = time.time()
         node = nodes.add(2)
         run.wait(lambda: bool(run.rescales()), 120, "the growth")
@@ -98,12 +98,12 @@ def test_run_grows_only_into_nodes_that_stay_and_obeys_a_rescale(tmp_path: Path)
         assert [workers[w]["node"] for w in run.of("generation")[-1]["workers"]].count(node) == 2
         run.wait(lambda: run.status()["places_wanted"] == 0 and nodes.asked() == 0, 60, "the end of the wish")
 
-        # A worker is lost, its place is free: the run comes back to what it was.
+        # After the loss of a worker whose place is free, the run grows back to its former size.
         os.kill(workers[run.of("generation")[-1]["workers"][3]]["pid"], signal.SIGKILL)
         run.wait(lambda: len(run.rescales()) >= 3, 120, "the loss and the growth")
         assert run.rescales()[1:] == [(4, 3, "failure"), (3, 4, "growth")]
 
-        # A person's number is the most from then on; more room changes nothing.
+        # A manual rescale sets the limit of growth from then on; more room changes nothing.
         assert "grows by itself up to 2" in client.request(run.folder, "rescale", {"workers": 2})["message"]
         run.wait(lambda: len(run.rescales()) >= 4, 60, "the rescale")
         time.sleep(AFTER_S + GAP_S + 3)
@@ -111,7 +111,7 @@ def test_run_grows_only_into_nodes_that_stay_and_obeys_a_rescale(tmp_path: Path)
         client.request(run.folder, "rescale", {"workers": 3})
         run.wait(lambda: len(run.rescales()) >= 5, 60, "the rescale back")
 
-        # The node is about to go, and though it has room nothing is asked for there.
+        # On a draining node the run requests no place, although the node has room.
         nodes.drain(node, 60.0)
         client.request(run.folder, "rescale", {"workers": 4})
         run.wait(lambda: bool(run.of("node_draining")), 20, "the notice")
@@ -127,7 +127,7 @@ def test_run_grows_only_into_nodes_that_stay_and_obeys_a_rescale(tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.fault("G3")
 def test_growth_yields_to_pending_jobs_but_not_to_partial_gangs(tmp_path: Path) -> None:
-    """Ray gives a place to whoever has waited for it before a run that grows has seen it free for long enough; it reserves none for a job
+    """Ray gives a new place to a waiting job before a growing run has seen it free for long enough. Ray reserves no place for a job
     whose places are not all there."""
     with cluster(2) as nodes:
         changes: dict[str, Any] = {"ray_address": nodes.address, "train_steps": 100_000, "ray_cpus_per_worker": 1.0, "checkpoint_every": 0}
@@ -149,7 +149,7 @@ def test_growth_yields_to_pending_jobs_but_not_to_partial_gangs(tmp_path: Path) 
         run.wait(lambda: bool(run.rescales()), 120, "the growth")
         assert run.rescales() == [(2, 4, "growth")] and place("gang")[0] == "PENDING"
 
-        # What is given back goes to whoever waits.
+        # Places that the run gives back go to the waiting job.
         client.request(run.folder, "rescale", {"workers": 2})
         nodes.add(2)
         run.wait(lambda: place("gang")[0] == "CREATED", 60, "the places of the gang")
@@ -190,7 +190,7 @@ def test_lost_node_counts_as_one_failure_and_a_spare_steps_in(tmp_path: Path) ->
         run.wait(lambda: run.status()["spares"] == 1, 120, "the spare")
         workers = {event["worker"]: event for event in run.of("worker_started")}
         members = [workers[w]["node"] for w in run.of("generation")[-1]["workers"]]
-        node = max(set(members), key=members.count)  # of two members; the third and the spare are on the other
+        node = max(set(members), key=members.count)  # the node with two members; the third member and the spare are on the other
         began = time.time()
         nodes.end(node)
         run.wait(lambda: bool(run.rescales()), 120, "the recovery")

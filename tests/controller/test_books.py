@@ -95,7 +95,7 @@ def test_transition_outside_the_table_names_the_allowed_states() -> None:
 
 
 def written(folder: Path, state: DurableState) -> DurableState:
-    """``state``, written to the folder; there is no supervisor."""
+    """Write ``state`` to the folder, without a supervisor."""
     return StateStore(folder, None).write(state)
 
 
@@ -167,7 +167,8 @@ def test_step_is_written_once_and_never_for_an_older_generation(run: Recorded) -
 
 
 def test_steps_lost_with_a_controller_do_not_block_later_steps(run: Recorded) -> None:
-    """Its lines waited for a full disk when it was killed. The run stood at that step for ever after, to whoever looked."""
+    """A controller that is killed while its lines wait for a full disk loses them. The run's recorded step must still advance
+    afterwards."""
     world = generation(3, 0, "a", "b", origin=Origin.FRESH)
     run.open(world)
     assert [run.stepped(stepped(world, i, 10.0 + i)) for i in (0, 40, 40, 41, 39)] == [True, True, False, True, False]
@@ -184,15 +185,15 @@ def test_recovery_pause_counts_from_the_end_of_the_restored_step(run: Recorded) 
     run.log.record("generation_failed", lost={"c": "died"})
     second = generation(2, 8, "a", "b", copies=True)
     run.open(second)
-    third = generation(3, 8, "a", "b", copies=True)  # the second failed before it had a step
+    third = generation(3, 8, "a", "b", copies=True)  # the second generation failed before its first step
     run.open(third)
     run.generation.filled("a", Filled(third.ticket, 8, Origin.MEMORY, {"form": 0.1, "sync": 0.4}, 1000, 900))
     run.generation.filled("b", Filled(third.ticket, 8, Origin.MEMORY, {"form": 0.2, "sync": 0.3}, 1000, 900))
-    run.generation.filled("b", Filled(third.ticket, 8, Origin.MEMORY, {}))  # as a restarted controller takes it for granted of who trains
+    run.generation.filled("b", Filled(third.ticket, 8, Origin.MEMORY, {}))  # a restarted controller assumes this of each worker that trains
     item = stepped(third, 8, 115.0, seconds=0.5, alone=0.2)
     run.stepped(replace(item, usage=replace(item.usage, phases={"comm": 0.3, "other": 0.2})))
     (event,) = [e for e in run.folder.read_events() if e["event"] == "rescaled"]
-    # Step 8 had ended at 107; for 0.2 s this rank waited in the step for the last one to begin it.
+    # Step 8 ended at 107. In the next step, this rank waited 0.2 s for the last rank to begin it.
     assert event["pause_seconds"] == pytest.approx(115.0 - 0.3 - 107.0)
     assert (event["from"], event["to"], event["direction"], event["reason"]) == (3, 2, "shrink", "failure")
     assert (event["source"], event["steps_replayed"], event["moved_bytes"]) == ("peer", 2, 1000)
@@ -205,7 +206,7 @@ def test_recovery_pause_counts_from_the_end_of_the_restored_step(run: Recorded) 
 
 @pytest.mark.parametrize("ends", ["in order", "with a loss"])
 def test_rescale_before_a_pending_first_step_keeps_its_reason(run: Recorded, ends: str) -> None:
-    """A drain in that moment was told of, and counted, as a failure."""
+    """A drain at that moment must not be reported and counted as a failure."""
     first, second, third = generation(1, 0, "a", "b", "c"), generation(2, 1, "a", "b"), generation(3, 2 if ends == "in order" else 1, "a")
     begin = time.time()
     run.open(first)
@@ -228,7 +229,7 @@ def test_rescale_before_a_pending_first_step_keeps_its_reason(run: Recorded, end
 
 
 def test_commands_after_the_loops_end_are_answered_at_once(run: Recorded, tmp_path: Path) -> None:
-    """One that had come and was not heeded, and those after it: nobody waits 8 s for a run that is over."""
+    """This holds for commands that wait already and for later ones: no client waits 8 s for a run that is over."""
     spec: Any = SimpleNamespace(schedule=(), capacity=None)
     store: Any = SimpleNamespace(write=lambda state: state)
     commands = Commands(spec, tiny(tmp_path, "books"), SimpleNamespace(), run.log, StateWriter(DurableState("r1", 0), store))  # type: ignore[arg-type]
@@ -247,7 +248,7 @@ def test_commands_after_the_loops_end_are_answered_at_once(run: Recorded, tmp_pa
 
 @pytest.mark.parametrize("action", ["rescale", "stop"])
 def test_a_command_that_was_given_up_is_never_carried_out(run: Recorded, tmp_path: Path, action: str) -> None:
-    """Who was told that nothing had come of it, and gave another one, got both."""
+    """If a client's command is given up and the client sends another one, only the second may take effect."""
     spec: Any = SimpleNamespace(schedule=(), capacity=None)
     store: Any = SimpleNamespace(write=lambda state: state)
     commands = Commands(spec, tiny(tmp_path, "books"), SimpleNamespace(), run.log, StateWriter(DurableState("r1", 0), store))  # type: ignore[arg-type]
@@ -265,13 +266,13 @@ def test_a_command_that_was_given_up_is_never_carried_out(run: Recorded, tmp_pat
 
 
 def test_command_is_answered_within_the_clients_timeout() -> None:
-    """Also where the controller has only just been started: a client that heard nothing would not know what became of it."""
+    """This holds for a controller that has just started, too: a client without an answer does not know what became of its command."""
     patience = inspect.signature(client.request).parameters["timeout_s"].default
     assert ANSWER_S + DONE_S < patience
 
 
 def test_step_with_samples_but_no_metrics_is_not_written_twice(run: Recorded) -> None:
-    """A controller that is killed between the two lines: its workers tell the next one of the step again."""
+    """If a controller is killed between the two lines, its workers report the step to the next controller again."""
     run.started()
     first = generation(1, 0, "a", "b", origin=Origin.FRESH)
     run.open(first)
@@ -290,7 +291,7 @@ def test_step_with_samples_but_no_metrics_is_not_written_twice(run: Recorded) ->
 
 
 def test_a_restarted_run_goes_on_with_the_accounts_of_the_time(run: Recorded) -> None:
-    """From its lines alone: run.json is for others."""
+    """The accounts come from the run's lines alone; run.json is for other readers."""
     run.started()
     first = generation(1, 0, "a", "b", origin=Origin.FRESH)
     run.open(first)
@@ -307,7 +308,8 @@ def test_a_restarted_run_goes_on_with_the_accounts_of_the_time(run: Recorded) ->
 
 
 def test_replay_reads_only_the_last_lines_and_matches_live_stats(run: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line of a thousand ranks has 18 KB: after a month nobody watched the workers for minutes, and later the run was given up."""
+    """With 1,000 ranks a line has 18 KB. After a month, a full replay would leave the workers unwatched for minutes, until the run is
+    given up."""
     for module, name, value in ((run_log, "EACH", 8), (run_log, "LEAST", 20), (step_stats, "LEAST", 20)):
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr("vescale_ray.runfolder._BLOCK", 700)
@@ -346,7 +348,7 @@ def test_replay_reads_only_the_last_lines_and_matches_live_stats(run: Recorded, 
         done = back_to
     assert now.snapshot.replayed_steps == 20, "of the earlier start's; those of rescales are told by their events"
     assert now.snapshot.steps_executed == 5 + 48 + 20 + 53
-    # What is not to be understood is passed over: it is counted from there on.
+    # The replay ignores totals that it can't read, and counts from their line on.
     text = (run.folder.path / "metrics.jsonl").read_text().replace('"highest"', '"lowest"')
     (run.folder.path / "metrics.jsonl").write_text(text)
     assert now.restarted(world).stats.step == 93
@@ -371,7 +373,7 @@ def test_marked_lines_are_found_from_the_end(tmp_path: Path, monkeypatch: pytest
 
 
 def test_wait_for_workers_counts_as_lost_time_while_it_lasts(run: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was told of at its end: until then the generation before is all that there is, and that one was whole."""
+    """Until the wait ends, the newest generation is the one before it, which was complete."""
     run.started()
     first = generation(1, 0, "a", "b")
     run.open(first)
@@ -390,7 +392,7 @@ def test_wait_for_workers_counts_as_lost_time_while_it_lasts(run: Recorded, monk
 
 
 def test_evaluation_after_last_step_is_not_checkpoint_time(run: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was: no step came after it, whose line tells of the time before it."""
+    """A step's line accounts for the time before the step, and the last step has no successor."""
     run.started()
     first = generation(1, 0, "a", "b")
     run.open(first)
@@ -410,7 +412,7 @@ def test_evaluation_after_last_step_is_not_checkpoint_time(run: Recorded, monkey
 
 
 def test_steps_done_by_an_earlier_start_count_as_replayed(tmp_path: Path) -> None:
-    """After a rollback, or the loss of everything since the newest checkpoint."""
+    """This happens after a rollback, or after the loss of everything since the newest checkpoint."""
     run = recorded(tmp_path, source=StateSource(Origin.CHECKPOINT, 2, path="/c2"), steps_before=4).started()
     first = generation(1, 2, "a", "b", origin=Origin.CHECKPOINT)
     run.open(first)
@@ -452,7 +454,7 @@ def test_checkpoint_stages_and_reads_are_counted_over_a_restart(tmp_path: Path) 
         stages = {"snapshot": stall, "upload": 3.0, "commit": 0.125}
         saved(run, SaveResult("x", 5, 1, 3.125, CommittedCheckpoint("c5", "/c5", 5), 700, stall_s=stall, stages=stages))
     again = run.restarted(first)
-    for worker in ("a", "b"):  # they train: the restarted controller takes for granted that they have their state
+    for worker in ("a", "b"):  # they train, so the restarted controller assumes that they have their state
         again.generation.filled(worker, Filled(first.ticket, 4, Origin.CHECKPOINT, {}))
     for one in (run, again):
         told = one.snapshot
@@ -467,7 +469,7 @@ def test_checkpoint_stages_and_reads_are_counted_over_a_restart(tmp_path: Path) 
 
 
 def test_restart_reads_a_long_runs_lines_without_holding_them(run: Recorded) -> None:
-    """Of 1,024 ranks and 100,000 steps they are gigabytes."""
+    """With 1,024 ranks and 100,000 steps, the lines take gigabytes."""
     run.started().open(generation(1, 0, "a", "b", origin=Origin.FRESH))
     begin = time.time()
     memory = {str(rank): (1 << 30) + rank for rank in range(1024)}
@@ -541,7 +543,7 @@ def test_full_disk_stops_nothing_and_lines_are_written_later(run: Recorded, monk
 
 
 class Hung:
-    """A disk that does not answer: whoever writes to it stands still until :meth:`back`."""
+    """A disk that does not answer: a write blocks until :meth:`back`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tell_s: float = 0.0) -> None:
         self._back = threading.Event()
@@ -565,7 +567,7 @@ class Hung:
 def test_hung_disk_blocks_nothing_and_lines_are_written_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop that watches the workers stood still for as long as the run folder's server was gone: nobody saw them hang or die."""
+    """If the loop blocks while the run folder's server is gone, hung and dead workers go unnoticed."""
     disk, config = Hung(monkeypatch), tiny(tmp_path, "hung")
     run = Recorded(config)
     first = generation(1, 0, "a", origin=Origin.FRESH)
@@ -587,7 +589,7 @@ def test_hung_disk_blocks_nothing_and_lines_are_written_once(
 
 
 def test_slow_disk_causes_no_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shared one that is busy takes seconds for a line: nobody can do anything about that, and a run that was done had a warning."""
+    """A busy shared disk takes seconds for a line. Users can do nothing about that, so a warning would be noise."""
     disk, config = Hung(monkeypatch, tell_s=30.0), tiny(tmp_path, "slow")
     run = Recorded(config)
     first = generation(1, 0, "a", origin=Origin.FRESH)
@@ -601,7 +603,7 @@ def test_slow_disk_causes_no_warning(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_late_write_is_not_repeated_after_another_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line of samples that is there twice is a sample used twice, to whoever counts."""
+    """If a line of samples is there twice, its samples count as used twice."""
     monkeypatch.setattr("vescale_ray.controller.bounded_io.PATIENCE_S", 0.3)
     bounded_io, back, done = BoundedIO(), threading.Event(), []
 
@@ -626,7 +628,7 @@ def test_late_write_is_not_repeated_after_another_write(monkeypatch: pytest.Monk
 def test_late_line_is_not_repeated_after_other_late_writes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A disk that has come back, and is slow: the report of a hang is what is written next, and nobody asks what came of it."""
+    """The disk is back, but slow. The reports of a hang are written next, and their results are not asked for."""
     monkeypatch.setattr("vescale_ray.controller.bounded_io.PATIENCE_S", 0.3)
     bounded_io, done = BoundedIO(), []
 
@@ -650,7 +652,7 @@ def test_late_line_is_not_repeated_after_other_late_writes(
 
 
 def test_a_process_ends_though_a_disk_does_not_answer() -> None:
-    """A thread of a pool is waited for by the interpreter as it ends: for ever."""
+    """At its end, the interpreter would wait for the threads of a pool, in this case for ever."""
     program = (
         "import threading, vescale_ray.controller.bounded_io as bounded_io\n"
         "bounded_io.PATIENCE_S = 0.3\n"
@@ -665,7 +667,7 @@ def test_a_process_ends_though_a_disk_does_not_answer() -> None:
 def test_run_with_hung_disk_shuts_down_and_writes_its_end_later(
     comes_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stood still before the first worker was ended, and took no signal any more."""
+    """A shutdown that waits for the disk would end no worker and take no signal."""
     monkeypatch.setattr("vescale_ray.controller.bounded_io.PATIENCE_S", 0.3)
     monkeypatch.setattr(driver, "LAST_WORDS_S", 30.0 if comes_back else 0.3)
     back, ended, config = threading.Event(), [], tiny(tmp_path, "hung")
@@ -689,7 +691,7 @@ def test_run_with_hung_disk_shuts_down_and_writes_its_end_later(
 
 
 def answered(ask: Callable[[], Any], each_round: Callable[[], None] = lambda: None) -> Any:
-    """What the question comes to, asked again in each round of a loop."""
+    """The answer to a question that is asked again in each round of a loop."""
     while True:
         try:
             return ask()
@@ -700,8 +702,8 @@ def answered(ask: Callable[[], Any], each_round: Callable[[], None] = lambda: No
 
 @pytest.mark.fault("S6")
 def test_silent_storage_counts_as_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run's thread stood still for as long as it said nothing: it was neither given up nor stopped. Later for a minute each time: then
-    a `vescale-ray stop`, which waits for eight seconds, was hardly ever taken."""
+    """If the run's thread waits for silent storage, the run can be neither given up nor stopped. A wait of a minute is too long as well:
+    `vescale-ray stop` waits for 8 s."""
     back = threading.Event()
     newest = CommittedCheckpoint("commit-4", "/runs/checkpoints/commit-4", 30)
     monkeypatch.setattr(coordinator, "newest_kept", lambda *_: newest if back.wait(60) else None)
@@ -728,7 +730,7 @@ def test_silent_storage_counts_as_out_of_reach(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.fault("S3")
 def test_supervisor_keeps_durable_state_while_the_disk_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A generation's number is noted somewhere before it is used; and what the disk takes late replaces nothing newer."""
+    """A generation's number must be stored before it is used, and a late write must not replace anything newer."""
     disk, kept = Hung(monkeypatch), [""]
     supervisor: Any = SimpleNamespace(kept=SimpleNamespace(remote=lambda: kept[0]))
     supervisor.keep = SimpleNamespace(remote=lambda text: kept.__setitem__(0, text))
@@ -751,7 +753,7 @@ def test_supervisor_keeps_durable_state_while_the_disk_hangs(tmp_path: Path, mon
 def test_restarted_controller_does_not_wait_for_silent_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Votes that come again make the same commit."""
+    """This is safe, since votes that come again make the same commit."""
     back = threading.Event()
     monkeypatch.setattr(checkpoint, "latest", lambda _: back.wait(60))
     monkeypatch.setattr(controller, "LATEST_S", 0.3)
@@ -764,8 +766,10 @@ def test_restarted_controller_does_not_wait_for_silent_storage(
 def begun_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, roster: tuple[str, ...] = ("a",), conducts: bool = False
 ) -> tuple[Callable[[], controller.Controller], list[Any]]:
-    """Starts a controller as Ray does after the end of the first one, which had hired ``roster``; and what its loop was to go on with,
-    unless it ``conducts``."""
+    """A function that starts a controller as Ray restarts it, and a list for the arguments of its loop.
+
+    The first controller had hired ``roster``. If ``conducts``, the controller runs its loop, and the list stays empty.
+    """
     config, conducted = tiny(tmp_path, "again"), []
     folder = RunFolder(config.run_folder).create()
     written(folder.path, DurableState("r1", 7, LaunchedGeneration(7, 1, ("a",), "fresh", 0), epoch=1))
@@ -793,7 +797,7 @@ def begun_again(
 def test_controller_warns_of_unreadable_run_folder_and_awaits_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its constructor stood still with the disk: two minutes later the driver ended workers that trained, and all since the checkpoint."""
+    """If the constructor waits for the disk, the driver ends the training workers after two minutes: all since the checkpoint is lost."""
     start, conducted = begun_again(tmp_path, monkeypatch)
     back, told = threading.Event(), controller.read_state
     monkeypatch.setattr(controller, "read_state", lambda folder: told(folder) if back.wait(60) else None)
@@ -845,7 +849,7 @@ def test_late_startup_failure_is_reported_like_an_early_one(
 def test_io_errors_do_not_make_a_controller_begin_a_new_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file system that gives up (EIO, ESTALE): generations were numbered from 1 again, beside the workers that trained."""
+    """A file system that gives up returns EIO or ESTALE. Generations must not be numbered from 1 again while the workers train."""
     start, conducted = begun_again(tmp_path, monkeypatch)
     read, errors = Path.read_text, [OSError(errno.EIO, "Input/output error") for _ in range(3)]
 
@@ -866,7 +870,7 @@ def test_io_errors_do_not_make_a_controller_begin_a_new_run(
 def test_missing_durable_state_does_not_begin_the_run_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the folder is no longer mounted nothing is there: it hired a second world, with the numbers of the first one's generations."""
+    """A folder that is no longer mounted is empty. A new run would hire a second world and reuse the generation numbers of the first."""
     start, conducted = begun_again(tmp_path, monkeypatch)
     path = RunFolder(tiny(tmp_path, "again").run_folder).path
     path.rename(away := path.with_name("away"))
@@ -892,7 +896,7 @@ def test_controller_killed_before_its_first_state_begins_the_run(tmp_path: Path,
 def test_run_log_read_error_is_retried_without_double_counting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The state was there, and then a file was not: the run was FAILED, and its workers ended, all that they had done included."""
+    """If another file can't be read after the state was, the run must not fail: its workers would be ended, and their steps lost."""
     run = recorded(tmp_path).started()
     first = generation(1, 0, "a", "b", origin=Origin.FRESH)
     run.open(first)
@@ -938,7 +942,7 @@ def test_run_log_read_error_is_retried_without_double_counting(
 def test_ended_run_does_not_wait_for_its_state_on_a_hung_disk(
     orphaned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of it was left but the driver, which stood still, deaf to signals."""
+    """Only the driver is left by then. It must not block, deaf to signals."""
     config, back = tiny(tmp_path, "over"), threading.Event()
     ready = SimpleNamespace(config=config, source=StateSource(Origin.FRESH, 0), oldest=0)
     result = driver.RunResult("FAILED", 7, 10, "the reason", None, RunFolder(config.run_folder).create().path)
@@ -1067,7 +1071,7 @@ def test_checkpoint_reported_damaged_at_any_time_is_not_resumed(tmp_path: Path) 
 
 
 def log_of(kept: int | None, path: str | None = None, world: World | None = None, **stats: Any) -> tuple[Any, Any]:
-    """The log and the generation of a run whose newest checkpoint is this one."""
+    """The log and the generation of a run whose newest checkpoint is of step ``kept``."""
     about = SimpleNamespace(checkpoints=CheckpointStats(kept, path), ended=lambda step: None, **stats)
     return SimpleNamespace(stats=about, record=lambda name, **fields: None), SimpleNamespace(world=world or generation(4, 0, "a"))
 
@@ -1077,8 +1081,8 @@ def log_of(kept: int | None, path: str | None = None, world: World | None = None
 def test_recovery_needs_no_storage_if_workers_hold_a_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: int | None
 ) -> None:
-    """The loss of a worker while the storage was out of reach failed the run; where only the manifests were, a run without copies would
-    have begun anew from its first step."""
+    """If the storage is out of reach, the loss of a worker must not fail the run. If only the manifests are out of reach, a run without
+    copies must not begin from its first step."""
     asked: list[str] = []
 
     def refuse(store: Any) -> Any:
@@ -1105,7 +1109,7 @@ def test_recovery_needs_no_storage_if_workers_hold_a_state(
 
 @pytest.mark.fault("S6")
 def test_vanished_checkpoints_are_no_reason_to_begin_anew(tmp_path: Path) -> None:
-    """Its mount was gone: the run that needed a checkpoint began from its first step, and the one that stopped said so of its resume."""
+    """If the mount is gone, a run must not begin from its first step, and a stopped run must not announce that it will."""
     worker_group = SimpleNamespace(alive=lambda w: True, report=lambda w: None)
     log, newest = log_of(40, "/c/e4-s40")
     coordinator = CheckpointCoordinator(str(tmp_path / "not mounted"), "run", worker_group, log, newest, None, None, 1.0, None, 8)  # type: ignore[arg-type]
@@ -1166,7 +1170,7 @@ def test_supervisor_loss_with_hidden_checkpoints_ends_the_run(
 def test_supervisor_loss_awaits_storage_before_the_new_start(
     ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was tried once. The storage's server had gone with the head's network: the run was FAILED."""
+    """If the storage's server is lost with the head's network, a single try would leave the run FAILED."""
     config, now, asked = tiny(tmp_path, "away"), [0.0], list[float]()
     signals: Any = SimpleNamespace(count=0)
     ready: Any = object()
@@ -1211,7 +1215,8 @@ def test_longest_recent_step_is_remembered_for_one_period() -> None:
 def test_loss_while_silent_storage_is_asked_does_not_begin_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What two workers held, older than the checkpoint, was lost with one of them in that minute: the run began from its first step."""
+    """Two workers hold a state older than the checkpoint, and one dies while the storage is asked. The run must not begin from its first
+    step."""
     back, living = threading.Event(), {"a", "b"}
     monkeypatch.setattr(coordinator, "newest_kept", lambda *_: back.wait(60) and None)
     monkeypatch.setattr(coordinator, "STORAGE_S", 4.0)
@@ -1232,8 +1237,8 @@ def test_loss_while_silent_storage_is_asked_does_not_begin_anew(
 
 
 class Writers:
-    """Two parked workers that hold each other's shards. ``b`` dies of its first order; ``a`` is at its own for 5 rounds, refuses another
-    meanwhile, and its reports come 3 rounds late."""
+    """Two parked workers that hold each other's shards. ``b`` dies of its first order. ``a`` carries out its own order for 5 rounds,
+    refuses others meanwhile, and its reports come 3 rounds late."""
 
     TICKET = Ticket(4, 1)
 
@@ -1265,7 +1270,7 @@ class Writers:
         return {}
 
     def save(self) -> SaveResult | None:
-        """The checkpoint of both, in as many rounds as it takes."""
+        """Save the checkpoint of both, in as many rounds as it takes."""
         result: SaveResult | None = answered(lambda: self.coordinator.save(["a", "b"]), self.next_round)
         return result
 
@@ -1276,7 +1281,7 @@ class Writers:
 
 
 def test_survivor_writes_last_checkpoint_after_its_broken_save(tmp_path: Path) -> None:
-    """That it is tells the controller a moment later than the next order would come, and each refusal counted as a try."""
+    """The survivor still writes when the next order would come, and its report is late. An order that it refuses would count as a try."""
     worker_group, numbers = Writers(), SimpleNamespace(take_number=iter(range(5, 100)).__next__)
     log, current = log_of(None, None, generation(4, 40, "a", "b"), step=41)
     committer: Any = SimpleNamespace(
@@ -1290,8 +1295,8 @@ def test_survivor_writes_last_checkpoint_after_its_broken_save(tmp_path: Path) -
 
 
 def test_held_state_is_not_saved_over_a_newer_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies every 10 steps, a checkpoint of step 45, and the loss of a worker as the run was stopped: the state of step 41 became the
-    newest checkpoint, and step 45 was forgotten by retention."""
+    """With copies every 10 steps and a checkpoint of step 45, a worker is lost as the run stops. If the held state of step 41 became the
+    newest checkpoint, retention would delete step 45."""
     worker_group, numbers = Writers(), SimpleNamespace(take_number=iter(range(5, 100)).__next__)
     newest = [CommittedCheckpoint("c45", "/c45", 45)]
     monkeypatch.setattr(coordinator, "newest_kept", lambda *about: newest[0])
@@ -1302,7 +1307,7 @@ def test_held_state_is_not_saved_over_a_newer_checkpoint(tmp_path: Path, monkeyp
     cadence: Any = SimpleNamespace(saved=lambda _: None)
     worker_group.coordinator = CheckpointCoordinator(str(tmp_path), "run", worker_group, log, current, committer, numbers, 30.0, cadence, 8)  # type: ignore[arg-type]
     assert worker_group.save() is None and worker_group.ordered == 0
-    newest[0] = CommittedCheckpoint("c40", "/c40", 40)  # the one of step 45 is damaged
+    newest[0] = CommittedCheckpoint("c40", "/c40", 40)  # the checkpoint of step 45 is damaged
     result = worker_group.save()
     assert result is not None and result.kept is not None and result.step == 41
 
@@ -1310,7 +1315,7 @@ def test_held_state_is_not_saved_over_a_newer_checkpoint(tmp_path: Path, monkeyp
 def test_hung_last_checkpoint_is_given_up_at_its_time_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was ordered twice more, each time for as long, and each time it was waited for those who still wrote: more than an hour."""
+    """Two more orders, each with the same limit and a wait for workers that still write, would take more than an hour."""
     now, ordered = [50.0], []
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     busy = WorkerReport("a", Writers.TICKET, WorkerPhase.FINISHED, 41, (), (HeldState(4, 1, 41, (0,)),), None, 0)
@@ -1341,7 +1346,7 @@ def test_votes_that_come_again_after_a_restart_change_nothing(tmp_path: Path) ->
     assert again.busy and not again.results() and not again.committing("t1"), "a restarted controller asks the storage first"
     known.set_result("t1")
     assert not committer.busy and not again.busy and len(checkpoint.ls(tmp_path)) == 1
-    # Restarted before the commit was noted: the same votes make the same commit.
+    # If the controller restarts before the commit is noted, the same votes make the same commit.
     third = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
     for one in votes:
         third.heed(one)
@@ -1403,7 +1408,7 @@ def test_missing_vote_or_hung_commit_fails_in_bounded_time(tmp_path: Path, monke
 
 
 def test_checkpoint_duration_is_independent_of_host_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interval would be a day if a worker's clock were: it is never less than writing one takes."""
+    """The checkpoint interval is never less than the duration of a checkpoint. A clock that is a day ahead would make it a day."""
     real = time.time
     committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
     committer.heed(vote(tmp_path, "t1", 0, 2, 5))
@@ -1426,7 +1431,7 @@ def test_retention_waits_until_the_newer_checkpoint_is_proven(tmp_path: Path) ->
             for given in (checkpoint.Vote.from_json(one.vote) for one in told if one.vote):
                 assert prove(checkpoint.PosixStore(tmp_path), given.object, given.aux) is None
         else:
-            # The collection of 6 may come after 7 was committed: it leaves 7 to its own workers all the same.
+            # The garbage collection after step 6 may run after step 7 was committed. It must leave step 7 to its own workers all the same.
             deadline = time.monotonic() + 20
             while len(checkpoint.ls(tmp_path)) > 2 and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -1483,7 +1488,7 @@ def test_watchdog_acts_if_its_pipe_ends_without_the_done_word(tmp_path: Path, wo
 
 
 def test_late_vote_completes_a_begun_attempt_but_begins_none(tmp_path: Path) -> None:
-    """Votes have epoch 1. What had a vote before the fence may still be completed; a later lone vote would be waited for in vain."""
+    """Votes have epoch 1. An attempt with a vote before the fence may still be completed; an attempt that begins later never would be."""
     committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
     committer.heed(vote(tmp_path, "t1", 0, 2, 5))
     committer.fence(2)
@@ -1494,7 +1499,7 @@ def test_late_vote_completes_a_begun_attempt_but_begins_none(tmp_path: Path) -> 
 
 
 def test_an_attempt_that_a_later_one_has_overtaken_is_given_up(tmp_path: Path) -> None:
-    """Its missing vote was heard by a controller that is no more; the workers vote in order."""
+    """The missing vote went to a controller that no longer exists. Workers vote in order, so it will not come again."""
     committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
     committer.heed(vote(tmp_path, "t1", 0, 2, 5))
     for rank in (0, 1):
@@ -1527,7 +1532,7 @@ def test_first_interval_is_the_minimum_and_the_next_is_measured() -> None:
 
 
 def test_cadence_imports_no_torch_before_the_first_checkpoint() -> None:
-    """Its loop stood still until torch was there, for 5 s on a machine with much to do: nobody was watched, and a stop was refused."""
+    """On a busy machine, the import of torch takes 5 s. The loop would watch no worker and refuse a stop meanwhile."""
     program = (
         "import sys; from vescale_ray.config import CheckpointSection; from vescale_ray.controller.checkpointing.cadence import Cadence\n"
         "for every in ('auto', 100): assert Cadence(CheckpointSection(every=every), 0.0).news(1.0, 3) is None\n"
@@ -1543,14 +1548,14 @@ def test_failures_shorten_the_interval_and_quiet_lengthens_it() -> None:
     first = cadence.news(1000.0, 0)
     assert first is not None and cadence.news(1001.0, 0) is None
     often = cadence.news(1002.0, 3)
-    # Four failures' worth in an hour: a quarter of the time between them, half the interval.
+    # With the prior, this makes four failures in an hour: a quarter of the time between them, and half the interval.
     assert often is not None and abs(often.seconds / first.seconds - 0.5) < 0.02
     rare = cadence.news(1002.0 + 8 * 3600, 3)
     assert rare is not None and rare.seconds > 2 * often.seconds
 
 
 def test_restarted_controller_knows_the_time_span_of_failures(run: Recorded) -> None:
-    """It counted those of a month as if they had come in no time, and had a checkpoint made many times as often."""
+    """If a month's failures counted as if they had come in no time, checkpoints would be made many times as often."""
     before = auto(auto_min_s=1, auto_max_s=1e6, mtbf_hours=24)
     before.saved(kept(0.5, 3.0))
     month = 30 * 86400.0
@@ -1616,7 +1621,7 @@ def test_a_checkpoint_has_the_metrics_of_its_own_step(run: Recorded) -> None:
 def test_frozen_driver_asks_again_before_it_fails_the_run(
     gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A container was frozen for two minutes, and the first question after that was not answered in time: the run was FAILED."""
+    """After a container was frozen for two minutes, its first question is not answered in time. That must not fail the run."""
     now, asked = [1000.0], list[float]()
     about: Any = SimpleNamespace(config=tiny(tmp_path, "still"), source=StateSource(Origin.FRESH, 0), oldest=0)
     attempt = driver._Attempt(about, RunFolder(tmp_path), (), Bounds(), driver._Signals(), None, ())
@@ -1636,7 +1641,7 @@ def test_frozen_driver_asks_again_before_it_fails_the_run(
 
 
 def test_signal_during_the_teardown_of_a_lost_start_is_kept() -> None:
-    """It was ignored, and the run begun anew. None of them may interrupt the taking down."""
+    """If the signal were ignored, the run would begin anew. No signal may interrupt the teardown."""
     with driver._Signals() as signals:
         with signals.deferred():
             for _ in range(3):

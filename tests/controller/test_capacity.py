@@ -1,4 +1,4 @@
-"""Room for more workers, and when a run grows into it: values and arithmetic, with a clock of the test's own."""
+"""The places for more workers, and the times at which a run grows into them: values and arithmetic, with the test's own clock."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_place_counts_once_free_for_the_required_time() -> None:
 def test_nodes_that_come_and_go_are_never_steady_room(period: float) -> None:
     capacity, rng, at = FreePlaces(10.0), random.Random(1), 0.0
     for turn in range(40):
-        # Ray gives each node a new id; every third time it is the same node whose place is taken and given back.
+        # Ray gives each node a new id. Every third time it is the same node, whose place is taken and given back.
         name = "same" if turn % 3 == 0 else f"n{turn}"
         at = looks(capacity, period * rng.uniform(0.5, 1.0), {name: 1}, at)
         assert capacity.steady(at) == 0
@@ -140,7 +140,7 @@ def test_room_is_watched_only_by_a_run_that_would_use_it() -> None:
 
 
 class Grower:
-    """The growth of a run of two workers that may be four, with a place free on one node, and a clock of its own."""
+    """The growth of a run of two workers, at most four, with one free place on one node and a clock of its own."""
 
     def __init__(self, note: GrowthNote = NEW, now: float = 50.0, target: int = 2) -> None:
         section = {"workers": 2, "max_workers": 4, "grow": True, "grow_after_s": 1.0, "grow_gap_s": 60.0, "demand": 1}
@@ -151,7 +151,7 @@ class Grower:
         self.notes = [note]
 
     def pass_(self, seconds: float, world: int) -> list[str]:
-        """The time goes on, with so many members; the events of it."""
+        """Let ``seconds`` pass with ``world`` members, and return the names of the events."""
         end, told = self.now + seconds, []
         while self.now < end:
             self.now += 0.5
@@ -189,7 +189,7 @@ def test_restarted_controller_keeps_the_gap_between_growths(monkeypatch: pytest.
     assert again.pass_(45.0, 3) == ["growth_waits"]
     assert again.pass_(10.0, 3) == ["growth"] and again.target == 4
 
-    # One that was under way as the controller was killed, and comes to nothing after that, doubles the distance.
+    # If a growth is under way when the controller is killed, and fails afterwards, the gap before the next one doubles.
     begun = next(note for note in run.notes if note.aim)
     epoch -= 10.0
     third = Grower(begun, now=3.0, target=3)
@@ -201,7 +201,7 @@ def test_restarted_controller_keeps_the_gap_between_growths(monkeypatch: pytest.
 
 
 def test_place_is_requested_only_if_the_run_would_use_it_soon() -> None:
-    """One was held through a back-off of up to an hour, and the autoscaler brought nodes for the last seconds of a run."""
+    """A request held through a back-off of up to an hour, or in the last seconds of a run, would bring nodes without use."""
     run = Grower()
     run.capacity = 0
     run.pass_(5.0, 2)

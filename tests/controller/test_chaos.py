@@ -1,4 +1,4 @@
-"""Random faults, one after another and on top of each other, for a whole run: slow, and the seed is printed."""
+"""Random faults in succession and at the same time, for a whole run. The test is slow, and prints its seed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here"), pytest.mark
 
 
 class Tormentor:
-    """Kills and stops workers of a run, and its controller, at random moments, until there were ``faults`` of them."""
+    """Kills and stops a run's workers, and kills its controller, at random moments until there were ``faults`` faults."""
 
     def __init__(self, folder: RunFolder, seed: int, faults: int, gap_s: float) -> None:
         self.done: list[str] = []
@@ -46,7 +46,7 @@ class Tormentor:
         while len(self.done) < self._faults and not self._stop.wait(self._rng.expovariate(1 / self._gap_s)):
             if int(self.status.get("step") or 0) < 3:
                 continue
-            # Often two in quick succession: the second meets the recovery from the first.
+            # Often two faults come in quick succession: the second hits the recovery from the first.
             for _ in range(self._rng.choice([1, 1, 2])):
                 self._strike()
                 time.sleep(self._rng.uniform(0.0, 0.4))
@@ -64,7 +64,7 @@ class Tormentor:
             else:
                 return
         except (ValueError, OSError, ray.exceptions.RayError):
-            return  # it is being restarted, or has just died
+            return  # the controller is being restarted, or the worker has just died
         self.done.append(what)
 
 

@@ -1,7 +1,7 @@
-"""However a run ends, nothing of it is left within 15 s: no process, no listening socket, no temporary folder.
+"""15 s after the end of a run, nothing of it is left: no process, no listening socket, no temporary folder.
 
-A driver in a session of its own starts its own Ray; its processes are found by that session (Ray's workers leave the
-process group, not the session) and by a mark in their environment, neither of which is how the product finds them.
+A driver in a session of its own starts its own Ray. The test finds its processes by that session (Ray's workers leave the process group,
+not the session) and by a mark in their environment. The product finds them in other ways.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ runpy.run_module("vescale_ray.cli", run_name="__main__")
 
 
 class Driver:
-    """A driver process, and how its descendants are recognized; with ``terminal`` it is `vescale-ray train` at a terminal of its own."""
+    """A driver process whose descendants can be recognized. With ``terminal`` it is `vescale-ray train` at a terminal of its own."""
 
     def __init__(self, folder: Path, *actions: str, terminal: bool = False, **changes: Any) -> None:
         self.where = folder
@@ -62,12 +62,12 @@ class Driver:
             os.close(screen)
 
     def _read(self, keys: int) -> None:
-        """Keep what the terminal shows."""
+        """Record the terminal's output."""
         while True:
             try:
                 text = os.read(keys, 4096)
             except OSError:
-                return  # nobody has it open any more
+                return  # no process has the terminal open any more
             self.output.write(text.decode(errors="replace"))
 
     def type(self, keys: bytes) -> None:
@@ -75,7 +75,7 @@ class Driver:
         os.write(self._keys, keys)
 
     def processes(self) -> set[int]:
-        """Every living process of the driver's session or with its mark, itself apart."""
+        """Every living process of the driver's session or with its mark, except the driver itself."""
         found = set()
         for name in filter(str.isdigit, os.listdir("/proc")):
             try:
@@ -88,7 +88,7 @@ class Driver:
         return found - {self.process.pid}
 
     def sockets(self) -> set[str]:
-        """Inodes of the sockets that they hold."""
+        """Inodes of the sockets that these processes hold."""
         found = set()
         for pid in self.processes():
             try:
@@ -142,7 +142,7 @@ def listening() -> set[str]:
 
 
 def nothing_left(driver: Driver, sockets: set[str], folders: set[Path]) -> float:
-    """Seconds until all of the run was gone."""
+    """Wait until nothing of the run is left, and return the seconds it took."""
 
     def gone() -> bool:
         # A process that is ending has lost its environment, by which it is found, before its sockets are closed.
@@ -168,7 +168,7 @@ CODES = {"success": 0, "failure": 1, "stop": 0, "SIGINT to the group": 130, "SIG
 @pytest.mark.parametrize("endings", [("SIGKILL",), pytest.param(tuple(CODES), marks=pytest.mark.slow)], ids=["one", "all"])
 @pytest.mark.fault("E1", "E4")
 def test_nothing_is_left_of_a_run_within_15_s_whatever_ends_it(tmp_path: Path, drivers: list[Driver], endings: tuple[str, ...]) -> None:
-    # All at once: most of a start is waiting, and they must not get in each other's way either.
+    # All runs start at once: most of a start is waiting, and the runs must not get in each other's way either.
     by_ending: dict[str, Driver] = {}
     for ending in endings:
         (tmp_path / ending).mkdir()
@@ -188,7 +188,8 @@ def test_nothing_is_left_of_a_run_within_15_s_whatever_ends_it(tmp_path: Path, d
         client.request(by_ending["stop"].folder, "stop", {})
     os.kill(by_ending["SIGKILL"].process.pid, signal.SIGKILL)
     if "SIGTERM to the group" in by_ending:
-        # As `timeout`, a service manager or a batch system does: Ray's servers got it too, and were gone before there was a checkpoint.
+        # As `timeout`, a service manager or a batch system does. Ray's servers get the signal, too, and must not end before there is a
+        # checkpoint.
         os.killpg(by_ending["SIGTERM to the group"].process.pid, signal.SIGTERM)
     if "SIGINT to the group" in by_ending:
         os.killpg(by_ending["SIGINT to the group"].process.pid, signal.SIGINT)  # as a terminal does: Ray's servers get it too
@@ -235,7 +236,7 @@ def test_killed_driver_with_a_dead_controller_leaves_nothing(tmp_path: Path, dri
 @pytest.mark.slow
 @pytest.mark.fault("E2")
 def test_signal_during_ray_start_stops_the_run_without_failure(tmp_path: Path, drivers: list[Driver]) -> None:
-    """Ray takes SIGTERM for itself while it starts, and ends the process with it: FAILED, for the reason "15"."""
+    """While Ray starts, Ray itself handles SIGTERM and ends the process. The run must not be FAILED for the reason "15"."""
     driver = Driver(tmp_path, elastic_workers=1, train_steps=100_000)
     drivers.append(driver)
     until(lambda: bool(ray_folders(driver)), 60, "the first of Ray's servers")
@@ -248,7 +249,7 @@ def test_signal_during_ray_start_stops_the_run_without_failure(tmp_path: Path, d
 @pytest.mark.slow
 @pytest.mark.fault("E2")
 def test_signal_interrupts_the_filling_of_a_large_model(tmp_path: Path, drivers: list[Driver]) -> None:
-    """Its four parameters take eight seconds each; whoever is told leaves after the one under way."""
+    """The model's four parameters take 8 s each. A worker that is told to stop leaves after the present one."""
     model: dict[str, Any] = {"model_factory": "tests.controller.hanging:slowly_filled_model", "model_units": ["body"]}
     driver = Driver(tmp_path, elastic_workers=2, train_steps=100_000, **model)
     drivers.append(driver)
@@ -283,7 +284,8 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path, drivers: list[Driv
 def test_ctrl_c_in_a_pending_change_saves_and_leaves_nothing(
     tmp_path: Path, drivers: list[Driver]
 ) -> None:
-    """At a terminal: the key itself. One run waits for a worker that a person has asked for, the other for places that there are none."""
+    """The test presses the key at a terminal. One run waits for a worker that a user has requested, the other for places that don't
+    exist."""
     common: dict[str, Any] = {"train_steps": 100_000, "checkpoint_every": 0, "elastic_workers": 2, "ray_cpus_per_worker": 1.0}
     growing = {"ray_num_cpus": 2, "elastic_max_workers": 4, "elastic_grow": True, "elastic_demand": 2}
     by_wish: dict[str, Driver] = {}
@@ -318,7 +320,7 @@ def test_ctrl_c_in_a_pending_change_saves_and_leaves_nothing(
         said = re.fullmatch(r"vescale-ray: interrupted; nothing is left running; resume at step (\d+) with: vescale-ray (train .+)", last)
         assert said and int(said[1]) == newest.step, last
         said_to_do = shlex.split(said[2])
-    # The command as it stands there, of one of them.
+    # Run the printed command of one of the runs.
     command = [sys.executable, "-m", "vescale_ray.cli", *said_to_do, f"train.steps={newest.step + 20}"]
     resumed = subprocess.run(command, cwd=driver.where, env=environment(), capture_output=True, text=True, timeout=120)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr

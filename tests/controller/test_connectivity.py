@@ -1,4 +1,5 @@
-"""Which nodes a run does without when they don't reach each other, and whom it lets in: values, and answers that the test gives. No Ray."""
+"""Decisions about nodes that don't reach each other: the nodes a run gives up, and the workers it admits. No Ray; the test gives the
+answers."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("clock")
 
 
 class Hosts:
-    """Workers of which each is named by its node and a number, such as ``a1``, and the pairs of nodes that don't reach each other."""
+    """Workers named by node and number, such as ``a1``, and the pairs of nodes that don't reach each other."""
 
     def __init__(self, broken: str = "") -> None:
         self.broken = {frozenset(pair) for pair in broken.split()}
@@ -77,7 +78,7 @@ class Hosts:
         return list(admission.admitted), admission.refused
 
     def cut_off(self, members: str, looks: int = 2, leavers: str = "") -> CutOff | None:
-        """What is found in so many looks."""
+        """The result of ``looks`` probes in succession."""
         found: CutOff | None = None
         for _ in range(looks):
             for _ in range(2):
@@ -96,11 +97,11 @@ def test_unreached_node_is_cut_off_whole_after_two_probes() -> None:
     assert found == CutOff({"c1": "c", "c2": "c"}, {"c": ("a", "b")}, names, 2 * TRY_S)
     assert found.why("c") == "its node (host-c) and host-a, host-b do not reach each other"
     assert hosts.asked == 2 * [{"a1": ("b1", "c1"), "b1": ("a1", "c1"), "c1": ("a1", "b1")}], "one of each node tries"
-    # As long as it is not acted on it is looked at again, at once, and is known to last.
+    # Until the controller acts on the break, it is probed again at once, and its known duration grows.
     for looks in (3, 4, 5):
         found = hosts.cut_off("a1 a2 b1 b2 c1 c2", looks=1)
         assert found is not None and set(found.workers) == {"c1", "c2"} and found.lasts_s == looks * TRY_S
-    # Of what is found in each look, only what was found in all of them.
+    # Only breaks that every probe has found count.
     hosts.broken = {frozenset("bc")}
     found = hosts.cut_off("a1 a2 b1 b2 c1 c2", looks=1)
     assert found is not None and found.unreached == {"c": ("b",)} and found.lasts_s == 6 * TRY_S
@@ -120,7 +121,7 @@ def test_unconfirmed_break_between_nodes_counts_for_nothing() -> None:
     assert hosts.cut_off("a1 b1 c1", looks=1) is None
     found = hosts.cut_off("a1 b1 c1", looks=1)
     assert found is not None and set(found.workers) == {"b1"} and found.lasts_s == 2 * TRY_S
-    # Those that train have changed, or moved: what was found before is of another time.
+    # If the members have changed or made progress, earlier findings no longer count.
     for moves in (True, False):
         other = Hosts("ab")
         other.cut_off("a1 b1", looks=1)
@@ -154,7 +155,7 @@ def test_answering_worker_speaks_for_its_node_if_it_has_a_peer() -> None:
     hosts.mute = {"c1"}
     hosts.cut_off("a1 b1 c1 c2", looks=1)
     assert hosts.asked[-1]["c2"] == ("a1", "b1") and "c1" not in hosts.asked[-1]
-    hosts.mute = {"c1", "c2"}  # though nobody there answers, others tell that they don't reach it
+    hosts.mute = {"c1", "c2"}  # no worker on c answers, but others report that they don't reach it
     hosts.policy.progressed()
     found = hosts.cut_off("a1 b1 c1 c2")
     assert found is not None and set(found.workers) == {"c1", "c2"}
@@ -195,7 +196,7 @@ def test_joiner_is_admitted_once_its_node_reaches_all_others() -> None:
 
 @pytest.mark.fault("N5")
 def test_joiner_unreached_by_a_member_is_refused_with_its_node() -> None:
-    hosts = Hosts("ac bd")  # b and d are no matter of c's
+    hosts = Hosts("ac bd")  # the break between b and d does not concern c
     assert admitted(hosts, "b2 c1 c2 d1", "a1 b1", 1) == (["b2"], NOBODY)
     fine, cut = admitted(hosts, "b2 c1 c2 d1", "a1 b1", 1)
     assert fine == ["b2"] and cut.workers == {"c1": "c", "c2": "c"} and cut.unreached == {"c": ("a",)}
@@ -226,9 +227,9 @@ def test_removed_node_is_probed_again_before_it_is_admitted() -> None:
 
 
 def test_stalled_members_suspend_joiner_probes_and_void_results() -> None:
-    """Joiners and spares on good nodes were refused, and their nodes shunned, since a member was cut off that was not ended yet."""
+    """While a cut-off member is not ended yet, joiners and spares on good nodes must not be refused, nor their nodes shunned."""
     hosts = Hosts("ab bc")
-    admitted(hosts, "c1", "a1 b1", 1)  # once not reached, since b is cut off
+    admitted(hosts, "c1", "a1 b1", 1)  # c1 is not reached once, since b is cut off
     found = hosts.cut_off("a1 b1")
     assert found is not None and set(found.workers) == {"b1"}
     before = len(hosts.asked)
@@ -315,14 +316,14 @@ def test_generation_is_stalled_after_a_bound_without_any_beat() -> None:
         watch.stepped(TICKET, step, 0.1)
     for w in "ab":
         watch.heard(replace(report(w, WorkerPhase.TRAINING), beats=7), 10.0)
-    watch.verdict("ab", 10.0)  # the test's own gap: it listens first
+    watch.verdict("ab", 10.0)  # a gap of the test's own: the watch listens first
     for tenth in range(102, 130):
         now = tenth / 10
         watch.verdict("ab", now)
         assert watch.stalled("ab", now) == (now - 10.0 >= LEAST_S + 0.001 and now >= 10.0 + LEAST_S), now
     watch.heard(report("a", WorkerPhase.PARKED), 13.0)
     assert not watch.stalled("ab", 13.0), "one of them is out: that is another matter"
-    # The steps take minutes, or a fixed bound does: it is asked long before the collective fails, at 30 s here.
+    # Even if steps, or a fixed bound, take minutes, the nodes are probed long before the collective fails, here at 30 s.
     for slow in (HangWatch(patience_s=30.0), HangWatch(fixed=300.0, patience_s=30.0)):
         slow.begin(TICKET, 2)
         for step in range(4):
@@ -341,7 +342,7 @@ def test_generation_is_stalled_after_a_bound_without_any_beat() -> None:
 
 
 class Cut:
-    """A stage of two workers on two nodes, of which b's is cut off for as long as the test says, and what is done about it."""
+    """A stage of two workers on two nodes, and the controller's reaction to a break. b's node is cut off for as long as the test says."""
 
     def __init__(
         self, folder: Path, members: str = "ab", cut: str = "b", leavers: tuple[str, ...] = (), filled: bool = True, **elastic: Any
@@ -358,7 +359,7 @@ class Cut:
         self.detector._hangs = SimpleNamespace(stalled=lambda members, now: True, heard=lambda *about: None, forming_s=1e9, bound_s=1e9)
 
     def beside(self, *workers: str) -> None:
-        """These are there beside the members; ``warming`` is not warm."""
+        """Add these workers beside the members. ``warming`` is not warm."""
         self.worker_group.reports |= {w: report(w, WorkerPhase.IDLE, Ticket(0, 0)) for w in workers if w != "warming"}
         self.worker_group.on_the_way = [w for w in workers if w == "warming"]
 
@@ -373,7 +374,7 @@ class Cut:
         return len(self.stage.of("cut_off")) > before
 
     def fail(self, kind: FaultKind = FaultKind.PEER) -> Ending:
-        """A collective fails at once on all of them; how the generation has ended."""
+        """Let a collective fail on all workers at once, and return how the generation has ended."""
         fault = WorkerFault(kind, "gloo: no route to host")
         self.worker_group.reports |= {w: report(w, WorkerPhase.PARKED, fault=fault) for w in self.worker_group.reports}
         return self.stage.watch()
@@ -418,7 +419,7 @@ def test_broken_network_is_awaited_if_no_replacement_comes(
 
 
 def test_cut_off_worker_is_kept_if_its_end_would_end_the_run(tmp_path: Path) -> None:
-    cut = Cut(tmp_path, min_workers=2, spares=1)  # which there is none of but on that very node
+    cut = Cut(tmp_path, min_workers=2, spares=1)  # the only spare is on the node that is cut off
     cut.beside("spare")
     assert cut.found is not None
     cut.found = replace(cut.found, lasts_s=1e6)
@@ -435,8 +436,7 @@ def test_detector_ends_no_worker_if_most_of_a_run_is_cut_off(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", [FaultKind.PEER, FaultKind.OWN])
 def test_a_cut_off_node_is_found_before_the_next_group_is_formed(tmp_path: Path, kind: FaultKind) -> None:
-    """A connection that is refused, or a host that the kernel calls unreachable, fails within a moment: three such generations, and the
-    run had failed."""
+    """A refused connection or an unreachable host fails at once. After three such generations, the run would have failed."""
     cut = Cut(tmp_path, replace_lost=True)
     ending = cut.fail(kind)
     if kind is FaultKind.PEER:
@@ -467,11 +467,11 @@ def test_generation_ends_at_once_if_all_nodes_reach_each_other(tmp_path: Path) -
         and cut.worker_group.now < BEGAN + 1.0
         and cut.stage.loop._parts.account.budget.crashes == 1
     )
-    # One that never answers is no reason to wait for ever.
+    # If a probe is never answered, the wait still ends.
     other = Cut(tmp_path / "2")
     other.found = None
     assert other.fail().living == ("a", "b") and 14.0 < other.worker_group.now - BEGAN < 25.0
-    # Who dies meanwhile is lost.
+    # A worker that dies meanwhile is lost.
     third = Cut(tmp_path / "3")
     third.found = None
     third.worker_group.each_round = lambda passed: (
@@ -482,7 +482,7 @@ def test_generation_ends_at_once_if_all_nodes_reach_each_other(tmp_path: Path) -
 
 
 class Steered:
-    """The scaling of a run of two workers that wants three, with ``ready`` beside them."""
+    """The scaling of a run of two workers that wants three. The workers ``ready`` are warm."""
 
     def __init__(self, folder: Path, ready: str = "") -> None:
         self.worker_group = worker_group = WorkerGroup(
@@ -536,7 +536,7 @@ def test_refused_joiners_are_dismissed_and_the_node_shunned_once(tmp_path: Path)
     assert [(event["worker"], event["node"]) for event in table.stage.of("joiner_refused")] == [("c", "n2"), ("d", "n2")]
     assert scaling.untried == {"c", "d", "e"}, "and e is the last to be taken, should one be needed now"
     assert len(scaling.refusals) == len(scaling.hire_failures) == scaling.failed_hires == 1, "the node"
-    scaling.hire_failures.clear()  # as each worker does that becomes warm
+    scaling.hire_failures.clear()  # as each worker that becomes warm does
     assert len(scaling.refusals) == 1
     table.admits(lambda ready: Admission(tuple(ready)))
     assert scaling._admitted(["e"], WORLD) == ["e"] and not scaling.untried and not scaling.refusals, "one is let in"
@@ -550,7 +550,7 @@ def test_refused_joiners_are_dismissed_and_the_node_shunned_once(tmp_path: Path)
 
 
 def test_growth_goes_on_with_the_admitted_joiners(tmp_path: Path) -> None:
-    """Four refused, more than the limit: it was abandoned again in each round, and the good one never let in."""
+    """Four refusals are more than the limit. The growth must not be abandoned in each round without ever admitting the good joiner."""
     table = Steered(tmp_path, "cdefg")
     scaling, commands = table.scaling, table.stage.loop.commands
     commands.want(7, "growth")
@@ -585,7 +585,8 @@ def test_worker_barred_from_a_restored_node_is_hired_anew(tmp_path: Path) -> Non
 
 
 def test_unplaced_hire_of_an_earlier_controller_is_hired_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which nodes it may not come up on went with that controller: it would have waited for another one to the bound."""
+    """The list of nodes that the worker must avoid was lost with that controller. The worker would wait for another node to the time
+    limit."""
     worker_group = RealWorkerGroup(None, call_s=1.0, epoch=2)
     call = SimpleNamespace(remote=lambda *about: None)
     handle = SimpleNamespace(lifeline=call, hello=call)

@@ -1,4 +1,4 @@
-"""The control loop where Ray could not be brought to it in time: with workers and a clock that are the test's."""
+"""The control loop in situations that Ray can't be brought into in time, with workers and a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("clock")
 
 @pytest.mark.fault("W15")
 def test_leaver_on_a_lost_node_is_not_awaited_before_it_gives(tmp_path: Path) -> None:
-    """No connection breaks: the members would wait in the move until the bound of the collectives is over."""
+    """No connection breaks, so the members would wait in the move until the time limit of the collectives."""
     worker_group = WorkerGroup(report("a", WorkerPhase.FORMING), report("b", WorkerPhase.FORMING), report("l", WorkerPhase.GIVING))
     stage = Stage(worker_group, tmp_path, ("l",))
 
@@ -65,7 +65,7 @@ def test_leaver_on_a_lost_node_is_not_awaited_before_it_gives(tmp_path: Path) ->
 
 
 def test_a_leaver_that_fails_before_it_gives_is_not_awaited(tmp_path: Path) -> None:
-    """The members waited for it to come, for as long as a collective may take; and then all of them were taken for hung."""
+    """Otherwise the members would wait for the leaver as long as a collective may take, and then all be taken for hung."""
     worker_group = WorkerGroup(report("a", WorkerPhase.FORMING), report("b", WorkerPhase.FORMING), report("l", WorkerPhase.GIVING))
     stage = Stage(worker_group, tmp_path, ("l",))
 
@@ -107,7 +107,7 @@ def test_leaver_lost_after_it_gave_its_shard_is_not_missed(told: bool, tmp_path:
 
 
 def test_a_worker_without_a_processor_is_given_as_much_more_time(tmp_path: Path) -> None:
-    """It had none for 3 of the seconds: it has as many more."""
+    """The worker had no processor for 3 s, so its time limit is 3 s longer."""
     worker_group = WorkerGroup(report("a", WorkerPhase.TRAINING), report("b", WorkerPhase.TRAINING))
     stage = Stage(worker_group, tmp_path, filled=True, state=RunState.RUNNING)
     hangs = stage.loop._parts.detector._hangs
@@ -132,7 +132,7 @@ def test_a_worker_without_a_processor_is_given_as_much_more_time(tmp_path: Path)
 
 
 def test_hang_is_reported_once_while_its_worker_dies_slowly(tmp_path: Path) -> None:
-    """Ten reports of one hang, each of which stopped the controller for half a second, where its node told nothing of its death."""
+    """If the node does not report the worker's death, ten reports of one hang would stop the controller for half a second each."""
     worker_group = WorkerGroup(report("a", WorkerPhase.TRAINING), report("b", WorkerPhase.TRAINING))
     stage = Stage(worker_group, tmp_path, filled=True, state=RunState.RUNNING)
     stage.loop._parts.detector._hangs = SimpleNamespace(
@@ -151,7 +151,7 @@ def test_hang_is_reported_once_while_its_worker_dies_slowly(tmp_path: Path) -> N
 
 
 def test_ended_worker_that_parks_before_its_death_is_lost(tmp_path: Path) -> None:
-    """It was made a member of the next one, which then failed as well."""
+    """If the worker became a member of the next generation, that one would fail as well."""
     worker_group = WorkerGroup(report("a", WorkerPhase.PARKED, fault=PEER), report("b", WorkerPhase.TRAINING))
     stage = Stage(worker_group, tmp_path, filled=True, state=RunState.RUNNING)
 
@@ -168,7 +168,8 @@ def test_ended_worker_that_parks_before_its_death_is_lost(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_restarted_controller_keeps_the_last_checkpoint_bound(tmp_path: Path, ends: bool) -> None:
-    """The controller that had ordered it would have given it up; the next one took its writers for members that train, for ever."""
+    """The first controller would have given the checkpoint up. If the next one takes the writers for training members, it waits for
+    ever."""
     worker_group = WorkerGroup(report("a", WorkerPhase.SAVING), report("b", WorkerPhase.SAVING))
     stage = Stage(worker_group, tmp_path, filled=True, bounds=Bounds(save=30.0))
     stage.loop._parts.detector.adopt(WORLD)
@@ -197,7 +198,7 @@ def test_restarted_controller_keeps_the_last_checkpoint_bound(tmp_path: Path, en
 
 @pytest.mark.parametrize(("stop", "step", "state"), [(None, 60, "CHECKPOINTING"), ("SIGTERM", 40, "STOPPING"), (None, 40, "RESCALING")])
 def test_restarted_controller_names_the_purpose_of_a_save(tmp_path: Path, stop: str | None, step: int, state: str) -> None:
-    """It said RESCALING for as long as that took. What is kept of a run that has failed is no last checkpoint."""
+    """The state must not be RESCALING during a last checkpoint. A save of what is left of a failed run is no last checkpoint."""
     worker_group = WorkerGroup(report("a", WorkerPhase.SAVING), report("b", WorkerPhase.SAVING))
     stage, seen = Stage(worker_group, tmp_path, step=step), list[RunState]()
     stage.loop._parts.detector.adopt(stage.world)
@@ -223,7 +224,7 @@ def adopted(stage: Stage) -> states.Running:
 
 
 def test_an_order_that_a_leaver_did_not_get_is_taken_back(tmp_path: Path) -> None:
-    """A killed controller gave it to the members alone. They would wait for that leaver for as long as a group may take to form."""
+    """A killed controller gave the order to the members alone. They would wait for the leaver as long as a group may take to form."""
     before = replace(TICKET, generation=6)
     worker_group = WorkerGroup(report("a", WorkerPhase.FORMING), report("b", WorkerPhase.FORMING), report("l", WorkerPhase.PARKED, before))
     adopted(Stage(worker_group, tmp_path / "1", ("l",)))
@@ -240,14 +241,14 @@ def test_an_order_that_a_leaver_did_not_get_is_taken_back(tmp_path: Path) -> Non
         (WorkerPhase.TRAINING, WorkerPhase.FINISHED, True),
         (WorkerPhase.SAVING, WorkerPhase.PARKED, True),
         (WorkerPhase.FORMING, WorkerPhase.FORMING, False),
-        # Who has its part trains, and waits in its first step for who has not: it may be that one which waits for the leaver.
+        # A member with its shard trains, and waits in its first step for members without theirs. One of these may wait for the leaver.
         (WorkerPhase.TRAINING, WorkerPhase.FORMING, False),
     ],
 )
 def test_restarted_controller_drops_leavers_of_a_finished_move(
     a: WorkerPhase, b: WorkerPhase, moved: bool, tmp_path: Path
 ) -> None:
-    """Its durable state names them until something else is written down."""
+    """The durable state names the leavers until it is written the next time."""
     stage = Stage(WorkerGroup(report("a", a), report("b", b)), tmp_path, ("gone",))
     adopted(stage)
     assert stage.loop._parts.scaling.leavers == (() if moved else ("gone",))
@@ -256,7 +257,8 @@ def test_restarted_controller_drops_leavers_of_a_finished_move(
 @pytest.mark.parametrize("b", [report("b", WorkerPhase.PARKED, fault=PEER), None], ids=["failed", "says nothing"])
 @pytest.mark.parametrize("stepped", [True, False])
 def test_a_step_of_the_generation_says_that_the_move_is_over(b: WorkerReport | None, stepped: bool, tmp_path: Path) -> None:
-    """Of a member that had no processor for a while nothing was heard; that the leaver, gone for hours, was missed broke the generation."""
+    """A member without a processor may be silent for a while. Meanwhile, the missing leaver, gone for hours, must not break the
+    generation."""
     stage = Stage(WorkerGroup(*(one for one in (report("a", WorkerPhase.TRAINING), b) if one is not None)), tmp_path, ("gone",))
     if stepped:
         stage.run.stats.steps.last["generation"] = TICKET.generation
@@ -285,7 +287,8 @@ def test_outline_is_asked_of_the_next_worker_if_one_lacks_it(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("generation", [6, 7])
 def test_restarted_controller_awaits_no_old_generations_save(generation: int, tmp_path: Path) -> None:
-    """Every worker tells it its last vote, those of the others were given up long since: none was begun for ten minutes."""
+    """Workers repeat their last votes, also those of attempts that were given up. A wait for the missing votes would delay saves by 10
+    min."""
     item = SavedShard(Ticket(generation, 1), f"r-g{generation}-s40", 40, generation, 0, 2, "{}", None, 0.1)
     stage = Stage(WorkerGroup(replace(report("a", WorkerPhase.TRAINING), items=((1, item),)), report("b", WorkerPhase.TRAINING)), tmp_path)
     adopted(stage)
@@ -293,7 +296,7 @@ def test_restarted_controller_awaits_no_old_generations_save(generation: int, tm
 
 
 def awaited(stage: Stage, ended: Ending, workers: int, hire: int) -> bool:
-    """Whether the workers that are awaited come in time."""
+    """Whether the awaited workers come in time."""
     waiting = states.Waiting(ended, workers, hire, stage.worker_group.now)
     stage.loop._parts.scaling.hire_failures.clear()
     recovering: states.Recovering = stage.rounds(states.Recovering, begin=stage.recovery._hire_awaited(waiting))
@@ -309,7 +312,7 @@ def awaited(stage: Stage, ended: Ending, workers: int, hire: int) -> bool:
 def test_dying_replacement_is_rehired_up_to_the_start_limit(
     deaths: int, elastic: dict[str, Any], comes: bool, tmp_path: Path
 ) -> None:
-    """One such death ended the run, with "no replacement came in time"."""
+    """A single death must not end the run with "no replacement came in time"."""
     worker_group = WorkerGroup(report("a", WorkerPhase.PARKED))
     stage = Stage(worker_group, tmp_path, **elastic)
     if not elastic:
@@ -345,7 +348,7 @@ def test_hung_lone_worker_without_replacement_gets_more_time(tmp_path: Path) -> 
 
 
 def test_loss_between_a_stop_and_its_boundary_still_stops(tmp_path: Path) -> None:
-    """The run failed, with what its workers held, on the way from STOPPING to RESCALING."""
+    """The transition from STOPPING to RESCALING is forbidden: the run would fail, and its workers' state would be lost."""
     worker_group = WorkerGroup(report("a", WorkerPhase.TRAINING), report("b", WorkerPhase.TRAINING))
     stage = Stage(worker_group, tmp_path, filled=True, state=RunState.STOPPING)
     stage.loop.commands.end("SIGTERM")
@@ -363,7 +366,7 @@ def test_loss_between_a_stop_and_its_boundary_still_stops(tmp_path: Path) -> Non
 
 
 def committer(stage: Stage, result: SaveResult | None) -> list[tuple[str, ...]]:
-    """Let each checkpoint of parked workers have this result; the workers of each."""
+    """Give each checkpoint of parked workers this result, and return the list of the workers of each."""
     made: list[tuple[str, ...]] = []
 
     def save(workers: Any, *, only_newer: bool = False) -> SaveResult | None:
@@ -379,7 +382,7 @@ LAST = SaveResult("r-h8-s60", 60, 8, 0.1, CommittedCheckpoint("c60", "/c60", 60)
 
 @pytest.mark.parametrize("state", [RunState.STOPPING, RunState.STARTING, RunState.RESCALING, RunState.RUNNING])
 def test_a_run_is_done_after_its_last_step_from_every_state(tmp_path: Path, state: RunState) -> None:
-    """A stop may meet the last step; of a run with one step left the first word may be that it is done. Both failed."""
+    """A stop may come during the last step. If a run has one step left, its first report may be that it is done."""
     stage = Stage(WorkerGroup(report("a", WorkerPhase.FINISHED), report("b", WorkerPhase.FINISHED)), tmp_path, state=state, step=60)
     committer(stage, LAST)
     outcome = stage.rounds(begin=stage.end.complete(Ending(("a", "b"), finished=True))).outcome
@@ -396,7 +399,12 @@ def test_rescale_overtaken_by_the_last_step_is_abandoned(tmp_path: Path) -> None
 
 
 def completing(folder: Path, kept: int | None, *living: str) -> tuple[Stage, Any]:
-    """What follows the last checkpoint of a run of 60 steps, which is of step ``kept``; ``living``: the workers that are left after it."""
+    """The stage and its state after the last checkpoint of a run of 60 steps.
+
+    Args:
+        kept: step of the checkpoint; None: there is none.
+        living: workers that are left after it.
+    """
     stage = Stage(
         WorkerGroup(report("a", WorkerPhase.FINISHED), report("b", WorkerPhase.FINISHED)), folder, state=RunState.RUNNING, step=60
     )
@@ -412,20 +420,20 @@ def completing(folder: Path, kept: int | None, *living: str) -> tuple[Stage, Any
 
 
 def test_a_run_is_not_done_with_a_checkpoint_of_an_earlier_step(tmp_path: Path) -> None:
-    """With a copy every third step, and a worker lost in the last checkpoint: of the last step nobody has its part. It was called DONE."""
+    """With a copy every third step, a worker that dies in the last checkpoint takes the only shard of the last step with it."""
     stage, state = completing(tmp_path, 59, "a")
     assert isinstance(state, states.Recovering), "training goes back to what is left"
     assert stage.loop._parts.account.budget.crashes == 1 and stage.loop.commands.target == 1, "those that are left go on"
 
 
 def test_incomplete_state_after_last_step_is_no_further_failure(tmp_path: Path) -> None:
-    """The loss that it comes from was counted when the generation ended."""
+    """The loss that caused this was counted when the generation ended."""
     stage, state = completing(tmp_path, None, "a", "b")
     assert isinstance(state, states.Recovering) and stage.loop._parts.account.budget.tries == 0
 
 
 def decided(stage: Stage) -> list[type | tuple[str, ...]]:
-    """After the loss of b: the states until a generation begins, whose members come last."""
+    """The states after the loss of b until a generation begins, and then its members."""
     made: list[Any] = []
     transitions = dict(stage.loop._transitions)
 
@@ -445,7 +453,7 @@ def decided(stage: Stage) -> list[type | tuple[str, ...]]:
 
 @pytest.mark.fault("W8")
 def test_living_leaver_rejoins_after_a_loss_in_the_move(tmp_path: Path) -> None:
-    """Three were to become two. The run failed, or waited for a replacement without end, with two warm workers there."""
+    """Three workers become two. With two warm workers left, the run must neither fail nor wait for a replacement without end."""
     worker_group = WorkerGroup(report("a", WorkerPhase.FORMING), report("b", WorkerPhase.FORMING), report("l", WorkerPhase.GIVING))
     stage = Stage(worker_group, tmp_path, ("l",), min_workers=2)
 
@@ -476,7 +484,7 @@ def test_draining_leaver_rejoins_only_if_it_is_needed(fewest: int, members: tupl
 
 
 def test_a_growing_run_hires_one_worker_where_one_is_missing(tmp_path: Path) -> None:
-    """It wanted fewer than it may have, waited for more, had them, wanted fewer: another hiring with each round, for ever."""
+    """The run must not alternate between too few workers and enough: it would hire another one in each round, for ever."""
     worker_group = WorkerGroup(report("a", WorkerPhase.PARKED, fault=PEER))
     stage = Stage(worker_group, tmp_path, min_workers=2, grow=True)
     worker_group.each_round = lambda passed: worker_group.reports.update(
@@ -500,7 +508,7 @@ def test_hire_in_progress_counts_when_another_worker_is_lost(tmp_path: Path) -> 
 @pytest.mark.parametrize(("out_s", "ends"), [(20.0, "begun"), (1e9, "FAILED"), (1e9, "STOPPED")], ids=["comes back", "stays away", "stop"])
 @pytest.mark.fault("S6")
 def test_unreachable_storage_is_awaited_if_no_worker_holds_state(out_s: float, ends: str, tmp_path: Path) -> None:
-    """The loss of two neighbours in the moment of an outage ended the run, and its last words were those of a socket."""
+    """The loss of two neighbours during an outage must not end the run at once. The error must name the lost state, not only a socket."""
     worker_group = WorkerGroup(report("a", WorkerPhase.PARKED))
     stage = Stage(worker_group, tmp_path, bounds=Bounds(storage=60.0))
     coordinator = stage.loop._parts.coordinator
@@ -525,7 +533,7 @@ def test_unreachable_storage_is_awaited_if_no_worker_holds_state(out_s: float, e
 
 
 def test_silent_storage_blocks_neither_the_loop_nor_a_stop(tmp_path: Path) -> None:
-    """The loop waits in its rounds, so that a command reaches it; a worker that dies meanwhile is no member of the next generation."""
+    """The loop waits in its rounds, so that a command reaches it. A worker that dies meanwhile is no member of the next generation."""
     worker_group = WorkerGroup(report("a", WorkerPhase.PARKED), report("b", WorkerPhase.PARKED))
     stage = Stage(worker_group, tmp_path)
     coordinator, died = stage.loop._parts.coordinator, [False]
@@ -557,7 +565,7 @@ def test_silent_storage_blocks_neither_the_loop_nor_a_stop(tmp_path: Path) -> No
 
 
 def test_storage_timeout_keeps_counting_over_waits_for_workers(tmp_path: Path) -> None:
-    """A worker is lost every 20 s and replaced 5 s later: the time out of reach counts from its beginning."""
+    """A worker is lost every 20 s and replaced 5 s later. The outage still counts from its beginning."""
     group = WorkerGroup(report("a", WorkerPhase.PARKED), report("b", WorkerPhase.PARKED))
     stage = Stage(group, tmp_path, bounds=Bounds(storage=60.0, replace=600.0), min_workers=2, replace_lost=True)
 
@@ -600,7 +608,7 @@ def test_lost_evaluation_is_made_up_and_none_is_made_twice(tmp_path: Path) -> No
 
 
 def trains(folder: Path, worker_group: WorkerGroup, **about: Any) -> Stage:
-    """A generation that trains, and has done a step."""
+    """A stage whose generation trains, and has done a step."""
     world = replace(WORLD, members=tuple(w for w in "abcd" if w in worker_group.reports))
     worker_group.infos |= {w: node_of(w) for w in (*worker_group.reports, *worker_group.on_the_way)}
     stage = Stage(worker_group, folder, filled=True, state=RunState.RUNNING, world=world, **about)
@@ -612,14 +620,15 @@ def trains(folder: Path, worker_group: WorkerGroup, **about: Any) -> Stage:
     ("writes", "took_s", "waits_s"),
     [
         *[("a worker", None, 30.0), ("a commit", 40.0, 80.0), ("a commit", 1e4, 300.0), ("", None, 0.0)],
-        # Layouts: a controller that was just restarted knows none, and numbered the ranks as if all parts were equal.
+        # Layouts: a restarted controller knows none at first, and must not number the ranks as if all shards were equal.
         *[("plans", None, 3.0), ("no plans", None, PLANNED_S)],
     ],
 )
 def test_rescale_awaits_a_checkpoint_write_but_a_drain_does_not(
     writes: str, took_s: float | None, waits_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each change gave up the checkpoint that was being written: with one a minute, and a minute's writing, there was never any."""
+    """A change gives up a checkpoint that is being written. With a change a minute, and a minute's writing, there would never be a
+    checkpoint."""
     worker_group = WorkerGroup(*(replace(report(w, WorkerPhase.TRAINING), writing=writes == "a worker" and w == "b") for w in "ab"))
     stage = trains(tmp_path, worker_group)
     if took_s is not None:
@@ -641,7 +650,7 @@ def test_rescale_awaits_a_checkpoint_write_but_a_drain_does_not(
 @pytest.mark.parametrize(("warming", "hiring", "wanted"), [("", 0, 2), ("x", 0, 3), ("xy", 0, 4), ("x", 1, 4), ("xy", 3, 5)])
 @pytest.mark.fault("N7")
 def test_a_drain_leaves_workers_on_the_way_alone(warming: str, hiring: int, wanted: int, tmp_path: Path) -> None:
-    """Of three that were to be five one had to go as the two were still warming: the run stayed at two, and they were sent away."""
+    """Three workers become five, and one of the three is drained while the two are still warming. The two must not be dismissed."""
     worker_group = WorkerGroup(*(report(w, WorkerPhase.TRAINING) for w in "abc"))
     worker_group.on_the_way, worker_group.hiring = list(warming), hiring
     stage = trains(tmp_path, worker_group, config={"elastic_workers": 3, "elastic_max_workers": 6})
@@ -655,7 +664,7 @@ def test_a_drain_leaves_workers_on_the_way_alone(warming: str, hiring: int, want
 
 @pytest.mark.parametrize(("spare", "parks"), [("ready", True), ("not reached", False), ("warming", False), ("leaving", False)])
 def test_drain_counts_only_workers_that_can_join_at_once(spare: str, parks: bool, tmp_path: Path) -> None:
-    """Of four, three at the least, two had to go, and one was there to come: training stayed on the node until it died."""
+    """Two of four workers are drained, one can join, and three are the minimum. Training must not stay on the node until it dies."""
     worker_group = WorkerGroup(*(report(w, WorkerPhase.TRAINING) for w in "abcd"))
     if spare == "warming":
         worker_group.on_the_way = ["x"]
@@ -666,7 +675,7 @@ def test_drain_counts_only_workers_that_can_join_at_once(spare: str, parks: bool
     stage = trains(tmp_path, worker_group, config={"elastic_workers": 4}, min_workers=3, replace_lost=True, spares=1, max_workers=6)
     stage.loop.commands.want(4, "manual")
     for _ in range(5):
-        stage.loop.step()  # the spare is let in
+        stage.loop.step()  # the spare is admitted
     worker_group.asked.clear()
     stage.drain(*("cdx" if spare == "leaving" else "cd"))
     stage.loop.step()
@@ -674,7 +683,7 @@ def test_drain_counts_only_workers_that_can_join_at_once(spare: str, parks: bool
 
 
 def test_warm_workers_that_die_before_they_join_are_counted(tmp_path: Path) -> None:
-    """A spare that something ended soon after it was warm was hired again at once, and so on for ever."""
+    """A spare that keeps dying soon after it is warm must not be hired again at once for ever."""
     worker_group = WorkerGroup(*(report(w, WorkerPhase.TRAINING) for w in "ab"))
     stage = trains(tmp_path, worker_group)
     for worker, about in (("s", node_of("s")), ("a", node_of("a")), ("x", None)):
@@ -691,13 +700,13 @@ def test_warm_workers_that_die_before_they_join_are_counted(tmp_path: Path) -> N
         (Origin.CHECKPOINT, WorkerPhase.FORMING, False, True),
         (Origin.FRESH, WorkerPhase.FORMING, False, True),
         (Origin.MEMORY, WorkerPhase.FORMING, False, False),
-        # A controller that was just restarted has heard of nobody that it has its state; the run's first generation trains for days.
+        # A restarted controller does not know yet that the members have their state. The run's first generation trains for days.
         (Origin.FRESH, WorkerPhase.TRAINING, False, False),
         (Origin.FRESH, WorkerPhase.FORMING, True, False),
     ],
 )
 def test_a_stop_waits_for_no_large_state_to_be_read(origin: Origin, phase: WorkerPhase, stepped: bool, cut: bool, tmp_path: Path) -> None:
-    """It waited for all of it, and for a step: with a grace of a minute the run was killed in that, after eleven it was FAILED."""
+    """A stop that waits for the whole state and a step would exceed a grace of a minute: the run is killed. After 11 min it is FAILED."""
     worker_group = WorkerGroup(report("a", WorkerPhase.FORMING), report("b", phase))
     stage = Stage(worker_group, tmp_path, world=replace(WORLD, source=StateSource(origin, 40)))
     if stepped:
@@ -720,7 +729,7 @@ def test_a_stop_waits_for_no_large_state_to_be_read(origin: Origin, phase: Worke
 
 @pytest.mark.fault("N8")
 def test_parked_workers_save_their_state_where_a_node_is_to_go(tmp_path: Path) -> None:
-    """Nobody trained, and the notice was not heard: the node went with the only copies."""
+    """No worker trains at that time. If the notice is missed, the only copies go with the node."""
     worker_group = WorkerGroup(*(report(w, WorkerPhase.PARKED) for w in "ab"))
     worker_group.infos |= {w: node_of(w) for w in "ab"}
     stage = Stage(worker_group, tmp_path, config={"elastic_workers": 3}, min_workers=3, replace_lost=True)
@@ -743,7 +752,7 @@ def test_parked_workers_save_their_state_where_a_node_is_to_go(tmp_path: Path) -
 
 @pytest.mark.parametrize("controllers", [20, 22, 23])
 def test_run_with_failing_controllers_saves_its_workers_state(tmp_path: Path, controllers: int) -> None:
-    """They had trained on. All of them were ended with what they held since the last checkpoint."""
+    """The workers train on meanwhile. Without a save, all that they hold since the last checkpoint is lost when the run ends."""
     worker_group = WorkerGroup(report("a", WorkerPhase.TRAINING), report("b", WorkerPhase.TRAINING))
     durable = DurableState(
         "r", 7, LaunchedGeneration.of(WORLD), target=2, highest_step=40, epoch=2, controller_restarts=controllers, failures={}
@@ -770,7 +779,7 @@ def test_run_with_failing_controllers_saves_its_workers_state(tmp_path: Path, co
     outcome = stage.rounds(begin=states.Starting()).outcome
     assert outcome.state == "FAILED" and outcome.error.startswith(f"the controller was restarted {controllers + 1} times")
     assert made[:1] == ([("a", "b")] if controllers < 23 else [()]), "the fourth that tries would come to nothing as well"
-    # Where it is killed in that, the next one neither goes on nor calls the run stopped.
+    # If the controller is killed during the save, the next one neither goes on nor calls the run stopped.
     stage.durable.update()
     last = stage.written[-1]
     assert last.stop_reason is None and last.controller_restarts == controllers + 1
@@ -780,7 +789,7 @@ def test_run_with_failing_controllers_saves_its_workers_state(tmp_path: Path, co
 
 
 def test_leavers_stay_until_the_next_generation_has_made_a_step(tmp_path: Path) -> None:
-    """Until then its first copies are on their way: a worker that is lost meanwhile would be lost with what only leavers hold."""
+    """Until then the first copies are on their way. If a worker is lost meanwhile, its state may be with leavers alone."""
     worker_group = WorkerGroup(*(report(w, WorkerPhase.FORMING) for w in "ab"), *(report(w, WorkerPhase.PARKED) for w in "lm"))
     stage = Stage(worker_group, tmp_path, ("l", "m"))
     for _ in range(3):
@@ -795,7 +804,7 @@ def test_leavers_stay_until_the_next_generation_has_made_a_step(tmp_path: Path) 
 
 
 def test_failure_counted_by_an_earlier_controller_counts_once(tmp_path: Path) -> None:
-    """While the run waited for a replacement each restart of its controller counted it again, and a lost node as a crash."""
+    """While the run waits for a replacement, a restarted controller must not count the failure again, nor a lost node as a crash."""
     worker_group = WorkerGroup(report("a", WorkerPhase.PARKED, fault=PEER), report("b", WorkerPhase.TRAINING))
     first = Stage(worker_group, tmp_path, min_workers=2, replace_lost=True)
     first.lose("b", Cause.NODE)
@@ -830,7 +839,7 @@ def test_requested_change_is_no_failure_if_its_answer_is_late(tmp_path: Path, he
 
 
 def test_change_during_a_controller_kill_is_no_failure(tmp_path: Path) -> None:
-    """The workers had stopped at the boundary that they were asked to; the next controller took that for a failure, as did the alerts."""
+    """The workers stop at the boundary as they were asked to. Neither the next controller nor the alerts may take that for a failure."""
     stage = Stage(WorkerGroup(report("a", WorkerPhase.PARKED), report("b", WorkerPhase.PARKED)), tmp_path)
     stage.loop._parts.detector.adopt(stage.world)
     stage.loop.commands.explain("manual")
@@ -840,7 +849,7 @@ def test_change_during_a_controller_kill_is_no_failure(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("asked", "hired"), [(1, 2), (3, 3)])
 def test_a_rescale_is_heeded_while_the_first_workers_are_awaited(asked: int, hired: int, tmp_path: Path) -> None:
-    """The run went on waiting for as many as it was begun with, for three minutes."""
+    """The run must not wait three minutes for the number of workers that it was started with."""
     worker_group = WorkerGroup()
     stage = Stage(worker_group, tmp_path, durable=DurableState("r", 7, target=2, epoch=1), config={"elastic_max_workers": 4})
 
@@ -885,7 +894,6 @@ def test_cut_off_node_is_reused_if_no_other_has_a_place(tmp_path: Path) -> None:
 
 
 def test_idle_round_leaves_the_state_equal_and_orders_nothing(tmp_path: Path) -> None:
-    """A round in which nothing happens leaves the state equal, and orders nothing."""
     stage = trains(tmp_path, WorkerGroup(report("a", WorkerPhase.TRAINING), report("b", WorkerPhase.TRAINING)))
     before = stage.loop.state
     stage.loop.step()

@@ -144,7 +144,8 @@ def test_clock_skew_and_silent_nodes_are_found() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_cluster_s_nodes_are_asked_for_their_clocks(monkeypatch) -> None:
-    """All (the head has no CPU) are this machine's, so that they are as far apart as the answers take; one that is stopped says nothing."""
+    """All nodes, the head (without a CPU) included, are on this machine: their clocks differ by the time of the answers. A stopped node
+    says nothing."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with cluster(1, 1, 1) as nodes:
         found = doctor.ray_cluster(nodes.address)
@@ -195,7 +196,7 @@ def test_port_in_use_and_silent_cluster_are_found(monkeypatch) -> None:
 
 
 def test_unusable_folder_is_found_whatever_its_permissions(tmp_path: Path) -> None:
-    """/proc: root may write there, and nobody can."""
+    """Root has the permission to write to /proc, but no process can."""
     config = tiny(tmp_path, "r")
     assert doctor.run_folder(config).verdict == "ok" and not (tmp_path / "r").exists()
     found = doctor.run_folder(tiny(tmp_path, "r", run_dir="/proc/nothing"))

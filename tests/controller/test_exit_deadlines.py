@@ -1,4 +1,4 @@
-"""When a worker that is still in a generation that is over is ended: values in, decisions out."""
+"""Deadlines for workers that are still in a generation that is over: values in, decisions out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ PARK_S, COLLECTIVE_S, STEP = Bounds().park, 20.0, 41
 
 @dataclass
 class Scene:
-    """Three workers: ``a`` and ``b`` are out, ``c`` is as its report says; ``complete``: those that are out hold the newest step."""
+    """Three workers: ``a`` and ``b`` are out of the generation, ``c`` is as its report says. ``complete``: ``a`` and ``b`` hold the
+    newest step."""
 
     report: WorkerReport | None
     elastic: dict[str, Any] = field(default_factory=dict)
@@ -39,7 +40,7 @@ class Scene:
         return (policy or self.policy()).late(since, views, rest)
 
     def ended(self, inside: str = "c", out: str = "ab") -> float:
-        """Seconds after which it is ended, to 0.1 s."""
+        """Seconds after which the worker is ended, to 0.1 s."""
         policy = self.policy()
         at = next((tenth / 10 for tenth in range(1000) if self.late(tenth / 10, inside, out, policy)), float("inf"))
         assert all(self.late(at + later, inside, out, policy) for later in (0.1, 1.0, 100.0)) or at == float("inf")
@@ -64,7 +65,7 @@ def test_computing_or_silent_worker_has_the_step_bound_to_exit() -> None:
 
 
 def test_copying_worker_gets_the_collective_bound_unless_silent() -> None:
-    """Copies of one size take a different time on each machine: the others may be out for long."""
+    """Copies of one size take a different time on each machine, so the others may have been out for long."""
     copies = report(WorkerPhase.TRAINING, unhurried=True)
     assert Scene(copies).ended() == pytest.approx(COLLECTIVE_S + PARK_S + AFTER)
     assert Scene(copies, {"replace_lost": True}).ended() == pytest.approx(COLLECTIVE_S + PARK_S + AFTER), "it does not wait for a rank"
@@ -98,14 +99,15 @@ def test_waiting_worker_is_ended_early_if_replaced_without_loss(elastic: dict[st
 
 @pytest.mark.fault("W11")
 def test_longest_recent_step_extends_the_exit_deadline() -> None:
-    """With steps of half a second, of which each tenth took ten, a third of all losses took every survivor along."""
+    """If most steps take 0.5 s and every tenth 10 s, a deadline by the last step ends all survivors in a third of losses."""
     assert Scene(report(WorkerPhase.TRAINING), longest=10.0).ended() == pytest.approx(15.0 + AFTER)
     assert Scene(report(WorkerPhase.TRAINING), longest=1.5).ended() == pytest.approx(PARK_S + AFTER)
 
 
 @pytest.mark.fault("W11")
 def test_survivors_that_all_compute_are_not_taken_for_hung() -> None:
-    """They are at something longer than any step so far. All were ended in one moment, and with them all that was left of the lost one."""
+    """The survivors compute for longer than any step so far. If all are ended at once, what is left of the lost one's state goes with
+    them."""
     patient = pytest.approx(COLLECTIVE_S + PARK_S + AFTER)
     early = pytest.approx(PARK_S + AFTER)
     busy = Scene(report(WorkerPhase.TRAINING))
@@ -113,19 +115,19 @@ def test_survivors_that_all_compute_are_not_taken_for_hung() -> None:
     assert "after its generation was over" in busy.late(60.0, "c", "")["c"]
     assert busy.ended("bc", "a") == early, "another has left"
     assert Scene(WAITS).ended("abc", "") == patient and Scene(None).ended("abc", "") == early, "nobody has answered anything"
-    # One that is silent hangs, and the others do what takes long all the same. Who is ended already tells nothing.
+    # A silent worker hangs, and the others may still compute. A worker that is ended already says nothing about them.
     assert set(Scene(report(WorkerPhase.TRAINING), silent=["b"]).late(PARK_S + AFTER, "abc", "")) == {"b"}
     assert Scene(report(WorkerPhase.TRAINING), silent=["b"], doomed=["b"]).ended("abc", "") == patient
 
 
 def test_first_exit_restarts_the_deadline_of_the_others() -> None:
-    """As the first had written its step, after twelve seconds, the others were ended at once: they had had three."""
+    """If the first worker leaves after 12 s, the others must not be ended at once because their first 3 s are over."""
     busy = Scene(report(WorkerPhase.TRAINING))
     policy = busy.policy()
     assert not any(busy.late(tenth / 10, "abc", "", policy) for tenth in range(120))
     left = next(tenth / 10 for tenth in range(120, 1000) if busy.late(tenth / 10, "bc", "a", policy))
     assert left == pytest.approx(11.9 + PARK_S + AFTER)
-    # In the next generation that is forgotten.
+    # The next generation does not remember the exit.
     at = next(tenth / 10 for tenth in range(1000) if busy.late(tenth / 10, "bc", "a", policy))
     assert at == pytest.approx(PARK_S + AFTER)
 

@@ -1,5 +1,8 @@
-"""Every fault at every moment: while the first generation is built, in its first step (there is no copy of anything yet), while the next
-one is built, in the last step, in the last checkpoint. One run meets them all, one after another, and every bit is the calm run's."""
+"""Every fault at every moment of a run leaves each bit as in an undisturbed run.
+
+The moments: the building of the first generation, its first step (before any copy), the next building, the last step, and the last
+checkpoint. One run meets all moments of a fault, one after another.
+"""
 
 from __future__ import annotations
 
@@ -59,16 +62,17 @@ def calm(home: Path, ray_here: None) -> Finished:
 
 
 ENDS = ("kill", "exit", "stop", "lock", "sleep", "controller and worker")
-"""Ways after which the process is gone. After the others it takes part in the next generation."""
+"""Faults after which the process is gone. After the others it takes part in the next generation."""
 NOT_IN_A_SAVE = ("raise", "collective", "sleep")
-"""A write that fails is a checkpoint that fails (test_checkpoint_faults); one that takes for ever has its own bound, ``Bounds.save``."""
+"""Faults that are not tried in the last checkpoint. A failed write fails the checkpoint (test_checkpoint_faults), and ``Bounds.save``
+limits one that takes for ever."""
 
 
 @pytest.mark.parametrize("way", ["kill", "exit", "raise", "collective", "stop", "lock", "sleep", "controller and worker", "controller"])
 @pytest.mark.fault("W1", "W7", "W10", "C3")
 def test_fault_of_any_kind_at_any_moment_changes_no_bit(way: str, home: Path, calm: Finished) -> None:
     moments = ["start", "first", "rebuild", "last", *(["save"] if way not in NOT_IN_A_SAVE else [])]
-    # Of 6 workers one is gone after each of the first three moments: 3 are left for the last step, with two slots each.
+    # One of 6 workers is gone after each of the first three moments. For the last step 3 are left, with two slots each.
     per_step = SLOTS // 3 if way in ENDS else 1
     again = 0 if way == "controller" else 1
     parts = {
@@ -79,7 +83,7 @@ def test_fault_of_any_kind_at_any_moment_changes_no_bit(way: str, home: Path, ca
         "save": Cue(way, save=True),
     }
     began = time.monotonic()
-    # Who stands still as its model is filled in is ended after ten times that: before it wakes.
+    # A worker that hangs as its model is filled in is ended after ten times this limit, before it wakes.
     bound = {"elastic_collective_timeout_s": FOR_S / 20} if way == "sleep" else {}
     with cues(*(parts[moment] for moment in moments)):
         finished = carry_out(config_of(home, way.replace(" ", "-"), elastic_workers=6, **bound))
@@ -100,7 +104,7 @@ def test_fault_of_any_kind_at_any_moment_changes_no_bit(way: str, home: Path, ca
 
 
 MANY = {"train_slots": 12, "checkpoint_every": 5}
-"""So that 6 workers have two slots each, 4 have three; and what can't be had from copies is from step 10."""
+"""Settings with which 6 workers have two slots each, and 4 have three. A state without copies is restored from step 10."""
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +113,7 @@ def calm_of_many(home: Path, ray_here: None) -> Finished:
 
 
 def is_the_same(finished: Finished, calm: Finished) -> None:
-    """Every loss, and every bit of the last checkpoint."""
+    """Check that every loss and every bit of the last checkpoint are those of ``calm``."""
     assert finished.losses == calm.losses
     assert finished.accounting().exact
     roots = [run.config.checkpoint_root for run in (finished, calm)]
@@ -124,7 +128,7 @@ def test_two_kills_at_once_in_first_and_last_step_cost_no_bit(
     ranks: tuple[int, int], home: Path, calm_of_many: Finished
 ) -> None:
     first = [Cue("kill", 1, 1, rank=rank, together=2) for rank in (1, 4)]
-    last = [Cue("kill", 2, 3 * STEPS, rank=rank, together=2) for rank in ranks]  # of the 4 that are left, with three slots each
+    last = [Cue("kill", 2, 3 * STEPS, rank=rank, together=2) for rank in ranks]  # 4 workers are left, with three slots each
     with cues(*first, *last):
         finished = carry_out(config_of(home, f"two-{ranks[0]}-{ranks[1]}", elastic_workers=6, **MANY))
         assert played() == 4, finished.events
@@ -172,7 +176,7 @@ def test_stop_saves_though_a_worker_is_killed_in_the_same_step(acts: tuple[Act, 
 
 @pytest.mark.fault("W10")
 def test_death_in_last_checkpoint_replays_steps_since_the_copy(home: Path, calm: Finished) -> None:
-    """The copies that are left are of step 10 of 12: that was called DONE."""
+    """The copies that are left are of step 10 of 12, so the run is not done yet."""
     with cues(Cue("kill", save=True)):
         finished = carry_out(config_of(home, "fifth", elastic_workers=3, elastic_snapshot_every=5))
         assert played() == 1
@@ -200,7 +204,7 @@ def test_death_around_a_shrink_keeps_the_leaver_and_its_state(
 
 
 def processes(title: bytes) -> list[int]:
-    """Processes whose title begins so, of this process' Ray."""
+    """Processes of this process' Ray cluster whose title begins with ``title``."""
     parent = parents()
     found = []
     for pid in [pid for pid, its in parent.items() if parent.get(its) == os.getpid()]:
@@ -217,7 +221,7 @@ def controller_process() -> int | None:
 
 
 def answers(run: RunFolder, epoch: int) -> int | None:
-    """The number of the controller's life, if one after ``epoch`` answers."""
+    """The controller's epoch, if a controller after ``epoch`` answers."""
     try:
         now = int(client.request(run, "status", timeout_s=1.0)["info"]["controller_epoch"])
     except (client.RunNotAlive, client.CommandRefused):
@@ -226,7 +230,7 @@ def answers(run: RunFolder, epoch: int) -> int | None:
 
 
 class Sideline:
-    """Does something to a run beside it, then stops it; what went wrong there fails the test."""
+    """Does something to a run in a thread, and then stops the run. An error in the thread fails the test."""
 
     def __init__(self, config: RunConfig, what: Callable[[RunFolder], None]) -> None:
         self.folder, self._what = RunFolder(config.run_folder), what
@@ -250,7 +254,7 @@ class Sideline:
             self.error = error
         finally:
             try:
-                # A controller that was just killed refuses for some seconds: the run would never end.
+                # A controller that was just killed refuses commands for some seconds. With a single try, the run would never end.
                 until(self._is_stopped, 60, "the end of the run")
             except BaseException as error:
                 self.error = self.error or error
@@ -279,7 +283,7 @@ def test_twenty_controller_kills_stop_no_worker_and_heal_in_5_s(home: Path) -> N
         for kill in range(KILLS):
             began = time.monotonic()
             os.kill(wait_for(lambda: controller_process(), "a controller"), signal.SIGKILL)
-            if kill % 5 == 4:  # and the next one while it starts
+            if kill % 5 == 4:  # kill the next one, too, while it starts
                 gone = time.monotonic()
                 while time.monotonic() < gone + 10 and (pid := controller_process()) is None:
                     time.sleep(0.02)
@@ -311,7 +315,7 @@ def test_twenty_controller_kills_stop_no_worker_and_heal_in_5_s(home: Path) -> N
 @pytest.mark.parametrize("earlier", [True, False], ids=["since a while", "since the beginning"])
 @pytest.mark.fault("S7")
 def test_controller_killed_with_a_full_disk_loses_no_state(earlier: bool, home: Path) -> None:
-    """All that it could not write down is a generation, a wish and lines of steps. (It alone can add no byte to a file.)"""
+    """The controller can't write down a generation, a rescale and lines of steps. (No other process is limited in writing.)"""
     model = {"model_factory": "tests.controller.hanging:model"}
     config = config_of(home, f"full{earlier}", elastic_workers=3, train_steps=1_000_000, **model)
     seen: dict[str, int] = {}
@@ -350,7 +354,7 @@ def test_controller_killed_with_a_full_disk_loses_no_state(earlier: bool, home: 
 
 
 def wait_for(value: Callable[[], int | None], what: str, seconds: float = 60.0) -> int:
-    """The first value that is not None."""
+    """Wait for the first value that is not None, and return it."""
     found: list[int] = []
 
     def there() -> bool:
@@ -366,7 +370,7 @@ def wait_for(value: Callable[[], int | None], what: str, seconds: float = 60.0) 
 @pytest.mark.parametrize("besides", ["", "the controller"])
 @pytest.mark.fault("C5")
 def test_supervisor_kill_restarts_the_run_from_its_checkpoint(besides: str, home: Path) -> None:
-    """A machine's memory monitor chooses as it likes. Whoever waits for the run need not notice."""
+    """A machine's memory monitor may kill any process. A client that waits for the run need not notice."""
     model = {"model_factory": "tests.controller.hanging:model"}
     config = config_of(home, f"orphan{len(besides)}", elastic_workers=2, train_steps=1_000_000, checkpoint_every=10, **model)
     seen: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""The rows of the fault tables (docs/fault-tolerance.md) that the control loop decides: what it orders, in milliseconds, without Ray."""
+"""The rows of the fault tables (docs/fault-tolerance.md) that the control loop decides. The tests check its orders without Ray."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def running(folder: Path, **about: Any) -> tuple[WorkerGroup, Stage]:
 def park(
     worker_group: WorkerGroup, workers: str, *, copies: bool = True, fault: WorkerFault | None = PEER, step: int = 40, own: bool = True
 ) -> None:
-    """These have left the generation, and hold their shards of ``step``, and with ``copies`` those of the rank before."""
+    """These workers have left the generation. They hold their own shards of ``step``, and with ``copies`` those of the rank before."""
     for worker in workers:
         rank = "abc".index(worker)
         ranks = (*([rank] if own else []), *([(rank - 1) % 3] if copies else []))
@@ -49,7 +49,7 @@ def park(
 
 
 def next_generation(stage: Stage) -> tuple[tuple[str, ...], Origin, int]:
-    """Members in any order, origin and step of the generation that the loop orders next."""
+    """Sorted members, origin and step of the generation that the loop orders next."""
     before = len(stage.worker_group.orders)
     while len(stage.worker_group.orders) == before:
         stage.loop.step()
@@ -145,7 +145,7 @@ def test_loss_in_a_recovery_leads_to_another_attempt(tmp_path: Path) -> None:
 
 @pytest.mark.fault("W9")
 def test_leavers_serve_a_recovery_until_the_first_step_is_done(tmp_path: Path) -> None:
-    """Three become two; one of these is lost before the first step: the leaver's shard is still there."""
+    """Three workers become two, and one of the two is lost before the first step. The leaver's shard is still there."""
     worker_group, stage = running(tmp_path)
     stage.loop.commands.want(2, "manual")
     while RESCALE not in worker_group.asked:
@@ -253,14 +253,14 @@ def test_new_controller_adopts_the_generation_and_its_loss(tmp_path: Path) -> No
     stage.loop.state = states.Starting()
     stage.loop._follow()
     assert isinstance(stage.loop.state, states.Adopting) and stage.written[-1].controller_restarts == 1
-    del worker_group.reports["b"]  # killed together with the controller: nobody tells of it
+    del worker_group.reports["b"]  # killed together with the controller, so that its death is not reported
     park(worker_group, "ac")
     assert next_generation(stage) == (("a", "c"), Origin.MEMORY, 40)
 
 
 @pytest.mark.fault("C4")
 def test_workers_train_on_while_a_place_for_another_is_awaited(tmp_path: Path) -> None:
-    """Ray's control store stands still: the hiring is under way for as long as that takes."""
+    """Ray's control store does not answer, and the hire is under way for as long as that takes."""
     worker_group, stage = running(tmp_path)
     worker_group.hire = lambda avoid=(): setattr(worker_group, "hiring", worker_group.hiring + 1)  # type: ignore[method-assign]
     stage.loop.commands.want(4, "manual")
@@ -289,7 +289,7 @@ def test_a_recovery_from_memory_asks_no_storage(tmp_path: Path) -> None:
 
 @pytest.mark.fault("W1")
 def test_a_worker_that_raises_again_and_again_ends_the_run(tmp_path: Path) -> None:
-    """A bug in the step: three recoveries without a new step, then FAILED with the error and where to resume."""
+    """A bug in the step: after the last allowed recovery without a new step, the run is FAILED with the error and where to resume."""
     worker_group, stage = running(tmp_path, config={"elastic_max_recoveries_without_progress": 1})
     coordinator = stage.loop._parts.coordinator
     coordinator.newest = lambda: CommittedCheckpoint("c30", "/c30", 30)

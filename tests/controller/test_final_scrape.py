@@ -1,4 +1,4 @@
-"""A run that is over waits for whoever scrapes it, if it has the time: after Ctrl-C it has none, in a job that is stopped its grace."""
+"""A run that is over waits for a final scrape if it has the time: none after Ctrl-C, and the grace period in a job that is stopped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vescale_ray.controller.http.final_scrape import FINAL_SCRAPE_S, GRACE, RESE
         (0, "", 0.0, FINAL_SCRAPE_S),
         (0, "3", 999.0, FINAL_SCRAPE_S),
         (1, "", 0.0, 0.0),  # Ctrl-C at a terminal
-        (1, "3", 0.0, 0.0),  # Ray's own
+        (1, "3", 0.0, 0.0),  # Ray's default
         (1, "100", 20.0, FINAL_SCRAPE_S),
         (1, "40", 5.0, 40.0 - RESERVE_S - 5.0),
         (1, "40", 60.0, 0.0),
@@ -35,7 +35,7 @@ def test_final_scrape_wait_depends_on_signals_and_grace(signals: int, grace: str
 
 
 class Over(driver._Attempt):
-    """The end of a run that somebody scrapes; ``told``: the answers of its controller."""
+    """The end of a run that is scraped. ``told``: the answers of its controller."""
 
     def __init__(self, signals: driver._Signals, *told: tuple[float, int]) -> None:
         self._signals, self._told, self.asked = signals, list(told), 0

@@ -1,4 +1,4 @@
-"""A run on a cluster that somebody else started: two nodes, the driver's own without room for workers."""
+"""A run on a cluster that another program started: two nodes, of which the driver's has no room for workers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def start(folder: Path, address: str, *actions: str, **changes: Any) -> tuple[Ru
 
 
 def goes_on_and_stops(driver: subprocess.Popen[str], folder: RunFolder) -> None:
-    """50 steps more, then it is told to stop; nobody was lost."""
+    """Check that the run does 50 more steps, stops when it is asked to, and has lost no worker."""
     before = len(folder.read_metrics())
     until(lambda: len(folder.read_metrics()) >= before + 50, 60, "50 more steps")
     os.kill(driver.pid, signal.SIGTERM)
@@ -138,7 +138,7 @@ def test_two_drains_during_two_rescales_lose_no_step(tmp_path: Path) -> None:
         places = {event["worker"]: event["node"] for event in events("worker_started")}
         stays = max(nodes.raylets, key=list(places.values()).count)
         going = [node for node in nodes.raylets if node != stays]
-        # More and fewer in the same moment: the last word counts, and nobody who was hired for the first is left.
+        # A rescale to more and one to fewer workers at the same moment: the last one counts, and no worker hired for the first is left.
         client.request(folder, "rescale", {"workers": 6})
         for node in going:
             nodes.drain(node, 20.0)

@@ -1,4 +1,4 @@
-"""Every second of a run is in one account: in steps that count, or lost to one cause; what is accounted for never shrinks."""
+"""Every second of a run is in one account: in steps that count, or lost to one cause. No account ever shrinks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_time_of_an_open_step_is_not_lost_nor_counted_twice() -> None:
     run.step(3.0, 2.0, again=False, between={})
     run.advance(9.0)
     assert run.until == 3.0 and accounts(run) == {"productive": 2.0, "startup": 1.0}
-    run.step(2.5, 1.0, again=False, between={})  # told of again, by a worker that a restarted controller asked
+    run.step(2.5, 1.0, again=False, between={})  # reported again, to a restarted controller
     run.step(10.0, 7.0, again=False, between={"evaluation": 5.0})
     assert accounts(run) == {"productive": 9.0, "startup": 1.0}, "there was no time between them"
 
@@ -74,7 +74,7 @@ events: list[st.SearchStrategy[Callable[[Goodput], None]]] = [
 
 @given(st.lists(st.one_of(events), max_size=30), times)
 def test_accounts_always_add_up_and_never_fall(happened: list[Callable[[Goodput], None]], end: float) -> None:
-    """Also with clocks that go backwards and figures that contradict each other."""
+    """This also holds for clocks that go backwards and for figures that contradict each other."""
     run = Goodput.beginning(0.0)
     for one in [*happened, lambda g: g.close(end)]:
         before = accounts(run)

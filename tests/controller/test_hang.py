@@ -1,4 +1,4 @@
-"""Who hangs, from reports alone: the one that the others wait for, and nobody where that can't be told."""
+"""Hung workers are found from reports alone: the worker that the others wait for, and none if that can't be told."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ IDLE = WorkerReport("", TICKET, WorkerPhase.TRAINING, 0, (), (), None, 0, where=
 
 
 class Play:
-    """Three workers that report every 0.1 s; each makes a beat unless it is told to be ``stuck``, to wait or to be silent. One that
-    is ``starved`` has a processor for a fifth of the time."""
+    """Three workers that report every 0.1 s. Each makes a beat unless it is told to be ``stuck``, to wait or to be silent. A ``starved``
+    one has a processor for a fifth of the time."""
 
     def __init__(self, fixed: float | None = None, step: float = 0.2, steps: int = STEPS, members: tuple[str, ...] = MEMBERS) -> None:
         self.watch, self.now, self.beats, self.members = HangWatch(fixed), 100.0, dict.fromkeys(members, 0), members
@@ -47,7 +47,7 @@ class Play:
             self.watch.stepped(TICKET, 1 + number // len(members), step)
 
     def done(self, step: float, steps: int = 1, begins_anew: bool = False) -> None:
-        """The next ``steps`` steps are completed, in ``step`` seconds each; in another generation, if it ``begins_anew``."""
+        """Complete the next ``steps`` steps, in ``step`` seconds each; in a new generation if ``begins_anew``."""
         if begins_anew:
             self.ticket = Ticket(self.ticket.generation + 1, 1)
             self.watch.begin(self.ticket, len(self.members))
@@ -57,7 +57,7 @@ class Play:
                 self.watch.stepped(self.ticket, self.completed, step)
 
     def go(self, seconds: float, tick: float = 0.1, phase: WorkerPhase = WorkerPhase.TRAINING, **acts: str) -> dict[str, str]:
-        """The first verdict within ``seconds``; ``since`` is when."""
+        """The first verdict within ``seconds``; ``since`` is the time until then."""
         begin = self.now
         while self.now < begin + seconds:
             self.now += tick
@@ -126,7 +126,7 @@ def test_no_worker_is_hung_if_none_is_awaited_or_one_progresses(acts):
 
 
 def test_end_of_a_long_copy_starts_a_new_hang_bound():
-    """An answer between the end of the copy and the next beat made it look hung: at once, in any of a thousand ranks."""
+    """If a worker answers between the end of its copy and its next beat, it must not look hung at once."""
     play = Play()
     play.go(1)
     assert play.go(30, a="waits", b="copies", c="waits") == {}
@@ -150,7 +150,8 @@ def test_lone_or_all_stuck_workers_get_the_collective_bound():
 
 @pytest.mark.parametrize("act", ["stuck", "silent"])
 def test_replaceable_lone_worker_has_the_normal_hang_bound(act):
-    """Ending it costs the steps since the checkpoint; where nobody comes it would cost the run, for which there is time."""
+    """Ending a worker that is replaced costs the steps since the checkpoint. Ending one without replacement costs the run, so it gets
+    more time."""
     play = Play(members=("a",))
     play.watch.patience_s, play.watch.replaced = 20.0, True
     assert play.go(5) == {} and play.go(30, a="copies") == {}
@@ -166,7 +167,7 @@ def test_replaceable_lone_worker_has_the_normal_hang_bound(act):
 
 
 def test_slow_step_is_remembered_by_steps_and_not_by_reports():
-    """Of a thousand ranks, all of the last 32 reports are of one step: one that took twice as long would have been a hang."""
+    """With 1,000 ranks, the last 32 reports are of one step. A step of twice the time must not be taken for a hang."""
     bounds = set()
     for world in (1, 4, 1000):
         watch = HangWatch()
@@ -184,7 +185,7 @@ def test_slow_step_is_remembered_by_steps_and_not_by_reports():
 
 
 def test_starved_worker_is_not_hung():
-    """Two of three workers were ended, and their shards with them, since a test suite ran beside them on two cores."""
+    """Other processes may take a worker's cores, as a test suite on two cores did. Ending the worker would lose its shard."""
     play = Play()
     play.go(1)
     assert play.go(5 * LEAST_S - 0.2, a="waits", b="starved", c="starved") == {}
@@ -213,7 +214,7 @@ def test_starvation_reported_by_its_node_excuses_silence():
 
 
 def test_repeated_hang_step_gets_a_doubled_bound_until_done():
-    """It may take that long: ended each time, it would never be done."""
+    """The step may really take that long. If it is ended each time, it is never done."""
     play = Play(steps=20)
     play.go(1)
     bounds = []
@@ -254,7 +255,7 @@ def test_rare_slow_step_is_taken_for_a_hang_only_once():
 @pytest.mark.parametrize("where", [WorkerPhase.FORMING, WorkerPhase.TRAINING])
 @pytest.mark.fault("W4")
 def test_lone_worker_hung_before_any_step_is_found_at_last(where):
-    """Nothing ended it: one that read its checkpoint from a file system that does not answer trained "soon", for ever."""
+    """Without a limit, a worker that reads its checkpoint from a file system that does not answer would go on for ever."""
     play = Play(members=("a",), steps=0)
     play.watch.patience_s = 20.0
     assert play.go(5) == {} and play.go(3 * 20.0, phase=where, a="stuck") == {}
@@ -269,7 +270,7 @@ def test_lone_worker_hung_before_any_step_is_found_at_last(where):
 
 @pytest.mark.parametrize("members", [("a",), MEMBERS], ids=["alone", "in company"])
 def test_endless_unhurried_work_is_found_and_its_bound_doubles(members):
-    """An evaluation whose text lies in a file system that does not answer, code that is compiled for ever: nothing else ends them."""
+    """Nothing else ends an evaluation whose text is in a file system that does not answer, or code that is compiled for ever."""
     play = Play(members=members)
     play.watch.patience_s = 20.0
     bound = 2 * LONGEST * 20.0
@@ -295,7 +296,7 @@ def test_forming_hang_ends_the_stuck_worker_and_no_waiting_one():
 
 @pytest.mark.parametrize("phase", [WorkerPhase.FORMING, WorkerPhase.TRAINING], ids=["as it builds its model", "in the first step"])
 def test_hang_before_any_step_doubles_the_bound_each_time(phase: WorkerPhase) -> None:
-    """A model that takes six minutes to build was ended after five, each time, until the run had failed."""
+    """If a model takes 6 min to build, a fixed limit of 5 min would end it each time, until the run has failed."""
     play = Play(steps=0)
     play.watch.patience_s = 20.0
     for times in (1, 2, 4):
@@ -309,7 +310,7 @@ def test_hang_before_any_step_doubles_the_bound_each_time(phase: WorkerPhase) ->
 
 
 def test_report_marks_a_silent_workers_place_as_last_known() -> None:
-    """Who was stopped, or held the interpreter's lock, was said to stand in a collective: where it had been two seconds before."""
+    """A worker that is stopped, or holds the interpreter's lock, may have left the place that it reported two seconds before."""
     told: dict[str, Any] = {}
     reports = {worker: replace(IDLE, worker=worker, where="all_reduce (distributed_c10d.py:3252)") for worker in "ab"}
     stacks = {"a": "in: all-gather of body .., 2,688 bytes, 2 ranks\n\nThread 1", "b": 'File "model.py", line 7 in forward'}
@@ -359,7 +360,7 @@ def test_the_first_steps_and_other_phases_have_other_bounds():
 def test_held_up_controller_listens_before_it_accuses_a_worker():
     play = Play()
     play.go(1)
-    play.now += 30  # a suspended machine: nobody was heard, and nobody ran
+    play.now += 30  # a suspended machine: no worker was heard, and none ran
     assert play.go(LEAST_S - 0.1, a="waits", b="stuck", c="waits") == {}
     assert play.go(5, a="waits", b="stuck", c="waits")
     play = Play()
@@ -375,7 +376,8 @@ def test_held_up_controller_listens_before_it_accuses_a_worker():
 
 @pytest.mark.parametrize("members", [("a",), MEMBERS], ids=["alone", "in company"])
 def test_often_held_up_controller_still_finds_a_hang(members: tuple[str, ...]) -> None:
-    """It began anew each time: a gap a minute, as a busy machine has, hid whoever is only found after minutes for ever."""
+    """A busy machine holds the controller up every minute. If that restarted the time, a hang with a limit of minutes would never be
+    found."""
     play = Play(members=members, steps=0)
     play.watch.patience_s = 20.0
     acts: Any = dict.fromkeys(members, "stuck")
@@ -414,7 +416,7 @@ def test_slow_steps_of_a_smaller_world_do_not_raise_the_bound():
 
 @pytest.mark.parametrize("first", [0, 7])
 def test_wait_for_peers_in_the_first_step_is_not_step_time(first: int) -> None:
-    """A joiner that was filled for a minute made the bound that of a step of a minute, for as many steps as are remembered."""
+    """If the wait counted, a joiner that fills for a minute would set the bound of a minute's step, for all remembered steps."""
     watch = HangWatch()
     watch.begin(TICKET, 3)
     for _ in MEMBERS:
@@ -439,7 +441,7 @@ def test_forming_bound_is_that_of_the_first_steps():
 
 
 def test_silence_does_not_count_while_the_controller_is_stopped():
-    """A controller that was stopped for longer than the bound ended workers whose answers it had, and had not come to."""
+    """A controller that was stopped for longer than the bound has answers that it has not read. It must not end their workers."""
     now = [100.0]
     worker_group = WorkerGroup(supervisor=None, call_s=1.0, epoch=1)
     worker_group.clock = AwakeClock(lambda: now[0])
@@ -468,7 +470,7 @@ def test_lateness_of_other_workers_on_a_node_excuses_one(monkeypatch: pytest.Mon
 
 
 class Nodes:
-    """A supervisor whose nodes tell of their threads what the test says, each after some time; None: after a second, that it is gone."""
+    """A supervisor whose nodes report their threads' lost time as the test says, each after a delay. None: the node does not answer."""
 
     def __init__(self, now: list[float], told: dict[str, tuple[float, dict[str, float] | None]]) -> None:
         self.now, self.told, self.asked = now, told, 0
@@ -509,7 +511,7 @@ def test_silent_workers_are_credited_the_time_their_node_lost(monkeypatch: pytes
 
 
 class Shelf:
-    """A worker that tells the outline as soon as it is asked, if it knows it."""
+    """A worker that answers at once when it is asked for the outline. None: it does not know the outline."""
 
     def __init__(self, outline: object | None) -> None:
         self.asked, self.outline = 0, outline
@@ -517,11 +519,11 @@ class Shelf:
 
     def _told(self) -> tuple[object | None]:
         self.asked += 1
-        return (self.outline,)  # a reference is told from others by what it is, as Ray's
+        return (self.outline,)  # references are compared by value, like Ray's
 
 
 def test_worker_without_the_outline_is_not_asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The controller asked the first of them as fast as it answered, and never the one that knew."""
+    """The controller would ask the first worker again as fast as it answers, and never the one that knows."""
     now = [100.0]
     monkeypatch.setattr("vescale_ray.controller.worker_group.worker_group.time.monotonic", lambda: now[0])
     monkeypatch.setattr("vescale_ray.controller.worker_group.worker_group.ray.get", lambda ref: ref[0])
@@ -550,7 +552,8 @@ def test_worker_without_the_outline_is_not_asked_again_at_once(monkeypatch: pyte
 
 
 def test_periodic_slow_step_is_known_after_its_third_time():
-    """The last eight steps knew nothing of it: where a node took longer for it than the others, its workers were ended, every 130 steps."""
+    """The last eight steps don't contain the slow one. If a node takes longer for it than the others, its workers must not be ended each
+    time."""
     play = Play()
     play.done(0.2, steps=9)
     play.done(6.0)

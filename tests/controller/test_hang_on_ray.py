@@ -1,4 +1,4 @@
-"""Hangs that meet something else: a command, a recovery, a loss, a controller that stood still itself."""
+"""Hangs that coincide with something else: a command, a recovery, a loss, a controller that was stopped itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COLLECTIVE_S = 25
 
 
 class Play:
-    """Acts of a run, one after another: each when the one before has had its effect and 25 more steps are done."""
+    """A run with acts, one after another. An act follows when the one before has had its effect and 25 more steps are done."""
 
     def __init__(self, home: Path, workers: int, **changes: Any) -> None:
         fixed = {"train_steps": 1_000_000, "checkpoint_every": 0, "elastic_collective_timeout_s": COLLECTIVE_S, "data_eval_samples": 0}
@@ -66,7 +66,7 @@ class Play:
 
 
 def stand_still(seconds: float) -> None:
-    """The controller's process, but nobody else."""
+    """Stop the controller's process alone for ``seconds``."""
     pid = controller_process()
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
@@ -84,7 +84,7 @@ def test_stopped_controller_blames_no_worker_for_its_own_pause(tmp_path: Path) -
 
 
 def test_ranks_wait_for_each_others_late_initial_values(tmp_path: Path) -> None:
-    """They waited as in a collective of a step. With a checkpoint that one rank reads a minute sooner than another no run began."""
+    """The time limit of a step's collective must not apply here: one rank may read its checkpoint a minute sooner than another."""
     play = Play(tmp_path, 3, elastic_collective_timeout_s=LATE_S / 4, model_factory="tests.controller.hanging:late_model")
     play.act(3, lambda pids: None)
     finished = play.finished()
@@ -93,7 +93,7 @@ def test_ranks_wait_for_each_others_late_initial_values(tmp_path: Path) -> None:
 
 @pytest.mark.fault("W12")
 def test_worker_lost_while_values_are_filled_is_not_awaited(tmp_path: Path) -> None:
-    """Neither is it by who fills in: it leaves at its next piece, here the last but one."""
+    """The rank that still fills its values does not wait either: it leaves at its next piece, here the last but one."""
     play = Play(tmp_path, 3, elastic_collective_timeout_s=LATE_S / 4, model_factory="tests.controller.hanging:late_model")
     killed: list[float] = []
 
@@ -116,7 +116,7 @@ def test_worker_lost_while_values_are_filled_is_not_awaited(tmp_path: Path) -> N
 
 @pytest.mark.fault("W3")
 def test_hang_beside_a_rescale_or_a_kill_is_found_within_2_5_s(tmp_path: Path) -> None:
-    """Rank 0 is whom the controller would ask to carry a wish to the others."""
+    """Rank 0 is the worker that the controller would ask to carry a request to the others."""
     play = Play(tmp_path, 5)
 
     def stopped_and_asked(pids: list[int]) -> None:
@@ -142,7 +142,7 @@ def test_hang_beside_a_rescale_or_a_kill_is_found_within_2_5_s(tmp_path: Path) -
 
 @pytest.mark.fault("W3")
 def test_worker_stopped_during_forming_delays_it_only_seconds(tmp_path: Path) -> None:
-    """It looks as if it formed a group, which may take long, and every other waits for it: only its silence tells."""
+    """The worker appears to form a group, which may take long, and all others wait for it. Only its silence shows the hang."""
     fixed: dict[str, Any] = {"train_steps": 60, "checkpoint_every": 0, "data_eval_samples": 0}
     model = {"model_factory": "tests.controller.cues:model", "model_units": ["body"]}
     config = tiny(tmp_path, "forming", elastic_workers=4, elastic_collective_timeout_s=COLLECTIVE_S, **fixed, **model)
@@ -158,10 +158,10 @@ def test_worker_stopped_during_forming_delays_it_only_seconds(tmp_path: Path) ->
 
 
 def test_overloaded_machine_ends_only_the_hung_worker(tmp_path: Path) -> None:
-    """Eight processes come to two cores, and each step takes several times as long as any before."""
+    """Four busy processes per core are started, and each step takes several times as long as any before."""
     play = Play(tmp_path, 3)
     rivals: list[subprocess.Popen[bytes]] = []
-    rival = "while True: pass"  # no nicer than this run's own workers
+    rival = "while True: pass"  # with the same priority as the run's workers
     steps: list[int] = []
     times: dict[str, float] = {}
 
@@ -225,7 +225,7 @@ def control_store() -> int:
 
 @pytest.mark.fault("C4")
 def test_recovery_needs_no_control_store_but_a_replacement_does(tmp_path: Path) -> None:
-    """It stands still for 15 s. What gives a worker's place back waits for it, and so does a new place."""
+    """The control store stands still for 15 s. The return of a worker's place waits for it, and so does a new place."""
     play = Play(tmp_path, 3, elastic_replace_lost=True)
     store, stopped, back = control_store(), [], []
 

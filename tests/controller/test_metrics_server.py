@@ -207,7 +207,7 @@ def test_every_figure_of_the_snapshot_is_in_the_scrape(server: MetricsServer) ->
 
 
 def test_counters_are_exported_as_0_before_they_count(server: MetricsServer, box: Box) -> None:
-    """Prometheus' increase() sees nothing of a series that first appears with what it has counted."""
+    """Prometheus' increase() misses what a series has counted before its first sample."""
     box.snapshot = Snapshot(run="r1", state="PENDING")
     text = get(server, "/metrics")
     for cause in Loss:
@@ -225,7 +225,7 @@ def test_counters_are_exported_as_0_before_they_count(server: MetricsServer, box
 
 
 def test_restarted_controller_is_scraped_only_after_its_replay(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counters that were 0 for one scrape would look like as much news as the whole run."""
+    """If counters were 0 for one scrape, the next one would show the whole run as an increase."""
     monkeypatch.setattr(metrics, "KNOWN_S", 0.1)
     known = threading.Event()
     server = MetricsServer("127.0.0.1", 0, lambda: box.snapshot, None, "secret", known)
@@ -255,7 +255,7 @@ def test_only_a_recurring_scraper_is_expected_again() -> None:
 
 
 def test_both_scrapers_of_a_pair_are_awaited_but_no_manual_one() -> None:
-    """Of a pair the second came a moment after the first: that was taken for the interval, so that nobody was ever waited for."""
+    """The second scraper of a pair comes a moment after the first. That moment must not be taken for the scrape interval."""
     scrapes = Scrapes()
     for at in (100.0, 110.0, 120.0):
         scrapes.came(at, "a Prometheus")
@@ -276,7 +276,7 @@ def test_scrapers_are_told_apart_and_their_number_is_bounded(server: MetricsServ
         urllib.request.urlopen(urllib.request.Request(f"{server.url()}/metrics", headers={"User-Agent": agent}), timeout=10).read()
     deadline = time.monotonic() + 10
     while len(server.scrapes._visits) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)  # it is counted when all was written
+        time.sleep(0.01)  # a scrape is counted when its response was written
     assert {client.split()[1] for client in server.scrapes._visits} == {"one", "two"}
     for number in range(1000):
         server.scrapes.came(float(number), f"client {number}")
@@ -314,9 +314,9 @@ def test_names_and_labels_follow_the_rules(server: MetricsServer) -> None:
 
 
 SERIES = 25
-"""Of a rank that has everything: a GPU, Muon, moves of shards behind it."""
+"""Number of series of a rank that has everything: a GPU, Muon, past moves of shards."""
 NUMBERS_S = 0.0025
-"""CPU time for 20 times 1,024 numbers."""
+"""CPU time for the formatting of 20 times 1,024 numbers at full speed, in seconds."""
 
 
 def many(count: int) -> Snapshot:
@@ -355,7 +355,7 @@ def test_a_large_run_shows_extreme_ranks_and_quantiles(accept: str) -> None:
 
 @pytest.mark.parametrize("world", [MOST_RANKS, 1024])
 def test_a_scrape_takes_little_cpu(world: int) -> None:
-    """CPU time: other processes that take the cores don't count. They slow a core down all the same, by its caches and its clock."""
+    """CPU time excludes other processes that take the cores. They still slow a core down, by its caches and its clock."""
     snapshot, took, pace = many(world), [], []
     numbers, room = tuple(i + 0.015625 for i in range(1024)), b"%.6f " * 1024
     for _ in range(7):
@@ -511,7 +511,7 @@ def test_close_frees_the_port_despite_an_open_connection(box: Box) -> None:
 def test_slow_connections_neither_block_others_nor_pile_up(
     server: MetricsServer, box: Box, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Each held a thread and a file of the controller's, for as long as it sent a byte every ten seconds."""
+    """A slow connection holds a thread and a file of the controller, for as long as it sends a byte every 10 s."""
     monkeypatch.setattr(metrics, "MOST_CONNECTIONS", 4)
     clients: list[socket.socket] = []
     try:

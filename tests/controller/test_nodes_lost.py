@@ -1,5 +1,8 @@
-"""A node that is lost: with all that is on it, its raylet alone, or as a network that stops to answer. Two nodes with two workers each, so
-that every copy is on the other node; Ray's health checks are tuned as docs/fault-tolerance.md says."""
+"""A lost node: all its processes are killed, its raylet alone is killed, or nothing on it answers.
+
+There are two nodes with two workers each, so that every copy is on the other node. Ray's health checks are tuned as
+docs/fault-tolerance.md says.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def everything_of(nodes: Nodes, node: str) -> list[int]:
-    """Process ids of a node: its raylet and all that it has started."""
+    """Process ids of a node: its raylet and all processes that the raylet has started."""
     raylet = nodes.raylets[node]
     return [raylet, *(pid for pid, parent in parents().items() if parent == raylet)]
 
@@ -44,7 +47,7 @@ def kill_the_raylet(nodes: Nodes, node: str) -> None:
 
 
 def freeze(nodes: Nodes, node: str) -> None:
-    """Sockets stay open and nobody answers: as near to a network that is gone as one machine comes."""
+    """Stop all processes of a node. Their sockets stay open without answers: one machine can't come closer to a lost network."""
     signal_all(everything_of(nodes, node), signal.SIGSTOP)
 
 
@@ -86,7 +89,7 @@ def test_lost_node_costs_only_its_workers_and_is_not_readmitted(
         assert (event["from"], event["to"], event["source"]) == (4, 2, "peer") and event["steps_replayed"] <= 1
         before = steps()
         until(lambda: steps() >= before + 20, 60, "20 more steps")
-        # A node that comes back finds that it was given up: Ray ends its raylet, and that its workers.
+        # When a node comes back after it was given up, Ray ends its raylet, and the raylet ends its workers.
         signal_all(processes, signal.SIGCONT)
         until(lambda: not any(lives(e) for e in lost), 60, "the end of the node's workers")
         before = steps()

@@ -1,4 +1,4 @@
-"""Hosts that don't reach each other, or nobody: a real network between raylets, whose links are cut (:mod:`tests.controller.hosts`)."""
+"""Hosts that don't reach each other, or no host at all: a real network between raylets, with cut links (:mod:`tests.controller.hosts`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [
 
 
 class Parted:
-    """A run on the hosts of ``net``, which are the nodes of a cluster in their order."""
+    """A run on a cluster whose nodes are the hosts of ``net``, in their order."""
 
     def __init__(self, net: Network, nodes: Nodes, where: Path, name: str, **changes: Any) -> None:
         self.net, self.nodes = net, nodes
@@ -64,7 +64,7 @@ class Parted:
 
 @contextmanager
 def parted(net: Network, nodes: Nodes, where: Path, name: str, **changes: Any) -> Iterator[Parted]:
-    """:class:`Parted`, whose driver is gone afterwards."""
+    """Start a :class:`Parted` run, and end its driver at the end."""
     made = Parted(net, nodes, where, name, **{"elastic_workers": 6, "elastic_max_workers": 6, **changes})
     try:
         yield made

@@ -1,4 +1,4 @@
-"""What follows what: decisions on values, without processes."""
+"""The controller's decisions, as functions of values, without processes."""
 
 from __future__ import annotations
 

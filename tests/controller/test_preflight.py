@@ -1,4 +1,4 @@
-"""Bad input is found before Ray is started, each with one line that names the value and the remedy."""
+"""Bad input is found before Ray is started. Each refusal is one line that names the value and the remedy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save(config: RunConfig, step: int, epoch: int = 3) -> None:
-    """A checkpoint of ``config``'s model, written as one rank without a trainer."""
+    """Write a checkpoint of ``config``'s model as one rank, without a trainer."""
     pieces = []
     for name, parameter in build_model(config).named_parameters():
         for kind in ("param", *preflight.STATES[config.train.optimizer]):
@@ -132,8 +132,8 @@ def test_resume_uses_newest_checkpoint_and_a_higher_generation(tmp_path: Path) -
 
 
 def test_resume_never_run_returns_only_to_its_own_checkpoints(tmp_path: Path) -> None:
-    """Where shards were lost before it had made any it took up the run before it, 20 steps ahead; and where its supervisor was lost later,
-    it began from the first step again."""
+    """If the run loses shards before its first checkpoint, it must not resume the run before it. If its supervisor is lost later, it
+    must not begin from its first step."""
     config = tiny(tmp_path, "r", checkpoint_resume="never")
     save(config, 20, epoch=5)
     first = preflight.check(config)

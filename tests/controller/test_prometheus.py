@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a real run that loses a worker, is rescaled and saves: every query of the dashboard has an answer then."""
+"""A real Prometheus scrapes a real run that loses a worker, is rescaled and saves. Every query of the dashboard then has an answer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from vescale_ray.runfolder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 ACCELERATORS = r"vescale_worker_(memory_(allocated|peak_allocated|reserved|capacity)_bytes|alloc_retries_total)|ray_node_gpus|DCGM_FI_DEV"
-"""What a run on CPUs has none of."""
+"""Metrics that a run on CPUs does not have."""
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.usefixtures("ray_here"),
@@ -46,7 +46,8 @@ def free_port() -> int:
 
 
 class Prometheus:
-    """The real one, with ``deploy/prometheus.yml`` made faster, on a port of its own; ``run``: the folder of the run that it scrapes."""
+    """A real Prometheus on a port of its own, with ``deploy/prometheus.yml`` made faster. ``run``: the folder of the run that it
+    scrapes."""
 
     def __init__(self, folder: Path, run: Path) -> None:
         self.port = free_port()
@@ -59,7 +60,7 @@ class Prometheus:
         (discovery,) = ours["file_sd_configs"]
         discovery["files"] = [str(run / Path(discovery["files"][0]).name)]
         discovery["refresh_interval"] = "500ms"
-        # A Ray without a dashboard writes no such file as there is in deploy/prometheus.yml; its nodes are scraped all the same.
+        # Without a dashboard, Ray does not write the discovery file that deploy/prometheus.yml names. Its nodes are scraped all the same.
         del rays["file_sd_configs"]
         rays["static_configs"] = [{"targets": [f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in ray.nodes()]}]
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
@@ -134,7 +135,7 @@ def test_every_dashboard_query_has_an_answer_for_a_real_run(tmp_path: Path, prom
             seen["lint"] = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=30, check=False)
         running_s = time.monotonic() - seen["since"]
         if running_s > 4 and seen["stopped_at"] is None:
-            prometheus.send(signal.SIGSTOP)  # whoever scrapes may stand still in the middle of it
+            prometheus.send(signal.SIGSTOP)  # a scraper may stand still in the middle of a scrape
             seen["stopped_at"] = status["step"]
         stopped_at = seen["stopped_at"]
         far = running_s > 30 or (running_s > 6 and status["step"] >= (stopped_at or 0) + 10)
@@ -169,7 +170,7 @@ def test_every_dashboard_query_has_an_answer_for_a_real_run(tmp_path: Path, prom
     assert [one["value"][1] for one in done] == ["1"], "Prometheus was let come once more, and has seen it end"
     nodes = prometheus.ask("query", query=f"last_over_time(ray_node_cpu_count[{span}])", time=str(ended))["result"]
     assert {one["metric"]["SessionName"] for one in nodes} == {runs[0]["metric"]["ray_session"]}, "by which the run's nodes are found"
-    # What is told adds up: productive and lost seconds of the last scrape, against the time of that scrape.
+    # The productive and lost seconds of the last scrape add up to the time of that scrape.
     both = "vescale_goodput_seconds_total + on (run) sum by (run) (vescale_badput_seconds_total)"
     told = prometheus.ask("query_range", query=both, **when)
     started = (folder.read_state() or {})["started"]

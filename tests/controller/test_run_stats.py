@@ -51,7 +51,7 @@ class Player:
         return world
 
     def play(self) -> None:
-        """One move; time passes, at times backwards."""
+        """Make a random move. Time passes, at times backwards."""
         self.now += self.random.choice((0.0, 0.3, 2.0, 40.0, -1.0))
         moves = [self.step] * 8 + [self.rescale, self.fail, self.form, self.wait, self.state, self.save, self.evaluate]
         self.random.choice([*moves, self.lose, self.publish, self.publish, self.restart, self.load])()
@@ -127,7 +127,7 @@ class Player:
         self.run.log.record("worker_lost", worker="a", reason="x", kind=kind, pid=pid)
 
     def publish(self) -> None:
-        """Others are told of the time so far; no account falls afterwards."""
+        """Publish the accounts so far. No account may fall afterwards."""
         before = self.run.publisher.snapshot
         self.run.publisher.publish()
         after = self.run.publisher.snapshot
@@ -164,14 +164,14 @@ def test_replayed_statistics_equal_live_ones_after_each_line(seed: int, tmp_path
         again.publisher.publish()
         player.run.publisher.publish()
         told, known = player.run.publisher.snapshot.to_json(), again.publisher.snapshot.to_json()
-        # Which life of the controller it is; and losses, which a clock that went back has left where they were.
+        # These may differ: the controller's life, and losses, which a clock that went back has left where they were.
         told |= {name: known[name] for name in ("info", "lost_seconds")}
         assert known == told
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_controller_may_be_killed_between_any_two_lines(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each prefix of the lines, as a reduction of its own, is what the replay of a folder that ends there comes to."""
+    """Statistics that are counted from a prefix of the lines equal those replayed from a folder that ends there."""
     player = Player(tmp_path, seed, monkeypatch)
     for _ in range(MOVES):
         player.play()
@@ -204,7 +204,7 @@ def test_published_lost_time_stays_lost_if_a_step_had_begun(tmp_path: Path, monk
 
 
 def test_published_snapshot_never_changes(tmp_path: Path) -> None:
-    """What the HTTP server's threads hold stays as it was while the run goes on."""
+    """The HTTP server's threads may hold a snapshot while the run goes on."""
     run = recorded(tmp_path).started()
     world = World(Ticket(1, 1), ("a", "b"), StateSource(Origin.FRESH, 0))
     run.open(world)

@@ -1,7 +1,7 @@
-"""Whole runs on a real local Ray: undisturbed, with workers killed and stopped, rescaled, stopped and resumed, the controller killed.
+"""Whole runs on a real local Ray cluster: undisturbed, with lost workers, rescaled, resumed, and with a killed controller.
 
-The oracle of every loss curve is the undisturbed run of the first fixture, whose own oracle (a plain PyTorch loop) is in
-tests/workers; the oracle of the samples is the stream, read directly.
+The oracle of every loss curve is the undisturbed run of the first fixture. The oracle of that run, a plain PyTorch loop, is in
+tests/workers. The oracle of the samples is the stream, read directly.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def undisturbed(home: Path, ray_here: None) -> Finished:
 
 
 def nothing_left(finished: Finished) -> None:
-    """No process of a worker, no actor, no placement group of any run."""
+    """Check that no worker's process, no actor and no placement group of any run is left."""
     import ray
     from ray.util.placement_group import placement_group_table
 
@@ -79,7 +79,7 @@ def states_follow_the_table(finished: Finished) -> None:
     moves = [(event["before"], event["state"]) for event in finished.of("state")]
     assert moves[0] == ("PENDING", "STARTING") and moves[-1][1] == "DONE"  # of a stopped run, too
     assert all(after in TRANSITIONS[RunState(before)] for before, after in moves)
-    restarts = len(finished.of("controller_restarted"))  # a restarted controller goes on from RESCALING, whatever the state was
+    restarts = len(finished.of("controller_restarted"))  # a restarted controller goes on from RESCALING, from any state
     assert sum(moves[i][1] != moves[i + 1][0] for i in range(len(moves) - 1)) <= restarts
 
 
@@ -100,17 +100,17 @@ def test_random_worker_kills_cost_no_sample_and_keep_the_losses(home: Path, undi
     ]
     assert worst_difference(finished.losses, undisturbed.losses) < CLOSE
     assert finished.accounting().exact
-    # The survivors are those that were there: no process was started but the first five, and each generation is a part of the last.
+    # The survivors keep their processes: no process was started after the first five, and each generation is a subset of the one before.
     assert len(finished.pids) == 5
     assert [len(set(finished.generations()[i]) - set(finished.generations()[i + 1])) for i in range(3)] == [1, 1, 1]
-    # A step is lost at most: the one whose copies were on their way.
+    # At most one step is lost: the one whose copies were on their way.
     assert all(e["steps_replayed"] <= 1 for e in finished.of("rescaled"))
     time_is_accounted_for(finished)
     nothing_left(finished)
 
 
 def time_is_accounted_for(finished: Finished) -> None:
-    """By the lines and events of the run's folder, which were written by others than the accounts."""
+    """Check the accounts against the lines and events of the run's folder, which other code writes."""
     state = finished.folder.read_state() or {}
     told, wall = state["goodput"], state["finished"] - state["started"]
     lost = told["lost"]
@@ -126,7 +126,7 @@ def time_is_accounted_for(finished: Finished) -> None:
     for cause, reasons in (("failure", {"failure"}), ("rescale", {"manual", "replacement", "drain"})):
         pauses = [e["pause_seconds"] for e in finished.of("rescaled") if e["reason"] in reasons]
         assert (cause in lost) == bool(pauses)
-        # What was undone lies in the pause, and counts as productive: it was not known to be lost.
+        # Undone steps lie in the pause but count as productive, since they were not known to be lost.
         assert abs(lost.get(cause, 0.0) + (again if pauses else 0.0) - sum(pauses)) < 0.1 + 0.15 * len(pauses) + again, (told, pauses)
     (event,) = finished.of("goodput")
     assert event["productive"] == told["productive"], "told when the last step was done"
@@ -171,7 +171,7 @@ def test_run_rescales_and_outlives_a_controller_and_a_worker(home: Path) -> None
     assert set(second) < set(first) and set(second) < set(third), "the workers that stay keep their processes"
     assert set(fourth) == set(third) - {seen["lost"]}
     assert finished.accounting().exact and finished.accounting().replayed_steps == unplanned["steps_replayed"] <= 1
-    time_is_accounted_for(finished)  # also that in which there was no controller
+    time_is_accounted_for(finished)  # also the time without a controller
     newest = checkpoint.latest(config.checkpoint_root)
     assert newest is not None and newest.step == finished.result.step and checkpoint.verify(config.checkpoint_root).ok
     states_follow_the_table(finished)
@@ -211,8 +211,8 @@ def test_stopped_run_resumes_with_fewer_workers_and_equal_losses(home: Path, und
 @pytest.mark.slow
 @pytest.mark.fault("S2", "S8")
 def test_unwritable_checkpoint_is_an_event_and_training_goes_on(home: Path) -> None:
-    """Where the object of the first checkpoint would go there is something already: its write fails, once. Besides, the disk takes no line
-    at first, and the port for the metrics is another process'."""
+    """The path of the first checkpoint's object is taken, so its write fails, once. Besides, the disk takes no line at first, and
+    another process has the metrics port."""
     other = socket.create_server(("127.0.0.1", 0))
     port = other.getsockname()[1]
     config = tiny(home, "unwritable", elastic_workers=1, train_steps=48, checkpoint_every=16, metrics_port=port)
@@ -280,7 +280,7 @@ def test_run_keeps_checkpoints_on_s3_and_resumes_from_there(home: Path, undistur
 
 
 def no_secret_is_told(folder: RunFolder, served: list[str]) -> None:
-    """Neither the storage's key nor the token of the run's commands: in what it serves, writes or logs, its checkpoints included."""
+    """Check that neither the storage's key nor the token for commands is in what the run serves, writes or logs, checkpoints included."""
     import ray
 
     *pages, token = served
@@ -311,7 +311,7 @@ def test_automatic_interval_saves_by_the_clock_and_says_why(home: Path, undistur
     assert intervals and all(0.2 <= event["seconds"] <= 0.4 or event["by"] == "persist" for event in intervals)
     root = finished.config.checkpoint_root
     losses = {c.step: checkpoint.open(root, c).meta["metrics"]["loss"] for c in checkpoint.ls(root)}
-    # The last one may not have been read back when the run ended: then the three before it are still there.
+    # If the last checkpoint was not read back before the run ended, the three before it are still there.
     assert 3 <= len(losses) <= 5 and all(loss == finished.losses[step] for step, loss in losses.items())
     assert all(checkpoint.verify(root, c).ok for c in checkpoint.ls(root))
     assert worst_difference(finished.losses, undisturbed.losses) < CLOSE
@@ -319,7 +319,7 @@ def test_automatic_interval_saves_by_the_clock_and_says_why(home: Path, undistur
 
 
 def pid_of(config: RunConfig, status: Mapping[str, Any], rank: int) -> int:
-    """Process of a rank of the world that ``status`` tells of."""
+    """Process id of a rank of the world in ``status``."""
     events = RunFolder(config.run_folder).read_events()
     pids = {event["worker"]: event["pid"] for event in events if event["event"] == "worker_started"}
     return int(pids[status["workers"][str(rank)]["worker"]])
@@ -330,8 +330,10 @@ def pid_of(config: RunConfig, status: Mapping[str, Any], rank: int) -> int:
 )
 @pytest.mark.fault("W2")
 def test_hung_workers_are_found_within_2_s_named_and_ended(home: Path, ways: tuple[str, ...]) -> None:
-    """Code that never returns, code that never returns and holds the interpreter's lock, a stopped process: one after the other. Their
-    sockets stay open, so that the others' collectives would wait for the collectives' bound."""
+    """One worker after another hangs: in code that never returns, in such code with the interpreter's lock, and as a stopped process.
+
+    Their sockets stay open, so the others' collectives would wait until their time limit.
+    """
     factory = "tests.controller.hanging:model"
     most = len(ways) + 1
     model = {"model_factory": factory, "model_units": ["body"]}
@@ -358,7 +360,8 @@ def test_hung_workers_are_found_within_2_s_named_and_ended(home: Path, ways: tup
     for way, (when, pid, worker), event in zip(ways, struck.values(), told, strict=True):
         print(f"\n{way}: ended {lost[worker]['time'] - when:.2f} s after it hung", end="")
         assert set(event["workers"]) == {worker} and not alive(pid)
-        # 0.5 s: the others have to be in a step, and the test's own polling. Where other tests keep the machine busy, more is given.
+        # The 0.5 s are for the others to come into a step, and for the test's own polling. On a busy machine, the controller gives more
+        # time.
         assert lost[worker]["time"] - when - event["given_s"][worker] < 2.0 + 0.5
         text = Path(event["report"]).read_text()
         assert f"{worker}: training" in text and " <- it is hung: " in text
@@ -378,7 +381,7 @@ def test_hung_workers_are_found_within_2_s_named_and_ended(home: Path, ways: tup
 @pytest.mark.slow
 @pytest.mark.parametrize("replaced", [True, False], ids=["another takes its place", "nobody would"])
 def test_waiting_survivor_is_ended_early_only_if_it_is_replaced(replaced: bool, home: Path) -> None:
-    """Now and then gloo does not notice that a peer has died. Here it is code of the model that waits, which no cut connection ends."""
+    """Now and then gloo does not notice that a peer has died. Here the model's code waits instead, which no cut connection ends."""
     bound = 8
     elastic = {"elastic_workers": 4, "elastic_replace_lost": replaced, "elastic_collective_timeout_s": bound}
     model = {"model_factory": "tests.controller.hanging:model", "model_units": ["body"]}
@@ -390,7 +393,7 @@ def test_waiting_survivor_is_ended_early_only_if_it_is_replaced(replaced: bool, 
             hang(pid_of(config, status, 2), "wait")
             time.sleep(0.3)
             struck.append(time.time())
-            os.kill(pid_of(config, status, 0), signal.SIGKILL)  # its copy is with rank 1, that of rank 2 with rank 3
+            os.kill(pid_of(config, status, 0), signal.SIGKILL)  # its copy is on rank 1, and that of rank 2 on rank 3
         elif struck and status["rescales"] and status["world"] == (4 if replaced else 2):
             client.request(RunFolder(config.run_folder), "stop", {})
 
@@ -451,10 +454,10 @@ def test_run_that_keeps_failing_reports_all_tracebacks(home: Path) -> None:
     nothing_left(finished)
 
 
-@pytest.mark.slow  # by hand of the fleet: tests/workers/test_elastic.py
+@pytest.mark.slow  # fast, and without Ray: tests/workers/test_elastic.py
 @pytest.mark.fault("W6")
 def test_loss_of_two_neighbours_replays_from_the_checkpoint(home: Path, undisturbed: Finished) -> None:
-    """Neighbours: a shard and its copy are both gone."""
+    """With two neighbours, a shard and its copy are both gone."""
     config = tiny(home, "neighbours")
     killed: list[int] = []
 
@@ -522,7 +525,7 @@ def test_growth_with_whole_matrices_moves_the_fewest_bytes(restarted: bool, home
 
 
 def test_closed_supervisor_hires_no_worker() -> None:
-    """The controller may be about to, as the driver ends a run; nobody would give that worker's place back."""
+    """The controller may be about to hire as the driver ends the run. Nothing would give that worker's place back."""
     import ray
     from ray.util.placement_group import placement_group_table
 

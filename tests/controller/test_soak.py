@@ -1,4 +1,4 @@
-"""The soak: half an hour of random faults, drains, joiners and pauses, one every ten seconds; then SIGKILL of everything and a resume.
+"""The soak test: half an hour of random faults, drains, joiners and pauses, one every 10 s; then SIGKILL of all processes and a resume.
 
 VESCALE_SOAK_MINUTES=3 VESCALE_SOAK_SEED=7 python -m pytest tests/controller/test_soak.py -m slow -s
 """
@@ -26,11 +26,11 @@ MINUTES = float(os.environ.get("VESCALE_SOAK_MINUTES", "30"))
 SEED = int(os.environ.get("VESCALE_SOAK_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
 GAP_S = 10.0
 MORE = 60
-"""Steps after the resume."""
+"""Number of steps after the resume."""
 
 
 def carried_on(config: RunConfig, output: Path, until_step: int) -> RunFolder:
-    """The run on a Ray of its own until it has done so many steps and is stopped."""
+    """Continue the run on a Ray cluster of its own, and stop it after step ``until_step``."""
     driver = start_driver(config, output, f"{until_step}:stop:0")
     code = driver.wait(600 + 60 * MINUTES)
     assert code == 0, output.read_text()[-3000:]
@@ -85,7 +85,7 @@ def test_soak_costs_no_sample_changes_no_bit_and_leaks_nothing(tmp_path: Path) -
 
 
 def test_soak_strikes_no_process_with_a_reused_pid() -> None:
-    """The soak paused, failed and killed processes of another test, whose numbers had been those of its own workers half an hour before."""
+    """A process of another test may have the id that a worker of the soak had half an hour before."""
     with subprocess.Popen(["sleep", "60"]) as other:
         started = {"pid": other.pid, "born": born(other.pid)}
         assert lives(started) and not lives({**started, "born": started["born"] - 1})
@@ -94,7 +94,7 @@ def test_soak_strikes_no_process_with_a_reused_pid() -> None:
 
 
 def test_leak_watch_ignores_a_process_with_a_reused_pid() -> None:
-    """Numbers are given out again within minutes where thousands of processes come and go."""
+    """If thousands of processes come and go, their ids are used again within minutes."""
     with subprocess.Popen(["sleep", "60"]) as other:
         life = Life("worker", os.getpid())
         life.look({})

@@ -1,5 +1,7 @@
-"""A cluster of `ray start --block` processes: a job is submitted and stopped with `ray job stop`, a node is told to go with SIGTERM, as
-Kubernetes and spot markets tell it."""
+"""Runs on a cluster of `ray start --block` processes.
+
+`ray job stop` stops a job, and SIGTERM announces the end of a node, as Kubernetes and spot markets do.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ def test_next_submission_resumes_after_a_job_stop_or_kill(
 
             until(there, 120, f"step {step}")
 
-        # 1. Stopped, with the time for a checkpoint that deploy/rayjob.yaml gives.
+        # 1. Stop the job, with the time for a checkpoint that deploy/rayjob.yaml gives.
         first = jobs.submit(RAY_JOB_STOP_WAIT_TIME_S="60")
         reach(first, EVERY + 5)
         assert len([title for title in cluster.of_runs().values() if "ray::Worker" in title]) == 3
@@ -99,7 +101,7 @@ def test_next_submission_resumes_after_a_job_stop_or_kill(
         assert "resume" in jobs.text(first) and checkpoint.verify(config.checkpoint_root).ok
         assert not jobs.groups()
 
-        # 2. The same again, and this time killed: no second more than Ray must.
+        # 2. Submit it again, and have it killed without a grace period.
         second = jobs.submit(RAY_JOB_STOP_WAIT_TIME_S="0")
         reach(second, max(stopped, 2 * EVERY) + 15)
         until(lambda: len([e for e in folder.read_events() if e["event"] == "checkpoint_saved"]) >= 3, 30, "the second checkpoint")
@@ -110,7 +112,7 @@ def test_next_submission_resumes_after_a_job_stop_or_kill(
         newest = checkpoint.latest(config.checkpoint_root)
         assert newest is not None and newest.step % EVERY == 0 and stopped < newest.step < steps()
 
-        # 3. To the end.
+        # 3. Train to the end.
         third = jobs.submit()
         until(lambda: jobs.status(third) in GONE, 120, "the end of the run")
         assert jobs.status(third) == "SUCCEEDED", jobs.text(third)
@@ -130,7 +132,7 @@ NOTICE_S = 20
 @pytest.mark.parametrize("wanted", ["the others go on", "a replacement is awaited"])
 @pytest.mark.fault("N6")
 def test_sigterm_on_a_node_moves_workers_off_without_lost_steps(wanted: str, tmp_path: Path) -> None:
-    """`ray start --block` gives notice of itself, waits for ``RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S`` at most, and takes its node along."""
+    """`ray start --block` announces its own drain, waits for at most ``RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S``, and ends its node."""
     needed = wanted == "a replacement is awaited"
     changes: dict[str, Any] = {"elastic_workers": 3, "elastic_deterministic": True, "train_steps": 1_000_000, "checkpoint_every": 0}
     if needed:

@@ -1,4 +1,4 @@
-"""What the controller makes of slow workers: events, the snapshot, and whom it replaces. No Ray."""
+"""The controller's reaction to slow workers: events, the snapshot, and replacements. No Ray."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ START_S = 30.0
 
 
 class Table:
-    """A run whose events are applied to its statistics, the policy, and a clock of its own."""
+    """A run whose events are applied to its statistics, with the straggler policy and a clock of its own."""
 
     def __init__(
         self, folder: Path, mode: str = "report", capacity: int | None = None, life: int = 1, past: str = "{}", now: float = 1000.0
@@ -32,7 +32,7 @@ class Table:
         config = tiny(folder, "slow", elastic_straggler=mode)
         self.now = now
         self.notes = [past]
-        """As they would be written down."""
+        """The policy's notes as they would be stored."""
         self.run = Recorded(config, epoch=life)
         if life == 1:
             self.run.started()
@@ -50,7 +50,7 @@ class Table:
         return found
 
     def restarted(self, folder: Path, later_s: float = 0.0) -> Table:
-        """What a controller makes of it that begins so much later, on a machine whose clock shows something else."""
+        """The table of a controller that restarts ``later_s`` later, on a machine with another clock."""
         again = Table(folder, "replace", life=2, past=self.notes[-1], now=3.0 + later_s)
         again.adopt(self.world)
         return again
@@ -103,7 +103,7 @@ def test_straggler_is_reported_once_at_its_start_and_its_end(tmp_path: Path) -> 
         table.step((1.0, factor, 1.0), (-1, 0, -1))
     assert table.told() == [("straggler", "b", 1, 2.0, 1)]
     assert table.run.snapshot.stragglers["b"] == {"rank": 1, "factor": 2.1, "since_step": 1, "node": "node-1"}
-    table.open("c", "b")  # before the next generation knows anything, it is still the one that is slow
+    table.open("c", "b")  # until the next generation has measurements, b is still the slow worker
     table.step()
     assert set(table.run.stats.stragglers) == {"b"} and len(table.told()) == 1
     table.step((1.0, 1.1), (-1, -1))
@@ -176,14 +176,14 @@ def test_replacement_is_warm_before_the_slowest_worker_leaves(tmp_path: Path) ->
     assert unwanted == {"c"}
     assert staffing(3 - len(unwanted), 0, 0, 3).hire == 1 and not staffing(3 - len(unwanted), 0, 1, 3).regroup
     assert table.unwanted(members, 3, 4, 0) == {"c"} and staffing(3 - len(unwanted), 1, 0, 3).regroup
-    # Should the new one be lost now, the slow one stays.
+    # If the new worker is lost now, the slow one stays.
     assert table.slow.leaving(members, (), 3) == frozenset()
     leaving = table.slow.leaving(members, ("d",), 3)
     assert next_members(members, ("d",), 3, leaving) == (("a", "b", "d"), ("c",))
     table.open("a", "b", "d")
     table.step()
     assert table.told()[-1][-1] == "it was replaced" and table.unwanted(table.world.members, 3, 3, 0) == frozenset()
-    # The other one has its turn, but not at once.
+    # The other slow worker is replaced next, but not at once.
     assert set(table.run.stats.stragglers) == {"a"}
     table.now += PAUSE_S + 1
     assert table.unwanted(table.world.members, 3, 3, 0) == {"a"}
@@ -290,7 +290,8 @@ def test_restarted_controller_remembers_an_awaited_replacement(
     assert late.unwanted(("a", "b", "c"), 3, 3, 0) == frozenset() and "warm in its place" in str(late.told()[-1][2])
     monkeypatch.undo()
 
-    # It had told that the change is over, and died before it had noted it: the next in turn does not wait for a worker that has left.
+    # The controller reported the end of the change, and died before it noted it. The next replacement must not wait for a worker that has
+    # left.
     table.run.log.record("straggler_over", worker="c", reason="it was replaced", since_step=1)
     third = table.restarted(tmp_path)
     assert third.unwanted(("a", "b", "d"), 3, 3, 0) == frozenset() and third.slow.leaving(("a", "b", "d"), ("e",), 3) == frozenset()

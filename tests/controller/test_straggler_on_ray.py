@@ -1,5 +1,7 @@
-"""Runs on Ray in which one worker becomes slow: found by its own time, told of, relieved of slots or replaced, and no trace of it in
-samples and losses."""
+"""Runs on Ray in which one worker becomes slow.
+
+The worker is found by its own time, reported, and relieved of slots or replaced. Samples and losses show no trace of it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def config_of(home: Path, name: str, **changes: Any) -> RunConfig:
 
 
 def run_with_a_slow_worker(home: Path, name: str, over: str, **changes: Any) -> tuple[Finished, str]:
-    """A run that ends some steps after the event ``over``; the worker of rank 1 sleeps in its slots from a step on."""
+    """A run that ends some steps after the event ``over``. From some step on, the worker of rank 1 sleeps in its slots."""
     config = config_of(home, name, **changes)
     folder = RunFolder(config.run_folder)
     victim: list[tuple[str, int]] = []
@@ -74,7 +76,7 @@ def test_slow_worker_is_relieved_or_replaced_with_equal_losses(tmp_path: Path) -
     assert slow in first and slow not in second and len(set(first) & set(second)) == 2
     print(f"\nreplaced with a pause of {change[0]['pause_seconds']:.2f} s", end="")
 
-    # Five workers, of whom none is slow, for 12 slots: bit for bit the same.
+    # Five workers for 12 slots, of which none is slow: the result is the same bit for bit.
     steps = max(max(relieved.losses), max(replaced.losses))
     config = config_of(tmp_path, "undisturbed", elastic_workers=5)
 

@@ -1,5 +1,7 @@
-"""`ray job submit --working-dir DIR -- vescale-ray train run.yaml` and `ray job stop`, as the documentation has them, on a cluster that was
-started by `ray start`. What else can happen to a job is in test_started_cluster.py, which takes minutes."""
+"""`ray job submit --working-dir DIR -- vescale-ray train run.yaml` and `ray job stop`, as documented, on a `ray start` cluster.
+
+Other things that can happen to a job are tested in test_started_cluster.py, which takes minutes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ STEPS = 40
 
 
 def ray_job(cluster: Started, *words: str) -> str:
-    """What `ray job` answers."""
+    """Run a `ray job` command, and return its output."""
     done = subprocess.run(["ray", "job", *words], env=cluster.env(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -33,7 +35,7 @@ def ray_job(cluster: Started, *words: str) -> str:
 def test_submitted_folder_trains_to_its_end(stopped: bool, tmp_path: Path) -> None:
     from ray.job_submission import JobSubmissionClient
 
-    # Model and configuration are in the folder alone, and nowhere on the path of the cluster's processes.
+    # Model and configuration are only in the folder, and nowhere on the Python path of the cluster's processes.
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "mine.py").write_text("from tests.controller.hanging import model as made\n\ndef model():\n    return made()\n")

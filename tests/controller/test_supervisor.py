@@ -1,4 +1,4 @@
-"""The supervisor without Ray: what may wait for Ray's control store, and what must not."""
+"""The supervisor without Ray: calls that may wait for Ray's control store, and calls that must not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vescale_ray.workers.messages import WorkerInfo
 
 
 class Store:
-    """Ray's control store: answers while it is ``open``; ``places`` are those that were made and not given back."""
+    """Ray's control store. It answers while it is ``open``; ``places`` are those that were made and not given back."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -32,7 +32,7 @@ class Store:
         self.places: list[str] = []
         self.killed: list[Any] = []
         self.selectors: list[Any] = []
-        """Where those that were made may be."""
+        """Node selectors of all places that were made."""
         self.refuses = 0
 
     def asked(self) -> None:
@@ -43,7 +43,7 @@ class Store:
 
 
 class Actor:
-    """A class, or a handle, of an actor that starts when the store answers."""
+    """A class, or a handle, of an actor. The actor starts when the store answers."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -92,7 +92,7 @@ def supervisor(store: Store) -> Any:
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """The answer of ``call``, which must come in time."""
+    """The answer of ``call``, which must come within ``seconds``."""
     found: list[Any] = []
     threading.Thread(target=lambda: found.append(call()), daemon=True).start()
     until(lambda: bool(found), seconds, "an answer")
@@ -101,7 +101,7 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
 
 @pytest.mark.fault("C4")
 def test_dismissal_does_not_wait_for_another_nodes_agent(supervisor: Any, store: Store) -> None:
-    """It was started under the lock that every dismissal takes: the controller waited 10 s, and gave the run up."""
+    """If the agent is started under the lock that every dismissal takes, the controller waits 10 s and gives the run up."""
     workers = [supervisor.hire()[0] for _ in range(2)]
     store.open.clear()
     within(1.0, lambda: supervisor.station(workers[0], "elsewhere"))
@@ -122,7 +122,7 @@ def test_worker_and_wish_avoid_the_excluded_nodes(supervisor: Any, store: Store,
 
 
 def test_hire_of_a_controller_killed_meanwhile_is_ended(supervisor: Any, store: Store) -> None:
-    """The next one had counted its workers: this one would have had its place until the end of the run, and trained nothing."""
+    """The next controller has counted its workers already. This worker would have a place until the end of the run, and train nothing."""
     first, _ = supervisor.hire((), 1)
     store.open.clear()
     raised: list[BaseException] = []
@@ -148,7 +148,7 @@ def test_place_is_returned_after_a_refusal_or_a_failed_hire(
     supervisor: Any, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, _ = supervisor.hire()
-    store.refuses = 3  # its end, and its place's twice
+    store.refuses = 3  # one refusal for its kill, two for the return of its place
     supervisor.dismiss(worker, None)
     until(lambda: not store.places, 5, "that its place is back")
     with monkeypatch.context() as patch:
@@ -162,7 +162,8 @@ def test_place_is_returned_after_a_refusal_or_a_failed_hire(
 def test_each_generation_has_its_own_store_and_the_last_two_stay(
     supervisor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a group leaves in its store grows with the square of its ranks: one store for all would take the head's memory in the end."""
+    """The data that a group leaves in its store grows with the square of its ranks. One store for all would fill the head's memory in
+    the end."""
     monkeypatch.setattr(subject.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     ports = [supervisor.store()[1] for _ in range(4)]
     assert len(set(ports)) == 4
@@ -174,11 +175,11 @@ def test_each_generation_has_its_own_store_and_the_last_two_stay(
     until(lambda: [takes_calls(port) for port in ports] == [False, False, True, True], 10, "that the older ones are closed")
 
 
-# ------------------------------------------------------------------------------------------------- what the controller sees
+# ---------------------------------------------------------------------------------------------------- the controller's view
 
 
 class Hirings:
-    """A supervisor whose hirings are answered when the test says so: with a worker, or an error."""
+    """A supervisor that answers hires when the test says so, with a worker or an error."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[str] = []
@@ -204,7 +205,7 @@ class Hirings:
 
 
 def test_many_hires_take_the_time_of_one_if_control_store_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The controller listens to nobody meanwhile: it was away for 2 s for each of them."""
+    """The controller hears no worker meanwhile, so 2 s for each hire would be too long."""
     hirings = Hirings(monkeypatch)
     worker_group = WorkerGroup(hirings, call_s=10.0, epoch=1)
     for _ in range(8):
@@ -224,7 +225,7 @@ def test_failed_hire_is_a_lost_worker_and_not_the_end_of_the_run(monkeypatch: py
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_frozen_controller_does_not_call_the_supervisor_lost(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its container was frozen between the question and the answer: the time was over before it had looked."""
+    """If its container is frozen between the call and the answer, the controller's time is over before it has looked."""
     waited: list[float] = []
 
     def get(ref: str, timeout: float) -> str:
@@ -245,7 +246,7 @@ def test_frozen_controller_does_not_call_the_supervisor_lost(answers: bool, monk
 
 
 class Rack:
-    """A supervisor, and workers on nodes of their own that answer nothing any more: to end one takes a second, of any number at a time."""
+    """A supervisor, and workers on nodes of their own that no longer answer. To end any number of workers at once takes a second."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -274,7 +275,7 @@ class Rack:
 
 @pytest.mark.fault("N3")
 def test_loss_of_a_whole_rack_takes_the_time_of_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The controller waited a second for each of them, one after another, and with it everybody who is left."""
+    """If the controller waits a second for each worker in turn, all workers that are left wait, too."""
     rack = Rack(monkeypatch)
     rack.worker_group.kill({"w0": "hung", "w1": "hung", "w2": "hung"})
     assert rack.now <= 1.0 and all(rack.worker_group.doomed(worker) for worker in ("w0", "w1", "w2"))
@@ -287,8 +288,11 @@ def test_loss_of_a_whole_rack_takes_the_time_of_one_node(monkeypatch: pytest.Mon
 
 @pytest.mark.fault("N3")
 def test_zone_loss_asks_each_node_for_one_worker_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The supervisor learns of a node by its first call, within a second, and has 16 threads: in the order of hiring they were at two nodes
-    of eight at a time, 40 nodes took 44 s, and from 50 on the supervisor was called lost."""
+    """The supervisor needs a second for its first call to a lost node, and has 16 threads.
+
+    In the order of hiring, the threads were at two nodes of eight workers at a time: 40 nodes took 44 s. From 50 nodes on, the supervisor
+    was called lost.
+    """
     rack = Rack(monkeypatch)
     for number, member in enumerate(rack.worker_group.members.values()):
         member.info = replace(member.info, node=f"node{number // 4}")  # type: ignore[type-var]

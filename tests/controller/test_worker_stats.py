@@ -1,4 +1,4 @@
-"""What the ranks tell of themselves: added up by rank, gone with the rank, and a utilisation only where all is known."""
+"""Reports of the ranks: they are summed by rank and end with the rank, and a utilisation is only given if all its inputs are known."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_rank_seconds_add_up_and_a_departed_rank_is_not_shown() -> None:
     gone = workers.figures()
     assert gone["waited"] == {"all_gather": {0: 1.5, 1: 2.0}, "step_end": {0: 3.0, 1: 4.0}}, "a counter of a rank does not fall"
     assert not any(gone[name] for name in ("memory_kinds", "heard", "rank_step_seconds")), "of another layout"
-    workers.stepped("b", 0.1, usage(50.0))  # what a lost worker had still said
+    workers.stepped("b", 0.1, usage(50.0))  # a late report of a lost worker
     workers.stepped("c", 0.25, usage(1.0, 150))
     workers.moved("a", 0.75)
     again = fresh(workers)
@@ -126,7 +126,7 @@ def test_bad_steps_are_counted_once_and_known_after_a_restart(run: Recorded) -> 
 def test_shard_move_counts_per_rank_and_checkpoint_read_as_load(run: Recorded) -> None:
     first = generation(1, 10, "a", "b", origin=Origin.CHECKPOINT)
     run.open(first)
-    for _ in range(2):  # told again after a restart of the controller, for example
+    for _ in range(2):  # reported again, for example after a restart of the controller
         run.generation.filled("a", Filled(first.ticket, 10, Origin.CHECKPOINT, {"sync": 0.5}))
         run.generation.filled("b", Filled(first.ticket, 10, Origin.CHECKPOINT, {"sync": 2.0}))
     second = generation(2, 12, "b", "c")
