@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -154,6 +157,15 @@ def test_a_policy_of_the_controller_reaches_no_mechanism(policy: str) -> None:
             path = files.get(name) or files.get(name.rpartition(".")[0])
             pending += [one for one, _ in imports(path)] if path and name.startswith("vescale_ray.controller.") else []
     assert not {name for name in seen if name in MECHANISMS or name.startswith("ray.")}
+
+
+def test_every_dependency_is_imported() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [one for name, extra in project["optional-dependencies"].items() if name != "dev" for one in extra]
+    wanted = {re.split(r"[\[<>=]", one)[0].lower() for one in (*project["dependencies"], *extras)}
+    used = {name.split(".")[0] for _, path in SOURCES for name, _ in imports(path)}
+    imported = {one.lower().replace("_", "-") for name, those in packages_distributions().items() if name in used for one in those}
+    assert wanted <= imported, wanted - imported
 
 
 def test_the_models_and_the_data_know_nothing_of_sharding() -> None:
