@@ -10,9 +10,9 @@ from vescale_ray.controller.checkpointing.committer import SaveResult
 from vescale_ray.controller.state.snapshot import STAGES, Histogram
 
 FIGURES = "step time path bytes read_bytes failures load_failures loads stall interval interval_text".split()
-"""Statistics of which the snapshot has a field, named ``checkpoint_`` and this."""
+"""Statistics with a field in the snapshot, which is named ``checkpoint_`` and this."""
 REMEMBERED = 1024
-"""Checkpoints of which the time of their step is kept: a run goes back to one of the newest."""
+"""Newest checkpoints whose steps' end times are kept. A run goes back to one of the newest."""
 
 
 def saved_event(result: SaveResult, ended: float | None) -> tuple[str, dict[str, Any]]:
