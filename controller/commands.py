@@ -104,7 +104,7 @@ class Commands:
         self._act()
 
     def close(self) -> None:
-        """End the queue with the control loop. Waiting and later commands get an answer at once."""
+        """Close the queue, because the control loop has ended. Pending and later commands get an answer at once."""
         with self._door:
             self._over_at = at = self._log.stats.step
         for given in self._come_in():

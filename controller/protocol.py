@@ -37,7 +37,7 @@ class RequestRefused(ValueError):
 
 
 class RunState(StrEnum):
-    """States of a run (docs: ``DESIGN`` 8). The metrics export the same names."""
+    """States of a run (see :data:`TRANSITIONS`). The metrics export the same names."""
 
     PENDING = "PENDING"
     STARTING = "STARTING"

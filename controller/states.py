@@ -123,7 +123,7 @@ class Waiting:
     """There are too few workers to train.
 
     Attributes:
-        workers: number that is needed, survivors included.
+        workers: number of workers needed, survivors included.
         hire: workers to hire in the next round.
         since: when the wait began.
         told_of: workers on draining nodes, whose state was saved.
@@ -156,9 +156,9 @@ class Checkpointing:
     """Parked workers write a checkpoint.
 
     Attributes:
-        workers: those that may hold a part of the state.
-        error: of ``Goal.FAILURE``: why the run has failed.
-        then: of ``Goal.DRAIN``: the wait that goes on.
+        workers: workers that may hold a part of the state.
+        error: for ``Goal.FAILURE``, why the run has failed.
+        then: for ``Goal.DRAIN``, the wait to go on with.
     """
 
     ended: Ending

@@ -151,8 +151,8 @@ def run(
 
 
 def _checked_again(config: RunConfig, oldest: int, patience_s: float, signals: _Signals) -> Preflight:
-    """The checks of a run that begins anew by itself. The storage may have failed with the supervisor: wait for it, at most ``patience_s``
-    seconds, and no longer once the run is to stop.
+    """Repeat the checks for a run that begins anew by itself. If the storage has failed with the supervisor, wait for it, at most
+    ``patience_s`` seconds and only until a signal stops the run.
 
     Raises:
         BadInput, OSError: as :func:`check`.

@@ -57,7 +57,7 @@ def silence(address: str) -> str | None:
 
 
 def knock(address: str) -> None:
-    """Check that a process listens at the address of a Ray.
+    """Check that a process listens at the address of a Ray cluster.
 
     Raises:
         RunRefused: no process answers there.

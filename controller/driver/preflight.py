@@ -44,8 +44,8 @@ class _Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class Foreseen:
-    """Findings of the checks that touch no folder. ``config``: with absolute paths; ``stream``: determines the order of samples;
-    ``expected``: required content of a checkpoint, by parameter; ``warnings``: of faults that do not prevent the run."""
+    """Findings of the checks that touch no folder. ``config``: configuration with absolute paths; ``stream``: values that determine the
+    order of samples; ``expected``: required content of a checkpoint, by parameter; ``warnings``: faults that do not prevent the run."""
 
     config: RunConfig
     stream: Mapping[str, Any]
@@ -74,7 +74,7 @@ class Preflight:
 
 
 def foresee(config: RunConfig) -> Foreseen:
-    """Check what can be checked before anything is made: folders that do not last, addresses, text, model.
+    """Make the checks that create nothing: folders that do not last, addresses, text, model.
 
     Raises:
         BadInput: with one line, for the first thing that is wrong.

@@ -57,7 +57,7 @@ class _Given:
 
 
 def exposition(snapshot: Snapshot, accept: str) -> tuple[bytes, str]:
-    """The snapshot as Prometheus' text or OpenMetrics, whichever ``accept`` (of HTTP) asks for; and the content type."""
+    """The snapshot as Prometheus' text or OpenMetrics, as the HTTP header ``accept`` asks, and the content type."""
     encode, content_type = choose_encoder(accept)
     return encode(_Given(families(snapshot))), content_type  # type: ignore[arg-type]
 

@@ -23,7 +23,7 @@ class Loss(StrEnum):
     FAILURE = "failure"
     """From the last whole step before a failure to the next one, the step that was under way included."""
     RESCALE = "rescale"
-    """The same for a change that was asked for."""
+    """The same for a change of workers that was requested."""
     WAITING = "wait_for_workers"
     """There were too few workers to go on."""
     REPLAY = "replay"

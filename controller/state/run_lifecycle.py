@@ -58,7 +58,7 @@ def budget_of(config: RunConfig, state: DurableState, step: int) -> Budget:
 
 
 def take_up(log: RunLog, config: RunConfig, state: DurableState, pid: int) -> Observed:
-    """Bring the statistics to the state in which an earlier controller process left them. Returns the observations to publish first.
+    """Restore the statistics of an earlier controller process. Returns the observations to publish first.
 
     Raises:
         OSError: the run's folder can't be read; the caller may try again.

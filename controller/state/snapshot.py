@@ -100,7 +100,7 @@ class Snapshot:
         checkpoint_loads: seconds of reading a checkpoint at the beginning of a generation; ``checkpoints_pending``: checkpoints under way.
         checkpoint_stall: seconds that training waited for the copy of the newest checkpoint.
         checkpoint_interval: seconds between checkpoints, with ``checkpoint.every: auto``; ``_text``: the same with the reason.
-        control_url: address of the HTTP server; ``warnings``: of the run, each once; ``processes``: (process id, start time, node) of
+        control_url: address of the HTTP server; ``warnings``: the run's, each once; ``processes``: (process id, start time, node) of
             every worker that was ever warm; ``record``: content of run.json. These are for the driver; ``/status`` leaves them out.
     """
 

@@ -93,7 +93,7 @@ class WorkerGroup:
     # -------------------------------------------------------------------------------------------------------- membership
 
     def hire(self, avoid: Collection[str] = ()) -> None:
-        """Start a worker on a node that is not to ``avoid``. It is ``Ready`` some time later.
+        """Start a worker, on none of the nodes to ``avoid``. It is ``Ready`` some time later.
 
         If Ray's control store does not answer soon, the worker counts in :attr:`hiring` until it does.
         """
@@ -125,8 +125,8 @@ class WorkerGroup:
         return [w for w in self.warming() if self.members[w].avoid.difference(avoided)]
 
     def adopt(self, known: Mapping[str, WorkerInfo]) -> None:
-        """Take over the workers that an earlier controller had hired. ``known``: those that were warm then. A worker that is stopped
-        by now could not say so itself."""
+        """Take over the workers that an earlier controller had hired. ``known``: those that were warm then, because a worker that is
+        stopped by now can't report it."""
         for worker, handle in self._ask_supervisor("roster", self._epoch).items():
             self._enroll(worker, handle, known.get(worker))
             if worker not in known:
@@ -148,7 +148,7 @@ class WorkerGroup:
             self._supervisor.dismiss.remote(worker, member.info)
 
     def kill(self, reasons: Mapping[str, str], cause: Cause = Cause.HANG) -> None:
-        """End faulty workers. The news of each loss gives its reason and ``cause``. All are ended at once, because the supervisor waits a
+        """End workers. The news of each loss has the worker's reason and ``cause``. All are ended at once, because the supervisor waits a
         moment for each node that does not answer."""
         asked: dict[str, Any] = {}
         for worker in node_by_node(self.members, reasons):
@@ -165,8 +165,8 @@ class WorkerGroup:
                 self._leave_node(member.info.node, worker, reasons[worker])
 
     def _leave_node(self, node: str, worker: str, reason: str) -> None:
-        """Count ``worker`` as lost, which could not be ended because its node does not answer, and with it all silent workers there.
-        Otherwise the next generation would wait for them, since Ray reports their loss many seconds later.
+        """Count ``worker``, which could not be ended, and all silent workers of its node as lost, because the node does not answer. Ray
+        reports their loss many seconds later, and the next generation would wait for them.
 
         ``time.monotonic`` is enough to measure the silence here. Answers that came while this process waited for the node are looked
         for."""
@@ -328,7 +328,7 @@ class WorkerGroup:
         return any(member.outline is not None for member in self.members.values())
 
     def ask_reachability(self, asked: Mapping[str, Collection[str]], wait_s: float) -> Reaching:
-        """Have each worker in ``asked`` try for ``wait_s`` seconds whether it reaches the others given for it."""
+        """Have each worker in ``asked`` try to reach the others given for it, for ``wait_s`` seconds."""
         addresses = {w: m.info.address for w, m in self.members.items() if m.info is not None and m.info.address}
         refs: dict[Any, str] = {}
         longest = 1
