@@ -64,7 +64,7 @@ class Situation:
         target: workers wanted.
         fewest: ``elastic.min_workers``.
         ready: warm workers outside the generation, preferred ones first; ``warming``: number of workers that are starting.
-        replace_lost: ``elastic.replace_lost``.
+        replace_lost: ``elastic.replace_lost`` or ``elastic.grow``.
         budget: the failure budget, with this ending counted.
         waited: the time to wait for workers is over.
         leaving: workers to leave out: their node is about to go, or they are slow and have a replacement.
