@@ -1,8 +1,8 @@
-"""Calls to a disk that may not answer: carried out in another thread, and waited for only as long as a disk takes that does.
+"""Disk calls with a time limit, each carried out in another thread.
 
-A full disk says so at once. A file system whose server is gone says nothing: whoever writes to it stands still until it is back, and
-nothing ends that. The loop that watches the workers must not be the one. So it hands its writes to this, one after another; where one is
-not done in time the loop goes on, and whatever else is to be written then waits with it. Nor does the end of the process wait for it.
+A full disk reports an error at once. A file system whose server is gone does not answer: a thread that writes to it blocks until the
+server is back. The control loop, which watches the workers, must not block, so it makes its disk calls through :class:`BoundedIO`. If a
+write takes too long, the loop goes on, and later writes are refused until it is done. The end of the process does not wait for it.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from concurrent.futures import wait as wait_for
 from typing import Any
 
 PATIENCE_S = 3.0
-"""A write takes milliseconds, on a disk that is busy tenths of a second."""
+"""Longest wait for a write. A write takes milliseconds, on a busy disk tenths of a second."""
 SHORT_S = 0.2
-"""After one that took longer, until one has taken less than this."""
+"""Longest wait after a write that took longer than this, until a write takes less."""
 UNCLAIMED = 8
-"""Writes that were late and are done, of which it is remembered what came of them."""
+"""Late writes whose results are kept once they are done."""
 
 
 class BoundedIO:
-    """For one thread's use."""
+    """Carries out the disk calls of one thread."""
 
     def __init__(self) -> None:
         self._patience_s = self._wait_s = PATIENCE_S
         self._late: tuple[Future[Any], Callable[[], Any]] | None = None
         self._unclaimed: dict[Callable[[], Any], Future[Any]] = {}
-        """Those that were late and are done, and nobody has asked for them yet: the newest."""
+        """Late writes that are done and whose results the caller has not asked for yet; only the newest."""
 
     def do(self, write: Callable[[], Any], wait_s: float | None = None) -> Any:
-        """Carry it out; its result.
+        """Carry out ``write``, and return its result.
 
         Raises:
-            TimeoutError: (an ``OSError``) it is not done in time (``wait_s``, or :data:`PATIENCE_S`), and may be done later: give the same
-                ``write`` again to learn what came of it. Or the one before it is not done yet: then this one was not begun.
-            OSError: what ``write`` raised.
+            TimeoutError: (an ``OSError``) ``write`` takes longer than ``wait_s`` or :data:`PATIENCE_S`. It may finish later: pass the same
+                ``write`` again to get its result. Or an earlier write is still under way; then ``write`` was not begun.
+            OSError: ``write`` raised it.
         """
         if self._late is not None and (self._late[0].done() or (wait_s and wait_for([self._late[0]], wait_s).done)):
             done, of = self._late
@@ -60,7 +60,7 @@ class BoundedIO:
 
 
 def begun(write: Callable[[], Any]) -> Future[Any]:
-    """Carry it out in a thread of its own, for which no process waits when it ends (as it does for those of a ``ThreadPoolExecutor``)."""
+    """Begin ``write`` in a daemon thread. Unlike a thread of a ``ThreadPoolExecutor``, it does not delay the end of the process."""
     made: Future[Any] = Future()
 
     def carry_out() -> None:

@@ -1,7 +1,7 @@
-"""Commands from outside and scheduled actions, and the wishes that follow from them.
+"""Commands from outside, scheduled actions, and the target state that follows from them.
 
-Commands arrive in the HTTP server's threads and from the driver. The controller's thread carries them out between two rounds of the control
-loop, so that only this queue is shared.
+Commands arrive in the HTTP server's threads and from the driver. The controller's thread carries them out in the rounds of the control
+loop, so the threads share only the command queue.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from vescale_ray.controller.state.run_log import RunLog
 from vescale_ray.controller.worker_group.worker_group import WorkerGroup
 
 ANSWER_S = 8.0
-"""A command is answered by then, whatever the controller is at: a client (``client.request``) listens a little longer."""
+"""Longest wait for the loop to begin a command. A client (``client.request``) waits a little longer for the answer."""
 DONE_S = 1.0
-"""It takes milliseconds once the loop has come to it."""
+"""Longest wait for a command that the loop has begun. It takes milliseconds."""
 
 
 @dataclass
@@ -32,17 +32,17 @@ class _Command:
     body: dict[str, Any]
     answer: queue.Queue[Any] = field(default_factory=queue.Queue)
     over: bool = False
-    """The loop has come to it, or whoever gave it waits no more. Whatever is first: the door's lock guards it."""
+    """Whether the loop has begun it, or the sender has stopped waiting before that. ``Commands._door`` guards this field."""
 
 
 class Commands:
-    """The commands of a run, and what is wanted of it.
+    """The commands of a run, and the target state that they have set.
 
     Args:
-        durable: the fields ``stop_reason``, ``target``, ``requested``, ``reason`` and ``actions_done`` of this state are kept here.
+        durable: this class maintains its fields ``stop_reason``, ``target``, ``requested``, ``reason`` and ``actions_done``.
 
     Attributes:
-        stop: why the run is to end; None: it is not.
+        stop: why the run is to end; None if it is not to end.
     """
 
     def __init__(self, spec: RunSpec, config: RunConfig, worker_group: WorkerGroup, log: RunLog, durable: StateWriter) -> None:
@@ -50,13 +50,13 @@ class Commands:
         self._commands: queue.Queue[_Command] = queue.Queue()
         self._door = threading.Lock()
         self._over_at: int | None = None
-        """Completed steps of a run that is over."""
+        """Completed steps when the run ended; None before."""
         self.stop = durable.state.stop_reason
         durable.note(target=durable.state.target or config.elastic.workers)
 
     @property
     def target(self) -> int:
-        """Workers that are wanted."""
+        """Number of workers wanted."""
         return self._durable.state.target
 
     @property
@@ -66,14 +66,14 @@ class Commands:
 
     @property
     def ceiling(self) -> int:
-        """Most workers that a run which grows by itself (``elastic.grow``) goes for."""
+        """Most workers to which ``elastic.grow`` lets the run grow."""
         return self._durable.state.requested or self._config.max_workers
 
     def command(self, action: str, body: dict[str, Any], wait_s: float = ANSWER_S) -> dict[str, Any]:
-        """Carry a command to the loop and its answer back; from any thread.
+        """Have the control loop carry out a command, and return its answer. Any thread may call this.
 
         Raises:
-            RequestRefused: it can't be done, or the loop did not come to it within ``wait_s``: then it never is.
+            RequestRefused: the command can't be carried out, takes long, or was not begun within ``wait_s`` and never will be.
         """
         given = _Command(action, body)
         with self._door:
@@ -95,7 +95,7 @@ class Commands:
         return dict(value)
 
     def heed(self) -> None:
-        """Carry out what has come in, and the scheduled actions whose step has come."""
+        """Carry out the commands that have arrived, and the scheduled actions that are due."""
         for given in self._come_in():
             try:
                 given.answer.put(self._do(given.action, given.body))
@@ -104,7 +104,7 @@ class Commands:
         self._act()
 
     def close(self) -> None:
-        """The loop is over, and nobody will heed: what has come in since, and what still comes, is answered at once."""
+        """Close the queue, because the control loop has ended. Pending and later commands get an answer at once."""
         with self._door:
             self._over_at = at = self._log.stats.step
         for given in self._come_in():
@@ -120,21 +120,21 @@ class Commands:
                 yield given
 
     def _over(self, given: _Command) -> bool:
-        """Whether it was, and from now on it is."""
+        """Mark a command as over, and return whether it already was."""
         with self._door:
             was, given.over = given.over, True
             return was
 
     def want(self, workers: int, reason: str) -> None:
-        """Go for another number of workers."""
+        """Change the number of workers wanted."""
         self._durable.update(target=workers, reason=reason)
 
     def explain(self, reason: str) -> None:
-        """The number of workers that is wanted differs from what there is for another reason now."""
+        """Change the reason why the number of workers wanted differs from the present number."""
         self._durable.note(reason=reason)
 
     def end(self, reason: str, *, durable: bool = True) -> None:
-        """Stop the run; the first reason stays. Unless ``durable``, a restarted controller does not know of it."""
+        """Stop the run. The first reason stays. Unless ``durable``, a restarted controller does not know of the stop."""
         self.stop = self.stop or reason
         if durable:
             self._durable.note(stop_reason=self.stop)
@@ -162,13 +162,13 @@ class Commands:
         raise RequestRefused(f"unknown command {action}: there are stop and rescale")
 
     def _act(self) -> None:
-        """Scheduled actions, each once its step is completed and the one before has had its effect."""
+        """Carry out each scheduled action once its step is completed and the action before has taken effect."""
         while (done := self._durable.state.actions_done) < len(self._spec.schedule):
             action = self._spec.schedule[done]
             stats = self._log.stats
             if not stats.members or stats.step < action.step or stats.rescale is not None:
                 return
-            # Noted first: a controller that dies of what it does must not do it again.
+            # Noted first: if the action kills this controller, the next one must not repeat it.
             self._durable.update(actions_done=done + 1)
             self._log.record("scheduled_action", action=action.action, value=action.value, at=action.step)
             try:

@@ -1,16 +1,16 @@
 """The control loop: the only loop of a run's controller.
 
-Each round observes (:meth:`ControlLoop.observe`), and then follows the transitions of the state (``states``)::
+Each round observes (:meth:`ControlLoop.observe`), and then follows the transitions between states (``states``)::
 
     Gathering -> Running -> Recovering -> Locating -> Running -> ..
     Recovering -> Waiting -> Recovering              too few workers
     Recovering -> Checkpointing -> Concluding -> Finished
     Adopting -> Running                              a restarted controller
-    Running -> Partitioned -> Recovering             a collective failed though all live
+    Running -> Partitioned -> Recovering             a collective failed, but all members live
     Locating -> AwaitingStorage -> Recovering        only checkpoints have the state, and the storage is out of reach
 
-No transition waits: a state in which something is waited for stays for that round. So commands, losses and checkpoints are handled alike in
-every state. ``policy.after_generation`` decides what follows a generation, and ``scaling`` looks after one that runs as it should.
+No transition blocks: a state that waits for something stays until a later round. So the loop handles commands, losses and checkpoints alike
+in every state. ``policy.after_generation`` decides what follows a generation. ``scaling`` hires and dismisses workers while one runs.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class ControlLoop:
     """One run, in one thread. Other threads hand commands to :attr:`commands`.
 
     Args:
-        spec: what the driver wants.
-        durable: what an earlier life of the controller left, and what the next one gets.
-        publisher: is given the observations of each round.
+        spec: the driver's order.
+        durable: the state that an earlier controller process left, and that the next one gets.
+        publisher: receives the observations of each round.
 
     Attributes:
         state: the present state.
@@ -96,7 +96,7 @@ class ControlLoop:
         return self._parts.commands
 
     def run(self) -> Outcome:
-        """Run the loop to the end of the run. Raises only what is a bug, or the loss of the supervisor."""
+        """Run the loop to the end of the run. Raises ``SupervisorLost``; any other error is a bug."""
         try:
             self._follow()
             while not isinstance(self.state, states.Finished):
@@ -107,7 +107,7 @@ class ControlLoop:
             self._parts.coordinator.layouts.close()
 
     def step(self) -> None:
-        """One round, of at most :data:`TICK_S` seconds unless a call takes longer."""
+        """Run one round, of at most :data:`TICK_S` seconds unless a call takes longer."""
         self.observe()
         self._follow()
 
@@ -121,7 +121,7 @@ class ControlLoop:
     # ------------------------------------------------------------------------------------------------------- observations
 
     def observe(self) -> None:
-        """Hear the workers, record what they tell, and carry out commands."""
+        """Receive the workers' news, record it, and carry out commands."""
         for one in self._parts.worker_group.pump(TICK_S):
             match one:
                 case Ready(info):
@@ -176,7 +176,7 @@ class ControlLoop:
             and report.ticket == world.ticket == self._parts.detector.inherited
             and report.phase in (WorkerPhase.TRAINING, WorkerPhase.SAVING)
         ):
-            # It has its state. The item that said so may have gone to the controller before this one.
+            # The member has its state. It may have reported that to the previous controller.
             generation.filled(report.worker, Filled(world.ticket, world.source.step, world.source.origin, {}))
 
     def _observed(self) -> Observed:

@@ -1,10 +1,10 @@
-"""The controller actor: what a run's thread, its HTTP server and its restarts have in common.
+"""The controller actor: starts a run's thread and HTTP server, and takes up the run after a restart.
 
-Ray restarts the process when it dies (``max_restarts=-1``) and calls the constructor again with the same arguments. The durable state and
-the lines in the run's folder then say what was going on. The workers, which the supervisor owns, train on meanwhile.
+Ray restarts the process when it dies (``max_restarts=-1``) and calls the constructor again with the same arguments. The controller then
+reads the run's state from the durable state and the lines in the run's folder. The supervisor owns the workers, which train on meanwhile.
 
-The run's thread owns everything of the run. Other threads (HTTP, Ray's calls) read the publisher's snapshot, which is immutable, and hand
-commands to the command queue.
+The run's thread owns all data of the run. Other threads (HTTP, Ray's calls) read the publisher's snapshot, which is immutable, and put
+commands into the command queue.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from vescale_ray.runfolder import RunFolder
 _log = logging.getLogger(__name__)
 
 FLUSH_S = 5.0
-"""At the end of the run so long is waited for a disk that takes nothing."""
+"""Longest wait, at the end of the run, for a disk that accepts no writes."""
 LATEST_S = 10.0
-"""A controller that begins again waits for so long for the storage."""
+"""Longest wait of a restarted controller for the checkpoints' storage."""
 BEGIN_S = 5.0
-"""A command waits for so long for a controller that has just been started."""
+"""Longest wait of a command for a controller that has just been started."""
 FOLDER_S = 5.0
-"""The constructor waits for so long for the run's folder: meanwhile nobody can ask anything."""
+"""Longest wait of the constructor for the run's folder. Meanwhile the actor answers no calls."""
 TELL_S = 20.0
-"""A folder that could not be read for so long is told of."""
+"""If the folder could not be read for this long, the controller gives a warning."""
 ASK_GAP_S = 2.0
-"""Between two questions to a folder that answers with errors."""
+"""Pause between two reads of a folder that gives errors."""
 
 _T = TypeVar("_T")
 
@@ -60,9 +60,9 @@ class Controller:
     """Conducts a run from its construction on, in a thread of its own.
 
     Args:
-        pickled: the :class:`RunSpec`, what the driver wants. Ray keeps plain bytes with the actor, and values in an object
-            store that a restart may find empty.
-        supervisor_name: the run's supervisor, by name in :data:`NAMESPACE`, for the same reason.
+        pickled: the :class:`RunSpec`, the driver's order. Ray keeps plain bytes with the actor, but other values in an object
+            store, which may be empty after a restart.
+        supervisor_name: name of the run's supervisor in :data:`NAMESPACE`; a name for the same reason.
     """
 
     def __init__(self, pickled: bytes, supervisor_name: str) -> None:
@@ -76,15 +76,15 @@ class Controller:
         self._loop: ControlLoop | None = None
         self._known, self._begun = threading.Event(), threading.Event()
         self._notices: list[str] = []
-        """Warnings of before the log was brought up to date."""
+        """Warnings from before the log was up to date."""
         self._since, self._told = time.monotonic(), ""
-        # A folder whose server is gone says nothing for as long as it likes. That must be told, and the workers train on meanwhile.
+        # If the folder's server is gone, reading may block forever. ``status`` must report that, and the workers train on meanwhile.
         self._up = begun(lambda: self._come_up(supervisor))
         if wait_for([self._up], FOLDER_S).done:
             self._up.result()
 
     def _come_up(self, supervisor: Any) -> None:
-        """Find out where the run is, listen, and begin."""
+        """Read the run's state, start the HTTP server and start the run's thread."""
         spec = self._spec
         config = parse_config(spec.config)
         folder = RunFolder(spec.folder)
@@ -93,12 +93,12 @@ class Controller:
         store, state = StateStore(spec.folder, supervisor), None
         with suppress(OSError):
             state = read_state(spec.folder)
-        # The supervisor of a run that has just begun is still starting, and has nothing to tell. (Ray is asked last: it takes long.)
+        # The supervisor of a new run is still starting and has no state, so it is not asked. (The call to Ray is last: it takes long.)
         if (state is not None and state.run_id == spec.run_id) or ray.get_runtime_context().was_current_actor_reconstructed:
             state = _when_told(lambda: store.newest(spec.run_id))
         again = state is not None and state.run_id == spec.run_id
         if state is None or not again:
-            # Numbers that an earlier start of the run has used stay used.
+            # Numbers that an earlier start of the run has used are not used again.
             first = max(spec.first_generation - 1, state.last_number if state else 0)
             known = (state.highest_step, state.steps_before) if state else (0,)
             done = 0 if config.checkpoint.resume == "never" else max(folder.last_step(), *known)
@@ -110,7 +110,7 @@ class Controller:
         self._publisher = Publisher(self._log, config, spec.driver_pid, state.epoch, seen, session)
         self._server = self._serve(config.metrics.host, state.port, config.metrics.port)
         state = store.write(replace(state, port=self._server.port))
-        # A server on all interfaces is found by this node's address, one on the loopback only by that.
+        # The URL of a server on all interfaces has this node's address. A server on the loopback is reached only there.
         url = self._server.url(ray.util.get_node_ip_address() if config.metrics.host in ("0.0.0.0", "::") else None)
         self._publisher.serve_at(url)
 
@@ -130,17 +130,17 @@ class Controller:
         self._thread.start()
 
     def status(self) -> dict[str, Any]:
-        """The state of the run: the snapshot as plain values; ``outcome`` once it is over; ``processes``: (process id, start time, node) of
-        every worker that was ever warm. Before the run's folder could be read: ``waits`` alone, which is True."""
+        """The state of the run: the snapshot as plain values, ``outcome`` once the run is over, and ``processes``: (process id, start time,
+        node) of every worker that was ever warm. Until the run's folder has been read, ``waits`` is True and there is no snapshot."""
         if not self._known.is_set():
             problem = self._up.exception() if self._up.done() else None
             if problem is not None and ray.get_runtime_context().was_current_actor_reconstructed:
                 raise problem
-            if problem is not None:  # as where the constructor has raised it, which was over before
+            if problem is not None:  # the constructor would have raised it, but ended before it occurred
                 text = f"the controller can't start: {type(problem).__name__}: {' '.join(str(problem).split())}"
                 return {"outcome": asdict(Outcome("FAILED", 0, text, refused=True)), "warnings": ()}
             return {"outcome": None, "waits": True, "warnings": self._waiting()}
-        outcome = self._outcome  # read first: the snapshot of a run that is over is its last
+        outcome = self._outcome  # read first: if there is an outcome, the snapshot read after it is the last one
         snapshot = self._publisher.snapshot
         return {
             **snapshot.to_json(),
@@ -160,7 +160,7 @@ class Controller:
         return self._take(action, dict(body))
 
     def final_scrape(self) -> tuple[float, int]:
-        """The run is over: seconds until all who scrape it should have come once more (0: nobody does), and 1 if they have."""
+        """After the run: seconds until every regular client should have scraped once more (0: there is none); and 1 if all have, else 0."""
         return self._server.scrapes.final_scrape(time.monotonic()) if self._server is not None else (0.0, 0)
 
     def close(self) -> None:
@@ -181,8 +181,8 @@ class Controller:
         return (self._told,)
 
     def _conduct(self, supervisor: Any, config: RunConfig, store: StateStore, state: DurableState, again: bool) -> None:
-        """The run's thread. Checkpoints bring torch along, which takes seconds to import: beside it, so that a restarted controller watches
-        the workers and takes commands meanwhile."""
+        """The run's thread. Another thread looks up the newest checkpoint, because that imports torch, which takes seconds. A restarted
+        controller watches the workers and takes commands meanwhile."""
         spec, log, publisher = self._spec, self._log, self._publisher
         committer: Committer | None = None
 
@@ -220,9 +220,9 @@ class Controller:
         return self._loop.commands.command(action, body, began + ANSWER_S - time.monotonic())
 
     def _serve(self, host: str, remembered: int, wanted: int) -> MetricsServer:
-        """Listen where the run listened before, if it can be: whoever scrapes it need not notice the restart.
+        """Start the HTTP server, if possible on the port that the run had before the restart, so that clients find it there.
 
-        A port that another process has is no reason not to train: then it is any free one, and a warning.
+        If another process has the port, the server takes any free port, with a warning.
         """
 
         def listen(port: int) -> MetricsServer:
@@ -254,7 +254,7 @@ class Controller:
 
 
 def _when_told(question: Callable[[], _T]) -> _T:
-    """The answer of the run's folder, once it has one. Without it, a controller would take its run for a new one."""
+    """Repeat ``question`` until the run's folder can be read. Without its answer, a controller would take its run for a new one."""
     told = False
     while True:
         try:
@@ -267,8 +267,8 @@ def _when_told(question: Callable[[], _T]) -> _T:
 
 
 def _committed_attempt(run_id: str, root: str) -> str | None:
-    """The newest attempt that this run has committed, for a controller that begins again. None also where the store does not answer: then
-    the votes for it may come again, and make the same commit."""
+    """The newest attempt that this run has committed, for a restarted controller. None also if the store does not answer: repeated votes
+    for that attempt then make the same commit."""
     from vescale_ray import checkpoint
 
     try:
@@ -280,7 +280,7 @@ def _committed_attempt(run_id: str, root: str) -> str | None:
 
 
 def actor_of(spec: RunSpec, supervisor_name: str, node: str) -> Any:
-    """Start a run's controller on ``node``, where the run's folder is; its handle."""
+    """Start a run's controller on ``node``, where the run's folder is, and return its handle."""
     return (
         ray.remote(Controller)
         .options(

@@ -30,9 +30,9 @@ class BudgetAccount:
     """The failure budget of a run, which its durable state keeps.
 
     Attributes:
-        budget: the present one.
-        given_up: why the run is given up; None: it is not. The budget was spent before this life of the controller began. What happens in
-            this life does not let the next one go on.
+        budget: the present budget.
+        given_up: why the run is given up; None if it is not. The budget was spent before this controller process began. Progress in this
+            process does not refill the budget for the next one.
     """
 
     def __init__(self, budget: Budget, durable: StateWriter) -> None:
@@ -41,7 +41,7 @@ class BudgetAccount:
         self.spend(budget)
 
     def spend(self, budget: Budget) -> None:
-        """Go on with this budget. The next write of the durable state keeps it."""
+        """Replace the budget. The next write of the durable state keeps it."""
         self.budget = budget
         self._durable.note(
             highest_step=budget.high,
@@ -61,11 +61,11 @@ class BudgetAccount:
 
 
 class ControllerParts:
-    """Made once, by the control loop.
+    """The parts of one controller. The control loop makes them once.
 
     Args:
-        spec: what the driver wants.
-        durable: what an earlier life of the controller left, and what the next one gets.
+        spec: the driver's order.
+        durable: the state that an earlier controller process left, and that the next one gets.
     """
 
     def __init__(
@@ -122,11 +122,11 @@ class ControllerParts:
         self.detector = FailureDetector(config, spec.bounds, worker_group, log, self.scaling)
 
     def still_living(self, ended: Ending) -> Ending:
-        """The ending as it is now: parked workers may die as well."""
+        """The ending without the members that have died since. Parked workers may die, too."""
         return replace(ended, living=tuple(w for w in ended.living if self.worker_group.alive(w)))
 
     def want_those_left(self, before: int, living: Sequence[str]) -> None:
-        """Members were lost: the run goes on with those that are left, unless lost workers are replaced."""
+        """Lower the number of workers wanted to those left after a loss, unless lost workers are replaced."""
         commands, elastic, scaling = self.commands, self.config.elastic, self.scaling
         fully = commands.target == before
         if not elastic.replace_lost:
@@ -138,7 +138,7 @@ class ControllerParts:
             commands.explain("replacement")
 
     def plan_ahead(self, world: World) -> None:
-        """Have the layouts that may come next planned while the workers train. Any member can tell the outline that they follow from."""
+        """Plan the layouts that may come next while the workers train. If their outline is unknown, ask the members for it."""
         layouts = self.coordinator.layouts
         if layouts.told:
             layouts.ahead(worlds_ahead(world.size, self.commands.target))

@@ -20,17 +20,17 @@ from vescale_ray.workers.resharding.held_state import HeldState, choose_resume
 
 @dataclass(frozen=True)
 class Complete:
-    """All steps are done: the last checkpoint, then the end."""
+    """All steps are done: write the last checkpoint, then end."""
 
 
 @dataclass(frozen=True)
 class Halt:
-    """Stop was asked for: a checkpoint, then the end."""
+    """A stop was requested: write a checkpoint, then end."""
 
 
 @dataclass(frozen=True)
 class Go:
-    """Form the next generation of ``members``; ``leavers`` are alive and not in it."""
+    """Form the next generation from ``members``. ``leavers`` are alive, but not in it."""
 
     members: tuple[str, ...]
     leavers: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class Go:
 
 @dataclass(frozen=True)
 class Await:
-    """Too few to train: wait until ``workers`` are there (those that live, those that are ready, and ``hire`` new ones)."""
+    """Too few workers can train: hire ``hire`` new ones, and wait until ``workers`` are there, living and ready ones included."""
 
     workers: int
     hire: int
@@ -46,7 +46,7 @@ class Await:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """The run has failed; ``refused``: by what the person gave."""
+    """The run has failed. ``refused``: because of the user's input."""
 
     error: str
     refused: bool = False
@@ -60,14 +60,14 @@ class Situation:
     """The facts for the decision, besides the end of the generation.
 
     Attributes:
-        stopping: stop was asked for.
+        stopping: a stop was requested.
         target: workers wanted.
         fewest: ``elastic.min_workers``.
-        ready: warm workers outside of the generation, oldest first; ``warming``: how many more are on their way.
-        replace_lost: ``elastic.replace_lost``.
-        budget: with this ending counted.
+        ready: warm workers outside the generation, preferred ones first; ``warming``: number of workers that are starting.
+        replace_lost: ``elastic.replace_lost`` or ``elastic.grow``.
+        budget: the failure budget, with this ending counted.
         waited: the time to wait for workers is over.
-        leaving: workers whose node is about to go.
+        leaving: workers to leave out: their node is about to go, or they are slow and have a replacement.
     """
 
     stopping: bool
@@ -94,7 +94,7 @@ def after_generation(ending: Ending, now: Situation) -> Decision:
         return GiveUp(now.budget.verdict)
     members, leavers = next_members(ending.living, now.ready, now.target, now.leaving)
     if len(members) < now.fewest:
-        # Better with those that have to leave soon than not at all.
+        # It is better to train with workers that have to leave soon than not to train.
         members, leavers = next_members(ending.living, now.ready, now.target)
     if len(members) >= now.fewest:
         return Go(members, leavers)
@@ -109,8 +109,8 @@ def after_generation(ending: Ending, now: Situation) -> Decision:
 def next_members(
     living: Sequence[str], ready: Sequence[str], target: int, leaving: Collection[str] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Members, those who stay in their old order and joiners last (:mod:`vescale_ray.workers.resharding.rank_assignment` makes ranks of
-    them), and leavers: whoever is ``leaving``, then the last."""
+    """Members and leavers. Members that stay keep their old order, and joiners come last; ranks are assigned later
+    (:mod:`vescale_ray.workers.resharding.rank_assignment`). Leavers are the ``leaving`` workers and the last ones beyond ``target``."""
     staying = tuple(w for w in living if w not in leaving)[:target]
     joiners = tuple(w for w in ready if w not in leaving)[: target - len(staying)]
     stays = frozenset(staying)
@@ -122,8 +122,8 @@ def next_members(
 
 @dataclass(frozen=True)
 class Staffing:
-    """While a generation runs: ``hire`` so many more workers, and ``spares`` besides where there is room; ``dismiss`` so many of those
-    beside it, the newest; ``regroup``: ask it to stop at the next boundary, to form anew."""
+    """Changes of staff while a generation runs. ``hire``: workers to hire; ``spares``: spares to hire besides where there is room;
+    ``dismiss``: newest workers outside to dismiss; ``regroup``: ask the generation to stop at the next boundary, to form anew."""
 
     hire: int = 0
     spares: int = 0
@@ -132,11 +132,11 @@ class Staffing:
 
 
 def staffing(world: int, ready: int, warming: int, target: int, spares: int = 0) -> Staffing:
-    """Whether to hire or to regroup, with ``world`` members, ``ready`` warm workers beside them and ``warming`` on their way, of whom
-    ``spares`` are to stay beside.
+    """Whether to hire or to regroup, with ``world`` members. Outside of them there are ``ready`` warm workers and ``warming`` that start;
+    ``spares`` of these are to stay outside.
 
-    One regrouping brings in all that were hired: training goes on until the last is warm. A spare joins where one is missing, and
-    another is hired in its place.
+    One regrouping brings in all hired workers, so training goes on until the last of them is warm. A spare joins if a member is missing,
+    and another spare is hired in its place.
     """
     missing = max(0, target - world)
     beside = ready + warming
@@ -159,8 +159,8 @@ LONGEST_GAP_S = 3600.0
 
 
 def growth_wait(begun: float | None, now: float, gap_s: float, failed: int) -> float:
-    """Seconds until the next growth may begin; the last began at ``begun``. Each of the last ones that came to nothing (``failed``) doubles
-    the gap, which then is a second at least and an hour at most."""
+    """Seconds until the next growth may begin; the last began at ``begun``. Each of the ``failed`` attempts since the last success doubles
+    the gap ``gap_s``, counted as at least 1 s, up to :data:`LONGEST_GAP_S`."""
     if begun is None:
         return 0.0
     gap = gap_s if not failed else max(gap_s, min(max(gap_s, 1.0) * 2.0 ** min(failed, 30), LONGEST_GAP_S))
@@ -168,12 +168,12 @@ def growth_wait(begun: float | None, now: float, gap_s: float, failed: int) -> f
 
 
 def worth_growing(steps_left: int, step_s: float | None, warm_s: float) -> bool:
-    """Whether a worker that is hired now can be of use: it is warm before half of what is left is done."""
+    """Whether hiring a worker now pays off: it is warm before half of the remaining steps are done."""
     return step_s is None or steps_left * step_s > 2.0 * warm_s
 
 
 def check_rescale(workers: object, *, fewest: int, most: int, slots: int, capacity: int | None) -> int:
-    """The number of workers that was asked for, if the run can have it.
+    """Return ``workers``, the number requested, if the run can have it.
 
     Raises:
         RequestRefused: one line with the number, the bound and its key.
@@ -208,11 +208,11 @@ class CommittedCheckpoint:
 def choose_source(
     held: Mapping[str, Sequence[HeldState]], members: Collection[str], newest: CommittedCheckpoint | None, before: World | None = None
 ) -> StateSource:
-    """The source of the next generation's state: the newest state that exists; of two at the same step, the one in memory.
+    """The source of the next generation's state: the newest state that exists. At the same step, memory comes before a checkpoint.
 
     Args:
-        held: per living worker, leavers included, what it holds now that its group is destroyed.
-        members: of the next generation.
+        held: by living worker, leavers included, the states that it holds now that its group is destroyed.
+        members: members of the next generation.
         before: the generation that has ended.
         newest: newest checkpoint that is not known to be damaged.
     """
@@ -223,15 +223,16 @@ def choose_source(
         return StateSource(Origin.MEMORY, resume.step, resume=resume, copies=copies)
     if newest is not None:
         return StateSource(Origin.CHECKPOINT, newest.step, commit=newest.name, path=newest.path)
-    # Nothing was ever saved, and a shard is lost: the beginning is always there.
+    # There is no checkpoint, and a shard is lost: training begins anew.
     return StateSource(Origin.FRESH, 0)
 
 
 def spread_saving(holders: Mapping[int, Sequence[str]], owners: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Which worker writes which old ranks' shards to a checkpoint: each its own, copies of the lost by whoever has the least to write.
+    """The old ranks whose shards each worker writes to a checkpoint. Each worker writes its own. The worker with the least to write also
+    writes the copy of a lost worker's shard.
 
     Args:
-        holders: of each old rank, the workers that hold its shard.
+        holders: by old rank, the workers that hold its shard.
         owners: the workers by old rank.
     """
     ranks_of: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""The run as the controller sees it: its states and which may follow which, and the values that the parts of it exchange.
+"""Run states, the transitions between them, and the values that the controller's parts exchange.
 
 Frozen values and pure functions; no process, no Ray, no torch.
 """
@@ -21,12 +21,12 @@ NAMESPACE = "vescale-ray"
 
 
 class RunRefused(BadInput):
-    """The run can't begin, or can't go on, with what the person gave; the message is one line with the remedy. Exit code 2."""
+    """The run can't begin or go on with the user's input; the message is one line with the remedy. Exit code 2."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """An event to record: its name, and what it tells."""
+    """An event to record: its name and its fields."""
 
     name: str
     about: Mapping[str, Any]
@@ -37,7 +37,7 @@ class RequestRefused(ValueError):
 
 
 class RunState(StrEnum):
-    """States of a run (docs: ``DESIGN`` 8). The metrics export the same names."""
+    """States of a run (see :data:`TRANSITIONS`). The metrics export the same names."""
 
     PENDING = "PENDING"
     STARTING = "STARTING"
@@ -52,18 +52,18 @@ class RunState(StrEnum):
 _S = RunState
 TRANSITIONS: Mapping[RunState, frozenset[RunState]] = {
     _S.PENDING: frozenset({_S.STARTING, _S.STOPPING, _S.FAILED}),
-    # A worker lost while the first group forms: the next try is a rescale. One step may be all that is left to do.
+    # RESCALING: a worker was lost while the first group formed. CHECKPOINTING: only one step was left.
     _S.STARTING: frozenset({_S.RUNNING, _S.RESCALING, _S.CHECKPOINTING, _S.STOPPING, _S.FAILED}),
     _S.RUNNING: frozenset({_S.RESCALING, _S.CHECKPOINTING, _S.STOPPING, _S.FAILED}),
     _S.RESCALING: frozenset({_S.RUNNING, _S.CHECKPOINTING, _S.STOPPING, _S.FAILED}),
     # DONE comes from the last checkpoint only, so that a run is never done without one.
     _S.CHECKPOINTING: frozenset({_S.RUNNING, _S.RESCALING, _S.STOPPING, _S.DONE, _S.FAILED}),
-    # A stop may meet the last step: then all is done, and the last checkpoint is made.
+    # If a stop comes with the last step, all steps are done, and the last checkpoint is written.
     _S.STOPPING: frozenset({_S.CHECKPOINTING, _S.DONE, _S.FAILED}),
     _S.DONE: frozenset(),
     _S.FAILED: frozenset(),
 }
-"""Which state may follow which. A restarted controller begins anew at PENDING, then takes up the state that it finds."""
+"""The states that may follow each state. A restarted controller begins at PENDING, then takes up the state that it finds."""
 
 FINAL = frozenset({_S.DONE, _S.FAILED})
 
@@ -90,10 +90,10 @@ class Bounds:
         call: for a call to an actor that only notes something.
         save: for the workers to write a checkpoint that the controller ordered, the last one or that of a stop, and for its commit
             (``checkpoint.last_timeout_s``).
-        silence: a worker that answers no poll for this long is hung or stopped: killed; None takes the collectives' bound.
+        silence: until a worker that answers no poll counts as hung or stopped, and is killed; None takes the collectives' bound.
         replace: for a replacement when there are too few workers to train (``elastic.start_timeout_s``).
-        storage: for the checkpoints' storage to answer where no worker holds a state; and for the run's folder, where the controller was
-            started again.
+        storage: for the checkpoints' storage to answer if no worker holds a state, and for the run's folder after a restart of the
+            controller.
     """
 
     start: float = 180.0
@@ -114,7 +114,7 @@ class Dismissal(StrEnum):
     """Result of ending a worker."""
 
     ENDED = "ended"
-    """It was sent SIGKILL, or Ray was told where its process is not known."""
+    """It was sent SIGKILL, or, if its process is not known, Ray ends it."""
     GONE = "gone"
     """Its process had ended before."""
     UNKNOWN = "unknown"
@@ -126,7 +126,7 @@ class Places:
     """State of the run's placement groups.
 
     Attributes:
-        wishes: of those without a worker, the node of each; None: it waits.
+        wishes: the node of each group without a worker; None if the group waits for a place.
         unplaced: workers that wait for a place.
     """
 
@@ -173,7 +173,7 @@ class Ending:
     Attributes:
         living: members that are alive and out of their group, in the old rank order.
         lost: members that died or had to be killed, each with the reason; ``causes``: the same in a word (``budget.Cause``).
-        faults: of the living, by worker.
+        faults: faults of living members, by worker.
         finished: every member that lives has completed the last step of the run.
     """
 
@@ -185,13 +185,13 @@ class Ending:
 
     @property
     def clean(self) -> bool:
-        """It ended at a boundary that all agreed on: nobody was lost, nothing failed."""
+        """Whether it ended at an agreed step boundary, without losses and faults."""
         return not self.lost and not self.faults
 
 
 @dataclass(frozen=True)
 class ScheduledAction:
-    """Something to do to the run once ``step`` steps are completed: for demonstrations and tests, by the means that anyone has.
+    """An action on the run once ``step`` steps are completed, for demonstrations and tests. It uses signals and commands as a user could.
 
     Attributes:
         action: ``kill`` sends SIGKILL to the worker of rank ``value``, ``pause`` SIGSTOP; ``rescale`` asks for ``value`` workers;
@@ -213,9 +213,8 @@ class Outcome:
 
     Attributes:
         state: ``DONE``, ``STOPPED`` (before its last step, on request) or ``FAILED``.
-        refused: the failure is the person's input: exit code 2.
-        orphaned: the supervisor was lost, and all workers with it: nothing is wrong with the run, which can begin again from its
-            checkpoint.
+        refused: the user's input caused the failure: exit code 2.
+        orphaned: the supervisor was lost, and all workers with it. The run itself is sound and can begin again from its checkpoint.
     """
 
     state: Literal["DONE", "STOPPED", "FAILED"]
@@ -231,17 +230,17 @@ class RunSpec:
     """The driver's order to the controller. Picklable; a restarted controller gets the same.
 
     Attributes:
-        run_id: of this start of the run, unlike any other.
+        run_id: unique id of this start of the run.
         config: resolved configuration as nested plain values.
         folder: the run's folder, absolute.
-        token: that commands must bring.
-        source: of the first generation.
-        first_generation: number of it; above every generation that has left a checkpoint.
+        token: secret that commands must carry.
+        source: source of the first generation's state.
+        first_generation: number of the first generation, above every generation that has left a checkpoint.
         oldest: generation of the oldest checkpoint that the run may go back to
             (:class:`~vescale_ray.controller.driver.preflight.Preflight`).
         capacity: most workers that the cluster can ever place; None: unknown, it may grow.
-        driver_pid: for run.json.
-        stream: what makes the order of samples, recorded with each checkpoint.
+        driver_pid: process id of the driver, for run.json.
+        stream: values that determine the order of samples, recorded with each checkpoint.
     """
 
     run_id: str

@@ -1,6 +1,6 @@
-"""States of the control loop: frozen values. ``control_loop`` says what follows which.
+"""States of the control loop: frozen values. ``control_loop`` has the transitions between them.
 
-Times are those of ``time.monotonic``, except ``first_sign`` and ``missing_since``, which are of the worker group's clock.
+Times are those of ``time.monotonic``, except ``first_sign`` and ``missing_since``, which are those of the worker group's clock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Gathering:
     """The run's first workers start.
 
     Attributes:
-        deadline: the run goes on with the workers that are warm by then.
+        deadline: the run begins at this time at the latest, with the workers that are warm by then.
     """
 
     deadline: float
@@ -30,11 +30,11 @@ class Gathering:
 
 @dataclass(frozen=True)
 class Adopting:
-    """A restarted controller hears the members of the generation that an earlier one has launched.
+    """A restarted controller waits for the members of the generation that an earlier controller has launched.
 
     Attributes:
-        until: the loop goes on with those that have answered by then.
-        outline_until: all have answered, or are gone. The loop waits until then for the outline of the layouts.
+        until: the loop goes on at this time, with the members that have answered by then.
+        outline_until: the loop then waits until this time for the outline of the layouts; None before.
     """
 
     world: World
@@ -49,7 +49,7 @@ class Running:
     Attributes:
         gave: leavers that have given their shards.
         missing_since: when a leaver was found lost, or failed, before it gave its shards.
-        first_sign: when the first sign was seen that the generation ends; None: there is none.
+        first_sign: time of the first sign that the generation ends; None: there is none.
         broken: the generation was closed, because a member or a leaver is lost or has failed.
         cut_short: a stop has ended it before its members had their state.
     """
@@ -64,12 +64,12 @@ class Running:
 
 @dataclass(frozen=True)
 class Partitioned:
-    """A collective has failed though every member lives: the nodes' connections are tried.
+    """A collective has failed though every member lives: the members try their connections to each other.
 
     Attributes:
         living: members that have left the generation.
         leavers: workers that were to give shards to it.
-        until: nobody is cut off if that is not known by then.
+        until: the wait ends at this time. Without a result by then, no worker counts as cut off.
     """
 
     generation: Running
@@ -84,7 +84,7 @@ class Recovering:
 
     Attributes:
         waited: the time to wait for workers is over.
-        unreached: since when the checkpoints' storage is out of reach while no worker holds a state.
+        unreached: time since which the checkpoints' storage has been out of reach while no worker holds a state; None: it is not.
     """
 
     ended: Ending
@@ -94,11 +94,11 @@ class Recovering:
 
 @dataclass(frozen=True)
 class Locating:
-    """The next generation is decided: the state that it starts from is located.
+    """The next generation is decided. The controller locates the state that it starts from.
 
     Attributes:
         members, leavers: as in ``policy.Go``.
-        leaving: of those that the decision was about, workers that leave whatever else is wanted.
+        leaving: workers that leave in any case (``policy.Situation``).
         unreached: as in :class:`Recovering`.
     """
 
@@ -123,7 +123,7 @@ class Waiting:
     """There are too few workers to train.
 
     Attributes:
-        workers: number that is needed, survivors included.
+        workers: number of workers needed, survivors included.
         hire: workers to hire in the next round.
         since: when the wait began.
         told_of: workers on draining nodes, whose state was saved.
@@ -139,7 +139,7 @@ class Waiting:
 
 
 class Goal(StrEnum):
-    """Why a checkpoint of what parked workers hold is written."""
+    """Why parked workers write a checkpoint."""
 
     LAST = "last"
     """All steps are done."""
@@ -148,7 +148,7 @@ class Goal(StrEnum):
     FAILURE = "failure"
     """The run has failed."""
     DRAIN = "drain"
-    """The node of one that waits is about to go."""
+    """The node of a parked worker is about to go."""
 
 
 @dataclass(frozen=True)
@@ -156,9 +156,9 @@ class Checkpointing:
     """Parked workers write a checkpoint.
 
     Attributes:
-        workers: those that may hold a part of the state.
-        error: of ``Goal.FAILURE``: why the run has failed.
-        then: of ``Goal.DRAIN``: the wait that goes on.
+        workers: workers that may hold a part of the state.
+        error: for ``Goal.FAILURE``, why the run has failed.
+        then: for ``Goal.DRAIN``, the wait to go on with.
     """
 
     ended: Ending
@@ -170,12 +170,12 @@ class Checkpointing:
 
 @dataclass(frozen=True)
 class Concluding:
-    """The run is over but for the name of its newest checkpoint.
+    """The run is over, and the controller looks up the name of its newest checkpoint.
 
     Attributes:
-        result: of the checkpoint that a stop has made; None: none had to be made.
+        result: result of the checkpoint of a stop; None: no checkpoint was needed.
         error: why the run has failed; None: it was stopped.
-        refused: the input is the reason.
+        refused: the user's input caused the failure.
         hint: the error names the checkpoint that the run can be resumed from.
     """
 

@@ -1,7 +1,7 @@
-"""Is this machine fit to run? ``vescale-ray doctor`` looks at what runs have failed of, and says what to do about each.
+"""``vescale-ray doctor``: checks this machine for problems that have made runs fail, and gives a remedy for each.
 
-Each check is a function that looks at one thing, within a bound of its own, and changes nothing that stays. What it can't find out is a
-finding, too.
+Each check is a function that looks at one thing, within its own time limit, and leaves no changes. If it can't find something out, it
+reports that, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from vescale_ray.runfolder import unlockable
 
 Verdict = Literal["ok", "warn", "fail"]
 TESTED = {"torch": compat.RELEASES, "ray": ("2.60",)}
-"""The releases that the tests run with, the oldest first. Another one of Ray is a warning; another torch is refused at import."""
+"""The releases that the tests run with, the oldest first. Another release of Ray is a warning; another torch is refused at import."""
 SHM_BYTES = 1 << 30
 FILES = 65536
 SKEW_S = 5.0
@@ -57,7 +57,7 @@ class Finding:
 
 
 def examine(config: RunConfig | None) -> Iterator[Finding]:
-    """All checks, one after the other; with ``config`` also those of what a run needs: storage, port, Ray."""
+    """Run all checks, one after the other. With ``config``, they include the run's folder, its storage, its port and Ray."""
     checks: list[tuple[str, Callable[[], Finding]]] = [
         ("python", python),
         *((name, lambda name=name: package(name)) for name in TESTED),  # type: ignore[misc]
@@ -124,7 +124,7 @@ def network() -> Finding:
         wanted = os.environ.get(variable)
         if not wanted or wanted.startswith("^"):
             continue
-        # "=eth0" is this one; "eth" all that begin so (NCCL), or exactly this (gloo).
+        # "=eth0" means this interface; "eth" means all that begin with it (NCCL), or exactly this one (gloo).
         names = [name.removeprefix("=") for name in wanted.split(",")]
         if not any(have.startswith(name) for name in names for have in there):
             remedy = f"set it to one of {', '.join(sorted(there))}, or unset it"
@@ -144,7 +144,7 @@ def network() -> Finding:
 
 
 def shared_memory(path: str = "/dev/shm") -> Finding:
-    """Ray's objects and NCCL's rings between GPUs of a node lie there; a container has 64 MiB unless told otherwise."""
+    """Free shared memory, for Ray's objects and NCCL's rings between a node's GPUs. A container has 64 MiB by default."""
     try:
         free = shutil.disk_usage(path).free
     except OSError as error:
@@ -179,7 +179,7 @@ def locked_memory() -> Finding:
 
 
 class _Timex(ctypes.Structure):
-    """``struct timex`` of adjtimex(2), with room for what follows what is read here."""
+    """``struct timex`` of adjtimex(2). ``rest`` is room for the fields that are not read here."""
 
     _fields_: ClassVar = [
         ("modes", ctypes.c_uint),
@@ -190,11 +190,11 @@ class _Timex(ctypes.Structure):
 
 
 UNSYNCHRONISED = 5
-"""``TIME_ERROR``: what adjtimex(2) returns where nothing keeps the clock."""
+"""``TIME_ERROR``: adjtimex(2) returns this if the clock is not synchronised."""
 
 
 def clock() -> Finding:
-    """Whether something keeps this machine's clock, as the kernel knows. (How far nodes are apart: :func:`ray_cluster`.)"""
+    """Whether this machine's clock is synchronised, according to the kernel. (:func:`ray_cluster` compares the nodes' clocks.)"""
     try:
         state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(told := _Timex()))
     except (OSError, AttributeError):
@@ -208,7 +208,7 @@ def clock() -> Finding:
 
 
 def run_folder(config: RunConfig) -> Finding:
-    """Whether lines can be written there, and how much room there is."""
+    """Whether the run's folder can be written and locked, and how much room it has."""
     folder = config.run_folder
     if (reason := goes_with(folder)) is not None:
         return Finding("run folder", "fail", f"{folder} lies in {reason}", f"set run.dir: {REMEDY}")
@@ -216,7 +216,7 @@ def run_folder(config: RunConfig) -> Finding:
         return Finding("run folder", "warn", f"{folder} lies in this node's folder for temporary files", f"set run.dir: {REMEDY}")
     at = next(parent for parent in (folder, *folder.parents) if parent.exists())
     try:
-        with tempfile.TemporaryFile(dir=at) as file:  # rights alone don't tell: file systems may be read-only, or full of files
+        with tempfile.TemporaryFile(dir=at) as file:  # permissions are not enough: the file system may be read-only or full
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -232,7 +232,7 @@ def run_folder(config: RunConfig) -> Finding:
 
 
 def storage(root: str) -> Finding:
-    """Write, read, list, delete; a second creation of one name must be refused; the store's clock."""
+    """Whether the store can write, read and list, refuses to create a name twice, and has the right time."""
     from vescale_ray.checkpoint.stores.opening import store_of
 
     if (reason := goes_with(root)) is not None:
@@ -247,7 +247,7 @@ def storage(root: str) -> Finding:
     try:
         return _tried(store, key)
     finally:
-        with suppress(Exception):  # a probe of a few bytes; collections sweep attempts
+        with suppress(Exception):  # a few bytes, which a collection deletes as an old attempt
             store.delete(key)
         for folder in made:
             with suppress(OSError):
@@ -333,11 +333,11 @@ told = {"nodes": len(nodes), "resources": ray.cluster_resources(), "version": ra
 print("\\n" + json.dumps({**told, "asked": len(clocks), "apart": apart}))
 """
 CLOCKS, CLOCKS_S = 64, 15.0
-"""Most nodes whose clocks are read, and how long that may take."""
+"""Most nodes whose clocks are read, and how many seconds that may take."""
 
 
 def ray_cluster(address: str | None, wait_s: float = RAY_S) -> Finding:
-    """Connects from a process of its own, which can be ended when it hangs."""
+    """Whether the cluster can be used. A separate process connects to it, because that can be ended if it hangs."""
     address = address or os.environ.get("RAY_ADDRESS")
     if address in (None, "", "local"):
         return Finding("ray cluster", "ok", "none is named: the run starts a Ray of its own")
@@ -362,7 +362,7 @@ def ray_cluster(address: str | None, wait_s: float = RAY_S) -> Finding:
 
 
 def _cluster(address: str, told: dict[str, Any]) -> Finding:
-    """A probe's findings about a cluster. ``apart``: by node that answered, seconds by which its clock is ahead of this machine's."""
+    """The finding from a probe's answer. Its ``apart``: by node that answered, seconds by which its clock is ahead of this machine's."""
     have, apart = told["resources"], told["apart"]
     text = f"{address}: {told['nodes']} nodes, {have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs, Ray {told['version']}"
     mute = told["asked"] - len(apart)

@@ -1,7 +1,7 @@
 """``run(config)``: a whole run, from checks to cleanup. The process that calls it, the driver, owns everything that the run starts.
 
-The first SIGINT or SIGTERM makes a checkpoint and stops; the second stops at once. However the run ends, no actor, placement
-group or process of it is left: on the way out here, and by a watchdog if this process is killed (``local_ray``).
+The first SIGINT or SIGTERM stops the run after a checkpoint; the second stops it at once. However the run ends, no actor, placement
+group or process of it is left: this module cleans up, or a watchdog does if this process is killed (``local_ray``).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 POLL_S = 0.2
 CALL_S = 5.0
 CONTROLLER_GONE_S = 120.0
-"""The controller may be restarted; one that has not answered for this long will not."""
+"""If the controller has not answered for this long, it counts as gone. A restart takes less time."""
 STOP_S = 60.0
-"""After a signal, for all but its checkpoint, which has a bound of its own; then the run is ended without."""
+"""Longest time from a signal to the end of the run, without its checkpoint, which has its own bound. Then the run is ended."""
 AGAIN_S = 2.0
-"""Between two tries of a run that begins anew by itself, where its storage does not answer."""
+"""Pause between two tries to begin the run anew while its storage does not answer."""
 CLEAN_S = 5.0
 LAST_WORDS_S = 30.0
-"""For the disk with the run's folder, when all else is done."""
+"""Longest wait for the run's folder after the run has ended."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class RunResult:
     """The end of a run.
 
     Attributes:
-        state: ``DONE``; ``STOPPED``: before its last step, on request; ``FAILED``.
-        step: completed steps that a resumed run starts from (``STOPPED``), or that were completed.
+        state: ``DONE``, ``STOPPED`` (before its last step, on request) or ``FAILED``.
+        step: completed steps; for ``STOPPED``, those that a resumed run starts from.
         error: why it failed, one line.
         checkpoint: path of the newest checkpoint.
         interrupted: stopped by a signal: exit code 130.
-        ray_seconds: that starting or joining Ray took.
-        warnings: what went wrong without ending the run.
+        ray_seconds: seconds that starting or joining Ray took.
+        warnings: problems that did not end the run.
     """
 
     state: str
@@ -94,13 +94,13 @@ def run(
 
     Args:
         on_progress: called from this thread a few times a second with the controller's status.
-        schedule: what to do to the run, in the order of steps.
-        bounds: how long to wait for what; for tests.
-        on_ready: called once everything that can be checked before Ray is started was found right.
-        foreseen: what ``preflight.foresee`` has found of ``config``, if it was asked already.
+        schedule: actions on the run, in the order of steps.
+        bounds: time limits, for tests.
+        on_ready: called once all checks before Ray's start have passed.
+        foreseen: result of ``preflight.foresee`` for ``config``, if there is one already.
 
     Raises:
-        BadInput: what was given can't be used, with one line; exit code 2. As far as possible before Ray is started.
+        BadInput: the input can't be used; one line, exit code 2. Raised before Ray is started where possible.
         KeyboardInterrupt: a second signal came. Everything is cleaned up all the same.
     """
     ready = check(config, foreseen)
@@ -123,8 +123,8 @@ def run(
                 result = attempt.run()
             finally:
                 attempt.close()
-            # The workers went with the supervisor (the machine's or Ray's memory monitor may have chosen it): the run begins anew by
-            # itself, as a person would resume it, unless it comes to nothing again and again.
+            # The workers ended with the supervisor (the machine's or Ray's memory monitor may have killed it). The run begins anew by
+            # itself, as a user would resume it, unless it fails repeatedly without progress.
             in_a_row = 1 if result.step > farthest else in_a_row + 1
             farthest = max(farthest, result.step)
             if not attempt.orphaned or signals.count > 0 or in_a_row > config.elastic.max_recoveries_without_progress:
@@ -145,14 +145,14 @@ def run(
             if ready.source.step >= config.train.steps:
                 return _nothing_to_do(config, folder, ready)
             asked = _asked_for(folder, attempt.run_id) or asked
-            wish = [ScheduledAction(0, "rescale", asked)] if asked else []  # it is not lost with the supervisor
+            wish = [ScheduledAction(0, "rescale", asked)] if asked else []  # a rescale outlives the supervisor
             schedule = [*wish, *(action for action in schedule if action.step > result.step)]
             warnings.append(f"{result.error}, at step {result.step}; the run was begun anew from step {ready.source.step}")
 
 
 def _checked_again(config: RunConfig, oldest: int, patience_s: float, signals: _Signals) -> Preflight:
-    """The checks of a run that begins anew by itself. What took its supervisor may have taken the storage along: that is waited for, until
-    somebody stops the run.
+    """Repeat the checks for a run that begins anew by itself. If the storage has failed with the supervisor, wait for it, at most
+    ``patience_s`` seconds and only until a signal stops the run.
 
     Raises:
         BadInput, OSError: as :func:`check`.
@@ -175,7 +175,7 @@ class _Signals:
         self.count = 0
         self.name = ""
         self.since: float | None = None
-        """When the first came; of ``time.monotonic()``."""
+        """When the first signal came, by ``time.monotonic()``."""
         self._before: dict[int, Any] = {}
         self._held = False
 
@@ -190,7 +190,7 @@ class _Signals:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """While everything is cleaned up, a further signal must not interrupt that: it is counted alone."""
+        """Only count further signals, so that they do not interrupt the cleanup."""
         self._held = True
         try:
             yield
@@ -210,7 +210,7 @@ class _Lost(Exception):
 
 
 class _Attempt:
-    """One start of a run: what it has started, and how it is taken down."""
+    """One start of a run: starts its processes, follows them, and takes them down."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class _Attempt:
         self._result: RunResult | None = None
         self._warnings = list(warnings)
         self.orphaned = False
-        """It has failed since its supervisor was lost."""
+        """Whether it has failed because its supervisor was lost."""
 
     def run(self) -> RunResult:
         """Start everything and follow it to its end."""
@@ -262,7 +262,7 @@ class _Attempt:
         self.orphaned = outcome.orphaned
         if outcome.refused:
             raise RunRefused(outcome.error or "the run was refused")
-        if outcome.state == "FAILED" and outcome.checkpoint is None:  # before it has made one: what it began from is still there
+        if outcome.state == "FAILED" and outcome.checkpoint is None:  # the checkpoint that it began from is still there
             source = self._ready.source
             outcome = replace(outcome, step=max(outcome.step, source.step), checkpoint=source.path)
         self._result = RunResult(
@@ -277,14 +277,15 @@ class _Attempt:
             warnings=tuple(self._warnings),
         )
         if not self.orphaned:
-            with suppress(_Lost, KeyboardInterrupt):  # the result stands, also where a second signal ends the waiting
+            with suppress(_Lost, KeyboardInterrupt):  # a second signal ends the wait, and the result stays
                 self._final_scrape()
         return self._result
 
     def _final_scrape(self) -> None:
-        """Let whoever scrapes the run see how it has ended: else one that is done and one whose head is lost look alike, and one that has
-        failed raises no alert. The workers go first: accelerators wait for no scrape. Nobody waits for a scraper that has stood still;
-        after a signal only a job does that has the time (:func:`~vescale_ray.controller.http.final_scrape.patience_s`)."""
+        """Keep the metrics server up for one final scrape. Otherwise a run that is done and one whose head is lost look alike, and a failed
+        run raises no alert. The workers end first, so that accelerators do not wait for a scrape. Clients that have stopped scraping are
+        not waited for. After a signal, only a job with enough time left waits
+        (:func:`~vescale_ray.controller.http.final_scrape.patience_s`)."""
 
         def patience() -> float:
             return patience_s(self._signals.count, self._signals.since, time.monotonic(), os.environ)
@@ -301,9 +302,9 @@ class _Attempt:
             time.sleep(POLL_S)
 
     def _follow(self) -> Outcome:
-        """Watch the controller until the run is over; carry a signal to it."""
+        """Watch the controller until the run is over, and pass signals on to it."""
         told = 0.0
-        # A driver that stood still itself (Ctrl-Z, a frozen container) asks more than once before it calls the controller gone.
+        # If the driver itself stood still (Ctrl-Z, a frozen container), it asks more than once before the controller counts as gone.
         clock = AwakeClock(time.monotonic, CALL_S + POLL_S)
         last_answer = clock()
         stop_since: float | None = None
@@ -329,9 +330,9 @@ class _Attempt:
             elif awake - last_answer > CONTROLLER_GONE_S:
                 return self._lost(f"the controller has not answered for {CONTROLLER_GONE_S:g} s")
             if self._signals.count and now - told > 2.0:
-                # Told again until it is seen to stop: the controller may just have been restarted.
+                # Repeated until the run ends, because the controller may just have been restarted.
                 told, stop_since = now, stop_since or now
-                with suppress(_Lost):  # the next question for the status will tell
+                with suppress(_Lost):  # the next status call finds this out
                     self._call("command", "stop", {"reason": self._signals.name})
             if stop_since is not None and now - stop_since > (bound := STOP_S + self._bounds.save):
                 return self._lost(f"it did not stop within {bound:g} s after {self._signals.name}")
@@ -341,7 +342,7 @@ class _Attempt:
         return Outcome("FAILED", int(self._status.get("step") or 0), error, self._status.get("checkpoint_path"))
 
     def _call(self, method: str, *args: Any) -> Any:
-        """A call to the controller; None while it does not answer."""
+        """Call the controller, and return its answer; None if it does not answer."""
         import ray
 
         try:
@@ -349,7 +350,7 @@ class _Attempt:
         except ray.exceptions.ActorDiedError as error:
             if "creation task" in str(error) or "__init__" in str(error):
                 cause = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
-                if self._status or "SupervisorLost" in str(error):  # no refusal of what the person gave
+                if self._status or "SupervisorLost" in str(error):  # this does not refuse the user's input
                     raise _Lost(f"the controller can't start: {cause}") from None
                 raise RunRefused(f"the controller can't start: {cause}") from None
             return None
@@ -359,13 +360,13 @@ class _Attempt:
             return None
 
     def close(self) -> None:
-        """Take everything down, whatever state it is in, and write how the run ended. A disk that does not answer holds up none of it."""
+        """Take everything down, in any state, and write how the run ended. A disk that does not answer can't block this."""
         error, bounded_io = sys.exc_info()[1], BoundedIO()
         with self._signals.deferred():
             with suppress(OSError):
                 bounded_io.do(
                     self._folder.clear_discovery
-                )  # first: Prometheus would take what ends in good order for a target that is down
+                )  # first: otherwise Prometheus would see a run that ends in good order as a target that is down
             try:
                 self._end_actors()
             finally:
@@ -393,7 +394,7 @@ class _Attempt:
             ray.kill(actor, no_restart=True)
         if self._supervisor is not None and not _succeeded(closing[-1]):
             supervisor.give_places_back(str(self._ready.config.run.name), self.run_id)
-        # Killed is not gone: whoever reads the final state may rely on it. Elsewhere Ray sees to it within 5 s.
+        # A killed process may not be gone yet, but readers of the final state rely on that. On other nodes Ray ends it within 5 s.
         here = [(pid, since) for pid, since, node in self._status.get("processes", ()) if node == self._cluster.node]
         deadline = time.monotonic() + CLEAN_S
         while here and time.monotonic() < deadline:
@@ -403,7 +404,7 @@ class _Attempt:
             agent.send_signal(pid, since, signal.SIGKILL)
 
     def _write_end(self, error: BaseException | None) -> None:
-        """The final state, only now: nothing of the run is alive any more."""
+        """Write the final state, after all processes of the run have ended."""
         self._folder.clear_control()
         self._folder.clear_leftovers()
         record = dict(self._status.get("record") or self._folder.read_state() or {})
@@ -435,7 +436,7 @@ def _succeeded(ref: Any) -> bool:
 
 
 def _nothing_to_do(config: RunConfig, folder: RunFolder, ready: Preflight) -> RunResult:
-    """All steps were done before."""
+    """The result of a run whose steps were all done before."""
     source = ready.source
     record = {"run": config.run.name, "state": "DONE", "step": source.step, "steps": config.train.steps, "checkpoint": source.path}
     _write_state(folder, {**(folder.read_state() or {}), **record})
@@ -443,13 +444,13 @@ def _nothing_to_do(config: RunConfig, folder: RunFolder, ready: Preflight) -> Ru
 
 
 def _was_to_stop(folder: RunFolder) -> bool:
-    """Whether somebody has asked the run to stop, as far as its last controller has written it down."""
+    """Whether a stop of the run was requested, according to its last controller's durable state."""
     state = _durable_state(folder)
     return state is not None and state.stop_reason is not None
 
 
 def _asked_for(folder: RunFolder, run_id: str) -> int:
-    """The workers that the last rescale has asked for, of this start; 0: none has come."""
+    """Number of workers that the last rescale command of this start asked for; 0: there was none."""
     state = _durable_state(folder)
     return state.requested if state is not None and state.run_id == run_id else 0
 

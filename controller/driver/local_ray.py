@@ -1,9 +1,9 @@
-"""Ray for a run: a cluster of its own on this machine, or one that is there already.
+"""Ray for a run: a cluster of its own on this machine, or an existing cluster.
 
-Its own cluster has its own temporary folder, its own ports and no dashboard, is sized by the run, and is gone when the run
-is: :meth:`Cluster.close` ends it and checks that nothing is left, and a watchdog does the same if this process is
-killed. ``ray stop`` is never used: it would end every Ray of the machine. ``RAY_AUTH_MODE`` is set explicitly: left alone, Ray
-2.60 switches token authentication on with the first local ``ray.init`` and then refuses clients that don't know the token.
+The run's own cluster has its own temporary folder and ports, no dashboard, and the size that the run needs. It ends with the run:
+:meth:`Cluster.close` ends it and checks that nothing is left, and a watchdog does the same if this process is killed. ``ray stop`` is never
+used, because it would end every Ray of the machine. ``RAY_AUTH_MODE`` is set explicitly: otherwise Ray 2.60 switches token authentication
+on with the first local ``ray.init``, and then refuses clients without the token.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from vescale_ray.controller.protocol import NAMESPACE, RunRefused
 _log = logging.getLogger(__name__)
 
 QUIET = "A worker died or was killed while executing a task"
-"""Ray prints a paragraph on the driver's output at every death of a worker; the run tells of it in a line of its own."""
+"""Ray prints a paragraph with this text at every death of a worker. It is suppressed, because the run reports a death in one line."""
 CLOSE_S = 10.0
 KNOCK_S = 10.0
 
 
 def address_of(config: RunConfig) -> str:
-    """Of the Ray that a run uses; ``local``: one of its own."""
+    """Address of the Ray that a run uses; ``local``: a cluster of its own."""
     return config.ray.address or os.environ.get("RAY_ADDRESS") or "local"
 
 
 def silence(address: str) -> str | None:
-    """Why nobody answers at ``host:port``, found out within :data:`KNOCK_S`; Ray's own client goes on trying for many minutes. None:
-    somebody listens, or it is ``auto`` or another way that Ray finds out about by itself."""
+    """Why no process answers at ``host:port``, within :data:`KNOCK_S`; Ray's own client would try for many minutes. None if a process
+    listens there, or if only Ray can resolve the address (``auto``, for example)."""
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdigit():
         return None
@@ -57,10 +57,10 @@ def silence(address: str) -> str | None:
 
 
 def knock(address: str) -> None:
-    """Look whether a run can use the Ray at ``address``.
+    """Check that a process listens at the address of a Ray cluster.
 
     Raises:
-        RunRefused: nobody answers there.
+        RunRefused: no process answers there.
     """
     reason = silence(address)
     if reason is not None:
@@ -73,7 +73,7 @@ class Cluster:
     Attributes:
         capacity: workers that can ever be placed; None: unknown, the cluster may grow.
         node: id of the node that this process is on.
-        seconds: that it took to connect.
+        seconds: seconds that it took to connect.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -95,7 +95,7 @@ class Cluster:
         return self._folder is not None
 
     def close(self) -> list[int]:
-        """Leave the cluster; end it if it is our own. Processes that could not be ended (none, normally). May be called twice."""
+        """Leave the cluster, and end it if it is our own. Returns processes that could not be ended, normally none. May be called twice."""
         left: list[int] = []
         try:
             if self._connected:
@@ -146,11 +146,11 @@ class Cluster:
                 f"elastic.workers = {config.elastic.workers} times ray.cpus_per_worker = {each:g} is more than ray.num_cpus = {cpus}: "
                 "raise ray.num_cpus, or lower one of the others"
             )
-        # /tmp and short: the folder's name is part of the sockets' paths, which may have 107 bytes.
+        # The path is short because it is part of the sockets' paths, which may have at most 107 bytes.
         self._folder = tempfile.mkdtemp(prefix="vsr-", dir="/tmp")
         self._watchdog = _start_watchdog(self._folder)
-        # Ray gives its workers niceness 15: whatever else runs on the machine would be served first, and training starve beside it. This
-        # cluster is there to train: its workers are served as those of `torchrun` are.
+        # By default, Ray gives its workers niceness 15: any other process on the machine would be served first, and training would starve.
+        # In this cluster, workers have the priority that those of `torchrun` have.
         niceness = {"RAY_worker_niceness": os.environ.get("RAY_worker_niceness", "0")}
         with _environment({watchdog.MARK: self._folder, "PYTHONPATH": _python_path(), **niceness}), _servers_apart(), _sigterm_kept():
             ray.init(
@@ -181,7 +181,7 @@ class Cluster:
 
 
 def _start_watchdog(folder: str) -> subprocess.Popen[bytes]:
-    """In a session of its own: it must outlive whatever ends the driver's."""
+    """Start the watchdog in a session of its own, so that it outlives the driver's session."""
     script = Path(watchdog.__file__).resolve()
     return subprocess.Popen(
         [sys.executable, "-I", "-S", str(script), folder],
@@ -195,9 +195,9 @@ def _start_watchdog(folder: str) -> subprocess.Popen[bytes]:
 
 @contextmanager
 def _servers_apart() -> Iterator[None]:
-    """Ray's servers that are started inside are in a process group of their own. They end at SIGTERM, and every worker with them: in the
-    driver's group (``timeout 8h vescale-ray train ..``, a service manager, a batch system send it to all of it) before the driver has had
-    its last checkpoint made. (SIGINT they have blocked.) The watchdog knows them by their environment."""
+    """Start Ray's servers inside in a process group of their own. They end at SIGTERM, and all workers with them. ``timeout 8h vescale-ray
+    train ..``, a service manager or a batch system sends SIGTERM to the driver's whole group, and they would end before the last
+    checkpoint. (They block SIGINT.) The watchdog finds them by their environment."""
     services: Any = importlib.import_module("ray._private.services")
     before = services.ConsolePopen
     services.ConsolePopen = functools.partial(before, process_group=0)
@@ -209,9 +209,9 @@ def _servers_apart() -> Iterator[None]:
 
 @contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """``ray.init`` inside leaves SIGTERM's handler as it is. Ray's own in Python, which it takes first, ends the process at once: who
-    told a run to end while Ray was starting would find it failed, not stopped. That of its core, which prints a stack and aborts, can't be
-    kept away, but for a moment: Python's is set anew behind it."""
+    """Keep SIGTERM's handler during ``ray.init``. Ray first sets a handler in Python that ends the process at once: a run that is stopped
+    while Ray starts would count as failed. A function that does nothing replaces that step. Then Ray's core sets a handler that prints a
+    stack and aborts. That can't be prevented, so the earlier handler is set again afterwards."""
     utils: Any = importlib.import_module("ray._private.utils")
     before, handler = utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
     utils.set_sigterm_handler = lambda handler: None
@@ -225,7 +225,7 @@ def _sigterm_kept() -> Iterator[None]:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Variables that what is started inside inherits, and nothing that is started later."""
+    """Set environment variables for processes that are started inside, and restore them afterwards."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -239,7 +239,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _python_path() -> str:
-    """So that the workers find this package where we found it, installed or not."""
+    """A ``PYTHONPATH`` with which the workers find this package, installed or not."""
     import vescale_ray
 
     root = str(Path(vescale_ray.__file__).resolve().parent.parent)

@@ -1,6 +1,6 @@
-"""Checks before Ray starts, which takes seconds: text, model, folders, port, and the checkpoint to resume.
+"""Checks of text, model, folders, port, and the checkpoint to resume. They run before Ray starts, because that takes seconds.
 
-Everything raises ``BadInput`` (its kinds) with one line. :func:`foresee` changes nothing at all, :func:`check` makes folders.
+All raise ``BadInput`` or a subclass, with one line. :func:`foresee` changes nothing; :func:`check` makes folders.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STATES: dict[str, tuple[str, ...]] = {
 
 
 class _Expected(NamedTuple):
-    """Of one parameter: what a checkpoint has to hold."""
+    """Content that a checkpoint must have for one parameter."""
 
     shape: tuple[int, ...]
     states: tuple[str, ...]
@@ -44,8 +44,8 @@ class _Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class Foreseen:
-    """Findings of the checks that touch no folder. ``config``: with absolute paths; ``stream``: determines the order of samples;
-    ``expected``: required content of a checkpoint, by parameter; ``warnings``: of faults that do not prevent the run."""
+    """Findings of the checks that touch no folder. ``config``: configuration with absolute paths; ``stream``: values that determine the
+    order of samples; ``expected``: required content of a checkpoint, by parameter; ``warnings``: faults that do not prevent the run."""
 
     config: RunConfig
     stream: Mapping[str, Any]
@@ -58,12 +58,12 @@ class Preflight:
     """Findings of all checks.
 
     Attributes:
-        config: with absolute paths: workers have other working directories.
-        source: of the first generation.
-        first_generation: above every generation that has left a checkpoint: what is saved from now on must be newer.
-        stream: what makes the order of samples.
-        oldest: generation of the oldest checkpoint that the run may go back to: with ``checkpoint.resume: never`` those that were there
-            before it are none of its own.
+        config: the configuration with absolute paths, because workers have other working directories.
+        source: source of the first generation's state.
+        first_generation: number above every generation that has left a checkpoint, so that new checkpoints count as newer.
+        stream: values that determine the order of samples.
+        oldest: generation of the oldest checkpoint that the run may go back to. With ``checkpoint.resume: never``, earlier checkpoints do
+            not belong to it.
     """
 
     config: RunConfig
@@ -74,7 +74,7 @@ class Preflight:
 
 
 def foresee(config: RunConfig) -> Foreseen:
-    """Check what can be checked before anything is made: folders that do not last, addresses, text, model.
+    """Make the checks that create nothing: folders that do not last, addresses, text, model.
 
     Raises:
         BadInput: with one line, for the first thing that is wrong.
@@ -90,10 +90,10 @@ def foresee(config: RunConfig) -> Foreseen:
 
 
 def check(config: RunConfig, foreseen: Foreseen | None = None, oldest: int | None = None) -> Preflight:
-    """All checks: what needs no folder first (:func:`foresee`, unless that was done), then the folders, then the checkpoint to resume.
+    """Make all checks: those without folders first (:func:`foresee`, unless done before), then the folders, then the checkpoint to resume.
 
     Args:
-        oldest: of a run that begins anew by itself, as it was found in the beginning: what it has saved since is its own.
+        oldest: for a run that begins anew by itself, ``oldest`` of its first start. Checkpoints that it has saved since are its own.
 
     Raises:
         BadInput: with one line, for the first thing that is wrong.
@@ -108,7 +108,8 @@ def check(config: RunConfig, foreseen: Foreseen | None = None, oldest: int | Non
 
 
 def _lasting(config: RunConfig) -> Iterator[str]:
-    """Warnings of folders that other nodes don't see. Raises BadInput for those that go with the job, and for a URL as the run's folder."""
+    """Warn of folders that other nodes don't see. Raises BadInput for folders that are lost with the job, and for a URL as the run's
+    folder."""
     if "://" in config.run.dir:
         raise RunRefused(f"run.dir = {config.run.dir}: run folders are no URLs; {REMEDY}, and the URL as checkpoint.dir")
     check_lasting(f"run.dir = {config.run.dir}", config.run_folder)
@@ -121,7 +122,7 @@ def _lasting(config: RunConfig) -> Iterator[str]:
 
 
 def absolute(config: RunConfig) -> RunConfig:
-    """The same run, with paths that mean the same in every process."""
+    """The same configuration with absolute paths, which mean the same in every process."""
 
     def path(text: str) -> str:
         return text if "://" in text else str(Path(text).expanduser().resolve())
@@ -168,8 +169,8 @@ def _check_writable(root: str) -> None:
 
 
 def _check_port(host: str, port: int) -> None:
-    """Refuse an address that this machine does not have. A port in use stops no run: the controller, perhaps on another machine, takes a
-    free one, and says so."""
+    """Refuse an address that this machine does not have. A port in use does not stop the run: the controller, perhaps on another machine,
+    takes a free one, with a warning."""
     from vescale_ray.controller.http.metrics import MetricsServer, PortInUse
     from vescale_ray.controller.state.snapshot import Snapshot
 
@@ -178,7 +179,7 @@ def _check_port(host: str, port: int) -> None:
 
 
 def _expected(config: RunConfig) -> dict[str, _Expected]:
-    """Shape and optimizer of each parameter; on the meta device, so that it costs nothing."""
+    """Shape and optimizer states of each parameter, from a model on the meta device, which takes no memory."""
     from vescale_ray.optim import OptimizerConfig, route_parameters
     from vescale_ray.workers.trainer import build_model, select_units
 
@@ -231,14 +232,15 @@ def _check_same_model(opened: Checkpoint, config: RunConfig, expected: Mapping[s
             if kind not in stored[name].kinds:
                 kept = f"it has no {kind} of {name}"
                 raise RunRefused(f"{where} was saved with another optimizer than train.optimizer = {config.train.optimizer}: {kept}")
-    # A state of a shape of its own is a tensor named after its parameter: layers.0.wq.weight/exp_avg_scale.
+    # An optimizer state with its own shape is a tensor named after its parameter: layers.0.wq.weight/exp_avg_scale.
     more = next((name for name in stored if name.partition("/")[0] not in expected), None)
     if more is not None:
         raise RunRefused(f"{where} is of another model: it has {more}, this model has not{remedy}")
 
 
 def _check_same_stream(opened: Checkpoint, stream: Mapping[str, Any]) -> None:
-    """Other text, seed or batch: the position in the stream would mean other samples, some lost and some used twice."""
+    """Refuse a checkpoint with another text, seed or batch. Its position in the stream would mean other samples: some would be lost, and
+    some used twice."""
     stored = opened.meta.get("stream") or {}
     for key, value in stream.items():
         if key in stored and stored[key] != value:

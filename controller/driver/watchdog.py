@@ -1,12 +1,12 @@
-"""A small process beside a local Ray cluster: when the driver is gone without a word, it ends what the driver had started.
+"""A small process that ends a local Ray cluster if the driver was killed.
 
-Ray ends its servers with the process that started them, but not its agents (they were still there 50 s after a SIGKILL of the
-driver, ray 2.60) nor a worker that is just starting or stopped. So the driver starts this script, with the reading end
-of a pipe as its standard input. ``done`` on the pipe: it ends, all was cleaned up. End of file without it: the driver was killed.
+Ray ends its servers with the process that started them. It does not end its agents (they were still there 50 s after a SIGKILL of the
+driver, ray 2.60), nor a worker that is just starting or stopped. So the driver starts this script, with the reading end of a pipe as its
+standard input. If it reads ``done``, all was cleaned up. If the pipe ends without it, the driver was killed.
 
 The cluster's temporary folder, whose name is unique, identifies the processes. They have it in their environment, or write to files in it
-(their logs; a process that changes its title overwrites its environment). The script never searches by a program's name, and leaves
-processes alone that only read the logs. It uses the standard library alone, and starts in 30 ms.
+(their logs; a process that changes its title overwrites its environment). The script never searches by a program's name, and spares
+processes that only read the logs. It uses only the standard library, and starts in 30 ms.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PATIENCE_S = 12.0
 
 
 def processes_of(folder: str, spare: Collection[int] = ()) -> list[int]:
-    """Processes that belong to the local cluster in ``folder``, without this one and ``spare``. Zombies are none."""
+    """Processes that belong to the local cluster in ``folder``, without this one and ``spare``. Zombies do not count."""
     mark = f"{MARK}={folder}".encode()
     found = []
     for name in os.listdir("/proc"):
@@ -57,9 +57,9 @@ def _writes(pid: str, descriptor: str) -> bool:
 
 
 def end_all(folder: str, spare: Collection[int] = (), patience_s: float = PATIENCE_S) -> list[int]:
-    """SIGKILL every process of the cluster until none comes any more; those that are left after ``patience_s`` (none, normally).
+    """SIGKILL every process of the cluster until no more appear. Returns those left after ``patience_s`` seconds, normally none.
 
-    A dying process may have just started another: only several empty scans in a row count.
+    A dying process may have just started another, so only several empty scans in a row count.
     """
     deadline = time.monotonic() + patience_s
     quiet = 0
@@ -77,7 +77,7 @@ def end_all(folder: str, spare: Collection[int] = (), patience_s: float = PATIEN
 
 
 def main(folder: str) -> None:
-    # Ctrl-C on a terminal goes to the whole process group; the driver handles it, we only wait for its word.
+    # Ctrl-C on a terminal goes to the whole process group. The driver handles it; this process only waits for the driver.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     word = sys.stdin.buffer.read()

@@ -3,8 +3,8 @@
 The families are made anew from an immutable snapshot for each scrape. So a rank that left the snapshot is gone from the next scrape. Names
 follow Prometheus' rules: base units, ``_total`` for counters, labels ``run`` and small enums, and ``rank`` on per-worker families alone.
 
-A run of more than :data:`MOST_RANKS` ranks shows, of each per-worker family, the ranks with the lowest and the highest values, and
-quantiles over all ranks in a family of their own (``.._quantile``). So a page stays small, and ``min`` and ``max`` over ranks stay right.
+If a run has more than :data:`MOST_RANKS` ranks, a per-worker family shows only those with the lowest and the highest values. A second
+family (``.._quantile``) has quantiles over all ranks. So a page stays small, and ``min`` and ``max`` over ranks stay right.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from vescale_ray.controller.state.snapshot import (
 )
 
 MOST_RANKS = 256
-"""Ranks up to which a per-worker family has a series for each."""
+"""Most ranks for which a per-worker family has one series each."""
 EXTREMES = 8
 """Ranks with the lowest values, and with the highest, that a larger run shows."""
 QUANTILES = (0.5, 0.9, 0.99)
@@ -58,7 +58,7 @@ class _Given:
 
 
 def exposition(snapshot: Snapshot, accept: str) -> tuple[bytes, str]:
-    """The snapshot as Prometheus' text or OpenMetrics, whichever ``accept`` (of HTTP) asks for; and the content type."""
+    """The snapshot as Prometheus' text or OpenMetrics, as the HTTP header ``accept`` asks, and the content type."""
     encode, content_type = choose_encoder(accept)
     return encode(_Given(families(snapshot))), content_type  # type: ignore[arg-type]
 
@@ -99,7 +99,7 @@ class _Families:
     """Makes families of one run.
 
     Attributes:
-        shown: ranks of which there is a series.
+        shown: ranks that have a series.
     """
 
     def __init__(self, run: str) -> None:

@@ -16,11 +16,11 @@ GRACE = "RAY_JOB_STOP_WAIT_TIME_S"
 def patience_s(signals: int, since: float | None, now: float, environ: Mapping[str, str]) -> float:
     """Seconds for which a run that is over may still wait.
 
-    Nobody at a terminal waits for a scrape after Ctrl-C. A job that is stopped is in nobody's way as long as its grace lasts, if that is
-    told; Ray's own 3 s are too short.
+    After Ctrl-C at a terminal, there is no wait. A stopped job may use its grace, less :data:`RESERVE_S`, if the environment states it
+    (:data:`GRACE`). Ray's default of 3 s is too short.
 
     Args:
-        signals: that the driver has got; ``since``: when the first came, ``now``: both of ``time.monotonic()``.
+        signals: number of signals that the driver has got; ``since``: when the first came; ``now``: both by ``time.monotonic()``.
     """
     if not signals or since is None:
         return FINAL_SCRAPE_S

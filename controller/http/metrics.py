@@ -30,11 +30,11 @@ from vescale_ray.runfolder import plain
 
 MAX_BODY = 65536
 KNOWN_S = 8.0
-"""A scrape waits for so long for a controller that takes up its books; Prometheus' own patience is 10 s unless told otherwise."""
+"""Longest wait of a scrape for a restarted controller to read its lines. Prometheus' own timeout is 10 s by default."""
 MOST_CONNECTIONS = 64
-"""At a time. Each has a thread and a file of the controller's; a scrape takes milliseconds, and Prometheus needs one."""
+"""Most open connections. Each takes a thread and a file of the controller. A scrape takes milliseconds, and Prometheus needs one."""
 VISITS = 4
-"""Of whoever scrapes, so many times are remembered."""
+"""Scrapes remembered per client."""
 Control = Callable[[str, dict[str, Any]], dict[str, Any]]
 
 
@@ -49,10 +49,10 @@ class MetricsServer:
         port: 0 takes any free port; the real one is :attr:`port`.
         snapshot: called once per scrape, from the server's threads; must not block.
         control: called with ``("stop", {})`` or ``("rescale", {"workers": n})``, from the server's threads; its result is the
-            answer. What it raises as ``ValueError`` is answered with 400 and its message, anything else with 500. None: no commands.
-        token: what commands must bring.
-        known: while it is not set, counters are not what they were before a restart, and there is no scrape: Prometheus would take a
-            counter that begins at 0 and jumps back to where it was for that much news.
+            answer. A ``ValueError`` is answered with 400 and its message, any other error with 500. None: no commands.
+        token: secret that commands must carry.
+        known: set once counters have their values from before a restart. Until then there is no scrape, because Prometheus would count
+            the jump from 0 to the old value as an increase.
 
     Raises:
         PortInUse: another process has the port.
@@ -102,8 +102,8 @@ class MetricsServer:
 
 
 class Scrapes:
-    """Clients that ask for the metrics, and when. Any thread may use it. Two Prometheus servers count as two clients; a person who looks at
-    the page does not come regularly."""
+    """The clients that scrape the metrics, and the times of their scrapes. Thread-safe. Two Prometheus servers count as two clients; a user
+    who opens the page is no regular client."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -116,13 +116,13 @@ class Scrapes:
             visits.append(now)
             self._visits[client] = visits
             if len(self._visits) > MOST_CONNECTIONS:
-                del self._visits[next(iter(self._visits))]  # who has been away for longest
+                del self._visits[next(iter(self._visits))]  # the client that has been away for longest
             if self._awaited is not None:
                 self._awaited.discard(client)
 
     def final_scrape(self, now: float) -> tuple[float, int]:
-        """The run is over since the first call: seconds until everybody should have come once more (0: nobody comes regularly, or not any
-        more), with half an interval to spare; and 1 if all have, else 0."""
+        """Seconds until every regular client should have scraped once more, with half an interval to spare (0: there is none); and 1 if all
+        have, else 0. The first call marks the end of the run."""
         with self._lock:
             due = {client: seconds for client, visits in self._visits.items() if (seconds := _due(visits, now)) is not None}
             if self._awaited is None:
@@ -138,10 +138,10 @@ def _due(visits: Sequence[float], now: float) -> float | None:
 
 
 class _Server(ThreadingHTTPServer):
-    """Of too many connections the oldest is ended: one that is held open, or sends a byte now and then, keeps nobody else out."""
+    """Ends the oldest connection if there are too many, so that a connection that is held open does not keep other clients out."""
 
     daemon_threads = True
-    request_queue_size = MOST_CONNECTIONS  # of socketserver's 5 the sixth would be tried again after a second
+    request_queue_size = MOST_CONNECTIONS  # with socketserver's 5, a sixth client would try again after a second
     block_on_close = False  # a client that holds its connection must not hold up the end of the run
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
@@ -155,7 +155,7 @@ class _Server(ThreadingHTTPServer):
                 oldest = next(iter(self._held))
                 del self._held[oldest]
                 with suppress(OSError):  # its thread has closed it meanwhile
-                    oldest.shutdown(socket.SHUT_RDWR)  # what its thread waits for has come to an end
+                    oldest.shutdown(socket.SHUT_RDWR)  # ends the wait of its thread
             self._held[request] = None
         super().process_request(request, client_address)
 
@@ -165,7 +165,7 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away in the middle is no news."""
+        """Ignore clients that disconnect during a request."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -246,7 +246,7 @@ class _Handler(BaseHTTPRequestHandler):
             pass  # the client went away
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes come every few seconds: they are no news."""
+        """Log nothing, because scrapes come every few seconds."""
 
 
 def _one_line(error: BaseException) -> str:

@@ -10,9 +10,9 @@ from vescale_ray.controller.checkpointing.committer import SaveResult
 from vescale_ray.controller.state.snapshot import STAGES, Histogram
 
 FIGURES = "step time path bytes read_bytes failures load_failures loads stall interval interval_text".split()
-"""Statistics of which the snapshot has a field, named ``checkpoint_`` and this."""
+"""Statistics with a field in the snapshot, which is named ``checkpoint_`` and this."""
 REMEMBERED = 1024
-"""Checkpoints of which the time of their step is kept: a run goes back to one of the newest."""
+"""Newest checkpoints whose steps' end times are kept. A run goes back to one of the newest."""
 
 
 def saved_event(result: SaveResult, ended: float | None) -> tuple[str, dict[str, Any]]:
@@ -28,14 +28,14 @@ class CheckpointStats:
     """Checkpoints of this start of the run.
 
     Attributes:
-        step, path: of the newest committed checkpoint; at first, of the checkpoint that the run began from.
-        time, seconds, stall: when the newest was committed, how long it took, how long training waited for it. None if this
+        step, path: step and path of the newest committed checkpoint; at first, of the checkpoint that the run began from.
+        time, seconds, stall: commit time of the newest, its duration, and the time for which training waited for it. None if this
             start of the run has committed none.
         failures, load_failures: attempts that were not committed; generations that could not read their checkpoint.
         loaded_by: newest generation that has read one.
         interval, interval_text: seconds chosen by ``checkpoint.every: auto``; the same with the reason.
         bytes, read_bytes: bytes ever committed and read.
-        ended: by step of the newest checkpoints, when that step was complete.
+        ended: end time of the step of each of the newest checkpoints, by step.
     """
 
     step: int | None = None

@@ -1,6 +1,6 @@
-"""The durable state of a controller: what a restarted one needs and can't learn from the workers or from the run's events.
+"""The durable state of a controller: values that it needs after a restart and can't learn from the workers or the run's events.
 
-The state is written before it is used, so that no generation number is ever given out twice. It lies in the run's folder; while the folder
+The state is written before it is used, so that no generation number is ever given out twice. It lies in the run's folder. If the folder
 can't be written (its disk is full, or does not answer), the supervisor, which outlives the controller, keeps it in memory.
 """
 
@@ -27,7 +27,7 @@ from vescale_ray.workers.messages import Origin, Ticket
 
 NAME = "controller.json"
 VERSION = 1
-"""Of the file's form. Raise it when a field changes its meaning, comes or goes."""
+"""Version of the file's format. Raise it when a field is added, removed or changes its meaning."""
 CALL_S = 5.0
 """Bound of a call to the supervisor, which only keeps a text or returns it."""
 
@@ -57,7 +57,7 @@ class DurableState:
     """The durable state; a value.
 
     Attributes:
-        run_id: the start of the run that wrote it. Of another start's state only the used numbers and steps count.
+        run_id: id of the start of the run that wrote it. From another start's state, only the used numbers and the steps count.
         last_number: highest number that was given out, to a generation or as the epoch of a checkpoint.
         generation: the newest generation; None before the first.
         leavers: workers outside the generation that stay to give their shards away.
@@ -69,12 +69,12 @@ class DurableState:
         highest_step: most steps that were ever completed.
         crashes, node_losses, controller_restarts: failures in a row without progress (``budget.Budget``).
         failures: all failures of this start of the run, by cause.
-        counted_generation: generation whose failure is in these figures.
+        counted_generation: newest generation whose failure is counted in these fields.
         growth, straggler: notes of the policies ``autoscaling.Autoscaling`` and ``straggler.Stragglers``.
         port: port of the HTTP server, so that its address stays the same.
         epoch: how often the controller was started.
         revision: how often this start of the run has written its state. Of two states, the newer has the higher.
-        version: form of the file.
+        version: format of the file.
     """
 
     run_id: str
@@ -132,11 +132,12 @@ class StateStore:
         self._folder, self._supervisor, self._bounded_io = folder, supervisor, BoundedIO()
 
     def newest(self, run_id: str) -> DurableState | None:
-        """The newest state, wherever it is; of another start of the run than ``run_id``, the state in the folder.
+        """The newest state of the start ``run_id``, from the folder or the supervisor. If there is none, the folder's state of another
+        start.
 
         Raises:
-            OSError: the folder can't be read, or has no state of this start though the run has workers. The supervisor's may be older: its
-                numbers would be given out twice.
+            OSError: the folder can't be read, so that the supervisor's state may be older and its numbers would be given out twice. Or
+                there is no state of this start, though the run has workers.
         """
         written = read_state(self._folder)
         try:
@@ -147,13 +148,13 @@ class StateStore:
             kept = None
         own = [state for state in (written, kept) if state is not None and state.run_id == run_id]
         if not own and self._has_workers():
-            # The state was written before the first worker was hired: the folder is not mounted any more, say.
+            # The state was written before the first worker was hired. The folder may not be mounted any more.
             raise FileNotFoundError(errno.ENOENT, f"no {NAME} of this run, though the run has workers", str(self._folder))
         return max(own, key=lambda state: state.revision, default=written)
 
     def write(self, state: DurableState) -> DurableState:
-        """Keep ``state`` with the next revision; the state as it was kept. Never raises: if it can be kept nowhere, a controller that is
-        restarted now knows less."""
+        """Keep ``state`` with the next revision, and return it. Never raises: if it can be kept nowhere, a restarted controller gets an
+        older state."""
         state = replace(state, revision=state.revision + 1)
         try:
             self._bounded_io.do(lambda: _replace(self._folder, state.to_json()))
@@ -199,14 +200,14 @@ class StateWriter:
         self.state = self._written = self._store.write(self.state)
 
     def take_number(self) -> int:
-        """A generation's number, written before it is used."""
+        """A number for a generation, written before it is used."""
         self.note(last_number=self.state.last_number + 1)
         self.write()
         return self.state.last_number
 
 
 def read_state(folder: str | os.PathLike[str]) -> DurableState | None:
-    """The state in a run's folder. A file of another version or that is damaged counts as none, with a warning in the log.
+    """The state in a run's folder. A damaged file, or one of another version, counts as none, with a warning in the log.
 
     Raises:
         OSError: the folder can't be read.
@@ -222,10 +223,10 @@ def read_state(folder: str | os.PathLike[str]) -> DurableState | None:
 
 
 def _replace(folder: str | os.PathLike[str], text: str) -> None:
-    """Replace the file: a reader sees the old text or this one, also after a crash of the machine.
+    """Replace the file atomically: a reader sees the old text or the new one, even after a crash of the machine.
 
     Raises:
-        OSError: the disk is full, or the like.
+        OSError: the file can't be written, because the disk is full, for example.
     """
     descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=f".{NAME}.")
     try:

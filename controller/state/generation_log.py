@@ -1,4 +1,4 @@
-"""The newest generation as its members tell of it, and the events that follow from that."""
+"""The newest generation as its members report it, and the events that follow from their reports."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from vescale_ray.workers.messages import Evaluated, Filled, Origin, Stepped, Ste
 
 
 class GenerationLog:
-    """Takes what the members tell, and records each thing once, though every member tells of it. Used from the controller's thread.
+    """Records each fact about a generation once, though every member reports it. Used from the controller's thread.
 
     Attributes:
         world: the generation; None before the first.
-        workers: what the members have told of themselves.
+        workers: statistics that the members have reported of themselves.
         newest: record of its newest step.
     """
 
@@ -32,10 +32,10 @@ class GenerationLog:
         self._filled: dict[str, Filled] = {}
         self._unfilled: set[str] = set()
         self._next: tuple[str, int] | None = None
-        """Reason and size of a rescale that was asked for before the first step after another one. It begins with that step."""
+        """Reason and size of a rescale that was requested during another one. It begins with the first step after that one."""
 
     def open(self, world: World, phases: Mapping[str, float], numbered_by: str) -> None:
-        """A generation is about to form; its state is that of ``world.source.step``.
+        """Record that a generation is about to form. Its state is that of ``world.source.step``.
 
         Args:
             phases: seconds that the rescale has spent on the way here.
@@ -69,7 +69,7 @@ class GenerationLog:
             return
         news = worker not in self._filled
         if not news and not item.phases:
-            return  # what a restarted controller infers says less than what the worker may have told
+            return  # a restarted controller infers less than the worker may have reported
         self._filled[worker] = item
         self._unfilled.discard(worker)
         if news and item.origin is Origin.MEMORY:
@@ -83,9 +83,10 @@ class GenerationLog:
             self._log.record("checkpoint_loaded", seconds=seconds, **about, commit=world.source.commit)
 
     def stepped(self, worker: str, item: Stepped) -> bool:
-        """A member has done a step. Records the step, once; whether it was news.
+        """Record a step that a member has done, if it is new, and return whether it was.
 
-        A member reports its steps in order. If steps are missing, a controller that was killed had heard of them and could not write them.
+        A member reports its steps in order. If steps are missing, an earlier controller had received them and was killed before it wrote
+        them.
         """
         record, world, stats = item.record, self.world, self._log.stats
         if world is None or item.ticket != world.ticket:
@@ -93,7 +94,7 @@ class GenerationLog:
         self.workers.stepped(worker, record.seconds, item.usage)
         if record.step <= stats.step:
             return False
-        # Training does not go on before the last of them does: in a generation's first step the others wait for it.
+        # Training goes on when the last member does. In a generation's first step, the others wait for it.
         seconds = record.seconds if stats.has_stepped else record.seconds - record.alone_seconds
         if stats.rescale is not None and stats.rescale.generation < world.ticket.generation:
             self.end_rescale(item.ended - seconds)
@@ -110,7 +111,7 @@ class GenerationLog:
             self._log.record("evaluation", loss=item.loss, bpb=bits_per_byte(item.loss), samples=item.samples, step=item.step)
 
     def begin_rescale(self, reason: str, before: int) -> None:
-        """The first sign of a rescale. One under way that fails stays the same rescale: ``generation_failed`` makes that its reason."""
+        """Record the first sign of a rescale. If a rescale under way fails, it stays the same one, and its reason becomes the failure."""
         stats = self._log.stats
         if stats.rescale is None:
             self._start_rescale(reason, before, step=stats.step)
@@ -123,10 +124,10 @@ class GenerationLog:
         self._log.record("rescale_started", reason=reason, **{"from": before}, step=step, phases={"detect": max(0.0, detect)})
 
     def end_rescale(self, resumed: float, target: int = 0) -> None:
-        """Training goes on since ``resumed``: the rescale is complete. If its generation has not changed, the run is over before it; then
-        ``target`` is the number of workers that it was for.
+        """Record the end of the rescale: training has gone on at ``resumed``. If the generation is still the one before the rescale, the
+        run ended first. Then the rescale, to ``target`` workers, is abandoned.
 
-        The pause counts from the moment in which the step that was gone back to had ended, so that replayed steps are part of it.
+        The pause counts from the end of the step that training went back to, so that it includes replayed steps.
         """
         stats, world = self._log.stats, self.world
         rescale = stats.rescale

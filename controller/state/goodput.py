@@ -23,7 +23,7 @@ class Loss(StrEnum):
     FAILURE = "failure"
     """From the last whole step before a failure to the next one, the step that was under way included."""
     RESCALE = "rescale"
-    """The same for a change that was asked for."""
+    """The same for a change of workers that was requested."""
     WAITING = "wait_for_workers"
     """There were too few workers to go on."""
     REPLAY = "replay"
@@ -34,7 +34,7 @@ class Loss(StrEnum):
     """Training waited for the copy that goes to another worker."""
     EVALUATION = "evaluation"
     STALL = "stall"
-    """Between two steps, and none of these."""
+    """Time between two steps that has none of these causes."""
     SHUTDOWN = "shutdown"
 
 
@@ -61,14 +61,14 @@ class Goodput:
         return cls(now, now)
 
     def step(self, ended: float, seconds: float, *, again: bool, between: Mapping[str, float]) -> None:
-        """A step has ended that took ``seconds``.
+        """Account for a step that has taken ``seconds``.
 
         Args:
-            again: it had been done before.
-            between: of the time before it, what the workers know the causes of: seconds by :class:`Loss`. Used where nothing else is.
+            again: the step had been done before.
+            between: seconds of the time before it by :class:`Loss`, as far as the workers know the causes. Used if no other cause is known.
         """
         if ended <= self.until:
-            return  # of before a restart of the controller: accounted for
+            return  # from before a restart of the controller, and accounted for
         began = min(max(self.until, ended - max(0.0, seconds)), ended)
         gap = began - self.until
         if self.cause is None:
@@ -90,11 +90,11 @@ class Goodput:
         self.cause = cause
 
     def train(self) -> None:
-        """A step is under way: the time before it goes to what the workers know the causes of."""
+        """A step is under way: the time before it is lost to the causes that the workers report."""
         self.cause = None
 
     def turn(self, cause: Loss, now: float) -> None:
-        """From now on; what was before it stays with the cause that it had."""
+        """Count the time from ``now`` on as lost to ``cause``. The time before keeps its cause."""
         self.advance(now)
         self.cause = cause
 
@@ -105,7 +105,7 @@ class Goodput:
             self.until = now
 
     def close(self, now: float) -> None:
-        """The run is over; what is not known of its end was its end."""
+        """End the accounts with the run. If the last time has no known cause, it counts as shutdown."""
         self.cause = self.cause or Loss.SHUTDOWN
         self.advance(now)
 

@@ -1,5 +1,5 @@
-"""Lines in the run's folder, written so that a disk never stops the training or the watching of it. If the disk is full, gone or silent,
-lines wait in memory until they can be written, and one warning is given."""
+"""Writes lines to the run's folder without blocking training or the control loop. If the disk is full, gone or does not answer, lines wait
+in memory until they can be written, and one warning is given."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from vescale_ray.runfolder import RunFolder
 _log = logging.getLogger(__name__)
 
 MOST_WAITING = 2_500_000
-"""Values of lines that wait in memory for a disk that can be written again; beyond it the oldest are lost. A value takes about 100 bytes, a
-line of a thousand ranks has some thousands."""
+"""Most values of lines that wait in memory for the disk; beyond that, the oldest lines are lost. A value takes about 100 bytes. A line of
+1,000 ranks has some thousand values."""
 TELL_S = 20.0
-"""A disk that does not answer is told of after so long: one that is only busy, as a shared one may be, has answered by then."""
+"""If a disk does not answer for this long, a warning is given. A disk that is only busy, as a shared one may be, answers sooner."""
 
 
 class Journal:
-    """Used from the controller's thread; :attr:`warnings` is immutable and may be read from any.
+    """Writer of the run's lines. Used from the controller's thread; any thread may read :attr:`warnings`, which is immutable.
 
     Args:
-        stamp: makes the whole event of a name and its fields.
+        stamp: makes the whole event from a name and its fields.
 
     Attributes:
-        warnings: what went wrong without ending the run, each once.
+        warnings: problems that did not end the run, each once.
     """
 
     def __init__(self, folder: RunFolder, stamp: Callable[[str, Mapping[str, Any]], Mapping[str, Any]]) -> None:
@@ -53,12 +53,12 @@ class Journal:
         self._catch_up()
 
     def samples(self, index: int, generation: int, ids: Any) -> None:
-        """Write what a step has consumed."""
+        """Write the samples that a step has consumed."""
         self._put(lambda: self._folder.append_samples(index, generation, ids), (ids,))
         self._catch_up()
 
     def state(self, record: Mapping[str, Any]) -> None:
-        """Write run.json: the newest alone counts, so that none waits."""
+        """Write run.json. Only the newest record counts, so none waits for the disk."""
         self._catch_up()
         try:
             self._bounded_io.do(lambda: self._folder.write_state(record))
@@ -67,7 +67,7 @@ class Journal:
             self._trouble(error)
 
     def report(self, keep: Callable[[str, str], Path], name: str, text: str) -> str | None:
-        """Keep a report, by a method of the folder's; where it is."""
+        """Write a report with a method of the folder, and return its path; None if it can't be written."""
         try:
             return str(self._bounded_io.do(lambda: keep(name, text)))
         except OSError as error:
@@ -75,13 +75,13 @@ class Journal:
             return None
 
     def warn(self, text: str) -> None:
-        """Tell of something that does not stop the training: in the log, in run.json, as an event."""
+        """Give a warning of a problem that does not stop training: in the log, in run.json and as an event."""
         _log.warning("%s", text)
         self.warnings = (*self.warnings, text)
         self.event("warning", {"text": text})
 
     def flush(self, wait_s: float) -> None:
-        """Have what still waits written, if the disk answers within that time."""
+        """Write the lines that still wait, if the disk answers within ``wait_s`` seconds."""
         deadline = time.monotonic() + wait_s
         while self._waiting and (left := deadline - time.monotonic()) > 0:
             self._catch_up(left)
@@ -121,5 +121,5 @@ class Journal:
             self._unwritable = True
             text = f"{self._folder.path}: can't be written ({error.strerror or error}); training goes on, lines wait in memory"
             self.warnings = (*self.warnings, text)
-            self._put_event("warning", {"text": text})  # behind the lines that wait: a reader sees when it began
+            self._put_event("warning", {"text": text})  # after the lines that wait, so that a reader sees when it began
             _log.warning("%s", text)

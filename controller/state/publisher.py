@@ -20,23 +20,23 @@ from vescale_ray.controller.state.snapshot import Snapshot
 from vescale_ray.workers.messages import StepRecord, WorkerInfo
 
 RECORD_GAP_S = 1.0
-"""Between two writings of run.json while nothing but the step changes."""
+"""Pause between two writes of run.json while only the step changes."""
 HEARD_S = 0.5
-"""The controller hears of a worker's news within this time. A step that has begun since must not be told as lost."""
+"""A worker's news reaches the controller within this time. The time of a step that has begun since must not be published as lost."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """Observations of one round of the controller's loop, which no event holds.
+    """Observations of one round of the control loop that no event holds.
 
     Attributes:
         target: workers wanted.
-        budget: what was used up of the run's budget.
+        budget: the run's failure budget, and its used part.
         spares: warm workers beside those that train or are to join; ``places_wanted``: places asked of Ray's autoscaler.
         draining: members on nodes that are about to go.
         saves_pending: checkpoints under way.
-        figures: what the members told of themselves (``worker_stats``); ``newest``: record of the newest step.
-        over: the run is over: there are no workers any more.
+        figures: statistics that the members report of themselves (``worker_stats``); ``newest``: record of the newest step.
+        over: the run is over, and there are no workers any more.
     """
 
     target: int
@@ -66,7 +66,7 @@ class Publisher:
         if ray_session:
             self._info["ray_session"] = ray_session
         self._known: tuple[object, int] = ((), 0)
-        """Members and number of workers for which the next three were made. To make them takes milliseconds at thousands of workers."""
+        """Members and number of workers for which the next three fields were made, which takes milliseconds for thousands of workers."""
         self._about: Mapping[int, Mapping[str, str]] = {}
         self._processes: tuple[tuple[int, int, str], ...] = ()
         self._unprotected = 0
@@ -80,7 +80,7 @@ class Publisher:
         self.publish()
 
     def publish(self, seen: Observed | None = None) -> None:
-        """Make the next snapshot; without ``seen``, with what was last seen."""
+        """Make the next snapshot; without ``seen``, from the last observations."""
         self.seen = seen = seen or self.seen
         stats, config = self._log.stats, self._config
         goodput = self._log.tell_goodput(time.time() - HEARD_S)
@@ -124,7 +124,7 @@ class Publisher:
         )
 
     def _follow_members(self) -> None:
-        """Bring what follows from the members and workers up to date, if they have changed."""
+        """Update the fields that depend on the members and workers, if these have changed."""
         members, known = self._log.stats.members, self._log.stats.workers
         if self._known != (members, len(known)):
             self._known = members, len(known)

@@ -47,7 +47,7 @@ class Rescale:
 
         Args:
             world: the generation that trains now.
-            filled: what its members told of taking up their state. They work side by side: the slowest counts.
+            filled: its members' reports of taking up their state. They do so in parallel, so the slowest counts.
             pause: seconds without training.
         """
         members = {phase: max((item.phases.get(phase, 0.0) for item in filled), default=0.0) for phase in ("form", "build", "sync")}

@@ -1,4 +1,4 @@
-"""Events of a run and of its controller's lives: start, restart, states, outcome."""
+"""Events of a run and of its controller processes: start, restart, states, outcome."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 def enter(log: RunLog, publisher: Publisher, state: RunState) -> None:
-    """The run is in another state: recorded, and written to run.json at once."""
+    """Record that the run is in another state, and write run.json at once."""
     log.record("state", before=str(log.stats.state), state=str(state))
     if state in FINAL:
         log.record("goodput", **log.stats.goodput.to_json())
@@ -40,7 +40,7 @@ class Lifecycle:
         """Move the run to another state.
 
         Raises:
-            ValueError: it may not follow the present one: a bug of the controller.
+            ValueError: the state may not follow the present one; this is a bug of the controller.
         """
         if state is not self.state:
             enter(self._log, self._publisher, check_transition(self.state, state))
@@ -58,10 +58,10 @@ def budget_of(config: RunConfig, state: DurableState, step: int) -> Budget:
 
 
 def take_up(log: RunLog, config: RunConfig, state: DurableState, pid: int) -> Observed:
-    """Bring the statistics to where an earlier life of the controller has left them; what is to be shown of the run.
+    """Restore the statistics of an earlier controller process. Returns the observations to publish first.
 
     Raises:
-        OSError: the run's folder can't be read; it can be tried again.
+        OSError: the run's folder can't be read; the caller may try again.
     """
     log.replay()
     begin(log, config, state, pid)
@@ -75,13 +75,13 @@ def take_up(log: RunLog, config: RunConfig, state: DurableState, pid: int) -> Ob
 
 
 def begin(log: RunLog, config: RunConfig, state: DurableState, pid: int) -> None:
-    """Record that this start of the run has begun, if no life of the controller has done so."""
+    """Record that this start of the run has begun, if no controller process has done so."""
     if not log.stats.begun:
         log.record("run_started", run_id=log.run_id, workers=state.target, steps=config.train.steps, pid=pid)
 
 
 def outcome_of(conduct: Callable[[], Outcome], log: RunLog, publisher: Publisher) -> Outcome:
-    """The outcome of ``conduct``; whatever it raises is a failed run with one line, and the traceback in the log."""
+    """The outcome of ``conduct``. If it raises an error, the run has failed, with the error in one line and the traceback in the log."""
     try:
         return conduct()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The recorder of a run: stamps what happens, applies it to the statistics, and has it written to the run's folder."""
+"""The recorder of a run: stamps events and steps, applies them to the statistics, and writes them to the run's folder."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from vescale_ray.workers.messages import Origin, StepRecord
 
 
 class RunLog:
-    """Used from the controller's thread. Each line carries a sequence number (``seq``), by which a replay brings the two files in order.
+    """Records events and steps from the controller's thread. Each line has a sequence number (``seq``), by which a replay orders the lines
+    of both files.
 
     Args:
         run_id: this start of the run; earlier starts have lines in the same files.
         last_step: steps of the whole run.
-        source: what this start begins from.
+        source: source of the state that this start begins from.
         steps_before: steps that an earlier start had completed.
 
     Attributes:
-        stats: statistics of all lines; :meth:`replay` puts others in their place.
+        stats: statistics of all lines; :meth:`replay` replaces them.
         journal: writes the lines, run.json, and warnings.
     """
 
@@ -73,13 +74,13 @@ class RunLog:
         self.journal.metrics(made)
 
     def tell_goodput(self, now: float) -> Goodput:
-        """The accounts until ``now`` for others to read. No account falls afterwards: time that was told as lost stays lost."""
+        """The accounts until ``now``, to be published. No account falls afterwards: time that was published as lost stays lost."""
         accounts = self.stats.goodput_at(max(now, self._told_until))
         self._told_until = max(self._told_until, accounts.until)
         return accounts
 
     def replay(self) -> None:
-        """Reduce the lines that earlier lives of the controller have written. Reads the metrics from the newest usable totals on.
+        """Reduce the lines that earlier controller processes have written. Reads the metrics from the newest usable totals on.
 
         Raises:
             OSError: the folder can't be read. Nothing has changed, and it can be tried again.
@@ -91,6 +92,6 @@ class RunLog:
         for line in merge(events[starts[-1] :] if starts else [], steps, key=lambda line: int(line.get("seq") or 0)):
             stats.apply(line)
         last = self.folder.last_samples()
-        # The metrics of that step may not have been written: the workers tell of it again.
+        # If the metrics of that step were not written, the workers report it again.
         self._sampled = (int(last["generation"]), int(last["step"])) if last else None
         self.stats, self._told_until = stats, 0.0

@@ -1,7 +1,7 @@
 """Statistics of a run, reduced from the lines of events.jsonl and metrics.jsonl.
 
 The reducer runs live, and again when a restarted controller replays the lines. It therefore reads nothing but the lines: no clock, no
-file, no worker. What the lines don't tell (heartbeats, memory, spares) is passed to the snapshot by ``publisher.Observed``.
+file, no worker. ``publisher.Observed`` passes all other values (heartbeats, memory, spares) to the snapshot.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ class RunStats:
         return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
 
     def goodput_at(self, now: float) -> Goodput:
-        """The accounts of the time until ``now``, as far as it is known that nobody trains."""
+        """The accounts. If it is certain that no step is under way, they include the time until ``now``."""
         accounts = replace(self.goodput, lost=dict(self.goodput.lost))
-        # A generation that has stepped is in a step until the next one forms. In one that has not, the state RUNNING says that its members
-        # have their state.
+        # A generation that has completed a step is in a step until the next one forms. Before its first step, RUNNING means that its
+        # members have their state.
         forms = not self.has_stepped and self.state is not RunState.RUNNING
         if self.waiting or forms or self.state in _RESTING:
             accounts.advance(now)
@@ -168,7 +168,7 @@ class RunStats:
         step, loss = int(event["step"]), event.get("loss")
         self.heldout[step] = None if loss is None else float(loss)
         if step >= self.last_step and self.goodput.cause is None:
-            # No step comes after it whose line would tell what the time before it went into.
+            # No later step's line will say what the time before it was spent on.
             self.goodput.open(Loss.EVALUATION)
             self.goodput.turn(Loss.CHECKPOINT, float(event["time"]))
 

@@ -23,7 +23,7 @@ STEP_PHASES = ("data", "forward_backward", "comm", "optimizer", "other", "checkp
 LOST = ("killed", "died")
 """Ways in which workers are lost."""
 STAGES = ("snapshot", "upload", "commit")
-"""Of a checkpoint that is written: training waits for the copy, the workers write, the controller commits."""
+"""Stages of writing a checkpoint: training waits for the copy, the workers write, the controller commits."""
 
 DRIVER_ONLY = frozenset({"control_url", "warnings", "processes", "record"})
 """Fields of the snapshot that ``/status`` leaves out."""
@@ -37,7 +37,7 @@ class Histogram:
     sum: float = 0.0
 
     def observe(self, seconds: float) -> Histogram:
-        """This histogram with one observation more; one that is not finite is left out."""
+        """This histogram with one more observation. An observation that is not finite is left out."""
         if not math.isfinite(seconds):
             return self
         place = bisect_left(SECONDS_BUCKETS, seconds)
@@ -58,48 +58,49 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The run at one moment; None or empty: not known (yet), and then not exported either.
+    """The run at one moment. A field that is None or empty is not known (yet), and is not exported.
 
     Attributes:
-        productive_seconds: spent in steps that count; ``lost_seconds``: all other time since ``started``, by cause (``goodput.Loss``).
+        productive_seconds: seconds in steps that count; ``lost_seconds``: all other time since ``started``, by cause (``goodput.Loss``).
         step: completed steps; falls back when a rollback undoes some.
         steps: steps of the whole run.
         steps_executed: steps ever executed, replayed ones included: never falls.
         tokens: tokens ever trained on, replayed ones included: never falls.
-        flops_utilization: the model's operations of the last step, as a part of what all devices could have done meanwhile.
-        phase_seconds: of the steps, by what they went into (``messages.Usage``), and those of ``checkpoint``.
-        nonfinite_steps: with a loss or a gradient that is no number; ``clipped_steps``: with a gradient that was scaled; ``skipped_steps``:
-            that the optimizer did not take, for gradients that were not finite.
-        loss: of the last step, in nats per token; ``bpb``: the same in bits per byte.
+        flops_utilization: the model's operations of the last step, as a share of the operations that all devices could have done.
+        phase_seconds: seconds of steps by phase (``messages.Usage``), and of ``checkpoint``.
+        nonfinite_steps: steps with a loss or a gradient norm that is not finite; ``clipped_steps``: steps with a gradient that was scaled;
+            ``skipped_steps``: steps that the optimizer did not take because gradients were not finite.
+        loss: loss of the last step, in nats per token; ``bpb``: the same in bits per byte.
         world_target, world_min, world_max: workers wanted, and the bounds.
         draining: members whose node is about to go.
-        unprotected: ranks without a copy of their shards on another node: with theirs the steps since the checkpoint would be lost.
+        unprotected: ranks without a copy of their shards on another node. The loss of their node would lose all steps since the checkpoint.
         spares, spares_target: warm workers beside those that train; how many are wanted.
         places_wanted: places that Ray's autoscaler is shown as wanted.
         rescales: count by (direction, reason).
         rescale_phase_seconds: seconds spent in each phase of the rescales.
         worker_failures: count by reason.
-        failures: times that something went wrong, by cause (``budget.Cause``); ``failures_in_a_row``: since the last new step.
+        failures: number of failures by cause (``budget.Cause``); ``failures_in_a_row``: failures since the last new step.
         memory: resident bytes of each rank's process.
-        workers: of each rank, what identifies its worker: ``worker``, ``node``, ``pod``, ``device``.
-        waited: seconds that each rank has stood still for others, by what it waited for (``messages.Usage``), and ``reshard``: the moves of
-            shards to new generations, all of their time.
-        memory_kinds: bytes of each rank, by kind (``messages.Usage``); ``device_memory``: of its accelerator.
-        alloc_retries: of each rank's accelerator, times that its allocator had to give memory back and try again.
-        rank_step_seconds: of each rank, of the last step that it has told of.
+        workers: labels of each rank's worker: ``worker``, ``node``, ``pod``, ``device``.
+        waited: seconds for which each rank has waited for others, by cause (``messages.Usage``). ``reshard`` is the whole time of its moves
+            of shards to new generations.
+        memory_kinds: bytes of each rank, by kind (``messages.Usage``); ``device_memory``: bytes of its accelerator.
+        alloc_retries: times that the allocator of each rank's accelerator had to give memory back and try again.
+        rank_step_seconds: seconds of the last step that each rank has reported.
         heard: when each rank has last answered; seconds since the epoch.
-        slot_seconds: of each rank, its own time for a slot in the last step; ``slowness``: how many times as long as the usual rank it
-            takes, of late; ``slots``: how many it does in the next step.
+        slot_seconds: each rank's own seconds per slot in the last step; ``slowness``: its recent time relative to the usual rank's;
+            ``slots``: number of slots that it does in the next step.
         stragglers: workers that are slow: ``rank``, ``factor``, ``since_step``, ``node``.
-        checkpoint_step, checkpoint_path: of the newest committed checkpoint, also one that an earlier start of the run has left;
+        checkpoint_step, checkpoint_path: step and path of the newest committed checkpoint, also from an earlier start of the run;
             ``checkpoint_time``: when it was committed, if this start of the run has done so.
-        checkpoint_bytes: bytes ever written in committed checkpoints; ``checkpoint_read_bytes``: read of checkpoints.
-        checkpoint_failures: that could not be written or committed; ``checkpoint_load_failures``: generations that could not read theirs.
-        checkpoint_stages: of each that was committed, by stage (``snapshot``, ``upload``, ``commit``).
-        checkpoint_loads: of reading a checkpoint at the beginning of a generation; ``checkpoints_pending``: under way.
+        checkpoint_bytes: bytes ever written in committed checkpoints; ``checkpoint_read_bytes``: bytes read from checkpoints.
+        checkpoint_failures: checkpoints that could not be written or committed; ``checkpoint_load_failures``: generations that could not
+            read theirs.
+        checkpoint_stages: seconds of committed checkpoints, by stage (``snapshot``, ``upload``, ``commit``).
+        checkpoint_loads: seconds of reading a checkpoint at the beginning of a generation; ``checkpoints_pending``: checkpoints under way.
         checkpoint_stall: seconds that training waited for the copy of the newest checkpoint.
-        checkpoint_interval: seconds between checkpoints, with ``checkpoint.every: auto``; ``_text``: what it came from.
-        control_url: address of the HTTP server; ``warnings``: of the run, each once; ``processes``: (process id, start time, node) of
+        checkpoint_interval: seconds between checkpoints, with ``checkpoint.every: auto``; ``_text``: the same with the reason.
+        control_url: address of the HTTP server; ``warnings``: the run's, each once; ``processes``: (process id, start time, node) of
             every worker that was ever warm; ``record``: content of run.json. These are for the driver; ``/status`` leaves them out.
     """
 

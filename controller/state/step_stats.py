@@ -16,8 +16,8 @@ from vescale_ray.data.loss_units import bits_per_byte
 from vescale_ray.workers.messages import Stepped
 
 SO_FAR, EACH, LEAST = "so_far", 256, 2048
-"""Each so many steps, a line carries the totals until then. A replay begins at such a line with at least ``LEAST`` lines to come, each of
-which it has to know. All lines of a month with a thousand ranks are 24 GB."""
+"""Every ``EACH`` steps, a line carries the totals so far, as ``SO_FAR``. A replay begins at such a line, and reads at least the newest
+``LEAST`` lines, which it needs one by one. All lines of a month with 1,000 ranks would be 24 GB."""
 HEALTH = ("nonfinite", "clipped", "skipped")
 """Counted steps: with a loss or a gradient that is not finite, with a clipped gradient, without an optimizer step."""
 
@@ -31,16 +31,16 @@ NEWEST = {
 
 
 def line_of(item: Stepped, seconds: float, tokens_per_step: int, workers: WorkerStats) -> dict[str, Any]:
-    """The line of a step: from the member that reported it first, and from ``workers`` what all have reported.
+    """The line of a step, from the report of the first member and the statistics of all ``workers``.
 
     Args:
-        seconds: duration of the step. The time for which the member waited before is no part of its phases, either.
+        seconds: duration of the step, without the member's wait for others before it. The line's phases leave that wait out, too.
     """
     record = item.record
     speed = record.tokens / seconds if seconds > 0 else None
     phases = {**item.usage.phases, **{name: item.between[name] for name in ("checkpoint",) if name in item.between}}
     waited = record.seconds - seconds
-    for name in ("comm", "forward_backward"):  # the second, where it is a device that waits
+    for name in ("comm", "forward_backward"):  # the second if a device waits
         if name in phases:
             phases[name], waited = max(0.0, phases[name] - waited), max(0.0, waited - phases[name])
     return {
@@ -76,8 +76,8 @@ class StepStats:
         executed: steps ever executed, replayed ones included.
         highest: most steps that were complete at a time.
         replayed: steps of ``before`` that were done again.
-        last: the line of the newest step, without what is told by rank.
-        recent: of the newest :data:`LEAST` lines: step, when it ended, its loss, workers, seconds.
+        last: the line of the newest step, without its mappings, such as values by rank.
+        recent: step, end time, loss, workers and seconds of each of the newest :data:`LEAST` lines.
     """
 
     before: int = 0
@@ -91,7 +91,7 @@ class StepStats:
     recent: deque[tuple[int, float, float | None, int, float]] = field(default_factory=lambda: deque(maxlen=LEAST))
 
     def count(self, line: Mapping[str, Any]) -> bool:
-        """Count the line of a step; whether the step had been done before."""
+        """Count the line of a step, and return whether the step had been done before."""
         step, bad = int(line["step"]), [line.get(key) for key in ("loss", "grad_norm")]
         known = step <= self.highest
         again = known or step <= self.before
@@ -167,7 +167,7 @@ class StepStats:
 
     @property
     def longest(self) -> float:
-        """Seconds of the longest of these steps: some do what others don't (roots of a preconditioner, say). 0.0 before any."""
+        """Seconds of the longest step in :attr:`paces`. Some steps do extra work (roots of a preconditioner, say). 0.0 before any."""
         return max((seconds for _, seconds in self.paces), default=0.0)
 
     def figures(self) -> dict[str, Any]:

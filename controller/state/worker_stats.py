@@ -1,8 +1,8 @@
 """Statistics by rank, as the workers report them with each step: waiting, memory, utilisation.
 
-They are observations of one life of the controller, for monitoring alone, and no event holds them. Counters are kept by rank, so that a
-rank that leaves and comes back goes on where it was. They are shown for the ranks of the current generation; other values for the ranks
-that were heard in it.
+They are observations of one controller process, for monitoring alone, and no event holds them. Counters are kept by rank: if a rank
+leaves and comes back, its counters go on. They are shown for all ranks of the current generation, and other values only for ranks that have
+reported in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vescale_ray.workers.messages import Usage
 
 
 class WorkerStats:
-    """Used from the controller's thread; the returned values never change afterwards."""
+    """Statistics by rank. Used from the controller's thread; the returned values never change afterwards."""
 
     def __init__(self) -> None:
         self._members: dict[str, int] = {}
@@ -65,7 +65,7 @@ class WorkerStats:
         return tokens_per_second * flops / sum(peaks) if flops else None
 
     def mean_waited(self) -> dict[str, float]:
-        """Mean over the ranks of the seconds waited in the newest reported step, by what for."""
+        """Mean over the ranks of the seconds waited in the newest reported step, by cause."""
         found: defaultdict[str, float] = defaultdict(float)
         for usage in self._usage.values():
             for op, waited in usage.waited.items():
@@ -73,8 +73,8 @@ class WorkerStats:
         return {op: round(seconds, 6) for op, seconds in found.items()}
 
     def mean_seconds(self) -> float | None:
-        """Mean seconds of the steps that :meth:`mean_waited` covers: the rank that reports a step first stands beside others that have
-        reported the one before. None if nobody has reported."""
+        """Mean seconds of the steps that :meth:`mean_waited` covers. When a rank is the first to report a step, the others' values are
+        still those of the step before. None if no rank has reported."""
         return round(sum(self._seconds.values()) / len(self._seconds), 6) if self._seconds else None
 
     def largest_memory(self) -> dict[str, int]:

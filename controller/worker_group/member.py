@@ -1,4 +1,4 @@
-"""A worker as the controller knows it."""
+"""The worker group's record of a worker."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from vescale_ray.workers.messages import WorkerInfo, WorkerReport
 
 @dataclass
 class Member:
-    """One worker. ``report`` is its last; ``seen`` the last item that was taken from it."""
+    """The record of one worker. ``report`` is its last report; ``seen`` the number of the last item taken from it."""
 
     worker: str
     handle: Any
     hired: float
     info: WorkerInfo | None = None
     avoid: frozenset[str] = frozenset()
-    """Nodes that it does not come up on."""
+    """Nodes on which it does not start."""
     report: WorkerReport | None = None
     seen: int = -1
     hello: Any = None
     lifeline: Any = None
     outline: Any = None
     outline_next: float = 0.0
-    """It did not know the outline: not asked again before."""
+    """Earliest time for the next question about the outline, after it did not know the outline."""
     poll: Any = None
     poll_sent: float = 0.0
     owes: bool = False
-    """An answer to a poll, since ``owes_since`` by the worker group's clock. A poll that did not reach it and is sent again changes
-    nothing."""
+    """Whether it owes an answer to a poll, since ``owes_since`` by the worker group's clock. A poll that fails and is sent again changes
+    neither."""
     owes_since: float = 0.0
     heard: float = field(default_factory=time.monotonic)
     """When it last answered."""
     starved_s: float = 0.0
-    """For so long since then it could not, as its machine tells: it got no processor."""
+    """Seconds since then in which its machine was too busy for it to answer (:meth:`WorkerGroup.starved`)."""
     late_s: float = 0.0
     """Seconds by which its last answer was late; lateness of earlier answers decays with time."""
     ordered: float = 0.0
@@ -44,11 +44,11 @@ class Member:
     told: float = 0.0
     next_poll: float = 0.0
     verdict: str | None = None
-    """Why we are killing it, since ``sentenced``."""
+    """Why the controller is ending it, since ``sentenced``; None if it is not."""
     cause: Cause = Cause.KILLED
     sentenced: float = 0.0
     gone: bool = False
-    """It had ended before it was killed: why is Ray's to say."""
+    """Whether its process ended before the controller killed it. Ray then gives the reason."""
 
     def pending(self) -> list[Any]:
         return [ref for ref in (self.hello, self.lifeline, self.outline, self.poll) if ref is not None]

@@ -12,14 +12,14 @@ NODE_LOST = "its node was lost"
 
 
 class Reaching:
-    """Workers that were asked whom they reach (:meth:`WorkerGroup.ask_reach`); their answers are waited for ``until`` then."""
+    """Pending answers of workers about which others they reach (:meth:`WorkerGroup.ask_reachability`). The wait ends at ``until``."""
 
     def __init__(self, refs: dict[Any, str], until: float) -> None:
         self._refs, self._until = refs, until
 
     def unreached(self) -> dict[str, frozenset[str]] | None:
-        """By each worker that has answered, whom it does not reach. None: not all have, and there is time. Who does not answer has told
-        nothing."""
+        """For each worker that has answered, the workers that it does not reach. None while an answer is missing and the wait has not
+        ended."""
         done, left = ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0) if self._refs else ([], [])
         if left and time.monotonic() < self._until:
             return None
@@ -28,12 +28,12 @@ class Reaching:
             try:
                 found[self._refs[ref]] = frozenset(ray.get(ref))
             except RayError:
-                pass  # its death is told of elsewhere
+                pass  # its death is reported elsewhere
         return found
 
 
 def has_answered(poll: Any) -> bool:
-    """Whether there is an answer, and not only word that the worker can't be reached."""
+    """Whether the worker has answered the poll. Ray's error that it can't be reached is no answer."""
     if poll is None or not ray.wait([poll], timeout=0)[0]:
         return False
     try:
@@ -44,7 +44,7 @@ def has_answered(poll: Any) -> bool:
 
 
 def death_of(error: RayActorError) -> str:
-    """Ray's long message (it lists all that may have been) as a few words."""
+    """Shorten Ray's message, which lists all possible causes, to a few words."""
     text = str(error)
     if "killed by `ray.kill`" in text:
         return "killed by ray.kill"

@@ -14,10 +14,10 @@ from vescale_ray.controller.worker_group.ray_answers import one_line
 
 
 def node_by_node(members: Mapping[str, Member], workers: Iterable[str]) -> list[str]:
-    """One worker of each node first, then another of each.
+    """Order the workers: first one of each node, then another of each.
 
-    The first call tells the supervisor that a node does not answer: that takes a second of one of its few threads. In the order in which
-    the workers were hired, the nodes would be waited for one after the other.
+    The first call to a node shows the supervisor whether the node answers, and blocks one of its few threads for up to a second. In the
+    order of hiring, all threads would wait for the same node, and the nodes would come one after the other.
     """
     turns: Counter[str] = Counter()
     turn: dict[str, int] = {}
@@ -33,14 +33,14 @@ def stacks_of(members: Mapping[str, Member], silent: Collection[str], supervisor
     """The stacks of all ``members``.
 
     Args:
-        silent: those that have owed an answer for long, and are not asked themselves.
-        wait_s: bound of the answers from themselves.
-        call_s: bound of the answers from their nodes' agents, all together: a recovery waits for this.
+        silent: workers that have owed an answer for long. Only their nodes' agents are asked.
+        wait_s: longest wait for the workers' own answers.
+        call_s: longest wait for the answers of all agents together. A recovery waits for this.
     """
     asked = {w: member.handle.stacks.remote() for w, member in members.items() if w not in silent}
     done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=wait_s) if asked else ([], [])
     infos = {w: member.info for w, member in members.items() if asked.get(w) not in done}
-    # All at once: each may be on a machine that answers nothing.
+    # All at once: any of them may be on a machine that does not answer.
     refs = {w: supervisor.stacks.remote(info, wait_s) for w in node_by_node(members, infos) if (info := infos[w]) is not None}
     refs |= {w: ref for w, ref in asked.items() if ref in done}
     there = set(ray.wait(list(refs.values()), num_returns=len(refs), timeout=call_s)[0]) if refs else set()

@@ -1,14 +1,14 @@
-"""The supervisor actor: creates and kills, and decides nothing, so that there is nothing in it that could fail.
+"""The supervisor actor: creates and kills workers. It decides nothing, so that little in it can fail.
 
-It owns the workers. A controller that owned them would take them along when it dies (Ray ends an actor with its owner); this
-one hands out their handles, also to the controller that comes after. Each worker has a placement group of its own: one
-for all could not shrink, would hold a draining node, and removing it would end the survivors too. Groups without a worker, *wishes*, show
-Ray's autoscaler what the run would use; the next worker moves into one that has got its place. Ray removes all of them with this actor.
+It owns the workers, because Ray ends an actor with its owner: if the controller owned them, they would die with it. It gives their handles
+to each controller. Each worker has a placement group of its own. One group for all could not shrink, would hold a draining node, and its
+removal would end the survivors, too. Groups without a worker, *wishes*, show Ray's autoscaler what the run would use. The next worker
+takes a wish that has got a place. Ray removes all groups with this actor.
 
-It holds the ``TCPStore`` of each generation, through which process groups meet: on a worker it would die with it.
+It holds the ``TCPStore`` of each generation, through which process groups meet. A store on a worker would die with the worker.
 
-Places are Ray's control store's to give and take, which may not answer for a while (its machine is busy, or it is restarted). So what asks
-it has threads and a lock of its own: a worker is ended all the same, and a recovery does not wait for the control store.
+Ray's control store gives and takes back places. It may not answer for a while (its machine is busy, or it restarts). So calls to it have
+their own threads and lock: the supervisor can end a worker meanwhile, and a recovery does not wait for the control store.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from vescale_ray.workers.worker import actor_class
 _log = logging.getLogger(__name__)
 
 AGENT_S = 1.0
-"""An agent that has not answered for so long is on a node that is gone, or has stopped; a recovery waits for this."""
+"""If an agent has not answered after this time, its node counts as gone or stopped. A recovery waits for this."""
 GONE_S = 10.0
-"""It is not asked again for so long."""
+"""The agent of a node that counts as gone is not asked again for this time."""
 STORES = 2
 CALLS = 16
-"""Calls that are answered at a time: where a rack is lost each waits :data:`AGENT_S` for one of its nodes, and the controller for all."""
+"""Calls served at a time. If a rack is lost, each waits :data:`AGENT_S` for one of its nodes, and the controller waits for all."""
 REMOVALS, REMOVAL_GAP_S = 5, 2.0
 NODE_LABEL = "ray.io/node-id"
 """Ray's own label of each node."""
 LEAST_CPU = 0.001
-"""A placement group can't be of nothing."""
+"""CPUs of a placement group that needs none: a group can't be empty."""
 
 
 @dataclass
 class _Child:
-    """``node``: where it runs; None until it is warm."""
+    """A worker and its placement group. ``node``: where it runs; None until it is warm."""
 
     handle: Any
     group: PlacementGroup
@@ -57,7 +57,7 @@ class _Child:
 
 
 class Supervisor:
-    """Workers of one run.
+    """Owner of one run's workers.
 
     Args:
         config: the run's resolved configuration as nested plain values.
@@ -68,31 +68,31 @@ class Supervisor:
         self._config = config
         self._tag = tag
         self._placing = threading.Lock()
-        """Of the wishes, of who has no place yet, and of hiring."""
+        """Guards the wishes, the list of workers without a place, and hiring."""
         self._returns = ThreadPoolExecutor(1, thread_name_prefix="vescale-places")
         self._children: dict[str, _Child] = {}
         self._wishes: list[PlacementGroup] = []
         self._elsewhere: dict[PlacementGroup, frozenset[str]] = {}
-        """The nodes on which each wish gets no place."""
+        """By wish, the nodes on which it gets no place."""
         self._wished = 0
         self._unplaced: set[str] = set()
         self._closed = False
         self._epoch = 0
-        """Of the newest controller that has asked who is there."""
+        """Epoch of the newest controller that has called :meth:`roster`."""
         self._count = 0
         self._lock = threading.Lock()
         self._agents: dict[str, Future[Any]] = {}
-        """Started in the thread that gives places back: the control store has to do with it, too, and may let it wait."""
+        """By node. The thread that gives places back starts them, because a start may wait for the control store, too."""
         self._gone: dict[str, float] = {}
         self._stores: list[Any] = []
         self._state: str | None = None
         self._node = ray.get_runtime_context().get_node_id()
 
     def store(self) -> tuple[str, int]:
-        """Host and port of a new store, for one generation. The one before stays, in case that is not over everywhere.
+        """Host and port of a new store, for one generation. The last store stays, in case its generation is not over everywhere.
 
-        A group of N ranks leaves about 8 N bytes for each of them in its store: for a thousand, 8 MB with every generation, for ever."""
-        # torch takes a second or more to import: not in the constructor, where everyone would wait for it.
+        A group of N ranks leaves about 8 N bytes per rank in its store: 8 MB for 1,000 ranks. Older stores are closed to free this."""
+        # torch takes a second or more to import. In the constructor, all callers would wait for it.
         from torch.distributed import TCPStore
 
         host = ray.util.get_node_ip_address()
@@ -106,8 +106,8 @@ class Supervisor:
 
     @ray.method(concurrency_group="places")
     def hire(self, avoid: Collection[str] = (), epoch: int = 0) -> tuple[str, Any]:
-        """Start a worker; its id and handle, at once. It comes up when Ray has a place for it: that of a wish, if one has got a place on
-        another node than those to ``avoid``; on one of these it does not come up. ``epoch``: of the controller that hires."""
+        """Start a worker, and return its id and handle without waiting. It comes up when Ray has a place for it, on none of the nodes to
+        ``avoid``. A wish that has got such a place gives it to the worker. ``epoch``: epoch of the calling controller."""
         wanted = self._config["ray"]
         cpus, gpus = max(float(wanted["cpus_per_worker"]), LEAST_CPU), float(wanted["gpus_per_worker"])
         with self._placing:
@@ -140,20 +140,20 @@ class Supervisor:
                     self._children[worker] = child
                     self._unplaced.add(worker)
                     return worker, handle
-            # The control store has kept it waiting for so long that its controller is gone, and the next has counted its workers.
+            # The control store was so slow that the calling controller is gone, and the next one has counted its workers.
             self._returns.submit(_give_back, child)
             raise RuntimeError(f"controller {epoch} is gone: what it hires now nobody would know of")
 
     @ray.method(concurrency_group="places")
     def wish(self, count: int, avoid: Collection[str]) -> Places:
-        """Have ``count`` wishes, none of them on the nodes to ``avoid``; those that still wait are taken back first. What all groups have
-        got."""
+        """Keep ``count`` wishes, none of them on the nodes to ``avoid``, and return the state of all groups. Surplus wishes are removed,
+        those without a place first."""
         return self._wish(count, avoid)
 
     def _wish(self, count: int, avoid: Collection[str]) -> Places:
         with self._placing:
             nodes = {wish: _node_of(wish) for wish in self._wishes}
-            # Also one that waits, and not for a place on a node that may be had again.
+            # Replace also a wish that waits but excludes a node which may be used again.
             hemmed = {wish for wish, node in nodes.items() if node is None and self._elsewhere[wish].difference(avoid)}
             surplus = [wish for wish, node in nodes.items() if node in avoid or wish in hemmed]
             kept = sorted((wish for wish in self._wishes if wish not in surplus), key=lambda wish: nodes[wish] is None)
@@ -187,7 +187,7 @@ class Supervisor:
         return self._state
 
     def roster(self, epoch: int = 0) -> dict[str, Any]:
-        """Handles of all workers that were not dismissed, for the controller ``epoch``; those before it hire nobody any more."""
+        """Handles of all workers that were not dismissed, for the controller ``epoch``. Earlier controllers can't hire any more."""
         with self._lock:
             self._epoch = max(self._epoch, epoch)
             return {worker: child.handle for worker, child in self._children.items()}
@@ -216,20 +216,20 @@ class Supervisor:
         return None if sent is None else bool(sent)
 
     def stacks(self, info: WorkerInfo, wait_s: float) -> str:
-        """The stacks of a worker's process, which need not answer itself; or why there are none."""
+        """The stacks of a worker's process, or why there are none. The process itself need not answer."""
         if info.node == self._node:
             return fetch_stacks(info.pid, info.born, info.stacks, wait_s)
         return str(self._on_node(info.node, wait_s + AGENT_S, "stacks", info.pid, info.born, info.stacks, wait_s) or "(its node is gone)")
 
     def starved(self, node: str, infos: Sequence[WorkerInfo]) -> list[float] | None:
-        """Seconds so far for which the training threads of workers of a node got no processor; None if that does not answer."""
+        """Seconds so far for which the training threads of a node's workers got no processor; None if the node does not answer."""
         threads = [(info.pid, info.born, info.thread) for info in infos]
         told = fetch_starved(threads) if node == self._node else self._on_node(node, AGENT_S, "starved", threads)
         return None if told is None else list(told)
 
     def station(self, worker: str, node: str) -> None:
-        """Have an agent on ``node``, where ``worker`` is, if that is another one than this; for as long as a worker is there. A node with
-        any process on it is in use for Ray: its autoscaler would never end it, and one that drains would stay until its deadline."""
+        """Have an agent on ``node``, where ``worker`` is, unless it is the supervisor's own. The agent ends with the last worker there. For
+        Ray, a node with any process is in use: its autoscaler would never end it, and a draining node would stay until its deadline."""
         with self._lock:
             child = self._children.get(worker)
             if child is not None:
@@ -248,7 +248,7 @@ class Supervisor:
             self._returns.submit(_end_agent, agent)
 
     def _on_node(self, node: str, wait_s: float, method: str, *args: Any) -> Any:
-        """The answer of the agent of ``node``; None if the node is gone, and the process with it."""
+        """The answer of the agent of ``node``; None if there is none, and the node counts as gone."""
         if time.monotonic() - self._gone.get(node, -GONE_S) < GONE_S:
             return None
         with self._lock:
@@ -271,7 +271,7 @@ class Supervisor:
         return None
 
     def close(self) -> None:
-        """End all workers and agents, and give all places back. Nobody is hired after it: nobody would give that place back."""
+        """End all workers and agents, and give all places back. Later calls of :meth:`hire` fail, since their place would stay taken."""
         with self._placing:
             self._closed = True
         self._wish(0, ())
@@ -285,7 +285,7 @@ class Supervisor:
 
 
 def _end_agent(agent: Future[Any]) -> None:
-    """After it was started, in the same thread."""
+    """End an agent. Called in the thread that starts agents, so its start is done."""
     ray.kill(agent.result(0.0), no_restart=True)
 
 
@@ -298,7 +298,7 @@ def _give_back(child: _Child) -> None:
 
 
 def _remove(group: PlacementGroup) -> None:
-    """Give a place back; again and again where the control store refuses: what is not given back is lost to the run until it ends."""
+    """Give a place back, and try again if the control store refuses. A place not given back is lost to the run until its end."""
     for attempt in range(1, REMOVALS + 1):
         try:
             return remove_placement_group(group)
@@ -320,8 +320,8 @@ def supervisor_name(run_id: str) -> str:
 
 
 def give_places_back(name: str, run_id: str) -> None:
-    """Remove the placement groups that a run's supervisor has left: none, if it could still close. They would go with the job of the
-    driver's process, which may have more to do."""
+    """Remove the placement groups that a run's supervisor has left if it could not close. Ray removes them only with the driver's job, and
+    the driver's process may have more to do."""
     for found in placement_group_table().values():
         if found["state"] != "REMOVED" and str(found["name"]).startswith(_tag(name, run_id) + ":"):
             remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(found["placement_group_id"]))))
@@ -332,7 +332,7 @@ def _tag(name: str, run_id: str) -> str:
 
 
 def actor_of(config: Mapping[str, Any], run_id: str, node: str, namespace: str) -> Any:
-    """Start a run's supervisor on ``node``; its handle."""
+    """Start a run's supervisor on ``node``, and return its handle."""
     groups: Any = {"concurrency_groups": {"places": 2}}
     return (
         ray.remote(**groups)(Supervisor)

@@ -1,9 +1,9 @@
-"""The workers as the controller sees them: who is warm, what each last reported, who died. Mechanism only; nothing is decided here.
+"""The workers as the controller sees them: which are warm, which died, and the last report of each. Mechanism only, no decisions.
 
-Three calls go to each worker. A *lifeline* that never returns: it fails within milliseconds of the process' death. One *poll* at a
-time, which the worker answers when something has happened, or after ``POLL_WAIT_S``. And orders, which only leave a note
-there. No call is waited for without a bound, so that a stopped worker can't stop the controller; how long a worker
-has not answered is known (:meth:`WorkerGroup.silent`).
+The controller makes three kinds of calls to each worker. The *lifeline* never returns; it fails within milliseconds of the process' death.
+A worker answers a *poll*, one at a time, when something has happened, or after ``POLL_WAIT_S``. An *order* only leaves a note there. Each
+wait for a call has a bound, so that a stopped worker can't stop the controller. :meth:`WorkerGroup.silent` names workers that owe an
+answer.
 
 Used from the controller's thread alone.
 """
@@ -31,48 +31,48 @@ from vescale_ray.workers.network.reachability import AT_ONCE
 POLL_WAIT_S = 0.5
 """A worker with nothing to tell answers after this long."""
 POLL_GAP_S = 0.05
-"""Between two polls of a worker: a fast step must not make the controller busy (20 polls a second at most)."""
+"""Pause between two polls of a worker. At most 20 polls a second, so that fast steps do not keep the controller busy."""
 HELLO_WAIT_S = 5.0
 WISH_GAP_S = 0.5
-"""Between two questions of what the placement groups have got."""
+"""Pause between two questions about the state of the placement groups."""
 SILENT_S = 1.0
-"""On a node that does not answer, a worker that has owed an answer for this long counts as lost with the node."""
+"""If a node does not answer, its workers that have not answered for this long count as lost with it."""
 HIRE_S = 2.0
 """Longest wait for a worker's hiring. It takes milliseconds if Ray's control store answers."""
 SLOW_S, SLOWER, SLOWEST_S = 0.1, 10, 5.0
-"""If other workers on its machine answer later than the first (usual are hundredths of it), a worker is given the second times their
-lateness, up to the third, because its answer passes through as many processes."""
+"""If other workers of a machine answer more than ``SLOW_S`` late (hundredths of it are usual), a silent worker there gets more time:
+``SLOWER`` times their lateness, at most ``SLOWEST_S``. Its answer passes through about ``SLOWER`` processes."""
 LOOK_AGAIN_S = 2.0
 LOOKS = 8
-"""Most nodes that are asked for it. If more are silent, the reason is not a slow machine."""
+"""Most nodes that :meth:`WorkerGroup.starved` asks. If workers of more nodes are silent, the reason is not a slow machine."""
 LATE_HALF_S = 3.0
 """Half-life of a worker's lateness."""
 ORDER_S = 5.0
 """A worker that has not taken its order after this time is ended. A free worker takes one within milliseconds."""
 ASK_S = 0.2
-"""Longest wait for one worker to take a wish. The loop that watches the others must not be away for long (``clocks.GAP_S``)."""
+"""Longest wait for one worker to take flags. The control loop, which watches the others, must not block for long (``clocks.GAP_S``)."""
 REACHABILITY_S = 1.0
-"""Time beyond the workers' own tries until their answers about connections are in."""
+"""Time for the answers about connections to arrive after the workers' own tries."""
 DEATH_S = 1.0
 """A worker that was killed counts as dead after this long, whether Ray has said so or not."""
 GONE_S = 3.0
-"""One whose process was found to have ended: Ray may yet say that its node was lost, which is no failure of the worker's."""
+"""The same for a worker whose process had already ended. Ray may still say that its node was lost, which is no failure of the worker."""
 
 UNTOLD = frozenset({"unknown"})
-"""Nodes that a worker of an earlier controller avoids, which are not known. No node of this name is ever avoided, so that such a worker is
-hemmed while it has no place (:meth:`WorkerGroup.hemmed`)."""
+"""Stands for the unknown nodes that a worker of an earlier controller avoids. No node has this name, so such a worker counts as hemmed
+while it has no place (:meth:`WorkerGroup.hemmed`)."""
 
 
 class WorkerGroup:
     """The run's workers, by id, in the order in which they were hired.
 
     Args:
-        supervisor: the actor that makes and ends them.
-        call_s: bound of a call that only leaves a note.
-        epoch: number of this controller's life: a worker's lifeline is held by the newest alone.
+        supervisor: the actor that creates and ends them.
+        call_s: longest wait for a call that only leaves a note.
+        epoch: number of this start of the controller. Only the newest controller holds the workers' lifelines.
 
     Attributes:
-        clock: tells how long others have said nothing. While this process stood still itself nobody was silent.
+        clock: measures the silence of workers. It stands still while this process does.
     """
 
     def __init__(self, supervisor: Any, call_s: float, epoch: int) -> None:
@@ -86,28 +86,28 @@ class WorkerGroup:
         self._wishing: Any = None
         self._wished = 0.0
         self._hirings: dict[Any, frozenset[str]] = {}
-        """Each with the nodes to avoid."""
+        """Hirings under way, each with the nodes to avoid."""
         self._unhired: list[str] = []
         """Reasons of hirings that failed."""
 
-    # ------------------------------------------------------------------------------------------------------ who is there
+    # -------------------------------------------------------------------------------------------------------- membership
 
     def hire(self, avoid: Collection[str] = ()) -> None:
-        """Start a worker; it is ``Ready`` some time later. Places that wait for one are not taken on the nodes to ``avoid``.
+        """Start a worker, on none of the nodes to ``avoid``. It is ``Ready`` some time later.
 
         If Ray's control store does not answer soon, the worker counts in :attr:`hiring` until it does.
         """
         self._hirings[self._supervisor.hire.remote(tuple(avoid), self._epoch)] = frozenset(avoid)
-        # If an earlier hiring still waits, this one does, too, and is not waited for.
+        # If an earlier hiring still waits, this one will, too, so there is no point in waiting here.
         self._enlist(HIRE_S if len(self._hirings) == 1 else 0.0)
 
     @property
     def hiring(self) -> int:
-        """Workers that were hired and are not there yet, not even as ``warming``."""
+        """Number of hirings under way. Their workers do not count as ``warming`` yet."""
         return len(self._hirings)
 
     def _enlist(self, wait_s: float) -> None:
-        """Take in those whose hiring is done."""
+        """Add the workers whose hiring is done."""
         if self._hirings:
             done, _ = ray.wait(list(self._hirings), num_returns=len(self._hirings), timeout=wait_s)
             for ref in done:
@@ -121,12 +121,12 @@ class WorkerGroup:
                     self.members[worker].avoid = avoid
 
     def hemmed(self, avoided: Collection[str]) -> list[str]:
-        """Workers that are not warm yet and can't come up on a node that is not among those to avoid any more."""
+        """Workers that are not warm yet and exclude a node that is no longer among those to avoid."""
         return [w for w in self.warming() if self.members[w].avoid.difference(avoided)]
 
     def adopt(self, known: Mapping[str, WorkerInfo]) -> None:
-        """Take over the workers that an earlier controller had hired; ``known``: those that were warm then. One of them may be
-        stopped by now, and would never say so itself."""
+        """Take over the workers that an earlier controller had hired. ``known``: those that were warm then, because a worker that is
+        stopped by now can't report it."""
         for worker, handle in self._ask_supervisor("roster", self._epoch).items():
             self._enroll(worker, handle, known.get(worker))
             if worker not in known:
@@ -142,14 +142,14 @@ class WorkerGroup:
         self._supervisor.store.remote()
 
     def dismiss(self, worker: str) -> None:
-        """Let a worker go: it is ended, and no news of it comes any more. Not waited for: its node may not answer."""
+        """End a worker, without further news of it. Does not wait, because its node may not answer."""
         member = self.members.pop(worker, None)
         if member is not None:
             self._supervisor.dismiss.remote(worker, member.info)
 
     def kill(self, reasons: Mapping[str, str], cause: Cause = Cause.HANG) -> None:
-        """End workers that are not as they should be; the news of the loss of each will give its reason, and this cause. All at once: the
-        supervisor waits a moment for each node that does not answer."""
+        """End workers. The news of each loss has the worker's reason and ``cause``. All are ended at once, because the supervisor waits a
+        moment for each node that does not answer."""
         asked: dict[str, Any] = {}
         for worker in node_by_node(self.members, reasons):
             member = self.members[worker]
@@ -165,11 +165,11 @@ class WorkerGroup:
                 self._leave_node(member.info.node, worker, reasons[worker])
 
     def _leave_node(self, node: str, worker: str, reason: str) -> None:
-        """``worker`` could not be ended, since its node does not answer: whoever is there and says nothing either is lost with it, or the
-        next generation would wait for them. Ray says so many seconds later: they are buried now.
+        """Count ``worker``, which could not be ended, and all silent workers of its node as lost, because the node does not answer. Ray
+        reports their loss many seconds later, and the next generation would wait for them.
 
-        Of silence it is enough here that they have not answered for long by any clock, though the node was just asked and waited for: an
-        answer that has come meanwhile is looked for."""
+        ``time.monotonic`` is enough to measure the silence here. Answers that came while this process waited for the node are looked
+        for."""
         quiet = time.monotonic() - SILENT_S - POLL_WAIT_S
         for other, member in self.members.items():
             there = member.info is not None and member.info.node == node
@@ -185,14 +185,14 @@ class WorkerGroup:
         return info is not None and bool(self._ask_supervisor("signal", info, number))
 
     def stacks(self, workers: Iterable[str], wait_s: float) -> dict[str, str]:
-        """The Python stacks of workers: from themselves, or from their nodes' agents where they don't answer within ``wait_s``, or have
-        owed an answer for long."""
+        """The Python stacks of workers. If a worker does not answer within ``wait_s``, or has owed an answer for long, its node's agent
+        is asked."""
         there = {w: self.members[w] for w in workers if w in self.members}
         return stacks_of(there, self.silent(wait_s), self._supervisor, wait_s, self._call_s)
 
     def wish(self, count: int, avoid: Collection[str] = ()) -> None:
-        """Have ``count`` places wait for workers that are not hired yet, and hear what all places have come to: soon, nothing is waited
-        for here. Call it again and again."""
+        """Keep ``count`` places for workers that are not hired yet, and update :attr:`places`. Does not wait for the answer, so call it
+        repeatedly."""
         if self._wishing is not None:
             done, _ = ray.wait([self._wishing], timeout=0)
             if not done:
@@ -201,7 +201,7 @@ class WorkerGroup:
             try:
                 self.places = ray.get(done[0])
             except RayError:
-                pass  # the next question to the supervisor that counts will tell
+                pass  # the next call that needs an answer finds a lost supervisor
         if time.monotonic() - self._wished >= WISH_GAP_S:
             self._wished = time.monotonic()
             self._wishing = self._supervisor.wish.remote(count, tuple(avoid))
@@ -214,12 +214,12 @@ class WorkerGroup:
         return worker in self.members
 
     def doomed(self, worker: str) -> bool:
-        """Whether it was ended, or is gone."""
+        """Whether a worker is being ended, or is gone."""
         member = self.members.get(worker)
         return member is None or member.verdict is not None
 
     def ready(self) -> tuple[str, ...]:
-        """The warm ones."""
+        """Warm workers that are not being ended."""
         return tuple(w for w, member in self.members.items() if member.info is not None and member.verdict is None)
 
     def warming(self) -> tuple[str, ...]:
@@ -230,7 +230,7 @@ class WorkerGroup:
         return member.report if member else None
 
     def stale(self, worker: str) -> bool:
-        """Whether its last report may be of before its last order: then it does not tell what the worker does now."""
+        """Whether a worker's last report may be older than its last order, and so not say what the worker does now."""
         member = self.members.get(worker)
         return member is not None and member.told <= member.ordered
 
@@ -239,25 +239,25 @@ class WorkerGroup:
         return member.info if member else None
 
     def age(self, worker: str) -> float:
-        """Seconds since it was hired."""
+        """Seconds since a worker was hired."""
         return time.monotonic() - self.members[worker].hired
 
     def silent(self, seconds: float) -> frozenset[str]:
-        """Warm workers that have owed an answer for longer than that, without the time of which :meth:`starved` is known."""
+        """Warm workers that have owed an answer for more than ``seconds``, without the time that :meth:`starved` excuses."""
         limit = self.clock() - seconds - POLL_WAIT_S
         return frozenset(w for w, m in self.members.items() if m.owes and m.owes_since + m.starved_s < limit and m.verdict is None)
 
     def given(self, worker: str) -> float:
-        """Seconds for which its silence was excused, as :meth:`starved` tells."""
+        """Seconds of a worker's silence that :meth:`starved` excuses."""
         member = self.members.get(worker)
         return member.starved_s if member else 0.0
 
     def starved(self, workers: Collection[str]) -> dict[str, float]:
-        """Those of ``workers`` that owe an answer, and perhaps could not give it since their machine has far too much to do; each with the
-        seconds by which this has become more since its last report, or since this was last asked. Ask before you end one.
+        """Workers that owe an answer because their machine is overloaded, each with the seconds of silence that this call excuses. They
+        come on top of those from earlier calls since its last report. Call this method before ending a silent worker.
 
-        It is the time for which its training thread got no processor; and, for the threads that answer, a multiple of how late others on
-        that machine are, its other workers and whoever tells this.
+        A worker is excused for the time in which its training thread got no processor. For the threads that answer, it is excused for a
+        multiple of the lateness of others on its machine: its other workers, and the agent that answers this call.
         """
         asked: dict[str, dict[str, WorkerInfo]] = {}
         for worker in workers:
@@ -292,7 +292,7 @@ class WorkerGroup:
     # ------------------------------------------------------------------------------------------------------------ orders
 
     def order(self, orders: Mapping[str, Order]) -> dict[str, str]:
-        """Give each worker its order, all at once; those that did not take theirs, with the reason."""
+        """Give each worker its order, all at once. Returns the workers that did not take theirs, each with the reason."""
         refs = {w: self.members[w].handle.give_order.remote(order) for w, order in orders.items() if w in self.members}
         refused = self._tell(refs, min(ORDER_S, self._call_s))
         for worker in orders.keys() & self.members.keys():
@@ -300,9 +300,9 @@ class WorkerGroup:
         return refused
 
     def ask(self, workers: Sequence[str], ticket: Ticket, flags: int) -> bool:
-        """Have one of ``workers`` carry ``flags`` into the next step, where all ranks see them; False if it could not be.
+        """Have one of ``workers`` carry ``flags`` into the next step, where all ranks see them; False if none has taken them.
 
-        Two are tried, for :data:`ASK_S` each, first those that owe no answer: one that has just been stopped would say nothing.
+        Tries two workers, for :data:`ASK_S` each. Those that owe no answer come first, because a stopped worker would not answer.
         """
         silent = self.silent(0.0)
         for worker in sorted((w for w in workers if w in self.members), key=lambda w: w in silent)[:2]:
@@ -311,9 +311,9 @@ class WorkerGroup:
         return False
 
     def ask_outline(self, workers: Iterable[str]) -> None:
-        """Ask the first of ``workers`` that answers at all for the outline of the layouts, unless one is being asked.
+        """Ask the first of ``workers`` that has reported for the outline of the layouts, unless a worker owes one.
 
-        A worker that does not know it is not asked again for a while.
+        A worker that does not know the outline is not asked again for a while.
         """
         if self.asking_outline:
             return
@@ -328,7 +328,7 @@ class WorkerGroup:
         return any(member.outline is not None for member in self.members.values())
 
     def ask_reachability(self, asked: Mapping[str, Collection[str]], wait_s: float) -> Reaching:
-        """Have each of these workers try whether it reaches those others, for ``wait_s`` seconds."""
+        """Have each worker in ``asked`` try to reach the others given for it, for ``wait_s`` seconds."""
         addresses = {w: m.info.address for w, m in self.members.items() if m.info is not None and m.info.address}
         refs: dict[Any, str] = {}
         longest = 1
@@ -340,7 +340,7 @@ class WorkerGroup:
         return Reaching(refs, time.monotonic() + longest * wait_s + REACHABILITY_S)
 
     def fence(self, workers: Iterable[str], ticket: Ticket) -> None:
-        """Close a generation. Not waited for: a worker that does not hear of it is killed later anyway."""
+        """Close a generation. Does not wait: a worker that does not get the call is killed later anyway."""
         for worker in workers:
             if worker in self.members:
                 self.members[worker].handle.fence.remote(ticket)
@@ -365,7 +365,7 @@ class WorkerGroup:
     # -------------------------------------------------------------------------------------------------------------- news
 
     def pump(self, timeout_s: float) -> list[News]:
-        """News of the workers, after at most ``timeout_s`` seconds; at once if there is any."""
+        """News of the workers: at once if there is any, else after at most ``timeout_s`` seconds."""
         self._enlist(0.0)
         if self._unhired:
             unhired, self._unhired = self._unhired, []
@@ -373,7 +373,7 @@ class WorkerGroup:
         now = time.monotonic()
         self.clock()
         wake = now + timeout_s
-        # Ray learns late of the death of a process on a node that is gone; we need not wait for it.
+        # Ray learns late that a process on a lost node has died. The controller need not wait for that.
         overdue = [m for m in self.members.values() if m.verdict is not None and now - m.sentenced > (GONE_S if m.gone else DEATH_S)]
         if overdue:
             return [news for member in overdue for news in self._bury(member, "its process died", Cause.KILLED)]
@@ -402,7 +402,7 @@ class WorkerGroup:
             if member.worker in self.members:  # else: just found dead by another of its calls
                 news += self._receive(member, ref)
         if any(isinstance(one, Lost) for one in news):
-            self._ask_supervisor("kept")  # whatever it answers: had it been lost, all workers would be
+            self._ask_supervisor("kept")  # raises if the supervisor is lost, and so all workers
         return news
 
     def _receive(self, member: Member, ref: Any) -> list[News]:
@@ -459,7 +459,7 @@ class WorkerGroup:
     def _bury(self, member: Member, reason: str, cause: Cause) -> list[News]:
         self.members.pop(member.worker, None)
         if member.verdict is None:
-            # The place that it had must be given back. A recovery does not wait for that: its node may be gone.
+            # The worker's place must be given back. A recovery does not wait for that, because the node may be gone.
             self._supervisor.dismiss.remote(member.worker, member.info)
         told = (reason, cause) if member.verdict is None or member.gone else (member.verdict, member.cause)
         return [Lost(member.worker, member.info, *told)]
@@ -475,9 +475,8 @@ class WorkerGroup:
         return self._answer(getattr(self._supervisor, method).remote(*args), timeout_s or self._call_s)
 
     def _answer(self, ref: Any, timeout_s: float) -> Any:
-        """The supervisor's, within that time. A controller that stood still itself meanwhile (a frozen container) finds its time over
-        before
-        it has looked at what has come: it looks once more."""
+        """The supervisor's answer, within ``timeout_s``. If this process stood still meanwhile (a frozen container), the time is over
+        before the answer was read. So this method tries once more."""
         try:
             try:
                 return ray.get(ref, timeout=timeout_s)

@@ -1,4 +1,4 @@
-"""News of the workers, as the worker group tells them to the control loop. Values, no Ray."""
+"""News of the workers, which the worker group reports to the control loop. Only values, no Ray."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Told:
-    """A worker has answered :meth:`WorkerGroup.ask_outline`; None: it does not know yet."""
+    """A worker has answered :meth:`WorkerGroup.ask_outline`; None: it does not know the outline yet."""
 
     outlined: Outlined | None
 
