@@ -12,6 +12,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,17 @@ def _replace(folder: str | os.PathLike[str], text: str) -> None:
             handle.flush()
             os.fsync(handle.fileno())
         os.replace(temporary, Path(folder) / NAME)
+        _sync(folder)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _sync(folder: str | os.PathLike[str]) -> None:
+    """Make a new name in ``folder`` durable, if its file system can. If the old state came back, a generation number would be given twice."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

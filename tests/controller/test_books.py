@@ -9,6 +9,7 @@ import os
 import pickle
 import resource
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -97,6 +98,21 @@ def test_transition_outside_the_table_names_the_allowed_states() -> None:
 def written(folder: Path, state: DurableState) -> DurableState:
     """Write ``state`` to the folder, without a supervisor."""
     return StateStore(folder, None).write(state)
+
+
+def test_durable_state_survives_a_crash_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is synced before it gets its name, and the folder after that."""
+    done: list[str] = []
+    sync, move = os.fsync, os.replace
+
+    def fsync(descriptor: int) -> None:
+        done.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", lambda *names: (done.append("name"), move(*names)))
+    durable_state._replace(tmp_path, "{}")
+    assert done == ["file", "name", "folder"] and (tmp_path / NAME).read_text() == "{}"
 
 
 def test_a_durable_state_comes_back_as_it_was_written(tmp_path: Path) -> None:
