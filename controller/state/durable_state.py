@@ -243,7 +243,7 @@ def _replace(folder: str | os.PathLike[str], text: str) -> None:
 
 
 def _sync(folder: str | os.PathLike[str]) -> None:
-    """Make a new name in ``folder`` durable, if its file system can. If the old state came back, a generation number would be given twice."""
+    """Make a new name in ``folder`` durable, if its file system can. Otherwise the old state may return: a number would be given twice."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):
