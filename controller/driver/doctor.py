@@ -232,7 +232,7 @@ def run_folder(config: RunConfig) -> Finding:
 
 
 def storage(root: str) -> Finding:
-    """Whether the store can write, read and list, refuses to create a name twice, and has the right time."""
+    """Whether the store can write, read and list, refuses to create a name twice, deletes, and has the right time."""
     from vescale_ray.checkpoint.stores.opening import store_of
 
     if (reason := goes_with(root)) is not None:
@@ -244,14 +244,18 @@ def storage(root: str) -> Finding:
         return Finding("storage", "fail", _said(error), "set checkpoint.dir to a folder, or to a URL that checkpoints can be written to")
     folders = [] if "://" in root else [Path(root, key).absolute().parent, *Path(root, key).absolute().parent.parents]
     made = [folder for folder in folders if not folder.exists()]
+    found = _tried(store, key)
     try:
-        return _tried(store, key)
+        store.delete(key)
+    except Exception as error:
+        if found.verdict == "ok":
+            text = f"{store.describe()}: can't delete ({_said(error)}), so that old checkpoints stay"
+            found = Finding("storage", "warn", text, "let the run delete objects there")
     finally:
-        with suppress(Exception):  # a few bytes, which a collection deletes as an old attempt
-            store.delete(key)
         for folder in made:
             with suppress(OSError):
                 folder.rmdir()  # fails unless it is empty
+    return found
 
 
 def _tried(store: Any, key: str) -> Finding:
@@ -281,7 +285,7 @@ def _tried(store: Any, key: str) -> Finding:
         return Finding("storage", "fail", f"{there}: creates one name twice", remedy)
     if skew > SKEW_S:
         return Finding("storage", "warn", f"{there}: its clock and this machine's are {skew:.0f} s apart", "run an NTP client (chrony)")
-    return Finding("storage", "ok", f"{there}: written, read, listed, created only once, in {took:.2f} s; clocks {skew:.1f} s apart")
+    return Finding("storage", "ok", f"{there}: written, read, listed, created once, deleted, in {took:.2f} s; clocks {skew:.1f} s apart")
 
 
 def _said(error: Exception) -> str:

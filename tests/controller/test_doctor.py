@@ -70,6 +70,13 @@ def test_storage_unfit_for_checkpoints_is_found(store: object, verdict: str, wor
     assert not objects, "the probe is taken away again"
 
 
+def test_storage_that_refuses_to_delete_is_found(monkeypatch) -> None:
+    store = FaultyStore(MemoryStore(), [Fault("delete", "error", code=13)])
+    monkeypatch.setattr("vescale_ray.checkpoint.stores.opening.store_of", lambda root: store)
+    found = doctor.storage("memory://x")
+    assert found.verdict == "warn" and "can't delete (Permission denied), so that old checkpoints stay" in found.text and found.remedy
+
+
 def test_a_url_that_leads_nowhere_is_told_with_the_remedy() -> None:
     found = doctor.storage("foo://bucket/x")
     assert found.verdict == "fail" and "foo" in found.text and "set checkpoint.dir to" in found.remedy
