@@ -403,7 +403,7 @@ def _indexed(path: Path) -> tuple[Path, list[str], dict[str, str]]:
         # Plain names only: a foreign index must not make us read other files of this machine.
         plain = isinstance(name, str) and name.endswith(".safetensors") and name == os.path.basename(name) and not set(name) & {"\\", "\0"}
         if not plain or name.startswith("."):
-            raise ForeignFileError(f"{path}: the index puts tensor {key!r} in {name!r}, which is no safetensors file in its folder")
+            raise ForeignFileError(f"{path}: the index puts tensor {key!r} in {name!r}, which is not a safetensors file in its folder")
     return path.parent, sorted(set(weights.values())), weights
 
 
@@ -415,5 +415,5 @@ def _stored_aliases(path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
     except (ValueError, RecursionError):
         aliases = None
     if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):
-        raise ForeignFileError(f"{path}: its {_ALIASES} is no JSON object of names")
+        raise ForeignFileError(f"{path}: its {_ALIASES} is not a JSON object of names")
     return aliases

@@ -501,7 +501,7 @@ class _Collection:
 def _pin_key(commit: str | Commit, name: str) -> str:
     text = commit.name if isinstance(commit, Commit) else commit
     if not isinstance(text, str) or parse_commit_name(text) is None:
-        raise ValueError(f"{text!r} is no name of a checkpoint; they look like e0007-s000000012000")
+        raise ValueError(f"{text!r} is not a name of a checkpoint; they look like e0007-s000000012000")
     if not isinstance(name, str) or not _PIN_NAME.fullmatch(name):
         raise ValueError(f"{name!r} can't be a pin's name: give 1 to 128 letters, digits, '_' and '-', not beginning with '_' or '-'")
     return f"pins/{text}/{name}.json"

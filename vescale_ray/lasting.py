@@ -33,7 +33,7 @@ def misread(path: str | os.PathLike[str]) -> str | None:
     if (found := _VARIABLE.search(text)) is not None:
         return f"{found[1]} is a variable of the shell, which is not replaced here; give its value"
     if text.startswith("~") and os.path.expanduser(text) == text:
-        return f"{text.partition('/')[0]} is nobody's home folder here; give an absolute path"
+        return f"{text.partition('/')[0]} is not a home folder of this machine; give an absolute path"
     return None
 
 

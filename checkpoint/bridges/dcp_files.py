@@ -132,7 +132,7 @@ class DcpFiles(Archives):
         chunks = 0
         for key, entry in described.items():
             if type(key) is not str or not key:
-                raise ForeignFileError("malformed: a name is no text, or empty")
+                raise ForeignFileError("malformed: a name is not text, or empty")
             self.paths[key] = _path(key, planned.get(key, (key,)) if isinstance(planned, dict) else (key,))
             if isinstance(entry, Record) and entry.name == "BytesStorageMetadata":
                 self.objects[key] = _located(storage, key, None)
@@ -300,14 +300,14 @@ def _fields(value: Any, name: str) -> Mapping[str, Any]:
 def _dict(fields: Mapping[str, Any], name: str) -> dict[Any, Any]:
     value = fields.get(name)
     if not isinstance(value, dict):
-        raise ForeignFileError(f"no DCP metadata: its {name} is no dict")
+        raise ForeignFileError(f"no DCP metadata: its {name} is not a dict")
     return value
 
 
 def _list(fields: Mapping[str, Any], name: str) -> list[Any]:
     value = fields.get(name)
     if not isinstance(value, list):
-        raise ForeignFileError(f"no DCP metadata: {name} of a tensor is no list")
+        raise ForeignFileError(f"no DCP metadata: {name} of a tensor is not a list")
     return value
 
 
@@ -334,7 +334,7 @@ def _located(storage: Mapping[tuple[str, tuple[int, ...] | None], Any], key: str
         isinstance(name, str) and name == os.path.basename(name) and name not in ("", ".", "..") and "\\" not in name and "\0" not in name
     )
     if not plain:
-        raise ForeignFileError(f"it keeps data in {_brief(name)}, which is no file of the folder")
+        raise ForeignFileError(f"it keeps data in {_brief(name)}, which is not a file of the folder")
     if not _counts((start, length)):
         raise ForeignFileError(f"it keeps data at byte {_brief(start)} of {name!r}, {_brief(length)} bytes")
     if fields.get("transform_descriptors"):
@@ -346,7 +346,7 @@ def _located(storage: Mapping[tuple[str, tuple[int, ...] | None], Any], key: str
 
 def _path(key: str, path: Any) -> tuple[str | int, ...]:
     if type(path) is not tuple or not 0 < len(path) <= MAX_DIMS or not all(type(part) in (str, int) for part in path):
-        raise ForeignFileError(f"malformed: the path of {key!r} in the state dict is no tuple of names")
+        raise ForeignFileError(f"malformed: the path of {key!r} in the state dict is not a tuple of names")
     # DCP joins the path's parts with dots to form the key. Otherwise one long text in the paths of many short keys would become many long
     # names.
     if sum(len(part) if type(part) is str else 1 for part in path) > len(key):

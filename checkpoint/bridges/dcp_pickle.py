@@ -175,7 +175,7 @@ class Machine:
         for key, value in zip(items[::2], items[1::2], strict=True):
             # Thousands of larger numbers can share one hash.
             if type(key) not in self.keys or (type(key) is int and not -(1 << 63) <= key < 1 << 63):
-                raise self.odd("a dict's key is no text")
+                raise self.odd("a dict's key is not text")
             target[key] = value
 
     def _setitem(self) -> None:

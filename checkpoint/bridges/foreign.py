@@ -126,7 +126,7 @@ def new_folder(folder: str | os.PathLike[str]) -> list[Path]:
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"{place} can't be made a folder: {error.strerror}") from None
+        raise ValueError(f"{place} can't be created as a folder: {error.strerror}") from None
     return made
 
 
@@ -386,6 +386,6 @@ class Files:
                 raise ForeignFileError(f"{self.folder / name}: can't be opened: {error.strerror}") from error
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 os.close(fd)
-                raise ForeignFileError(f"{self.folder / name}: is no regular file, but a folder, device or pipe")
+                raise ForeignFileError(f"{self.folder / name}: is not a regular file, but a folder, device or pipe")
             self._open[name] = fd
         return self._open[name]

@@ -60,14 +60,14 @@ def read_header(files: Files, name: str) -> tuple[dict[str, Located], dict[str, 
         header = json.loads(files.read(name, 8, length), object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise ForeignFileError(f"{files.folder / name}: no safetensors file: its header is no JSON: {error}") from None
-    expect(isinstance(header, dict), "its header is no JSON object")
+    expect(isinstance(header, dict), "its header is not a JSON object")
     metadata = header.pop("__metadata__", {})
     expect(isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values()), "__metadata__ holds more than texts")
     tensors: dict[str, Located] = {}
     spans: list[tuple[int, int, str]] = []
     for key, raw in header.items():
         expect(bool(key), "a tensor without a name")
-        expect(isinstance(raw, dict), f"the entry of {key!r} is no object")
+        expect(isinstance(raw, dict), f"the entry of {key!r} is not an object")
         dtype, shape, offsets = raw.get("dtype"), raw.get("shape"), raw.get("data_offsets")
         expect(isinstance(dtype, str) and dtype in _DTYPES, f"{key!r} has dtype {dtype!r}, which is unknown")
         # Check before multiplying or printing: a header can hold a million numbers with thousands of digits each.

@@ -70,7 +70,7 @@ def read_archive(file: IO[bytes], length: int) -> Any:
             names = {one.filename: one for one in entries}
             pickles = [name for name in names if name.endswith("/data.pkl")]
             if len(names) < len(entries) or len(pickles) != 1 or names[pickles[0]].file_size > MAX_BYTES:
-                raise ForeignFileError("it is no archive of torch.save: a name occurs twice, or there is not exactly one data.pkl")
+                raise ForeignFileError("it is not an archive of torch.save: a name occurs twice, or there is not exactly one data.pkl")
             top = pickles[0].removesuffix("data.pkl")
             if f"{top}byteorder" in names and archive.read(f"{top}byteorder") != b"little":
                 raise ForeignFileError("it was saved on a machine of the other byte order")
@@ -79,7 +79,7 @@ def read_archive(file: IO[bytes], length: int) -> Any:
         raise
     except Exception as error:  # zipfile raises many types for a malformed directory
         said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise ForeignFileError(f"it is no archive of torch.save, or cut off: {said}") from None
+        raise ForeignFileError(f"it is not an archive of torch.save, or cut off: {said}") from None
 
     def locate(key: str) -> tuple[int, int]:
         entry = names.get(f"{top}data/{key}")

@@ -125,7 +125,7 @@ class ObjectEntry:
             raw.get("algorithm") == "xxh3_64", f"object {key}: checksum algorithm {raw.get('algorithm')!r} is not known to this version"
         )
         _expect(
-            block % ALIGNMENT == 0 and 0 < block <= _MAX_BLOCK, f"object {key}: block_bytes {block} is no multiple of 4096 up to 64 MiB"
+            block % ALIGNMENT == 0 and 0 < block <= _MAX_BLOCK, f"object {key}: block_bytes {block} is not a multiple of 4096 up to 64 MiB"
         )
         try:
             sums = decode_sums(_text(raw, "sums"))
@@ -248,7 +248,7 @@ def parse_commit_name(name: str) -> tuple[int, int] | None:
 
 def check_attempt(attempt: str) -> str:
     if not _ATTEMPT.fullmatch(attempt):
-        raise ValueError(f"attempt {attempt!r} is no identifier of letters, digits, '-' and '_' (use new_attempt())")
+        raise ValueError(f"attempt {attempt!r} is not an identifier of letters, digits, '-' and '_' (use new_attempt())")
     return attempt
 
 
@@ -294,7 +294,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")
 
 
 def _finite(text: str) -> float:
@@ -411,7 +411,7 @@ def validate(manifest: Manifest) -> None:
     Raises:
         ManifestError: names the first contradiction.
     """
-    _expect(_ATTEMPT.fullmatch(manifest.attempt) is not None, f"attempt {manifest.attempt!r} is no identifier")
+    _expect(_ATTEMPT.fullmatch(manifest.attempt) is not None, f"attempt {manifest.attempt!r} is not an identifier")
     _expect(isinstance(manifest.aliases, dict) and isinstance(manifest.meta, dict), "aliases and meta must be JSON objects")
     _expect(
         [o.rank for o in manifest.objects] == list(range(len(manifest.objects))) and len(manifest.objects) == manifest.world,
@@ -514,7 +514,7 @@ def _integer(value: Any, what: str) -> int:
 
 def _information(document: Mapping[str, Any], key: str) -> str:
     value = document.get(key, "")
-    _expect(isinstance(value, str), f"{key} is no text")
+    _expect(isinstance(value, str), f"{key} is not text")
     return str(value)
 
 
@@ -526,7 +526,7 @@ def _text(raw: Mapping[str, Any], key: str) -> str:
 
 def _list(raw: Mapping[str, Any], key: str) -> list[Any]:
     value = raw.get(key)
-    _expect(isinstance(value, list), f"{key} is no list")
+    _expect(isinstance(value, list), f"{key} is not a list")
     return cast(list[Any], value)
 
 

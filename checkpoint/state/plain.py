@@ -274,7 +274,7 @@ def _unpack(value: Any, data: EntryBytes | None) -> Any:
 
 def _tuple(items: Any, data: EntryBytes) -> tuple[Any, ...]:
     if not isinstance(items, list):
-        raise ValueError("a tuple is no list")
+        raise ValueError("a tuple is not a list")
     return tuple(_unpack(item, data) for item in items)
 
 
@@ -285,13 +285,13 @@ def _complex(parts: Any, data: EntryBytes) -> complex:
 
 def _shape(raw: Any) -> tuple[int, ...]:
     if not isinstance(raw, list) or any(type(n) is not int or n < 0 for n in raw) or math.prod(max(1, n) for n in raw) >= 1 << 62:
-        raise ValueError(f"{str(raw)[:80]} is no shape")
+        raise ValueError(f"{str(raw)[:80]} is not a shape")
     return tuple(raw)
 
 
 def _numpy(about: Any, shape: tuple[int, ...], data: EntryBytes) -> np.ndarray:
     if _DTYPE.fullmatch(about["dtype"]) is None:  # NumPy also parses descriptions of records
-        raise ValueError(f"{about['dtype'][:80]!r} is no dtype of an array that is stored")
+        raise ValueError(f"{about['dtype'][:80]!r} is not a dtype of an array that is stored")
     dtype = np.dtype(about["dtype"])
     _check_dtype("it", dtype)
     raw = data.take(about["data"])

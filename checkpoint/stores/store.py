@@ -147,7 +147,7 @@ Root = str | os.PathLike[str] | ObjectStore
 def check_key(key: str) -> str:
     """``key`` itself if it stays below the root: letters, digits, ``_ - .`` and single slashes; no ``..``, no leading dot."""
     if not is_key(key):
-        raise ValueError(f"{key!r} is no object key: letters, digits, '_', '-', single dots and slashes only")
+        raise ValueError(f"{key!r} is not an object key: letters, digits, '_', '-', single dots and slashes only")
     return key
 
 

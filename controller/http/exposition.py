@@ -198,7 +198,7 @@ def _of_steps(s: Snapshot, of: _Families) -> Iterator[Metric]:
     yield from of.gauge("vescale_loss_bpb", "Training loss of the last step, bits per byte.", s.bpb)
     yield from of.gauge("vescale_grad_norm", "Norm of the gradient of the last step, before clipping.", s.grad_norm)
     yield from of.gauge("vescale_learning_rate", "Learning rate of the last step.", s.learning_rate)
-    yield from of.counter("vescale_nonfinite_steps", "Steps with a loss or a gradient norm that is no finite number.", s.nonfinite_steps)
+    yield from of.counter("vescale_nonfinite_steps", "Steps with a loss or a gradient norm that is not a finite number.", s.nonfinite_steps)
     yield from of.counter("vescale_clipped_steps", "Steps with a gradient that was clipped.", s.clipped_steps)
     text = "Steps that the optimizer did not take, because gradients were not finite."
     yield from of.counter("vescale_skipped_steps", text, s.skipped_steps)

@@ -126,7 +126,7 @@ def attacks() -> dict[str, tuple[bytes, str]]:
             head + class_of + b"N}\x8c\x07version\x8c\x04evils\x86b.",
             "an object is missing|a record is missing",
         ),
-        "a hash that never ends": (head + nested + b"\x94}h\x3cNs.", "a dict's key is no text"),
+        "a hash that never ends": (head + nested + b"\x94}h\x3cNs.", "a dict's key is not text"),
         "a text of an exabyte": (head + b"X\xff\xff\xff\xffabc.", "cut off at byte"),
         "bytes of an exabyte": (head + b"\x8e" + struct.pack("<Q", 1 << 60) + b".", "DCP never writes opcode 0x8e"),
         "a number of a gigabyte": (head + b"\x8b" + struct.pack("<i", 1 << 30) + b".", "DCP never writes opcode 0x8b"),
@@ -136,7 +136,7 @@ def attacks() -> dict[str, tuple[bytes, str]]:
         "a module that torch imports when it is asked for": (b"ctorch\n_inductor\n.", "refers to torch._inductor"),
         "a million numbers of one hash": (
             head + b"}(" + b"".join(b"\x8a\x09" + (n * ((1 << 61) - 1)).to_bytes(9, "little") + b"N" for n in range(5, 1000)) + b"u.",
-            "a dict's key is no text",
+            "a dict's key is not text",
         ),
         "a class of four megabytes": (head + b"X" + struct.pack("<I", 1 << 22) + b"m" * (1 << 22) + b"\x8c\x01n\x93.", "refers to"),
         "an extension": (head + b"\x82\x01.", "opcode 0x82"),
@@ -342,13 +342,13 @@ def laughs() -> list[Any]:
         pytest.param(endless(), None, "'thing': it is nested more than 64 deep", id="a list in itself"),
         pytest.param(laughs(), None, "holds more than a million values", id="a billion laughs", marks=pytest.mark.slow),
         pytest.param([torch.ones(3)], None, "holds a tensor within a plain object", id="a tensor"),
-        pytest.param({"a": 1}, lambda raw: b"PK" + raw[2:-60], "no archive of torch.save, or cut off", id="half an archive"),
-        pytest.param({"a": 1}, lambda raw: pickle.dumps({"a": 1}), "no archive of torch.save, or cut off", id="a bare pickle"),
+        pytest.param({"a": 1}, lambda raw: b"PK" + raw[2:-60], "not an archive of torch.save, or cut off", id="half an archive"),
+        pytest.param({"a": 1}, lambda raw: pickle.dumps({"a": 1}), "not an archive of torch.save, or cut off", id="a bare pickle"),
         pytest.param({"a": {3}}, None, "refers to __builtin__.set, which only unpickling could make", id="a set"),
         pytest.param(
             {},
             pickled(b"}" + b"K\x01" + 60 * b"q\x00h\x00\x86" + b"K\x01s."),
-            "a dict's key is no text",
+            "a dict's key is not text",
             id="a tuple to be hashed for ever",
         ),
         pytest.param(
@@ -423,7 +423,7 @@ def test_fifo_folder_or_dangling_link_is_refused_at_once(folder, kind, what):
         victim.mkdir()
     else:
         victim.symlink_to(folder / "nowhere")
-    with cheap(), pytest.raises(ckpt.ForeignFileError, match="no regular file, but|can't be opened|it has no .metadata|holds no") as caught:
+    with cheap(), pytest.raises(ckpt.ForeignFileError, match="not a regular file, but|can't be opened|it has no .metadata|holds no") as caught:
         ckpt.import_hf(victim if what == "index" else folder, folder / "root") if "dcp" not in what else everything(folder)
     assert str(folder) in str(caught.value)
 

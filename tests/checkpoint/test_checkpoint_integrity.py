@@ -271,7 +271,7 @@ def edits():
         "fractions": edit((*param, "start", 0), 0.0),
         "columns of different lengths": edit((*param, "offset"), lambda o: o[:-1]),
         "unknown dtype": edit((*param, "dtype"), "float7"),
-        "dtype that is no dtype": edit((*param, "dtype"), "load"),
+        "dtype that is not a dtype": edit((*param, "dtype"), "load"),
         "larger dtype": edit((*param, "dtype"), "float64"),
         "duplicate tensor": edit(("tensors", 1, "fqn"), "embed.weight"),
         "base out of order": edit(("tensors", 1, "base"), 0),

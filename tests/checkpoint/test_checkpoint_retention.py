@@ -112,7 +112,7 @@ def test_checkpoint_stays_until_its_last_pin_is_removed(root):
     for commit, name, error, words in [
         (made[0], "late", ckpt.NoCheckpoint, "no checkpoint e0000-s000000000001"),
         (made[4], "../x", ValueError, "can't be a pin's name"),
-        ("../x", "a", ValueError, "is no name of a checkpoint"),
+        ("../x", "a", ValueError, "is not a name of a checkpoint"),
     ]:
         with pytest.raises(error, match=words):
             ckpt.pin(root, commit, name)

@@ -434,6 +434,6 @@ def test_empty_and_impossible_paths_are_refused_first(run, capsys):
         assert "PATH is empty" in refused(capsys, *given)
     for command in ("export-hf", "export-dcp"):
         assert "the folder to write '' is empty" in refused(capsys, command, "x", "")
-        assert "file can't be made a folder" in refused(capsys, command, "x", "file")
+        assert "file can't be created as a folder" in refused(capsys, command, "x", "file")
     assert "SOURCE '' is empty" in refused(capsys, "import-hf", "", "y")
     assert "File name too long" in refused(capsys, "show", "x" * 5000, code=1)

@@ -99,7 +99,7 @@ def test_the_remedy_of_a_refused_folder_works(package, tmp_path):
         ("file:/mnt/runs", "a URL has two slashes"),
         ("$SCRATCH/runs", r"\$SCRATCH is a variable of the shell, which is not replaced here; give its value"),
         ("/scratch/${USER}/runs", r"\$\{USER\} is a variable"),
-        ("~nobody-of-this-name/runs", "~nobody-of-this-name is nobody's home folder here; give an absolute path"),
+        ("~nobody-of-this-name/runs", "~nobody-of-this-name is not a home folder of this machine; give an absolute path"),
     ],
 )
 def test_misread_paths_are_refused(path, words):

@@ -9,7 +9,7 @@ def check(
     sizes: Sequence[int], blocks: Sequence[int], offsets: Sequence[int], num_shards: int, shard: int, *, quantum: int, start: int
 ) -> None:
     """Contiguous, disjoint, inside the buffer, no block cut, starts and shards aligned: looks at every boundary of every tensor."""
-    assert shard % quantum == 0, f"a shard of {shard} is no multiple of {quantum}"
+    assert shard % quantum == 0, f"a shard of {shard} is not a multiple of {quantum}"
     taken = []
     for size, block, offset in zip(sizes, blocks, offsets, strict=True):
         if not size:

@@ -60,7 +60,7 @@ def test_page_is_self_contained_and_runs_no_script(folder: RunFolder) -> None:
 
 
 def test_page_escapes_markup_and_control_characters_of_files(folder: RunFolder) -> None:
-    """Also a step that is none, and the name of a file that is no text, as an error brings it along."""
+    """Also a step that is none, and the name of a file that is not text, as an error brings it along."""
     folder.append_event({"time": BEGAN + 9, "event": "warning", "step": "<script>alert(1)</script>", "text": "<img src=x>"})
     about = {"from": "<b>", "to": "</title>", "direction": "grow", "reason": "no file b\udcff", "source": "peer"}
     folder.append_event({"time": BEGAN + 9, "event": "rescaled", "step": 5, **about})

@@ -168,7 +168,7 @@ def ignored_of(params: Any) -> set[nn.Parameter]:
     params = list(params)
     for one in params:
         if not isinstance(one, torch.Tensor):
-            raise TypeError(f"ignored_params holds {_shown(one)}, which is no parameter: {how}")
+            raise TypeError(f"ignored_params holds {_shown(one)}, which is not a parameter: {how}")
     return set(params)
 
 

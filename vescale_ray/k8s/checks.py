@@ -114,7 +114,7 @@ def _forms(o: Options) -> Iterator[str]:
                 yield f"--{field.replace('_', '-')} {value}: {remedy}"
     for field in ("redis", "prometheus", "grafana"):
         if not _has_port(getattr(o, field) or ""):
-            yield f"--{field} {getattr(o, field)}: its port is none; give one from 1 to 65535"
+            yield f"--{field} {getattr(o, field)}: its port is invalid; give one from 1 to 65535"
     if o.name == "":
         yield "--name is empty: give a name, or leave it out for run.name"
 
@@ -144,7 +144,7 @@ def _objects(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
     if len(name) > most:
         yield f"the name {name} has {len(name)} characters: a {resource} takes {most} at most; give a shorter one with --name"
     if not re.fullmatch(rf"(?=[a-z]){_PART}", name):
-        yield f"the name {name} is none for a {resource}: give lower-case letters, digits and '-', a letter first, with --name"
+        yield f"the name {name} is invalid for a {resource}: give lower-case letters, digits and '-', a letter first, with --name"
     account = o.service_account or name
     if len(account) > LONGEST_ACCOUNT:
         cut = f"has {len(account)} characters, the operator cuts it to {LONGEST_ACCOUNT}"
@@ -155,7 +155,7 @@ def _objects(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
     elif "@sha256:" not in tag and tag.partition(":")[2] in ("", "latest"):
         yield f"--image {o.image} has no fixed tag: a later pod could get another version; give NAME:TAG"
     elif not re.fullmatch(_IMAGE, o.image, re.ASCII):
-        yield f"--image {o.image} is no image's name: give [REGISTRY/]NAME:TAG, NAME in lower-case letters, digits and '.', '_', '-', '/'"
+        yield f"--image {o.image} is not an image's name: give [REGISTRY/]NAME:TAG, NAME in lower case, digits and '.', '_', '-', '/'"
     key = o.spot_label.partition("=")[0]
     if key not in SPOT_KEYS and (near := difflib.get_close_matches(key, SPOT_KEYS, n=1, cutoff=0.9)):
         yield f"--spot-label {o.spot_label}: no provider has the label {key}; did you mean {near[0]}?"
@@ -206,7 +206,7 @@ def _store(url: str) -> Iterator[str]:
     """Yield problems of the store's URL that would only show once the pods are up."""
     scheme = url.partition("://")[0].rpartition("::")[2]
     if not _has_port(parse_qs(urlsplit(url).query).get("endpoint", ["https://"])[0]):
-        yield f"checkpoint.dir = {url}: the endpoint's port is none; give one from 1 to 65535"
+        yield f"checkpoint.dir = {url}: the endpoint's port is invalid; give one from 1 to 65535"
     if url.startswith("s3://"):
         from vescale_ray.checkpoint.stores.s3_calls import parse_s3_url  # imports torch
 
@@ -218,4 +218,4 @@ def _store(url: str) -> Iterator[str]:
         from fsspec import available_protocols
 
         if scheme not in available_protocols():
-            yield f"checkpoint.dir = {url}: {scheme}:// is no store that fsspec knows; give s3://bucket/prefix, or a folder below the mount"
+            yield f"checkpoint.dir = {url}: {scheme}:// is unknown to fsspec; give s3://bucket/prefix, or a folder below the mount"
