@@ -75,7 +75,7 @@ class ModelSection(_Section):
     factory: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
-        description="`pkg.mod:fn` that returns a module with forward(tokens) and init_parameter (see concepts.md); replaces `kind`",
+        description="`pkg.mod:fn` that returns a module with forward(tokens) and init_parameter (see your-model.md); replaces `kind`",
     )
     units: list[str] = Field(default=["layers.*"], description="patterns of module names; each match becomes one fully_shard unit")
 
