@@ -5,9 +5,10 @@ The package imports torch, :mod:`vescale_ray.planner`, ``dbuffer`` and ``dtensor
 | module | what it holds |
 |---|---|
 | ``api``, ``module``, ``arguments`` | ``fully_shard``, the methods that it adds to a module, checks of its arguments |
-| ``unit``, ``marks``, ``arrivals`` | the hooks of one ``fully_shard`` call in forward and backward |
+| ``unit``, ``marks``, ``arrivals``, ``running_backward`` | the hooks of one ``fully_shard`` call in forward and backward |
 | ``group``, ``gradients``, ``delivery`` | one parameter group: its buffers, its gradients, their way to ``.grad`` |
-| ``schedule``, ``phases``, ``finalize`` | order of units, side streams, allowed phases, the end of a backward |
+| ``schedule``, ``phases``, ``finalize`` | order of units, allowed phases, the end of a backward |
+| ``lanes``, ``interfaces`` | the side streams and the buffer pool of a root; what a unit uses of its schedule |
 | ``comm``, ``memory`` | the all-gather and the reduce-scatter; the buffer pool |
 | ``division``, ``grouping``, ``sharding`` | the ranks' parts of a buffer; parameters of a group; mesh dimensions (ZeRO, HSDP) |
 | ``linear``, ``hooked`` | weight gradients without a copy; tensor classes with all-gather hooks |

@@ -35,16 +35,18 @@ from vescale_ray.fsdp.arguments import (
     resharding,
     unit_modules,
 )
+from vescale_ray.fsdp.arrivals import listen
 from vescale_ray.fsdp.checks import remember_parameters
 from vescale_ray.fsdp.group import ParameterGroup
 from vescale_ray.fsdp.grouping import plan_groups
 from vescale_ray.fsdp.hooked import HookedGroup
+from vescale_ray.fsdp.lanes import Lanes
 from vescale_ray.fsdp.marks import watch_modules
 from vescale_ray.fsdp.mixed_precision import policy_of
 from vescale_ray.fsdp.module import FSDPModule, sharded_class
 from vescale_ray.fsdp.parameters import REPLACED, OriginalParameter, Owner, Parallel, local_of
 from vescale_ray.fsdp.phases import Phase, PhaseError, Retain
-from vescale_ray.fsdp.schedule import Lanes, unit_of
+from vescale_ray.fsdp.schedule import Schedule, unit_of
 from vescale_ray.fsdp.sharding import Sharding, default_mesh, flattened, plan_sharding
 from vescale_ray.fsdp.torch_state import leave_state, state_of
 from vescale_ray.fsdp.unit import Unit
@@ -221,7 +223,8 @@ def fully_shard(
         # The model no longer uses the original. The mark lets optimizers and tied modules that still hold it raise a clear error.
         param.__dict__[REPLACED] = True
 
-    unit = Unit(modules, groups, mp_policy, reshards[_ranks(mesh)][0], device)
+    unit = Unit(modules, groups, mp_policy, reshards[_ranks(mesh)][0], device, Schedule.start)
+    listen(unit)
     unit.hold_gradients = axes is None or axes.hold
     for one, sharded in zip(modules, classes, strict=True):
         one.__dict__["_vescale_unit"] = unit

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
 
 from torch.autograd.graph import get_gradient_edge
 
-from vescale_ray.compat.core import current_graph_task_id
-from vescale_ray.fsdp.linear import will_accumulate
+from vescale_ray.fsdp.group import ParameterGroup
 from vescale_ray.fsdp.phases import Phase
-
-if TYPE_CHECKING:
-    from vescale_ray.fsdp.group import ParameterGroup
-    from vescale_ray.fsdp.unit import Unit
+from vescale_ray.fsdp.running_backward import in_backward, will_accumulate
+from vescale_ray.fsdp.unit import Unit
 
 
 def listen(unit: Unit) -> None:
@@ -22,11 +18,6 @@ def listen(unit: Unit) -> None:
     for group in unit.groups:
         group.grads.on_first = lambda: _prefetch_at_first_gradient(mine)
         group.grads.on_most = lambda: _prefetch_at_most_gradients(mine)
-
-
-def in_backward() -> bool:
-    """Whether the calling thread is inside a backward."""
-    return current_graph_task_id() != -1
 
 
 def will_come(group: ParameterGroup) -> bool:

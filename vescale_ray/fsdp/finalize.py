@@ -11,9 +11,11 @@ from typing import Any
 import torch.distributed.fsdp
 
 from vescale_ray.errors import BadArgument
+from vescale_ray.fsdp.interfaces import UnitSchedule
 from vescale_ray.fsdp.phases import PhaseError
-from vescale_ray.fsdp.schedule import Schedule, unit_of
-from vescale_ray.fsdp.unit import Unit, in_backward
+from vescale_ray.fsdp.running_backward import in_backward
+from vescale_ray.fsdp.schedule import unit_of
+from vescale_ray.fsdp.unit import Unit
 
 _Base: Any = getattr(torch.distributed.fsdp, "GradientReductionHandle", object)  # isinstance checks need torch's class if there is one
 
@@ -21,7 +23,7 @@ _Base: Any = getattr(torch.distributed.fsdp, "GradientReductionHandle", object) 
 class ReductionHandle(_Base):
     """The reductions that ``finalize_backward(async_op=True)`` has started. If ``schedule`` is None, there are none."""
 
-    def __init__(self, schedule: Schedule | None) -> None:
+    def __init__(self, schedule: UnitSchedule[Unit] | None) -> None:
         self._schedule = schedule
         self._step = None if schedule is None else schedule.ending.step
 
@@ -108,7 +110,7 @@ def _root(module: Any, method: str) -> Unit:
     return unit
 
 
-def _check(schedule: Schedule) -> None:
+def _check(schedule: UnitSchedule[Unit]) -> None:
     ending = schedule.ending
     if ending.pending:
         raise PhaseError("finalize_backward(async_op=True) is under way: wait on its handle before the next finalize_backward()")

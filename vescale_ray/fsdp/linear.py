@@ -9,33 +9,58 @@ backward, autograd adds the other gradients in new memory, which is copied as us
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterable
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vescale_ray.compat.core import disable_dynamo, peek_interpreter_stack, will_engine_execute_node
-
-if TYPE_CHECKING:
-    from vescale_ray.fsdp.gradients import Gradients
-    from vescale_ray.fsdp.marks import Call
-    from vescale_ray.fsdp.unit import Unit
+from vescale_ray.compat.core import disable_dynamo, peek_interpreter_stack
+from vescale_ray.fsdp.running_backward import will_accumulate
 
 LEAST_NUMEL = 1 << 16
 """Elements of a weight from which a saved pass is worth the time of a Python autograd function (about 20 us)."""
 
 _SINK = "_vescale_sink"
-Sink = tuple["weakref.ref[Gradients]", int]
 
 
-def offer_sink(leaf: nn.Parameter, gradients: weakref.ref[Gradients], index: int) -> None:
-    """Let linear layers write the gradient of the unsharded parameter ``leaf`` into the buffer of ``gradients``."""
+class GradientBuffer(Protocol):
+    """The gradients of a group (:class:`vescale_ray.fsdp.gradients.Gradients`), as a linear layer uses them."""
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None: ...
+
+    def claim(self, index: int, like: torch.Tensor) -> torch.Tensor | None: ...
+
+
+class RunningCall(Protocol):
+    """A unit's running forward (:class:`vescale_ray.fsdp.marks.Call`), as a linear layer uses it."""
+
+    reachable: bool
+
+    def mark(self, tensors: Iterable[torch.Tensor]) -> None: ...
+
+    def enter(self, grad: Any) -> None: ...
+
+
+class Caller(Protocol):
+    """The unit that manages the layer's parameters."""
+
+    @property
+    def call(self) -> RunningCall | None: ...
+
+
+Sink = tuple[Callable[[], GradientBuffer | None], int]
+
+
+def offer_sink(leaf: nn.Parameter, gradients: Callable[[], GradientBuffer | None], index: int) -> None:
+    """Let linear layers write the gradient of the unsharded parameter ``leaf`` into the buffer of ``gradients``, a weak reference."""
     leaf.__dict__[_SINK] = (gradients, index)
 
 
-def adopt_linear(module: nn.Module, unit: Unit | None) -> bool:
+def adopt_linear(module: nn.Module, unit: Caller | None) -> bool:
     """Run ``module`` through :class:`_Linear` if that saves time, provided it is an ``nn.Linear`` with torch's forward.
 
     Args:
@@ -57,10 +82,10 @@ class _Layer:
 
     __slots__ = ("module", "unit")
 
-    def __init__(self, module: nn.Linear, unit: Unit | None) -> None:
+    def __init__(self, module: nn.Linear, unit: Caller | None) -> None:
         self.module, self.unit = weakref.ref(module), None if unit is None else weakref.ref(unit)
 
-    def call(self) -> Call | None:
+    def call(self) -> RunningCall | None:
         """The unit's running forward, if it makes a graph."""
         unit = None if self.unit is None else self.unit()
         return None if unit is None or not torch.is_grad_enabled() else unit.call
@@ -110,7 +135,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sink: Sink, call: Call | None
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sink: Sink, call: RunningCall | None
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
         ctx.sink, ctx.call = sink, call
@@ -141,11 +166,3 @@ class _Linear(torch.autograd.Function):
         torch.mm(rows.t(), columns, out=place)
         # Autograd takes over a gradient that no one else holds: a new object on the same memory.
         return of_input, place.view_as(place), of_bias, None, None
-
-
-def will_accumulate(node: Any) -> bool | None:
-    """Whether the running backward will add to ``.grad`` of the leaf behind ``node``; None: it returns the gradient to its caller."""
-    try:
-        return bool(will_engine_execute_node(node))
-    except RuntimeError:  # torch raises this for a leaf in autograd.grad
-        return None

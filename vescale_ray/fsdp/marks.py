@@ -12,24 +12,45 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from vescale_ray.compat.core import disable_dynamo, run_as_is
-from vescale_ray.fsdp.linear import adopt_linear, will_accumulate
+from vescale_ray.fsdp.linear import adopt_linear
+from vescale_ray.fsdp.running_backward import will_accumulate
 from vescale_ray.fsdp.tree import Copies, grad_tensors, map_tensors
-
-if TYPE_CHECKING:
-    from vescale_ray.fsdp.unit import Unit
-
 
 _MARK = -1
 """Key of an entry mark in a tensor's hooks. Torch's own keys count from 0."""
 
 
-class Call:
+class MarkedUnit(Protocol):
+    """A unit (:class:`vescale_ray.fsdp.unit.Unit`), as the marks use it."""
+
+    loads: int
+    modules: tuple[weakref.ref[nn.Module], ...]
+    stashing: tuple[weakref.ref[nn.Module], ...]
+
+    @property
+    def call(self) -> Call[Any] | None: ...
+
+    @property
+    def open_call(self) -> Call[Any] | None: ...
+
+    @property
+    def gathered(self) -> bool: ...
+
+    def pre_backward(self, call: Any) -> None: ...
+
+    def inputs_done(self) -> None: ...
+
+
+U = TypeVar("U", bound=MarkedUnit)
+
+
+class Call(Generic[U]):
     """One forward of a unit that has a graph, linked to the call before it.
 
     Prefetching follows the order of calls, and never asks which graphs are still alive. One rank may keep a graph alive by chance, and that
@@ -38,12 +59,12 @@ class Call:
 
     __slots__ = ("__weakref__", "consumed", "earlier", "exit", "forward", "loads", "previous", "reachable", "unit")
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = weakref.ref(unit)
+    def __init__(self, unit: U) -> None:
+        self.unit: weakref.ref[U] = weakref.ref(unit)
         self.exit: weakref.ref[Any] | None = None
         """The exit mark on the inputs, if a tensor among them takes one."""
-        self.previous: Call | None = None
-        self.earlier: Call | None = None
+        self.previous: Call[U] | None = None
+        self.earlier: Call[U] | None = None
         """The call of the same unit before this one, in the same outermost forward."""
         self.forward: object = None
         """An object that all calls of one outermost forward share."""
@@ -52,7 +73,7 @@ class Call:
         self.consumed = False
         self.loads = unit.loads
 
-    def follow(self, previous: Call | None, same_unit: Call | None) -> None:
+    def follow(self, previous: Call[U] | None, same_unit: Call[U] | None) -> None:
         """Set the calls before this one: ``previous``, the last call of any unit, and ``same_unit``, the last call of this unit."""
         self.previous, self.forward = previous, object() if previous is None else previous.forward
         self.earlier = same_unit if same_unit is not None and same_unit.forward is self.forward else None
@@ -110,7 +131,7 @@ class Call:
 
 
 def mark_inputs(
-    unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], copies: Copies
+    unit: MarkedUnit, args: tuple[Any, ...], kwargs: dict[str, Any], copies: Copies
 ) -> tuple[tuple[Any, ...], dict[str, Any], weakref.ref[Any] | None]:
     """The inputs with an exit mark, and the mark's node; no node if no tensor requires a gradient."""
     tensors = grad_tensors(args) + grad_tensors(kwargs) if kwargs else grad_tensors(args)
@@ -125,7 +146,7 @@ def mark_inputs(
     return map_tensors(replace, args, copies), map_tensors(replace, kwargs, copies), exit
 
 
-def watch_modules(unit: Unit, managed: Iterable[nn.Module]) -> None:
+def watch_modules(unit: MarkedUnit, managed: Iterable[nn.Module]) -> None:
     """Mark tensors that leave the modules of a unit other than as the unit's output.
 
     Args:
@@ -180,7 +201,7 @@ class _InputMark(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(unit: weakref.ref[Unit], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(unit: weakref.ref[MarkedUnit], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tensors
 
     @staticmethod

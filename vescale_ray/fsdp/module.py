@@ -25,9 +25,9 @@ from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_ray.errors import BadArgument
 from vescale_ray.fsdp.arguments import check_call, check_comm, check_flag, finite
 from vescale_ray.fsdp.finalize import FinalizesBackward
+from vescale_ray.fsdp.lanes import Lanes
 from vescale_ray.fsdp.lookup import check_resting, prefetched, resting_unit, sharded_unit, units_below
 from vescale_ray.fsdp.phases import Phase, PhaseError
-from vescale_ray.fsdp.schedule import Lanes
 from vescale_ray.fsdp.torch_state import state_of_unit
 from vescale_ray.fsdp.unit import Unit
 

@@ -25,27 +25,16 @@ from vescale_ray.fsdp.checks import (
     check_tied,
     name_parameters,
 )
-from vescale_ray.fsdp.comm import Lane
 from vescale_ray.fsdp.debug import agree, debugging
 from vescale_ray.fsdp.group import ParameterGroup
 from vescale_ray.fsdp.labels import log, span
+from vescale_ray.fsdp.lanes import Lanes
 from vescale_ray.fsdp.marks import Call
-from vescale_ray.fsdp.memory import Pool
 from vescale_ray.fsdp.phases import Phase, PhaseError, StepEnd
 from vescale_ray.fsdp.same_plan import check_same_plan
 from vescale_ray.fsdp.tree import to_device
 from vescale_ray.fsdp.unit import Unit
 from vescale_ray.fsdp.uses import Uses
-
-
-class Lanes:
-    """The side streams and the buffer pool. :func:`share_comm_ctx` lets several roots share one object."""
-
-    def __init__(self, device: torch.device) -> None:
-        # High priority: a collective that is ready should not wait behind compute kernels.
-        self.gather = Lane(device, priority=-1)
-        self.reduce = Lane(device, priority=-1)
-        self.pool = Pool(device)
 
 
 class Schedule:
@@ -56,7 +45,7 @@ class Schedule:
         self._units: list[weakref.ref[Unit]] = []
         self.forward_root: Unit | None = None
         """The unit whose forward is the outermost one at the moment."""
-        self.last_call: Call | None = None
+        self.last_call: Call[Unit] | None = None
         """The last call of the running forward."""
         self.ending = StepEnd()
         self.max_reductions = 1
@@ -269,7 +258,7 @@ class Schedule:
         self._below_root = self._below_root or first
         return first
 
-    def prefetch_backward(self, unit: Unit, call: Call) -> None:
+    def prefetch_backward(self, unit: Unit, call: Call[Unit]) -> None:
         """Prefetch the user's list, else the unit whose forward ran before this call's."""
         if unit.backward_prefetch:
             for ref in unit.backward_prefetch:

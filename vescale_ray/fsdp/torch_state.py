@@ -259,9 +259,10 @@ def leave_state(module: nn.Module, unit: Unit) -> None:
 
 def state_of_unit(unit: Unit) -> State:
     """The unit's state, the same object each time."""
-    if unit.torch_state is None:
-        unit.torch_state = State(unit)
-    return unit.torch_state
+    state = unit.torch_state
+    if not isinstance(state, State):
+        state = unit.torch_state = State(unit)
+    return state
 
 
 def state_of(module: nn.Module) -> State | None:

@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,16 +24,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_ray.compat.core import DisableFuncTorch, are_functorch_transforms_active, disable_dynamo
 from vescale_ray.fsdp import comm
-from vescale_ray.fsdp.arrivals import in_backward, listen
 from vescale_ray.fsdp.group import ParameterGroup
+from vescale_ray.fsdp.interfaces import TorchState, UnitSchedule
 from vescale_ray.fsdp.labels import log, span
+from vescale_ray.fsdp.lanes import Lanes
 from vescale_ray.fsdp.marks import Call, kept_tensors, mark_inputs
 from vescale_ray.fsdp.phases import Phase, PhaseError, StepEnd, check_transition
+from vescale_ray.fsdp.running_backward import in_backward
 from vescale_ray.fsdp.tree import Copies, cast_floating, grad_tensors
-
-if TYPE_CHECKING:
-    from vescale_ray.fsdp.schedule import Lanes, Schedule
-    from vescale_ray.fsdp.torch_state import State
 
 
 def outside_transforms() -> Any:
@@ -45,7 +43,11 @@ _NO_TRANSFORM: Any = nullcontext()
 
 
 class Unit:
-    """The modules and groups of one ``fully_shard`` call. The modules own the unit; the unit holds them weakly."""
+    """The modules and groups of one ``fully_shard`` call. The modules own the unit; the unit holds them weakly.
+
+    Args:
+        start: makes a unit the root of a schedule, at the first forward.
+    """
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class Unit:
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
         device: torch.device,
+        start: Callable[[Unit], UnitSchedule[Unit]],
     ) -> None:
         self.modules = tuple(weakref.ref(module) for module in modules)
         self.groups = tuple(groups)
@@ -64,11 +67,12 @@ class Unit:
         self.fqn = ""
         """Names of the modules below the root, set by the first forward; empty for the root."""
         self.phase = Phase.RESTING
-        self.schedule: Schedule | None = None
+        self._start = start
+        self.schedule: UnitSchedule[Unit] | None = None
         self.lanes: Lanes | None = None
         self.is_root = False
-        self.last_call: Call | None = None
-        self.torch_state: State | None = None
+        self.last_call: Call[Unit] | None = None
+        self.torch_state: TorchState | None = None
         self.ending = StepEnd()
         self.post_optim_event: Any = None
         """An accelerator event that the next forward's all-gathers wait for. It and ``ending`` are read on the root only."""
@@ -82,7 +86,7 @@ class Unit:
         self.reduce_unused = False
         self.max_reductions = 1
 
-        self.call: Call | None = None
+        self.call: Call[Unit] | None = None
         """The running forward, if it makes a graph."""
         self.stashing: tuple[weakref.ref[nn.Module], ...] = ()
         """Modules that may keep tensors of their forward as attributes: those whose class is not torch's."""
@@ -91,14 +95,14 @@ class Unit:
         """Copies of containers among the running forward's inputs."""
         self._waiting: set[int] = set()
         self._outer = Phase.RESTING
-        self.open_call: Call | None = None
+        self.open_call: Call[Unit] | None = None
         """The call whose part of the graph the backward is in."""
-        self._prefetch_after: Call | None = None
+        self._prefetch_after: Call[Unit] | None = None
         self._prefetches_late = False
-        self._entering: Call | None = None
+        self._entering: Call[Unit] | None = None
         self._exit: weakref.ref[Any] | None = None
         """The exit mark on the running forward's inputs."""
-        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._calls: weakref.WeakSet[Call[Unit]] = weakref.WeakSet()
         """Calls that a backward may still reach."""
         self._awaited_marks = 0
         """Number of exit marks that have not run yet, of the calls that this backward has reached."""
@@ -112,7 +116,6 @@ class Unit:
         """Number of state dicts that were loaded."""
         self.pre_hooks = [module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True) for module in modules]
         self.post_hooks = [module.register_forward_hook(self.post_forward, prepend=False, always_call=True) for module in modules]
-        listen(self)
 
     @property
     def gathered(self) -> bool:
@@ -128,9 +131,7 @@ class Unit:
     @disable_dynamo  # type: ignore[untyped-decorator]
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.schedule is None:
-            from vescale_ray.fsdp.schedule import Schedule
-
-            Schedule.start(self)
+            self._start(self)
         schedule = self.schedule
         assert schedule is not None
         if self._depth == 0 and not self._waiting:
@@ -251,7 +252,7 @@ class Unit:
     # -- backward ----------------------------------------------------------------------------------------------------
 
     @disable_dynamo  # type: ignore[untyped-decorator]
-    def pre_backward(self, call: Call) -> None:
+    def pre_backward(self, call: Call[Unit]) -> None:
         """Enter the unit: a backward has reached the part of the graph that ``call`` made."""
         replaced = self.torch_state.replaced("pre_backward") if self.torch_state is not None else None
         if replaced is None:
@@ -260,7 +261,7 @@ class Unit:
             self._entering = call
             replaced()
 
-    def enter_backward(self, call: Call | None = None) -> None:
+    def enter_backward(self, call: Call[Unit] | None = None) -> None:
         """Gather, and prefetch the unit before. ``call``: None stands for the call whose gradient has just arrived."""
         call, self._entering = call or self._entering, None
         if call is None:
@@ -268,7 +269,7 @@ class Unit:
         with span("pre_backward", self.fqn, logged=True):
             self._enter_backward(call)
 
-    def _enter_backward(self, call: Call) -> None:
+    def _enter_backward(self, call: Call[Unit]) -> None:
         if call.loads != self.loads:
             raise PhaseError(
                 f"a backward reached unit {self.name!r}, but a state dict was loaded into it since the forward: load between steps, then "
