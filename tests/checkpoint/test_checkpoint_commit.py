@@ -217,7 +217,7 @@ def test_inconsistent_shard_piece_raises_at_construction(make, words):
 
 def test_bad_arguments_are_refused_before_anything_is_written(root):
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"attempt": "../x"}, "no identifier"),
+        ({"attempt": "../x"}, "not an identifier"),
         ({"step": -1}, "step is -1"),
         ({"epoch": -1}, "epoch is -1"),
     ]

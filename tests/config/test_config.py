@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from vescale_ray.config import ConfigError, RunConfig, load_config, parse_config, reference, sections
+from vescale_ray.config import ConfigError, RunConfig, load_config, parse_config, sections
+from vescale_ray.config.reference import reference
 from vescale_ray.errors import BadInput
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -322,4 +323,4 @@ def test_every_key_is_documented() -> None:
 
 def test_reference_page_matches_the_code() -> None:
     page = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
-    assert page == reference(), "run: python -m vescale_ray.config > docs/reference/configuration.md"
+    assert page == reference(), "run: python -m vescale_ray.config.reference > docs/reference/configuration.md"

@@ -16,7 +16,7 @@ FOLDERS = {
     "deploy": "vescale_ray.",
 }
 
-TWICE: set[str] = {"_Attempt", "_Job", "_Piece", "_Question", "_Section"}
+TWICE: set[str] = {"_Attempt", "_Job", "_Piece", "_Question"}
 """Names of classes that are defined more than once; none may be added."""
 
 

@@ -14,7 +14,7 @@ def check(
     for size, block, offset in zip(sizes, blocks, offsets, strict=True):
         if not size:
             continue
-        assert offset >= 0 and offset % start == 0, f"a tensor starts at {offset}, no multiple of {start}"
+        assert offset >= 0 and offset % start == 0, f"a tensor starts at {offset}, not a multiple of {start}"
         assert offset + size <= num_shards * shard, f"a tensor ends at {offset + size} of {num_shards * shard}"
         taken.append((offset, offset + size))
         boundary = -(-offset // shard) * shard

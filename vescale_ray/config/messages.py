@@ -1,0 +1,68 @@
+"""One line for each mistake in a configuration, with the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+from vescale_ray.config.sections import ConfigError
+
+
+def describe(error: ErrorDetails) -> str:
+    """Return one line for one of pydantic's errors."""
+    inner = (error.get("ctx") or {}).get("error")
+    if isinstance(inner, ConfigError):
+        return str(inner)
+    key = ".".join(str(part) for part in error["loc"])
+    return f"{key} = {shown(error['input'])}: {_remedy(error, inner)}"
+
+
+def _remedy(error: ErrorDetails, inner: Any) -> str:
+    context: Mapping[str, Any] = error.get("ctx") or {}
+    match error["type"]:
+        case "greater_than_equal":
+            return f"give at least {number(context['ge'])}"
+        case "greater_than":
+            return f"give more than {number(context['gt'])}"
+        case "less_than_equal":
+            return f"give at most {number(context['le'])}"
+        case "less_than":
+            return f"give less than {number(context['lt'])}"
+        case "int_parsing" | "int_type" | "int_from_float":
+            return "give a whole number"
+        case "float_parsing" | "float_type" | "finite_number":
+            return "give a finite number"
+        case "bool_parsing" | "bool_type":
+            return "give true or false"
+        case "string_type":
+            return "give a text"
+        case "string_too_short":
+            return "must not be empty"
+        case "literal_error":
+            return f"give one of {context['expected'].replace(chr(39), '')}"
+        case "string_pattern_mismatch" if error["loc"][-1] == "name":
+            return "give letters, digits, '.', '_' and '-' (63 at most, a letter or digit first)"
+        case "string_pattern_mismatch":
+            return "give module and function as pkg.mod:fn"
+        case "list_type" | "tuple_type":
+            return "give a list in brackets"
+        case "dict_type":
+            return "give keys and values in braces, for example {nesterov: false}"
+        case "missing" | "too_long":
+            return "give as many entries as the default has"
+        case "value_error":
+            return str(inner)
+        case _:
+            return " ".join(str(error["msg"]).split())
+
+
+def number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
+
+
+def shown(value: Any) -> str:
+    text = " ".join(str(value).split()) if isinstance(value, str) else repr(value)
+    text = {"True": "true", "False": "false", "None": "null"}.get(text, text)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,181 @@
+"""Read a configuration from YAML, and apply overrides of single keys."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from vescale_ray.config.messages import describe, shown
+from vescale_ray.config.run_config import RunConfig
+from vescale_ray.config.sections import ConfigError
+
+
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read ``path`` (None: all defaults), then apply ``overrides`` of the form ``section.key=value`` (the value is YAML) in order.
+
+    Raises:
+        ConfigError: a file, key or value can't be used; one line for the first one.
+    """
+    return _override({} if path is None else _read(Path(path)), overrides)
+
+
+def read_config(text: str, where: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a configuration from ``text``; ``where`` names its source in errors."""
+    return _override(_tree(text, where), overrides)
+
+
+def _override(tree: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
+    known = dict(_keys())
+    _check_keys(tree, known)
+    for text in overrides:
+        _apply(tree, text, known)
+    return parse_config(tree)
+
+
+def parse_config(tree: Mapping[str, Any]) -> RunConfig:
+    """Check a plain nested mapping (as from YAML or JSON) and build the :class:`RunConfig`."""
+    _check_keys(tree, dict(_keys()))
+    try:
+        return RunConfig.model_validate({name: keys for name, keys in tree.items() if keys is not None})
+    except ValidationError as error:
+        raise ConfigError("; ".join(describe(one) for one in error.errors(include_url=False))) from None
+
+
+def sections() -> Iterator[tuple[str, type[BaseModel]]]:
+    """Yield each section's name and model, in the order of the file."""
+    for name, field in RunConfig.model_fields.items():
+        assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        yield name, field.annotation
+
+
+def _keys() -> Iterator[tuple[str, FieldInfo]]:
+    for name, section in sections():
+        for key, field in section.model_fields.items():
+            yield f"{name}.{key}", field
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML loader that refuses a key given twice, because PyYAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if isinstance(key, (str, int, float, bool)) and key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+            if isinstance(key, (str, int, float, bool)):
+                seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _load_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_UniqueKeys)  # a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f" line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{where}{line}: not valid YAML: {' '.join(str(error.problem or error.context).split())}") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; give the path of a run's YAML file (`vescale-ray demo` needs none)") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a folder; give the path of a run's YAML file, for example {path / 'config.yaml'}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not text; give the path of a run's YAML file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read: {error.strerror}") from None
+    return _tree(text, str(path))
+
+
+def _tree(text: str, path: str) -> dict[str, Any]:
+    tree = _load_yaml(text, path)
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: holds a {type(tree).__name__}; a run's file holds sections, for example `train: {{steps: 100}}`")
+    return tree
+
+
+def _apply(tree: dict[str, Any], text: str, known: Mapping[str, FieldInfo]) -> None:
+    key, equals, raw = text.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ConfigError(f"override {text!r}: write section.key=value, for example train.steps=100")
+    value = _text(raw) if key in known and _is_text(known[key]) else _load_yaml(raw, f"override {text!r}")
+    path = key.split(".")
+    if len(path) == 1 and isinstance(value, dict):
+        addition: dict[str, Any] = {key: value}
+    elif key in known:
+        addition = {path[0]: {path[1]: value}}
+    elif len(path) == 1 and any(other.startswith(f"{key}.") for other in known):
+        addition = {key: value if value is not None else "null"}  # a section needs keys; the check below gives the error
+    else:
+        raise ConfigError(_unknown(key, known))
+    _check_keys(addition, known)
+    for name, keys in addition.items():
+        tree[name] = {**(tree.get(name) or {}), **keys}
+
+
+def _is_text(field: FieldInfo) -> bool:
+    """Return whether a key takes only text (or null)."""
+    return field.annotation is str or set(get_args(field.annotation)) == {str, NoneType}
+
+
+def _text(raw: str) -> str | None:
+    """Return the value of a key that takes text: run.name=2026, metrics.host=:: and ray.address=[::1]:6379 stay text, unlike in YAML."""
+    try:
+        value = _load_yaml(raw, "")
+    except ConfigError:
+        return raw.strip()
+    return value if value is None or isinstance(value, str) else raw.strip()
+
+
+def _check_keys(tree: Mapping[str, Any], known: Mapping[str, FieldInfo]) -> None:
+    names = {name for name, _ in sections()}
+    for name, keys in tree.items():
+        if name not in names:
+            first = next(iter(keys), None) if isinstance(keys, dict) else None
+            raise ConfigError(_unknown(str(name) if first is None else f"{name}.{first}", known))
+        if keys is None:
+            continue
+        if not isinstance(keys, dict):
+            example = next(key for key in known if key.startswith(f"{name}."))
+            raise ConfigError(f"{name} = {shown(keys)}: {name} is a section; set its keys, for example {example}")
+        for key in keys:
+            if f"{name}.{key}" not in known:
+                raise ConfigError(_unknown(f"{name}.{key}", known))
+
+
+def _unknown(key: str, known: Mapping[str, FieldInfo]) -> str:
+    """Return one line for an unknown key, with the nearest known one: by its last word here or elsewhere, or as a whole."""
+    section, _, leaf = key.rpartition(".")
+    siblings = [other for other in known if other.startswith(f"{section}.")]
+    elsewhere = [other for other in known if other.rpartition(".")[2] == leaf]
+    near_leaf = difflib.get_close_matches(leaf, [other.rpartition(".")[2] for other in siblings], n=1, cutoff=0.6)
+    if near_leaf:
+        return f"unknown key {key}: did you mean {section}.{near_leaf[0]}?"
+    near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.75)
+    if elsewhere:
+        # `trian.steps` means train.steps and not another section's key of the same name.
+        near = [max(elsewhere, key=lambda other: difflib.SequenceMatcher(None, other, key).ratio())]
+    if not near:
+        leaves = {other.rpartition(".")[2]: other for other in known}
+        near = [leaves[word] for word in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.7)]
+    if near:
+        return f"unknown key {key}: did you mean {near[0]}?"
+    if siblings:
+        return f"unknown key {key}: {section} has {', '.join(other.rpartition('.')[2] for other in siblings)}"
+    return f"unknown key {key}: the sections are {', '.join(name for name, _ in sections())}"

@@ -1,0 +1,83 @@
+"""The page docs/reference/configuration.md, made from the sections' models."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Union, get_args
+
+import yaml
+from pydantic.fields import FieldInfo
+
+from vescale_ray.config.messages import number
+from vescale_ray.config.reading import sections
+
+
+def describe_type(field: FieldInfo) -> str:
+    """Return the type of a key in the documentation's words: ``whole number >= 1``, ``adamw | sgd``, .."""
+    annotation: Any = field.annotation
+    optional = type(None) in get_args(annotation)
+    if optional:
+        annotation = next(arg for arg in get_args(annotation) if arg is not type(None))
+    bounds = [*field.metadata]
+    if get_args(annotation) and getattr(annotation, "__metadata__", None):
+        bounds += [m for extra in annotation.__metadata__ for m in (extra.metadata if isinstance(extra, FieldInfo) else [extra])]
+        annotation = get_args(annotation)[0]
+    words: dict[Any, str] = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+    origin = getattr(annotation, "__origin__", None)
+    if origin is Union:
+        return f"{words[get_args(annotation)[0]]} >= 0, or auto"
+    text = words.get(annotation) or (
+        " | ".join(map(str, get_args(annotation))) if origin is Literal else "keys and values" if origin is dict else "list"
+    )
+    for symbol, name in ((">=", "ge"), (">", "gt"), ("<=", "le"), ("<", "lt")):
+        text += "".join(f" {symbol} {number(getattr(bound, name))}" for bound in bounds if getattr(bound, name, None) is not None)
+    return f"{text}, or null" if optional else text
+
+
+def reference() -> str:
+    """Return docs/reference/configuration.md: every key with its type, default and meaning, from the sections."""
+    lines = [
+        "# Configuration",
+        "",
+        "One YAML file describes a run. Missing keys have the defaults below. The command line changes single keys:",
+        "",
+        "    vescale-ray train run.yaml train.steps=500 elastic.workers=2",
+        "",
+        "The value after `=` is YAML. An unknown key is an error that names the nearest known one. A value out of bounds is an error, too.",
+        "Both end with exit code 2 before anything starts. The run's folder keeps the resolved form as `config.yaml`.",
+        "",
+        "`python -m vescale_ray.config.reference > docs/reference/configuration.md` generates this page; a test compares it with the code.",
+    ]
+    for name, section in sections():
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            " ".join((section.__doc__ or "").split()),
+            "",
+            "| key | type | default | meaning |",
+            "|---|---|---|---|",
+        ]
+        for key, field in section.model_fields.items():
+            kind = describe_type(field).replace("|", "\\|")
+            default = yaml.safe_dump(_as_yaml(field.default), default_flow_style=True).removesuffix("...\n").strip()
+            lines.append(f"| `{name}.{key}` | {kind} | `{default}` | {field.description} |")
+    lines += [
+        "",
+        "## Constraints between keys",
+        "",
+        "- `elastic.min_workers <= elastic.workers <= elastic.max_workers <= train.slots`",
+        "- `elastic.demand` needs `elastic.grow`",
+        "- `elastic.grow` and `elastic.spares` need `ray.cpus_per_worker` or `ray.gpus_per_worker` above 0",
+        "- `elastic.deterministic` excludes `fused` and `normuon` in `train.optimizer_options`",
+        "- `model.heads` divides `model.dim` into heads of an even size; `model.kv_heads` divides `model.heads`",
+        "- `train.device = cuda` needs `ray.gpus_per_worker` above 0; above 1 it is a whole number, as Ray requires",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _as_yaml(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

@@ -1,0 +1,152 @@
+"""A whole run, and the constraints between keys of its sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+from pydantic import model_validator
+
+from vescale_ray.config.credentials import holds_credentials
+from vescale_ray.config.messages import shown
+from vescale_ray.config.sections import (
+    CheckpointSection,
+    ConfigError,
+    DataSection,
+    ElasticSection,
+    MetricsSection,
+    ModelSection,
+    RaySection,
+    RunSection,
+    Section,
+    TrainSection,
+)
+from vescale_ray.lasting import misread
+
+
+class RunConfig(Section):
+    """A whole run. It is frozen; :func:`load_config` or ``model_copy(update=..)`` makes a changed copy."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    elastic: ElasticSection = ElasticSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    ray: RaySection = RaySection()
+    metrics: MetricsSection = MetricsSection()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> RunConfig:
+        for problem in _misfits(self):
+            raise ConfigError(problem)
+        return self
+
+    @property
+    def run_folder(self) -> Path:
+        """``run.dir/run.name``, absolute, with ``~`` expanded."""
+        return Path(self.run.dir).expanduser().absolute() / self.run.name
+
+    @property
+    def checkpoint_root(self) -> str:
+        """``checkpoint.dir``, an absolute path or a URL (``s3://bucket/prefix``), or ``checkpoints`` in the run's folder."""
+        given = self.checkpoint.dir
+        if given and "://" in given:
+            return given
+        return str(Path(given).expanduser().absolute() if given else self.run_folder / "checkpoints")
+
+    @property
+    def max_workers(self) -> int:
+        """``elastic.max_workers``, or the number of slots."""
+        return self.elastic.max_workers or self.train.slots
+
+    @property
+    def resources_per_worker(self) -> dict[str, float]:
+        """Resources that each worker takes from a node, by Ray's names, without zero amounts."""
+        wanted = {"CPU": self.ray.cpus_per_worker, "GPU": self.ray.gpus_per_worker}
+        return {name: amount for name, amount in wanted.items() if amount > 0}
+
+    @property
+    def watches_room(self) -> bool:
+        """Whether the run uses capacity that it has not requested: it grows by itself, or keeps spares."""
+        return self.elastic.grow or self.elastic.spares > 0
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per optimizer step, at any world size."""
+        return self.train.slots * self.train.slot_batch
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Bytes predicted per optimizer step."""
+        return self.global_batch * self.data.seq_len
+
+    def to_yaml(self) -> str:
+        """Return the resolved configuration as YAML; :func:`load_config` reads it back to an equal value."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=120)
+
+
+_BY_THE_CUT = {
+    "fused": "its kernel rounds the last elements of a shard differently, so their bits depend on the end of the shard",
+    "normuon": "its norm is a sum over the workers' parts of a matrix, so its bits depend on the cut",
+}
+"""Optimizer options whose results depend, in the last bit, on how the parameters are sharded."""
+
+
+def _misfits(c: RunConfig) -> Iterator[str]:
+    """Yield an error for each combination of values that don't match; it names the keys, their values and the remedy."""
+    paths = {"checkpoint.dir": c.checkpoint.dir, "run.dir": c.run.dir, "data.corpus": c.data.corpus, "ray.address": c.ray.address}
+    for key, given in paths.items():
+        if holds_credentials(given or ""):  # checked first, because the value must not be shown
+            remedy = (
+                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a profile or role" if key == "checkpoint.dir" else "leave them out"
+            )
+            yield f"{key}: credentials do not belong in a URL, which is written to the run's folder, manifests and logs; {remedy}"
+        elif (wrong := misread(given or "")) is not None:
+            yield f"{key} = {given}: {wrong}"
+    if (c.checkpoint.dir or "").startswith("memory://"):
+        yield (
+            f"checkpoint.dir = {c.checkpoint.dir}: each process has its own memory, so no process could read what another writes; "
+            "give a folder, or a store that all processes reach"
+        )
+    if c.ray.gpus_per_worker > 1 and c.ray.gpus_per_worker % 1:
+        yield f"ray.gpus_per_worker = {c.ray.gpus_per_worker:g}: above 1 Ray takes whole GPUs only; give a whole number, or less than 1"
+    workers, fewest, most, slots = c.elastic.workers, c.elastic.min_workers, c.max_workers, c.train.slots
+    if workers > slots:
+        yield (
+            f"elastic.workers = {workers} is more than train.slots = {slots}: a worker without a slot has nothing to train on; "
+            f"raise train.slots or lower elastic.workers"
+        )
+    if most > slots:
+        yield f"elastic.max_workers = {most} is more than train.slots = {slots}: raise train.slots or lower elastic.max_workers"
+    if workers > most:
+        yield f"elastic.workers = {workers} is more than elastic.max_workers = {most}: raise the one or lower the other"
+    if fewest > workers:
+        yield f"elastic.min_workers = {fewest} is more than elastic.workers = {workers}: raise elastic.workers or lower elastic.min_workers"
+    if c.elastic.deterministic:
+        for option, why in _BY_THE_CUT.items():
+            value = c.train.optimizer_options.get(option)
+            if value is not None and value is not False:
+                both = f"elastic.deterministic = true with train.optimizer_options.{option} = {shown(value)}"
+                yield f"{both}: {why}, which changes with the number of workers; leave one of the two out"
+    if c.elastic.demand and not c.elastic.grow:
+        yield f"elastic.demand = {c.elastic.demand} with elastic.grow = false: requested capacity would not be used; set elastic.grow=true"
+    if c.watches_room and not c.resources_per_worker:
+        key = "elastic.grow = true" if c.elastic.grow else f"elastic.spares = {c.elastic.spares}"
+        yield f"{key} with ray.cpus_per_worker = 0 and ray.gpus_per_worker = 0: the run can't find free capacity; set one of them"
+    if c.model.factory is None:
+        dim, heads, kv_heads = c.model.dim, c.model.heads, c.model.kv_heads
+        if dim % heads:
+            yield f"model.heads = {heads} does not divide model.dim = {dim}: choose a multiple of model.heads as model.dim"
+        elif (dim // heads) % 2:
+            yield f"model.dim = {dim} over model.heads = {heads} gives heads of {dim // heads} elements: rotation needs an even number"
+        if heads % kv_heads:
+            yield f"model.kv_heads = {kv_heads} does not divide model.heads = {heads}: choose a divisor of model.heads"
+    if c.checkpoint.auto_min_s > c.checkpoint.auto_max_s:
+        low, high = c.checkpoint.auto_min_s, c.checkpoint.auto_max_s
+        yield f"checkpoint.auto_min_s = {low:g} is more than checkpoint.auto_max_s = {high:g}: lower the one or raise the other"
+    if not c.model.units:
+        yield "model.units = []: give at least one pattern of module names, for example [layers.*]"
+    if c.train.device == "cuda" and c.ray.gpus_per_worker == 0:
+        yield "train.device = cuda with ray.gpus_per_worker = 0: workers would see no GPU; set ray.gpus_per_worker=1"

@@ -1,0 +1,244 @@
+"""The sections of a run's configuration: every key with its type, bounds, default and meaning."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+
+from vescale_ray.errors import BadInput
+
+VOCAB = 256
+"""Number of tokens; tokens are bytes."""
+
+
+class ConfigError(BadInput):
+    """A key or value of the configuration can't be used; the message is one line that names both and the remedy."""
+
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+PositiveOrZero = Annotated[float, Field(ge=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True, validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_as_number(cls, value: Any, info: Any) -> Any:
+        # YAML reads yes/on/true as a boolean, and Python would accept it as the number 1.
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+            raise ValueError("give a value of its own type, not a boolean")
+        return value
+
+
+class RunSection(Section):
+    """Identity of the run. A run is identified by its name: the same name in the same folder resumes the same run."""
+
+    name: str = Field(default="demo", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$", description="name of the run and of its folder")
+    dir: str = Field(default="runs", min_length=1, description="folder of the run folders; on a cluster an absolute path that nodes share")
+    seed: CountOrZero = Field(default=0, description="seeds the initial parameters and the order of the samples")
+
+
+class ModelSection(Section):
+    """The model to train."""
+
+    kind: Literal["llama"] = Field(default="llama", description="architecture that comes with the package")
+    dim: Count = Field(default=128, description="width of the residual stream")
+    layers: Count = Field(default=4, description="number of transformer blocks")
+    heads: Count = Field(default=4, description="query heads; must divide dim")
+    kv_heads: Count = Field(default=2, description="key/value heads; must divide heads")
+    ffn: Count = Field(default=384, description="width of the SwiGLU hidden layer")
+    rope_theta: Positive = Field(default=10000.0, description="base of the rotary frequencies")
+    tie: bool = Field(default=False, description="share the embedding with the output head")
+    factory: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+        description="`pkg.mod:fn` that returns a module with forward(tokens) and init_parameter (see your-model.md); replaces `kind`",
+    )
+    units: list[str] = Field(default=["layers.*"], description="patterns of module names; each match becomes one fully_shard unit")
+
+
+class DataSection(Section):
+    """The training text."""
+
+    corpus: str = Field(
+        default="stdlib", min_length=1, description="`stdlib` (this Python's library sources), or a path of a file or folder"
+    )
+    seq_len: Count = Field(default=128, description="bytes that one sample predicts")
+    heldout: float = Field(default=0.05, ge=0, le=0.9, description="fraction of the files that is kept for evaluation, chosen by file hash")
+    eval_samples: CountOrZero = Field(default=64, description="held-out samples per evaluation; 0 turns evaluation off")
+
+
+class TrainSection(Section):
+    """Optimization. The global batch is slots * slot_batch sequences, for any number of workers."""
+
+    steps: Count = Field(default=200, description="optimizer steps of the whole run")
+    slots: Count = Field(default=6, description="logical data-parallel positions, spread over the present workers")
+    slot_batch: Count = Field(default=2, description="sequences per slot and step")
+    optimizer: Literal["adamw", "adamw8bit", "muon", "shampoo", "soap", "sgd"] = Field(
+        default="adamw", description="optimizer; muon, shampoo and soap step matrices, adamw the rest beside them"
+    )
+    optimizer_options: dict[str, Any] = Field(
+        default={}, description="further arguments of the optimizer, as its docstring names them: {nesterov: false}"
+    )
+    lr: Positive = Field(default=1e-3, description="highest learning rate")
+    matrix_lr: float | None = Field(
+        default=None, gt=0, description="highest learning rate of parameters that another optimizer than adamw and sgd steps; null: lr"
+    )
+    warmup_steps: CountOrZero = Field(default=20, description="steps of linear warm-up")
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="last learning rate, as a fraction of lr (cosine decay)")
+    weight_decay: PositiveOrZero = Field(default=0.1, description="decoupled weight decay")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        default=(0.9, 0.95), description="betas of AdamW"
+    )
+    eps: Positive = Field(default=1e-8, description="eps of AdamW")
+    grad_clip: PositiveOrZero = Field(default=1.0, description="largest norm of the gradient; 0 turns clipping off")
+    param_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of compute and of the all-gather")
+    reduce_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of the gradients' reduce-scatter")
+    reshard_after_forward: bool = Field(default=True, description="free the full parameters between forward and backward")
+    activation_checkpointing: bool = Field(default=False, description="recompute the units' activations in backward")
+    eval_every: CountOrZero = Field(default=0, description="steps between evaluations; 0: before the first step and after the last")
+    threads: Count = Field(default=1, description="CPU threads per worker")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda if the worker has a GPU")
+
+
+def _seconds_or_auto(value: Any) -> Any:
+    # One check for both types, so that a mistake gives one line.
+    if value == "auto":
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+        raise ValueError("give seconds, at least 0, or auto")
+    return float(value)
+
+
+class ElasticSection(Section):
+    """Number of workers, and the reactions to its changes."""
+
+    workers: Count = Field(default=3, description="workers to start with")
+    min_workers: Count = Field(default=1, description="fewest workers that train; below it the run fails")
+    max_workers: int | None = Field(default=None, ge=1, description="most workers; null: as many as slots")
+    snapshot_every: CountOrZero = Field(default=1, description="steps between copies of each shard in another worker's memory; 0: none")
+    start_timeout_s: Positive = Field(
+        default=180.0,
+        description="seconds for workers to be placed and warmed up: at the start (the run then continues with those that are ready), for "
+        "joiners and spares, and for a replacement without which the run can't train; more if nodes must be started for them",
+    )
+    collective_timeout_s: Positive = Field(default=30.0, description="seconds after which an unfinished collective counts as failed")
+    hang_timeout_s: Annotated[float | Literal["auto"], BeforeValidator(_seconds_or_auto)] = Field(
+        default="auto",
+        description="seconds without progress after which the worker that all others wait for counts as hung and is killed; "
+        "auto: 1.8 times the longest of the last steps, 1.1 times the third longest of the last 128, at least 1.2; 0: never, only "
+        "collective_timeout_s counts (and an hour while values are filled in)",
+    )
+    max_recoveries_without_progress: Count = Field(
+        default=3, description="recoveries from errors, killed processes and hangs in a row without one more step before the run fails"
+    )
+    max_node_losses_without_progress: Count = Field(
+        default=20, description="the same limit for losses of nodes, pre-emptions included; they do not count as recoveries above"
+    )
+    max_controller_restarts_without_progress: Count = Field(default=20, description="the same limit for restarts of the controller")
+    max_errors: int | None = Field(default=None, ge=0, description="errors of workers before the run fails, with or without progress")
+    max_kills: int | None = Field(default=None, ge=0, description="the same limit for workers whose process ended or was killed")
+    max_hangs: int | None = Field(default=None, ge=0, description="the same limit for hangs")
+    replace_lost: bool = Field(default=False, description="start a new worker as soon as one is lost")
+    straggler: Literal["report", "relieve", "replace"] = Field(
+        default="report",
+        description="reaction to a worker that stays slower than the others. report: only report it; relieve: give it fewer slots, if that "
+        "should shorten the step by a tenth; replace: dismiss it once another worker is warm. On accelerators slowness is not measured",
+    )
+    grow: bool = Field(
+        default=False,
+        description="add workers if the cluster has free capacity, up to max_workers or the number of the last rescale command; "
+        "also after a loss",
+    )
+    grow_after_s: PositiveOrZero = Field(default=10.0, description="seconds for which capacity must have been free without a break")
+    grow_gap_s: PositiveOrZero = Field(default=60.0, description="least seconds between two growths")
+    demand: CountOrZero = Field(
+        default=0,
+        description="with grow: workers' places to request from Ray's autoscaler at a time, until the run has its most workers; "
+        "0: use only free capacity",
+    )
+    spares: CountOrZero = Field(
+        default=0, description="warm workers beside the training ones, if there is capacity; one replaces a lost worker at once"
+    )
+    deterministic: bool = Field(
+        default=False, description="the same bits at any number of workers and through every rescale; gradients are reduced slot by slot"
+    )
+
+
+def _steps_or_auto(value: Any) -> Any:
+    # One check for both types, so that a mistake gives one line and not one for each type.
+    if value == "auto":
+        return value
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError("give a whole number, or auto")
+    if value < 0:
+        raise ValueError("give at least 0, or auto")
+    return value
+
+
+class CheckpointSection(Section):
+    """Checkpoints. The newest are kept, and also one for every keep_every steps, the best keep_best, and all pinned ones."""
+
+    dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="folder or URL (`s3://bucket/prefix`) of the checkpoints; null: `checkpoints` in the run's folder",
+    )
+    every: Annotated[int | Literal["auto"], BeforeValidator(_steps_or_auto)] = Field(
+        default=100, description="steps between checkpoints; 0: only after the last step; auto: from their cost and the rate of failures"
+    )
+    auto_min_s: Positive = Field(default=30.0, description="every = auto: least seconds between checkpoints")
+    auto_max_s: Positive = Field(default=3600.0, description="every = auto: most seconds between checkpoints")
+    mtbf_hours: Positive = Field(
+        default=24.0, description="every = auto: expected hours between failures; observed failures outweigh it with time"
+    )
+    last_timeout_s: Positive = Field(
+        default=600.0,
+        description="seconds for the checkpoint after the last step, or of a stop; give at least twice the time of one, since "
+        "the one before may still be in progress. After that the run has FAILED",
+    )
+    keep_last: Count = Field(default=2, description="number of newest checkpoints to keep")
+    keep_every: CountOrZero = Field(default=0, description="number of steps for each of which one checkpoint is kept, too; 0: off")
+    keep_best: CountOrZero = Field(default=0, description="number of checkpoints with the best keep_metric that are kept, too; 0: off")
+    keep_metric: Literal["loss", "heldout_loss"] = Field(
+        default="loss", description="metric of keep_best: the training loss of the step, or the newest held-out loss"
+    )
+    keep_mode: Literal["min", "max"] = Field(default="min", description="whether a small or a large metric is better")
+    keep_verified: bool = Field(default=True, description="a checkpoint counts only after all of it was read back and verified")
+    resume: Literal["auto", "never", "must"] = Field(
+        default="auto", description="start from the newest checkpoint: if there is one, never, or fail if there is none"
+    )
+
+
+class RaySection(Section):
+    """The Ray cluster."""
+
+    address: str | None = Field(
+        default=None, min_length=1, description="a Ray cluster's address; null: RAY_ADDRESS if set, else start a local cluster"
+    )
+    num_cpus: int | None = Field(default=None, ge=1, description="CPUs of the local cluster; null: as many as the workers request")
+    object_store_mb: Annotated[int, Field(ge=75)] = Field(default=100, description="MB of the local object store (Ray's minimum: 75)")
+    cpus_per_worker: PositiveOrZero = Field(default=1.0, description="CPUs that each worker requests from Ray")
+    gpus_per_worker: PositiveOrZero = Field(default=0.0, description="GPUs that each worker requests from Ray")
+
+
+class MetricsSection(Section):
+    """Metrics server and progress lines."""
+
+    host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="address of the controller's /metrics, /status, /stop and /rescale; 0.0.0.0: reachable from other machines, too",
+    )
+    port: int = Field(default=0, ge=0, le=65535, description="its port; 0: any free one (see run.json)")
+    interval_s: Positive = Field(default=1.0, description="seconds between progress lines")
+    peak_flops: float | None = Field(
+        default=None,
+        gt=0,
+        description="peak floating-point operations per second of a worker's device in train.param_dtype, for the model FLOPs "
+        "utilisation; null: the data sheet's for an A100, H100, H200 or B200, else no utilisation is reported",
+    )
