@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 MOST = 2
-"""Checkpoints of this process in progress: one being written, one staged."""
+"""Largest number of checkpoints that this process saves at once: one is written while another is staged."""
 
 
 _Voted = tuple["Vote", Ticket, int]

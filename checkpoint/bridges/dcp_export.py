@@ -159,7 +159,7 @@ def _items(leaves: Mapping[str, Any]) -> Iterator[_Item]:
 
 
 def _boxes(key: str, leaf: Ref | torch.Tensor) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Whole rows of at most 64 MiB, but at least one row. Each part is both a box of the tensor and a range of its elements."""
+    """Cut a stored tensor into boxes of whole rows: as many as fit into 64 MiB, at least one. A box is a contiguous range of elements."""
     shape = tuple(leaf.shape)
     if not isinstance(leaf, Ref) or not shape or not math.prod(shape):
         yield key, (0,) * len(shape), shape

@@ -26,7 +26,7 @@ from ..stores.store import ALIGNMENT, KeyExists, KeyMissing, ObjectStore
 _log = logging.getLogger(__name__)
 
 Noted = Mapping[str, set[str]]
-"""Keys of notes, by attempt."""
+"""For each attempt at a save, the store's keys of its notes: one for each object that was read back and found right."""
 
 
 def noted(store: ObjectStore, attempt: str = "") -> dict[str, set[str]]:

@@ -27,7 +27,7 @@ from .scalars import decode, encode
 from .tensors import check_dense
 
 KIND = "plain"
-"""Kind of the tensor that holds an entry's bytes."""
+"""Kind of the ``uint8`` tensor that stores the bytes of a plain value, as ``param`` and ``exp_avg`` are kinds of others."""
 INLINE_BYTES = 256
 """Most bytes of one value that are stored in the JSON itself. Larger ones would make the manifest, which every reader parses, large."""
 

@@ -46,7 +46,7 @@ class Network:
     now: float
 
     def nodes(self, workers: Iterable[str]) -> dict[str, str]:
-        """The node of each worker that can be probed, because it is known and has a probe port."""
+        """The node of each worker. A worker that the controller does not know, or that has no probe port, is left out."""
         return {worker: self.infos[worker].node for worker in workers if worker in self.infos and self.infos[worker].address}
 
     def hosts(self, workers: Iterable[str]) -> dict[str, str]:
@@ -168,7 +168,7 @@ class Connectivity:
                 series.answers = answers
 
     def progressed(self) -> None:
-        """Note that the members make progress."""
+        """Record that the members make progress: this ends the probes of a stall, and the next probe is due at once."""
         self._stalled.about, self._still = (), False
         self.hurry()
 

@@ -80,6 +80,6 @@ class CheckpointStats:
         self.interval, self.interval_text = float(event["seconds"]), str(event["text"])
 
     def figures(self) -> dict[str, Any]:
-        """Fields of the snapshot."""
+        """Fields about checkpoints of the run's :class:`~vescale_ray.controller.state.snapshot.Snapshot`, by name."""
         found = {f"checkpoint_{name}": getattr(self, name) for name in FIGURES}
         return {**found, "checkpoint_stages": dict(self.stages)}

@@ -66,7 +66,8 @@ class Publisher:
         if ray_session:
             self._info["ray_session"] = ray_session
         self._known: tuple[object, int] = ((), 0)
-        """Members and number of workers for which the next three fields were made, which takes milliseconds for thousands of workers."""
+        """Members, and number of known workers, from which the next three fields were computed. They are computed again if these change,
+        since that takes milliseconds for thousands of workers."""
         self._about: Mapping[int, Mapping[str, str]] = {}
         self._processes: tuple[tuple[int, int, str], ...] = ()
         self._unprotected = 0

@@ -125,7 +125,7 @@ class RunStats:
         self.step = int(line["step"])
 
     def _resume(self, line: Line) -> bool:
-        """Take the totals that a line carries, if it carries any that can be understood."""
+        """Replace the totals by those in a metrics line; whether it has any that can be read. If not, nothing changes."""
         try:
             goodput = Goodput.from_json(line[SO_FAR]["goodput"])
             self.steps.resume(line)

@@ -365,7 +365,7 @@ class WorkerGroup:
     # -------------------------------------------------------------------------------------------------------------- news
 
     def pump(self, timeout_s: float) -> list[News]:
-        """News of the workers: at once if there is any, else after at most ``timeout_s`` seconds."""
+        """The workers' news, as soon as there is any; an empty list if there is none within ``timeout_s`` seconds."""
         self._enlist(0.0)
         if self._unhired:
             unhired, self._unhired = self._unhired, []

@@ -1,4 +1,4 @@
-"""Who may import whom (DESIGN 2), read from the sources, imports inside functions included."""
+"""The layers of the package: which part may import which, read from the sources, imports inside functions included."""
 
 from __future__ import annotations
 

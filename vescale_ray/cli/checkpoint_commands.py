@@ -1,4 +1,4 @@
-"""``vescale-ray ckpt ..``: inspect, compare, convert and collect checkpoints.
+"""``vescale-ray ckpt ..``: inspect, compare, convert, pin and delete checkpoints.
 
 PATH is a run's name (under ./runs), a run's folder, a folder of checkpoints or a URL. ``@`` and a checkpoint's name may follow; without
 them, the newest checkpoint is meant. Bars appear on a terminal only, so logs stay plain lines.
@@ -36,7 +36,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "fl
 
 @click.group(cls=CommandGroup)
 def ckpt() -> None:
-    """Inspect, compare, convert and collect checkpoints.
+    """Inspect, compare, convert, pin and delete checkpoints.
 
     PATH: a run's name, its folder, a folder of checkpoints, or a URL; PATH@NAME is one checkpoint of it.
     """

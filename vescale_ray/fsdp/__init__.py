@@ -49,8 +49,8 @@ Copies per step: the cast (S), and each gradient once, from autograd's result in
 if compute is reduce: their matrix product writes into the buffer (``linear``). On gloo this rank also
 copies its own part (S) into the gathered buffer, unless the master shard lives there.
 
-The master shard lives in the gathered buffer on gloo if it is not cast, has no gaps, and ``Group._can_live_in_buffer`` finds no other
-obstacle. This needs buffers of at least 256 KiB. The memory of this rank's part then stays, and only that of the other parts is freed.
+The master shard lives in the gathered buffer on gloo if it is not cast, has no gaps, and ``ParameterGroup._can_live_in_buffer`` finds no
+other obstacle. This needs buffers of at least 256 KiB. The memory of this rank's part then stays, and only that of the others is freed.
 Gathered parameters then take (W - 1) / W of the table's bytes, and so does an exchange.
 """
 

@@ -34,7 +34,7 @@ class Retain(Enum):
 
     NOTHING = "nothing"
     PART = "part"
-    """This rank's part of its subgroup's parameters."""
+    """A part of the group's parameters. The ranks of the subgroup together keep all of them."""
     ALL = "all"
 
 

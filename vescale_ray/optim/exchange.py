@@ -135,10 +135,10 @@ Update = Callable[[Job, slice], Tensor]
 
 
 class Exchange:
-    """Executor of an :class:`Itinerary` on one rank.
+    """Runs an :class:`Itinerary` on one rank.
 
     Args:
-        held: the holding of any parameter of the domain; all share the groups.
+        held: :class:`Holding` of any of the itinerary's parameters. All have the same process groups.
         device: device of the buffers and of Newton-Schulz.
         home: device of the parameters and of the returned updates; it differs with CPU offload.
     """
@@ -300,7 +300,7 @@ class _Bucket:
         return self._shared_with_replicas(landed) if self._exchange.shared else landed
 
     def _shared_with_replicas(self, landed: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Exchange with the other replicas the updates that each computed of this rank's pieces: one all-to-all."""
+        """Send the updates that this replica computed for this rank's pieces to the other replicas, and receive theirs, in one all-to-all."""
         leg, me, replicas = self._leg, self._exchange.replica, self._exchange.itinerary.replicas
         mine = [landed[i] for i in leg.theirs[me]]
         packed = torch.cat(mine) if mine else torch.empty(0, dtype=WIRE, device=self._exchange.device)

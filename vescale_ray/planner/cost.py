@@ -311,7 +311,7 @@ class Time:
     replicate: float
     """All-reduce of gradient shards over the replicas (HSDP)."""
     update: float
-    """The optimizer's reads and writes, and its communication (Muon, unless the layout keeps matrices whole)."""
+    """The optimizer step: reads and writes of memory. Muon communicates, too, unless the layout keeps each matrix on one rank."""
     exposed: float
     """Communication that no computation hides."""
     sent: int

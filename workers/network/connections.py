@@ -35,7 +35,8 @@ _log = logging.getLogger(__name__)
 CALL_S = 0.5
 """Time limit, in seconds, of a connection from this process to itself."""
 TRIES, TRY_S = 10, 0.02
-"""Number and interval (seconds) of attempts to break connections: gloo tries four times to connect to a rank, without a pause."""
+"""While a group forms, its connections are broken this many times, at this interval in seconds. Once is not enough, because gloo tries four
+times to connect to a rank."""
 
 
 class Communicator(Protocol):
