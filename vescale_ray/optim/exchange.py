@@ -300,7 +300,7 @@ class _Bucket:
         return self._shared_with_replicas(landed) if self._exchange.shared else landed
 
     def _shared_with_replicas(self, landed: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Send the updates that this replica computed for this rank's pieces to the other replicas, and receive theirs, in one all-to-all."""
+        """Exchange, in one all-to-all, the updates that each replica computed for this rank's pieces."""
         leg, me, replicas = self._leg, self._exchange.replica, self._exchange.itinerary.replicas
         mine = [landed[i] for i in leg.theirs[me]]
         packed = torch.cat(mine) if mine else torch.empty(0, dtype=WIRE, device=self._exchange.device)

@@ -90,8 +90,7 @@ def spread(slots: int, per_slot: Sequence[float], per_round: float) -> tuple[int
 
 
 def seconds(shares: Sequence[int], per_slot: Sequence[float], per_round: float) -> float:
-    """Seconds that a step's slots take. In each round, every rank with slots left computes one. A round lasts as long as the slowest of them, plus
-    ``per_round``."""
+    """Seconds that a step's slots take. In each round, every rank with slots left computes one; the slowest of them ends the round."""
     return math.fsum(max(p for p, share in zip(per_slot, shares, strict=True) if share > turn) + per_round for turn in range(max(shares)))
 
 
