@@ -21,8 +21,8 @@ from tests.checkpoint.s3_fake import fake_s3
 from vescale_ray import checkpoint
 from vescale_ray.checkpoint import S3Store
 from vescale_ray.checkpoint.format.manifest import seal
-from vescale_ray.cli import app, checkpoint_commands, main
-from vescale_ray.cli.checkpoint_commands import ckpt
+from vescale_ray.cli import app, checkpoint_conversions, main
+from vescale_ray.cli.checkpoint_group import ckpt
 from vescale_ray.models.llama import Llama
 from vescale_ray.runfolder import RunFolder
 
@@ -308,7 +308,7 @@ def test_ctrl_c_in_an_export_leaves_no_partial_output(run, capsys, monkeypatch, 
 
         yield advance
 
-    monkeypatch.setattr(checkpoint_commands, "_bar", interrupted)
+    monkeypatch.setattr(checkpoint_conversions, "bar", interrupted)
     options = ["--max-shard", "1KB"] if command == "export-hf" else []
     code, _, err = said(capsys, command, "x", "out", *options)
     assert (code, err) == (130, "\nvescale-ray: interrupted\n"), "on a line after the terminal's ^C"

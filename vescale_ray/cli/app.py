@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vescale_ray import __version__
+from vescale_ray.cli.checkpoint_group import ckpt
 from vescale_ray.cli.common import BAD_INPUT, FAILED, INTERRUPTED, OK, CommandGroup, Failed, folder_of, lasting_path
 from vescale_ray.cli.export_commands import dash, export
 from vescale_ray.cli.kubernetes_commands import k8s
-from vescale_ray.cli.rollback_command import ckpt
 from vescale_ray.errors import BadInput
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vescale_ray.cli.checkpoint_commands import _bar, _run_folder, _split, _store, _Watched, ckpt
+from vescale_ray.cli.checkpoint_output import Watched, bar
+from vescale_ray.cli.checkpoint_paths import run_folder_of, split, store_at
 from vescale_ray.cli.common import OK, Failed
 from vescale_ray.errors import BadInput
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 SHOWN = 8
 
 
-@ckpt.command("rollback")
+@click.command("rollback")
 @click.argument("path")
 @click.argument("step", type=click.IntRange(min=0), required=False)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
@@ -33,17 +34,17 @@ def rollback(path: str, step: int | None, as_json: bool) -> int:
     """
     from vescale_ray import checkpoint
 
-    root, name = _split(path)
+    root, name = split(path)
     if (step is None) == (name is None):
         raise BadInput(f"{path}: say which checkpoint, by its step or as PATH@NAME; `vescale-ray ckpt ls {path}` lists them")
-    store = _store(root)
-    folder = _run_folder(path.rpartition("@")[0] if name else path)
+    store = store_at(root)
+    folder = run_folder_of(path.rpartition("@")[0] if name else path)
     with folder.claim() if folder is not None else nullcontext():
         commits = checkpoint.ls(store)
         name = name or _of_step(str(root), commits, step or 0)
         total = next((one.bytes for one in commits if one.name == name), 0)
-        with _bar("verifying", total, as_json) as advance:
-            report = checkpoint.verify(_Watched(store, advance), name)
+        with bar("verifying", total, as_json) as advance:
+            report = checkpoint.verify(Watched(store, advance), name)
         if report.problems:
             raise Failed(f"{root}: {name} is damaged, nothing was changed: " + "; ".join(str(problem) for problem in report.problems))
         try:

@@ -1,0 +1,22 @@
+"""The command group ``vescale-ray ckpt``."""
+
+from __future__ import annotations
+
+import click
+
+from vescale_ray.cli.checkpoint_commands import diff, gc, ls, pin, show, unpin, verify
+from vescale_ray.cli.checkpoint_conversions import export_dcp, export_hf, import_dcp, import_hf
+from vescale_ray.cli.common import CommandGroup
+from vescale_ray.cli.rollback_command import rollback
+
+
+@click.group(cls=CommandGroup)
+def ckpt() -> None:
+    """Inspect, compare, convert, pin and delete checkpoints.
+
+    PATH: a run's name, its folder, a folder of checkpoints, or a URL; PATH@NAME is one checkpoint of it.
+    """
+
+
+for command in (ls, show, verify, diff, gc, pin, unpin, export_hf, import_hf, export_dcp, import_dcp, rollback):
+    ckpt.add_command(command)
