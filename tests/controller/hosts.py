@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import psutil
+
 NOBODY = "02:00:00:00:00:99"
 """A hardware address that no interface has. Packets to it are lost, and the sender gets no error."""
 
@@ -36,7 +38,10 @@ class Network:
 
     def __init__(self, count: int) -> None:
         self._name = f"vs{os.getpid() % 100000}"  # interfaces' names have 15 characters at most
-        subnet = f"198.{18 + os.getpid() // 256 % 2}.{os.getpid() % 256}"  # one of the networks reserved for tests (RFC 2544)
+        # One of the networks reserved for tests (RFC 2544) that this machine does not have: a killed test leaves its own.
+        taken = {one.address.rpartition(".")[0] for those in psutil.net_if_addrs().values() for one in those}
+        subnets = (f"198.{18 + number // 256 % 2}.{number % 256}" for number in range(os.getpid(), os.getpid() + 512))
+        subnet = next(one for one in subnets if one not in taken)
         self.head = f"{subnet}.1"
         self.hosts = [Host(f"{self._name}h{i}", f"{subnet}.{11 + i}", f"{self._name}v{i}") for i in range(count)]
         try:
