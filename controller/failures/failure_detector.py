@@ -16,7 +16,8 @@ from vescale_ray.controller.failures.hang_report import end_hung
 from vescale_ray.controller.protocol import Bounds, World
 from vescale_ray.controller.scaling.scaling import Scaling
 from vescale_ray.controller.state.run_log import RunLog
-from vescale_ray.controller.worker_group.worker_group import POLL_WAIT_S, WorkerGroup
+from vescale_ray.controller.worker_group.member import POLL_WAIT_S
+from vescale_ray.controller.worker_group.worker_group import WorkerGroup
 from vescale_ray.controller.worker_group.worker_news import Lost
 from vescale_ray.workers.messages import Stepped, Ticket, WorkerFault, WorkerPhase, WorkerReport
 

@@ -21,18 +21,13 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from vescale_ray.controller.failures.budget import Cause
 from vescale_ray.controller.protocol import Dismissal, Places
 from vescale_ray.controller.worker_group.clocks import AwakeClock
-from vescale_ray.controller.worker_group.member import Member
+from vescale_ray.controller.worker_group.member import POLL_WAIT_S, Member
 from vescale_ray.controller.worker_group.ray_answers import NODE_LOST, Reaching, death_of, has_answered, one_line
 from vescale_ray.controller.worker_group.stacks import node_by_node, stacks_of
-from vescale_ray.controller.worker_group.worker_news import Heard, Lost, News, Ready, SupervisorLost, Told
+from vescale_ray.controller.worker_group.worker_news import Lost, News, Ready, SupervisorLost
 from vescale_ray.workers.messages import Order, Ticket, WorkerInfo, WorkerReport
 from vescale_ray.workers.network.reachability import AT_ONCE
 
-POLL_WAIT_S = 0.5
-"""A worker with nothing to tell answers after this long."""
-POLL_GAP_S = 0.05
-"""Pause between two polls of a worker. At most 20 polls a second, so that fast steps do not keep the controller busy."""
-HELLO_WAIT_S = 5.0
 WISH_GAP_S = 0.5
 """Pause between two questions about the state of the placement groups."""
 SILENT_S = 1.0
@@ -45,19 +40,12 @@ SLOW_S, SLOWER, SLOWEST_S = 0.1, 10, 5.0
 LOOK_AGAIN_S = 2.0
 LOOKS = 8
 """Most nodes that :meth:`WorkerGroup.starved` asks. If workers of more nodes are silent, the reason is not a slow machine."""
-LATE_HALF_S = 3.0
-"""Half-life of a worker's lateness."""
 ORDER_S = 5.0
 """A worker that has not taken its order after this time is ended. A free worker takes one within milliseconds."""
 ASK_S = 0.2
 """Longest wait for one worker to take flags. The control loop, which watches the others, must not block for long (``clocks.GAP_S``)."""
 REACHABILITY_S = 1.0
 """Time for the answers about connections to arrive after the workers' own tries."""
-DEATH_S = 1.0
-"""A worker that was killed counts as dead after this long, whether Ray has said so or not."""
-GONE_S = 3.0
-"""The same for a worker whose process had already ended. Ray may still say that its node was lost, which is no failure of the worker."""
-
 UNTOLD = frozenset({"unknown"})
 """Stands for the unknown nodes that a worker of an earlier controller avoids. No node has this name, so such a worker counts as hemmed
 while it has no place (:meth:`WorkerGroup.hemmed`)."""
@@ -117,8 +105,7 @@ class WorkerGroup:
                 except RayTaskError as error:  # a control store that has just come back, for example
                     self._unhired.append(one_line(error.cause if getattr(error, "cause", None) is not None else error))
                 else:
-                    self._enroll(worker, handle)
-                    self.members[worker].avoid = avoid
+                    self._enroll(worker, handle, avoid=avoid)
 
     def hemmed(self, avoided: Collection[str]) -> list[str]:
         """Workers that are not warm yet and exclude a node that is no longer among those to avoid."""
@@ -128,9 +115,7 @@ class WorkerGroup:
         """Take over the workers that an earlier controller had hired. ``known``: those that were warm then, because a worker that is
         stopped by now can't report it."""
         for worker, handle in self._ask_supervisor("roster", self._epoch).items():
-            self._enroll(worker, handle, known.get(worker))
-            if worker not in known:
-                self.members[worker].avoid = UNTOLD
+            self._enroll(worker, handle, known.get(worker), frozenset() if worker in known else UNTOLD)
 
     def store(self) -> tuple[str, int]:
         """Host and port of a store for one generation."""
@@ -154,12 +139,12 @@ class WorkerGroup:
         for worker in node_by_node(self.members, reasons):
             member = self.members[worker]
             if member.verdict is None:
-                member.verdict, member.sentenced, member.cause = reasons[worker], time.monotonic(), cause
+                member.sentence(reasons[worker], cause)
                 asked[worker] = self._supervisor.dismiss.remote(worker, member.info)
         for worker, ref in asked.items():
             member, done = self.members[worker], self._answer(ref, self._call_s)
             if done is Dismissal.GONE:
-                member.gone = True
+                member.was_gone()
             elif done is Dismissal.UNKNOWN:
                 assert member.info is not None
                 self._leave_node(member.info.node, worker, reasons[worker])
@@ -176,8 +161,7 @@ class WorkerGroup:
             if other == worker or (there and member.heard < quiet and not has_answered(member.poll)):
                 if member.verdict is None:
                     self._supervisor.dismiss.remote(other, None)
-                member.verdict = f"{reason}; its node does not answer" if other == worker else "its node does not answer"
-                member.cause, member.gone, member.sentenced = Cause.NODE, False, time.monotonic() - GONE_S - 1.0
+                member.leave(f"{reason}; its node does not answer" if other == worker else "its node does not answer")
 
     def signal(self, worker: str, number: int) -> bool:
         """Send a signal to a worker's process, as anyone on its machine could."""
@@ -279,15 +263,15 @@ class WorkerGroup:
                 late = max(took, self._late(node, workers))
                 slow = seconds - member.report.starved_s if seconds and member.report is not None else 0.0
                 slow = max(slow, min(SLOWER * late, SLOWEST_S) if late > SLOW_S else 0.0)
-                if slow > member.starved_s:
-                    found[worker], member.starved_s = slow - member.starved_s, slow
+                if more := member.excuse(slow):
+                    found[worker] = more
         return found
 
     def _late(self, node: str, but: Collection[str]) -> float:
         """Largest recent lateness of a node's workers in seconds, without those in ``but``."""
         now = time.monotonic()
         others = [m for w, m in self.members.items() if w not in but and m.info is not None and m.info.node == node]
-        return max((m.late_s * 0.5 ** ((now - m.heard) / LATE_HALF_S) for m in others), default=0.0)
+        return max((m.lateness(now) for m in others), default=0.0)
 
     # ------------------------------------------------------------------------------------------------------------ orders
 
@@ -296,7 +280,7 @@ class WorkerGroup:
         refs = {w: self.members[w].handle.give_order.remote(order) for w, order in orders.items() if w in self.members}
         refused = self._tell(refs, min(ORDER_S, self._call_s))
         for worker in orders.keys() & self.members.keys():
-            self.members[worker].ordered = time.monotonic()
+            self.members[worker].give_order(time.monotonic())
         return refused
 
     def ask(self, workers: Sequence[str], ticket: Ticket, flags: int) -> bool:
@@ -320,7 +304,7 @@ class WorkerGroup:
         there = (m for w in workers if (m := self.members.get(w)) is not None and m.report is not None and m.verdict is None)
         member = next((m for m in there if m.outline_next <= time.monotonic()), None)
         if member is not None:
-            member.outline = member.handle.outlined.remote()
+            member.ask_outline()
 
     @property
     def asking_outline(self) -> bool:
@@ -374,17 +358,13 @@ class WorkerGroup:
         self.clock()
         wake = now + timeout_s
         # Ray learns late that a process on a lost node has died. The controller need not wait for that.
-        overdue = [m for m in self.members.values() if m.verdict is not None and now - m.sentenced > (GONE_S if m.gone else DEATH_S)]
+        overdue = [member for member in self.members.values() if member.overdue(now)]
         if overdue:
             return [news for member in overdue for news in self._bury(member, "its process died", Cause.KILLED)]
         for member in self.members.values():
-            if member.info is not None and member.poll is None and member.verdict is None:
+            if member.waits_for_poll:
                 if member.next_poll <= now:
-                    known = (member.report.phase, member.report.ticket) if member.report else None
-                    member.poll = member.handle.poll.remote(member.seen, known, POLL_WAIT_S)
-                    member.poll_sent = now
-                    if not member.owes:
-                        member.owes, member.owes_since = True, self.clock()
+                    member.send_poll(now, self.clock())
                 else:
                     wake = min(wake, member.next_poll)
         owner = {ref: member for member in self.members.values() for ref in member.pending()}
@@ -410,7 +390,7 @@ class WorkerGroup:
             value = ray.get(ref)
         except ActorUnavailableError:
             # A hiccup of the network, not a death: ask again. Silence has its own bound.
-            self._renew(member, ref)
+            member.renew(ref, self._epoch)
             return []
         except RayTaskError as error:
             cause = error.cause if getattr(error, "cause", None) is not None else error
@@ -421,40 +401,11 @@ class WorkerGroup:
             return self._bury(member, reason, Cause.NODE if gone else Cause.KILLED)
         except RayError as error:
             return self._bury(member, one_line(error), Cause.KILLED)
-        now = time.monotonic()
-        if ref == member.hello:
-            if value is None:
-                member.hello = member.handle.hello.remote(HELLO_WAIT_S)
-                return []
-            member.hello, member.info, member.heard = None, value, now
-            self._supervisor.station.remote(member.worker, value.node)
-            return [Ready(value)]
-        if ref == member.poll:
-            member.poll, member.next_poll, member.report, member.told = None, now + POLL_GAP_S, value, member.poll_sent
-            earlier = member.late_s * 0.5 ** ((now - member.heard) / LATE_HALF_S)
-            member.late_s = max(now - member.poll_sent - POLL_WAIT_S, earlier)
-            member.owes, member.heard, member.starved_s = False, now, 0.0
-            if value.items:
-                member.seen = max(member.seen, value.items[-1][0])
-            member.seen = max(member.seen, 0)
-            return [Heard(value)]
-        if ref == member.outline:
-            member.outline = None
-            if value is None:
-                member.outline_next = now + POLL_WAIT_S
-            return [Told(value)]
-        member.lifeline = None  # a newer controller has taken it
-        return []
-
-    def _renew(self, member: Member, ref: Any) -> None:
-        if ref == member.hello:
-            member.hello = member.handle.hello.remote(HELLO_WAIT_S)
-        elif ref == member.poll:
-            member.poll, member.next_poll = None, time.monotonic() + POLL_GAP_S
-        elif ref == member.outline:
-            member.outline = None
-        else:
-            member.lifeline = member.handle.lifeline.remote(self._epoch)
+        news = member.receive(ref, value)
+        for one in news:
+            if isinstance(one, Ready):
+                self._supervisor.station.remote(member.worker, one.info.node)
+        return news
 
     def _bury(self, member: Member, reason: str, cause: Cause) -> list[News]:
         self.members.pop(member.worker, None)
@@ -464,12 +415,9 @@ class WorkerGroup:
         told = (reason, cause) if member.verdict is None or member.gone else (member.verdict, member.cause)
         return [Lost(member.worker, member.info, *told)]
 
-    def _enroll(self, worker: str, handle: Any, info: WorkerInfo | None = None) -> None:
-        member = Member(worker, handle, time.monotonic(), info)
-        member.lifeline = handle.lifeline.remote(self._epoch)
-        if info is None:
-            member.hello = handle.hello.remote(HELLO_WAIT_S)
-        self.members[worker] = member
+    def _enroll(self, worker: str, handle: Any, info: WorkerInfo | None = None, avoid: frozenset[str] = frozenset()) -> None:
+        self.members[worker] = member = Member(worker, handle, time.monotonic(), info, avoid)
+        member.start(self._epoch)
 
     def _ask_supervisor(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         return self._answer(getattr(self._supervisor, method).remote(*args), timeout_s or self._call_s)

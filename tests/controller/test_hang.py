@@ -24,8 +24,8 @@ from vescale_ray.controller.failures.hang import (
     HangWatch,
 )
 from vescale_ray.controller.worker_group.clocks import GAP_S, AwakeClock
-from vescale_ray.controller.worker_group.member import Member
-from vescale_ray.controller.worker_group.worker_group import LATE_HALF_S, LOOKS, POLL_WAIT_S, SLOWER, SLOWEST_S, WorkerGroup
+from vescale_ray.controller.worker_group.member import LATE_HALF_S, POLL_WAIT_S, Member
+from vescale_ray.controller.worker_group.worker_group import LOOKS, SLOWER, SLOWEST_S, WorkerGroup
 from vescale_ray.controller.worker_group.worker_news import Told
 from vescale_ray.workers.messages import Ticket, WorkerInfo, WorkerPhase, WorkerReport
 
