@@ -34,6 +34,11 @@ class _Command:
     over: bool = False
     """Whether the loop has begun it, or the sender has stopped waiting before that. ``Commands._door`` guards this field."""
 
+    def end(self) -> bool:
+        """Mark the command as over; whether it already was."""
+        was, self.over = self.over, True
+        return was
+
 
 class Commands:
     """The commands of a run, and the target state that they have set.
@@ -122,8 +127,7 @@ class Commands:
     def _over(self, given: _Command) -> bool:
         """Mark a command as over, and return whether it already was."""
         with self._door:
-            was, given.over = given.over, True
-            return was
+            return given.end()
 
     def want(self, workers: int, reason: str) -> None:
         """Change the number of workers wanted."""

@@ -65,6 +65,19 @@ class _Attempt:
     errors: dict[int, str] = field(default_factory=dict)
     commit: Future[SaveResult] | None = None
 
+    def take(self, item: SavedShard) -> None:
+        """Take a worker's vote, or its failure."""
+        self.heard = time.monotonic()
+        self.seconds, self.stall_s = max(self.seconds, item.seconds), max(self.stall_s, item.stall_s)
+        if item.vote is not None:
+            self.votes[item.rank] = item.vote
+        else:
+            self.errors[item.rank] = item.error or "unknown"
+
+    def begin(self, commit: Future[SaveResult]) -> None:
+        """The commit has begun."""
+        self.commit = commit
+
 
 class Committer:
     """Collects votes and commits.
@@ -118,15 +131,9 @@ class Committer:
         if item.attempt in self._closed or (item.epoch < self._least and item.attempt not in self._open):
             return
         attempt = self._open.setdefault(item.attempt, _Attempt(item.step, item.epoch, item.world, 0.0))
-        attempt.heard = time.monotonic()
-        attempt.seconds = max(attempt.seconds, item.seconds)
-        attempt.stall_s = max(attempt.stall_s, item.stall_s)
-        if item.vote is not None:
-            attempt.votes[item.rank] = item.vote
-        else:
-            attempt.errors[item.rank] = item.error or "unknown"
+        attempt.take(item)
         if len(attempt.votes) == attempt.world and attempt.commit is None:
-            attempt.commit = self._pool.submit(self._commit, item.attempt, attempt, self._meta(attempt.step))
+            attempt.begin(self._pool.submit(self._commit, item.attempt, attempt, self._meta(attempt.step)))
 
     def results(self) -> list[SaveResult]:
         """Attempts that have ended since the last call: committed or failed."""

@@ -60,6 +60,21 @@ class _Saving:
     settle_until: float | None = None
     problem: str = "the workers died while they wrote it"
 
+    def begin(self, attempt: str, writers: tuple[str, ...], until: float) -> None:
+        """An attempt was ordered."""
+        self.attempt, self.writers, self.until = attempt, writers, until
+
+    def fail(self, problem: str) -> None:
+        self.problem = problem
+
+    def settle(self, until: float) -> None:
+        """The attempt has failed: wait for its writers."""
+        self.settle_until = until
+
+    def again(self) -> None:
+        """The writers are done: the next try may begin."""
+        self.tries, self.attempt, self.settle_until = self.tries + 1, None, None
+
 
 @dataclass
 class _Question:
@@ -279,14 +294,14 @@ class CheckpointCoordinator:
                 if saving.attempt in self._results:
                     return self._results[saving.attempt]
                 if all(self._worker_group.alive(w) for w in saving.writers):  # the storage hangs, so another try would fail as well
-                    saving.problem = f"it was not written within {self._save_s:g} s (checkpoint.last_timeout_s)"
+                    saving.fail(f"it was not written within {self._save_s:g} s (checkpoint.last_timeout_s)")
                     self.abandon(saving.problem)
                     break
                 self.abandon()
-                saving.settle_until = time.monotonic() + self._save_s
+                saving.settle(time.monotonic() + self._save_s)
             if self.writes(saving.workers) and time.monotonic() < saving.settle_until:
                 raise Unanswered
-            saving.tries, saving.attempt, saving.settle_until = saving.tries + 1, None, None
+            saving.again()
         return SaveResult("", self._log.stats.step, 0, 0.0, error=saving.problem)
 
     def _is_superseded(self, resume: Resume, *, only_newer: bool) -> bool:
@@ -319,9 +334,10 @@ class CheckpointCoordinator:
         now = time.monotonic()
         if refused:
             self.abandon()
-            saving.problem, saving.settle_until = next(iter(refused.values())), now + self._save_s
+            saving.fail(next(iter(refused.values())))
+            saving.settle(now + self._save_s)
         else:
-            saving.attempt, saving.writers, saving.until = attempt, tuple(plan), now + self._save_s
+            saving.begin(attempt, tuple(plan), now + self._save_s)
 
     def _decided(self, attempt: str, writers: Sequence[str]) -> bool:
         if attempt in self._results:

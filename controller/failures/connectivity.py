@@ -110,6 +110,14 @@ class _Series:
     since: float = 0.0
     began: float = 0.0
 
+    def restart(self) -> None:
+        """Begin anew with the next probe."""
+        self.about = ()
+
+    def take(self, answers: Answers) -> None:
+        """Take the answers to the probe."""
+        self.answers = answers
+
     def broken_twice(
         self, about: tuple[str, ...], nodes: Mapping[str, str], network: Network, only: str | None = None
     ) -> frozenset[Pair] | Probe | None:
@@ -165,11 +173,12 @@ class Connectivity:
         """Take the answers to a probe. Answers to a probe that is no longer awaited are ignored."""
         for series in (self._stalled, self._joining):
             if series.probe is probe:
-                series.answers = answers
+                series.take(answers)
 
     def progressed(self) -> None:
         """Record that the members make progress: this ends the probes of a stall, and the next probe is due at once."""
-        self._stalled.about, self._still = (), False
+        self._still = False
+        self._stalled.restart()
         self.hurry()
 
     def hurry(self) -> None:
@@ -182,7 +191,8 @@ class Connectivity:
         Returns the probe to make if one is due, and None while the result is not known; call it again. Nodes of ``leavers``, which still
         have to give their shards to the members, are chosen first.
         """
-        self._still, self._joining.about = True, ()
+        self._still = True
+        self._joining.restart()
         party = (*members, *leavers)
         nodes, now = network.nodes(party), network.now
         if len(set(nodes.values())) < 2:

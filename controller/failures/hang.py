@@ -65,6 +65,23 @@ class _Seen:
     since_s: float = 0.0
     """Seconds since the last report in which it had no processor, as measured by others."""
 
+    def take(self, report: WorkerReport, now: float) -> None:
+        """Take a report. A worker that has just finished an activity longer than any step has not stood still. It makes its next beat
+        soon."""
+        done = self.report is not None and self.report.unhurried and not report.unhurried
+        changed = report.beats != self.beats or done
+        self.beats, self.answered, self.report, self.since_s = report.beats, now, report, 0.0
+        if changed:
+            self.changes(now)
+
+    def starve(self, seconds: float) -> None:
+        """Add seconds in which the worker had no processor."""
+        self.since_s += seconds
+
+    def shift(self, now: float, seconds: float) -> None:
+        """Do not count ``seconds`` in which the controller was held up."""
+        self.changed, self.answered = min(now, self.changed + seconds), min(now, self.answered + seconds)
+
     def changes(self, now: float) -> None:
         self.changed, self.starved_s = now, self.report.starved_s if self.report is not None else 0.0
 
@@ -167,18 +184,12 @@ class HangWatch:
         """Take a worker's report."""
         if report.ticket != self._ticket:
             return
-        seen = self._seen.setdefault(report.worker, _Seen())
-        # A worker that has just finished an activity longer than any step has not stood still. It makes its next beat soon.
-        done = seen.report is not None and seen.report.unhurried and not report.unhurried
-        changed = report.beats != seen.beats or done
-        seen.beats, seen.answered, seen.report, seen.since_s = report.beats, now, report, 0.0
-        if changed:
-            seen.changes(now)
+        self._seen.setdefault(report.worker, _Seen()).take(report, now)
 
     def starved(self, worker: str, seconds: float) -> None:
         """Note that a worker could not answer for ``seconds`` more since its last report, because it had no processor."""
         if worker in self._seen:
-            self._seen[worker].since_s += seconds
+            self._seen[worker].starve(seconds)
 
     @property
     def bound_s(self) -> float:
@@ -211,7 +222,7 @@ class HangWatch:
         asked, self._asked = self._asked, now
         if asked is not None and now - asked > OWN_GAP_S:
             for seen in self._seen.values():
-                seen.changed, seen.answered = min(now, seen.changed + now - asked), min(now, seen.answered + now - asked)
+                seen.shift(now, now - asked)
             self._listens = now + LEAST_S
         if now < self._listens:
             return {}

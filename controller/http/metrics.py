@@ -70,9 +70,8 @@ class MetricsServer:
     ) -> None:
         self.scrapes = Scrapes()
         about: dict[str, Any] = {"snapshot": staticmethod(snapshot), "exposition": staticmethod(exposition), "token": token}
-        about |= {"known": known, "scrapes": self.scrapes, "timeout": 10.0}
+        about |= {"known": known, "scrapes": self.scrapes, "timeout": 10.0, "control": control and staticmethod(control)}
         handler = type("Handler", (_Handler,), about)
-        handler.control = staticmethod(control) if control is not None else None  # type: ignore[attr-defined]
         server_type = type("Server", (_Server,), {"address_family": socket.AF_INET6 if ":" in host else socket.AF_INET})
         try:
             self._server: ThreadingHTTPServer = server_type((host, port), handler)

@@ -55,6 +55,9 @@ class _Child:
     group: PlacementGroup
     node: str | None = None
 
+    def arrive(self, node: str) -> None:
+        self.node = node
+
 
 class Supervisor:
     """Owner of one run's workers.
@@ -233,7 +236,7 @@ class Supervisor:
         with self._lock:
             child = self._children.get(worker)
             if child is not None:
-                child.node = node
+                child.arrive(node)
                 self._have_agent(node)
 
     def _have_agent(self, node: str) -> None:

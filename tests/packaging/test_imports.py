@@ -159,6 +159,18 @@ def test_a_policy_of_the_controller_reaches_no_mechanism(policy: str) -> None:
     assert not {name for name in seen if name in MECHANISMS or name.startswith("ray.")}
 
 
+def test_controller_writes_no_field_of_another_object() -> None:
+    """Only an object's own methods change it. ``local_ray`` replaces functions of Ray's modules."""
+    found = []
+    for path in (ROOT / "controller").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            fields = [one for target in targets if target is not None for one in ast.walk(target) if isinstance(one, ast.Attribute)]
+            stores = [one for one in fields if isinstance(one.ctx, ast.Store) and ast.unparse(one.value) not in ("self", "cls")]
+            found += [f"{path.relative_to(ROOT)}:{one.lineno}: {ast.unparse(one)}" for one in stores if path.name != "local_ray.py"]
+    assert not found
+
+
 def test_every_dependency_is_imported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [one for name, extra in project["optional-dependencies"].items() if name != "dev" for one in extra]
