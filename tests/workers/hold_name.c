@@ -1,4 +1,4 @@
-/* Preloaded into a test. The thread of a gloo group stops for one second when it copies the name "ALLTOALL" of a completed collective, as the
+/* Preloaded. The thread of a gloo group stops for one second when it copies the name "ALLTOALL" of a completed collective, as the
    scheduler might stop it. All other copies are immediate. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
