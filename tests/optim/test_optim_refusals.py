@@ -1,4 +1,4 @@
-"""Refusals of the optimizers, of clipping and of state dicts: what the user does, the sentence, and the remedy, which then trains."""
+"""Refusals of the optimizers, of clipping and of state dicts: the user's mistake, the message, and the remedy, which then trains."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ def refused(call: Callable[[], Any], kind: type[BaseException], words: tuple[str
 
 @dataclass
 class Case:
-    """``right`` makes the optimizer as the sentence says; on the sharded module and on a plain one it takes the same step."""
+    """A mistake (``wrong``), and the optimizer that the message suggests (``right``).
+
+    On the sharded module and on a plain one ``right`` takes the same step.
+    """
 
     wrong: Callable[[Any], Any]
     kind: type[BaseException]
@@ -215,7 +218,7 @@ CLIPS: dict[str, tuple[Callable[[Any], Any], type[BaseException], tuple[str, ...
 def clip_case(rank: int, world: int, what: str) -> None:
     wrong, kind, words = CLIPS[what]
     model, plain = fully_shard(net()), net()
-    assert clip_grad_norm_(model.parameters(), 1.0) == 0  # no gradients
+    assert clip_grad_norm_(model.parameters(), 1.0) == 0  # # no gradients
     backward(rank, model, plain)
     refused(lambda: wrong(model), kind, words)
     for norm_type in (2.0, "inf"):
@@ -296,7 +299,7 @@ def load_case(rank: int, world: int, what: str) -> None:
     model = fully_shard(net())
     optimizer = torch.optim.AdamW(model.parameters())
     refused(lambda: wrong(model, optimizer), kind, words)
-    same(model, net())  # nothing was written
+    same(model, net())  # # nothing was written
     set_model_state_dict(model, other(), options=FULL)
     same(model, net(0.5))
 
