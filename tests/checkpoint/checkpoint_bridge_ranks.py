@@ -73,7 +73,7 @@ def dcp_load_rank(rank: int, world: int, roots: dict[str, str]) -> Any:
 def disagreeing_rank(rank: int, world: int, folder: str) -> str:
     try:
         dcp.load({"w": torch.zeros(3)}, storage_reader=ckpt.DcpReader(Path(folder, "ab"[rank])))
-    except BaseException as error:  # # CheckpointException does not derive from Exception
+    except BaseException as error:  # CheckpointException does not derive from Exception
         return str(error)
     return "no error"
 

@@ -287,7 +287,7 @@ def killed_rank(rank: int, world: int, store: str, root: str, point: str, report
         outcome = f"failed: {error}"
     with open(f"{report}.{rank}", "w") as file:
         file.write(outcome)
-    os._exit(0)  # # the other member of the group is gone, so leave without a shutdown
+    os._exit(0)  # the other member of the group is gone, so leave without a shutdown
 
 
 def composed(rank: int, world: int, root: str) -> None:
@@ -305,7 +305,7 @@ def composed(rank: int, world: int, root: str) -> None:
 
     mesh, line = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
     fulls = [torch.arange(96.0).reshape(16, 6), torch.arange(96).reshape(8, 2, 6).bfloat16(), torch.tensor([[True]]), torch.ones(0, 6)]
-    layouts: list[tuple[Any, list[Placement], list[Placement]]] = [  # # (mesh, placements of t0 and t1, placements of the small t2 and t3)
+    layouts: list[tuple[Any, list[Placement], list[Placement]]] = [  # (mesh, placements of t0 and t1, placements of the small t2 and t3)
         (mesh, [RaggedShard((0,), (1, 3)), Shard(0)], [RaggedShard((), (0, 1)), Shard(0)]),
         (mesh, [RaggedShard((0,), (1, 3)), Shard(1)], [RaggedShard((), (1, 0)), Shard(1)]),
         (mesh, [Shard(-1), RaggedShard((0, 1), (3, 1))], [Shard(0), RaggedShard((), (0, 1))]),
@@ -424,7 +424,7 @@ def async_failing_rank(rank: int, world: int, root: str) -> Any:
         told["skipped"] = [isinstance(handle.exception(20), ckpt.SaveSkipped) for handle in handles]
         with ckpt.Saver(store, timeout_s=20, double_buffer=False) as single:
             first = single.async_save(state, 20)
-            while rank != 1 and single._writer._slabs():  # # until the other ranks have written their data and have their buffers back
+            while rank != 1 and single._writer._slabs():  # until the other ranks have written their data and have their buffers back
                 time.sleep(0.01)
             second = single.async_save(state, 21)
             told["skipped at once"] = second.skipped
@@ -498,4 +498,4 @@ def async_killed_rank(rank: int, world: int, store: str, root: str, report: str,
     with open(f"{report}.{rank}", "w") as file:
         file.write(f"{time.monotonic() - began} {outcome}")
     saver.close()
-    os._exit(0)  # # the other member of the group is gone, so leave without a shutdown
+    os._exit(0)  # the other member of the group is gone, so leave without a shutdown

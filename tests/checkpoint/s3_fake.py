@@ -300,7 +300,7 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 64
 
     def handle_error(self, *_: object) -> None:
-        pass  # # clients may be killed, and the script may close connections
+        pass  # clients may be killed, and the script may close connections
 
 
 @contextmanager

@@ -49,14 +49,14 @@ def test_verdict_is_deleted_once_all_ranks_reach_the_next_save():
 @pytest.mark.fault("K25")
 def test_rank_that_missed_a_save_joins_the_next_and_no_key_stays():
     store = dist.HashStore()
-    for _ in range(2):  # # the second pair: another saver, or a process group made anew over the same store
+    for _ in range(2):  # the second pair: another saver, or a process group made anew over the same store
         _, leader, other = pair(store)
         say(store, other.key(5), Word())
         assert leader.agree(leader.key(5), Word(), named, 5.0).fate == "go", "words of an older saver's save of this step are not taken"
         assert leader.agree(leader.key(6), Word(), named, 0.05).fate == "failed", "rank 1 has missed it"
         leader.tell(leader.key(7), Word(busy=True))
         say(store, other.key(7), Word())
-        for _ in range(2):  # # the same step may be saved again
+        for _ in range(2):  # the same step may be saved again
             key, same = leader.key(8), other.key(8)
             assert key == same and not store.check([f"{key}/verdict"]), "no verdict of before is heard as that of now"
             say(store, same, Word())

@@ -201,11 +201,11 @@ def test_save_failing_before_its_call_returns_raises_in_handle(root, monkeypatch
             first.wait()
         second = saver.async_save({"model": {"w": torch.ones(3)}}, 2)
         with pytest.raises(ckpt.SaveFailed, match="No space left"):
-            saver.async_save({"model": {"w": torch.ones(3)}}, 3)  # # raises the error of the second save, which was not awaited
+            saver.async_save({"model": {"w": torch.ones(3)}}, 3)  # raises the error of the second save, which was not awaited
         assert second.done()
         monkeypatch.delenv(ckpt.FAULT_ENV)
         with pytest.raises(ckpt.SaveFailed, match="No space left"):
-            saver.async_save({"model": {"w": torch.ones(3)}}, 4)  # # raises the error of the third save
+            saver.async_save({"model": {"w": torch.ones(3)}}, 4)  # raises the error of the third save
         assert saver.async_save({"model": {"w": torch.ones(3)}}, 5).wait(10).step == 5
 
 
@@ -300,7 +300,7 @@ def test_sync_save_to_a_hung_store_fails_and_is_never_committed(root, monkeypatc
     store, w = Slow(root), torch.ones(3)
     with pytest.raises(ckpt.SaveFailed, match=rf"step 2: given up, {root} has not answered for \d+ s; earlier checkpoints are untouched"):
         within(5, lambda: ckpt.save({"model": {"w": w}}, store, 2, timeout_s=0.1))
-    w.fill_(7.0)  # # training has gone on
+    w.fill_(7.0)  # training has gone on
     store.gate.set()
     while any(thread.name == f"{bounded_module.DAEMONS}save" for thread in threading.enumerate()):
         time.sleep(0.01)
@@ -379,7 +379,7 @@ def test_ctrl_c_at_any_line_of_the_handoff_leaves_a_usable_saver():
             break
     assert lines >= 12
     for thread in set(threading.enumerate()) - before:
-        if thread.ident is not None:  # # otherwise the start of the thread was interrupted
+        if thread.ident is not None:  # otherwise the start of the thread was interrupted
             thread.join(10)
             assert not thread.is_alive()
 
@@ -498,7 +498,7 @@ def test_interpreter_exits_in_bounded_time_with_a_save_in_flight(root, how, code
     command = [sys.executable, "-c", EXITING, str(root), how]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert ended.returncode == code, ended.stderr
-    began = float(ended.stdout.split()[0])  # # this clock is common to all processes; imports may take a minute on a loaded machine
+    began = float(ended.stdout.split()[0])  # this clock is common to all processes; imports may take a minute on a loaded machine
     assert time.monotonic() - began < 40
     assert "KeyError" in ended.stderr if how == "raise" else "Traceback" not in ended.stderr
     if how == "hang":
@@ -558,7 +558,7 @@ def save_two(root: str, point: str) -> None:
 def test_touching_fresh_memory_lets_other_threads_run():
     """The touching once held the interpreter's lock for most of a second per GiB. Training and hang detection stood still meanwhile."""
     ticks: list[int] = []
-    for _ in range(3):  # # three tries, because the machine may be busy
+    for _ in range(3):  # three tries, because the machine may be busy
         begun, done = threading.Event(), threading.Event()
 
         def make(begun: threading.Event = begun, done: threading.Event = done) -> None:
@@ -593,7 +593,7 @@ def save_fifty(root: str, report: str) -> None:
     torch.set_num_threads(1)
     w = torch.ones(24 << 20, dtype=torch.uint8)
     state = {"model": {"w": w}}
-    ckpt.save({"model": {"w": torch.ones(5)}}, f"{root}-warm", 1)  # # does the imports first
+    ckpt.save({"model": {"w": torch.ones(5)}}, f"{root}-warm", 1)  # does the imports first
 
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -123,7 +123,7 @@ def test_only_copies_differing_by_rounding_commit_with_a_warning(root, caplog):
     different = [
         *((gain, far), (gain, holes), (torch.zeros_like(gain), near), (gain, -gain)),
         (holes, holes.nan_to_num(0.5)),
-        *((huge, -huge), (huge * 1e-307 * 1e-200, huge * 2e-307 * 1e-200)),  # # their squares overflow
+        *((huge, -huge), (huge * 1e-307 * 1e-200, huge * 2e-307 * 1e-200)),  # their squares overflow
         *((ids, ids.where(ids > ids[0], 7)), (ids, ids.where(ids > ids[0], ids[0] + 1)), (kept, kept ^ (ids == ids[0]))),
     ]
     for number, (one, other) in enumerate(different):
@@ -177,7 +177,7 @@ def test_commit_refuses_missing_votes_and_other_attempts_votes(root):
         with pytest.raises(ckpt.CommitRefused, match="rank 1 voted for attempt"):
             commit(root, [a, other])
     assert ckpt.latest(root) is None
-    assert commit(root, [b, a]).name == "e0000-s000000000001"  # # votes may come in any order
+    assert commit(root, [b, a]).name == "e0000-s000000000001"  # votes may come in any order
 
 
 def test_commit_is_refused_if_an_object_is_missing_or_resized(root):
@@ -266,7 +266,7 @@ def test_repeated_commit_of_one_attempt_returns_the_same_commit(root):
     first = commit(root, votes, world=1)
     assert commit(root, votes, world=1) == first
     whole(root, 7)
-    assert commit(root, votes, world=1) == first  # # even though a newer commit exists by now
+    assert commit(root, votes, world=1) == first  # even though a newer commit exists by now
 
 
 def test_a_zombie_of_an_older_epoch_never_becomes_the_newest(root):
@@ -329,7 +329,7 @@ def test_when_nothing_is_whole_nothing_is_deleted(root):
 def test_orphan_grace_is_measured_by_the_clock_of_the_store(root, monkeypatch):
     whole(root, 1)
     vote(root, 0, [piece(0, 120)], attempt="inflight", step=2)
-    monkeypatch.setattr("time.time", lambda: 4e9)  # # this host's clock is decades ahead
+    monkeypatch.setattr("time.time", lambda: 4e9)  # this host's clock is decades ahead
     two_hours = ckpt.Grace(orphans=7200.0, current=7200.0, readers=0.0)
     assert collect(root, 1, grace=two_hours).swept == ()
     stale = root / "data/inflight/r00000.safetensors"

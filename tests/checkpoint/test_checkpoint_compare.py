@@ -120,7 +120,7 @@ def _measure(root: str, report: str) -> None:
     torch.set_num_threads(1)
     for step in (1, 2):
         ckpt.save({"model": {"w": torch.full((64 << 20,), float(step))}}, root, step)
-    Path("/proc/self/clear_refs").write_text("5")  # # reset the peak
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
 
     def peak() -> int:
         line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))

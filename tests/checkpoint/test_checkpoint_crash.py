@@ -103,7 +103,7 @@ def test_a_disk_that_fills_up_at_any_byte_leaves_no_torn_object(root, monkeypatc
         left, door = [room], threading.Lock()
 
         def pwrite(fd, data, offset, left=left, door=door):
-            with door:  # # two chunks are written at once
+            with door:  # two chunks are written at once
                 if not left[0]:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 count = real(fd, bytes(data[: left[0]]), offset)

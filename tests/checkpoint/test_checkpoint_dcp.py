@@ -239,7 +239,7 @@ def test_training_resumes_from_a_commit_imported_from_dcp(folder, flatten):
     ckpt.load(into, folder / "root")
     assert same_module(net, other) and into["stream"] == state["stream"] and torch.equal(into["ema"]["w"], state["ema"]["w"])
     same_optimizers(optimizer, net, fresh, other)
-    if not flatten:  # # if flattened, groups with equal hyperparameters can't be told apart; these differ in weight decay
+    if not flatten:  # if flattened, groups with equal hyperparameters can't be told apart; these differ in weight decay
         assert [g["weight_decay"] for g in fresh.param_groups] == [0.0, 0.01]
     assert train(net, optimizer, 2, seed=4) == train(other, fresh, 2, seed=4)
 
@@ -259,7 +259,7 @@ def test_training_resumes_from_a_state_filled_directly_from_dcp(folder, flatten,
         other = Net(1)
         other.scratch = torch.zeros(2, device="cpu")
     fresh = adam(other, lr=9.0)
-    fresh.param_groups.reverse()  # # nested groups are identified by position, flattened groups by their parameters
+    fresh.param_groups.reverse()  # nested groups are identified by position, flattened groups by their parameters
     into: dict[str, Any] = {"model": other, "optimizer": fresh, "stream": None}
     with pytest.raises(ckpt.CheckpointMismatch, match="are one tensor in the model, but two in"):
         ckpt.import_dcp(folder, {"model": other})
@@ -367,7 +367,7 @@ def test_any_tensors_go_to_dcp_and_come_back_bit_for_bit(tensors, piece, seed):
 
 
 def test_torch_resumes_from_a_dcp_export_and_converts_it(folder, monkeypatch):
-    monkeypatch.setattr(bridge, "_CHUNK_BYTES", 100)  # # small chunks, so that rows go to separate archives
+    monkeypatch.setattr(bridge, "_CHUNK_BYTES", 100)  # small chunks, so that rows go to separate archives
     monkeypatch.setattr(bridge, "_FILE_BYTES", 30_000)
     net, optimizer = trained()
     ckpt.save({"model": net, "optimizer": optimizer, "stream": {"consumed": 7}}, folder / "a", 2)
@@ -602,7 +602,7 @@ def _measure(root: str, report: str) -> None:
     ckpt.save({"model": tensors}, Path(root, "ckpt"), 1)
 
     tensors.clear()
-    Path("/proc/self/clear_refs").write_text("5")  # # reset the peak
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = peak_now()
     ckpt.export_dcp(Path(root, "ckpt"), None, Path(root, "dcp"))
     middle = peak_now()

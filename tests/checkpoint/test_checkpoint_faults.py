@@ -71,10 +71,10 @@ WRITE_FAULTS = [
     (ckpt.Fault("put", "lost", key="commits/*"), True),
     (ckpt.Fault("put", "flip", key="commits/*"), False),
     (ckpt.Fault("put", "flip", key="commits/*", at=10**9), False),
-    (ckpt.Fault("size", "missing", key="*r00001.s*"), True),  # # the listing has the size
-    (ckpt.Fault("list", "stale", key="*r00001.s*", times=None), True),  # # a request by name finds the object
+    (ckpt.Fault("size", "missing", key="*r00001.s*"), True),  # the listing has the size
+    (ckpt.Fault("list", "stale", key="*r00001.s*", times=None), True),  # a request by name finds the object
     (ckpt.Fault("list", "stale", key="commits/*", times=1), True),
-    (ckpt.Fault("list", "error"), True),  # # each object is requested by name
+    (ckpt.Fault("list", "error"), True),  # each object is requested by name
     (ckpt.Fault("list", "hang", seconds=0.2), True),
     (ckpt.Fault("open_read", "error"), True),
     (ckpt.Fault("clock", "error"), True),
@@ -184,7 +184,7 @@ def test_verify_finds_a_truncated_or_overwritten_object(kind):
                 assert ckpt.latest(found.store) == first, (key, cut)
                 assert key in {p.object for p in ckpt.verify(found.store, second).problems}
                 for filler in (bytes(len(sound) - cut), rng.randbytes(len(sound) - cut)):
-                    if sound[:cut] + filler != sound:  # # the right length with wrong bytes: a hole, or earlier contents of the disk
+                    if sound[:cut] + filler != sound:  # the right length with wrong bytes: a hole, or earlier contents of the disk
                         found.write(key, sound[:cut] + filler)
                         assert key in {p.object for p in ckpt.verify(found.store, second).problems}, (key, cut)
             found.write(key, sound)

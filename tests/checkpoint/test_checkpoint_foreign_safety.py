@@ -106,7 +106,7 @@ def attacks() -> dict[str, tuple[bytes, str]]:
     head = b"\x80\x04"
     name = b"torch.distributed.checkpoint.metadata"
     class_of = b"\x8c" + bytes([len(name)]) + name + b"\x8c\x08Metadata\x93"
-    nested = b")" + b"".join(b"\x94h" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))  # # pairs of pairs, 60 levels deep
+    nested = b")" + b"".join(b"\x94h" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))  # pairs of pairs, 60 levels deep
     shared = index_of([2], [([0], [1]), ([1], [1])])
     for number in range(5000):
         shared.state_dict_metadata[f"w{number}"] = shared.state_dict_metadata["w"]
@@ -237,7 +237,7 @@ def test_chunks_are_accepted_only_if_they_tile_the_tensor_once(folder, seed):
     rng = random.Random(seed)
     shape = [rng.randint(1, 6) for _ in range(rng.randint(1, 4))]
     chunks = [([0] * len(shape), list(shape))]
-    for _ in range(rng.randint(0, 8)):  # # cut one chunk in two, up to 8 times
+    for _ in range(rng.randint(0, 8)):  # cut one chunk in two, up to 8 times
         offsets, sizes = chunks.pop(rng.randrange(len(chunks)))
         d = rng.randrange(len(shape))
         at = rng.randint(0, sizes[d])
@@ -250,7 +250,7 @@ def test_chunks_are_accepted_only_if_they_tile_the_tensor_once(folder, seed):
             d = rng.randrange(len(shape))
             offsets[d] = rng.randint(0, shape[d] - sizes[d])
         if len({tuple(o) for o, _ in chunks}) < len(chunks):
-            continue  # # two chunks at one place are another error
+            continue  # two chunks at one place are another error
         covered = torch.zeros(shape, dtype=torch.int64)
         for offsets, sizes in chunks:
             covered[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
@@ -484,7 +484,7 @@ def moved(raw: bytes) -> bytes:
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         entries = {one.filename.partition("/")[2]: one for one in archive.infolist()}
     victim, last = entries["data/0"], max(entries.values(), key=lambda one: one.header_offset)
-    place = raw.rindex(victim.filename.encode())  # # its name in the directory; the offset is in the 4 bytes before
+    place = raw.rindex(victim.filename.encode())  # its name in the directory; the offset is in the 4 bytes before
     assert struct.unpack("<I", raw[place - 4 : place]) == (victim.header_offset,)
     return raw[: place - 4] + struct.pack("<I", last.header_offset) + raw[place:]
 

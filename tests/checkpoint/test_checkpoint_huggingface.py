@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint_is_not_exported(folder):
     raw = bytearray(victim.read_bytes())
     raw[-5000] ^= 1
     victim.write_bytes(raw)
-    for limit in (100_000, 13_000):  # # one file; or two files, of which the first is written without an error
+    for limit in (100_000, 13_000):  # one file; or two files, of which the first is written without an error
         with pytest.raises(ckpt.CheckpointCorrupt, match="holds b"):
             ckpt.export_hf(folder / "a", None, folder / "hf", max_shard_bytes=limit)
         assert not (folder / "hf").exists()

@@ -177,7 +177,7 @@ def test_a_hole_of_the_right_length_is_found(root):
     raw = bytearray(path.read_bytes())
     raw[2 * BLOCK : 4 * BLOCK] = bytes(2 * BLOCK)
     path.write_bytes(raw)
-    assert ckpt.latest(root) is not None  # # the sizes are right, so only reading finds the hole
+    assert ckpt.latest(root) is not None  # the sizes are right, so only reading finds the hole
     assert [(p.block, p.tensors) for p in ckpt.verify(root).problems] == [(2, ("w",)), (3, ("w",))]
     with pytest.raises(ckpt.CheckpointCorrupt, match="block 2"):
         ckpt.open(root).read("w")

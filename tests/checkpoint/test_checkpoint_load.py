@@ -82,7 +82,7 @@ def test_an_optimizers_states_are_chosen_with_their_parameters(root):
     assert set(fresh.state) == {p for p in other.parameters() if p.requires_grad} - set(other.body[1].parameters())
     assert bits(fresh.state[other.scale]["exp_avg"]) == bits(optimizer.state[net.scale]["exp_avg"])
     assert fresh.state[other.scale]["step"] == 2 and fresh.param_groups[0]["lr"] == 1e-2
-    train(other, fresh, 1)  # # a state that was left out begins anew
+    train(other, fresh, 1)  # a state that was left out begins anew
     assert fresh.state[other.get_parameter("body.1.weight")]["step"] == 1
 
 
@@ -497,7 +497,7 @@ def test_damage_seen_by_one_rank_makes_all_ranks_fall_back(tmp_path):
     damaged = save_in_process(tmp_path, bad, random_layout(bad, 1, seed=1), step=2)
     victim = next((tmp_path / "data" / damaged.attempt).glob("*.safetensors"))
     raw = bytearray(victim.read_bytes())
-    raw[-5000] ^= 1  # # in the last rows, which the last rank reads
+    raw[-5000] ^= 1  # in the last rows, which the last rank reads
     victim.write_bytes(raw)
     for step, skipped, values in run_gloo(3, fallback_rank, str(tmp_path)):
         assert step == 1 and skipped == (damaged.name,)

@@ -38,7 +38,7 @@ def server():
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     threaded.start()
     host, port = threaded.get_host_and_port()
-    with contextlib.suppress(urllib.error.HTTPError):  # # the first request imports moto's back ends, and takes longer than a client waits
+    with contextlib.suppress(urllib.error.HTTPError):  # the first request imports moto's back ends, and takes longer than a client waits
         urllib.request.urlopen(f"http://{host}:{port}/nobodys-bucket", timeout=120)
     yield f"http://{host}:{port}"
     threaded.stop()
@@ -216,5 +216,5 @@ def test_ranks_save_to_s3_by_url_and_others_load(server, bucket, monkeypatch):
 
 
 def with_environment(rank, world, environment, what, root):
-    os.environ.update(environment)  # # the fork server has its own environment
+    os.environ.update(environment)  # the fork server has its own environment
     return save_rank(rank, world, {"fsdp2": root}) if what == "save" else load_rank(rank, world, [(root, "fsdp2")])

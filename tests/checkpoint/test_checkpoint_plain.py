@@ -163,7 +163,7 @@ def test_shuffled_loader_resumes_in_its_saved_order(root):
     next(loader)
     with ckpt.Saver(root) as saver:
         saver.async_save({"model": {"w": torch.ones(2)}, "loader": loader}, 1)
-        wanted = [next(loader) for _ in range(3)]  # # drawn after the call, which stores the state of its own moment
+        wanted = [next(loader) for _ in range(3)]  # drawn after the call, which stores the state of its own moment
     resumed = Loader(0)
     ckpt.load({"model": {"w": torch.zeros(2)}, "loader": resumed}, root)
     assert [next(resumed) for _ in range(3)] == wanted and resumed.position == loader.position

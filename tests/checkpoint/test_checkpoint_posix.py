@@ -68,7 +68,7 @@ def test_a_file_system_without_o_direct_gets_buffered_calls(tmp_path, monkeypatc
 
     def opened(path, flags, *args, **kwargs):
         if flags & os.O_DIRECT:
-            if flags & os.O_CREAT:  # # some kernels create the file and then refuse
+            if flags & os.O_CREAT:  # some kernels create the file and then refuse
                 os.close(real_open(path, flags & ~os.O_DIRECT, *args, **kwargs))
             refuse()
         return real_open(path, flags, *args, **kwargs)
@@ -188,7 +188,7 @@ def test_four_concurrent_writes_never_reuse_unwritten_buffers(tmp_path, monkeypa
         with lock:
             now += 1
             most, wait = max(most, now), delays.uniform(0, 0.01)
-        time.sleep(wait)  # # late, and in another order
+        time.sleep(wait)  # late, and in another order
         try:
             return real(fd, data, offset)
         finally:
@@ -216,7 +216,7 @@ def test_write_error_waits_for_running_writes_and_leaves_nothing(tmp_path, monke
             begun.set()
             late.wait(10)
             time.sleep(0.2)
-        written = real(fd, data, offset)  # # would go to another file if the descriptor had been closed and reused
+        written = real(fd, data, offset)  # would go to another file if the descriptor had been closed and reused
         over.append(offset)
         return written
 
@@ -603,7 +603,7 @@ def test_unsynced_commit_fails_and_succeeds_when_repeated(tmp_path, monkeypatch)
         patch.setattr(os, "fsync", fsync)
         with pytest.raises(ckpt.SaveFailed, match="Input/output error"):
             ckpt.commit(tmp_path, [vote], step=1, epoch=0, attempt="a", world=1, meta={})
-        with pytest.raises(ckpt.SaveFailed, match="Input/output error"):  # # the object exists, but may not survive a crash
+        with pytest.raises(ckpt.SaveFailed, match="Input/output error"):  # the object exists, but may not survive a crash
             ckpt.commit(tmp_path, [vote], step=1, epoch=0, attempt="a", world=1, meta={})
     made = ckpt.commit(tmp_path, [vote], step=1, epoch=0, attempt="a", world=1, meta={})
     assert ckpt.latest(tmp_path) == made and [p.name for p in tmp_path.glob("commits/*")] == [f"{made.name}.json"]

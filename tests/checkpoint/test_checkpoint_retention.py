@@ -198,7 +198,7 @@ def test_only_verified_checkpoints_count_towards_retention(root):
     # The collection does not read a young checkpoint, which its writers read back. It counts once they have reported.
     young = make(root, 9)
     assert steps(ckpt.gc(store, rule, grace=ckpt.NO_GRACE, young=young).kept) == [3, 4, 9]
-    next_one = make(root, 12)  # # the same holds for the next one, if the collection comes late
+    next_one = make(root, 12)  # the same holds for the next one, if the collection comes late
     assert steps(ckpt.gc(store, rule, grace=ckpt.NO_GRACE, young=young).kept) == [3, 4, 9, 12]
     assert store.opened[7:] == ["at-e0-s4"] * 4
     assert steps(ckpt.gc(store, rule, grace=ckpt.NO_GRACE, young=next_one).kept) == [9, 12] and store.opened[11:] == ["at-e0-s9"]

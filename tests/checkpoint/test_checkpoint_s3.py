@@ -91,7 +91,7 @@ def test_transient_s3_errors_are_retried_and_the_save_succeeds(store, fake, oper
     assert_equals(store, AFTER)
     assert time.monotonic() - began < 30
     assert all(rule.done for rule in rules), [rule for rule in rules if not rule.done]
-    if action not in ("lost", "short"):  # # an upload whose start had no answer is debris, which is collected later
+    if action not in ("lost", "short"):  # an upload whose start had no answer is debris, which is collected later
         assert not fake.uploads
     fake.rules.clear()
     collect(store, 1, grace_s=-5.0)
@@ -151,7 +151,7 @@ def test_unavailable_service_fails_the_save_by_the_deadline(store, fake, where, 
         save_after(hasty)
     assert time.monotonic() - began < 12
     fake.rules.clear()
-    collect(store, 1, grace_s=-5.0)  # # a service that does not answer can't abort the upload either
+    collect(store, 1, grace_s=-5.0)  # a service that does not answer can't abort the upload either
     assert_untouched(store, fake)
 
 
@@ -363,7 +363,7 @@ def test_collection_aborts_only_stale_uploads_of_its_own_root(store, fake):
     fake.uploads[other].began -= 4000
     collect(store, 1)
     assert set(fake.uploads) == {young, other}
-    fake.uploads[young].began -= 20 * 3600  # # another process, which may be sending a large object over a slow line
+    fake.uploads[young].began -= 20 * 3600  # another process, which may be sending a large object over a slow line
     ckpt.gc(store, ckpt.Retention())
     assert set(fake.uploads) == {young, other}
     fake.uploads[young].began -= 5 * 3600

@@ -129,7 +129,7 @@ def test_mutated_sealed_manifest_is_refused_or_equivalent(saved, seed):
     outcomes = {"refused": 0, "read": 0, "other": 0}
     changes = 60 if seed == 0 else 1000
     if seed == 0:
-        tracemalloc.start()  # # tracing makes everything ten times as slow
+        tracemalloc.start()  # tracing makes everything ten times as slow
     try:
         for index in range(changes):
             changed = mutate(document, rng)
@@ -344,7 +344,7 @@ def test_checkpoint_modules_never_import_or_call_unpickling():
     checked = 0
     for path in sorted(FOLDER.rglob("*.py")):
         if path.name.startswith(("dcp", "foreign", "huggingface")):
-            continue  # # bridges to other formats have their own tests
+            continue  # bridges to other formats have their own tests
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             names = []

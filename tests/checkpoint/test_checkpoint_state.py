@@ -172,7 +172,7 @@ def test_training_resumed_from_a_checkpoint_goes_on_bit_for_bit(root):
     assert handle.wait().name == "e0000-s000000000003"
 
     other = Net(1)
-    fresh = adam(other, lr=9.0)  # # no step was made, so its states do not exist yet
+    fresh = adam(other, lr=9.0)  # no step was made, so its states do not exist yet
     restored = {
         "model": other,
         "optimizer": fresh,

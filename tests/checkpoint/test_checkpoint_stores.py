@@ -263,7 +263,7 @@ def test_stores_pickle_and_never_print_their_secrets(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_thread_is_left_behind(kind):
-    before = set(threading.enumerate())  # # an earlier test may have left a hung write on purpose
+    before = set(threading.enumerate())  # an earlier test may have left a hung write on purpose
     with opened(kind) as found:
         save_in_process(found.store, A, random_layout(A, 2, seed=1), step=1)
         assert_equals(found.store, A)

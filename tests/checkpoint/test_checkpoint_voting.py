@@ -80,7 +80,7 @@ def test_existing_commit_fails_the_save_and_deletes_nothing(what):
     store = ckpt.MemoryStore()
     if what == "another's":
         ckpt.commit(store, [written(store, 0, 1, "theirs")], step=5, epoch=0, attempt="theirs", world=1, meta={})
-    else:  # # perhaps our own commit, half stored: its repair would need the data
+    else:  # perhaps our own commit, half stored: its repair would need the data
         store.put(THEIRS, b"{")
     before = store.get(THEIRS)
     ends = both(store, [written(store, 0), written(store, 1)])
@@ -158,7 +158,7 @@ def test_voting_retries_transient_but_not_lasting_read_errors(rank):
         conclude(hard, rank_of(rank, timeout_s=0.05), votes[rank])
     if rank == 1:
         assert len(data(inner, 1)) == 2 and ckpt.verify(inner).ok
-        for action in ("error", "short"):  # # "short" gives half a message, as from a store that lists objects before they are complete
+        for action in ("error", "short"):  # "short" gives half a message, as from a store that lists objects before they are complete
             inner.delete("attempts/mine/r00001.json")
             soft = ckpt.FaultyStore(inner, [ckpt.Fault("get", action, "attempts/*", times=2)])
             assert conclude(soft, rank_of(1), votes[1]) == ckpt.latest(inner) and len(soft.fired) == 2

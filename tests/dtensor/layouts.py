@@ -29,7 +29,7 @@ class Case:
 
     @property
     def placement(self) -> RaggedShard:
-        counts = self.counts if any(self.counts) else (1, *self.counts[1:])  # # without any units rank 0 "holds" them
+        counts = self.counts if any(self.counts) else (1, *self.counts[1:])  # without any units rank 0 "holds" them
         return RaggedShard(tuple(range(self.dims)), counts)
 
     def part(self, full: torch.Tensor, rank: int) -> torch.Tensor:

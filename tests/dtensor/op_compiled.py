@@ -99,9 +99,9 @@ def _case(op: Any, sample: Any, plain: Any, prepare: Any) -> tuple[Arguments, An
         eager, arguments = call(op, "function", sample, prepare, None)
         meet = sum(map(_is_pending, tree_leaves(arguments))) > 1
         if not meet and not any(map(_is_pending, tree_leaves(eager))):
-            return None  # # no pending values, or one whose result is not pending
+            return None  # no pending values, or one whose result is not pending
         if difference(whole(eager), expected[0])[0] == "WRONG":
-            return None  # # the table's other columns report it
+            return None  # the table's other columns report it
     except Exception:
         return None
     return arguments, expected[0]

@@ -93,7 +93,7 @@ def pending_as(layout: str, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     if tensor.dtype not in MOVABLE and not tensor.is_complex():
         return derived(tensor, plain_spec(mesh, [Replicate()], tensor.shape, tensor.dtype))
     placement: Placement = Partial("sum")
-    seed = zlib.crc32(repr(tensor.flatten()[:4].tolist()).encode())  # # the seed differs by tensor, and so do the first rank's elements
+    seed = zlib.crc32(repr(tensor.flatten()[:4].tolist()).encode())  # the seed differs by tensor, and so do the first rank's elements
     first = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(seed)) < 0.5
     if layout == "pending max" and not tensor.is_complex():
         placement = Partial("max")
@@ -103,7 +103,7 @@ def pending_as(layout: str, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
         placement = norm_partial(2)
         tensor, other = tensor.where(first, 0), tensor.where(~first, 0)
     elif tensor.is_floating_point() or tensor.is_complex():
-        other = (-tensor).where((2 * tensor).isfinite(), 0)  # # 2 x and -x add up to x without rounding, and are not symmetric
+        other = (-tensor).where((2 * tensor).isfinite(), 0)  # 2 x and -x add up to x without rounding, and are not symmetric
         tensor = tensor - other
     else:
         tensor, other = tensor - tensor // 3, tensor // 3
@@ -145,7 +145,7 @@ def difference(found: Any, expected: Any, values: bool = True) -> tuple[str, str
             return "WRONG", f"{getattr(a, 'shape', a)} {getattr(a, 'dtype', '')} instead of {b.shape} {b.dtype}"
         if not values:
             continue
-        if a.dtype in (torch.float16, torch.complex32):  # # the comparison needs functions that these dtypes lack
+        if a.dtype in (torch.float16, torch.complex32):  # the comparison needs functions that these dtypes lack
             a, b = a.to(torch.complex64 if a.is_complex() else torch.float32), b.to(torch.complex64 if b.is_complex() else torch.float32)
         if not torch.equal(a, b) and not _close(a, b, rtol=0.0, atol=0.0):
             why = _apart(a, b, **({"rtol": 0.04, "atol": 0.02} if b.dtype is torch.bfloat16 else {}))
@@ -245,7 +245,7 @@ def attempt(op: Any, variant: str, layout: str, sample: Any, mesh: DeviceMesh, w
     level = _outcome("exact", gathered, expected, seen, True)
     if level[0] == "WRONG" and draws(op, variant, sample, plain, out):
         return _outcome("random", gathered, expected, seen, False)
-    if level[0] == "WRONG":  # # perhaps torch is wrong: some of its composites ignore out= for every tensor subclass
+    if level[0] == "WRONG":  # perhaps torch is wrong: some of its composites ignore out= for every tensor subclass
         theirs = call(op, variant, sample, lambda v, first: DTensor.from_local(plain(v, first), mesh, [Replicate()] * mesh.ndim), out)
         if _outcome("exact", (whole(theirs[0]), whole(theirs[1])), expected, seen, True)[0] == "WRONG":
             return "torch", seen, level[2]
@@ -364,7 +364,7 @@ def child(names: Sequence[str], dtypes: Sequence[str], limit: int) -> None:
 
 
 def add_compiled(found: dict[str, Any], name: str, limit: int) -> None:
-    from tests.dtensor.op_compiled import compiled  # # imports from this module
+    from tests.dtensor.op_compiled import compiled  # imports from this module
 
     outcomes, example = compiled([name], "float32", limit)[name]
     if outcomes:
@@ -375,7 +375,7 @@ def add_compiled(found: dict[str, Any], name: str, limit: int) -> None:
 
 def run(results: Path, dtypes: Sequence[str], limit: int, only: Sequence[str] = ()) -> None:
     """Sweep the operations that ``results`` lacks."""
-    kept = [row for row in read(results) if not bad(row)]  # # repeat the bad ones
+    kept = [row for row in read(results) if not bad(row)]  # repeat the bad ones
     if results.exists():
         results.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
     done = {row["op"] for row in kept}
@@ -428,7 +428,7 @@ def bad(row: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    from tests.dtensor.op_page import render  # # imports from this module
+    from tests.dtensor.op_page import render  # imports from this module
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("build/op-coverage.jsonl"))

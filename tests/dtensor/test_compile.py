@@ -86,7 +86,7 @@ def _beside_torchs(rank: int, world: int) -> None:
             try:
                 found = function(ours, theirs) if first else function(theirs, ours)
             except (NotImplementedError, RuntimeError):
-                refused.append(name)  # # torch has no rule for it
+                refused.append(name)  # torch has no rule for it
                 continue
             close(found, expected, (name, first))
     assert len(refused) <= len(JOINS) // 3, refused
@@ -149,7 +149,7 @@ def _arguments(rank: int, world: int) -> None:
     for make in (lambda t: t.sum(), lambda t: norm(t), lambda t: t.amax()):
         torch._dynamo.reset()
         functions: list[Any] = [lambda x, y: [torch.stack([x, y]), x * 2 + y], lambda x, y: x.mul_(y)]
-        for function in functions[: 1 if make(ragged(a, mesh)).placements == (norm_partial(2),) else 2]:  # # a written norm is no norm
+        for function in functions[: 1 if make(ragged(a, mesh)).placements == (norm_partial(2),) else 2]:  # a written norm is no norm
             args = [make(ragged(t, mesh)) for t in (a, b)]
             close(torch.compile(function, backend=BACKEND)(*args), function(make(a), make(b)), function)
             written = make(a)
@@ -229,7 +229,7 @@ def _shapes(rank: int, world: int, dynamic: bool | None) -> None:
     run = torch.compile(functions[0], backend=BACKEND, dynamic=dynamic)
     # Unless `dynamic` already did, the second shape makes torch compile for any shape. The next shape must not run that code.
     with torch._dynamo.config.patch(recompile_limit=3):
-        for rows in range(3, 18, 3):  # # more shapes than torch compiles a function for
+        for rows in range(3, 18, 3):  # more shapes than torch compiles a function for
             close(run(ragged(full(rows, rows, 2), mesh)), functions[0](full(rows, rows, 2)), rows)
     torch._dynamo.reset()
     several = torch.compile(lambda ts: [t * norm(t) for t in ts], backend=BACKEND, dynamic=True)
@@ -263,7 +263,7 @@ def _empty(rank: int, world: int) -> None:
             close(found, expected, (rows, placements))
     torch._dynamo.reset()
     run = torch.compile(lambda t: t * 2, backend=BACKEND, dynamic=False)
-    for rows in (3, 4):  # # rank 0 has two rows of both
+    for rows in (3, 4):  # rank 0 has two rows of both
         found = run(ragged(full(rows, rows, 2), mesh, [RaggedShard((0,), (1, 0))]).redistribute(placements=[Shard(0)]))
         assert found.shape == (rows, 2)
         close(found, full(rows, rows, 2) * 2, rows)

@@ -26,7 +26,7 @@ def hashes(rank: int, world: int) -> list[str]:
 
 
 def test_keys_differ_from_rank_to_rank_and_from_layout_to_layout() -> None:
-    by_rank = run_gloo(3, hashes)  # # processes, since on threads the ranks have different meshes
+    by_rank = run_gloo(3, hashes)  # processes, since on threads the ranks have different meshes
     assert len({key for keys in by_rank for key in keys[::2]}) == 9
     assert len({keys[1] for keys in by_rank}) == 3, "pending results, too"
 

@@ -64,7 +64,7 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...], mesh: tuple[int, int], ragg
         assume(any(units))
         placements[dim] = RaggedShard(tuple(range(draw(st.integers(0, len(shape))))), units)
         layout = Layout(mesh, tuple(placements))
-        for coordinate in ((i, j) for i in range(mesh[0]) for j in range(mesh[1])):  # # units that do not fit the section are refused
+        for coordinate in ((i, j) for i in range(mesh[0]) for j in range(mesh[1])):  # units that do not fit the section are refused
             without = Layout(mesh, tuple(Replicate() if isinstance(p, RaggedShard) else p for p in placements))
             here = without.part(index_of(shape), coordinate).shape
             placement = placements[dim]
@@ -331,7 +331,7 @@ def _between_processes(rank: int, world: int) -> None:
     for layout in (Layout((2, 2), (ragged, Shard(0))), Layout((2, 2), (Shard(1), other)), Layout((2, 2), (Replicate(), ragged))):
         torch.manual_seed(5)
         drawn = torch.zeros(8, 4).uniform_()
-        torch.manual_seed(5 + rank // 2 if layout.placements[0].is_replicate() else 5)  # # the seed of the first replica counts
+        torch.manual_seed(5 + rank // 2 if layout.placements[0].is_replicate() else 5)  # the seed of the first replica counts
         a = make(torch.zeros(8, 4), layout, mesh).uniform_()
         assert torch.equal(a.to_local(), layout.part(drawn, here(mesh))), "the values of one device"
         again = copy.deepcopy(a)
@@ -362,7 +362,7 @@ def _asynchronous(rank: int, world: int) -> tuple[bool, bool]:
         start = time.monotonic()
         b = a.redistribute(placements=target, async_op=True)
         early.append(time.monotonic() - start < 0.15)
-        assert torch.equal((b + b).full_tensor(), full * 2)  # # the first use waits
+        assert torch.equal((b + b).full_tensor(), full * 2)  # the first use waits
         c = a.redistribute(placements=target, async_op=True)
         assert torch.equal(c.full_tensor(), full)
         torch._foreach_mul_([d := a.redistribute(placements=target, async_op=True)], 3.0)

@@ -40,7 +40,7 @@ def values() -> torch.Tensor:
 
 
 def reductions(rank: int, world: int) -> None:
-    for row in (0, 7):  # # NaN on the first rank, then on the last
+    for row in (0, 7):  # NaN on the first rank, then on the last
         full = torch.ones(8, 5)
         full[row, 0] = math.nan
         x = ragged(full)
@@ -148,7 +148,7 @@ def dimensions(rank: int, world: int) -> None:
         same_or_refused(lambda t: torch._foreach_max([t])[0], full, x)
     image, ones = ragged(values()).view(1, 8, 5), [ragged(torch.ones(8)) for _ in range(6)]
     normalize: Any = torch.native_batch_norm
-    with pytest.raises(RuntimeError, match="would write"):  # # with training=False the call writes out=, but no running statistics
+    with pytest.raises(RuntimeError, match="would write"):  # with training=False the call writes out=, but no running statistics
         normalize(image, *ones[:4], False, 0.1, 1e-5, out=(torch.zeros_like(image), *ones[4:]))
     z = values() * (1 + 1j)
     torch.testing.assert_close(whole((ragged(z) / 50).prod()), (z / 50).prod())
@@ -204,7 +204,7 @@ def beside_plain(rank: int, world: int) -> None:
         (function(q) ** 2).sum().backward()  # type: ignore[no-untyped-call]
         torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-4, atol=1e-4)
     p = ragged(values() / 10).requires_grad_()
-    with pytest.raises(ValueError, match="distribute it first .*or work on full_tensor"):  # # other than the plain tensor's formula
+    with pytest.raises(ValueError, match="distribute it first .*or work on full_tensor"):  # other than the plain tensor's formula
         whole((p + 3).prod(0)).sum().backward()
 
 
@@ -220,7 +220,7 @@ def clipping(rank: int, world: int) -> None:
             torch.testing.assert_close(norm, torch.linalg.vector_norm(expected, order), rtol=5e-3, atol=0)
             for grad, before in ((whole(p.grad), full * 3), (q.grad, full * 2)):
                 torch.testing.assert_close(grad, before / norm)
-    for fused in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):  # # gradients that had to be gathered
+    for fused in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):  # gradients that had to be gathered
         p, q = nn.Parameter(ragged(full)), nn.Parameter(full.clone())
         for t in (p, q):
             whole((t @ t.t()).sum()).backward()

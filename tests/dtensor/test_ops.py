@@ -104,7 +104,7 @@ def _binary(rank: int, world: int, a: Case, b: Case, trail: int) -> None:
     others += [(ragged(Case(small.shape, 0, (*([0] * (world - 1)), 1)), small, mesh, rank), small)]
     for (name, op), (other, plain) in itertools.product(BINARY.items(), others):
         if name in ("add", "maximum", "lt") or other is y:
-            reduced = any(p.is_partial() for p in other.placements)  # # a sum over ranks rounds, and SIMD tails may
+            reduced = any(p.is_partial() for p in other.placements)  # a sum over ranks rounds, and SIMD tails may
             if reduced and name == "lt":
                 continue
             found = op(x, other)
@@ -306,7 +306,7 @@ def _foreach(rank: int, world: int, layouts: list[Case]) -> None:
     torch._foreach_add_(plain, torch._foreach_neg(plain), alpha=0.25)
     torch._foreach_copy_(xs, [x * 2 for x in xs])
     torch._foreach_copy_(plain, [p * 2 for p in plain])
-    torch._foreach_copy_(xs, [p + 1 for p in plain])  # # each rank takes its part of whole plain tensors
+    torch._foreach_copy_(xs, [p + 1 for p in plain])  # each rank takes its part of whole plain tensors
     torch._foreach_copy_(plain, [p + 1 for p in plain])
     for x, p in zip(xs, plain, strict=True):
         assert torch.equal(x.full_tensor(), p)

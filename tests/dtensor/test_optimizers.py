@@ -278,7 +278,7 @@ def _scaler(rank: int, world: int) -> float:
     scalers = [torch.amp.GradScaler("cpu", init_scale=8.0), torch.amp.GradScaler("cpu", init_scale=8.0)]
     for step in range(2):
         set_gradients(LAYOUTS, sharded, plain, rank, step)
-        if step == 1:  # # one element overflows, on one rank only
+        if step == 1:  # one element overflows, on one rank only
             assert plain[0].grad is not None and sharded[0].grad is not None
             plain[0].grad.view(-1)[0] = math.inf
             if rank == 0:
@@ -353,7 +353,7 @@ def _step_seconds(rank: int, world: int) -> tuple[float, float]:
     for p in (*ours, *theirs):
         p.grad = torch.ones_like(p)
     best = [math.inf, math.inf]
-    for _ in range(12):  # # interleaved, in CPU time of this thread, so that other load affects both alike
+    for _ in range(12):  # interleaved, in CPU time of this thread, so that other load affects both alike
         for i, optimizer in enumerate(optimizers):
             began = time.thread_time()
             optimizer.step()

@@ -129,7 +129,7 @@ def test_gathering_or_reducing_is_one_collective_without_padding(case: Case) -> 
         for name, rank, sent in seen:
             if name == "all_to_all_single":
                 assert sent == sends(rank)
-            else:  # # the other collectives carry equal parts, or all from one rank
+            else:  # the other collectives carry equal parts, or all from one rank
                 assert len(set(parts)) == 1 or sorted(parts)[:-1] == [0] * (case.world - 1), name
 
 
@@ -144,7 +144,7 @@ def _with_torchs(rank: int, world: int, case: Case, dim: int) -> int:
         assert torch.equal(there.to_local(), theirs.to_local()), placement
         back = distribute_tensor(full, mesh, [case.placement]) if placement.is_replicate() else _back(there, case)
         assert torch.equal(back.to_local(), case.part(full, rank)), placement
-        for gone in (there, there * 1):  # # the way back is the same call for a computed tensor
+        for gone in (there, there * 1):  # the way back is the same call for a computed tensor
             back = gone.redistribute(placements=[case.placement])
             assert type(back) is RaggedDTensor and torch.equal(back.to_local(), case.part(full, rank)), placement
     return 0
@@ -185,7 +185,7 @@ def _partial(rank: int, world: int, case: Case, op: str) -> None:
 def test_a_pending_reduction_lands_reduced(case: Case, op: str) -> None:
     with spy() as seen:
         run_threads(case.world, _partial, case, op)
-    if op in ("sum", "avg"):  # # never an all-reduce of the whole tensor
+    if op in ("sum", "avg"):  # never an all-reduce of the whole tensor
         assert not any(name == "all_reduce" for name, _, _ in seen)
 
 
@@ -196,11 +196,11 @@ def _gradients(rank: int, world: int, source: Case, target: Case) -> None:
     local = source.part(full, rank).clone().requires_grad_()
     a = RaggedDTensor.from_local(local, mesh, [source.placement], shape=source.shape)
     b = a.redistribute(placements=[target.placement])
-    (b.to_local() * weight_ragged.to_local()).sum().backward()  # # the ranks' losses add up to (full * weight).sum()
+    (b.to_local() * weight_ragged.to_local()).sum().backward()  # the ranks' losses add up to (full * weight).sum()
     assert local.grad is not None and torch.equal(local.grad, source.part(weight, rank))
 
     leaf = ragged(source, full, mesh, rank).requires_grad_()
-    (leaf.full_tensor() * weight).sum().backward()  # # every rank computes the same loss
+    (leaf.full_tensor() * weight).sum().backward()  # every rank computes the same loss
     assert isinstance(leaf.grad, RaggedDTensor) and leaf.grad.placements == leaf.placements
     assert torch.equal(leaf.grad.to_local(), source.part(weight, rank))
 

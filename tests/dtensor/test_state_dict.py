@@ -139,7 +139,7 @@ _M_MMAP_THRESHOLD = -3
 
 def _peak(function: Any) -> int:
     """Largest growth of the process in bytes while ``function`` runs."""
-    Path("/proc/self/clear_refs").write_text("5")  # # resets the high-water mark to the present use
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark to the present use
     status = Path("/proc/self/status")
     before = int(status.read_text().split("VmRSS:")[1].split()[0])
     function()
@@ -163,7 +163,7 @@ def _memory(rank: int, world: int, mesh_shape: tuple[int, ...], placements: list
     optimizer.step()
     full = {n: matrix(i) for i, n in enumerate(names)} if rank == 0 else {}
     moments = {"state": {n: {"momentum_buffer": full[n]} for n in full}, "param_groups": [{**optimizer.param_groups[0], "params": names}]}
-    set_model_state_dict(net, full, options=SENT)  # # first once without counting, to allocate the back end's buffers
+    set_model_state_dict(net, full, options=SENT)  # first once without counting, to allocate the back end's buffers
     peaks = [
         _peak(lambda: set_model_state_dict(net, full, options=SENT)),
         _peak(lambda: set_optimizer_state_dict(net, optimizer, moments, options=SENT)),
@@ -266,7 +266,7 @@ def _with_fsdp2(rank: int, world: int, folder: str) -> None:
         saving: Any = dcp.async_save(state, checkpoint_id=str(Path(folder) / name), process_group=dist.new_group())
         with torch.no_grad():
             for p in net.parameters():
-                p.zero_()  # # the save uses a copy
+                p.zero_()  # the save uses a copy
         saving.result()
     for source in makers:
         for name, make in makers.items():
@@ -296,7 +296,7 @@ def _fully_sharded(rank: int, world: int) -> None:
     net, x = Net(5), values((2, 4)) * 0.1
     fully_shard(net, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), block_policy=lambda name, p: Block.rows(1))
     trained_optimizer = torch.optim.AdamW(net.parameters(), lr=0.9)
-    net(x)  # # makes the low-precision copy of the old values
+    net(x)  # makes the low-precision copy of the old values
     plain = Net(3)
     state = get_optimizer_state_dict(plain, trained(plain))
     set_model_state_dict(net, plain.state_dict() if rank == 0 else {}, options=SENT)

@@ -241,7 +241,7 @@ def test_reused_buffer_counts_as_fully_resident():
     buffer = pool.take(LARGE, CPU, in_pieces=True)
     pool.written(buffer, LARGE // 2)
     assert pool.bytes_held() == LARGE // 2
-    pool.give_back(buffer)  # # the step was given up
+    pool.give_back(buffer)  # the step was given up
     assert pool.bytes_held() == LARGE, "at most: no one remembers which pages"
     assert pool.take(LARGE, CPU, in_pieces=True) is buffer and pool.bytes_held() == LARGE
     pool.give_back(buffer)
@@ -287,7 +287,7 @@ def test_users_that_are_gone_hold_nothing_and_count_no_more():
     pool.provide(gathered)
     pool.provide(other)
     assert pool.bytes_held() == 3 * LARGE
-    del users[:2], gathered, scratch  # # two of three groups go, in the middle of a step
+    del users[:2], gathered, scratch  # two of three groups go, in the middle of a step
     assert pool.bytes_held() == LARGE
     pool.release(other, None)
     assert pool.bytes_held() == 0, "the last one hands its memory on to no one"

@@ -174,7 +174,7 @@ def test_meshes_that_do_not_fit_are_refused() -> None:
 def penalty(rank: int, world: int, options: dict[str, Any]) -> None:
     """The gradient of |d loss / d input|, against a plain module. torch's own fully_shard can't compute it."""
     ours, alone = sharded(Net(272, 2), **options), Net(272, 2)
-    for _ in range(2):  # # the second step finds no leftovers of the first
+    for _ in range(2):  # the second step finds no leftovers of the first
         for model in (ours, alone):
             model.zero_grad()
             x = batch(rank, 272).requires_grad_()
@@ -250,7 +250,7 @@ def test_using_a_resharded_parameter_names_forward_and_unshard() -> None:
 
 def one_of_several_roots_goes(rank: int, world: int) -> None:
     stages: list[Any] = [sharded(Net(272, 2)) for _ in range(3)]
-    stages[0](batch(rank, 272)).sum().backward()  # # this stage has a schedule already
+    stages[0](batch(rank, 272)).sum().backward()  # this stage has a schedule already
     share_comm_ctx(stages)
     units = [unit_of(m) for stage in stages for m in stage.modules() if isinstance(m, FSDPModule)]
     assert len({id(unit.lanes) for unit in units if unit.lanes is not None}) == 1
@@ -270,7 +270,7 @@ def one_of_several_roots_goes(rank: int, world: int) -> None:
         stages[0](batch(rank, 272))
     handle.remove()
     loss.backward()
-    del stages[1], loss  # # one root with gathered parameters
+    del stages[1], loss  # one root with gathered parameters
     for stage in stages:
         stage(batch(rank, 272)).sum().backward()
     assert pool.count()[size] == (0, 0), "what is left uses nothing between steps, and nothing is counted for those that are gone"
@@ -320,7 +320,7 @@ def pushed_forward(rank: int, world: int) -> None:
     plain = plain.double()
     x, direction = batch(rank).double(), batch(rank + 7).double()
     for _ in range(2):
-        for model in (ours, ours.layers[0]):  # # the very first forward is inside a transform
+        for model in (ours, ours.layers[0]):  # the very first forward is inside a transform
             alone = plain if model is ours else plain.layers[0]
             got, expected = (torch.func.jvp(m, (x,), (direction,)) for m in (model, alone))
             torch.testing.assert_close(got, expected)
@@ -343,7 +343,7 @@ def beside_replicate(rank: int, world: int) -> None:
     assert not isinstance(ours.layers[0].weight, DTensor) and isinstance(ours.layers[2].weight, DTensor)
     outer = Net()
     sharded_part = fully_shard(outer.layers[0])
-    replicate(outer)  # # leaves the sharded part alone
+    replicate(outer)  # leaves the sharded part alone
     for model in (ours, outer, alone):
         model(batch(rank)).square().sum().backward()
     for model in (ours, outer):
@@ -409,13 +409,13 @@ def states(rank: int, world: int, how: Any) -> list[Any]:
     group = root._fsdp_param_group
     seen.append([(p._orig_size, p.orig_dtype, p._module_info.param_name, type(p._module_info.module).__name__) for p in group.fsdp_params])
     seen.append((group._reduce_dtype, group._reshard_after_forward, inner._fsdp_param_group._reshard_after_forward))
-    seen.append(getattr(group, "_orig_dtype", torch.float32))  # # torch 2.15 has none, because dtypes within a group may differ
+    seen.append(getattr(group, "_orig_dtype", torch.float32))  # torch 2.15 has none, because dtypes within a group may differ
     model.set_is_last_backward(False)
     seen.append((root._state_ctx.is_last_backward, root._modules_to_run_forward, inner._modules_to_run_forward))
     root._state_ctx.is_last_backward = True
     inner._states_to_backward_prefetch = [root]
     seen.append(inner._states_to_backward_prefetch == [root])
-    inner._states_to_backward_prefetch = []  # # an empty list; trainers disable prefetching this way
+    inner._states_to_backward_prefetch = []  # an empty list; trainers disable prefetching this way
     seen.append(inner._states_to_backward_prefetch)
     model.layers[1].unshard()
     seen.append((inner._fsdp_param_group.is_unsharded, root._fsdp_param_group.is_unsharded))
@@ -515,7 +515,7 @@ def tied_across_units(rank: int, world: int, how: Any) -> bool:
         model(batch(rank)).sum().backward()
         assert model.layers[1].weight.grad is not None and model.layers[1].weight is not model.layers[0].weight
         for model in (tied(), sharded(Net(layers=2), how), how(Net(layers=2))):
-            model.layers[1].weight = model.layers[0].weight  # # like a tie_weights() after loading
+            model.layers[1].weight = model.layers[0].weight  # like a tie_weights() after loading
             with pytest.raises(ValueError, match="'layers.1.weight' is shared .* it was tied to 'layers.0.weight' after fully_shard"):
                 model(batch(rank))
     return True

@@ -199,13 +199,13 @@ def test_ranks_that_hold_nothing_take_part():
 
 def several_calls(rank, world):
     ours, alone = shard_tower(seeded(Tower)), seeded(Tower)
-    for _ in range(3):  # # after the first step the buffers are assigned anew
+    for _ in range(3):  # after the first step the buffers are assigned anew
         for model, r, w in ((ours, rank, world), (alone, 0, 1)):
             model.zero_grad()
             first, second = model(inputs(r, w, 0)), model(inputs(r, w, 1))
             (first.square().mean() + second.sum(-1).square().mean()).backward()
         same(grads(ours), grads(alone))
-        for model, r, w in ((ours, rank, world), (alone, 0, 1)):  # # two graphs; the first graph's backward runs last
+        for model, r, w in ((ours, rank, world), (alone, 0, 1)):  # two graphs; the first graph's backward runs last
             model.zero_grad()
             first, second = model(inputs(r, w, 0)), model(inputs(r, w, 1))
             second.square().mean().backward(retain_graph=True)
@@ -287,7 +287,7 @@ def evaluation_between(rank, world):
             model(inputs(rank, world, step)).float().square().mean().backward()
             with torch.no_grad():
                 before = model(inputs(rank, world, 5))
-            model.reshard()  # # torch's fully_shard would keep the root's old parameters
+            model.reshard()  # torch's fully_shard would keep the root's old parameters
             optimizer.step()
             optimizer.zero_grad()
             with torch.inference_mode():
@@ -313,7 +313,7 @@ def written_by_hand(rank, world):
             return model(x).float()
 
     first = output()
-    model.reshard()  # # the root stays gathered after a forward
+    model.reshard()  # the root stays gathered after a forward
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(2)
@@ -361,8 +361,8 @@ def chunked_loss(rank, world):
         for model in models:
             model.zero_grad()
             r, w = (0, 1) if model is models[-1] else (rank, world)
-            model(inputs(r, w)).square().mean().backward()  # # uses all modules of the list
-            hidden = model(inputs(r, w, 1), with_head=False)  # # uses only some; the rest runs in chunks
+            model(inputs(r, w)).square().mean().backward()  # uses all modules of the list
+            hidden = model(inputs(r, w, 1), with_head=False)  # uses only some; the rest runs in chunks
             detached = hidden.detach().requires_grad_()
             for chunk in detached.chunk(2):
                 (model.head(chunk).square().mean() / 2).backward()
@@ -391,7 +391,7 @@ class WithGenerate(nn.Module):
 def other_method(rank, world):
     ours, alone = fully_shard(seeded(WithGenerate)), seeded(WithGenerate)
     register_fsdp_forward_method(ours, "generate")
-    register_fsdp_forward_method(alone, "generate")  # # no effect on a module that is not sharded
+    register_fsdp_forward_method(alone, "generate")  # no effect on a module that is not sharded
     ours.generate(inputs(rank, world)).square().mean().backward()
     alone.generate(inputs(0, 1)).square().mean().backward()
     same(grads(ours), grads(alone))
@@ -529,7 +529,7 @@ def to_neighbours(rank, world, shape, size, options):
                 with torch.no_grad():
                     model(inputs(r, w, 9, rows=24))
             if step == 2:
-                model(inputs(r, w, 9, rows=24))  # # without a backward
+                model(inputs(r, w, 9, rows=24))  # without a backward
             with GatherSizes() as sizes:
                 model(inputs(r, w, step, rows=24)).float().square().mean().backward()
             if model is ours:
@@ -640,7 +640,7 @@ class CustomScatter(ReduceScatter):
 
 def custom_collectives(rank, world):
     for later in (False, True):
-        ours, alone = seeded(Branches), seeded(Branches)  # # two groups: trainable and frozen
+        ours, alone = seeded(Branches), seeded(Branches)  # two groups: trainable and frozen
         fully_shard(ours)
         gather, scatter = CustomGather(later), CustomScatter(later)
         ours.set_custom_all_gather(gather)
@@ -657,7 +657,7 @@ def custom_collectives(rank, world):
         assert scatter.ops == [dist.ReduceOp.AVG] * 2 + [dist.ReduceOp.SUM]
         with pytest.raises(AssertionError, match="whose allocate"):
             ours.set_allocate_memory_from_process_group_for_comm(True)
-        if dist.get_backend() == "gloo":  # # only a real back end can allocate memory; ranks on threads have none
+        if dist.get_backend() == "gloo":  # only a real back end can allocate memory; ranks on threads have none
             ours, alone = fully_shard(seeded(Branches)), seeded(Branches)
             ours.set_allocate_memory_from_process_group_for_comm(True)
             for model, r, w in ((ours, rank, world), (alone, 0, 1)):

@@ -34,7 +34,7 @@ def by_hand(rank: int, world: int, asynchronous: bool, reduces_at_once: bool) ->
     assert ours.finalize_backward(async_op=True).wait() is None and ours.finalize_backward() is None, "nothing before the first forward"
     for optimizer_step in range(3):
         ours.set_manual_backward_finalization(True)
-        ours.set_is_last_backward(False)  # # has no effect, since finalization is manual
+        ours.set_is_last_backward(False)  # has no effect, since finalization is manual
         ours.set_reshard_after_backward(False)
         ours.set_requires_gradient_sync(reduces_at_once)
         micro = range(2 * optimizer_step, 2 * optimizer_step + 2)
@@ -107,7 +107,7 @@ def refusals(rank: int, world: int, how: Any) -> list[str]:
     model(inputs(rank, world)).sum().backward()
     seen.append(raised(lambda: model.layers[0].set_manual_backward_finalization(True)))
     seen.append(raised(lambda: model.layers[0].finalize_backward()))
-    seen.append(raised(lambda: model.finalize_backward()))  # # manual finalization was not switched on
+    seen.append(raised(lambda: model.finalize_backward()))  # manual finalization was not switched on
     model.set_manual_backward_finalization(True)
     out = model.layers[2].register_forward_hook(
         lambda _module, _args, output: output.register_hook(lambda _: seen.append(raised(lambda: model.finalize_backward()))) and None

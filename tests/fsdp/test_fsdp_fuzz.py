@@ -76,7 +76,7 @@ def run_program(rank, world, seed):
             one_step(model, mode, plans, frozen, inputs(r, w, step), inputs(r, w, step + 20))
         ours.reshard()
         mine, expected = grads(ours), grads(alone)
-        if mode == "without_sync":  # # a unit that the last micro-batch did not use keeps its gradients until the next one
+        if mode == "without_sync":  # a unit that the last micro-batch did not use keeps its gradients until the next one
             expected = {name: None if mine[name] is None else grad for name, grad in expected.items()}
             for unit in unit_of(ours).schedule.units:
                 for group in unit.groups:
@@ -89,7 +89,7 @@ def run_program(rank, world, seed):
         with torch.no_grad():
             for wanted, parameter in zip(alone.parameters(), ours.parameters(), strict=True):
                 torch.testing.assert_close(parameter.full_tensor(), wanted, rtol=1e-3, atol=1e-5)
-                wanted.copy_(parameter.full_tensor())  # # so that rounding differences do not accumulate
+                wanted.copy_(parameter.full_tensor())  # so that rounding differences do not accumulate
 
 
 def one_step(model, mode, plans, frozen, x, other):

@@ -149,7 +149,7 @@ def test_gaps_keep_gradients_and_never_add_padding(world, sizes, block, dtype, a
         assert padding <= without, "gaps are only for less padding"
         assert strided == any(gap for name, gap in gaps.items() if name.endswith("up"))
         assert not gaps.get("bias"), "not allowed there"
-        if dtype == "float32" and (world, sizes, block) in CASES[1:3]:  # # experts off the boundaries
+        if dtype == "float32" and (world, sizes, block) in CASES[1:3]:  # experts off the boundaries
             assert strided and padding < 0.7 * without, (gaps, padding, without)
 
 

@@ -159,12 +159,12 @@ class Scaled(Rounded):
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         largest = self.data_inside.abs().amax()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group())  # # raises for a mesh of more than one dimension
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group())  # raises for a mesh of more than one dimension
         scale = largest / 127
         return ((self.data_inside / scale).round().to(torch.int8), scale.view(1, 1)), mesh.size()
 
     def fsdp_post_all_gather(self, outputs: tuple[torch.Tensor, ...], metadata: Any, *rest: Any, **more: Any) -> Any:
-        assert outputs[1].numel() == metadata == 2  # # two shards, regardless of the number of replicas
+        assert outputs[1].numel() == metadata == 2  # two shards, regardless of the number of replicas
         codes, scales = outputs
         return super().fsdp_post_all_gather((codes, scales[:1].expand(codes.shape[0], 1)), metadata, *rest, **more)
 
@@ -219,7 +219,7 @@ def trains_around_frozen_ones(rank: int, world: int) -> None:
     shard(model, fully_shard)
     optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (model, plain)]
     for step in range(5):
-        if step == 3:  # # frozen parameters are trained from now on, so the gathered weights need their hooks
+        if step == 3:  # frozen parameters are trained from now on, so the gathered weights need their hooks
             for m in (model, plain):
                 m.requires_grad_(True)
         x = torch.randn(8, 12, generator=torch.Generator().manual_seed(step))

@@ -31,7 +31,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor, how: str = "plain") -> torch.Tensor:
         if how == "twice":
             x = self.second(self.first(self.first(x)).tanh())
-        elif how == "also by hand":  # # others use the weight too, before and after its layer
+        elif how == "also by hand":  # others use the weight too, before and after its layer
             x = F.linear(self.first(x @ self.first.weight).tanh(), self.first.weight)
         elif how == "reentrant inside":
             x = self.first(checkpoint(lambda y: self.first(y).tanh(), self.first(x), use_reentrant=True))

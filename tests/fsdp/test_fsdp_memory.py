@@ -330,7 +330,7 @@ def survives_a_lost_rank(rank, world, folder):
     step(model, optimizer)
     if rank == 1:
         model(torch.ones(2, WIDTH))
-        return "gone"  # # the test harness destroys the process group
+        return "gone"  # the test harness destroys the process group
     failed = ""
     try:
         for _ in range(3):

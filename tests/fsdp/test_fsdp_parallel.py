@@ -63,7 +63,7 @@ def with_tp(how, mesh, dp, plan=PLAN, **options):
     model = seeded(Net)
     for layer in model.layers:
         if plan is SEQUENCE_PLAN:
-            layer.scale.requires_grad_(False)  # # tensor parallelism would have to sum its gradient
+            layer.scale.requires_grad_(False)  # tensor parallelism would have to sum its gradient
         parallelize_module(layer, mesh["tp"], dict(plan))
         how(layer, mesh=mesh[dp], **options)
     return how(model, mesh=mesh[dp], **options)
@@ -126,7 +126,7 @@ def test_fully_shard_above_tp_equals_a_single_process_and_torch(way):
 @pytest.mark.parametrize(("shape", "names"), [((3, 2), ("dp", "tp")), ((2, 2, 2), ("replicate", "shard", "tp"))])
 def test_more_ranks_and_replicas_above_tp_equal_a_single_process(shape, names):
     world = shape[0] * shape[1] * (shape[2] if len(shape) > 2 else 1)
-    if shape == (3, 2):  # # 3 ranks can't share 16 rows equally, so the mean of their means is not the mean of all
+    if shape == (3, 2):  # 3 ranks can't share 16 rows equally, so the mean of their means is not the mean of all
         assert all(run_threads(world, uneven_ranks, shape, names))
     else:
         assert all(run_threads(world, tensor_parallel, shape, names, {}))
@@ -148,7 +148,7 @@ def on_gloo(rank, world, folder):
     """The same on processes, with rows sharded too, so that gradients of norms are partial sums; then checkpoints across meshes."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     ours, alone = with_tp(fully_shard, mesh, "dp", SEQUENCE_PLAN), seeded(Net)
-    (ours(batch(0, rank, 4)).square().mean() / 2).backward()  # # the losses of the two tensor-parallel ranks add up
+    (ours(batch(0, rank, 4)).square().mean() / 2).backward()  # the losses of the two tensor-parallel ranks add up
     alone(batch(0, 0, 1)).square().mean().backward()
     for name, p in ours.named_parameters():
         if p.requires_grad:

@@ -109,7 +109,7 @@ def run_case(rank, world, case):
     result = {"ours": (losses, numpy(values(model)))}
     if case.against_torch:
         theirs: Any = build(**dict(case.model))
-        for module in theirs.modules():  # # torch's fully_shard refuses 0-dimensional parameters
+        for module in theirs.modules():  # torch's fully_shard refuses 0-dimensional parameters
             if "gain" in module._parameters:
                 module.gain = nn.Parameter(module.gain.detach().reshape(1))
         shard(theirs, torch_fully_shard, case)

@@ -48,7 +48,7 @@ def held_in_quarters(rank: int, world: int) -> tuple[dict[str, float], float, di
         held[where] = pool.bytes_held() / Q
 
     def note_gradients(where: str, tensor: torch.Tensor) -> None:
-        tensor.register_hook(lambda _: note(where))  # # runs after the products for this gradient and for the weight's gradient
+        tensor.register_hook(lambda _: note(where))  # runs after the products for this gradient and for the weight's gradient
 
     for number, layer in enumerate(model.layers):
         for quarter, linear in enumerate(layer.children()):

@@ -55,7 +55,7 @@ def test_resident_part_keeps_its_contents_while_the_rest_moves(where: tuple[int,
 def test_pool_hands_memory_on_only_between_equal_resident_parts() -> None:
     pool = Pool(CPU)
     part = (0, MAPPED_BYTES // 2)
-    users = [Buffer(8, CPU) for _ in range(2)]  # # any object that lives as long
+    users = [Buffer(8, CPU) for _ in range(2)]  # any object that lives as long
     for user in users:
         pool.expect(MAPPED_BYTES, user, part)
         pool.expect(MAPPED_BYTES, user)
@@ -82,7 +82,7 @@ def test_kept_resident_part_does_not_keep_gathered_memory() -> None:
     view = buffer.flat(torch.uint8)[-PAGE:]
     full = resident_bytes()
     del buffer
-    assert (view == 1).all()  # # all memory stays while a graph may read it
+    assert (view == 1).all()  # all memory stays while a graph may read it
     del view
     assert full - resident_bytes() > 56 * MIB
     assert (own == 7).all()
@@ -259,7 +259,7 @@ def writes(rank: int, world: int) -> str:
         ours.layers[1].reshard()
     assert "write to the sharded parameters" in str(caught.value) and "layers.1.0.weight. " in str(caught.value)
     assert torch.equal(ours.layers[1][0].bias.full_tensor(), before)
-    ours(given(rank, 0)).sum().backward()  # # and training goes on
+    ours(given(rank, 0)).sum().backward()  # and training goes on
     return str(caught.value)
 
 
@@ -320,7 +320,7 @@ def moved(rank: int, world: int) -> None:
         same()
     finally:
         set_debug(False)
-    ours.layers[0][0].weight.to_local().share_memory_()  # # moves the storage elsewhere
+    ours.layers[0][0].weight.to_local().share_memory_()  # moves the storage elsewhere
     same()
 
 

@@ -45,7 +45,7 @@ def local_writes(rank: int, world: int) -> None:
     x = given(rank, 0)
     uses: list[tuple[Callable[[Any, torch.Tensor], Any], int]] = [
         (lambda model, out: model(x), 1),
-        (lambda model, out: out.sum().backward(), world),  # # the last layer's gradients are under way as backward reaches the written one
+        (lambda model, out: out.sum().backward(), world),  # the last layer's gradients are under way as backward reaches the written one
         (lambda model, out: model.layers[1].unshard(), 1),
     ]
     for use, writers in uses:
@@ -94,14 +94,14 @@ def writes_of_all(rank: int, world: int) -> None:
     both(lambda parameters: torch._foreach_mul_(parameters, 0.5))
     both(lambda parameters: [p.detach().mul_(1.5) for p in parameters])
     both(lambda parameters: [p.copy_(p * 0.9) for p in parameters])
-    staged = StateDictStager().stage(ours.state_dict())  # # as DCP's async_save does first; it trusts a tensor's claim to have memory
+    staged = StateDictStager().stage(ours.state_dict())  # as DCP's async_save does first; it trusts a tensor's claim to have memory
     for name, value in ours.state_dict().items():
         assert torch.equal(staged[name].to_local(), value.to_local())
     state = {name: p.full_tensor() * 1.1 for name, p in ours.state_dict().items()}
     alone.load_state_dict(state)
     with torch.no_grad():
         ours(x)
-        for value in ours.state_dict().values():  # # these are the shards; taking the state dict has handed them out
+        for value in ours.state_dict().values():  # these are the shards; taking the state dict has handed them out
             value.to_local().copy_(value.detach().mul(1.1).to_local())
     torch.testing.assert_close(ours(x), alone(x), rtol=1e-4, atol=1e-5)
 
@@ -132,7 +132,7 @@ def gathered_writes(rank: int, world: int) -> None:
     mixed.reshard()
 
     root: Any = fully_shard(nn.Sequential(Writes(257, 257)), reshard_after_forward=True)
-    for _ in range(2):  # # the same error twice, not that of an unfinished forward
+    for _ in range(2):  # the same error twice, not that of an unfinished forward
         with pytest.raises(RuntimeError, match="gathered parameters of"):
             root(given(rank, 0))
 
@@ -218,7 +218,7 @@ def dropped_in_backward(rank: int, world: int) -> None:
     x = torch.ones(2, 1024)
     for at in (1, 2, 3):
         model = build()
-        model(x).sum().backward()  # # the second step follows the recorded order
+        model(x).sum().backward()  # the second step follows the recorded order
 
         def fail(*_: Any) -> None:
             raise ValueError("as it happens")
@@ -246,7 +246,7 @@ def without_mappings(rank: int, world: int) -> str:
         left = limit - sum(1 for _ in maps)
     room = mmap.mmap(-1, left * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = torch.frombuffer(room, dtype=torch.uint8).data_ptr()
-    for page in range(1, left - 12, 2):  # # each such page is a mapping and splits the rest
+    for page in range(1, left - 12, 2):  # each such page is a mapping and splits the rest
         protect(address + page * mmap.PAGESIZE, mmap.PAGESIZE, 0)
     said, held = "", []
     try:
@@ -254,7 +254,7 @@ def without_mappings(rank: int, world: int) -> str:
             held.append(Buffer(MAPPED_BYTES, CPU, stays=(mmap.PAGESIZE, 2 * mmap.PAGESIZE)))
     except MemoryError as error:
         said = str(error)
-    protect(address, left * mmap.PAGESIZE, mmap.PROT_READ)  # # joins all into one mapping again
+    protect(address, left * mmap.PAGESIZE, mmap.PROT_READ)  # joins all into one mapping again
     return said
 
 

@@ -118,7 +118,7 @@ def trains_as_torchs(rank: int, world: int, choice: str, shape: tuple[int, ...],
 
 
 WAYS: list[Any] = [((2,), "float32", True), ((2, 2), "float32", False), ((4,), "bfloat16", True)]
-FEW = {"last": WAYS[1], "matrices only": WAYS[2]}  # # two ranks test all choices, each other mesh one choice
+FEW = {"last": WAYS[1], "matrices only": WAYS[2]}  # two ranks test all choices, each other mesh one choice
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def tied_later(rank: int, world: int, dtype: torch.dtype | None, reshard: bool, 
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for one in (model.embed, model.between, model)[-units:]:
         fully_shard(one, **options)
-    plain.head.weight, model.head.weight = plain.embed.weight, model.embed.weight  # # like transformers' tie_weights() after loading
+    plain.head.weight, model.head.weight = plain.embed.weight, model.embed.weight  # like transformers' tie_weights() after loading
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain)]
     tolerance = 1e-5 if dtype is None else 3e-2
     x = torch.arange(12).view(4, 3) % 13

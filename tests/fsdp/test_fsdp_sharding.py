@@ -58,8 +58,8 @@ def trains(rank: int, world: int, way: str, dtype: str) -> list[tuple[int, int]]
             assert all(hasattr(p, "full_tensor") for p in ours.parameters()), "between passes the modules have the sharded parameters"
         same(grads(ours), grads(alone), bound)
         with torch.no_grad():
-            ours(inputs(rank, world, 9, rows=24))  # # sees the same parameters and changes nothing
-        ours.reshard()  # # the root stays gathered after a forward, as with FSDP2
+            ours(inputs(rank, world, 9, rows=24))  # sees the same parameters and changes nothing
+        ours.reshard()  # the root stays gathered after a forward, as with FSDP2
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -67,7 +67,7 @@ def trains(rank: int, world: int, way: str, dtype: str) -> list[tuple[int, int]]
     return sent
 
 
-UNITS = 6  # # five layers and the root, which stays gathered from forward to backward
+UNITS = 6  # five layers and the root, which stays gathered from forward to backward
 
 EXPECTED = {
     # Gathers and reductions of a step's first and second micro-batch.
@@ -80,7 +80,7 @@ EXPECTED = {
 }
 
 
-IN_HALF = ("zero1", "zero3", "hsdp, sharded optimizer")  # # the fewest ways that include each kind of exchange
+IN_HALF = ("zero1", "zero3", "hsdp, sharded optimizer")  # the fewest ways that include each kind of exchange
 
 
 @pytest.mark.parametrize(

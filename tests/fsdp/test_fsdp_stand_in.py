@@ -158,7 +158,7 @@ def both(rank: int, world: int) -> bool:
         ours = trainer(rank, world)
         model = on_meta_and_sharded()
         assert isinstance(model, FSDPModule) and all(isinstance(p, RaggedDTensor) for p in model.parameters())
-        linear: Any = parallelize_module(nn.Linear(4, 4), init_device_mesh("cpu", (2,)), ColwiseParallel())  # # torch's other uses of it
+        linear: Any = parallelize_module(nn.Linear(4, 4), init_device_mesh("cpu", (2,)), ColwiseParallel())  # torch's other uses of it
         assert linear.weight.to_local().shape == (2, 4)
     with stand_in_for_torch(plain_shards=True):
         theirs["by placements"], ours["by placements"] = theirs["distribute_tensor"], train(load_by_placements(whole_state()))

@@ -87,7 +87,7 @@ def labels(how: Any) -> tuple[set[str], Counter[str]]:
     model = sharded(how, blocks=2)
     x = torch.ones(2, WIDTH)
     model(x).sum().backward()
-    logger, handler = logging.getLogger("torch.distributed.fsdp"), Handler()  # # the logger that TORCH_LOGS=fsdp enables
+    logger, handler = logging.getLogger("torch.distributed.fsdp"), Handler()  # the logger that TORCH_LOGS=fsdp enables
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
     try:
@@ -118,7 +118,7 @@ def tracked(how: Any) -> dict[str, int]:
     assert {str(state) for stats in tracker.memory_tracking.values() for state in stats.snapshots} >= {
         f"_FSDPModState.{name}" for name in ("BEF_PRE_FW", "AFT_POST_FW", "BEF_PRE_BW", "AFT_PRE_BW", "BEF_POST_BW", "AFT_POST_BW")
     }
-    model(x).sum().backward()  # # the model still trains
+    model(x).sum().backward()  # the model still trains
     assert all(p.grad is not None for p in model.parameters())
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
     return {getattr(kind, "name", kind): peak[kind] for kind in peak}
@@ -172,7 +172,7 @@ def test_torchs_memory_tracker_of_sharded_models_works(seen: dict[str, Any]) -> 
 def messages_under_way(rank: int, world: int) -> tuple[int, set[str]]:
     """Recorded ranges of a backward, and those of gloo's operations, which may end in the next backward."""
     model = sharded(fully_shard, blocks=2)
-    model(torch.ones(2, WIDTH)).sum().backward()  # # waits at once for the collectives of its checks
+    model(torch.ones(2, WIDTH)).sum().backward()  # waits at once for the collectives of its checks
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         model(torch.ones(2, WIDTH)).sum().backward()
     model(torch.ones(2, WIDTH)).sum().backward()

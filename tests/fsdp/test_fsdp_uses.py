@@ -200,7 +200,7 @@ def trains(rank: int, world: int, name: str) -> None:
     try:
         ours, alone = case.shard(model(case.twice)), model(case.twice)
         case.setup(ours)
-        held = dict(ours.named_parameters())  # # the sharded parameters
+        held = dict(ours.named_parameters())  # the sharded parameters
         steps = case.optimizer(ours.parameters(), lr=0.05), torch.optim.AdamW(alone.parameters(), lr=0.05)
         for step in range(STEPS):
             for micro in range(case.micros):
@@ -241,7 +241,7 @@ def trains_all(rank: int, world: int, names: list[str]) -> None:
         trains(rank, world, name)
 
 
-ON_GLOO = ["plain", "in order", "groups in debug mode", "own reduce-scatter"]  # # the cases with different exchanges
+ON_GLOO = ["plain", "in order", "groups in debug mode", "own reduce-scatter"]  # the cases with different exchanges
 REPLICAS_ON_GLOO = ["replicas, all-reduce later", "experts elsewhere, beside replicas"]
 
 

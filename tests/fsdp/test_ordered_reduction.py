@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 
 def build():
-    model, generator = Net(), torch.Generator().manual_seed(0)  # # its own generator, because ranks on threads share torch's
+    model, generator = Net(), torch.Generator().manual_seed(0)  # its own generator, because ranks on threads share torch's
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=generator) / 4)

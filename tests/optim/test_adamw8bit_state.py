@@ -253,7 +253,7 @@ def _load(rank: int, world: int, folder: str) -> list[State]:
             held: dict[str, Any] = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
             dcp.load(held, checkpoint_id=folder + "/dcp")
             model.load_state_dict(held["model"])
-            if kind == "full":  # # from rank 0's whole tensors, into an optimizer without states
+            if kind == "full":  # from rank 0's whole tensors, into an optimizer without states
                 whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
                 set_optimizer_state_dict(model, optimizer, held["optimizer"])
                 held["optimizer"] = get_optimizer_state_dict(model, optimizer, options=whole)

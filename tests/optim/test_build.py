@@ -210,7 +210,7 @@ def test_adamw_with_precreated_states_steps_as_torchs(options: dict[str, Any]) -
     peer = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=built.defaults["eps"], **options)
     for p in ours.parameters():
         p.grad = torch.ones_like(p)
-    create_states(built)  # # all states exist, so nothing changes, not even the gradients
+    create_states(built)  # all states exist, so nothing changes, not even the gradients
     assert all(bool((p.grad == 1).all()) for p in ours.parameters() if p.grad is not None)
     for step in range(3):
         for model, optimizer in ((ours, built), (theirs, peer)):

@@ -94,7 +94,7 @@ def test_uneven_cuts_send_less_as_roots_hold_their_matrices(monkeypatch: pytest.
     world, counted = 4, Counted(monkeypatch)
     rng = random.Random(3)
     cases = []
-    for shape in EVEN * 2:  # # a planner lays tensors end to end, so that each is on one rank or two
+    for shape in EVEN * 2:  # a planner lays tensors end to end, so that each is on one rank or two
         at, first = rng.randint(0, shape[0]), rng.randint(0, world - 2)
         cases.append(Case(shape, 1, tuple(at if r == first else shape[0] - at if r == first + 1 else 0 for r in range(world))))
     run_threads(world, one_step, cases, {})
@@ -182,7 +182,7 @@ def test_the_work_of_llama_3_8b_is_balanced(world: int) -> None:
 def test_roots_meet_grahams_bound_and_each_matrix_has_one_bucket(costs: list[int], world: int, seed: int) -> None:
     rng = random.Random(seed)
     held = [{r: rng.randint(1, 9) for r in rng.sample(range(world), rng.randint(1, world))} for _ in costs]
-    if all(len(ranks) == 1 for ranks in held) and world > 1:  # # if all are whole, they stay in place
+    if all(len(ranks) == 1 for ranks in held) and world > 1:  # if all are whole, they stay in place
         held[0] = {0: 1, 1: 1}
     roots = assign_roots(costs, held, world)
     load = [0] * world

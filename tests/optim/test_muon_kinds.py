@@ -149,7 +149,7 @@ def test_plain_tensors_work_without_a_process_group() -> None:
         muon = Muon(parameters, **SETTINGS, nesterov=nesterov)
         for step in range(3):
             for i, p in enumerate(parameters):
-                p.grad = gradient(tuple(p.shape), i, step).T.contiguous().T  # # not contiguous, as some that autograd leaves
+                p.grad = gradient(tuple(p.shape), i, step).T.contiguous().T  # not contiguous, as some that autograd leaves
             muon.step()
         for p, (e, _) in zip(parameters, alone(SHAPES, 3, nesterov=nesterov), strict=True):
             assert torch.equal(p, e)
@@ -207,7 +207,7 @@ def test_results_are_close_to_orthogonal_and_to_fp64(name: str, shape: tuple[int
     for a, b, c in rounds.triples:
         s = a * s + b * s**3 + c * s**5
     expected = u @ torch.diag(s) @ v
-    assert (got - expected).norm() / expected.norm() < 2e-2  # # BF16 to FP64, Gaussian matrices: 1.0e-2 to 1.3e-2 was measured
+    assert (got - expected).norm() / expected.norm() < 2e-2  # BF16 to FP64, Gaussian matrices: 1.0e-2 to 1.3e-2 was measured
     assert 0.6 < s.min() and s.max() < 1.2
 
 
@@ -240,7 +240,7 @@ def test_a_batch_that_differs_only_now_and_then_is_not_used(rarely: int, monkeyp
         return orthogonalize_batch(*args) * (1.01 if next(calls) % rarely == 0 else 1.0)
 
     monkeypatch.setattr(module, "orthogonalize_batch", sometimes)
-    clock = iter([0.0, 1.0, 3.0])  # # the batch is faster
+    clock = iter([0.0, 1.0, 3.0])  # the batch is faster
     monkeypatch.setattr(module, "_now", lambda device: next(clock))
     rounds, automatic = coefficients("quintic", 5), NewtonSchulz()
     for step in range(2 * rarely):
@@ -253,7 +253,7 @@ def test_batches_of_small_matrices_give_the_bits_of_each_alone(shape: tuple[int,
     """If batched, about one batch of fifty differs (torch 2.13 on CPUs with oneDNN's BF16)."""
     import vescale_ray.optim.newton_schulz as module
 
-    clock = itertools.cycle([0.0, 1.0, 3.0])  # # batches are faster
+    clock = itertools.cycle([0.0, 1.0, 3.0])  # batches are faster
     monkeypatch.setattr(module, "_now", lambda device: next(clock))
     rounds, automatic = coefficients("keller-jordan", 5), NewtonSchulz()
     for step in range(150):

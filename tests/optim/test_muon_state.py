@@ -201,10 +201,10 @@ def frozen_and_absent(rank: int, world: int) -> None:
     muon = Muon(parameters, lr=0.1, weight_decay=0.5)
     before = [whole(p.detach()).clone() for p in parameters]
     give_gradients(cases, parameters, rank, 0)
-    parameters[1].grad = None  # # on every rank: not used in this step
+    parameters[1].grad = None  # on every rank: not used in this step
     holders = [r for r, n in enumerate(cases[2].counts) if n]
     if rank == holders[0]:
-        parameters[2].grad = None  # # a fault of one rank
+        parameters[2].grad = None  # a fault of one rank
     assert len(holders) > 1
     muon.step()
     moved = [not torch.equal(whole(p.detach()), b) for p, b in zip(parameters, before, strict=True)]
@@ -344,7 +344,7 @@ def test_bf16_steps_are_bitwise_equal_at_every_world_size() -> None:
     for world in (2, 3):
         for got in run_threads(world, bf16_steps, random_cases(world, world, shapes)):
             assert all((a == b).all() for a, b in zip(got, expected, strict=True))
-    for i, shape in enumerate(shapes):  # # close to torch's, which rounds to BF16 in between
+    for i, shape in enumerate(shapes):  # close to torch's, which rounds to BF16 in between
         p = nn.Parameter(start(shape, i).bfloat16())
         theirs = torch.optim.Muon([p], lr=0.02, weight_decay=0.5)
         for step in range(4):

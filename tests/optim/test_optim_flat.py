@@ -91,7 +91,7 @@ def trains_alike(rank: int, world: int, kind: str, grouping: str) -> int:
             optimizer.zero_grad()
             schedule.step()
         same(ours, theirs, flat, plain, exact=not options.get("fused"))
-        if step == 1:  # # load the state of each into the other
+        if step == 1:  # load the state of each into the other
             state = flat.state_dict()
             assert state["state"].keys() == plain.state_dict()["state"].keys()
             plain.load_state_dict(state)
@@ -147,16 +147,16 @@ def accumulated_and_refused(rank: int, world: int) -> None:
     flat, plain = Flat(ours.parameters(), torch.optim.SGD, lr=0.1), torch.optim.SGD(theirs.parameters(), lr=0.1)
     for net in (ours, theirs):
         backward(net, 1)
-        backward(net, 2)  # # gradients add up in the sharded parameters
+        backward(net, 2)  # gradients add up in the sharded parameters
         for p in net.parameters():
             if p.grad is not None:
-                p.grad = p.grad * 2  # # moves the gradient to other memory
+                p.grad = p.grad * 2  # moves the gradient to other memory
     flat.step()
     plain.step()
     same(ours, theirs, flat, plain, exact=True)
     flat.zero_grad()
     plain.zero_grad()
-    flat.step()  # # without gradients a step does nothing
+    flat.step()  # without gradients a step does nothing
     same(ours, theirs, flat, plain, exact=True)
     for net in (ours, theirs):
         backward(net, 3)

@@ -218,7 +218,7 @@ CLIPS: dict[str, tuple[Callable[[Any], Any], type[BaseException], tuple[str, ...
 def clip_case(rank: int, world: int, what: str) -> None:
     wrong, kind, words = CLIPS[what]
     model, plain = fully_shard(net()), net()
-    assert clip_grad_norm_(model.parameters(), 1.0) == 0  # # no gradients
+    assert clip_grad_norm_(model.parameters(), 1.0) == 0  # no gradients
     backward(rank, model, plain)
     refused(lambda: wrong(model), kind, words)
     for norm_type in (2.0, "inf"):
@@ -299,7 +299,7 @@ def load_case(rank: int, world: int, what: str) -> None:
     model = fully_shard(net())
     optimizer = torch.optim.AdamW(model.parameters())
     refused(lambda: wrong(model, optimizer), kind, words)
-    same(model, net())  # # nothing was written
+    same(model, net())  # nothing was written
     set_model_state_dict(model, other(), options=FULL)
     same(model, net(0.5))
 

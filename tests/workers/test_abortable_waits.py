@@ -79,7 +79,7 @@ def _orthogonalize() -> None:
 
 def _stop_half_way(state: State, how: str) -> None:
     stop = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGSTOP))
-    if how == "muon":  # # Muon fills a buffer before it sends it, so start the timer at the send
+    if how == "muon":  # Muon fills a buffer before it sends it, so start the timer at the send
         send = Exchange._send
 
         def stopped(*args: Any) -> Any:

@@ -71,9 +71,9 @@ def test_later_of_two_generations_at_one_step_is_resumed() -> None:
 
 def test_leaver_supplies_only_shards_that_no_member_holds() -> None:
     held = _held(4, step=3)
-    resume = choose_resume(held, prefer=["0", "1", "2"])  # # worker 3 leaves; worker 0 holds its shards
+    resume = choose_resume(held, prefer=["0", "1", "2"])  # worker 3 leaves; worker 0 holds its shards
     assert resume is not None and resume.workers == ("0", "1", "2") and resume.suppliers[3] == "0"
-    parked = {str(rank): [HeldState(1, 4, 3, (rank,))] for rank in range(4)}  # # no copies, so worker 3 must give its own shards
+    parked = {str(rank): [HeldState(1, 4, 3, (rank,))] for rank in range(4)}  # no copies, so worker 3 must give its own shards
     resume = choose_resume(parked, prefer=["0", "1", "2"])
     assert resume is not None and resume.workers == ("0", "1", "2", "3")
 

@@ -111,7 +111,7 @@ def test_in_memory_rescale_between_all_world_sizes_keeps_bits(
         _check_curve_and_samples(run, undisturbed, config, steps)
 
 
-@pytest.mark.slow  # # the schedules of test_schedules.py also kill at random moments
+@pytest.mark.slow  # the schedules of test_schedules.py also kill at random moments
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.fault("W1")
 def test_survivors_of_random_kill_go_on_without_losing_samples(
@@ -123,7 +123,7 @@ def test_survivors_of_random_kill_go_on_without_losing_samples(
     with Fleet(world) as fleet:
         run = Run(fleet, config)
         run.fresh(list(range(world)))
-        seconds = min(record.seconds for record in run.train(2))  # # the first step may be slow, and the kill must come before the end
+        seconds = min(record.seconds for record in run.train(2))  # the first step may be slow, and the kill must come before the end
         pids = {w: fleet.pid(w) for w in range(world)}
         victim, step = rng.randrange(world), rng.randrange(2, 9)
         survivors, spread, recorded = run.train_with_a_death(12, victim, step, rng.random() * 1.5 * seconds)
@@ -225,7 +225,7 @@ def test_death_before_sending_its_copy_resumes_one_copy_earlier(text: str, undis
 
 
 def _train_and_die_before_sending(state: State, until: int, _: None) -> None:
-    state["snapshots"].settle()  # # finish the previous copy, which is still being sent
+    state["snapshots"].settle()  # finish the previous copy, which is still being sent
     setattr(dist, "isend", lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
     train(state, until, False)
 
@@ -242,7 +242,7 @@ def test_each_rank_holds_two_steps_of_own_and_neighbour_shards(text: str) -> Non
         for rank in range(3):
             neighbours = tuple(sorted((rank, (rank - 1) % 3)))
             assert fleet.run([rank], held)[rank] == [HeldState(1, 3, 4, neighbours), HeldState(1, 3, 6, neighbours)]
-        run.end()  # # step 7 takes no copies, so the live shards are parked
+        run.end()  # step 7 takes no copies, so the live shards are parked
         assert fleet.run([1], held)[1][-1] == HeldState(1, 3, 7, (1,))
         assert run.resume([0, 1, 2], [2, 0]).step == 7
         assert HeldState(1, 3, 7, (0,)) in fleet.run([0], held)[0], "kept until the new generation is known to be safe"

@@ -59,7 +59,7 @@ def _step_until_a_peer_is_lost(state: State) -> tuple[str, float, int, int, bool
     return text, time.monotonic(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), group() is None
 
 
-@pytest.mark.timeout(300)  # # for 20 rounds: 24 processes and 40 groups take a minute on two busy cores
+@pytest.mark.timeout(300)  # for 20 rounds: 24 processes and 40 groups take a minute on two busy cores
 @pytest.mark.parametrize("rounds", [7, pytest.param(20, marks=pytest.mark.slow)])
 def test_survivors_of_sigkill_leave_fast_and_regroup_leak_free(rounds: int) -> None:
     """One wait may last until the group's 30 s limit: that for a half-received message within gloo's own collectives.
@@ -78,7 +78,7 @@ def test_survivors_of_sigkill_leave_fast_and_regroup_leak_free(rounds: int) -> N
             for worker in members:
                 fleet.start(worker, _step_until_a_peer_is_lost)
             time.sleep(0.02 + 0.06 * round_ / rounds)
-            victim = members.pop(round_ % 3 + 1)  # # worker 0 stays throughout
+            victim = members.pop(round_ % 3 + 1)  # worker 0 stays throughout
             killed = time.monotonic()
             fleet.kill(victim)
             out = fleet.results(members, timeout=45)
@@ -224,7 +224,7 @@ def test_cut_aborts_each_held_communicator_once_in_background() -> None:
 def test_forming_nccl_group_sets_its_environment_unless_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in process_groups.NCCL:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")  # # the user's own setting
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")  # the user's own setting
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     if not torch.cuda.is_available():
         with pytest.raises(GroupFailed, match="forming test/nccl as rank 0 of 1 failed"):
@@ -276,7 +276,7 @@ def test_cutting_connections_ends_forming_with_a_lost_rank(how: str) -> None:
     with _deaf() as port:
         for number, form in enumerate((process_groups.form, process_groups.open_transfer)):
             prefix, lines = f"test/{how.split()[0]}{number}", Connections()
-            dist.PrefixStore(prefix, store).add("here", 1)  # # the lost rank joins and goes away
+            dist.PrefixStore(prefix, store).add("here", 1)  # the lost rank joins and goes away
             other = {"it was to connect": 0xFFFF, "it does not answer": port}.get(how)
             killer = threading.Thread(target=_lose, args=(store, prefix, other, lines))
             killer.start()
@@ -362,7 +362,7 @@ def _transfer(state: State, port: int, prefix: str, rank: int, world: int) -> An
     lines = Connections()
     group = process_groups.open_transfer(HOST, port, prefix, rank, world, 10.0, lines=lines)
     texts = process_groups.all_gather_bytes(b"x" * rank, group)
-    long = [bytes([other]) * (30_000 * other + 5) for other in range(world)]  # # some fit the first message, some do not
+    long = [bytes([other]) * (30_000 * other + 5) for other in range(world)]  # some fit the first message, some do not
     assert process_groups.all_gather_bytes(long[rank], group) == long
     edge = [b"e" * (process_groups._FIRST_BYTES - 1 + other) for other in range(world)]
     assert process_groups.all_gather_bytes(edge[rank], group) == edge

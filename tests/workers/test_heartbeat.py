@@ -59,7 +59,7 @@ def while_it_runs(function, look_s: float = 0.0, seen_file: Path | None = None, 
 
 
 def in_collectives(rank, world, folder):
-    """Positions of rank 0 in each kind of wait of a step, and of rank 1, which rank 0 awaits and which waits for a file."""
+    """Positions of both ranks in each kind of wait of a step. Rank 0 waits for rank 1, which waits for a file."""
     model = fully_shard(torch.nn.Linear(8, 8))
     group = dist.distributed_c10d._get_default_group()
     small = torch.ones(4)
@@ -69,7 +69,7 @@ def in_collectives(rank, world, folder):
         nonlocal loss
         loss = model(torch.ones(2, 8)).sum()
 
-    model(torch.ones(2, 8)).sum().backward()  # # in the first step the ranks also compare their plans
+    model(torch.ones(2, 8)).sum().backward()  # in the first step the ranks also compare their plans
     ways = {
         "all_gather": lambda: dist.all_gather([small.clone() for _ in range(world)], small),
         "barrier": lambda: dist.barrier(),
@@ -97,7 +97,7 @@ def in_collectives(rank, world, folder):
 
 def test_waiting_thread_names_its_collective_and_awaited_none(tmp_path, monkeypatch):
     for name, value in RECORDER.items():
-        monkeypatch.setenv(name, value)  # # a worker sets these before it imports torch
+        monkeypatch.setenv(name, value)  # a worker sets these before it imports torch
     (waiting, named), (awaited, nothing) = run_gloo(2, in_collectives, str(tmp_path))
     assert re.fullmatch(r"gloo:all_?gather of Float\[4\], number \d+ of group 0 default_pg", named["all_gather"]), named
     assert re.fullmatch(r"gloo:barrier of .*, number \d+ of group 0 default_pg", named["barrier"]), named
@@ -221,7 +221,7 @@ def holds_the_lock(pipe):
     pipe.send((os.getpid(), offer_stacks()))
     pipe.recv()
     pipe.send("now")
-    while True:  # # a signal ends a sleep
+    while True:  # a signal ends a sleep
         ctypes.PyDLL(None).sleep(30)
 
 
@@ -236,7 +236,7 @@ def test_stacks_come_from_a_gil_holder_and_not_a_stopped_process():
         here.send("go")
         assert here.recv() == "now"
         time.sleep(0.2)
-        for _ in range(2):  # # each time a new stack, not the text written before
+        for _ in range(2):  # each time a new stack, not the text written before
             text = take_stacks(pid, descriptor, 5.0)
             assert text.count("holds_the_lock") == 1, text
         os.kill(pid, signal.SIGSTOP)

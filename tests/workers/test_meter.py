@@ -102,7 +102,7 @@ def test_phases_sum_to_step_time_and_show_waits_for_a_slow_rank(text: str, three
     run.fresh([0, 1, 2])
     run.train(2)
     told = three.run_each({0: (0.0,), 1: (pause,), 2: (0.0,)}, step_slowly)
-    rounds = 2  # # 5 slots on 3 ranks
+    rounds = 2  # 5 slots on 3 ranks
     for rank, (record, usage) in told.items():
         assert set(usage.waited) == {"all_gather", "reduce_scatter", "all_reduce", "peer_copy", "step_end"}
         assert sum(usage.phases.values()) == pytest.approx(record.seconds, abs=1e-6)

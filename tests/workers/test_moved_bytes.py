@@ -125,7 +125,7 @@ def most_kept(kept: Sequence[Sequence[int]]) -> int:
     count = len(kept[0])
     best = {0: 0}
     for row in kept:
-        after = dict(best)  # # the worker leaves
+        after = dict(best)  # the worker leaves
         for taken, value in best.items():
             for rank in range(count):
                 if not taken >> rank & 1:
@@ -158,7 +158,7 @@ def ratios(layout: Layout, copies: bool) -> dict[tuple[int, int], float]:
             sources = [[s for rank in dict.fromkeys(held.get(w, ())) for s in old[rank]] for w in (*members, *leavers)]
             moves = plan([strips_of(s) for s in sources], [*map(strips_of, new), *([] for _ in leavers)])
 
-            assert sum(map(owned_bytes, old)) == sum(map(owned_bytes, new)) == size  # # so parts of one state do not overlap
+            assert sum(map(owned_bytes, old)) == sum(map(owned_bytes, new)) == size  # so parts of one state do not overlap
             both = [[common_bytes(one, other) for other in new] for one in old]
             kept = [[sum(both[rank][j] for rank in set(held.get(w, ()))) for j in range(after)] for w in members]
             here = size - sum(kept[i][i] for i in range(after))
@@ -242,6 +242,6 @@ def test_late_or_unplannable_layout_counts_as_even(monkeypatch: pytest.MonkeyPat
 
     bundle = Bundle((TensorSpec("odd", (3, 5), Block.tile(2, 2)),))
     failing = Layouts(8)
-    failing.take(packed(Outline((replace(bundle, specs=(*bundle.specs, *bundle.specs)),), ((60, 60),))))  # # a name that occurs twice
+    failing.take(packed(Outline((replace(bundle, specs=(*bundle.specs, *bundle.specs)),), ((60, 60),))))  # a name that occurs twice
     monkeypatch.setattr(shard_layouts, "WAIT_S", 10.0)
     assert np.array_equal(failing.overlap(3, 2), even(3, 2))

@@ -30,7 +30,7 @@ LIVE = Worker._live
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(Worker, "_live", lambda self: None)
-    made = Worker("w7", {})  # # the plain class, since Ray's decorators only mark its methods
+    made = Worker("w7", {})  # the plain class, since Ray's decorators only mark its methods
     made._phase = WorkerPhase.PARKED
     made._ticket = Ticket(4, 1)
     return made
@@ -54,7 +54,7 @@ def test_orders_of_current_or_older_generations_are_refused(worker: Any) -> None
 
 def test_fenced_generation_is_never_joined(worker: Any) -> None:
     worker.fence(Ticket(6, 1))
-    worker.fence(Ticket(5, 1))  # # an older fence does not open it again
+    worker.fence(Ticket(5, 1))  # an older fence does not open it again
     refused(lambda: worker.give_order(join(5)), r"5\.1 comes too late: 6\.1")
     refused(lambda: worker.give_order(join(6)), r"6\.1 comes too late: 6\.1")
     worker.give_order(join(7))
@@ -113,7 +113,7 @@ def test_worker_reports_out_of_generation_fenced_before_it_began(
     worker._snapshots, worker._writer = Nothing(), SimpleNamespace(writing=False)
     worker.give_order(join(5))
     worker.fence(Ticket(5, 1))
-    threading.Thread(target=LIVE, args=(worker,), daemon=True).start()  # # the worker's thread sees the order only now
+    threading.Thread(target=LIVE, args=(worker,), daemon=True).start()  # the worker's thread sees the order only now
     until(lambda: worker._fault is not None, 5, "that it knows of the generation")
     report = worker.poll(0, None, 0.0)
     assert (report.ticket, report.phase, report.out, begun) == (Ticket(5, 1), WorkerPhase.PARKED, True, [])
@@ -303,7 +303,7 @@ def test_slow_model_is_built_once_and_copied_afterwards(
         patch.setattr(trainer, "build_model", lambda config: made.append(real(config)) or made[-1])
         for _ in range(3):
             worker._make_blank()
-            worker._make_blank()  # # the worker has one already, so this builds none
+            worker._make_blank()  # the worker has one already, so this builds none
             blanks.append(worker._blank)
             worker._blank = None
     assert len(made) == (1 if slow else 3)

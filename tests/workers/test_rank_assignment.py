@@ -56,7 +56,7 @@ def test_joiner_takes_the_rank_that_costs_the_others_least():
 
 
 def test_order_is_kept_where_it_costs_nothing():
-    held = {w: (rank, (rank - 1) % 4) for rank, w in enumerate("abcd")}  # # with the neighbours' copies, a rotation by one would be as good
+    held = {w: (rank, (rank - 1) % 4) for rank, w in enumerate("abcd")}  # with the neighbours' copies, a rotation by one would be as good
     assert seated("abcd", held, 4) == tuple("abcd")
     assert seated("abcd", {}, 4) == tuple("abcd")
     assert seated("abcd", dict.fromkeys("abcd", range(4)), 4) == tuple("abcd")

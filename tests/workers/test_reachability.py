@@ -53,7 +53,7 @@ def test_busy_process_finds_no_answering_worker_unreached(monkeypatch: pytest.Mo
     class Late(reachability.selectors.DefaultSelector):  # type: ignore[misc, valid-type]
         def select(self, timeout: float | None = None) -> Any:
             if timeout:
-                time.sleep(timeout + 0.2)  # # the thread is scheduled only after the time is over
+                time.sleep(timeout + 0.2)  # the thread is scheduled only after the time is over
                 return []
             return super().select(timeout)
 
@@ -98,7 +98,7 @@ def test_host_is_unreached_only_while_its_link_is_cut() -> None:
 
 
 def addresses(monkeypatch: pytest.MonkeyPatch, named: str | None, **interfaces: str) -> None:
-    monkeypatch.setenv(GLOO, "")  # # so that monkeypatch removes the chosen value at the end
+    monkeypatch.setenv(GLOO, "")  # so that monkeypatch removes the chosen value at the end
     monkeypatch.delenv(GLOO)
     monkeypatch.setattr(reachability, "_named", lambda: named)
 

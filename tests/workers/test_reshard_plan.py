@@ -208,7 +208,7 @@ def test_tensors_with_equal_cuts_are_planned_together() -> None:
     old, new = _cut_alike(ALIKE, [40]), _cut_alike(ALIKE, [20, 50])
     assert [len(strips_of(spans)) for spans in old] == [3, 3] and [len(spans) for spans in old] == [8, 8]
     planned = plan([*old, []], new)
-    apart = plan([*old, []], [[s._replace(dtype=s.dtype) for s in reversed(spans)] for spans in new])  # # the other kinds one after another
+    apart = plan([*old, []], [[s._replace(dtype=s.dtype) for s in reversed(spans)] for spans in new])  # the other kinds one after another
     assert planned.moved_bytes == apart.moved_bytes == planned.lower_bound == apart.lower_bound
 
 

@@ -97,7 +97,7 @@ def test_checkpoint_keeps_its_steps_bits_while_training_goes_on(text: str, tmp_p
             shared = fleet.run([0, 1], begin_saving, root, f"s{step}")
             assert set(shared.values()) == {every > 0 and step % every == 0}, "the buddy's copy of that step is the checkpoint's, too"
         assert set(fleet.run([0, 1], busy).values()) == {True}
-        run.train(9)  # # several copies are made meanwhile, and each needs the buffers
+        run.train(9)  # several copies are made meanwhile, and each needs the buffers
         votes = fleet.run([0, 1], finish, 2)
         for index, step in enumerate((2, 3)):
             told = [votes[w][index] for w in (0, 1)]

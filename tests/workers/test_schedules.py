@@ -94,7 +94,7 @@ class Play:
             gone = [w for w in before if w not in after]
             self.fleet.run(gone, keep_on_leaving)
             run.resume([*before, *leavers], after)
-            leavers += gone  # # leavers stay until a step is complete
+            leavers += gone  # leavers stay until a step is complete
         run.train(STEPS)
         self._check(run, told)
         self._leave(run)
