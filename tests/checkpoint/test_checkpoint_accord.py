@@ -119,7 +119,7 @@ def test_polling_delays_an_answer_by_at_most_five_percent():
 
 
 def test_plain_tensors_differing_between_ranks_cause_one_warning(caplog):
-    """The tensors are, for example, experts that each rank holds under the same names. One rank's copy of each is stored."""
+    """The tensors are, for example, different experts under equal names. Only one rank's tensor is stored for each name."""
 
     def word(rank, **own):
         # torch does not copy single elements of uint4.

@@ -123,7 +123,7 @@ def test_only_copies_differing_by_rounding_commit_with_a_warning(root, caplog):
     different = [
         *((gain, far), (gain, holes), (torch.zeros_like(gain), near), (gain, -gain)),
         (holes, holes.nan_to_num(0.5)),
-        *((huge, -huge), (huge * 1e-307 * 1e-200, huge * 2e-307 * 1e-200)),  # their squares overflow
+        *((huge, -huge), (huge * 1e-307 * 1e-200, huge * 2e-307 * 1e-200)),  # their squares overflow or underflow
         *((ids, ids.where(ids > ids[0], 7)), (ids, ids.where(ids > ids[0], ids[0] + 1)), (kept, kept ^ (ids == ids[0]))),
     ]
     for number, (one, other) in enumerate(different):
@@ -150,7 +150,7 @@ def test_digests_of_ranges_of_a_stream_are_those_of_the_bytes():
 
 @pytest.mark.fault("K35")
 def test_commit_refuses_a_manifest_that_readers_would_reject(root, monkeypatch):
-    """Otherwise all saves would succeed, but the next load would skip the checkpoint for an older one."""
+    """If such a commit were made, all saves would succeed, but the next load would skip the checkpoint for an older one."""
     earlier = whole(root, 0)
     votes = [vote(root, 0, [piece(0, 120)])]
     for module in (commits, manifest):

@@ -150,7 +150,7 @@ def before(server: str, answer: Callable[[str, str], str | None]) -> Iterator[st
 
 @pytest.mark.parametrize("error", ["SlowDown", "lost"])
 def test_save_reshard_and_verify_survive_failing_s3_requests(server, bucket, error):
-    """Every third request fails, of any kind."""
+    """Every third request of any kind fails."""
     count = iter(range(1_000_000))
     with before(server, lambda *_: error if next(count) % 3 == 2 else None) as url:
         store = s3_store(url, bucket, retry_s=20.0)

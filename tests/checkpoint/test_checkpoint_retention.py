@@ -161,7 +161,7 @@ def damage(root, commit):
 
 
 class Reads(ckpt.PosixStore):
-    """A store that notes which attempts' data is read, and raises the given errors."""
+    """A store that records the attempts whose data is read, and refuses keys that contain ``refused``."""
 
     def __init__(self, root):
         super().__init__(root)

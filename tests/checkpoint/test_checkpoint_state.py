@@ -348,7 +348,7 @@ def test_a_flat_optimizer_goes_on_from_a_checkpoint_bit_for_bit(root, begun, com
 
 
 def test_refused_load_removes_the_optimizer_states_that_it_made(root):
-    """Otherwise the optimizer would have moments without a step count, and fail in its next step."""
+    """If the states stayed, the optimizer would have moments without a step count, and fail in its next step."""
     net = Net(0)
     optimizer = adam(net)
     train(net, optimizer, 1)

@@ -75,10 +75,7 @@ def test_text_keys_keep_values_that_yaml_would_convert() -> None:
     ],
 )
 def test_credentials_in_a_url_are_refused_and_not_shown(url: str) -> None:
-    """Otherwise credentials would be in the run's folder, in a rendered ConfigMap and in the job's log.
-
-    The refusal must not show them either.
-    """
+    """A run writes its URLs to its folder, to a rendered ConfigMap and to the job's log. The refusal must not show credentials either."""
     said = refusal(f"checkpoint.dir={url}")
     assert said.startswith("checkpoint.dir: credentials do not belong in a URL") and "hush" not in said
 

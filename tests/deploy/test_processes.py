@@ -50,7 +50,7 @@ class Pods:
 
     Args:
         made: the job's documents, made with ``options``.
-        folder: stands for the volume, and holds what else is written.
+        folder: stands for the volume, and holds all other files.
     """
 
     def __init__(self, made: list[dict[str, Any]], options: Options, folder: Path) -> None:

@@ -149,7 +149,7 @@ def _arguments(rank: int, world: int) -> None:
     for make in (lambda t: t.sum(), lambda t: norm(t), lambda t: t.amax()):
         torch._dynamo.reset()
         functions: list[Any] = [lambda x, y: [torch.stack([x, y]), x * 2 + y], lambda x, y: x.mul_(y)]
-        for function in functions[: 1 if make(ragged(a, mesh)).placements == (norm_partial(2),) else 2]:  # a written norm is no norm
+        for function in functions[: 1 if make(ragged(a, mesh)).placements == (norm_partial(2),) else 2]:  # a write makes it no norm
             args = [make(ragged(t, mesh)) for t in (a, b)]
             close(torch.compile(function, backend=BACKEND)(*args), function(make(a), make(b)), function)
             written = make(a)

@@ -381,7 +381,7 @@ def test_next_forward_names_a_parameter_changed_after_sharding(before: bool) -> 
 
 def remedies(rank: int, world: int) -> None:
     for before in (True, False):
-        # Write into it.
+        # Write into the parameter.
         ours, alone = models()
         if not before:
             ours(batch()).sum().backward()
@@ -392,14 +392,14 @@ def remedies(rank: int, world: int) -> None:
         for model in (ours, alone):
             train(model, torch.optim.SGD(model.parameters(), lr=0.1))
         assert_same(ours, alone)
-        # Load it.
+        # Load the new values.
         ours, alone = models()
         ours.load_state_dict({k: p.detach() * 0.5 for k, p in ours.named_parameters()}, assign=True)
         alone.load_state_dict({k: p.detach() * 0.5 for k, p in alone.named_parameters()})
         for model in (ours, alone):
             train(model, torch.optim.SGD(model.parameters(), lr=0.1))
         assert_same(ours, alone)
-        # Shard what was added.
+        # Shard the added module.
         ours, alone = models()
         if not before:
             ours(batch()).sum().backward()

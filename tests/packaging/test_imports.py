@@ -187,7 +187,7 @@ def test_every_package_has_a_docstring() -> None:
 
 
 def test_the_controller_answers_before_torch_is_imported() -> None:
-    """This halves the time until a restarted controller answers (docs/fault-tolerance.md).
+    """Late imports of torch halve the time until a restarted controller answers (docs/fault-tolerance.md).
 
     The test follows the module-level imports through all modules of the project.
     """

@@ -177,7 +177,7 @@ def test_cut_leaves_closed_and_reused_descriptors_alone() -> None:
 
 
 def test_cut_spares_connections_made_while_recording_is_paused() -> None:
-    """Such a connection is Ray's to a controller that has just restarted, for example."""
+    """A foreign connection is, for example, Ray's connection to a controller that has just restarted."""
     lines = Connections()
     with lines.recorded(2):
         to_the_store = socket.socketpair()
@@ -257,7 +257,7 @@ def _form_alone(state: State, port: int) -> str:
 
 
 def test_closing_an_attempt_ends_the_wait_for_missing_ranks() -> None:
-    """Otherwise a rank that is lost before it joins costs the whole forming timeout of 15 s."""
+    """If the attempt could not be closed, a rank that is lost before it joins would cost the whole forming timeout of 15 s."""
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     for number, form in enumerate((process_groups.form, process_groups.open_transfer)):
         closed = threading.Event()

@@ -61,7 +61,7 @@ def test_fenced_generation_is_never_joined(worker: Any) -> None:
 
 
 def test_fence_cuts_all_groups_of_its_generation_and_no_other(worker: Any) -> None:
-    """Otherwise a rank waits in a move for a leaver on a stopped machine until the collectives' time limit."""
+    """Without the cut, a rank waits in a move for a leaver on a stopped machine until the collectives' time limit."""
 
     def connected() -> tuple[socket.socket, socket.socket]:
         with worker._connected_by().recorded():
@@ -140,7 +140,7 @@ def test_worker_that_cannot_check_copies_fails_save_and_parks(worker: Any) -> No
 
 
 def test_worker_exits_when_its_training_thread_ends(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a worker used to answer every poll, so all others waited for it."""
+    """A worker whose training thread had ended used to answer every poll, so all others waited for it."""
     ended: list[int] = []
 
     def fail(order: Any) -> None:
@@ -292,7 +292,10 @@ def test_copy_verification_after_a_failure_is_unhurried(worker: Any) -> None:
 def test_slow_model_is_built_once_and_copied_afterwards(
     worker: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, slow: bool
 ) -> None:
-    """With a model factory of one minute, each change of the world paused for a minute, and even a joiner that had its model waited."""
+    """With a model factory of one minute, each change of the world paused for a minute.
+
+    A joiner with a ready model did not wait that long.
+    """
     made: list[nn.Module] = []
 
     monkeypatch.setattr("vescale_ray.workers.worker.COPIED_SECONDS", -1.0 if slow else 60.0)

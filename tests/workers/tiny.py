@@ -247,7 +247,7 @@ def use(state: State, device: str, backend: str | None = None) -> None:
 
 
 def form(state: State, config: RunConfig, port: int, prefix: str, rank: int, world: int, generation: int, *, filled: bool = True) -> None:
-    """Join the generation's group and build the trainer, without values. If ``filled``, unfilled values stay NaN."""
+    """Join the generation's group and build the trainer. If ``filled``, all values are to arrive; missing ones stay NaN."""
     device, backend = state.get("device", "cpu"), state.get("backend", "gloo")
     state.setdefault("snapshots", Snapshots(config.elastic.snapshot_every, pin=device == "cuda"))
     state.setdefault("corpus", text_of(config))
