@@ -191,7 +191,7 @@ def _attempt(run: Run, members: list[int]) -> dict[int, tuple[object, ...]]:
 
 
 def _form_and_fail(state: State, leaves: bool, *where: object) -> str:
-    """Form the group. The joiner then closes it, and the others lose the joiner in the move."""
+    """Form the group. The joiner then leaves, and the others lose it in the move."""
     form(state, *where)  # type: ignore[arg-type]
     failure = ""
     if not leaves:

@@ -379,7 +379,7 @@ def _transfer(state: State, port: int, prefix: str, rank: int, world: int) -> An
 
 
 def test_close_and_barrier_bounds_override_the_group_timeout() -> None:
-    """If one receiver is later than another by the collectives' time limit, a leaver must not fail, or each try of the move fails."""
+    """A leaver waits for its last receiver beyond the collectives' time limit. Otherwise each try of a move with a slow receiver fails."""
     with Fleet(4) as fleet:
         patient, other = fleet.prefix(), fleet.prefix()
         calls = {w: (fleet.port, patient, w, 20.0) for w in (0, 1)} | {w + 2: (fleet.port, other, w, None) for w in (0, 1)}
