@@ -1,7 +1,7 @@
-"""What ranks need, imported once by the fork server that they come from: each would spend one to two seconds on it. Whoever starts the
-server first says what it imports, so that this is one list for all tests.
+"""Imports that ranks need, made once by their fork server. Each rank would spend one to two seconds on them.
 
-Nothing here starts a thread: a process that is forked has none of them.
+The first user of the server decides its imports, so this is one list for all tests. Nothing here starts a thread, because a forked process
+has no threads of its parent.
 """
 
 from __future__ import annotations
@@ -33,6 +33,6 @@ MODULES = (
 
 for module in MODULES:
     importlib.import_module(module)
-# What is here stays: a collection in a rank would touch, and so copy, the pages of every object.
+# A collection in a rank would touch, and so copy, the pages of every object.
 gc.collect()
 gc.freeze()

@@ -1,6 +1,6 @@
-"""Run a function on several ranks: as threads of this process (fast) or as gloo processes (real).
+"""Run a function on several ranks, as threads of this process (fast) or as gloo processes (real).
 
-Processes come from a fork server that has imported what they need (:mod:`tests.preload`), so that a rank starts in about 0.1 s.
+Processes come from a fork server with preloaded imports (:mod:`tests.preload`), so that a rank starts in about 0.1 s.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from vescale_ray import gloo
 
 
 class RankFailed(AssertionError):
-    """One or more ranks raised; the message holds their tracebacks."""
+    """One or more ranks raised an error; the message has their tracebacks."""
 
 
 def run_gloo(world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
     """Call ``function(rank, world, *args)`` in ``world`` gloo processes; return the results by rank.
 
-    ``function`` must be importable (module level) and its result picklable (small: numpy or plain values, or CPU tensors
-    via ``.numpy()``). A rank that raises, dies or is still running after ``timeout`` seconds fails the call; none is left behind.
+    ``function`` must be importable (module level) and its result picklable (small: numpy or plain values, or CPU tensors via ``.numpy()``).
+    If a rank raises, dies or still runs after ``timeout`` seconds, the call fails. No rank is left behind.
     """
     context = _context()
     results: Any = context.Queue()
@@ -74,15 +74,15 @@ def run_gloo(world: int, function: Callable[..., Any], *args: Any, timeout: floa
 
 
 def join(store: dist.Store, rank: int, world: int, timeout: float) -> None:
-    """Initialise the default process group, on gloo. For ranks that :func:`run_gloo` has not started."""
+    """Initialise the default process group on gloo, for ranks that :func:`run_gloo` has not started."""
     gloo.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
 
 
 def run_threads(world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
     """Call ``function(rank, world, *args)`` in ``world`` threads with torch's threaded process group; return results by rank.
 
-    Collectives: all-gather, reduce-scatter (SUM, AVG), all-to-all (uneven too), all-reduce, broadcast. No autograd-engine
-    isolation is promised beyond what torch's own tests rely on.
+    Collectives: all-gather, reduce-scatter (SUM, AVG), all-to-all (uneven too), all-reduce, broadcast. The autograd engine is isolated only
+    as far as torch's own tests need.
     """
     from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 

@@ -1,4 +1,4 @@
-"""What the ranks of the tests with other programs' formats do; importable by the processes."""
+"""Functions that ranks run in the tests with other programs' formats; processes can import them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def hf_into_commit_rank(rank: int, world: int, folder: str) -> str:
 
 
 def placed(kind: str, world: int) -> tuple[dict[str, torch.Tensor], int]:
-    """The Mlp's tensors, zeroed, under one sort of sharding, and the bytes that this rank holds of them."""
+    """Zeroed tensors of an Mlp under one kind of sharding, and the bytes of them that this rank holds."""
     model = Mlp(1)
     if kind == "plain":
         tensors: dict[str, torch.Tensor] = {name: torch.zeros_like(t) for name, t in model.state_dict().items()}
@@ -73,14 +73,18 @@ def dcp_load_rank(rank: int, world: int, roots: dict[str, str]) -> Any:
 def disagreeing_rank(rank: int, world: int, folder: str) -> str:
     try:
         dcp.load({"w": torch.zeros(3)}, storage_reader=ckpt.DcpReader(Path(folder, "ab"[rank])))
-    except BaseException as error:  # CheckpointException is no Exception
+    except BaseException as error:  # CheckpointException does not derive from Exception
         return str(error)
     return "no error"
 
 
 def dcp_foreign_save_rank(rank: int, world: int, folder: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Stock dcp.save of a sharded model and its optimizer: by rows where that goes, by columns for one tensor. The weights, and those
-    one step later."""
+    """Save a sharded model and its optimizer with stock dcp.save.
+
+    All tensors are sharded by rows, except one that is sharded by columns.
+
+    Returns the weights, and the weights one step later.
+    """
     model, optimizer = fsdp2(0, world)
     one_step(model, optimizer)
     state: dict[str, Any] = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}

@@ -1,4 +1,4 @@
-"""What the ranks of the loading tests do; importable by the processes."""
+"""Functions that ranks run in the loading tests; processes can import them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) ->
 
 
 def meta_rank(rank: int, world: int, root: str, save: bool) -> dict[str, Any]:
-    """Save a trained model of each kind, or load it into one that was built and sharded on the meta device; then train on."""
+    """Save a trained model of each kind, or load it into a model that was built and sharded on the meta device; then train on."""
     found = {}
     for kind in ("ours", "torch"):
         torch.manual_seed(0)
@@ -72,7 +72,7 @@ def partial_rank(rank: int, world: int, root: str) -> dict[str, np.ndarray]:
 
 
 def fallback_rank(rank: int, world: int, root: str) -> tuple[int, tuple[str, ...], np.ndarray]:
-    """Each rank reads its own rows only, so that damage is met by one of them."""
+    """Load only the rank's own rows, so that one rank alone meets the damage."""
     mesh = init_device_mesh("cpu", (world,))
     target = {"w": distribute_tensor(torch.zeros(64, 1024), mesh, [Shard(0)])}
     loaded = ckpt.load({"model": target}, root)

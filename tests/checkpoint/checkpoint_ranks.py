@@ -1,4 +1,4 @@
-"""What the ranks of the multi-process checkpoint tests do; importable by the processes."""
+"""Functions that ranks run in the multi-process checkpoint tests; processes can import them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vescale_ray import fsdp
 
 
 class Mlp(nn.Module):
-    """Odd sizes, so that shards are uneven and some are empty; tied; a buffer."""
+    """A model with odd sizes, so that shards are uneven and some are empty, and with a buffer."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def fsdp2(seed: int, world: int) -> tuple[Mlp, torch.optim.AdamW]:
 
 
 def ragged(seed: int, world: int) -> tuple[Mlp, torch.optim.AdamW]:
-    """Parameters as RaggedDTensors with other cuts on every world size, one of them with empty ranks."""
+    """Model whose parameters are RaggedDTensors. The cuts differ for every world size, and one parameter has empty ranks."""
     from vescale_ray import RaggedDTensor, RaggedShard
     from vescale_ray import distribute_tensor as distribute_ragged
 
@@ -74,7 +74,7 @@ BUILDERS = {"fsdp2": fsdp2, "ragged": ragged}
 
 
 def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
-    """Every tensor, gathered by the tensors' own full_tensor(): the oracle."""
+    """Gather every tensor with its own full_tensor(): the oracle."""
 
     def whole(t: torch.Tensor) -> np.ndarray:
         with torch.no_grad():
@@ -89,7 +89,7 @@ def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Deterministic gradients without a forward, so that it works for any sharding."""
+    """Make one step with deterministic gradients and no forward pass, so that it works for any sharding."""
     for index, parameter in enumerate(model.parameters()):
         with torch.no_grad():
             parameter.grad = parameter * (0.1 + index)
@@ -98,7 +98,7 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def save_rank(rank: int, world: int, roots: dict[str, str]) -> Any:
-    """Save a trained model under each builder; a process start costs more than all of it."""
+    """Save a trained model under each builder. One process does all of it, because starting a process costs more."""
     results = {}
     for builder, root in roots.items():
         model, optimizer = BUILDERS[builder](0, world)
@@ -111,7 +111,7 @@ def save_rank(rank: int, world: int, roots: dict[str, str]) -> Any:
 
 
 def load_rank(rank: int, world: int, loads: list[tuple[str, str]]) -> Any:
-    """For each (root, builder): load into a new model of another seed, an optimizer that has made no step."""
+    """For each (root, builder), load into a new model of another seed, with an optimizer that has made no step."""
     results = []
     for root, builder in loads:
         model, optimizer = BUILDERS[builder](1, world)
@@ -123,7 +123,7 @@ def load_rank(rank: int, world: int, loads: list[tuple[str, str]]) -> Any:
 
 
 def mixed_mesh_rank(rank: int, world: int, root: str) -> Any:
-    """Replicas on a 2-D mesh, Replicate and Shard(0) DTensors and plain tensors; each element is written once."""
+    """Save replicas on a 2-D mesh, Replicate and Shard(0) DTensors, and plain tensors; each element is written once."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     full = torch.arange(5 * 3, dtype=torch.float32).view(5, 3)
 
@@ -166,7 +166,10 @@ def mixed_mesh_rank(rank: int, world: int, root: str) -> Any:
 
 
 def stages_of_a_pipeline(mesh: DeviceMesh, root: str) -> None:
-    """Together they are refused before a byte is written, though SGD keeps no states; each by itself, as the page says, they come back."""
+    """Saving all pipeline stages together is refused before a byte is written, even with SGD, which has no states.
+
+    A stage that is saved by itself, as the documentation says, loads back.
+    """
 
     def built(seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)
@@ -204,8 +207,11 @@ def stages_of_a_pipeline(mesh: DeviceMesh, root: str) -> None:
 
 
 def over_tensor_parallelism(how: Any, mesh: DeviceMesh, root: str) -> None:
-    """FSDP2, or ours, over tensor parallelism: both cut dimension 0, unevenly, the first of the mesh last. What tensor parallelism leaves
-    alone is held alike by ranks that its mesh says nothing of. Saved so, and loaded so, by ourselves and by stock DCP."""
+    """Save and load FSDP2 (or our fully_shard) over tensor parallelism, with our loader and with stock DCP.
+
+    Both cut dimension 0, unevenly, and the mesh's first dimension cuts last. Ranks of the tensor-parallel mesh hold equal copies of the
+    tensors that tensor parallelism leaves alone, though those tensors' meshes do not name these ranks.
+    """
 
     def built(seed: int) -> tuple[Mlp, nn.Module]:
         plain, model = Mlp(seed), Mlp(seed)
@@ -248,7 +254,7 @@ def over_tensor_parallelism(how: Any, mesh: DeviceMesh, root: str) -> None:
 
 
 def failing_rank(rank: int, world: int, root: str) -> str:
-    """Rank 1's disk is full: all ranks raise the same, soon."""
+    """Rank 1's disk is full. All ranks raise the same error within 20 s."""
     if rank == 1:
         os.environ[ckpt.FAULT_ENV] = "data.chunk=ENOSPC"
     began = time.monotonic()
@@ -261,7 +267,7 @@ def failing_rank(rank: int, world: int, root: str) -> str:
 
 
 def mismatched_rank(rank: int, world: int, root: str) -> str:
-    """Only rank 1's model differs: all ranks raise, none is left in a collective."""
+    """Only rank 1's model differs. All ranks raise an error, and no rank stays in a collective."""
     try:
         ckpt.load({"model": {"w": torch.ones(10 + rank)}}, root)
     except ckpt.CheckpointMismatch as error:
@@ -270,7 +276,7 @@ def mismatched_rank(rank: int, world: int, root: str) -> str:
 
 
 def killed_rank(rank: int, world: int, store: str, root: str, point: str, report: str) -> None:
-    """Not under run_gloo, which would call a death a failure. Rank 1 dies at ``point``."""
+    """Save while rank 1 dies at ``point``. The test does not use run_gloo, which reports a death as a failure."""
     torch.set_num_threads(1)
     if rank == 1:
         os.environ[ckpt.FAULT_ENV] = point
@@ -281,12 +287,15 @@ def killed_rank(rank: int, world: int, store: str, root: str, point: str, report
         outcome = f"failed: {error}"
     with open(f"{report}.{rank}", "w") as file:
         file.write(outcome)
-    os._exit(0)  # the group's other member is gone: leave without its goodbye
+    os._exit(0)  # the other member of the group is gone, so leave without a shutdown
 
 
 def composed(rank: int, world: int, root: str) -> None:
-    """Ragged before and after tensor parallelism over rows and columns, torch's own Shard of any dimensions: each saved, each loaded into
-    each other, bit for bit, moments too. What a pending sum holds is nobody's."""
+    """Save each layout and load it into each other layout; the values are equal bit for bit, moments included.
+
+    The layouts are ragged before and after tensor parallelism over rows and columns, and torch's own Shard of any dimension. A tensor with
+    a pending reduction is refused.
+    """
     import pytest
     from torch.distributed.tensor import Partial, Placement
 
@@ -296,7 +305,7 @@ def composed(rank: int, world: int, root: str) -> None:
 
     mesh, line = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
     fulls = [torch.arange(96.0).reshape(16, 6), torch.arange(96).reshape(8, 2, 6).bfloat16(), torch.tensor([[True]]), torch.ones(0, 6)]
-    layouts: list[tuple[Any, list[Placement], list[Placement]]] = [  # for the first two; for the others, that hold next to nothing
+    layouts: list[tuple[Any, list[Placement], list[Placement]]] = [  # (mesh, placements of t0 and t1, placements of the small t2 and t3)
         (mesh, [RaggedShard((0,), (1, 3)), Shard(0)], [RaggedShard((), (0, 1)), Shard(0)]),
         (mesh, [RaggedShard((0,), (1, 3)), Shard(1)], [RaggedShard((), (1, 0)), Shard(1)]),
         (mesh, [Shard(-1), RaggedShard((0, 1), (3, 1))], [Shard(0), RaggedShard((), (0, 1))]),
@@ -352,7 +361,7 @@ def composed(rank: int, world: int, root: str) -> None:
 
 
 def async_rank(rank: int, world: int, roots: dict[str, str]) -> Any:
-    """Save asynchronously under each builder; while it is written the training goes on. The truth is gathered before."""
+    """Save asynchronously under each builder, and train on during the write. The expected values are gathered before."""
     results = {}
     for builder, root in roots.items():
         model, optimizer = BUILDERS[builder](0, world)
@@ -367,7 +376,7 @@ def async_rank(rank: int, world: int, roots: dict[str, str]) -> Any:
 
 
 class NoCollectives:
-    """Every collective, barrier and message of the process group raises while this is entered."""
+    """Make every collective, barrier and message of the process group raise while the context is active."""
 
     NAMES = (
         *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier", "monitored_barrier"),
@@ -388,7 +397,10 @@ class NoCollectives:
 
 
 def async_failing_rank(rank: int, world: int, root: str) -> Any:
-    """Rank 1's disk is full once; it is slow; its state can't be stored; it is late. What each rank is told; without a collective."""
+    """Outcomes on each rank when rank 1's disk is full once, is slow, its state can't be stored, or it is late.
+
+    No save uses a collective.
+    """
 
     class Store(ckpt.PosixStore):
         slow = 0.0
@@ -412,7 +424,7 @@ def async_failing_rank(rank: int, world: int, root: str) -> Any:
         told["skipped"] = [isinstance(handle.exception(20), ckpt.SaveSkipped) for handle in handles]
         with ckpt.Saver(store, timeout_s=20, double_buffer=False) as single:
             first = single.async_save(state, 20)
-            while rank != 1 and single._writer._slabs():  # the others have written theirs, and have their buffers back
+            while rank != 1 and single._writer._slabs():  # until the other ranks have written their data and have their buffers back
                 time.sleep(0.01)
             second = single.async_save(state, 21)
             told["skipped at once"] = second.skipped
@@ -447,7 +459,7 @@ def async_failing_rank(rank: int, world: int, root: str) -> Any:
         saver.async_save(state, 41)
     except ValueError as error:
         told["gone"] = str(error)
-    # Made anew over a store in which another group has left its words.
+    # A new process group over a store that holds the words of an older group.
     again = dist.PrefixStore("again", dist.FileStore(f"{root}/../store", world))
     join(again, rank, world, 20.0)
     told["anew"] = [saver.async_save(state, 42).wait(20).step, ckpt.save(state, store, 43, timeout_s=20).step]
@@ -457,7 +469,7 @@ def async_failing_rank(rank: int, world: int, root: str) -> Any:
 
 
 def two_savers(root: str, state: Any) -> list[tuple[bool, ...]]:
-    """Which of three saves of each step were committed: two savers' and a synchronous one, of one folder, asked for at once."""
+    """For each step, which of three simultaneous saves to one folder were committed: a synchronous one, and those of two savers."""
     ends = []
     with ckpt.Saver(root, timeout_s=20) as one, ckpt.Saver(root, timeout_s=20, retention=ckpt.Retention(keep_last=2)) as other:
         for step in range(1, 5):
@@ -471,7 +483,10 @@ def two_savers(root: str, state: Any) -> list[tuple[bool, ...]]:
 
 
 def async_killed_rank(rank: int, world: int, store: str, root: str, report: str, victim: int, point: str) -> None:
-    """Not under run_gloo, which would call a death a failure. The victim dies at ``point``; the other rank goes on and ends."""
+    """Save asynchronously while the victim dies at ``point``; the other rank goes on and ends.
+
+    The test does not use run_gloo, which reports a death as a failure.
+    """
     torch.set_num_threads(1)
     if rank == victim:
         os.environ[ckpt.FAULT_ENV] = point
@@ -483,4 +498,4 @@ def async_killed_rank(rank: int, world: int, store: str, root: str, report: str,
     with open(f"{report}.{rank}", "w") as file:
         file.write(f"{time.monotonic() - began} {outcome}")
     saver.close()
-    os._exit(0)  # the group's other member is gone: leave without its goodbye
+    os._exit(0)  # the other member of the group is gone, so leave without a shutdown

@@ -1,4 +1,4 @@
-"""Checkpoints of random layouts, made without the library's own planner, and what must come back from them."""
+"""Checkpoints of random layouts, made without the library's own planner, and the values that loading must give."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vescale_ray.checkpoint.stores.store import Root
 
 Tensors = Mapping[tuple[str, str], torch.Tensor]
 Held = list[list[tuple[str, str, int, int]]]
-"""By rank: the (name, kind, start, end) intervals that it holds, in the model's order."""
+"""For each rank, the (name, kind, start, end) intervals that it holds, in the model's order."""
 
 DTYPES = (
     torch.float32,
@@ -41,7 +41,7 @@ DTYPES = (
 
 @contextmanager
 def memory_folder() -> Iterator[Path]:
-    """A folder in memory where there is one: syncing costs nothing there, so that property tests can save often."""
+    """A folder in memory where the system has one. Syncing costs nothing there, so that property tests can save often."""
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     folder = tempfile.mkdtemp(prefix="vescale-ckpt-", dir=base)
     try:
@@ -51,7 +51,7 @@ def memory_folder() -> Iterator[Path]:
 
 
 def random_bits(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Every bit random (NaN payloads, negative zeros, subnormals): only a bit-exact copy equals it. Bools stay 0 or 1."""
+    """A tensor of random bits, with NaN payloads, negative zeros and subnormals. Only a bit-exact copy equals it. Bools stay 0 or 1."""
     generator = torch.Generator().manual_seed(seed)
     size = math.prod(shape) * dtype.itemsize
     raw = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8, generator=generator)
@@ -66,7 +66,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def adam_like(seed: int = 0) -> dict[tuple[str, str], torch.Tensor]:
-    """A small model's parameters and moments: split tensors, a frozen one, 0-d, empty, 1 element, four dtypes."""
+    """Parameters and moments of a small model: split tensors, a frozen one, 0-d, empty, 1 element, four dtypes."""
     shapes: list[tuple[str, tuple[int, ...], torch.dtype, bool]] = [
         ("embed.weight", (37, 16), torch.float32, True),
         ("layers.0.attention.weight", (24, 24), torch.float32, True),
@@ -90,9 +90,9 @@ def adam_like(seed: int = 0) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def random_layout(tensors: Tensors, world: int, seed: int, *, together: bool = True) -> Held:
-    """Cut every tensor at random places into one interval per rank, many of them empty; ranks in a random order.
+    """Cut every tensor at random places into one interval per rank, many of them empty, with ranks in a random order.
 
-    ``together``: all kinds of a tensor are cut alike, as in training; else each on its own.
+    If ``together``, all kinds of a tensor are cut alike, as in training; otherwise each kind has its own cuts.
     """
     rng = random.Random(seed)
     held: Held = [[] for _ in range(world)]
@@ -131,7 +131,7 @@ def save_in_process(
     name_empty: bool = True,
     aux: bool = True,
 ) -> ckpt.Commit:
-    """Every rank's write and the commit, one after the other in this process; votes go through JSON as between hosts."""
+    """Write every rank's shard and commit, one after the other in this process. Votes go through JSON as between hosts."""
     attempt = ckpt.new_attempt()
     votes = []
     for rank, intervals in enumerate(held):
@@ -151,7 +151,7 @@ def save_in_process(
 
 
 def load_in_process(checkpoint: ckpt.Checkpoint, tensors: Tensors, held: Held) -> list[ckpt.ReadPlan]:
-    """Every rank of another layout reads its intervals; asserts that each equals the original bit for bit."""
+    """Read the intervals of every rank of another layout, and assert that each equals the original bit for bit."""
     plans = []
     for intervals in held:
         ranges = []
@@ -174,7 +174,10 @@ def assert_equals(root: Root, tensors: Tensors, commit: str | None = None) -> No
 
 
 def in_subprocess(function, *args, timeout: float = 60.0) -> int:  # type: ignore[no-untyped-def]
-    """Run a module-level ``function(*args)`` in a process of its own (torch already imported); its exit code, -9 if killed."""
+    """Run a module-level ``function(*args)`` in its own process, which has torch imported.
+
+    Returns the exit code, -9 if the process is killed.
+    """
     process = _context().Process(target=function, args=args, daemon=True)
     process.start()
     process.join(timeout)
@@ -187,7 +190,7 @@ def in_subprocess(function, *args, timeout: float = 60.0) -> int:  # type: ignor
 
 
 def peak_growth_of_save_and_load(root: Path, size: int) -> tuple[int, int]:
-    """Growth of the peak resident memory, in bytes, while ``size`` bytes are saved, then loaded in place."""
+    """Growth of the peak resident memory, in bytes, while ``size`` bytes are saved and then loaded in place."""
     report = Path(root, "rss.txt")
     assert in_subprocess(_measure_memory, str(root), str(report), size) == 0
     saved, loaded = (int(text) for text in report.read_text().split())
@@ -218,7 +221,7 @@ def _measure_memory(root: str, report: str, size: int) -> None:
 
 
 def dcp_index(place: Path) -> Metadata:
-    """The index of a checkpoint that torch's own DCP wrote here, as torch reads it: the oracle of our reader, and what tests falsify."""
+    """Read the index of a checkpoint that torch's own DCP wrote: the oracle of our reader, and the base of forged indexes."""
     found: Metadata = pickle.loads((place / ".metadata").read_bytes())
     return found
 

@@ -1,4 +1,7 @@
-"""Functions that ranks run in the tests of plain values: saves in which each has its own loader state, and loads on another number."""
+"""Functions that ranks run in the tests of plain values.
+
+Each rank saves its own loader state; another number of ranks loads it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from vescale_ray import checkpoint as ckpt
 
 
 def loader_state(rank: int) -> dict[str, Any]:
-    """A shuffled loader's, as torchdata keeps it, with arrays and bytes beside."""
+    """State of a shuffled loader, as torchdata stores it, with arrays and bytes in addition."""
     generator = torch.Generator().manual_seed(rank)
     return {
         "yielded": 4 + rank,
@@ -26,7 +29,7 @@ def loader_state(rank: int) -> dict[str, Any]:
 
 
 def digest(value: Any) -> str:
-    """By value, type and dtype."""
+    """Digest of a value with its type and dtype."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype}{tuple(value.shape)}{value.view(-1).view(torch.uint8).tolist()}"
     if isinstance(value, (np.ndarray, np.generic)):
@@ -43,7 +46,10 @@ def weights(world: int) -> torch.Tensor:
 
 
 def save_rank(rank: int, world: int, root: str, beside: bool) -> tuple[str | None, list[str]]:
-    """Saves twice, each rank with another loader state; returns the error, if any, and what was logged."""
+    """Save twice, each rank with its own loader state.
+
+    Returns the error, if any, and the logged messages.
+    """
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]

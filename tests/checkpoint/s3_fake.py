@@ -1,7 +1,8 @@
-"""A small S3 service in this process, with a script of faults: what moto can't do (409, lost answers, hangs, short and wrong ranges).
+"""A small S3 service in this process, with a script of faults.
 
-It speaks as much of the protocol as the store uses, over real sockets, compares the CRC-32 of what is uploaded with its header, and
-honours ``If-None-Match`` unless told not to. It shares no code with the store.
+The faults are those that moto lacks: 409, lost answers, hangs, short and wrong ranges. The service speaks the part of the protocol that the
+store uses, over real sockets. It compares the CRC-32 of an upload with its header, and honours ``If-None-Match`` unless a rule disables
+that. It shares no code with the store.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ ACTIONS = ("status", "lost", "reset", "short", "wrong range", "hang", "flip", "r
 
 @dataclass
 class Rule:
-    """Do ``action`` to the requests that match, ``times`` times, after letting ``after`` of them pass.
+    """Apply ``action`` to ``times`` matching requests, after the first ``after`` of them have passed.
 
-    ``operation``: GET, HEAD, PUT, PART, START, COMPLETE, ABORT, DELETE, BATCH (DeleteObjects), LIST, UPLOADS or ``*``.
-    ``lost``: carry it out, then close without a word. ``damage``: a bit of the request's body is wrong when it arrives.
+    ``operation``: GET, HEAD, PUT, PART, START, COMPLETE, ABORT, DELETE, BATCH (DeleteObjects), LIST, UPLOADS or ``*``. ``lost``: carry out
+    the request, then close without an answer. ``damage``: flip a bit of the request's body on arrival.
     """
 
     operation: str
@@ -299,7 +300,7 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 64
 
     def handle_error(self, *_: object) -> None:
-        pass  # clients that are killed, and connections that the script has closed
+        pass  # clients may be killed, and the script may close connections
 
 
 @contextmanager

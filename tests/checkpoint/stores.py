@@ -1,4 +1,4 @@
-"""Every back end, opened empty for a test, with what a test needs to look behind it and to harm it."""
+"""Every back end, opened empty for a test, with direct access to its objects for inspection and damage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXCLUSIVE = ("posix", "s3", "memory")
 
 @dataclass
 class Opened:
-    """A back end: its store, and its objects as a stranger would see and change them."""
+    """A back end: its store, and direct functions to read, write, remove and list its objects."""
 
     kind: str
     store: ObjectStore
@@ -41,8 +41,10 @@ class Opened:
 
 
 def collect(root: Root, keep: int, *, grace_s: float = 3600.0) -> ckpt.GcReport:
-    """Keep the newest ``keep``; what is older than ``grace_s`` by the store's clock is debris. S3 dates things to the second, so a
-    test that means "at once" gives some seconds below zero."""
+    """Keep the newest ``keep`` checkpoints; debris is older than ``grace_s`` by the store's clock.
+
+    S3 has timestamps in whole seconds, so a test that means "at once" passes a grace of some seconds below zero.
+    """
     return ckpt.gc(root, ckpt.Retention(keep_last=keep), grace=ckpt.Grace(grace_s, grace_s, min(grace_s, 0.0)))
 
 

@@ -1,4 +1,4 @@
-"""How ranks agree on a save, and that the store does not fill up with what they have said."""
+"""Ranks agree on a save through the store, and their messages do not fill the store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vescale_ray.checkpoint.saving.polling import pause_after
 
 
 def pair(store=None):
-    """Rank 0's and rank 1's accord of one store, as the process group would give them."""
+    """Accords of ranks 0 and 1 over one store, as the process group makes them."""
     store, made = store or dist.HashStore(), []
     for rank in (0, 1):
         accord = Accord(None, rank, 1, "root")
@@ -49,14 +49,14 @@ def test_verdict_is_deleted_once_all_ranks_reach_the_next_save():
 @pytest.mark.fault("K25")
 def test_rank_that_missed_a_save_joins_the_next_and_no_key_stays():
     store = dist.HashStore()
-    for _ in range(2):  # the second pair: another saver, or the processes of a group made anew over the same store
+    for _ in range(2):  # the second pair: another saver, or a process group made anew over the same store
         _, leader, other = pair(store)
         say(store, other.key(5), Word())
         assert leader.agree(leader.key(5), Word(), named, 5.0).fate == "go", "words of an older saver's save of this step are not taken"
         assert leader.agree(leader.key(6), Word(), named, 0.05).fate == "failed", "rank 1 has missed it"
         leader.tell(leader.key(7), Word(busy=True))
         say(store, other.key(7), Word())
-        for _ in range(2):  # a step may be saved again
+        for _ in range(2):  # the same step may be saved again
             key, same = leader.key(8), other.key(8)
             assert key == same and not store.check([f"{key}/verdict"]), "no verdict of before is heard as that of now"
             say(store, same, Word())
@@ -119,10 +119,10 @@ def test_polling_delays_an_answer_by_at_most_five_percent():
 
 
 def test_plain_tensors_differing_between_ranks_cause_one_warning(caplog):
-    """Experts, say, that each rank holds under the names that the others use for theirs: of each, one rank's alone is stored."""
+    """The tensors are, for example, different experts under equal names. Only one rank's tensor is stored for each name."""
 
     def word(rank, **own):
-        # Of uint4 torch copies no single elements.
+        # torch does not copy single elements of uint4.
         same = {f"same.{dtype}": random_bits((40, 3), dtype, 7) for dtype in (*DTYPES, torch.uint4, torch.float4_e2m1fn_x2)}
         state = {"model": {**same, "none": torch.ones(0), "0-d": torch.tensor(1.5), "columns": torch.ones(4, 6).t(), **own}}
         return prepare(state, 5, 2, rank, None, None, None).word

@@ -1,4 +1,4 @@
-"""What can't be meant is refused in one sentence, with the value and the remedy, before anything is written."""
+"""Meaningless arguments are refused before anything is written, in one sentence with the value and the remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ loose: Any = ckpt
 
 
 def hf(root: Any) -> Path:
-    """A safetensors file: that of the checkpoint in ``root``."""
+    """Path of a safetensors file that holds the checkpoint in ``root``."""
     return next(Path(root).rglob("*.safetensors"))
 
 

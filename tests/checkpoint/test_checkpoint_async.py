@@ -1,4 +1,4 @@
-"""Saving beside the training: what is stored is the state of the step, whatever happens afterwards; errors are told; nothing hangs."""
+"""Asynchronous saves: they store the state of their step, whatever training does afterwards, report errors and never hang."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def root():
 
 
 class Slow(ckpt.PosixStore):
-    """A store whose data waits at a gate."""
+    """A store whose data writes wait until ``gate`` is set."""
 
     def __init__(self, root: Any) -> None:
         super().__init__(root)
@@ -48,7 +48,7 @@ class Slow(ckpt.PosixStore):
 
 
 class Stuck(Slow):
-    """A store that never answers."""
+    """A store whose data writes never return."""
 
     def put_stream(self, key, chunks, size):
         self.began.release()
@@ -72,7 +72,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, str
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, stream: dict[str, int]) -> Any:
-    """Copies of all that a resumed run depends on: the oracle."""
+    """Copies of all state that a resumed run depends on: the oracle."""
     tensors = {name: bits(t) for name, t in model.state_dict().items()}
     for name, p in model.named_parameters():
         tensors |= {f"{name}/{k}": bits(v) for k, v in optimizer.state[p].items()}
@@ -92,7 +92,7 @@ def test_async_save_stores_its_step_bit_for_bit_despite_training(root, wait_stag
             state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "stream": stream}
             handle = saver.async_save(state, index, meta={"at": index}, metrics={"loss": index / 2}, wait_staged=wait_staged)
             handle.wait_staged(10)
-            # What training does next, and worse: everything in place, at once.
+            # Training changes everything in place right after staging; this is more than it does in practice.
             with torch.no_grad():
                 for t in (*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())):
                     t.fill_(-7)
@@ -201,11 +201,11 @@ def test_save_failing_before_its_call_returns_raises_in_handle(root, monkeypatch
             first.wait()
         second = saver.async_save({"model": {"w": torch.ones(3)}}, 2)
         with pytest.raises(ckpt.SaveFailed, match="No space left"):
-            saver.async_save({"model": {"w": torch.ones(3)}}, 3)  # tells of the second, which nobody waited for
+            saver.async_save({"model": {"w": torch.ones(3)}}, 3)  # raises the error of the second save, which was not awaited
         assert second.done()
         monkeypatch.delenv(ckpt.FAULT_ENV)
         with pytest.raises(ckpt.SaveFailed, match="No space left"):
-            saver.async_save({"model": {"w": torch.ones(3)}}, 4)  # and this of the third
+            saver.async_save({"model": {"w": torch.ones(3)}}, 4)  # raises the error of the third save
         assert saver.async_save({"model": {"w": torch.ones(3)}}, 5).wait(10).step == 5
 
 
@@ -265,7 +265,10 @@ def within(seconds, work):
 
 @pytest.mark.fault("K24")
 def test_hung_store_raises_an_error_and_never_blocks_training(root, monkeypatch):
-    """Every call of the training returns at once; after the bound one of them says what is wrong; closing ends, too."""
+    """Every call of training returns at once.
+
+    After the time limit one of the calls raises an error that names the cause, and closing returns too.
+    """
     monkeypatch.setattr(saver_module, "EXIT_S", 0.3)
     monkeypatch.setattr(saver_module, "ABORT_S", 0.2)
     ckpt.save({"model": {"w": torch.zeros(3)}}, root, 1)
@@ -297,7 +300,7 @@ def test_sync_save_to_a_hung_store_fails_and_is_never_committed(root, monkeypatc
     store, w = Slow(root), torch.ones(3)
     with pytest.raises(ckpt.SaveFailed, match=rf"step 2: given up, {root} has not answered for \d+ s; earlier checkpoints are untouched"):
         within(5, lambda: ckpt.save({"model": {"w": w}}, store, 2, timeout_s=0.1))
-    w.fill_(7.0)  # the training has gone on
+    w.fill_(7.0)  # training has gone on
     store.gate.set()
     while any(thread.name == f"{bounded_module.DAEMONS}save" for thread in threading.enumerate()):
         time.sleep(0.01)
@@ -307,7 +310,7 @@ def test_sync_save_to_a_hung_store_fails_and_is_never_committed(root, monkeypatc
 
 
 def test_save_waits_for_a_slow_store_while_it_makes_progress(root, monkeypatch):
-    """Longer than it may stand still; and what hangs after the commit costs the commit nothing."""
+    """The save takes longer than the limit on a standstill. Work that hangs after the commit does not delay the commit."""
     monkeypatch.setattr(api_module, "HANG_S", 0.9)
     slow = [ckpt.Fault("put_stream", "delay", seconds=0.7)]
     late = ckpt.FaultyStore(ckpt.PosixStore(root), [*slow, ckpt.Fault("put", "delay", "commits/*", seconds=0.7)])
@@ -321,7 +324,7 @@ def test_save_waits_for_a_slow_store_while_it_makes_progress(root, monkeypatch):
 
 @pytest.fixture
 def interruptible():
-    """A shell that starts a job in the background has it ignore SIGINT, and Python leaves it at that."""
+    """Restore SIGINT's default handler. A shell starts background jobs with SIGINT ignored, and Python keeps that setting."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -343,7 +346,7 @@ def test_ctrl_c_ends_a_sync_save_at_once_and_commits_nothing(root, interruptible
 
 @pytest.mark.fault("K6")
 def test_ctrl_c_at_any_line_of_the_handoff_leaves_a_usable_saver():
-    """The lines of ``_Writer.put`` and of what it calls, starting the thread included."""
+    """Interrupt at each line of ``_Writer.put`` and of its callees, including the start of the thread."""
     within = {_Writer.put.__code__, _Writer._move.__code__, threading.Thread.start.__code__}
     state = {"model": {"w": torch.ones(5)}}
     before, lines = set(threading.enumerate()), 0
@@ -353,7 +356,8 @@ def test_ctrl_c_at_any_line_of_the_handoff_leaves_a_usable_saver():
         def trace(frame: Any, event: str, value: Any, line: int = line, seen: set[tuple[Any, int]] = seen) -> Any:
             code, now = frame.f_code, len(seen)
             if event == "line":
-                seen.add((code, frame.f_lineno))  # once: the second time a ``with`` is being left, where no signal is looked for
+                # Each line counts once: on its second visit a ``with`` block is being left, and Python checks for no signals there.
+                seen.add((code, frame.f_lineno))
                 if now < line == len(seen):
                     raise KeyboardInterrupt
             return trace if code in within else None
@@ -375,13 +379,13 @@ def test_ctrl_c_at_any_line_of_the_handoff_leaves_a_usable_saver():
             break
     assert lines >= 12
     for thread in set(threading.enumerate()) - before:
-        if thread.ident is not None:  # else its start was interrupted
+        if thread.ident is not None:  # otherwise the start of the thread was interrupted
             thread.join(10)
             assert not thread.is_alive()
 
 
 def test_work_after_a_commit_does_not_delay_the_next_staging(root, monkeypatch):
-    """Reading back and deleting may take long, or hang: the state of the next save is copied all the same."""
+    """The next save's state is copied even if the reading back and deleting after a commit take long or hang."""
     gate = threading.Event()
     monkeypatch.setattr(saver_module, "look_after", lambda *_: gate.wait(30))
     w = torch.zeros(3000)
@@ -421,7 +425,7 @@ def test_nan_metric_is_dropped_and_the_checkpoint_kept(root, caplog):
 
 
 def test_commit_with_a_lost_answer_is_kept_and_known_as_ours(root, caplog):
-    """Nothing of an attempt is deleted once its commit was tried: it may be there, as here."""
+    """No object of an attempt is deleted after its commit was tried, because the commit may exist, as it does here."""
     store = ckpt.FaultyStore(ckpt.PosixStore(root), [ckpt.Fault("put", "lost", key="commits/*", after=1)])
     state = {"model": {"w": torch.ones(3)}}
     with ckpt.Saver(store) as saver:
@@ -489,12 +493,12 @@ if sys.argv[2] == "hang":  # a data loader's worker, forked meanwhile, neither w
     ("how", "code"), [pytest.param("end", 0, marks=pytest.mark.slow), pytest.param("raise", 1, marks=pytest.mark.slow), ("hang", 0)]
 )
 def test_interpreter_exits_in_bounded_time_with_a_save_in_flight(root, how, code):
-    """A save that is nearly done is finished; one that hangs is given up; neither is torn."""
+    """At exit, a save that is nearly done is finished and a hung save is given up; neither leaves a torn checkpoint."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", EXITING, str(root), how]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert ended.returncode == code, ended.stderr
-    began = float(ended.stdout.split()[0])  # one clock for all processes; the imports before may take a minute on a loaded machine
+    began = float(ended.stdout.split()[0])  # this clock is common to all processes; imports may take a minute on a loaded machine
     assert time.monotonic() - began < 40
     assert "KeyError" in ended.stderr if how == "raise" else "Traceback" not in ended.stderr
     if how == "hang":
@@ -552,9 +556,9 @@ def save_two(root: str, point: str) -> None:
 
 
 def test_touching_fresh_memory_lets_other_threads_run():
-    """It held the interpreter's lock, for most of a second a GiB: no training beside it, and no answer to who asks for a hang."""
+    """The touching once held the interpreter's lock for most of a second per GiB. Training and hang detection stood still meanwhile."""
     ticks: list[int] = []
-    for _ in range(3):  # the machine may have something else to do
+    for _ in range(3):  # three tries, because the machine may be busy
         begun, done = threading.Event(), threading.Event()
 
         def make(begun: threading.Event = begun, done: threading.Event = done) -> None:
@@ -579,7 +583,7 @@ def test_fifty_saves_leak_no_file_no_thread_and_no_memory(root):
     assert in_subprocess(save_fifty, str(root / "ckpt"), str(report)) == 0
     files, threads, growth, peak, size = (int(x) for x in report.read_text().split())
     assert files == 0 and threads == 0
-    # After the first saves nothing grows; and all of it together is one buffer and the stated 8 MiB, with 6 for the allocator.
+    # After the first saves nothing grows. The peak is one buffer and the documented 8 MiB, with 6 MiB for the allocator.
     assert growth < 6 << 20, growth
     assert peak < size + (8 << 20) + (6 << 20), (peak, size)
     assert len(ckpt.ls(root / "ckpt")) == 2
@@ -589,7 +593,7 @@ def save_fifty(root: str, report: str) -> None:
     torch.set_num_threads(1)
     w = torch.ones(24 << 20, dtype=torch.uint8)
     state = {"model": {"w": w}}
-    ckpt.save({"model": {"w": torch.ones(5)}}, f"{root}-warm", 1)  # imports
+    ckpt.save({"model": {"w": torch.ones(5)}}, f"{root}-warm", 1)  # does the imports first
 
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""Which votes make a checkpoint, who wins a race, which commit is the newest, and what a collection may delete."""
+"""Commits: the votes that make a checkpoint, races, the order of commits, and the objects that a collection may delete."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def commit(root, votes, *, world=2, attempt="a", step=1, epoch=0, **more):
 
 
 def whole(root, step, epoch=0, keepable=True):
-    """A complete one-rank checkpoint of ``w``."""
+    """Commit a complete one-rank checkpoint of ``w``."""
     attempt = f"at-e{epoch}-s{step}"
     made = commit(
         root, [vote(root, 0, [piece(0, 120)], attempt=attempt, step=step, epoch=epoch)], world=1, attempt=attempt, step=step, epoch=epoch
@@ -100,7 +100,7 @@ def test_overlapping_copies_are_listed_once_and_must_be_equal(root):
 
 
 def test_only_copies_differing_by_rounding_commit_with_a_warning(root, caplog):
-    """A month of training under tensor parallelism must not lose its checkpoints for the last bit of a norm's weight."""
+    """A rounding difference in one norm weight must not cost a month of tensor-parallel training its checkpoints."""
 
     def votes(name, step, *copies):
         parts = [replace(piece(0, 120, data=data), copied=True) for data in copies]
@@ -123,7 +123,7 @@ def test_only_copies_differing_by_rounding_commit_with_a_warning(root, caplog):
     different = [
         *((gain, far), (gain, holes), (torch.zeros_like(gain), near), (gain, -gain)),
         (holes, holes.nan_to_num(0.5)),
-        *((huge, -huge), (huge * 1e-307 * 1e-200, huge * 2e-307 * 1e-200)),  # whose squares are no numbers
+        *((huge, -huge), (huge * 1e-307 * 1e-200, huge * 2e-307 * 1e-200)),  # their squares overflow or underflow
         *((ids, ids.where(ids > ids[0], 7)), (ids, ids.where(ids > ids[0], ids[0] + 1)), (kept, kept ^ (ids == ids[0]))),
     ]
     for number, (one, other) in enumerate(different):
@@ -150,7 +150,7 @@ def test_digests_of_ranges_of_a_stream_are_those_of_the_bytes():
 
 @pytest.mark.fault("K35")
 def test_commit_refuses_a_manifest_that_readers_would_reject(root, monkeypatch):
-    """It would be passed over for the one before at the next load, after all saves had succeeded."""
+    """If such a commit were made, all saves would succeed, but the next load would skip the checkpoint for an older one."""
     earlier = whole(root, 0)
     votes = [vote(root, 0, [piece(0, 120)])]
     for module in (commits, manifest):
@@ -177,7 +177,7 @@ def test_commit_refuses_missing_votes_and_other_attempts_votes(root):
         with pytest.raises(ckpt.CommitRefused, match="rank 1 voted for attempt"):
             commit(root, [a, other])
     assert ckpt.latest(root) is None
-    assert commit(root, [b, a]).name == "e0000-s000000000001"  # in any order
+    assert commit(root, [b, a]).name == "e0000-s000000000001"  # votes may come in any order
 
 
 def test_commit_is_refused_if_an_object_is_missing_or_resized(root):
@@ -266,7 +266,7 @@ def test_repeated_commit_of_one_attempt_returns_the_same_commit(root):
     first = commit(root, votes, world=1)
     assert commit(root, votes, world=1) == first
     whole(root, 7)
-    assert commit(root, votes, world=1) == first  # though a newer one is there by now
+    assert commit(root, votes, world=1) == first  # even though a newer commit exists by now
 
 
 def test_a_zombie_of_an_older_epoch_never_becomes_the_newest(root):
@@ -309,7 +309,7 @@ def test_only_whole_commits_count_towards_those_kept(root):
     report = collect(root, 1)
     assert made[1].name in report.kept and report.deleted == (made[0].name,)
     assert ckpt.latest(root) == made[1]
-    # The torn commit's data can't be told from an orphan: nothing is swept while it is there.
+    # The torn commit's data can't be told from an orphan, so nothing is swept until the commit is gone.
     assert (root / "data" / made[2].attempt).exists() and any("abandoned attempts" in p for p in report.problems)
     last = whole(root, 9)
     report = collect(root, 1)

@@ -1,4 +1,4 @@
-"""How two checkpoints differ, against plain tensor arithmetic, whatever their layouts."""
+"""Differences between two checkpoints, against plain tensor arithmetic, for any pair of layouts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_diff_separates_added_removed_and_reshaped_tensors(root):
 
 
 def test_diff_that_compares_no_tensor_is_an_error(root):
-    """A slip in a glob would pass every check that a script makes."""
+    """If an empty comparison succeeded, a typing error in a glob would pass every check of a script."""
     ckpt.save({"model": {"w": torch.ones(3)}}, root, 1)
     opened = ckpt.open(root)
     with pytest.raises(ckpt.CheckpointMismatch, match=r"neither .* nor .* has a tensor that fits v\*$"):
@@ -120,7 +120,7 @@ def _measure(root: str, report: str) -> None:
     torch.set_num_threads(1)
     for step in (1, 2):
         ckpt.save({"model": {"w": torch.full((64 << 20,), float(step))}}, root, step)
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
 
     def peak() -> int:
         line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))

@@ -23,15 +23,15 @@ from tests.checkpoint.checkpoint_support import (
 from vescale_ray import checkpoint as ckpt
 
 BEFORE, AFTER = adam_like(seed=1), adam_like(seed=2)
-# Where the new commit is visible: at commit.linked the rename of nothing is left to do but the folder's sync.
+# Points at which the new commit is visible. At commit.linked the object has its name; only the folder's sync is left.
 VISIBLE = ("commit.linked", "commit.published", "gc.commit_deleted", "gc.object_deleted", "gc.swept")
 ELSEWHERE = ("vote.written", "stage.copied")
-"""Points that only the high-level saves pass: see test_checkpoint_torchrun.py and test_checkpoint_async.py."""
+"""Points that only the high-level saves pass; see test_checkpoint_torchrun.py and test_checkpoint_async.py."""
 
 
 @pytest.fixture(scope="module")
 def template():
-    """Two committed steps, and the debris of an attempt that died long ago."""
+    """A folder with two committed steps, and the debris of an attempt that died long ago."""
     with memory_folder() as root:
         save_in_process(root, BEFORE, random_layout(BEFORE, 2, seed=1), step=10)
         save_in_process(root, BEFORE, random_layout(BEFORE, 3, seed=2), step=20)
@@ -103,7 +103,7 @@ def test_a_disk_that_fills_up_at_any_byte_leaves_no_torn_object(root, monkeypatc
         left, door = [room], threading.Lock()
 
         def pwrite(fd, data, offset, left=left, door=door):
-            with door:  # two chunks are under way at once
+            with door:  # two chunks are written at once
                 if not left[0]:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 count = real(fd, bytes(data[: left[0]]), offset)
@@ -134,7 +134,7 @@ def test_an_error_of_a_system_call_fails_the_save(root, monkeypatch, call):
 
 
 def test_a_folder_that_cannot_be_synced_makes_no_commit(root, monkeypatch):
-    """chmod would prove nothing for root, so the error is injected: the third fsync is the first of a folder."""
+    """The error is injected, because chmod does not restrict root. The third fsync is the first one of a folder."""
     real, calls = os.fsync, []
 
     def fsync(fd):
@@ -177,7 +177,7 @@ def test_an_unreadable_object_is_named(root, monkeypatch):
 
 
 def test_a_transfer_that_failed_once_is_read_again(root, monkeypatch):
-    """Memory or a cable may err once where the disk is sound."""
+    """Memory or a cable may fail once although the disk is sound."""
     real, hurt = os.preadv, []
 
     def preadv(fd, buffers, offset):
@@ -204,7 +204,7 @@ def test_invalid_root_raises_a_clear_error_and_creates_nothing(tmp_path):
 
 
 def test_every_point_of_the_list_is_passed_in_the_listed_order(root, monkeypatch):
-    """The list is the enumeration that the kill test walks; a point that is never passed would be tested vacuously."""
+    """The kill test walks this list. A listed point that no save passes would be tested vacuously."""
     passed: list[str] = []
     for part in ("stores.posix", "format.shard", "commits", "retention"):
         module = importlib.import_module(f"vescale_ray.checkpoint.{part}")
@@ -220,7 +220,7 @@ def test_every_point_of_the_list_is_passed_in_the_listed_order(root, monkeypatch
 
 
 def test_random_kills_in_a_row_never_lose_a_commit(root):
-    """A run that is killed again and again, resumes and saves: the newest committed step only ever grows."""
+    """In a run that is killed again and again, resumes and saves, the newest committed step never decreases."""
     rng = random.Random(4)
     choices = [p for p in points() if not p.startswith("gc.")]
     newest = 20

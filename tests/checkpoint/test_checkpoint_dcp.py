@@ -1,4 +1,4 @@
-"""Stock PyTorch DCP reads our checkpoints, and we read and write its: checked against ``torch.distributed.checkpoint`` itself."""
+"""Stock PyTorch DCP reads our checkpoints, and we read and write DCP's, checked against ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_torch_resumes_model_and_optimizer_from_our_checkpoint(folder, flatten):
 
 
 def test_dcps_converter_makes_one_file_of_ours(folder):
-    """It builds the state dict from the metadata alone, so every key must be listed once."""
+    """The converter builds the state dict from the metadata alone, so the metadata must list every key once."""
     net, optimizer = trained()
     ckpt.save({"model": net, "optimizer": optimizer}, folder / "a", 2)
     state: dict[str, Any] = {}
@@ -186,7 +186,10 @@ def test_stock_dcp_loads_our_checkpoint_into_fsdp2_tp_and_2d(ranks_saved, world)
 
 @pytest.mark.parametrize("cut", [True, False])
 def test_dcp_reader_requests_a_box_of_columns_as_one_range(tmp_path, monkeypatch, cut):
-    """As stock DCP asks for a tensor-parallel rank's part; row by row it would take minutes of a model of 13 billion."""
+    """Stock DCP requests a tensor-parallel rank's part as a box.
+
+    Reading it row by row takes minutes for a model of 13 billion parameters.
+    """
     full = random_bits((300, 40), torch.bfloat16, 3)
     save_tiled(tmp_path, full, [{1: [20, 20]} if cut else {}] * 2, [6000])
     asked: list[int] = []
@@ -236,7 +239,7 @@ def test_training_resumes_from_a_commit_imported_from_dcp(folder, flatten):
     ckpt.load(into, folder / "root")
     assert same_module(net, other) and into["stream"] == state["stream"] and torch.equal(into["ema"]["w"], state["ema"]["w"])
     same_optimizers(optimizer, net, fresh, other)
-    if not flatten:  # flattened, groups with equal hyperparameters can't be told apart; these differ in weight decay
+    if not flatten:  # if flattened, groups with equal hyperparameters can't be told apart; these differ in weight decay
         assert [g["weight_decay"] for g in fresh.param_groups] == [0.0, 0.01]
     assert train(net, optimizer, 2, seed=4) == train(other, fresh, 2, seed=4)
 
@@ -244,7 +247,10 @@ def test_training_resumes_from_a_commit_imported_from_dcp(folder, flatten):
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("meta", [False, True])
 def test_training_resumes_from_a_state_filled_directly_from_dcp(folder, flatten, meta):
-    """Without a commit in between: weights, moments, steps, hyperparameters, plain values; nothing else of it is looked at."""
+    """The import goes straight into the state: weights, moments, steps, hyperparameters and plain values.
+
+    No commit is made in between, and no other value of the DCP checkpoint is read.
+    """
     net, optimizer = trained()
     state = torch_state(net, optimizer, flatten_optimizer_state_dict=flatten)
     state |= {"stream": {"consumed": 7, "list": [1, 2, {"a": None}]}, "unreadable": random.Random(3)}
@@ -253,7 +259,7 @@ def test_training_resumes_from_a_state_filled_directly_from_dcp(folder, flatten,
         other = Net(1)
         other.scratch = torch.zeros(2, device="cpu")
     fresh = adam(other, lr=9.0)
-    fresh.param_groups.reverse()  # nested, groups are known by their place; flattened, by their parameters
+    fresh.param_groups.reverse()  # nested groups are identified by position, flattened groups by their parameters
     into: dict[str, Any] = {"model": other, "optimizer": fresh, "stream": None}
     with pytest.raises(ckpt.CheckpointMismatch, match="are one tensor in the model, but two in"):
         ckpt.import_dcp(folder, {"model": other})
@@ -361,7 +367,7 @@ def test_any_tensors_go_to_dcp_and_come_back_bit_for_bit(tensors, piece, seed):
 
 
 def test_torch_resumes_from_a_dcp_export_and_converts_it(folder, monkeypatch):
-    monkeypatch.setattr(bridge, "_CHUNK_BYTES", 100)  # rows go to archives of their own
+    monkeypatch.setattr(bridge, "_CHUNK_BYTES", 100)  # small chunks, so that rows go to separate archives
     monkeypatch.setattr(bridge, "_FILE_BYTES", 30_000)
     net, optimizer = trained()
     ckpt.save({"model": net, "optimizer": optimizer, "stream": {"consumed": 7}}, folder / "a", 2)
@@ -463,7 +469,7 @@ def test_import_refuses_a_hyperparameter_of_several_elements(folder):
 
 @pytest.mark.parametrize("which", ["milestones", "sequence", "plateau"])
 def test_imported_scheduler_state_keeps_milestones_as_numbers(folder, which):
-    """DCP stores a dict's members one by one, under texts; a list of dicts it stores whole."""
+    """DCP stores the members of a dict one by one, with the keys as strings. It stores a list of dicts whole."""
     net, into = nn.Linear(2, 2), nn.Linear(2, 2)
     ours, other = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (net, into))
     scheduler, resumed = SCHEDULERS[which](ours), SCHEDULERS[which](other)
@@ -552,7 +558,7 @@ def test_missing_or_invalid_metadata_file_is_refused(folder, raw):
 
 
 def test_every_range_of_a_tensor_stored_in_boxes_reads_correctly(folder):
-    """Against torch's own load, as the oracle, over all ranges of a 3-D tensor in four boxes and one transposed."""
+    """Read all ranges of a 3-D tensor, stored in four boxes and a transposed one. The oracle is torch's own load."""
     full = torch.arange(4 * 3 * 5.0).view(4, 3, 5)
     boxes = [((0, 0, 0), (2, 3, 2)), ((0, 0, 2), (2, 3, 3)), ((2, 0, 0), (2, 1, 5)), ((2, 1, 0), (2, 2, 5))]
     described = stock(folder)
@@ -596,7 +602,7 @@ def _measure(root: str, report: str) -> None:
     ckpt.save({"model": tensors}, Path(root, "ckpt"), 1)
 
     tensors.clear()
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = peak_now()
     ckpt.export_dcp(Path(root, "ckpt"), None, Path(root, "dcp"))
     middle = peak_now()

@@ -1,7 +1,8 @@
-"""The list of faults, struck one by one with a store that fails as told: the checkpoint before stays whole, nothing hangs, the debris goes.
+"""Each fault of the list, injected one by one through a faulty store.
 
-Kill points are in test_checkpoint_crash (disk) and test_checkpoint_s3, system calls in test_checkpoint_posix, the S3 protocol's own
-failures in test_checkpoint_s3, forged manifests in test_checkpoint_safety.
+The checkpoint before stays whole, no call hangs, and the debris is collected. Kill points are in test_checkpoint_crash (disk) and
+test_checkpoint_s3, system calls in test_checkpoint_posix, the S3 protocol's own failures in test_checkpoint_s3, forged manifests in
+test_checkpoint_safety.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ BEFORE, AFTER = adam_like(seed=1), adam_like(seed=2)
 
 @pytest.fixture
 def memory():
-    """Two committed steps in memory."""
+    """A memory store with two committed steps."""
     store = ckpt.MemoryStore()
     save_in_process(store, BEFORE, random_layout(BEFORE, 3, seed=1), step=10)
     save_in_process(store, BEFORE, random_layout(BEFORE, 2, seed=2), step=20)
@@ -38,7 +39,7 @@ def saved_after(store, step=30):
 
 
 def within(seconds, work):
-    """Run ``work`` in a thread with a deadline: what it returns or raises."""
+    """Run ``work`` in a thread with a deadline; return its result, or raise its error."""
     result: list[object] = []
 
     def run():
@@ -57,7 +58,7 @@ def within(seconds, work):
 
 
 WRITE_FAULTS = [
-    # (fault, whether the new step is committed all the same)
+    # (fault, whether the new step is committed nevertheless)
     *((ckpt.Fault("put_stream", a, key="*r00001*", code=errno.ENOSPC), False) for a in ("error", "torn", "lost")),
     (ckpt.Fault("put_stream", "hang", seconds=0.2), False),
     (ckpt.Fault("put_stream", "cut", key="*r00001*"), False),
@@ -70,10 +71,10 @@ WRITE_FAULTS = [
     (ckpt.Fault("put", "lost", key="commits/*"), True),
     (ckpt.Fault("put", "flip", key="commits/*"), False),
     (ckpt.Fault("put", "flip", key="commits/*", at=10**9), False),
-    (ckpt.Fault("size", "missing", key="*r00001.s*"), True),  # the listing has it
-    (ckpt.Fault("list", "stale", key="*r00001.s*", times=None), True),  # a request for it finds it
+    (ckpt.Fault("size", "missing", key="*r00001.s*"), True),  # the listing has the size
+    (ckpt.Fault("list", "stale", key="*r00001.s*", times=None), True),  # a request by name finds the object
     (ckpt.Fault("list", "stale", key="commits/*", times=1), True),
-    (ckpt.Fault("list", "error"), True),  # each object is asked for
+    (ckpt.Fault("list", "error"), True),  # each object is requested by name
     (ckpt.Fault("list", "hang", seconds=0.2), True),
     (ckpt.Fault("open_read", "error"), True),
     (ckpt.Fault("clock", "error"), True),
@@ -91,7 +92,7 @@ def test_any_save_fault_leaves_a_loadable_commit_and_no_debris(memory, fault, co
     found = ckpt.latest(memory)
     assert found is not None and found.step == (30 if committed else 20)
     assert_equals(memory, AFTER if committed else BEFORE)
-    # The same step can be saved again, in a higher epoch where a torn commit object holds its place.
+    # The same step can be saved again, in a higher epoch if a torn commit object holds its name.
     again = save_in_process(memory, AFTER, random_layout(AFTER, 3, seed=5), step=30, epoch=1)
     report = collect(memory, 1, grace_s=-1.0)
     assert report.kept == (again.name,) and not report.problems
@@ -156,7 +157,7 @@ def test_persistent_read_fault_is_named_and_load_falls_back(action, caplog):
 
 
 def boundaries(raw: bytes) -> list[int]:
-    """Of a data object: the ends of its length field, header and sections, each with its neighbours."""
+    """Offsets in a data object: the ends of its length field, header and sections, and the offsets next to each."""
     import json
 
     start = 8 + int.from_bytes(raw[:8], "little")
@@ -183,7 +184,7 @@ def test_verify_finds_a_truncated_or_overwritten_object(kind):
                 assert ckpt.latest(found.store) == first, (key, cut)
                 assert key in {p.object for p in ckpt.verify(found.store, second).problems}
                 for filler in (bytes(len(sound) - cut), rng.randbytes(len(sound) - cut)):
-                    if sound[:cut] + filler != sound:  # the right length, the wrong bytes: a hole, or what lay on the disk before
+                    if sound[:cut] + filler != sound:  # the right length with wrong bytes: a hole, or earlier contents of the disk
                         found.write(key, sound[:cut] + filler)
                         assert key in {p.object for p in ckpt.verify(found.store, second).problems}, (key, cut)
             found.write(key, sound)
@@ -203,7 +204,10 @@ def test_verify_finds_a_truncated_or_overwritten_object(kind):
 @pytest.mark.parametrize("flips", [60, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 @pytest.mark.fault("S1", "K30")
 def test_a_random_flipped_bit_in_any_object_is_found_and_named(flips):
-    """Over all objects of a checkpoint, header, padding, manifest, sums and aux included: object, block and what lies there."""
+    """Flips cover every object of a checkpoint: header, padding, manifest, sums and aux.
+
+    The report names the object, the block and the contents at that place.
+    """
     store = ckpt.MemoryStore()
     held = random_layout(AFTER, 3, seed=4)
     made = save_in_process(store, AFTER, held, step=10)
@@ -213,7 +217,7 @@ def test_a_random_flipped_bit_in_any_object_is_found_and_named(flips):
     assert len(keys) == 7
     struck = {"manifest": 0, "aux": 0, "header": 0, "padding": 0, "tensor": 0}
     for index in range(flips):
-        # Every object as often as the others, so that the small ones are struck too; every 50th flip is anywhere in all bytes.
+        # Objects are chosen evenly, so that the small ones are hit too; every 50th flip is at a random byte of the whole checkpoint.
         key = keys[index % len(keys)] if index % 50 else rng.choices(keys, [len(store.objects[k][0]) for k in keys])[0]
         sound, when = store.objects[key]
         bit = rng.randrange(8 * len(sound))
@@ -246,7 +250,7 @@ def test_a_random_flipped_bit_in_any_object_is_found_and_named(flips):
 
 
 def what_lies_at(raw: bytes, byte: int, intervals) -> str:
-    """The oracle: the safetensors header, and the order in which the rank gave its pieces."""
+    """The oracle, from the safetensors header and the order in which the rank gave its pieces."""
     import json
 
     start = 8 + int.from_bytes(raw[:8], "little")
@@ -279,7 +283,7 @@ def what_lies_at(raw: bytes, byte: int, intervals) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.fault("K20")
 def test_concurrent_collectors_do_not_disturb_a_reader(kind):
-    """Collectors race each other; a reader of a commit that stays reads on, and one whose commit goes is told so."""
+    """Collectors race each other. A reader of a kept commit reads on, and a reader of a deleted commit gets an error."""
     with opened(kind) as found:
         for step in range(1, 6):
             save_in_process(found.store, BEFORE, random_layout(BEFORE, 2, seed=step), step=step)
@@ -325,7 +329,7 @@ def test_a_zombie_of_an_older_epoch_changes_nothing(kind):
         with pytest.raises(ckpt.CommitRefused, match="older than the commit e0007-s000000000100"):
             ckpt.commit(found.store, [zombie], step=500, epoch=6, attempt="zombie", world=1, meta={})
         assert ckpt.latest(found.store) == current
-        # Even one that got in while the newer commit was not yet listed.
+        # The same holds for a commit of the older epoch that is made while the newer one is not yet listed.
         blind = ckpt.FaultyStore(found.store, [ckpt.Fault("list", "stale", key="commits/*", times=1)])
         ckpt.commit(blind, [zombie], step=500, epoch=6, attempt="zombie", world=1, meta={})
         assert [(c.epoch, c.step) for c in ckpt.ls(found.store)] == [(6, 400), (6, 500), (7, 100)]
@@ -409,7 +413,7 @@ def test_faulty_store_injects_each_fault_as_specified(memory):
 
 
 def test_opened_helper_and_store_see_the_same_objects():
-    """The tests' own tool: what is written behind the store's back is what the store reads."""
+    """The tests' helper for direct writes: the store reads the objects that the helper wrote."""
     for kind in KINDS:
         with opened(kind) as found:
             assert isinstance(found, Opened)

@@ -1,5 +1,7 @@
-"""Other programs' files that were made to hurt: an index that is a pickle, archives, folders. Refused in a sentence, in little memory and
-time, and without a trace in this process; or read as what they hold."""
+"""Malicious files of other programs: a DCP index, which is a pickle, archives and folders.
+
+Each file is refused in one sentence, or read as its contents say. Both take little memory and time, and leave no trace in this process.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def folder() -> Iterator[Path]:
 
 @contextmanager
 def cheap(seconds: int = 30, mib: int = 200) -> Iterator[None]:
-    """Nothing within takes longer, or more memory: a bomb fails the test instead of the machine."""
+    """Limit the time and memory of the block, so that a decompression bomb fails the test and not the machine."""
 
     def late(*_: Any) -> None:
         raise TimeoutError(f"more than {seconds} s")
@@ -65,7 +67,7 @@ def cheap(seconds: int = 30, mib: int = 200) -> Iterator[None]:
 
 
 def everything(place: Path) -> Any:
-    """All that an import would take: tensors by bits, and the rest."""
+    """All data that an import would take: tensors by bits, and the other values."""
     source = DcpSource(place, ENTRIES)
     tensors = {}
     for name, tensor in source.tensors.items():
@@ -90,7 +92,7 @@ def stock(place: Path) -> dict[str, Any]:
 
 
 def index_of(shape: list[int], chunks: list[tuple[list[int], list[int]]]) -> Metadata:
-    """An index of one tensor ``w`` whose chunks are said to be in one archive."""
+    """A DCP index of one tensor ``w`` that places its chunks in one archive."""
     boxes = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in chunks]
     entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(shape), boxes)
     info = _StorageInfo("x.distcp", 0, 8)
@@ -104,7 +106,7 @@ def attacks() -> dict[str, tuple[bytes, str]]:
     head = b"\x80\x04"
     name = b"torch.distributed.checkpoint.metadata"
     class_of = b"\x8c" + bytes([len(name)]) + name + b"\x8c\x08Metadata\x93"
-    nested = b")" + b"".join(b"\x94h" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))  # pairs of pairs of pairs
+    nested = b")" + b"".join(b"\x94h" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))  # pairs of pairs, 60 levels deep
     shared = index_of([2], [([0], [1]), ([1], [1])])
     for number in range(5000):
         shared.state_dict_metadata[f"w{number}"] = shared.state_dict_metadata["w"]
@@ -192,7 +194,7 @@ def changed(raw: bytes, rng: random.Random) -> bytes:
 @pytest.mark.parametrize("what", [".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 11))])
 def test_corrupted_dcp_checkpoint_is_refused_or_read_cheaply(folder, what, seed):
-    """DCP has no checksums, so that changed contents may be read as they are; but nothing else happens, and at once."""
+    """DCP has no checksums, so changed contents may be read as they are. Nothing else happens, and each read is quick."""
     stock(folder)
     good, truth = (folder / what).read_bytes(), everything(folder)
     rng = random.Random(seed)
@@ -214,7 +216,7 @@ def test_corrupted_dcp_checkpoint_is_refused_or_read_cheaply(folder, what, seed)
 
 
 def test_restricted_unpickler_reads_dcp_metadata_as_pickle_does(folder):
-    """All protocols since DCP exists, and both of Python's picklers."""
+    """The test covers all pickle protocols since DCP exists, and both of Python's picklers."""
     stock(folder)
     theirs = dcp_index(folder)
     truth = everything(folder)
@@ -231,11 +233,11 @@ def test_restricted_unpickler_reads_dcp_metadata_as_pickle_does(folder):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_chunks_are_accepted_only_if_they_tile_the_tensor_once(folder, seed):
-    """The oracle counts how often each element is covered."""
+    """The oracle counts how many chunks cover each element."""
     rng = random.Random(seed)
     shape = [rng.randint(1, 6) for _ in range(rng.randint(1, 4))]
     chunks = [([0] * len(shape), list(shape))]
-    for _ in range(rng.randint(0, 8)):  # cut one in two, again and again
+    for _ in range(rng.randint(0, 8)):  # cut one chunk in two, up to 8 times
         offsets, sizes = chunks.pop(rng.randrange(len(chunks)))
         d = rng.randrange(len(shape))
         at = rng.randint(0, sizes[d])
@@ -248,7 +250,7 @@ def test_chunks_are_accepted_only_if_they_tile_the_tensor_once(folder, seed):
             d = rng.randrange(len(shape))
             offsets[d] = rng.randint(0, shape[d] - sizes[d])
         if len({tuple(o) for o, _ in chunks}) < len(chunks):
-            continue  # two at one place: another error
+            continue  # two chunks at one place are another error
         covered = torch.zeros(shape, dtype=torch.int64)
         for offsets, sizes in chunks:
             covered[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
@@ -264,7 +266,7 @@ def test_chunks_are_accepted_only_if_they_tile_the_tensor_once(folder, seed):
 
 
 class _Call:
-    """Pickled as a call."""
+    """An object that is pickled as a function call."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.called = function, arguments
@@ -284,7 +286,7 @@ def test_enum_members_load_from_every_pickle_form():
 
 
 def put_object(place: Path, value: Any, change: Callable[[bytes], bytes] = lambda raw: raw) -> None:
-    """A DCP checkpoint with one plain object, stored as ``value``."""
+    """Write a DCP checkpoint with one plain object, stored as ``value``."""
     stock(place)
     out = io.BytesIO()
     torch.save(value, out)
@@ -305,7 +307,7 @@ def compressed(raw: bytes) -> bytes:
 
 
 def pickled(body: bytes) -> Callable[[bytes], bytes]:
-    """The archive with another pickle."""
+    """The archive with another pickle in it."""
     return holding("data.pkl", b"\x80\x02" + body)
 
 
@@ -375,7 +377,7 @@ def test_malicious_pickled_object_is_refused_cheaply(folder, value, change, word
 )
 @pytest.mark.fault("K34")
 def test_a_small_checkpoint_does_not_become_a_large_commit(folder, what, words):
-    """A gigabyte is said to be there; a few kilobytes are."""
+    """The index claims a gigabyte, but the files hold a few kilobytes."""
     state = {"w": torch.zeros(1000)} | ({f"v{n}": torch.zeros(1000) for n in range(3)} if what.startswith("one") else {})
     dcp.save({"model": state}, checkpoint_id=folder / "dcp", no_dist=True)
     described = dcp_index(folder / "dcp")
@@ -408,7 +410,7 @@ def test_impossible_length_is_refused_before_allocating_memory(folder):
 @pytest.mark.parametrize("kind", ["fifo", "folder", "link to nothing"])
 @pytest.mark.parametrize("what", ["index", "shard", "dcp index", "dcp file"])
 def test_fifo_folder_or_dangling_link_is_refused_at_once(folder, kind, what):
-    """A FIFO would otherwise wait for a writer for ever."""
+    """Opening a FIFO would otherwise wait for a writer for ever."""
     save_file({"a": torch.ones(2)}, folder / "a.safetensors")
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "a.safetensors"}}')
     stock(folder)
@@ -429,7 +431,7 @@ def test_fifo_folder_or_dangling_link_is_refused_at_once(folder, kind, what):
 
 
 def test_archive_reader_matches_torch_for_every_dtype_and_stride():
-    """Every dtype, and every way in which a tensor can lie in its storage; plain objects."""
+    """The cases are every dtype, every order in which a tensor can lie in its storage, and plain objects."""
     names = "float64 float32 float16 bfloat16 complex64 complex128 bool uint8 uint16 uint32 uint64 int8 int16 int32 int64"
     names += " float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
     wide = (torch.arange(7 * 32) % 2).to(torch.uint8).view(7, 32)
@@ -467,7 +469,7 @@ def test_archive_reader_matches_torch_for_every_dtype_and_stride():
 
 
 def tensor_pickle(numel: int, first: int, shape: tuple[int, ...], stride: tuple[int, ...], *more: bytes) -> bytes:
-    """As torch.save writes a float tensor of storage 0, which is said to have ``numel`` elements."""
+    """Pickle of a float tensor as torch.save writes it. The tensor's storage 0 claims ``numel`` elements."""
 
     def numbers(values: tuple[int, ...]) -> bytes:
         return b"(" + b"".join(b"J" + struct.pack("<i", value) for value in values) + b"t"
@@ -478,11 +480,11 @@ def tensor_pickle(numel: int, first: int, shape: tuple[int, ...], stride: tuple[
 
 
 def moved(raw: bytes) -> bytes:
-    """The directory says that the elements' entry begins where the archive's last one does."""
+    """The archive with a false directory: the elements' entry has the offset of the archive's last entry."""
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         entries = {one.filename.partition("/")[2]: one for one in archive.infolist()}
     victim, last = entries["data/0"], max(entries.values(), key=lambda one: one.header_offset)
-    place = raw.rindex(victim.filename.encode())  # its name in the directory; the offset stands in the 4 bytes before
+    place = raw.rindex(victim.filename.encode())  # its name in the directory; the offset is in the 4 bytes before
     assert struct.unpack("<I", raw[place - 4 : place]) == (victim.header_offset,)
     return raw[: place - 4] + struct.pack("<I", last.header_offset) + raw[place:]
 

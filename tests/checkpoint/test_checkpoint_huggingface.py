@@ -1,4 +1,4 @@
-"""Safetensors folders in and out, checked against the ``safetensors`` package; malformed ones are refused."""
+"""Export and import of safetensors folders, checked against the ``safetensors`` package; malformed files are refused."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_tied_weights_are_written_once_and_come_back_tied(folder):
 
 
 def transformers_names(layers: int) -> set[str]:
-    """What transformers' LlamaForCausalLM calls its parameters (modeling_llama.py)."""
+    """Names that transformers' LlamaForCausalLM gives its parameters (modeling_llama.py)."""
     names = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     for i in range(layers):
         names |= {f"model.layers.{i}.{n}_layernorm.weight" for n in ("input", "post_attention")}
@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint_is_not_exported(folder):
     raw = bytearray(victim.read_bytes())
     raw[-5000] ^= 1
     victim.write_bytes(raw)
-    for limit in (100_000, 13_000):  # one file; two, of which the first comes out well
+    for limit in (100_000, 13_000):  # one file; or two files, of which the first is written without an error
         with pytest.raises(ckpt.CheckpointCorrupt, match="holds b"):
             ckpt.export_hf(folder / "a", None, folder / "hf", max_shard_bytes=limit)
         assert not (folder / "hf").exists()
@@ -264,7 +264,7 @@ def test_a_malformed_file_is_refused_in_one_line(folder, case):
 
 
 def test_corrupted_header_is_refused_or_read_as_safetensors_does(folder):
-    """Random bytes of a header changed: refused, or accepted by the safetensors package too with the same result."""
+    """Change random bytes of a header. The file is refused, or our reader and the safetensors package give the same result."""
     tensors = {"a": random_bits((4, 5), torch.float32, 1), "b": random_bits((3,), torch.int64, 2), "c": random_bits((), torch.bfloat16, 3)}
     save_file(tensors, folder / "good.safetensors")
     good = (folder / "good.safetensors").read_bytes()
@@ -329,7 +329,7 @@ def test_a_tensor_in_two_files_and_an_empty_folder_are_refused(folder):
 
 @pytest.mark.fault("K33")
 def test_an_import_that_fails_or_is_interrupted_leaves_no_object(folder):
-    """An import may write as much as the disk has: what failed must not lie there until a collection, a day later."""
+    """A failed import may have filled the disk. Its objects must not stay until the collection a day later."""
     save_file({"a": torch.ones(3000), "b": torch.ones(3000)}, folder / "model.safetensors")
 
     class Stopped(Exception):
@@ -370,8 +370,10 @@ def test_import_ignores_files_with_a_leading_dot(folder):
 @pytest.mark.parametrize("export", [ckpt.export_hf, ckpt.export_dcp])
 @pytest.mark.fault("K33")
 def test_export_failing_late_leaves_nothing_and_can_be_retried(folder, monkeypatch, export):
-    """Each rename and each sync of the folder in turn: an index without its files would be taken for a whole, and what it was to be renamed
-    from would stand in a second try's way."""
+    """Fail each rename and each sync of the folder in turn.
+
+    A reader would take an index without its files for a whole export. A leftover temporary folder would make the next try fail.
+    """
     ckpt.save({"model": {"a": torch.arange(5.0), "b": torch.arange(3)}}, folder / "root", 1)
     for name, holder in (("rename", os), ("sync_folder", foreign), ("sync_folder", huggingface)):
         for nth in range(3):

@@ -1,4 +1,4 @@
-"""Damage is found wherever it is, and named: object, block, tensor. Nothing in a manifest is believed without a check."""
+"""Damage is found everywhere and reported with object, block and tensor. No value of a manifest is used without a check."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def objects_of(root: Path) -> list[Path]:
 
 
 def what_lies_at(path: Path, byte: int, intervals, tensors) -> str:
-    """The oracle: the stock safetensors header, and the order in which this rank gave its pieces."""
+    """The oracle, from the stock safetensors header and the order in which this rank gave its pieces."""
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     if byte < 8 + length:
@@ -122,7 +122,7 @@ def test_verify_finds_a_flipped_bit_in_a_manifest_or_aux_object(root):
     manifest = Path(second.path)
     rng = random.Random(1)
     size = manifest.stat().st_size
-    # The seal's hexadecimal digits too: 'a' and 'A' differ by one bit.
+    # Flips include the seal's hexadecimal digits, where 'a' and 'A' differ by one bit.
     for byte in [0, *range(size - 66, size), *(rng.randrange(size) for _ in range(25))]:
         bit = byte * 8 + rng.randrange(8)
         flip(manifest, bit)
@@ -170,14 +170,14 @@ def test_a_missing_or_cut_object_makes_latest_go_back(root, harm, caplog):
 
 
 def test_a_hole_of_the_right_length_is_found(root):
-    """What an interrupted write with reserved space leaves: every size is right, the bytes are zeros."""
+    """An interrupted write into reserved space leaves such a hole: all sizes are right, but the bytes are zeros."""
     tensors = {("w", "param"): random_bits((64, 64), torch.float32, 1)}
     save_in_process(root, tensors, random_layout(tensors, 1, seed=0), block_bytes=BLOCK)
     path = objects_of(root)[0]
     raw = bytearray(path.read_bytes())
     raw[2 * BLOCK : 4 * BLOCK] = bytes(2 * BLOCK)
     path.write_bytes(raw)
-    assert ckpt.latest(root) is not None  # sizes are right; only reading tells
+    assert ckpt.latest(root) is not None  # the sizes are right, so only reading finds the hole
     assert [(p.block, p.tensors) for p in ckpt.verify(root).problems] == [(2, ("w",)), (3, ("w",))]
     with pytest.raises(ckpt.CheckpointCorrupt, match="block 2"):
         ckpt.open(root).read("w")
@@ -217,7 +217,7 @@ def test_stock_safetensors_reads_our_objects(root):
 
 
 def test_documented_format_suffices_to_read_a_tensor(root):
-    """docs/reference/checkpoint-format.md, followed with json, base64 and hashlib only."""
+    """The test follows docs/reference/checkpoint-format.md with only json, base64 and hashlib."""
     tensors = adam_like(seed=10)
     save_in_process(root, tensors, random_layout(tensors, 4, seed=4))
     raw = sorted(root.glob("commits/*.json"))[-1].read_bytes()

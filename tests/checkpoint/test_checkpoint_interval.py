@@ -1,4 +1,4 @@
-"""How often to save: against the exact model, minimised numerically."""
+"""The advised checkpoint interval, against a numerical minimum of the exact model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vescale_ray import checkpoint as ckpt
 
 
 def lost(interval: float, cost: float, mtbf: float) -> float:
-    """Wall time per second of work, with failures at random (Poisson), restarts that cost nothing: Daly's exact model (equation 20)."""
+    """Wall time per second of work with random (Poisson) failures and free restarts: Daly's exact model (equation 20)."""
     return mtbf * math.expm1((interval + cost) / mtbf) / interval
 
 
 def best(cost: float, mtbf: float) -> float:
-    """By golden section: the model has one minimum."""
+    """Minimum by golden-section search; the model has only one."""
     low, high, ratio = mtbf * 1e-7, mtbf * 5, (math.sqrt(5) - 1) / 2
     for _ in range(200):
         a, b = high - ratio * (high - low), low + ratio * (high - low)

@@ -1,4 +1,7 @@
-"""Loading parts, under other names, in other dtypes, into models without storage, within a budget of memory; strict unless told."""
+"""Loading parts, under other names, in other dtypes, into models without storage and within a memory budget.
+
+Loads are strict unless an option says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ def test_an_optimizers_states_are_chosen_with_their_parameters(root):
     assert set(fresh.state) == {p for p in other.parameters() if p.requires_grad} - set(other.body[1].parameters())
     assert bits(fresh.state[other.scale]["exp_avg"]) == bits(optimizer.state[net.scale]["exp_avg"])
     assert fresh.state[other.scale]["step"] == 2 and fresh.param_groups[0]["lr"] == 1e-2
-    train(other, fresh, 1)  # what was left out begins anew
+    train(other, fresh, 1)  # a state that was left out begins anew
     assert fresh.state[other.get_parameter("body.1.weight")]["step"] == 1
 
 
@@ -310,7 +313,7 @@ def test_parts_under_other_names_load_on_any_number_of_ranks(tmp_path, world):
 
 
 def llama_votes(writers: int, layers: int = 32) -> tuple[list[ckpt.Vote], dict[str, tuple[int, ...]]]:
-    """What ``writers`` ranks would vote for Llama-3-8B's float32 weights, each layer cut evenly: 32 GB that need not be written."""
+    """Votes of ``writers`` ranks for Llama-3-8B's float32 weights, each layer cut evenly. The 32 GB need not be written."""
     shapes: dict[str, tuple[int, ...]] = {"embed": (128256, 4096)}
     units = [["embed"]]
     for i in range(layers):
@@ -368,7 +371,7 @@ def test_resharded_8b_load_plans_at_most_five_percent_extra(tmp_path, writers, r
 
 @pytest.mark.parametrize("readers", [6, 16])
 def test_resharded_small_load_reads_at_most_five_percent_extra(tmp_path, readers):
-    """5 million parameters with Adam's states in 4 units, 7 MB a rank: what the store really gave, against what was requested."""
+    """Compare the bytes that the store read with those requested: 5 million parameters with Adam's states in 4 units, 7 MB a rank."""
     layer: dict[str, tuple[int, ...]] = {"up": (1300, 480), "down": (480, 1300), "norm": (480,)}
     shapes = {f"{unit}.{name}": shape for unit in range(4) for name, shape in layer.items()}
     units = [[name for name in shapes if name.startswith(f"{unit}.")] for unit in range(4)]
@@ -443,7 +446,7 @@ def test_small_gaps_are_read_along_and_large_ones_are_not(tmp_path):
 
 
 class Flaky:
-    """A store whose reads damage each block once, or always, on the way."""
+    """A store whose reads damage each block in transit, the first ``times`` times."""
 
     def __init__(self, store: Any, times: int) -> None:
         self.store, self.times, self.seen, self.reads = store, times, {}, 0
@@ -502,7 +505,10 @@ def test_damage_seen_by_one_rank_makes_all_ranks_fall_back(tmp_path):
 
 
 def test_load_hitting_damage_reports_a_partly_filled_state(root, caplog):
-    """The last block is damaged: with nothing to go back to, an error that says so; else the whole of the one before."""
+    """The last block is damaged.
+
+    Without an older checkpoint the error says that the state is partly filled; else the older one loads whole.
+    """
     first, second = ({"w": torch.randn(3_000_000), "v": torch.randn(5)} for _ in range(2))
     ckpt.save({"model": first}, root, 1)
     target = {"w": torch.zeros(3_000_000), "v": torch.zeros(5)}
@@ -533,7 +539,7 @@ NOT_NOW = {"no permission": errno.EACCES, "no file descriptor left": errno.EMFIL
 @pytest.mark.parametrize("what", ["manifest", "data", "aux"])
 @pytest.mark.parametrize("why", NOT_NOW)
 def test_load_never_skips_an_unreachable_newest_checkpoint(monkeypatch, what, why):
-    """Going back would throw steps away that are sound; a person can give permission, or raise a limit."""
+    """Going back would lose sound steps. Only a person may permit it, or raise a limit."""
     root = store = ckpt.MemoryStore()
     for step in (1, 2):
         ckpt.save({"model": {"w": torch.full((3,), float(step))}}, root, step)
@@ -603,7 +609,7 @@ def test_default_budget_matches_the_documentation():
 
 
 def test_rescaled_load_gives_ranks_fresh_generators_and_no_aux(root, monkeypatch):
-    """One process stands for each rank of two in turn: replicated weights need no others."""
+    """One process plays both ranks in turn, which works because the weights are replicated."""
     ckpt.save({"model": {"w": torch.ones(5)}}, root, 1, aux={"mine": 1})
     saved = torch.get_rng_state()
     drawn = []
@@ -618,7 +624,7 @@ def test_rescaled_load_gives_ranks_fresh_generators_and_no_aux(root, monkeypatch
 
 
 def test_rank_skips_a_commit_object_that_differs_from_rank_0s(root, monkeypatch):
-    """A stale copy of the folder on one host, under the same name."""
+    """One host has a stale copy of the folder, in which the name stands for another commit."""
     older = ckpt.save({"model": {"w": torch.ones(5)}}, root, 1).commit
     newer = ckpt.save({"model": {"w": torch.full((5,), 2.0)}}, root, 2).commit
     told = dataclasses.replace(newer, sha256="0" * 64)

@@ -1,7 +1,7 @@
-"""The same operations against moto's S3 server, which is not of our making: what goes over the wire is the protocol, not our idea of it.
+"""The same operations against moto's S3 server, an independent implementation of the protocol.
 
-moto never fails, and answers no 409; it dates every unfinished upload to 2010, and a ranged read costs it the whole object: objects
-stay small here. What fails here is what stands before it; all other failures are in test_checkpoint_s3.
+moto never fails and never answers 409. It dates every unfinished upload to 2010, and reads the whole object for a ranged request, so the
+objects here are small. Failures here come from a proxy before moto; all other failures are in test_checkpoint_s3.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def server():
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     threaded.start()
     host, port = threaded.get_host_and_port()
-    with contextlib.suppress(urllib.error.HTTPError):  # the first request makes it import its backends, for longer than a client waits
+    with contextlib.suppress(urllib.error.HTTPError):  # the first request imports moto's back ends, and takes longer than a client waits
         urllib.request.urlopen(f"http://{host}:{port}/nobodys-bucket", timeout=120)
     yield f"http://{host}:{port}"
     threaded.stop()
@@ -46,7 +46,7 @@ def server():
 
 @pytest.fixture
 def bucket(server):
-    """A bucket of its own for each test; its root URL."""
+    """Root URL of a bucket of the test's own."""
     name = f"bucket-{np.random.default_rng().integers(1 << 60)}"
     s3_store(server)._calls.client.create_bucket(Bucket=name)
     return f"s3://{name}/runs/one"
@@ -74,7 +74,7 @@ def test_s3_store_operations_work_against_moto(server, bucket):
 
 
 def test_two_creators_of_one_large_object_have_one_winner(server, bucket):
-    """The condition stands at the completion too: both upload, one is completed."""
+    """The completion has the condition too. Both upload, but only one upload is completed."""
     store, other = s3_store(server, bucket), s3_store(server, bucket)
 
     def meanwhile():
@@ -105,7 +105,10 @@ def test_moto_bucket_saves_verifies_reshards_and_collects(server, bucket):
 
 @contextlib.contextmanager
 def before(server: str, answer: Callable[[str, str], str | None]) -> Iterator[str]:
-    """A proxy: ``answer(method, path)`` is the error that it says instead of moto (a 400 or 503), "lost" to do it and say nothing."""
+    """A proxy before moto that asks ``answer(method, path)`` for an error.
+
+    An S3 error code is sent in place of moto's answer, as status 400 or 503. "lost" carries out the request and closes without an answer.
+    """
 
     class Proxy(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -147,7 +150,7 @@ def before(server: str, answer: Callable[[str, str], str | None]) -> Iterator[st
 
 @pytest.mark.parametrize("error", ["SlowDown", "lost"])
 def test_save_reshard_and_verify_survive_failing_s3_requests(server, bucket, error):
-    """Every third request, whichever it is."""
+    """Every third request of any kind fails."""
     count = iter(range(1_000_000))
     with before(server, lambda *_: error if next(count) % 3 == 2 else None) as url:
         store = s3_store(url, bucket, retry_s=20.0)
@@ -199,7 +202,7 @@ def test_missing_bucket_raises_a_clear_error_and_is_not_created(server):
 
 @pytest.mark.slow
 def test_ranks_save_to_s3_by_url_and_others_load(server, bucket, monkeypatch):
-    """Under torchrun: votes, outcome and data all go through the bucket; two ranks save, three load, set up by their environment alone."""
+    """Votes, outcome and data go through the bucket. Two ranks save, three load, and torchrun's environment alone sets them up."""
     aws = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_ENDPOINT_URL_S3": server, "AWS_DEFAULT_REGION": "us-east-1"}
     for name, value in aws.items():
         monkeypatch.setenv(name, value)
@@ -213,5 +216,5 @@ def test_ranks_save_to_s3_by_url_and_others_load(server, bucket, monkeypatch):
 
 
 def with_environment(rank, world, environment, what, root):
-    os.environ.update(environment)  # the fork server has its own
+    os.environ.update(environment)  # the fork server has its own environment
     return save_rank(rank, world, {"fsdp2": root}) if what == "save" else load_rank(rank, world, [(root, "fsdp2")])

@@ -1,4 +1,7 @@
-"""Plain values of a state: whatever is stored comes back equal, with its types; all else is refused by name before anything is written."""
+"""Plain values of a state. A stored value loads with equal contents and types.
+
+Other values are refused by name before anything is written.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def root():
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal to the bit, with the same types and dtypes, whatever the value is."""
+    """Whether two values are equal bit for bit, with the same types and dtypes."""
     if isinstance(left, dict):
         return (
             type(left) is type(right)
@@ -160,7 +163,7 @@ def test_shuffled_loader_resumes_in_its_saved_order(root):
     next(loader)
     with ckpt.Saver(root) as saver:
         saver.async_save({"model": {"w": torch.ones(2)}, "loader": loader}, 1)
-        wanted = [next(loader) for _ in range(3)]  # after the call: the state of that moment is what is stored
+        wanted = [next(loader) for _ in range(3)]  # drawn after the call, which stores the state of its own moment
     resumed = Loader(0)
     ckpt.load({"model": {"w": torch.zeros(2)}, "loader": resumed}, root)
     assert [next(resumed) for _ in range(3)] == wanted and resumed.position == loader.position
@@ -320,7 +323,7 @@ def test_damaged_bytes_are_found_named_and_passed_over(root, caplog):
 
 
 def forged(values: dict[str, Any]) -> ckpt.MemoryStore:
-    """A checkpoint whose plain values are these, with a right seal."""
+    """A checkpoint with the given plain values and a valid seal."""
     store = ckpt.MemoryStore()
     made = ckpt.save({"model": {"w": torch.ones(2)}, "x": {"a": np.arange(100)}}, store, 1).wait()
     raw, when = store.objects[made.key]
@@ -368,7 +371,7 @@ def test_malformed_or_newer_plain_values_are_refused_cheaply(value, words):
 
 
 def test_plain_values_of_earlier_versions_load_unchanged():
-    """Their tags, and dicts that look like the tags of today."""
+    """Tags of earlier versions, and dicts that look like today's tags."""
     written = {
         "plain": [1, {"$tuple": [1, 2]}, {"$date": 1}, {"float": "inf"}],
         "keys": {"items": [[3, "a"], [None, {"counter": [[2, 1]]}]]},

@@ -1,4 +1,4 @@
-"""The POSIX store: exclusive, durable, and right whatever the file system does with O_DIRECT."""
+"""The POSIX store is exclusive, durable, and correct for every behaviour of a file system with O_DIRECT."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_file_system_without_o_direct_gets_buffered_calls(tmp_path, monkeypatc
 
     def opened(path, flags, *args, **kwargs):
         if flags & os.O_DIRECT:
-            if flags & os.O_CREAT:  # as some kernels do: created, then refused
+            if flags & os.O_CREAT:  # some kernels create the file and then refuse
                 os.close(real_open(path, flags & ~os.O_DIRECT, *args, **kwargs))
             refuse()
         return real_open(path, flags, *args, **kwargs)
@@ -127,7 +127,7 @@ def test_creation_is_exclusive_and_leaves_the_first_alone(tmp_path):
 
 
 def test_listing_an_unreadable_folder_raises(tmp_path, monkeypatch):
-    """A file server answered for a folder's attributes and not for its names: a run saw no checkpoint, and began from its first step."""
+    """A file server gave a folder's attributes but not its names. The run saw no checkpoint and began from its first step."""
     store = ckpt.PosixStore(tmp_path)
     store.put("commits/a.json", b"{}")
     scan = os.scandir
@@ -216,7 +216,7 @@ def test_write_error_waits_for_running_writes_and_leaves_nothing(tmp_path, monke
             begun.set()
             late.wait(10)
             time.sleep(0.2)
-        written = real(fd, data, offset)  # into another file, if the descriptor were closed by now and used again
+        written = real(fd, data, offset)  # would go to another file if the descriptor had been closed and reused
         over.append(offset)
         return written
 
@@ -392,7 +392,7 @@ def test_failed_save_releases_its_tensors_at_once(tmp_path, monkeypatch):
 
 
 def test_save_allocates_its_buffers_in_the_calling_thread(tmp_path, monkeypatch):
-    """Pinning in another one would open a context on GPU 0, whichever this rank has."""
+    """Pinning memory in another thread would open a context on GPU 0, regardless of the rank's GPU."""
     makers = []
 
     def making(*arguments, **options):
@@ -487,7 +487,7 @@ SMALL = {("w", "param"): random_bits((40_000,), torch.uint8, 1)}
 
 
 def save_with_a_limit(root, limit):
-    """Exit code 0: the save failed as it should."""
+    """Save under the file size limit. Exit code 0 means that the save failed as it should."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     try:
@@ -500,7 +500,7 @@ def save_with_a_limit(root, limit):
 @pytest.mark.parametrize("limit", [0, 1, 4096, 8192, 20_000])
 @pytest.mark.fault("K7")
 def test_file_size_limit_fails_a_save_and_keeps_the_last_commit(tmp_path, limit):
-    """The kernel's own refusal, at several bytes, of data, aux or commit object: RLIMIT_FSIZE."""
+    """The kernel's own limit, RLIMIT_FSIZE, refuses the write at several bytes of the data, aux or commit object."""
     save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=1), step=1)
     assert in_subprocess(save_with_a_limit, tmp_path, limit) == 0
     assert ckpt.latest(tmp_path).step == 1 and len(list(tmp_path.glob("data/*/*.safetensors"))) == 1
@@ -552,7 +552,7 @@ def test_an_error_while_writing_leaves_no_file_of_that_name(tmp_path, monkeypatc
 
 @pytest.mark.fault("K10")
 def test_signals_during_a_save_do_no_harm(tmp_path):
-    """EINTR at any call: a timer of the training script, a profiler."""
+    """A timer of the training script or a profiler can interrupt any system call with EINTR."""
     hits = []
     previous = signal.signal(signal.SIGALRM, lambda *_: hits.append(1))
     signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
@@ -590,7 +590,7 @@ def test_missing_hard_links_fail_a_commit_with_the_remedy(tmp_path, monkeypatch)
 
 @pytest.mark.fault("K8")
 def test_unsynced_commit_fails_and_succeeds_when_repeated(tmp_path, monkeypatch):
-    """Its fate is open until the folder is synced; whichever it is, the same attempt committed again is the same commit."""
+    """The commit may or may not last until the folder is synced. Committing the attempt again gives the same commit in both cases."""
     vote = ckpt.write_shard(tmp_path, "a", 0, [], step=1, epoch=0)
     real = os.fsync
 
@@ -603,7 +603,7 @@ def test_unsynced_commit_fails_and_succeeds_when_repeated(tmp_path, monkeypatch)
         patch.setattr(os, "fsync", fsync)
         with pytest.raises(ckpt.SaveFailed, match="Input/output error"):
             ckpt.commit(tmp_path, [vote], step=1, epoch=0, attempt="a", world=1, meta={})
-        with pytest.raises(ckpt.SaveFailed, match="Input/output error"):  # it is there, but would not last
+        with pytest.raises(ckpt.SaveFailed, match="Input/output error"):  # the object exists, but may not survive a crash
             ckpt.commit(tmp_path, [vote], step=1, epoch=0, attempt="a", world=1, meta={})
     made = ckpt.commit(tmp_path, [vote], step=1, epoch=0, attempt="a", world=1, meta={})
     assert ckpt.latest(tmp_path) == made and [p.name for p in tmp_path.glob("commits/*")] == [f"{made.name}.json"]

@@ -1,4 +1,4 @@
-"""What N ranks wrote, M ranks read, whatever the cuts: bit for bit, and without reading more than was asked for."""
+"""M ranks read bit for bit the data that N ranks wrote, for any cuts, and read no more than they asked for."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ def test_read_adds_at_most_two_blocks_a_run_and_five_percent(writers, readers, s
         checkpoint = ckpt.open(root)
         held = random_layout(tensors, readers, seed + 1)
         for plan, intervals in zip(load_in_process(checkpoint, tensors, held), held, strict=True):
-            # The oracle: bytes from the intervals themselves, not from the plan.
+            # The oracle counts bytes from the intervals themselves, not from the plan.
             assert plan.needed == sum((end - start) * 4 for _, _, start, end in intervals)
             assert plan.planned <= 1.05 * plan.needed + 2 * block * plan.runs
             assert plan.planned == sum(s.bytes for s in plan.segments)
 
 
 def test_unchanged_layout_reads_one_run_per_kind():
-    """The layout in memory is the layout on disk: a rank of the same layout has one run per kind of a group."""
+    """The layout on disk is the layout in memory, so a rank of the same layout has one run per kind of a group."""
     tensors = {(f"layers.{i}.w", kind): random_bits((64, 64), torch.float32, i) for i in range(8) for kind in ("param", "exp_avg")}
     whole = 8 * 64 * 64
     with memory_folder() as root:
@@ -189,7 +189,7 @@ def test_gpu_tensors_are_saved_and_read_back_onto_the_gpu(tmp_path):
 
 
 def test_read_bumps_the_version_of_its_destination_tensor(tmp_path):
-    """Autograd, and an engine that keeps a low-precision copy of a parameter, look at the version."""
+    """Autograd looks at the version. So does an engine that keeps a low-precision copy of a parameter."""
     tensors = {("w", "param"): random_bits((5000,), torch.float32, 3)}
     save_in_process(tmp_path, tensors, random_layout(tensors, 3, seed=1))
     parameter = torch.nn.Parameter(torch.zeros(50, 100))

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the rules, each against a hand-made list; pins, graces, damaged ones, failing stores."""
+"""Retention rules, each against a hand-made list, with pins, grace periods, damaged checkpoints and failing stores."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_collection_keeps_and_explains_the_choice_of_every_rule(root):
 
 
 def test_kept_set_is_independent_of_collection_frequency(root):
-    """Collected after each save, or once at the end: the same checkpoints are left."""
+    """Collecting after each save and collecting once at the end leave the same checkpoints."""
     with memory_folder() as other:
         rule = ckpt.Retention(keep_last=2, keep_every=25, keep_best=2, metric="loss")
         rng = random.Random(3)
@@ -126,7 +126,7 @@ def test_reader_grace_delays_data_deletion_after_the_commits(root):
     report = ckpt.gc(root, ckpt.Retention(keep_last=1))
     assert steps(report.deleted) == [1] and report.waiting == ("at-e0-s1",) and report.freed_bytes == 0
     assert torch.equal(reader.read("w").view(torch.int32), W.view(torch.int32))
-    # Nobody knows of the commit any more; that its data is an orphan stands in the store, with the time.
+    # The commit is gone. The store itself records that its data is an orphan, with the time.
     assert ckpt.gc(root, ckpt.Retention(keep_last=1)).waiting == ("at-e0-s1",)
     mark = root / "attempts/at-e0-s1/orphan.json"
     os.utime(mark, (mark.stat().st_mtime - 61,) * 2)
@@ -161,7 +161,7 @@ def damage(root, commit):
 
 
 class Reads(ckpt.PosixStore):
-    """Notes which attempts' data is read, and fails as told."""
+    """A store that records the attempts whose data is read, and refuses keys that contain ``refused``."""
 
     def __init__(self, root):
         super().__init__(root)
@@ -190,15 +190,15 @@ def test_only_verified_checkpoints_count_towards_retention(root):
     assert steps(report.kept) == [3, 4] and report.why[made[3].name] == ("newer",)
     assert any("is damaged and does not count" in p and made[3].name in p and "block 0" in p for p in report.problems)
     assert store.opened == ["at-e0-s4", "at-e0-s4", "at-e0-s3"], "newest first, a bad block once more, and none that goes in any case"
-    # Each is read once: what was found right is noted.
+    # Each checkpoint is read once, because a sound result is noted.
     assert [p.parent.name for p in (root / "verified").rglob("*.json")] == [made[2].attempt], "notes of what is gone go too"
     for _ in range(2):
         ckpt.gc(store, rule, grace=ckpt.NO_GRACE)
     assert store.opened[3:] == ["at-e0-s4"] * 4, "only the damaged one is looked at again"
-    # One that its writers are reading back themselves is left to them, and counts when they have said so.
+    # The collection does not read a young checkpoint, which its writers read back. It counts once they have reported.
     young = make(root, 9)
     assert steps(ckpt.gc(store, rule, grace=ckpt.NO_GRACE, young=young).kept) == [3, 4, 9]
-    next_one = make(root, 12)  # so is the next one, by a collection that comes late
+    next_one = make(root, 12)  # the same holds for the next one, if the collection comes late
     assert steps(ckpt.gc(store, rule, grace=ckpt.NO_GRACE, young=young).kept) == [3, 4, 9, 12]
     assert store.opened[7:] == ["at-e0-s4"] * 4
     assert steps(ckpt.gc(store, rule, grace=ckpt.NO_GRACE, young=next_one).kept) == [9, 12] and store.opened[11:] == ["at-e0-s9"]
@@ -207,7 +207,7 @@ def test_only_verified_checkpoints_count_towards_retention(root):
 
 @pytest.mark.parametrize(("action", "times", "counts"), [("flip", 1, True), ("flip", None, False), ("short", None, False)])
 def test_bad_block_is_reread_before_it_counts_as_damaged(root, action, times, counts):
-    """A file that is cut short between the look at its size and the reading may hold the very bytes that lie in the buffer already."""
+    """If a file shrinks between the look at its size and the read, the buffer may already hold the right bytes."""
     made = make(root, 1)
     zeros = ckpt.Fault("read", action, at=4096 + 5 if action == "flip" else 4096, times=times)
     store = ckpt.FaultyStore(ckpt.PosixStore(root), [zeros])
@@ -258,7 +258,7 @@ def test_every_rank_reads_back_its_own_object_after_the_commit(root):
 
 @pytest.mark.fault("K22")
 def test_collection_keeps_a_temporarily_unreadable_commit(root):
-    """A store that fails for a moment must not cost the best checkpoint, nor one that stands for its thousand steps."""
+    """A momentary failure of the store must not delete the best checkpoint, nor one that ``keep_every`` keeps."""
     rule = ckpt.Retention(keep_last=1, keep_every=100, keep_best=1, metric="loss")
     made = [make(root, step, loss=float(step == 150) - step / 1e6) for step in (100, 150, 199, 250)]
     store = Reads(root)
@@ -278,13 +278,13 @@ def test_failed_notes_or_readback_warn_and_collection_goes_on(root, failing, cap
     with ckpt.Saver(store, retention=ckpt.Retention(keep_last=1)) as saver:
         for step in (1, 2, 3):
             saver.async_save({"model": {"w": W}}, step).wait(10)
-    # Without notes rank 0 would have to read for ever what its ranks have read: the newest is left to them, the one before it read.
+    # Without notes, rank 0 would repeat its ranks' reading for ever. It leaves the newest to them and reads only the one before it.
     expected, words = ([2, 3], "could not be noted") if failing == "put" else ([1, 2, 3], "could not be read back")
     assert steps(c.name for c in ckpt.ls(root)) == expected and words in caplog.text
 
 
 def test_data_of_a_commit_missing_from_a_listing_is_no_orphan(root):
-    """Listings that are behind for days, or a commit made since the listing: it is asked for by its name before its data goes."""
+    """A listing may be days behind, or older than the commit. The commit is requested by name before its data is deleted."""
     made = [make(root, step) for step in (1, 2, 3)]
     behind = ckpt.FaultyStore(ckpt.PosixStore(root), [ckpt.Fault("list", "stale", key=made[1].key, times=None)])
     for _ in range(3):
@@ -310,7 +310,7 @@ def test_nan_metric_is_never_the_best(mode, value):
 
 
 def test_a_metric_too_large_for_a_float_stops_no_collection(root):
-    """JSON has whole numbers without end, and one commit with such a one would stop every collection from then on."""
+    """JSON integers have no upper limit. One commit with such a number would stop every later collection."""
     made = [make(root, 1, loss=10**400), make(root, 2, loss=2.0), make(root, 3, loss=-(10**400)), make(root, 4)]
     report = ckpt.gc(root, ckpt.Retention(keep_last=1, keep_best=1, metric="loss"), grace=ckpt.NO_GRACE)
     assert report.why == {made[1].name: ("best",), made[3].name: ("last",)} and not report.problems

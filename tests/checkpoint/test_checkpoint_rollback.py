@@ -1,4 +1,4 @@
-"""A run that goes back: the older checkpoint is the newest one again, its data stays as long as it is, and nothing else changes."""
+"""A run that goes back: the older checkpoint is the newest again, its data stays for as long, and nothing else changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""S3 misbehaving in every way that S3 does, over real sockets: what passes is ridden out, what does not fails soon and leaves nothing."""
+"""Faults of S3, over real sockets: the store retries transient ones; permanent ones fail soon and leave nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fake():
 
 @pytest.fixture
 def store(fake):
-    """One committed step, saved before anything goes wrong."""
+    """A store with one committed step, saved before any fault."""
     found = s3_store(fake)
     save_in_process(found, BEFORE, random_layout(BEFORE, 2, seed=1), step=10)
     fake.log.clear()
@@ -44,7 +44,7 @@ def store(fake):
 
 
 def save_after(store, step=20):
-    """One rank of 11 MiB: three parts, an aux object, a commit."""
+    """Save one rank of 11 MiB: three parts, an aux object and a commit."""
     return save_in_process(store, AFTER, random_layout(AFTER, 1, seed=2), step=step, block_bytes=1 << 20, chunk_bytes=4 << 20)
 
 
@@ -91,7 +91,7 @@ def test_transient_s3_errors_are_retried_and_the_save_succeeds(store, fake, oper
     assert_equals(store, AFTER)
     assert time.monotonic() - began < 30
     assert all(rule.done for rule in rules), [rule for rule in rules if not rule.done]
-    if action not in ("lost", "short"):  # a start whose answer was lost is debris, which is collected
+    if action not in ("lost", "short"):  # an upload whose start had no answer is debris, which is collected later
         assert not fake.uploads
     fake.rules.clear()
     collect(store, 1, grace_s=-5.0)
@@ -112,7 +112,7 @@ PLACES = ["START", "PART", "COMPLETE", "commit"]
 
 @pytest.mark.parametrize(
     ("where", "options", "words"),
-    # Every failure once and every place once; the other combinations are slow.
+    # Every failure runs once and every place once; the other combinations are slow tests.
     [
         pytest.param(where, *case.values, id=f"{case.id} at {where}", marks=[] if i % 4 == k else [pytest.mark.slow])
         for i, case in enumerate(FATAL)
@@ -151,7 +151,7 @@ def test_unavailable_service_fails_the_save_by_the_deadline(store, fake, where, 
         save_after(hasty)
     assert time.monotonic() - began < 12
     fake.rules.clear()
-    collect(store, 1, grace_s=-5.0)  # where nothing is answered, the upload can't be aborted either
+    collect(store, 1, grace_s=-5.0)  # a service that does not answer can't abort the upload either
     assert_untouched(store, fake)
 
 
@@ -171,7 +171,7 @@ def test_upload_completion_with_a_lost_answer_is_done_once(store, fake):
 
 
 def test_lost_race_with_a_lost_answer_is_not_taken_for_a_win(fake):
-    """Both commit the same step; the first answer to the second is lost, so that it must not take the other's object for its own."""
+    """Two attempts commit the same step. The second gets an error first, and must not take the first's object for its own."""
     store = s3_store(fake)
     votes = [ckpt.write_shard(store, f"a{i}", 0, [], step=1, epoch=0) for i in range(2)]
     ckpt.commit(store, [votes[0]], step=1, epoch=0, attempt="a0", world=1, meta={})
@@ -325,7 +325,7 @@ def test_batch_deletion_names_each_object_that_stays(store, fake):
     assert {k for k, error in gone.items() if error} == {keys[7], keys[1001]} and len(gone) == 1004
     assert all("AccessDenied" in str(gone[k]) and k in str(gone[k]) for k in (keys[7], keys[1001]))
     assert {k for k in keys if TOP + k in fake.objects} == {keys[7], keys[1001]}
-    # One was throttled as a whole, then one more for the object that the service was twice too busy for.
+    # One request was throttled as a whole, and one more was needed for an object whose deletion failed twice.
     assert fake.requests("BATCH") == 1 + 3 + 1 and fake.requests("DELETE") == 0
     fake.fail("BATCH", times=1000)
     stays = dict(s3_store(fake, retry_s=0.3).delete_many(keys[:9]))
@@ -363,7 +363,7 @@ def test_collection_aborts_only_stale_uploads_of_its_own_root(store, fake):
     fake.uploads[other].began -= 4000
     collect(store, 1)
     assert set(fake.uploads) == {young, other}
-    fake.uploads[young].began -= 20 * 3600  # of another process, which may be sending a large object over a slow line
+    fake.uploads[young].began -= 20 * 3600  # another process, which may be sending a large object over a slow line
     ckpt.gc(store, ckpt.Retention())
     assert set(fake.uploads) == {young, other}
     fake.uploads[young].began -= 5 * 3600
@@ -434,7 +434,7 @@ def run_script(fake: FakeS3, body: str, timeout_s: float = 2.0) -> subprocess.Po
 @pytest.mark.fault("K5")
 def test_ctrl_c_aborts_a_running_upload_and_ends_the_process(fake):
     fake.fail("PART", "hang", seconds=20.0, after=1, times=99)
-    # The signal has to come before the first of the requests that hang is given up.
+    # The signal has to come before the first hung request times out.
     process = run_script(fake, "print('go', flush=True)\nstore.put_stream('data/x/r', chunks(50 << 20), 50 << 20)", timeout_s=8.0)
     try:
         deadline = time.monotonic() + 40
@@ -449,7 +449,7 @@ def test_ctrl_c_aborts_a_running_upload_and_ends_the_process(fake):
 
 
 def test_process_exits_with_an_open_reader_and_a_forked_child(fake):
-    """s3fs hangs at exit with a file left open, and its thread does not survive a fork."""
+    """s3fs hangs at exit if a file is open, and its thread does not survive a fork."""
     process = run_script(
         fake,
         """
@@ -477,8 +477,10 @@ def test_process_exits_with_an_open_reader_and_a_forked_child(fake):
 
 @pytest.mark.slow
 def test_process_exits_soon_with_an_upload_in_the_background(fake):
-    """An asynchronous save when the script returns: no exit handler waits longer than the requests' own time limits; and the save's thread,
-    which goes on when they are over, does not take the interpreter down."""
+    """An asynchronous save is running as the script returns.
+
+    No exit handler waits longer than the time limits of requests. The save's thread, which outlives them, does not crash the interpreter.
+    """
     fake.fail("PART", "hang", seconds=60.0, after=1, times=99)
     process = run_script(
         fake,
@@ -535,7 +537,7 @@ def test_ranks_on_threads_share_a_store(fake):
 
 
 def memory_of_a_transfer(url: str, size: int) -> None:
-    """Exit code: MiB by which the peak resident memory grew."""
+    """Run one transfer. The exit code is the growth of the peak resident memory in MiB."""
     os.environ.update(AWS_ACCESS_KEY_ID="a", AWS_SECRET_ACCESS_KEY="b", AWS_ENDPOINT_URL_S3=url, AWS_REGION="us-east-1")
     store = ckpt.S3Store("s3://bucket/runs/one", ckpt.S3Options(part_bytes=5 << 20, range_bytes=1 << 20, parallel=3))
     store.put_stream("data/warm/r", iter([memoryview(bytes(1 << 20))] * 6), 6 << 20)
@@ -555,6 +557,6 @@ def memory_of_a_transfer(url: str, size: int) -> None:
 
 
 def test_a_transfer_takes_the_memory_of_the_parts_in_flight(fake):
-    """80 MiB up and down in parts of 5 MiB, 3 at a time: the peak may grow by those parts, what TLS-less sockets take, and some slack."""
+    """Transfer 80 MiB up and down in parts of 5 MiB, 3 at a time. The peak grows by those parts, the sockets and some slack."""
     grown = in_subprocess(memory_of_a_transfer, fake.url, 80 << 20, timeout=60)
     assert 0 <= grown < 48, f"{grown} MiB"

@@ -1,4 +1,4 @@
-"""What a malicious or damaged manifest, header or aux object can do: be refused, or be read as what it is. Nothing else, and cheaply."""
+"""A malicious or damaged manifest, header or aux object is refused cheaply, or read as its contents say."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def saved():
 
 
 def attempt_to_load(store: ckpt.MemoryStore, made: ckpt.Commit, raw: bytes) -> str:
-    """Put ``raw`` in the commit's place and read everything: "refused"; "read" if each tensor is what was saved, bit for bit; "other"."""
+    """Put ``raw`` in the commit's place and read everything.
+
+    Returns "refused", "read" if each tensor equals the saved one bit for bit, or "other".
+    """
     sound, when = store.objects[made.key]
     store.objects[made.key] = (raw, when)
     try:
@@ -83,7 +86,7 @@ def places(value: object, path: tuple = ()) -> list[tuple]:
 
 
 def mutate(document: dict, rng: random.Random) -> dict:
-    """One to three changes anywhere: numbers, strings, types, order, missing and additional entries."""
+    """Make one to three changes at random places: numbers, strings, types, order, missing and additional entries."""
     changed = copy.deepcopy(document)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         path = rng.choice(places(changed))
@@ -120,17 +123,17 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.fault("K36")
 def test_mutated_sealed_manifest_is_refused_or_equivalent(saved, seed):
-    """Never another exception; and never much more memory than the manifest itself takes: the objects hold 60 kB."""
+    """No other exception is raised. Reading takes little more memory than the manifest itself; the objects hold 60 kB."""
     store, made, document = saved
     rng = random.Random(seed)
     outcomes = {"refused": 0, "read": 0, "other": 0}
     changes = 60 if seed == 0 else 1000
     if seed == 0:
-        tracemalloc.start()  # which makes everything ten times as slow
+        tracemalloc.start()  # tracing makes everything ten times as slow
     try:
         for index in range(changes):
             changed = mutate(document, rng)
-            # What was moved or renamed consistently is another checkpoint, which a forger could as well have written; not damage.
+            # A consistent move or renaming is no damage: the result is another valid checkpoint.
             moved = document["groups"] != changed.get("groups")
             renamed = document["tensors"] != changed.get("tensors")
             raw = sealed(changed)
@@ -151,7 +154,7 @@ def test_mutated_sealed_manifest_is_refused_or_equivalent(saved, seed):
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 11))])
 def test_mutated_meta_loads_or_raises_a_checkpoint_error(seed):
-    """A seal says only that somebody wrote it. Through every door by which meta is read: never another exception, never a wrong tensor."""
+    """A valid seal does not prove a valid meta. No function that reads meta raises another exception or returns a wrong tensor."""
     net = Net(0)
     optimizer = adam(net)
     train(net, optimizer, 2)
@@ -298,7 +301,7 @@ def test_a_manifest_larger_than_any_can_be_is_not_even_read(saved, monkeypatch):
 
 
 def test_the_header_of_a_data_object_is_not_trusted(saved):
-    """Right sums, a header that claims 2^63 bytes or is no JSON at all: a reader never looks at it."""
+    """The sums are right, but the header claims 2^63 bytes or is no JSON. Readers never look at it."""
     store, made, document = saved
     entry = document["objects"][0]
     sound, when = store.objects[entry["key"]]
@@ -330,18 +333,18 @@ def test_strict_json_round_trips_json_dumps():
     assert strict_json(json.dumps(value)) == value
 
 
-# Objects of the ranks' collectives, which never touch storage; and foreign checkpoints that are pickles themselves.
+# These pickle objects for the ranks' collectives, which never touch storage.
 MAY_PICKLE = {"api.py", "voting.py"}
 
 
 @pytest.mark.fault("K36")
 def test_checkpoint_modules_never_import_or_call_unpickling():
-    """No module on the way from storage to tensors so much as imports what could run code: pickle and its kin, torch.load, eval."""
+    """No module between storage and tensors imports a name that could run code: pickle and its kin, torch.load, eval."""
     forbidden = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
     checked = 0
     for path in sorted(FOLDER.rglob("*.py")):
         if path.name.startswith(("dcp", "foreign", "huggingface")):
-            continue  # bridges to other formats: their own tests
+            continue  # bridges to other formats have their own tests
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             names = []
@@ -359,7 +362,7 @@ def test_checkpoint_modules_never_import_or_call_unpickling():
 
 
 def test_a_store_of_pickles_is_never_loaded(tmp_path):
-    """A pickle under each of our names: refused, not run."""
+    """The store has a pickle under each of our names. Every read is refused, and no pickle runs."""
     import pickle
 
     class Bomb:

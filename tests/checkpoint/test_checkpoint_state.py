@@ -1,4 +1,7 @@
-"""A training script's state in one process: modules, optimizers, schedulers, plain values; strict about what does not fit."""
+"""State of a training script in one process: modules, optimizers, schedulers and plain values.
+
+Loads are strict about a state that does not fit.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ def rates(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[
 
 @pytest.mark.parametrize(("which", "tensor"), [*((which, False) for which in SCHEDULERS), ("step", True), ("milestones", True)])
 def test_every_torch_scheduler_resumes_without_a_difference(which, tensor):
-    """Milestones are a Counter by numbers, the best of a plateau begins at infinity: JSON has neither."""
+    """JSON has no dicts with numbers as keys, such as a Counter of milestones, and no infinity, the first best value of a plateau."""
 
     def fresh() -> tuple[torch.optim.Optimizer, Any, Any]:
         model = nn.Linear(2, 2)
@@ -169,7 +172,7 @@ def test_training_resumed_from_a_checkpoint_goes_on_bit_for_bit(root):
     assert handle.wait().name == "e0000-s000000000003"
 
     other = Net(1)
-    fresh = adam(other, lr=9.0)  # no step made: its states do not exist yet
+    fresh = adam(other, lr=9.0)  # no step was made, so its states do not exist yet
     restored = {
         "model": other,
         "optimizer": fresh,
@@ -295,7 +298,10 @@ def stepped(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
 
 @pytest.mark.parametrize("saved", SORTS)
 def test_optimizer_loads_states_of_its_own_kind_only(root, saved):
-    """Another sort's states would stand unused beside fresh ones, or fail in the next step. After a refusal the optimizer can go on."""
+    """States of another kind would stay unused beside fresh ones, or fail in the next step.
+
+    After a refusal the optimizer can go on.
+    """
     torch.manual_seed(0)
     net = nn.Linear(12, 9)
     optimizer = SORTS[saved](list(net.parameters()))
@@ -319,7 +325,7 @@ def test_optimizer_loads_states_of_its_own_kind_only(root, saved):
 @pytest.mark.parametrize("combined", [False, True])
 @pytest.mark.parametrize("begun", ["fresh", "stepped", "on meta"])
 def test_a_flat_optimizer_goes_on_from_a_checkpoint_bit_for_bit(root, begun, combined):
-    """Its states are views of flat ones: what is put into the views, or in their place, has to reach those it steps with."""
+    """The states are views of flat tensors. Values that are loaded into the views must reach the tensors that the step uses."""
 
     def made(net: nn.Module) -> torch.optim.Optimizer:
         flat = Flat(net.parameters(), torch.optim.AdamW, lr=0.01)
@@ -342,7 +348,7 @@ def test_a_flat_optimizer_goes_on_from_a_checkpoint_bit_for_bit(root, begun, com
 
 
 def test_refused_load_removes_the_optimizer_states_that_it_made(root):
-    """Else the optimizer would have moments without a step, and fail in the next one."""
+    """If the states stayed, the optimizer would have moments without a step count, and fail in its next step."""
     net = Net(0)
     optimizer = adam(net)
     train(net, optimizer, 1)
@@ -474,7 +480,7 @@ def test_load_refuses_an_expanded_tensor_before_loading_anything(root):
 
 
 def test_a_learning_rate_of_one_element_keeps_its_shape(root):
-    """torch's optimizers take a tensor of any shape with one element."""
+    """torch's optimizers accept a tensor of any shape with one element."""
 
     def fresh(lr: float) -> tuple[torch.optim.Optimizer, Any, dict[str, Any]]:
         model = nn.Linear(2, 2)
@@ -544,7 +550,7 @@ def test_load_of_a_missing_checkpoint_or_entry_raises_clearly(root):
 
 
 class Counting(torch.nn.Linear):
-    """A module whose extra state is a tensor that it does not keep."""
+    """A module whose extra state is a temporary tensor."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)

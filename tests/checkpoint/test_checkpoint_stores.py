@@ -1,4 +1,4 @@
-"""Every back end keeps the seam's promises, and every operation of the package works through it."""
+"""Every back end keeps the promises of the store interface, and every operation of the package works on it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def backend(request):
 
 
 def chunks(size, seed=0, chunk=1 << 20):
-    """As the seam says, a chunk's memory is used again once the fourth after it is asked for."""
+    """Chunks whose memory is reused, as the interface allows, once the fourth chunk after them is requested."""
     data = random_bits((size,), torch.uint8, seed)
     buffers = [aligned_buffer(chunk) for _ in range(UNDER_WAY)]
     for index, start in enumerate(range(0, size, chunk)):
@@ -54,7 +54,7 @@ def test_object_reads_back_equal_whole_and_by_ranges(backend):
         with store.open_read(key) as reader:
             announced = [(offset, 1 << 20) for offset in range(0, size, 1 << 20)]
             reader.expect(announced)
-            # In order, skipping one, backwards, past the end, and more than was announced.
+            # In order, with a gap, backwards, past the end, and more than was announced.
             for offset, length in [*announced[:3], *announced[4:], (max(0, size - 100), 4096), (0, 5 << 20), (size, 10), (size + 4096, 10)]:
                 view = memoryview(bytearray(length))
                 count = reader.read_into(offset, view)
@@ -148,7 +148,10 @@ def test_every_back_end_round_trips_a_training_state(backend):
 
 
 def race(store_of_racer, step, racers=6):
-    """Six committers of the same step, each with an attempt of its own: the winners' attempts, and the losers' errors."""
+    """Six committers race for the same step, each with its own attempt.
+
+    Returns the winners' attempts and the losers' errors.
+    """
     votes = [ckpt.write_shard(store_of_racer(i), f"a{step}-{i}", 0, [], step=step, epoch=0) for i in range(racers)]
     barrier = threading.Barrier(racers)
     won: list[str] = []
@@ -260,7 +263,7 @@ def test_stores_pickle_and_never_print_their_secrets(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_thread_is_left_behind(kind):
-    before = set(threading.enumerate())  # an earlier test may have left a write hanging on purpose
+    before = set(threading.enumerate())  # an earlier test may have left a hung write on purpose
     with opened(kind) as found:
         save_in_process(found.store, A, random_layout(A, 2, seed=1), step=1)
         assert_equals(found.store, A)
@@ -268,7 +271,7 @@ def test_no_thread_is_left_behind(kind):
 
 
 def test_listing_an_unreachable_fsspec_service_raises():
-    """fsspec's walks pass over what can't be listed."""
+    """fsspec's walks skip folders that can't be listed."""
 
     fsspec = pytest.importorskip("fsspec")
 

@@ -1,4 +1,4 @@
-"""The order in which tensors are stored that are cut by columns: against torch's own indexing, element by element."""
+"""Storage order of tensors that are cut by columns, against torch's own indexing, element by element."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tiled(draw: st.DrawFn, count: int = 1) -> tuple[tuple[int, ...], list[Parts]
 
 
 def in_order(shape: tuple[int, ...], parts: Parts) -> torch.Tensor:
-    """The row-major index of each element in the order stored, tile by tile, by slicing a tensor of indices."""
+    """Row-major index of each element in stored order, tile by tile. It is found by slicing a tensor of indices."""
     whole = torch.arange(math.prod(shape)).view(shape)
     edges = [[0, *itertools.accumulate(parts.get(d, [n]))] for d, n in enumerate(shape)]
     tiles = itertools.product(*(itertools.pairwise(e) for e in edges))
@@ -79,7 +79,7 @@ def test_runs_between_two_tilings_match_indexing(case: tuple[tuple[int, ...], li
     end = data.draw(st.integers(start, math.prod(shape)))
     runs = between(shape, Tiling.of(shape, one), Tiling.of(shape, other), start, end)
     assert torch.equal(gathered(in_order(shape, other), runs), in_order(shape, one)[start:end])
-    # What a plan is cut by is never too little, and grows with the end.
+    # The estimate that cuts a plan is never too small, and grows with the end.
     counts = [runs_between(shape, Tiling.of(shape, one), Tiling.of(shape, other), start, stop) for stop in range(start + 1, end + 1)]
     assert counts == sorted(counts) and (not counts or len(runs[0]) <= counts[-1])
 
@@ -171,8 +171,10 @@ def test_a_large_table_is_mapped_by_columns_of_numbers() -> None:
 def save_tiled(
     root: Path, full: torch.Tensor, orders: list[Parts], cuts: list[int], *, step: int = 1, copied: bool = False, kind: str = "param"
 ) -> ckpt.Commit:
-    """As many ranks as there are orders, each with its interval of the tensor in the order it names (the whole one if ``copied``); between
-    two tensors that are stored by rows."""
+    """Save a tensor with one rank for each order, between two tensors that are stored by rows.
+
+    Each rank holds its interval in its own order, or the whole tensor if ``copied``.
+    """
     attempt, shape, votes = ckpt.new_attempt(), tuple(full.shape), []
     flat, edges = full.reshape(-1), [0, *cuts, full.numel()]
     for rank, parts in enumerate(orders):
@@ -203,13 +205,13 @@ def save_tiled(
 def test_tensor_saved_in_any_order_reads_in_any_other_order(
     case: tuple[tuple[int, ...], list[Parts]], data: st.DataObject
 ) -> None:
-    """The ranks have counted alike, or each in its own way: then the tensor is stored by rows."""
+    """If the ranks' orders agree, the tensor is stored in that order; otherwise it is stored by rows."""
     shape, (one, other, third) = case
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.int64]))
     full = random_bits(shape, dtype, data.draw(st.integers(0, 99)))
     orders = [one, other] if data.draw(st.booleans()) else [one, one]
     whole = {1} if orders == [one, one] else {}
-    # Intervals of two orders tile a tensor only where one of them is all of it.
+    # Intervals of two different orders tile a tensor only if one of them is the whole tensor.
     cut = data.draw(st.integers(0, full.numel())) if whole else data.draw(st.sampled_from([0, full.numel()]))
     with memory_folder() as folder:
         save_tiled(folder, full, orders, [cut])
@@ -231,7 +233,7 @@ def test_tensor_saved_in_any_order_reads_in_any_other_order(
 
 def test_mixed_rank_orders_are_stored_by_rows_without_loss(tmp_path: Path) -> None:
     full = random_bits((6, 8), torch.float32, 1)
-    # The first has the left half by tiles, the second the right half by rows, one interval for each.
+    # The first rank has the left half by tiles, in one interval; the second has the right half by rows, one interval each.
     attempt, votes, halves = ckpt.new_attempt(), [], Tiling.of((6, 8), {1: [4, 4]})
     left = [ckpt.ShardPiece("w", "param", 0, 24, (6, 8), torch.float32, full[:, :4].reshape(-1), tiling=halves)]
     right = [ckpt.ShardPiece("w", "param", 8 * r + 4, 8 * r + 8, (6, 8), torch.float32, full[r, 4:].clone()) for r in range(6)]
@@ -262,7 +264,7 @@ def test_copies_are_compared_across_different_orders(tmp_path: Path, same: bool,
 
 
 def test_documented_format_suffices_to_read_tiles(tmp_path: Path) -> None:
-    """docs/reference/checkpoint-format.md, followed with json, numpy and hashlib only: section 2, tiles."""
+    """The test follows docs/reference/checkpoint-format.md (section 2, tiles) with only json, numpy and hashlib."""
     full = random_bits((5, 7, 6), torch.int32, 3)
     save_tiled(tmp_path, full, [{1: [3, 4], 2: [2, 2, 2]}] * 3, [60, 100])
     raw = next(tmp_path.glob("commits/*.json")).read_bytes()
@@ -318,7 +320,7 @@ def test_tensor_cut_in_columns_takes_one_interval_per_rank(tmp_path: Path) -> No
     checkpoint = ckpt.open(tmp_path)
     (extents,) = checkpoint.manifest.groups[checkpoint.manifest.by_name["w"].group].kinds
     assert len(extents.start) == 8
-    # Read by rows it has 16384 parts, all in one run of each object, and they are copied together.
+    # Read by rows, the tensor has 16384 parts, all in one run of each object; they are copied together.
     asked = [("w", "param", 0, full.numel(), torch.zeros(full.numel(), dtype=full.dtype))]
     plan = checkpoint.plan(asked)
     done = checkpoint.read_ranges(asked)
@@ -343,7 +345,7 @@ def test_planning_memory_is_bounded_for_narrow_columns_and_freed(
     finally:
         tracemalloc.stop()
     assert bits(out) == bits(full.reshape(-1)) and plan.needed == full.nbytes
-    # 160000 parts: 30 MB at once.
+    # There are 160000 parts, which would take 30 MB at once.
     assert peak < 300 * (1 << 13) + (2 << 20) and kept < 1 << 20, (peak, kept)
 
 
@@ -370,7 +372,7 @@ def test_range_of_very_many_tiles_is_planned_in_few_batches() -> None:
 def test_a_narrow_box_takes_no_more_memory_than_a_wide_one(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], asked: Box, stored: Parts
 ) -> None:
-    """Of one column of many a range has a part for each row, not one for each row of the tensor that it would fill."""
+    """A range of one column has as many parts as rows, not as few as the full rows that its elements would fill."""
     monkeypatch.setattr(read_plan, "MOST_PARTS", 1 << 10)
     numel, order = math.prod(shape), Tiling.around(shape, asked)
     entry, one = TensorEntry("w", shape, 0, 0, Tiling.of(shape, stored)), np.zeros(1, np.int64)
@@ -386,7 +388,7 @@ def test_a_narrow_box_takes_no_more_memory_than_a_wide_one(
 
 
 def test_very_many_rank_intervals_are_planned_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that count in different orders leave one for each row."""
+    """Ranks with different orders leave one interval for each row."""
     monkeypatch.setattr(read_plan, "MOST_PARTS", 1 << 10)
     entry, start = TensorEntry("w", (10_000,), 0, 0), np.arange(5000) * 2
     extents = Extents("param", torch.uint8, start, start + 2, start // 2 % 2, start // 4 * 2)
@@ -396,7 +398,7 @@ def test_very_many_rank_intervals_are_planned_in_batches(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("times", "to"), [(3, torch.float32), (1, torch.float64), (3, torch.float64)])
 def test_parts_are_taken_from_a_last_block_of_any_length(times: int, to: torch.dtype) -> None:
-    """Our objects end with a page; a stranger's manifest need not say so."""
+    """Our objects end on a page boundary; another program's manifest may not."""
     raw = bytearray(range(100)) + bytearray(3)
     numbers = np.frombuffer(raw[:96], np.float32)
     out = torch.zeros(2 * times, dtype=to)
@@ -423,7 +425,7 @@ def test_diff_of_equally_tiled_checkpoints_reads_no_equal_block(tmp_path: Path) 
 def test_diff_of_tiled_checkpoints_reads_a_differing_block_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, places: int
 ) -> None:
-    """By rows a piece of the tensor would be a part of every tile, and blocks would be read again for each piece."""
+    """If compared by rows, a piece of the tensor would touch every tile, and its blocks would be read again for each piece."""
     full = random_bits((256, 64), torch.int32, 16)
     changed = full.clone()
     changed[:places, 40] ^= 1
@@ -455,7 +457,7 @@ def test_damage_in_a_tile_is_named_by_its_tensor(tmp_path: Path) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1), st.integers(0, 3), st.integers(1, 2)), max_size=12))
 def test_blocks_list_every_copy_once_in_order(steps: list[tuple[int, int, int, int]]) -> None:
-    """Rows that go on evenly, and others between them."""
+    """Rows at equal distances, with other rows between them."""
     rows, source, target = [], 0, 0
     for gap, request, way, size in steps:
         source, target = source + gap, target + (way - 1) * 2

@@ -38,7 +38,7 @@ def assert_same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> No
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Checkpoints written by two ranks, of an FSDP2 model and of a ragged one; the tensors as they were, by builder."""
+    """Checkpoints that two ranks wrote, of an FSDP2 model and of a ragged one, and the original tensors by builder."""
     roots = {builder: str(tmp_path_factory.mktemp(builder)) for builder in ("fsdp2", "ragged")}
     results = run_gloo(2, save_rank, roots)
     assert all({r[b][0] for r in results} == {"e0000-s000000000002"} for b in roots)
@@ -89,7 +89,7 @@ def test_replicas_are_written_once_and_restored_everywhere(tmp_path):
 
 @pytest.mark.parametrize(("data", "model"), [(2, 2), (3, 4), (4, 3), (1, 5)])
 def test_strided_shards_of_tp_then_fsdp_map_to_exact_elements(data, model):
-    """The oracle cuts as the two of them do, one after the other; also where another dimension than the first is cut, and the rest."""
+    """The oracle cuts by tensor parallelism and then by FSDP. The cases include cuts of another dimension than the first."""
     for rows, columns, dim in itertools.product((0, 1, 5, 9, 12), (3, 8), (0, 1)):
         full = torch.arange(rows * columns).view(rows, columns)
         for at in itertools.product(range(data), range(model)):
@@ -120,7 +120,7 @@ def test_a_model_that_differs_on_one_rank_is_refused_by_all(tmp_path):
 
 
 def one_is_killed(victim, function, *arguments):
-    """Run ``function(rank, *arguments)`` in two processes: the victim ends by SIGKILL, the other by itself."""
+    """Run ``function(rank, *arguments)`` in two processes. The victim ends by SIGKILL, the other by itself."""
     ranks = [_context().Process(target=function, args=(rank, *arguments), daemon=True) for rank in range(2)]
     for process in ranks:
         process.start()

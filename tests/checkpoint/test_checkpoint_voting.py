@@ -1,4 +1,4 @@
-"""How the ranks of a save come to one end through the store, and what each of them may delete: never what a commit may need."""
+"""The ranks of a save reach one outcome through the store, and no rank deletes an object that a commit may need."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def say(store: Any, name: str, value: dict[str, Any]) -> None:
 
 
 def both(store: Any, words: list[Any], *, timeout_s: float = 5.0) -> list[Any]:
-    """What ``conclude`` gave or raised on ranks 0 and 1, each in a thread."""
+    """Results or errors of ``conclude`` on ranks 0 and 1, each in its own thread."""
     ends: list[Any] = [None, None]
 
     def run(rank: int) -> None:
@@ -80,7 +80,7 @@ def test_existing_commit_fails_the_save_and_deletes_nothing(what):
     store = ckpt.MemoryStore()
     if what == "another's":
         ckpt.commit(store, [written(store, 0, 1, "theirs")], step=5, epoch=0, attempt="theirs", world=1, meta={})
-    else:  # perhaps our own, of which the store has kept one half: a repair would want its data
+    else:  # perhaps our own commit, half stored: its repair would need the data
         store.put(THEIRS, b"{")
     before = store.get(THEIRS)
     ends = both(store, [written(store, 0), written(store, 1)])
@@ -158,7 +158,7 @@ def test_voting_retries_transient_but_not_lasting_read_errors(rank):
         conclude(hard, rank_of(rank, timeout_s=0.05), votes[rank])
     if rank == 1:
         assert len(data(inner, 1)) == 2 and ckpt.verify(inner).ok
-        for action in ("error", "short"):  # the second: half a message, of a store whose objects are there before they are whole
+        for action in ("error", "short"):  # "short" gives half a message, as from a store that lists objects before they are complete
             inner.delete("attempts/mine/r00001.json")
             soft = ckpt.FaultyStore(inner, [ckpt.Fault("get", action, "attempts/*", times=2)])
             assert conclude(soft, rank_of(1), votes[1]) == ckpt.latest(inner) and len(soft.fired) == 2

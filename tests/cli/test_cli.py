@@ -1,4 +1,4 @@
-"""The command line as a person meets it: speed, exit codes, one-line errors, and commands that reach a run."""
+"""The command line for its users: speed, exit codes, one-line errors, and commands that reach a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from vescale_ray.runfolder import RunFolder
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Each test works in an empty folder, so that ./runs is its own."""
+    """Each test works in its own empty folder, and so has its own ./runs."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -45,7 +45,7 @@ def made_run(folder: Path, **state: Any) -> RunFolder:
 
 
 class Controller:
-    """A run that is alive as far as its HTTP side goes: the real server, on a snapshot."""
+    """A run with a live HTTP side: the real server on a snapshot, without a controller."""
 
     def __init__(self, run: RunFolder) -> None:
         self.commands: list[tuple[str, dict[str, Any]]] = []
@@ -90,7 +90,7 @@ def test_help_takes_less_than_three_tenths_of_a_second() -> None:
         now = os.times()
         cpu.append(now.children_user + now.children_system - spent.children_user - spent.children_system)
     assert b"rescale" in done.stdout
-    # On a machine that is busy with other things, the processor's time is what the command itself takes.
+    # On a busy machine only the processor time shows what the command itself takes.
     assert statistics.median(wall) < 0.3 or statistics.median(cpu) < 0.25, (wall, cpu)
 
 
@@ -276,7 +276,7 @@ def test_command_to_a_dead_run_says_so_and_how_to_resume(
 ) -> None:
     run = made_run(elsewhere / "runs" / "x", **state)
     words = words.replace("{here}", str(Path.cwd()))
-    run.write_control("http://127.0.0.1:9", "t")  # the discard port: nothing listens
+    run.write_control("http://127.0.0.1:9", "t")  # the discard port, where nothing listens
     code, out, err = said(capsys, *command)
     assert code == 1 and words in err and len(err.splitlines()) == 1 and out == ""
     code, out, _ = said(capsys, "status")
@@ -343,14 +343,14 @@ def test_an_address_that_no_run_has_written_is_bad_input(control: str, elsewhere
 def test_run_on_another_hosts_loopback_is_not_called_dead(
     there: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its folder lies on a shared file system; its address is this machine's own, where nobody listens, or another run does."""
+    """The run's folder is on a shared file system. Its address is this machine's loopback, where no server or another run's listens."""
     run, other = made_run(elsewhere / "runs" / "x", state="RUNNING", step=3), made_run(elsewhere / "others" / "y", state="RUNNING", step=9)
     controller = Controller(other)
     if there == "nobody":
         controller.server.close()
     control = {"url": controller.server.url(), "token": "not y's", "host": "gpu-17"}
     try:
-        with run.claim():  # a network file system shows the lock of the driver there
+        with run.claim():  # the driver's lock, which a network file system shows here
             (run.path / "control.json").write_text(json.dumps(control))
             code, out, _ = said(capsys, "status")
             assert code == 0 and "listens on the loopback of gpu-17 alone" in out and "metrics.host=0.0.0.0" in out
@@ -371,7 +371,7 @@ def test_run_on_another_hosts_loopback_is_not_called_dead(
 
 
 class Stranger(BaseHTTPRequestHandler):
-    """Another program at the address of a run, or of a Prometheus: what it answers is in the address."""
+    """Another program at the address of a run or of a Prometheus. The address contains its answer."""
 
     def do_GET(self) -> None:
         what = self.path.split("/")[1]
@@ -451,7 +451,7 @@ def test_ckpt_ls_lists_and_verify_names_damage(elsewhere: Path, capsys: pytest.C
     assert [json.loads(line)["step"] for line in said(capsys, "ckpt", "ls", "--json", "runs/x")[1].splitlines()] == [10, 20]
     code, out, _ = said(capsys, "ckpt", "verify", "runs/x/checkpoints")
     assert code == 0 and "every checksum right" in out
-    commit = next((run.checkpoints / "commits").glob("*20.json")).read_text()  # not by time: both may be of the same clock tick
+    commit = next((run.checkpoints / "commits").glob("*20.json")).read_text()  # by name, because both may have the same time
     newest = next(path for path in run.checkpoints.rglob("*.safetensors") if path.parent.name in commit)
     raw = bytearray(newest.read_bytes())
     raw[-100] ^= 1
@@ -473,7 +473,7 @@ def test_folder_without_checkpoints_lists_none_and_fails_verify(elsewhere: Path,
 
 
 def connected() -> bool:
-    """Whether this process has a Ray: one of other tests, for example."""
+    """Whether Ray is initialized in this process, by another test for example."""
     return "ray" in sys.modules and sys.modules["ray"].is_initialized()
 
 
@@ -494,7 +494,7 @@ def test_a_corpus_that_is_empty_or_missing_is_refused(elsewhere: Path, capsys: p
 
 
 def test_a_cluster_that_does_not_answer_is_refused_soon(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ray's own client would go on trying for a quarter of an hour."""
+    """Ray's own client would retry for a quarter of an hour."""
     began = time.monotonic()
     for address in ("127.0.0.1:9", "[::1]:9", "no-such-host.invalid:6379", "127.0.0.1:99999"):
         assert f"ray.address = {address}: no cluster answers there" in refused(capsys, f"ray.address={address}")
@@ -536,7 +536,10 @@ def test_resume_must_without_a_checkpoint_is_refused(capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(("state", "code"), [("DONE", 0), ("STOPPED", 0), ("FAILED", 1)])
 def test_full_disk_under_the_job_log_keeps_run_and_exit_code(state: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither its beginning nor its exit code, by which Ray and Kubernetes would begin anew a run that is done."""
+    """A full disk must neither stop the start of the run nor change its exit code.
+
+    By a wrong exit code Ray and Kubernetes would restart a run that is done.
+    """
     began: list[str] = []
 
     def carried_out(config: RunConfig, **given: Any) -> driver.RunResult:

@@ -1,4 +1,4 @@
-"""``vescale-ray ckpt``: what a person sees, the exit codes, JSON, and no control characters where nobody looks."""
+"""``vescale-ray ckpt``: its output, exit codes and JSON, without control characters if the output is no terminal."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def run(elsewhere: Path) -> RunFolder:
-    """A run with a small Llama's checkpoints: of step 10, and of step 20, where one weight differs."""
+    """A run with two checkpoints of a small Llama, of steps 10 and 20, which differ in one weight."""
     found = RunFolder(elsewhere / "runs" / "x").create()
     found.write_config("train: {steps: 50}\n")
     found.write_state({"run": "x", "state": "DONE", "step": 20, "steps": 50})
@@ -296,7 +296,7 @@ def test_a_bar_is_drawn_on_a_terminal_and_nowhere_else(run, capsys, monkeypatch)
 
 @pytest.mark.parametrize("command", ["export-hf", "export-dcp"])
 def test_ctrl_c_in_an_export_leaves_no_partial_output(run, capsys, monkeypatch, command):
-    """Each file is begun, and none is left: a second try finds its place."""
+    """The interrupt comes after each file was begun. No file stays, so that a second try finds the names free."""
 
     @contextmanager
     def interrupted(*_: object) -> Iterator[Callable[[int], None]]:
@@ -391,7 +391,7 @@ def test_every_command_takes_a_url(elsewhere, capsys, monkeypatch, kind):
         ):
             assert "is a URL; give a folder of this machine" in refused(capsys, *args)
         assert not any(":" in path.name for path in Path().iterdir()), "no folder was made of a URL"
-        if kind == "moto":  # the other knows no buckets
+        if kind == "moto":  # the other service has no buckets
             for args in (["ls"], ["show"], ["verify"], ["gc", "--keep", "1"]):
                 err = refused(capsys, args[0], "s3://nowhere/x", *args[1:], code=1)
                 assert err == "vescale-ray: bucket 'nowhere' does not exist; create it, since saves never do\n"
@@ -427,7 +427,7 @@ def test_a_damaged_manifest_is_named_by_every_command(run, capsys):
 
 
 def test_empty_and_impossible_paths_are_refused_first(run, capsys):
-    """An unset variable of a script must not mean the folder that one happens to be in."""
+    """An unset variable of a script must not mean the current folder."""
     Path("file").write_text("x")
     for args in (["ls"], ["gc", "--keep", "1"], ["show"], ["verify"], ["pin"], ["export-hf", "out"], ["import-hf"]):
         given = [args[0], "", *args[1:]] if args[0] != "import-hf" else ["import-hf", "file", ""]

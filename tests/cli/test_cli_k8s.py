@@ -1,4 +1,4 @@
-"""``vescale-ray k8s render``: what it prints can be applied, and what it won't print it says in one sentence."""
+"""``vescale-ray k8s render`` prints manifests that can be applied. If it refuses an input, it says so in one sentence."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_render_refuses_broken_rules_in_one_sentence(
 def test_every_option_has_a_flag_with_the_same_default_and_a_use() -> None:
     command = k8s.commands["render"]
     flags = {param.name: param for param in command.params if isinstance(param, click.Option)}
-    beside = {"kind", "as_json"}  # not of the options, but of the command
+    beside = {"kind", "as_json"}  # parameters of the command, not options of the manifests
     assert flags.keys() - beside == {field.name for field in fields(Options)}
     given = command.make_context("render", ["run.yaml"]).params
     defaults = {field.name: field.default for field in fields(Options) if field.name != "overlays"}

@@ -1,4 +1,4 @@
-"""The demo and a run stopped from the keyboard, as processes, through the command line alone. Slow: each starts Ray."""
+"""The demo, and a run stopped from the keyboard, as processes and through the command line alone. Slow, since each starts Ray."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def pids(run: RunFolder) -> list[int]:
 
 
 def assert_gone(processes: list[int], seconds: float = 15.0) -> None:
-    """None of them runs; a zombie that waits for its parent counts as gone."""
+    """Assert that no process runs. A zombie that waits for its parent counts as gone."""
     deadline = time.monotonic() + seconds
 
     def runs(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""What is shown while a run goes on, and the demo's events, on a run folder that the test writes."""
+"""Output while a run goes on, and the demo's events, on a run folder that the test writes."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_closed_output_does_not_end_the_run(run: RunFolder) -> None:
 
 
 class FullDisk(io.StringIO):
-    """Takes nothing until there is room."""
+    """A file on a full disk; writes fail until ``room`` is set."""
 
     room = False
 

@@ -1,4 +1,4 @@
-"""The live view shows what the controller says, ends with the run, and is plain text where there is no terminal."""
+"""The live view shows the controller's figures, ends with the run, and is plain text if there is no terminal."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_top_redraws_until_the_run_ends_and_reports_the_end(run: tuple[RunFolder
 
 
 def test_top_says_when_the_controller_is_silent_but_driver_lives(run: tuple[RunFolder, MetricsServer]) -> None:
-    """The driver lives, whoever asks: then the run is not over, and must not be said to be."""
+    """While the driver lives, the run is not over, and the message must not say that it is."""
     folder, server = run
     with folder.claim():
         server.close()

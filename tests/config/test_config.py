@@ -1,4 +1,4 @@
-"""The run's configuration: what is read, what is refused, and in which words."""
+"""The run's configuration: accepted values, refused values, and the messages."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_text_keys_keep_values_that_yaml_would_convert() -> None:
     ],
 )
 def test_credentials_in_a_url_are_refused_and_not_shown(url: str) -> None:
-    """They would stand in the run's folder, in a rendered ConfigMap, in the job's log; the refusal itself showed them there."""
+    """A run writes its URLs to its folder, to a rendered ConfigMap and to the job's log. The refusal must not show credentials either."""
     said = refusal(f"checkpoint.dir={url}")
     assert said.startswith("checkpoint.dir: credentials do not belong in a URL") and "hush" not in said
 
@@ -152,7 +152,8 @@ def test_derived_sizes_and_folders_follow_from_other_keys() -> None:
 )
 def test_mistyped_key_gets_the_nearest_right_one(typo: str, right: str, tmp_path: Path) -> None:
     if typo == "checkpoint.interval=1":
-        assert refusal(typo).startswith("unknown key checkpoint.interval: ")  # nothing is near in spelling: the keys are listed, or a guess
+        # No key has a similar spelling, so the message lists the keys or makes a guess.
+        assert refusal(typo).startswith("unknown key checkpoint.interval: ")
         return
     assert refusal(typo) == f"unknown key {typo.partition('=')[0]}: did you mean {right}?"
     key = typo.partition("=")[0].split(".")

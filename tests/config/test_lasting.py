@@ -1,4 +1,4 @@
-"""Folders that go with a Ray job or session are refused before anything is made; every command names folders by absolute paths."""
+"""Folders that end with a Ray job or session are refused before anything is made. Every command uses absolute paths."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKAGE = f"ray/{SESSION}/runtime_resources/working_dir_files/_ray_pkg_029f88d5e
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """The working directory of a job that was submitted with `--working-dir`, and in it a run's file."""
+    """The working directory of a job submitted with `--working-dir`, with a run's file in it."""
     folder = tmp_path / PACKAGE
     folder.mkdir(parents=True)
     (folder / "text.txt").write_text("A text of some length, again and again. " * 400)

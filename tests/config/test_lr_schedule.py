@@ -1,4 +1,4 @@
-"""The learning rate against the formula worked out by hand."""
+"""The learning rate, against the formula worked out by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The corpus: which files, in which order, what is held out, and windows that cover the text without overlap."""
+"""The corpus: its files, their order, the held-out part, and windows that cover the text without overlap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of samples: a permutation per epoch, addressed by position, with no state but the position."""
+"""The order of samples: one permutation per epoch, addressed by position, with no other state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_reading_in_pieces_gives_the_sequence_of_one_read(size: int, seed: int, 
     whole = stream.ids(start, sum(counts))
     pieces, at = [], start
     for count in counts:
-        pieces.extend(SampleStream(size, seed).ids(at, count).tolist())  # a new object each time: there is nothing to carry over
+        pieces.extend(SampleStream(size, seed).ids(at, count).tolist())  # a new object each time, so that no state is carried over
         at += count
     assert pieces == whole.tolist()
 
@@ -58,7 +58,7 @@ def test_each_epoch_and_each_seed_has_its_own_order() -> None:
     stream = SampleStream(size, 0)
     epochs = [tuple(stream.ids(epoch * size, size).tolist()) for epoch in range(5)]
     seeds = [tuple(SampleStream(size, seed).ids(0, size).tolist()) for seed in range(5)]
-    assert len({*epochs, *seeds}) == 9  # epoch 0 of seed 0 is in both
+    assert len({*epochs, *seeds}) == 9  # both contain epoch 0 of seed 0
 
 
 def test_the_order_looks_random() -> None:
@@ -67,9 +67,9 @@ def test_the_order_looks_random() -> None:
     expected = np.arange(size)
     assert abs(np.corrcoef(order, expected)[0, 1]) < 0.06  # 1/sqrt(n) is 0.016
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.06
-    # Neighbours stay neighbours about twice in n by chance.
+    # By chance about two of n neighbours stay neighbours.
     assert (np.abs(np.diff(order)) == 1).sum() < 12
-    # Where a sample lies in one epoch says nothing of where it lies in the next.
+    # A sample's place in one epoch does not predict its place in the next.
     second = SampleStream(size, 0).ids(size, size).astype(float)
     assert abs(np.corrcoef(np.argsort(order), np.argsort(second))[0, 1]) < 0.06
 
@@ -87,7 +87,7 @@ def test_another_process_computes_an_equal_order() -> None:
 
 
 def test_order_is_pinned_to_that_of_earlier_versions() -> None:
-    """A change here would make resumed runs repeat and lose samples: it must be a new stream with a new name."""
+    """A changed order would make resumed runs repeat and lose samples. A new order needs a new stream with a new name."""
     assert SampleStream(1000, 0).ids(0, 8).tolist() == FIRST_OF_1000
     assert SampleStream(82766, 7).ids(10**9, 4).tolist() == FAR_OF_82766
 

@@ -1,4 +1,4 @@
-"""Rendered manifests for the tests, parts of them by name, and their schemas."""
+"""Rendered manifests for the tests, their parts by name, and their schemas."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def committed(name: str) -> Documents:
 
 
 def made(kind: str, changes: Sequence[str] = (), *overlays: str, **given: Any) -> Documents:
-    """Return the documents of the example with ``changes``; overlays get the options that they need."""
+    """Return the documents of the example with ``changes``. Overlays get the options that they need."""
     needed: dict[str, dict[str, Any]] = {"kueue": {"queue": "q"}, "gcs-ft": {"redis": "redis.db:6380"}}
     options = {key: value for one in overlays for key, value in needed.get(one, {}).items()}
     run = load_config(CLUSTER, changes) if changes else CONFIG
@@ -54,7 +54,7 @@ def cluster_of(bundle: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def templates_of(bundle: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the pod templates: of the head, of each worker group by its name, and of the submitter."""
+    """Return the pod templates of the head, of each worker group by its name, and of the submitter."""
     ray = next(one for one in bundle if one["kind"] in ("RayJob", "RayCluster"))
     cluster = cluster_of(bundle)
     found = {"head": cluster["headGroupSpec"]["template"], **{one["groupName"]: one["template"] for one in cluster["workerGroupSpecs"]}}
@@ -90,7 +90,7 @@ RUNS = [name for name in VARIANTS if not name.startswith(("setup", "monitor", "d
 
 @functools.cache
 def schema() -> jsonschema.protocols.Validator:
-    """Return the validator of Kubernetes' own types and, beside them, the custom resources that the templates emit."""
+    """Return the validator of Kubernetes' own types and of the custom resources that the templates emit."""
     core = json.loads((files("kubernetes_validate") / "kubernetes-json-schema/v1.37.0-local-strict/_definitions.json").read_text())
     ours = yaml.safe_load((ROOT / "tests" / "deploy" / "kuberay.schema.yaml").read_text())
     registry: Registry[Any] = Resource.from_contents(core) @ (Resource.from_contents(ours) @ Registry())

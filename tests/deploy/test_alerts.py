@@ -1,4 +1,7 @@
-"""Alerts fire when they must and not otherwise, by Prometheus' own tool; they ask for metrics that exist and name a runbook that does."""
+"""Alerts fire when they must and at no other time, by Prometheus' own tool.
+
+They use only metrics that exist, and name existing runbooks.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from vescale_ray.k8s.options import RUNBOOKS as PLACE
 ROOT = Path(__file__).resolve().parents[2]
 RULES = yaml.safe_load((ROOT / "deploy" / "alerts.yml").read_text())["groups"]
 GPU_RULES = yaml.safe_load((ROOT / "deploy" / "alerts-gpu.yml").read_text())["groups"]
-"""Of dcgm-exporter's series: no run's."""
+"""Rules about dcgm-exporter's series, which belong to no run."""
 CASES = [ROOT / "tests" / "deploy" / name for name in ("alerts_test.yml", "alerts_hours_test.yml", "alerts_gpu_test.yml")]
 TESTS = [test for path in CASES for test in yaml.safe_load(path.read_text())["tests"]]
 RENDERED = {rule["alert"] for group in RULES for rule in group["rules"] if "alert" in rule}
@@ -65,7 +68,7 @@ def test_every_alert_has_summary_severity_and_runbook(alert: str) -> None:
     assert ("$labels.run" if alert in RENDERED else "$labels.gpu") in notes["summary"]
     page, _, anchor = notes["runbook_url"].partition("#")
     assert page == PLACE, "one address, that one command replaces"
-    # GitHub and other renderers of Markdown make a heading's anchor of it in lower case.
+    # GitHub and other Markdown renderers make a heading's anchor in lower case.
     assert anchor == alert.lower() and f"\n## {alert}\n" in RUNBOOKS
 
 

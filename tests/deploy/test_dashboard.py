@@ -1,4 +1,4 @@
-"""The committed Grafana dashboard is the one that the code makes, whole, and of the form that Grafana's own schema describes."""
+"""The committed Grafana dashboard equals the output of the code, and fits Grafana's own schema."""
 
 from __future__ import annotations
 
@@ -26,22 +26,25 @@ ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "deploy" / "grafana" / "vescale.json").read_text()
 BOARD: dict[str, Any] = json.loads(TEXT)
 WHOLE = [one for panel in BOARD["panels"] for one in (panel, *panel.get("panels", ()))]
-"""All panels and rows, those in collapsed rows included."""
+"""All panels and rows, with those in collapsed rows."""
 PANELS = [panel for panel in WHOLE if panel["type"] != "row"]
 UNITS = {"s", "bytes", "binBps", "percentunit", "short", "none", "watt", "celsius", "hertz"}
 DCGM = set("GPU_UTIL FB_USED FB_FREE POWER_USAGE GPU_TEMP SM_CLOCK XID_ERRORS".split())
-"""Fields of NVIDIA's dcgm-exporter, of its documentation: in percent, MiB, MiB, W, degrees Celsius, MHz; and the last error's code."""
+"""Fields from the documentation of NVIDIA's dcgm-exporter.
+
+Their units are percent, MiB, MiB, W, degrees Celsius and MHz; the last field is the code of the last error.
+"""
 NODE_MODULES = ROOT / "build" / "grafana" / "node_modules"
 
 
 def expressions() -> dict[str, str]:
-    """Every query of the dashboard, by where it stands."""
+    """Every query of the dashboard, by panel and reference."""
     found = {f"{panel['title']} {target['refId']}": target["expr"] for panel in PANELS for target in panel["targets"]}
     return found | {f"annotation {note['name']}": note["target"]["expr"] for note in BOARD["annotations"]["list"]}
 
 
 def filled(expr: str, run: str, rate: str, span: str) -> str:
-    """As Grafana fills in the variables, all of clusters and namespaces chosen."""
+    """The query with Grafana's variables filled in, for all clusters and namespaces."""
     values = {"$cluster": ".*", "$namespace": ".*", "$run": run, "$__rate_interval": rate, "$__range": span, "$__interval": rate}
     for name, value in values.items():
         expr = expr.replace(name, value)
@@ -99,7 +102,7 @@ def test_queries_use_existing_series_and_every_series_is_used() -> None:
 
 
 def test_ray_queries_use_exported_series_of_the_runs_cluster() -> None:
-    """By Ray's own table; a real Ray is asked in tests/controller/test_prometheus.py."""
+    """The oracle is Ray's own table; tests/controller/test_prometheus.py queries a real Ray."""
     agent = pytest.importorskip("ray.dashboard.modules.reporter.reporter_agent")
     exported = {f"ray_{name}" for name in agent.METRICS_GAUGES}
     asked = {where: set(re.findall(r"\bray_(?:node|cluster)_\w+", expr)) for where, expr in expressions().items()}
@@ -118,25 +121,25 @@ def series_of(name: str, labels: Mapping[str, str]) -> str:
 
 
 def twice(name: str, labels: Mapping[str, str]) -> list[dict[str, str]]:
-    """A series of a run that answered at one address for 20 minutes, and since it was started again at another one."""
+    """Series of a run that answered at one address for 20 minutes, and after a restart at another one."""
     values = {"h:1": "1+1x20 stale", "h:2": "_x21 1+1x20"}
     return [{"series": series_of(name, {**labels, "instance": where}), "values": value} for where, value in values.items()]
 
 
 def refused(queries: list[str], folder: Path) -> str:
-    """What Prometheus can't answer of ``queries`` for such a run, at the time when ranges have the series of both addresses."""
+    """Errors of Prometheus for ``queries`` on such a run, at a time when ranges have the series of both addresses."""
     series = [one for family in families(full_snapshot()) for s in family.samples for one in twice(s.name, s.labels)]
     asked = [{"expr": expr, "eval_time": "25m", "exp_samples": []} for expr in queries]
     (folder / "test.yml").write_text(yaml.safe_dump({"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": asked}]}))
     done = subprocess.run(["promtool", "test", "rules", "test.yml"], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
     told = done.stdout + done.stderr
-    assert "exp:" in told or "err" in told, told  # there are answers, which nothing was expected to be
+    assert "exp:" in told or "err" in told, told  # no samples are expected, so every answer is reported
     return "\n".join(line for line in told.splitlines() if "err:" in line)
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: apt-get install prometheus")
 def test_restart_at_another_address_stays_one_run_in_queries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Kubernetes every start has another one. A query that matches series of both on one side has no answer, for the whole range."""
+    """On Kubernetes every start has another address. If a query matches both series on one side, the whole range has no answer."""
     board = [filled(expr, ".*", "10m", "1h") for expr in expressions().values()]
     queries = list(board)
     monkeypatch.setattr(dash.prometheus, "ask", lambda url, what, query: queries.append(query["query"]) or {"result": []})
@@ -151,7 +154,7 @@ def test_restart_at_another_address_stays_one_run_in_queries(tmp_path: Path, mon
 
 
 def answers_of(queries: list[str], series: list[dict[str, str]], folder: Path) -> list[list[str]]:
-    """The labels of each line that each query has after half an hour of ``series``, as promtool writes them."""
+    """Labels of each query's series after half an hour of ``series``, as promtool writes them."""
     asked = [{"expr": expr, "eval_time": "30m", "exp_samples": [{"labels": "{}", "value": -1}]} for expr in queries]
     (folder / "test.yml").write_text(yaml.safe_dump({"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": asked}]}))
     done = subprocess.run(["promtool", "test", "rules", "test.yml"], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
@@ -161,14 +164,17 @@ def answers_of(queries: list[str], series: list[dict[str, str]], folder: Path) -
 
 
 def ranks_of(queries: list[str], series: list[dict[str, str]], folder: Path) -> list[set[int]]:
-    """The ranks that each query has lines of."""
+    """Ranks for which each query has series."""
     told = answers_of([filled(expr, ".*", "4m", "30m") for expr in queries], series, folder)
     return [{int(rank) for line in lines for rank in re.findall(r'rank="(\d+)"', line)} for lines in told]
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: apt-get install prometheus")
 def test_per_rank_panels_show_only_outlying_ranks(tmp_path: Path) -> None:
-    """A line for each of 1,024 ranks was what an operator got. 40 ranks here: 3 was high for a moment, 39 has left after ten minutes."""
+    """A line for each of 1,024 ranks is too many for an operator.
+
+    Of 40 ranks here, 3 is high for a moment and 39 leaves after ten minutes.
+    """
     by_rank = {p["title"] + t["refId"]: t["expr"] for p in PANELS for t in p["targets"] if "{{rank}}" in t["legendFormat"]}
     assert len(by_rank) == 7 and {title[-1] for title in by_rank} == {"A"}
     gauges = {name for expr in by_rank.values() for name in re.findall(r"vescale_worker_\w+", expr) if "exposed" not in name}
@@ -188,7 +194,7 @@ def test_per_rank_panels_show_only_outlying_ranks(tmp_path: Path) -> None:
 
 
 def test_rate_ranges_use_rate_interval_and_not_interval() -> None:
-    """Grafana's $__interval may be as short as one: a rate or a change of that has no answer. $__rate_interval is four at least."""
+    """Grafana's $__interval may be one scrape interval, over which rates and changes have no value. $__rate_interval has at least four."""
     assert not [where for where, expr in expressions().items() if "[$__interval]" in expr]
     assert "[$__rate_interval]" in expressions()["annotation Rescales"]
 
@@ -206,7 +212,7 @@ def test_variables_are_defined_and_list_ended_runs() -> None:
     assert used <= defined
     (run,) = [one for one in BOARD["templating"]["list"] if one["name"] == "run"]
     assert "last_over_time" in run["query"]["query"]
-    told = 'vescale_run_info{exported_run="x",run="r",cluster="c",namespace="n"} 1 1'  # as Grafana writes an answer to find the value in
+    told = 'vescale_run_info{exported_run="x",run="r",cluster="c",namespace="n"} 1 1'  # the form in which Grafana searches for the value
     for one in BOARD["templating"]["list"][1:]:
         assert re.findall(one["regex"].strip("/"), told) == [one["name"][0]] and (one["allValue"], one["includeAll"]) == (".*", True)
         assert one["current"]["value"] == ["$__all"], "all of them, also where there is nothing to offer yet"
@@ -215,7 +221,7 @@ def test_variables_are_defined_and_list_ended_runs() -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: apt-get install prometheus")
 def test_equal_run_names_in_two_namespaces_stay_apart(tmp_path: Path) -> None:
-    """And one of them alone where its namespace is chosen."""
+    """The case with one namespace chosen shows that namespace's run alone."""
     series = [
         {"series": series_of(one.name, {**one.labels, "namespace": namespace}), "values": "1+1x30"}
         for family in families(full_snapshot())
@@ -238,7 +244,7 @@ def test_tables_keep_cluster_namespace_and_run_columns() -> None:
 
 
 def test_dashboard_type_checks_against_grafanas_schema() -> None:
-    """With TypeScript: keys that Grafana does not know and values of another type are errors."""
+    """The check is TypeScript's: keys that Grafana does not know and values of another type are errors."""
     node = shutil.which("node")
     if node is None or not (NODE_MODULES / "@grafana" / "schema").is_dir():
         pytest.skip("make grafana-types fetches TypeScript and @grafana/schema (npm and a network are needed)")
@@ -246,7 +252,7 @@ def test_dashboard_type_checks_against_grafanas_schema() -> None:
         board = json.loads(TEXT)
         harm(board)
         notes = board["annotations"].pop("list")
-        # TypeScript takes no text for an enum, and a query's own keys are the data source's to say.
+        # TypeScript accepts no text for an enum. A query's own keys are defined by the data source.
         values = json.dumps(board).replace('"type": "value"', '"type": MappingType.ValueToText')
         (NODE_MODULES.parent / "board.ts").write_text(
             'import { MappingType, type AnnotationQuery, type Dashboard, type DataQuery } from "@grafana/schema";\n'

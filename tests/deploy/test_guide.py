@@ -1,4 +1,4 @@
-"""docs/how-to/kuberay.md, walked over as a newcomer would: every command parses or runs, and speaks of things that are there."""
+"""docs/how-to/kuberay.md, followed as by a newcomer: every command parses or runs, and names only things that exist."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from vescale_ray.k8s import Options
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "how-to" / "kuberay.md").read_text(encoding="utf-8")
 OTHERS = {"pods", "secret", "svc", "workloads"}
-"""Kinds that the manifests lead to: made by the operators, or by hand."""
+"""Kinds that no manifest contains, because operators or the user create them."""
 
 
 def lines(text: str) -> Iterator[str]:
-    """The commands of the code blocks; one that is inside of $(..) comes before the one around it."""
+    """The commands of the code blocks. A command inside $(..) comes before the one around it."""
     for block in re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             inner = re.search(r"\$\((.*)\)", line)
@@ -39,7 +39,7 @@ def inline(text: str) -> list[str]:
 
 
 class Walk:
-    """What has been rendered so far, and checks of one command after the other."""
+    """The documents rendered so far, and checks of one command after the other."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
@@ -129,13 +129,13 @@ class Walk:
         if name is None:
             return
         if kind == "secret":
-            made = {one["metadata"]["name"] for one in self.documents if one["kind"] == "RayCluster"}  # by the operator
+            made = {one["metadata"]["name"] for one in self.documents if one["kind"] == "RayCluster"}  # made by the operator
             assert name in made | set(re.findall(r"'secret(?:Key)?Ref': {'name': '([\w-]+)'", str(self.documents))), name
         else:
             assert (kind, name) in {(one["kind"].lower(), one["metadata"]["name"]) for one in self.documents}
 
     def _in_a_pod(self, words: list[str]) -> None:
-        """Paths that a command in the head's pod is given."""
+        """Check the paths in a command that runs in the head's pod."""
         maps = [one["data"] for one in self.documents if one["kind"] == "ConfigMap"]
         folders = {f"{run['dir']}/{run['name']}" for one in maps for run in [yaml.safe_load(one["run.yaml"])["run"]]}
         for word in words:

@@ -1,4 +1,4 @@
-"""The image's Dockerfile is linted, and agrees with the package, the pods and Ray; no engine builds it here."""
+"""The image's Dockerfile passes a linter, and agrees with the package, the pods and Ray. No engine builds it here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def instructions(text: str) -> list[tuple[str, str]]:
 
 
 def complaints(text: str) -> Iterator[str]:
-    """What a reviewer would send back."""
+    """Faults that a reviewer would reject."""
     stages: list[list[tuple[str, str]]] = []
     for word, rest in instructions(text):
         if word == "FROM":
@@ -108,7 +108,7 @@ def test_dockerfile_has_no_lint_complaints() -> None:
 )
 def test_a_mistake_in_the_dockerfile_is_caught(old: str, new: str, words: str) -> None:
     assert old in DOCKERFILE
-    head, _, tail = DOCKERFILE.rpartition(old)  # the last stage, where both have it
+    head, _, tail = DOCKERFILE.rpartition(old)  # the last stage, if both stages contain it
     assert [one for one in complaints(head + new + tail) if words in one]
 
 
@@ -134,7 +134,7 @@ def test_the_image_runs_as_the_user_of_the_pods() -> None:
 
 
 def test_healthcheck_asks_the_address_of_rays_agent() -> None:
-    ray = importlib.util.find_spec("ray")  # its sources are read: importing its dashboard takes seconds
+    ray = importlib.util.find_spec("ray")  # only its sources are read, because importing its dashboard takes seconds
     assert ray is not None and ray.origin is not None
     folder = Path(ray.origin).parent
     ((port, path),) = re.findall(r"http://127\.0\.0\.1:(\d+)(/\S+)'", DOCKERFILE)
@@ -157,7 +157,7 @@ def test_prometheus_reads_the_discovery_files_of_runs_and_ray() -> None:
     jobs = {one["job_name"]: one for one in prometheus["scrape_configs"]}
     assert jobs["vescale-ray"]["metrics_path"] == "/metrics"
     (file,) = jobs["vescale-ray"]["file_sd_configs"][0]["files"]
-    # What a run without any settings writes, when it is started where the repository is.
+    # The file that a run without any settings writes, if it is started in the repository.
     assert (DEPLOY / file).resolve() == ROOT / load_config().run_folder / DISCOVERY
     example = load_config(ROOT / "vescale_ray" / "configs" / "cluster.yaml")
     assert f'targets: ["HOST:{example.metrics.port}"]' in (DEPLOY / "prometheus.yml").read_text()

@@ -1,4 +1,4 @@
-"""The options and the run's configuration change the manifests as they should, and Ray reads them as intended."""
+"""The options and the run's configuration change the manifests as intended, and Ray reads the result as intended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vescale_ray.controller.state.snapshot import Snapshot
 from vescale_ray.k8s import Options, RenderError, documents
 from vescale_ray.k8s.render import quoted
 
-ray = importlib.util.find_spec("ray")  # its sources are read: importing its dashboard takes seconds
+ray = importlib.util.find_spec("ray")  # only its sources are read, because importing its dashboard takes seconds
 assert ray is not None and ray.origin is not None
 RAY = Path(ray.origin).parent
 CPU = ["train.device=cpu", "ray.gpus_per_worker=0"]
@@ -74,7 +74,7 @@ def test_the_metrics_ports_and_parameters_are_rays() -> None:
 
 
 def test_ray_reads_the_variables_that_are_set_for_it() -> None:
-    """Ray would ignore a renamed one silently, and a drain would be as short as Ray's own."""
+    """Ray would silently ignore a renamed variable, and a drain would last only as long as Ray's default."""
     bundle = made("job", (), prometheus="http://p:9090", grafana="http://g:3000")
     names = {name for role in ("head", "workers") for name in env_of(bundle, role)}
     names |= yaml.safe_load(spec_of(bundle)["runtimeEnvYAML"])["env_vars"].keys()
@@ -98,7 +98,7 @@ def test_manifest_holds_the_given_run(corpus: str) -> None:
 
 
 def test_pod_label_of_a_series_names_the_ranks_pod() -> None:
-    """The operator labels each series with its target; where a run's series has the label itself, honorLabels keeps that."""
+    """The operator labels each series with its target. If a run's series has the same label, honorLabels keeps the run's."""
     who = {"worker": "w0", "node": "n", "pod": "p", "device": "cuda:0"}
     ours = {key for family in families(Snapshot("r", "RUNNING", workers={0: who})) for sample in family.samples for key in sample.labels}
     assert ours & {"namespace", "pod", "container", "endpoint", "instance", "job"} == {"pod"}
@@ -204,7 +204,7 @@ def test_only_spot_workers_go_to_nodes_that_may_vanish() -> None:
 
 
 def test_words_that_yaml_readers_disagree_on_are_quoted() -> None:
-    """YAML 1.1 reads on, 0x10 and 1:30 as other things than text, YAML 1.2 and Go's readers 1e3 and 0o7."""
+    """YAML 1.1 reads on, 0x10 and 1:30 as other types than text; YAML 1.2 and Go's readers do so with 1e3 and 0o7."""
     for word in ("on", "NO", "y", "1e3", "0o7", "0x10", "1:30", "null", "~", "", "1_000", "=", ".5", "a,b", "a}b"):
         assert quoted(word) == f'"{word}"'
     assert quoted("v1") == "v1" and quoted("/mnt/a:b") == "/mnt/a:b"

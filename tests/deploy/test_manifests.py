@@ -1,4 +1,4 @@
-"""The manifests keep to Kubernetes' and KubeRay's schemas and hold together; the committed ones are those that the command renders."""
+"""The manifests follow Kubernetes' and KubeRay's schemas and are consistent. The committed files equal the command's output."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_every_document_keeps_to_its_schema(name: str) -> None:
 
 
 def test_kubernetes_validate_accepts_the_committed_setup() -> None:
-    for document in committed("setup.yaml"):  # it reads its schemas anew for each document, which is slow
+    for document in committed("setup.yaml"):  # one at a time, because it reads its schemas for each document, which is slow
         assert kubernetes_validate.validate(document, "1.37", strict=True) == "1.37"
 
 
 def holes(bundle: Documents) -> Iterator[str]:
-    """Yield what does not hold together: names, labels, ports and volumes of one run and of what stands around it."""
+    """Yield the inconsistencies in names, labels, ports and volumes of a run and of its surroundings."""
     around = [*bundle, *made("setup", namespace=bundle[0]["metadata"]["namespace"])]
     names = {(one["kind"], one["metadata"]["name"]) for one in around}
     cluster, templates = cluster_of(bundle), templates_of(bundle)
@@ -83,7 +83,7 @@ def holes(bundle: Documents) -> Iterator[str]:
 
 
 def _ways(bundle: Documents, templates: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield the ways that NetworkPolicies, the budget and the monitors leave shut, or open to others."""
+    """Yield the ports that NetworkPolicies, the budget and the monitors close by mistake, or open to others."""
     labels = {role: template["metadata"]["labels"] for role, template in templates.items()}
     declared = {role: template["spec"]["containers"][0].get("ports", ()) for role, template in templates.items()}
     ports = {role: {one["name"]: one["containerPort"] for one in those} for role, those in declared.items()}
@@ -155,7 +155,7 @@ GONE = object()
     ],
 )
 def test_schema_or_cross_checks_find_each_fault(path: str, value: Any, words: str) -> None:
-    """A mistake that is put at ``path`` of the committed job, or of the monitors."""
+    """Put a mistake at ``path`` of the committed job or of the monitors."""
     bundle = committed("monitor.yaml" if path.startswith(("Prom", "PodM")) else "rayjob.yaml")
     kind, _, rest = path.partition(":")
     *steps, last = re.findall(r"(?:vescale-ray|kueue\.x-k8s\.io)/[\w-]+|[\w-]+", rest)

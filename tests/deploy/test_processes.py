@@ -1,7 +1,7 @@
-"""What a rendered job's pods would run, run: the processes that KubeRay starts in them, with their parameters and variables.
+"""The processes that KubeRay starts in a rendered job's pods, run here with their parameters and variables.
 
-There is no Kubernetes here, only what is inside of its containers: `ray start` with the manifest's rayStartParams, the variables of
-the containers, the token that the operator hands out, and `ray job submit` with the manifest's entrypoint and runtime environment.
+Kubernetes is absent, so only the contents of its containers run: `ray start` with the manifest's rayStartParams, the containers' variables,
+the operator's token, and `ray job submit` with the manifest's entrypoint and runtime environment.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Pods:
 
     Args:
         made: the job's documents, made with ``options``.
-        folder: stands for the volume, and holds what else is written.
+        folder: stands for the volume, and holds all other files.
     """
 
     def __init__(self, made: list[dict[str, Any]], options: Options, folder: Path) -> None:
@@ -71,7 +71,7 @@ class Pods:
         program.chmod(0o755)
 
     def head(self) -> subprocess.Popen[bytes]:
-        # The ports are the pod's own in a cluster; here the machine has other users of them.
+        # In a cluster the ports are the pod's own. This machine has other users of them.
         ours = {
             "port": str(self._port),
             "dashboard-port": str(self._dashboard),
@@ -81,7 +81,7 @@ class Pods:
         return self._start(self._cluster["headGroupSpec"], ["--head"], ours)
 
     def ready(self) -> bool:
-        """What submitter and operator wait for."""
+        """Whether the head answers the health check for which the submitter and the operator wait."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self._dashboard}/api/gcs_healthz", timeout=2) as answer:
                 return bool(answer.status == 200)
@@ -94,14 +94,14 @@ class Pods:
         return self._start(group, [f"--address=127.0.0.1:{self._port}"], {"num-cpus": limits["cpu"]})
 
     def submit(self) -> str:
-        """As the operator's submitter does; the job's id."""
+        """Submit the job as the operator's submitter does. Returns the job's id."""
         entrypoint = self._spec["entrypoint"].replace("/etc/vescale-ray", str(self._folder / "config"))
         runtime = json.dumps(yaml.safe_load(self._spec["runtimeEnvYAML"]))
         self.ray("job", "submit", "--runtime-env-json", runtime, "--submission-id", "it", "--no-wait", "--", *entrypoint.split())
         return "it"
 
     def ray(self, *words: str) -> str:
-        """A command of the submitter's pod."""
+        """Run a command of the submitter's pod."""
         env = {**self._env(), "RAY_ADDRESS": f"http://127.0.0.1:{self._dashboard}"}
         done = subprocess.run(
             [sys.executable, "-m", "ray.scripts.scripts", *words], env=env, capture_output=True, text=True, timeout=150, cwd=self._folder
@@ -110,7 +110,7 @@ class Pods:
         return done.stdout + done.stderr
 
     def close(self) -> None:
-        # No SIGTERM: each would drain its node first.
+        # Not SIGTERM, on which each would first drain its node.
         sessions = {one.pid for one in self._started}
         for name in filter(str.isdigit, os.listdir("/proc")):
             try:
@@ -137,7 +137,7 @@ class Pods:
                 command, env=self._env(**env), stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd=self._folder
             )
         self._started.append(one)
-        # One after the other: several that start at once on one host take each other's files for their own.
+        # Start one at a time: on one host, simultaneous starts confuse each other's files.
         until(lambda: "will now block" in Path(log.name).read_text() or one.poll() is not None, 90, "ray start")
         assert one.poll() is None, Path(log.name).read_text()[-2000:]
         return one
@@ -149,7 +149,7 @@ class Pods:
 
 @pytest.fixture
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a short name: Ray's sockets lie in it."""
+    """A folder with a short name, because Ray puts its sockets there."""
     path = Path(os.path.realpath(tmp_path_factory.mktemp("p")))
     write_text(path)
     return path
@@ -175,7 +175,7 @@ def test_pod_processes_train_drain_and_stop_with_a_checkpoint(pods: Pods, folder
     events = run.read_events()
     assert len([one for one in events if one["event"] == "worker_started"]) == 2
 
-    # Prometheus would ask the head's pod, at the port that its container declares.
+    # Prometheus would query the head's pod at the port that its container declares.
     url = f"http://127.0.0.1:{load_config(run.config_path).metrics.port}/metrics"
     text = urllib.request.urlopen(url, timeout=10).read().decode()
     assert 'vescale_world_size{run="pods"} 2.0' in text
@@ -185,7 +185,7 @@ def test_pod_processes_train_drain_and_stop_with_a_checkpoint(pods: Pods, folder
     (rescaled,) = [one for one in run.read_events() if one["event"] == "rescaled"]
     assert (rescaled["from"], rescaled["to"], rescaled["reason"]) == (2, 1, "drain")
     assert not [one for one in run.read_events() if one["event"] == "worker_lost"], "it left before its node did"
-    # In a pod it would have to be gone before the kubelet's SIGKILL. It takes the whole drain: the run's agent stays on the node.
+    # In a pod the node must be gone before the kubelet's SIGKILL. It takes the whole drain, because the run's agent stays on the node.
     assert leaving.wait(pods.grace_s) is not None
 
     pods.ray("job", "stop", job)

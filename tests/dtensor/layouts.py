@@ -1,4 +1,4 @@
-"""Random ragged layouts for the property tests, and the oracle: the whole tensor, cut by hand."""
+"""Random ragged layouts for the property tests, and their oracle: the whole tensor, cut by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vescale_ray.dtensor.placement import RaggedShard
 
 @dataclass(frozen=True)
 class Case:
-    """A tensor and how many units each rank holds of it (zeros, empty tensors, one element and 0 dims included)."""
+    """A tensor and each rank's number of units, with zeros, empty tensors, one element and 0 dimensions among the cases."""
 
     shape: tuple[int, ...]
     dims: int
@@ -29,11 +29,11 @@ class Case:
 
     @property
     def placement(self) -> RaggedShard:
-        counts = self.counts if any(self.counts) else (1, *self.counts[1:])  # no units at all: rank 0 "holds" them
+        counts = self.counts if any(self.counts) else (1, *self.counts[1:])  # without any units rank 0 "holds" them
         return RaggedShard(tuple(range(self.dims)), counts)
 
     def part(self, full: torch.Tensor, rank: int) -> torch.Tensor:
-        """The oracle: rank ``rank``'s part of the whole tensor."""
+        """The oracle: the part of the whole tensor that ``rank`` holds."""
         unit = math.prod(self.shape[self.dims :])
         start = sum(self.counts[:rank]) * unit
         return full.reshape(-1)[start : start + self.counts[rank] * unit].reshape(self.counts[rank], *self.shape[self.dims :])
@@ -73,7 +73,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int
 
 
 def ragged(case: Case, full: torch.Tensor, mesh: DeviceMesh, rank: int) -> RaggedDTensor:
-    """This rank's part wrapped; no communication."""
+    """Wrap this rank's part, without communication."""
     return RaggedDTensor.from_local(case.part(full, rank).clone(), mesh, [case.placement], shape=case.shape)
 
 
@@ -82,7 +82,7 @@ def one_dim_mesh(world: int) -> DeviceMesh:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain whole tensor, whatever it was."""
+    """The whole tensor as a plain one, from any tensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

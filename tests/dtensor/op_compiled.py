@@ -1,7 +1,7 @@
 """The compiled half of the operation table: ``torch.compile`` of each operation, on ragged tensors and on pending reductions.
 
-``torch.compile`` traces a function twice, with other objects for the same mesh each time; what it decides for the result in the first pass
-must be what it computes in the second. Threads would share compiled code, so the ranks are two gloo processes here.
+``torch.compile`` traces a function twice, each time with other objects for the same mesh. The result that the first pass decides on must be
+the one that the second computes. Threads would share compiled code, so the ranks are two gloo processes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from vescale_ray.dtensor import distribute_tensor
 from vescale_ray.dtensor.placement import RaggedShard
 
 CHUNK = 8
-"""Operations for one pair of processes."""
+"""Operations per pair of processes."""
 
 Found = dict[str, tuple[Counter[str], str]]
-"""operation -> how often each outcome, and an example of what is wrong."""
+"""operation -> count of each outcome, and an example of a wrong result."""
 
 
 def compiled(names: list[str], dtype: str, limit: int) -> Found:
-    """The outcomes of the compiled operations: "exact", "close", "raised" (on both ranks), "WRONG", "HUNG"."""
+    """Outcomes of the compiled operations: "exact", "close", "raised" (on both ranks), "WRONG", "HUNG"."""
     found: Found = {}
     for i in range(0, len(names), CHUNK):
         chunk = names[i : i + CHUNK]
@@ -88,8 +88,10 @@ Arguments = tuple[Any, list[Any], dict[str, Any]]
 
 
 def _case(op: Any, sample: Any, plain: Any, prepare: Any) -> tuple[Arguments, Any] | None:
-    """Arguments whose result is pending, or of which several are, and the expected result; None for others, and if plain tensors or the
-    eager call refuse them, and for random numbers."""
+    """Arguments whose result is pending, or of which several are, and the expected result.
+
+    None for other arguments, for operations that plain tensors or the eager call refuse, and for random numbers.
+    """
     try:
         expected = call(op, "function", sample, plain, None)
         if draws(op, "function", sample, plain, None) or not any(isinstance(v, Tensor) for v in tree_leaves(expected[0])):
@@ -97,16 +99,16 @@ def _case(op: Any, sample: Any, plain: Any, prepare: Any) -> tuple[Arguments, An
         eager, arguments = call(op, "function", sample, prepare, None)
         meet = sum(map(_is_pending, tree_leaves(arguments))) > 1
         if not meet and not any(map(_is_pending, tree_leaves(eager))):
-            return None  # nothing to be reduced twice, or not at all
+            return None  # no pending values, or one whose result is not pending
         if difference(whole(eager), expected[0])[0] == "WRONG":
-            return None  # the table's other columns say so
+            return None  # the table's other columns report it
     except Exception:
         return None
     return arguments, expected[0]
 
 
 def _outcomes(op: Any, cases: list[tuple[str, Arguments, Any]]) -> list[tuple[str, str]]:
-    """All of them in one function, which is compiled once; one by one if that raises."""
+    """Outcomes of all cases in one function, which is compiled once. If it raises, each case runs by itself."""
     torch._dynamo.reset()
 
     def function(several: list[Arguments]) -> list[Any]:

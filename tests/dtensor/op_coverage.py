@@ -1,13 +1,14 @@
-"""What every operation of torch does with ragged tensors: torch's own sample inputs (OpInfo), run and compared.
+"""Results of every torch operation on ragged tensors, for torch's own sample inputs (OpInfo), compared with plain tensors.
 
     python -m tests.dtensor.op_coverage --results build/op-coverage.jsonl              # restartable: done operations are kept
     python -m tests.dtensor.op_coverage --results build/op-coverage.jsonl --render docs/reference/generated/op-coverage.md
 
-Each sample's tensors become ragged in three layouts on threads (:data:`LAYOUTS`), and tensors with a reduction pending in three ways
-(:data:`PENDING`); the operation is called as a function, in place and with ``out=``, and its results, and what it left of its arguments,
-are compared with the same call on plain tensors. ``op_compiled.py`` does the same for the compiled function, in processes. One process per
-chunk of operations; one that dies or says nothing for a while is started again behind the operation it was at, which is recorded as
-crashed or hung.
+Each sample's tensors become ragged in three layouts on threads (:data:`LAYOUTS`), and tensors with a pending reduction in three ways
+(:data:`PENDING`). The operation is called as a function, in place and with ``out=``. Its results and its changed arguments are compared
+with those of the same call on plain tensors. ``op_compiled.py`` does the same for the compiled function, in processes.
+
+Each chunk of operations has one process. If it dies or is silent for too long, the present operation is recorded as crashed or hung, and
+a new process goes on behind it.
 """
 
 from __future__ import annotations
@@ -49,19 +50,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int64": torch.i
 ORDER = ("exact", "close", "random", "raised", "torch", "WRONG", "HUNG", "CRASHED")
 UNINITIALIZED = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "empty_permuted", "resize_", "resize_as_"}
 SAMPLES = 4
-"""Of each operation; which these are depends on their number, so the page and its test take the same."""
+"""Samples of each operation. Their choice depends on this number, so the page and its test use the same."""
 SILENCE = 300.0
 """Seconds without a finished operation after which a chunk counts as hung."""
 
 Outcome = tuple[str, bool, str]
-"""(one of ORDER, whether a RaggedFallbackWarning was given, what was raised or differed)"""
+"""(one of ORDER, whether a RaggedFallbackWarning was given, the error or the difference)"""
 
 
 # -- one operation -----------------------------------------------------------------------------------------------------------
 
 
 def ragged_as(layout: str, tensor: Tensor, mesh: DeviceMesh, first: bool) -> Tensor:
-    """``tensor`` in a layout; what is no dense tensor stays."""
+    """``tensor`` in a layout; a tensor that is not dense stays as it is."""
     tensor = tensor.detach().contiguous()
     if layout in PENDING:
         return pending_as(layout, tensor, mesh)
@@ -84,13 +85,15 @@ def ragged_as(layout: str, tensor: Tensor, mesh: DeviceMesh, first: bool) -> Ten
 
 
 def pending_as(layout: str, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """``tensor`` as what a reduction of a ragged tensor leaves pending on two ranks: a sum, a 2-norm (of what is never negative) or a
-    maximum. Of dtypes that no collective reduces none is left pending: these are replicated."""
+    """``tensor`` as the pending result of a ragged tensor's reduction on two ranks.
+
+    The reduction is a sum, a 2-norm (if no element is negative) or a maximum. Dtypes that no collective reduces are replicated instead.
+    """
     rank, other = mesh.get_local_rank(), torch.zeros_like(tensor)
     if tensor.dtype not in MOVABLE and not tensor.is_complex():
         return derived(tensor, plain_spec(mesh, [Replicate()], tensor.shape, tensor.dtype))
     placement: Placement = Partial("sum")
-    seed = zlib.crc32(repr(tensor.flatten()[:4].tolist()).encode())  # other elements of each tensor are the first rank's
+    seed = zlib.crc32(repr(tensor.flatten()[:4].tolist()).encode())  # the seed differs by tensor, and so do the first rank's elements
     first = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(seed)) < 0.5
     if layout == "pending max" and not tensor.is_complex():
         placement = Partial("max")
@@ -100,7 +103,7 @@ def pending_as(layout: str, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
         placement = norm_partial(2)
         tensor, other = tensor.where(first, 0), tensor.where(~first, 0)
     elif tensor.is_floating_point() or tensor.is_complex():
-        other = (-tensor).where((2 * tensor).isfinite(), 0)  # 2 x and -x: their sum is x without rounding, and not by symmetry
+        other = (-tensor).where((2 * tensor).isfinite(), 0)  # 2 x and -x add up to x without rounding, and are not symmetric
         tensor = tensor - other
     else:
         tensor, other = tensor - tensor // 3, tensor // 3
@@ -116,7 +119,7 @@ def samples_of(op: Any, dtype: torch.dtype, limit: int) -> list[Any]:
 
 
 def usable(sample: Any) -> bool:
-    """Dense tensors only, at least one of them."""
+    """Whether all tensors are dense, and there is at least one."""
     tensors = [v for v in tree_leaves((sample.input, list(sample.args), dict(sample.kwargs))) if isinstance(v, Tensor)]
     plain = all(t.layout is torch.strided and not t.is_quantized and not t.is_nested for t in tensors)
     return bool(tensors) and plain and all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
@@ -127,7 +130,7 @@ def whole(value: Any) -> Any:
 
 
 def difference(found: Any, expected: Any, values: bool = True) -> tuple[str, str]:
-    """("exact" | "close" | "WRONG", what differs)."""
+    """("exact" | "close" | "WRONG", the difference)."""
     left, shape = tree_flatten(found)
     right, other = tree_flatten(expected)
     if len(left) != len(right):
@@ -142,7 +145,7 @@ def difference(found: Any, expected: Any, values: bool = True) -> tuple[str, str
             return "WRONG", f"{getattr(a, 'shape', a)} {getattr(a, 'dtype', '')} instead of {b.shape} {b.dtype}"
         if not values:
             continue
-        if a.dtype in (torch.float16, torch.complex32):  # what comparing needs is not there for all of these
+        if a.dtype in (torch.float16, torch.complex32):  # the comparison needs functions that these dtypes lack
             a, b = a.to(torch.complex64 if a.is_complex() else torch.float32), b.to(torch.complex64 if b.is_complex() else torch.float32)
         if not torch.equal(a, b) and not _close(a, b, rtol=0.0, atol=0.0):
             why = _apart(a, b, **({"rtol": 0.04, "atol": 0.02} if b.dtype is torch.bfloat16 else {}))
@@ -165,7 +168,7 @@ def _apart(a: Tensor, b: Tensor, **tolerance: Any) -> str:
 
 
 class Warned:
-    """RaggedFallbackWarnings by thread: warnings' own machinery is one for all threads."""
+    """RaggedFallbackWarnings by thread, because the warnings module has one state for all threads."""
 
     def __init__(self) -> None:
         self.threads: set[int] = set()
@@ -185,7 +188,7 @@ class Warned:
 
 
 def call(op: Any, variant: str, sample: Any, prepare: Callable[[Tensor, bool], Tensor], out: Any) -> tuple[Any, Any]:
-    """(result, arguments afterwards) of one call with the sample's tensors prepared."""
+    """(result, arguments afterwards) of one call on the sample, with its tensors converted by ``prepare``."""
     leaves: list[Tensor] = []
     if variant == "gradient":
         inner = prepare
@@ -218,7 +221,7 @@ def call(op: Any, variant: str, sample: Any, prepare: Callable[[Tensor, bool], T
 
 
 def attempt(op: Any, variant: str, layout: str, sample: Any, mesh: DeviceMesh, warned: Warned) -> Outcome | None:
-    """One call, compared; None if plain tensors refuse it, too."""
+    """Make and compare one call. None if plain tensors refuse it, too."""
 
     def plain(v: Tensor, first: bool) -> Tensor:
         return v.detach().clone(memory_format=torch.contiguous_format)
@@ -242,7 +245,7 @@ def attempt(op: Any, variant: str, layout: str, sample: Any, mesh: DeviceMesh, w
     level = _outcome("exact", gathered, expected, seen, True)
     if level[0] == "WRONG" and draws(op, variant, sample, plain, out):
         return _outcome("random", gathered, expected, seen, False)
-    if level[0] == "WRONG":  # is it torch? Some of its composite functions ignore out= for every tensor subclass, before we are asked
+    if level[0] == "WRONG":  # perhaps torch is wrong: some of its composites ignore out= for every tensor subclass
         theirs = call(op, variant, sample, lambda v, first: DTensor.from_local(plain(v, first), mesh, [Replicate()] * mesh.ndim), out)
         if _outcome("exact", (whole(theirs[0]), whole(theirs[1])), expected, seen, True)[0] == "WRONG":
             return "torch", seen, level[2]
@@ -265,8 +268,11 @@ def _plain_arguments(sample: Any, plain: Callable[[Tensor, bool], Tensor]) -> tu
 
 
 class Draws(TorchDispatchMode):
-    """Whether random numbers are drawn. On threads all ranks draw from one generator, so that values can't be compared here;
-    tests/dtensor/test_ops.py holds that they are those of one device."""
+    """Detects whether random numbers are drawn.
+
+    On threads all ranks draw from one generator, so values can't be compared here. tests/dtensor/test_ops.py compares them with those of
+    one device.
+    """
 
     drew = False
 
@@ -288,7 +294,7 @@ def has(op: Any, variant: str, dtype: torch.dtype) -> bool:
 
 
 def sweep(op: Any, dtype: torch.dtype, limit: int, warned: Warned, layouts: Iterable[str] = ALL_LAYOUTS) -> dict[str, Counter[str]]:
-    """variant -> how often each outcome ("warned " put before it where there was a warning), with one example of what was raised."""
+    """variant -> count of each outcome, with one example error. If there was a warning, the outcome begins with "warned "."""
     if dtype not in op.supported_dtypes("cpu"):
         return {}
     layouts = [name for name in layouts if name in LAYOUTS or dtype in (torch.float32, torch.int64)]
@@ -341,7 +347,7 @@ def database() -> dict[str, Any]:
 
 
 def child(names: Sequence[str], dtypes: Sequence[str], limit: int) -> None:
-    """One line of JSON before and after each operation."""
+    """Print one line of JSON before and after each operation."""
     torch.set_num_threads(1)
     ops, warned = database(), Warned()
     for name in names:
@@ -358,7 +364,7 @@ def child(names: Sequence[str], dtypes: Sequence[str], limit: int) -> None:
 
 
 def add_compiled(found: dict[str, Any], name: str, limit: int) -> None:
-    from tests.dtensor.op_compiled import compiled  # made of what is here
+    from tests.dtensor.op_compiled import compiled  # imports from this module
 
     outcomes, example = compiled([name], "float32", limit)[name]
     if outcomes:
@@ -368,8 +374,8 @@ def add_compiled(found: dict[str, Any], name: str, limit: int) -> None:
 
 
 def run(results: Path, dtypes: Sequence[str], limit: int, only: Sequence[str] = ()) -> None:
-    """Sweep what ``results`` doesn't hold yet."""
-    kept = [row for row in read(results) if not bad(row)]  # what was wrong is tried again
+    """Sweep the operations that ``results`` lacks."""
+    kept = [row for row in read(results) if not bad(row)]  # repeat the bad ones
     if results.exists():
         results.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
     done = {row["op"] for row in kept}
@@ -422,7 +428,7 @@ def bad(row: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    from tests.dtensor.op_page import render  # made of what is here
+    from tests.dtensor.op_page import render  # imports from this module
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("build/op-coverage.jsonl"))

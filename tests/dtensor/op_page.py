@@ -1,4 +1,4 @@
-"""docs/reference/generated/op-coverage.md, from the outcomes that ``op_coverage.py`` has found."""
+"""Render docs/reference/generated/op-coverage.md from the outcomes of ``op_coverage.py``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rows(results: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
 
 
 def table_lines(table: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows of the page's table: operations with equal outcomes share one."""
+    """Rows of the page's table. Operations with equal outcomes share a row."""
     shared: dict[tuple[str, ...], list[str]] = {}
     for op, *cells in table:
         shared.setdefault(tuple(cells), []).append(f"`{op}`")

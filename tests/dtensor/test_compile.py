@@ -1,4 +1,7 @@
-"""``torch.compile`` of functions over ragged tensors gives what they give without: pending reductions, shapes that change, empty ranks."""
+"""``torch.compile`` does not change the results of functions over ragged tensors.
+
+The cases include pending reductions, changing shapes and empty ranks.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ JOINS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 def _beside_torchs(rank: int, world: int) -> None:
-    """Pending values of torch's own DTensors join ours: norms of parameters that only some placements fit, for example."""
+    """Pending values of torch's DTensors join ours, for example norms of parameters of which only some have ragged placements."""
     mesh = init_device_mesh("cpu", (world,))
     a, b, refused = full(1), full(2) * 3, []
     for name, function in JOINS.items():
@@ -97,7 +100,7 @@ def test_pending_torch_dtensors_join_ragged_tensors() -> None:
 
 
 ON_TWO_DIMENSIONS = ("stack of two kinds", "add", "foreach mul", "norm of norms", "in place", "with the tensors")
-"""The joins that ``make test`` compiles for a mesh of two dimensions: one of each kind."""
+"""Joins that ``make test`` compiles for a mesh of two dimensions, one of each kind."""
 
 
 def _joins(rank: int, world: int, dimensions: int, names: Sequence[str]) -> None:
@@ -125,7 +128,7 @@ def test_pending_reductions_that_meet_are_reduced_once(dimensions: int, names: S
 
 
 def _on_two_dimensions(rank: int, world: int) -> None:
-    """Reductions of parts of sections need elements of all ranks of the mesh, whose coordinates are read while torch traces."""
+    """A reduction of parts of sections needs elements of all ranks. torch reads the mesh's coordinates while it traces."""
     mesh, a = init_device_mesh("cpu", (2, 2)), full(1)
     placements: list[Placement] = [RaggedShard((0,), (1, 2)), Shard(0)]
 
@@ -140,13 +143,13 @@ def test_compiled_function_moves_elements_over_two_dimensions() -> None:
 
 
 def _arguments(rank: int, world: int) -> None:
-    """A pending tensor enters a compiled function, is written there, and is differentiated."""
+    """A pending tensor enters a compiled function, is written in it, and is differentiated."""
     mesh = init_device_mesh("cpu", (world,))
     a, b = full(1), full(2)
     for make in (lambda t: t.sum(), lambda t: norm(t), lambda t: t.amax()):
         torch._dynamo.reset()
         functions: list[Any] = [lambda x, y: [torch.stack([x, y]), x * 2 + y], lambda x, y: x.mul_(y)]
-        for function in functions[: 1 if make(ragged(a, mesh)).placements == (norm_partial(2),) else 2]:  # a norm that is written is none
+        for function in functions[: 1 if make(ragged(a, mesh)).placements == (norm_partial(2),) else 2]:  # a write makes it no norm
             args = [make(ragged(t, mesh)) for t in (a, b)]
             close(torch.compile(function, backend=BACKEND)(*args), function(make(a), make(b)), function)
             written = make(a)
@@ -186,7 +189,7 @@ def test_write_to_view_of_a_pending_tensor_reaches_it_or_raises() -> None:
 
 
 def _clip(rank: int, world: int) -> None:
-    """``model.parameters()`` is a generator, at which the compiled function breaks; then each Python frame is compiled that torch calls."""
+    """The compiled function breaks at the generator ``model.parameters()``, and torch then compiles each Python frame that it calls."""
     files: list[str] = []
     handle = register_bytecode_hook(lambda code, _: files.append(code.co_filename))
     torch._dynamo.reset()
@@ -224,7 +227,7 @@ def _shapes(rank: int, world: int, dynamic: bool | None) -> None:
         close(run(ragged(full(rows, rows, 4), mesh)), [function(full(rows, rows, 4)) for function in functions], (dynamic, rows))
     torch._dynamo.reset()
     run = torch.compile(functions[0], backend=BACKEND, dynamic=dynamic)
-    # The second shape makes torch compile for any shape unless `dynamic` did so at once; the next shape must not run that code.
+    # Unless `dynamic` already did, the second shape makes torch compile for any shape. The next shape must not run that code.
     with torch._dynamo.config.patch(recompile_limit=3):
         for rows in range(3, 18, 3):  # more shapes than torch compiles a function for
             close(run(ragged(full(rows, rows, 2), mesh)), functions[0](full(rows, rows, 2)), rows)
@@ -244,7 +247,7 @@ def test_function_compiles_over_tensors_of_several_shapes(dynamic: bool | None) 
 
 
 def _empty(rank: int, world: int) -> None:
-    """A rank that holds nothing of either of two tensors, or equal parts, must not take the code of the one for the other."""
+    """Two tensors may have equal parts on a rank, or none. The code compiled for one must not run for the other."""
     mesh = init_device_mesh("cpu", (world,))
 
     def function(t: DTensor) -> list[Tensor]:
@@ -260,7 +263,7 @@ def _empty(rank: int, world: int) -> None:
             close(found, expected, (rows, placements))
     torch._dynamo.reset()
     run = torch.compile(lambda t: t * 2, backend=BACKEND, dynamic=False)
-    for rows in (3, 4):  # rank 0 has two rows of either
+    for rows in (3, 4):  # rank 0 has two rows of both
         found = run(ragged(full(rows, rows, 2), mesh, [RaggedShard((0,), (1, 0))]).redistribute(placements=[Shard(0)]))
         assert found.shape == (rows, 2)
         close(found, full(rows, rows, 2) * 2, rows)
@@ -271,7 +274,7 @@ def test_code_compiled_for_one_shape_never_runs_on_another() -> None:
 
 
 def _plain_shards(rank: int, world: int) -> None:
-    """Parameters with plain Shard placements look into one buffer; all but the first begin in its middle."""
+    """Parameters with plain Shard placements are views of one buffer. All but the first begin inside it."""
     seen = {}
     for how in ("compiled", "eager", "torch's"):
         torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Compiled code is kept on disk for all processes of a machine: what was compiled for one rank's part must not be run on another's."""
+"""All processes of a machine share compiled code on disk. Code that was compiled for one rank's part must not run for another's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def hashes(rank: int, world: int) -> list[str]:
 
 
 def test_keys_differ_from_rank_to_rank_and_from_layout_to_layout() -> None:
-    by_rank = run_gloo(3, hashes)  # as threads, ranks have meshes that differ
+    by_rank = run_gloo(3, hashes)  # processes, since on threads the ranks have different meshes
     assert len({key for keys in by_rank for key in keys[::2]}) == 9
     assert len({keys[1] for keys in by_rank}) == 3, "pending results, too"
 

@@ -1,4 +1,4 @@
-"""RaggedShard beside Shard, Replicate and Partial on other mesh dimensions: values, gradients, bytes, checkpoints, operations."""
+"""RaggedShard with Shard, Replicate and Partial on other mesh dimensions: values, gradients, bytes, checkpoints, operations."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Index = torch.Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """Placements on a 2-D mesh, and the oracle for them: which elements a coordinate holds, by slicing an index tensor."""
+    """Placements on a 2-D mesh, and their oracle: the elements at a coordinate, from slices of an index tensor."""
 
     mesh: tuple[int, int]
     placements: tuple[Placement, ...]
 
     def part(self, index: Index, coordinate: tuple[int, int]) -> Index:
-        """Elements at a coordinate. torch cuts in mesh order (torch.chunk), the ragged cut comes last."""
+        """Elements at a coordinate. torch cuts first, in mesh order (torch.chunk), and the ragged cut comes last."""
         ragged = None
         for size, placement, c in zip(self.mesh, self.placements, coordinate, strict=True):
             if isinstance(placement, RaggedShard):
@@ -64,7 +64,7 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...], mesh: tuple[int, int], ragg
         assume(any(units))
         placements[dim] = RaggedShard(tuple(range(draw(st.integers(0, len(shape))))), units)
         layout = Layout(mesh, tuple(placements))
-        for coordinate in ((i, j) for i in range(mesh[0]) for j in range(mesh[1])):  # the section's units must fit, or it is refused
+        for coordinate in ((i, j) for i in range(mesh[0]) for j in range(mesh[1])):  # units that do not fit the section are refused
             without = Layout(mesh, tuple(Replicate() if isinstance(p, RaggedShard) else p for p in placements))
             here = without.part(index_of(shape), coordinate).shape
             placement = placements[dim]
@@ -94,7 +94,7 @@ def here(mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def make(full: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
-    """The tensor from the oracle's parts."""
+    """Assemble the tensor from the oracle's parts."""
     local = layout.part(full, here(mesh)).clone(memory_format=torch.contiguous_format)
     if any(isinstance(p, RaggedShard) for p in layout.placements):
         return RaggedDTensor.from_local(local, mesh, layout.placements, shape=full.shape)
@@ -122,7 +122,7 @@ def test_redistribution_on_two_dims_sends_only_needed_elements(move: tuple[Any, 
     world = math.prod(source.mesh)
     with spy() as seen:
         run_threads(world, _move, shape, source, target, async_op)
-    # No more elements are sent than change hands: what a rank needs and doesn't have, each once.
+    # A rank receives each element that it needs and lacks once; no other elements are sent.
     index = index_of(shape)
     sent = sum(n for name, _, n in seen if name == "all_to_all_single")
     must = 0
@@ -207,7 +207,7 @@ def test_operations_and_chunks_are_right_on_two_mesh_dimensions(data: st.DataObj
     shape, mesh = data.draw(shapes), data.draw(meshes)
     layout = data.draw(layouts(shape, mesh, True))
     chunks = run_threads(math.prod(mesh), _use, shape, layout)
-    # Replicas write the same boxes; different boxes never overlap, and together they are the tensor.
+    # Replicas write equal boxes. Different boxes never overlap, and together they are the tensor.
     held = torch.zeros(shape, dtype=torch.int64)
     for offsets, sizes in {box for rank in chunks for box in rank}:
         held[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
@@ -253,7 +253,7 @@ def _pending(rank: int, world: int) -> None:
     assert torch.equal(pending().full_tensor(), total)
     assert torch.equal((pending() * 2 + pending()).full_tensor(), total * 3)
     held = torch.zeros_like(settled)
-    # not linear: reduced first
+    # A nonlinear operation reduces first.
     assert torch.equal((pending() * pending()).full_tensor(), total * total)
     assert torch.equal(pending().abs().full_tensor(), total.abs())  # type: ignore[attr-defined]
     assert torch.equal((pending() + settled).full_tensor(), total * 2)
@@ -265,12 +265,12 @@ def _pending(rank: int, world: int) -> None:
         pending().abs_()
     with pytest.raises(ValueError, match="no checkpoint can hold"):
         pending().__create_chunk_list__()
-    # gradients of contributions to a pending sum are whole
+    # Gradients of contributions to a pending sum are whole.
     local = part(parts[row]).clone().requires_grad_()
     made = RaggedDTensor.from_local(local, mesh, [Partial(), ragged], shape=shape)
     (made.redistribute(placements=[Replicate(), ragged]).to_local() * part(total)).sum().backward()
     assert local.grad is not None and torch.equal(local.grad, part(total))
-    # and anything can become pending again
+    # Any tensor can become pending again.
     for op in ("sum", "avg", "max", "min", "product"):
         for placements in ([Partial(op), ragged], [Replicate(), Partial(op)], [Partial(op), Partial(op)]):
             again = settled.redistribute(placements=placements)
@@ -301,7 +301,7 @@ def test_pending_sum_with_replicas_is_scattered_before_reducing() -> None:
 
 def _uneven_sections(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
-    # 7 rows over 2: sections of 4 and 3 rows. Halves fit the one only; all ranks refuse alike.
+    # 7 rows over 2 ranks give sections of 4 and 3 rows. Halves fit only the first; all ranks refuse alike.
     with pytest.raises(ValueError, match=r"shape \(3, 2\) has 3 units"):
         distribute_tensor(torch.ones(7, 2), mesh, [RaggedShard((0,), (1, 1)), Shard(0)])
     fits = distribute_tensor(values((7, 2)), mesh, [RaggedShard((0, 1), (1, 1)), Shard(0)])
@@ -331,7 +331,7 @@ def _between_processes(rank: int, world: int) -> None:
     for layout in (Layout((2, 2), (ragged, Shard(0))), Layout((2, 2), (Shard(1), other)), Layout((2, 2), (Replicate(), ragged))):
         torch.manual_seed(5)
         drawn = torch.zeros(8, 4).uniform_()
-        torch.manual_seed(5 + rank // 2 if layout.placements[0].is_replicate() else 5)  # of replicas the first one's seed counts
+        torch.manual_seed(5 + rank // 2 if layout.placements[0].is_replicate() else 5)  # the seed of the first replica counts
         a = make(torch.zeros(8, 4), layout, mesh).uniform_()
         assert torch.equal(a.to_local(), layout.part(drawn, here(mesh))), "the values of one device"
         again = copy.deepcopy(a)
@@ -348,7 +348,7 @@ def test_gloo_processes_redistribute_over_two_mesh_dimensions() -> None:
 
 
 def _asynchronous(rank: int, world: int) -> tuple[bool, bool]:
-    """Rank 1 comes late: the others' call must return before, and the result be right when used."""
+    """Rank 1 is late. The others' calls must return before it comes, and the result must be right when used."""
     import time
 
     mesh = init_device_mesh("cpu", (world,))
@@ -375,7 +375,7 @@ def test_asynchronous_redistribution_returns_before_late_ranks() -> None:
 
 
 def _move_on_a_part(rank: int, world: int, shape: tuple[int, ...], pairs: list[tuple[Layout, Layout]]) -> None:
-    """A mesh that is a part of the world has no process group of all its ranks: what changes on two dimensions goes step by step."""
+    """A mesh that is part of the world has no process group of all its ranks. A change on two dimensions takes one step for each."""
     mesh, full = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))["dp", "tp"], values(shape)
     for source, target in pairs:
         for async_op in (False, True):

@@ -1,4 +1,4 @@
-"""Faults that a review found: each was silently wrong, a crash, or an error on one rank only. Processes on gloo."""
+"""Faults found in a review: silently wrong results, crashes, and errors on one rank only. Ranks are processes on gloo."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def values() -> torch.Tensor:
 
 
 def reductions(rank: int, world: int) -> None:
-    for row in (0, 7):  # NaN on the first rank, and on the last
+    for row in (0, 7):  # NaN on the first rank, then on the last
         full = torch.ones(8, 5)
         full[row, 0] = math.nan
         x = ragged(full)
@@ -119,7 +119,7 @@ def state_dicts(rank: int, world: int) -> None:
 
 
 def same_or_refused(function: Any, full: torch.Tensor, x: Any) -> None:
-    """What the plain tensor refuses, the ragged one refuses; else the results are equal, in shape and dtype too."""
+    """If the plain tensor refuses the call, the ragged one does; else the results are equal, with equal shapes and dtypes."""
     try:
         expected = function(full)
     except (IndexError, RuntimeError) as error:
@@ -131,7 +131,7 @@ def same_or_refused(function: Any, full: torch.Tensor, x: Any) -> None:
 
 
 def dimensions(rank: int, world: int) -> None:
-    """Dimensions that aren't there, no dimension at all, maxima of nothing."""
+    """Missing dimensions, no dimensions at all, and maxima of empty tensors."""
     mesh = init_device_mesh("cpu", (3,))
     cases = [(torch.tensor(3.5), ((), (0, 1, 0))), (torch.empty(0, 5), ((0,), (1, 0, 0))), (values(), ((0,), UNITS))]
     for full, (dims, units) in cases:
@@ -148,14 +148,14 @@ def dimensions(rank: int, world: int) -> None:
         same_or_refused(lambda t: torch._foreach_max([t])[0], full, x)
     image, ones = ragged(values()).view(1, 8, 5), [ragged(torch.ones(8)) for _ in range(6)]
     normalize: Any = torch.native_batch_norm
-    with pytest.raises(RuntimeError, match="would write"):  # training=False: no running statistics are written, but out= is
+    with pytest.raises(RuntimeError, match="would write"):  # with training=False the call writes out=, but no running statistics
         normalize(image, *ones[:4], False, 0.1, 1e-5, out=(torch.zeros_like(image), *ones[4:]))
     z = values() * (1 + 1j)
     torch.testing.assert_close(whole((ragged(z) / 50).prod()), (z / 50).prod())
 
 
 def results(rank: int, world: int) -> None:
-    """Copying, printing, formatting and storing what operations give."""
+    """Copying, printing, formatting and storing the results of operations."""
     full, x = values(), ragged(values())
     for value, plain in ((x.sum(), full.sum()), (x.norm(), full.norm()), (x.max(), full.max()), (x.t(), full.t()), (x.sum(0), full.sum(0))):
         buffer = io.BytesIO()
@@ -172,7 +172,7 @@ def results(rank: int, world: int) -> None:
 
 
 def beside_plain(rank: int, world: int) -> None:
-    """Plain tensors beside ragged ones and what is computed from them: one sentence, or the gradient of a formula of torch's own."""
+    """Plain tensors with ragged ones or with their results: either one clear error, or the gradient of torch's own formula."""
     x, full, plain = ragged(values()), values(), torch.ones(3, 5)
     scale = nn.Parameter(torch.tensor(2.0))
     for call in (
@@ -204,7 +204,7 @@ def beside_plain(rank: int, world: int) -> None:
         (function(q) ** 2).sum().backward()  # type: ignore[no-untyped-call]
         torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-4, atol=1e-4)
     p = ragged(values() / 10).requires_grad_()
-    with pytest.raises(ValueError, match="distribute it first .*or work on full_tensor"):  # another formula than the plain tensor's
+    with pytest.raises(ValueError, match="distribute it first .*or work on full_tensor"):  # other than the plain tensor's formula
         whole((p + 3).prod(0)).sum().backward()
 
 
@@ -239,7 +239,10 @@ def clipping(rank: int, world: int) -> None:
 
 
 def complex_views(rank: int, world: int) -> None:
-    """view_as_real and back are true views, so that for-loop optimizers take complex parameters; copies of views notice every write."""
+    """view_as_real and view_as_complex are true views, so for-loop optimizers accept complex parameters.
+
+    Copies of views notice every write.
+    """
     full = torch.complex(values(), values().flip(0))
     x = ragged(full)
     parts = torch.view_as_real(x)
@@ -265,7 +268,7 @@ def complex_views(rank: int, world: int) -> None:
 
 
 def twice(rank: int, world: int) -> None:
-    """Second derivatives, through every way into and out of ragged tensors."""
+    """Second derivatives, through every conversion to and from ragged tensors."""
     mesh, full = init_device_mesh("cpu", (3,)), values() / 10
     placements: list[Any] = [RaggedShard((0,), UNITS)]
     functions: list[Any] = [
@@ -300,7 +303,10 @@ def quietly(rank: int, world: int, function: Any) -> None:
 
 
 def asynchronous(rank: int, world: int) -> None:
-    """A write into what an asynchronous redistribution is reading: whether it came in time nobody can tell, so its result is refused."""
+    """Write to a tensor that an asynchronous redistribution is reading.
+
+    The write may have come in time or not, so the result is refused.
+    """
     for write in (lambda t: t.mul_(2), lambda t: t.to_local().mul_(2), lambda t: torch._foreach_zero_([t])):
         x = ragged(values())
         for placements in ([RaggedShard((0, 1), (3, 1, 4))], [Replicate()], [Shard(1)]):

@@ -1,4 +1,4 @@
-"""docs/reference/generated/op-coverage.md is true: a part of the sweep that made it, run again."""
+"""docs/reference/generated/op-coverage.md is true: repeat a part of the sweep that made it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.dtensor.op_coverage import DTYPES, ORDER, SAMPLES, VARIANTS, Warned, 
 from tests.dtensor.op_page import cell, table_lines
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "generated" / "op-coverage.md"
-# Element-wise, reductions, views, joins, indexing, matrices, norms, losses; one of each way an operation can go.
+# Element-wise operations, reductions, views, joins, indexing, matrices, norms, losses: one for each path through the code.
 CORE = (
     "abs add addcdiv addcmul amax bmm cat chunk clamp clone copysign cumsum diagonal div.no_rounding_mode eq erf expand "
     "fill fmod gather index_add index_select isnan kron lerp linalg.vector_norm log masked_fill matmul max.binary mean mul "
@@ -52,7 +52,7 @@ def test_operations_with_equal_outcomes_share_a_row() -> None:
 
 
 def sums(outcomes: Iterable[str]) -> set[str]:
-    """Whether a sum in another order comes out the same depends on the processor's vectors."""
+    """Count "close" as "exact". A sum in another order may or may not be equal, depending on the processor's vectors."""
     return {name.replace("close", "exact") for name in outcomes}
 
 
@@ -83,7 +83,7 @@ JOINS = ("add", "addcmul", "linalg.vector_norm", "stack", "sum", "where")
 
 @pytest.mark.parametrize("names", [("cat", "_foreach_add"), pytest.param(JOINS, marks=pytest.mark.slow)])
 def test_compiled_reductions_and_their_joins_are_right(names: tuple[str, ...]) -> None:
-    """test_compile.py compiles every join for chosen tensors; here the samples of torch's own tests are compiled."""
+    """test_compile.py compiles every join for chosen tensors. This test compiles the samples of torch's own tests."""
     for name, (outcomes, example) in compiled(list(names), "float32", 2).items():
         assert outcomes and set(outcomes) <= {"exact", "close"}, (name, outcomes, example)
 

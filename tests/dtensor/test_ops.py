@@ -1,4 +1,4 @@
-"""Every operation on ragged tensors gives what the plain tensors give, or says what to do instead."""
+"""Every operation on ragged tensors gives the results of plain tensors, or raises an error that names the alternative."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _binary(rank: int, world: int, a: Case, b: Case, trail: int) -> None:
     others += [(ragged(Case(small.shape, 0, (*([0] * (world - 1)), 1)), small, mesh, rank), small)]
     for (name, op), (other, plain) in itertools.product(BINARY.items(), others):
         if name in ("add", "maximum", "lt") or other is y:
-            reduced = any(p.is_partial() for p in other.placements)  # a sum over the ranks rounds; so may SIMD tails
+            reduced = any(p.is_partial() for p in other.placements)  # a sum over ranks rounds, and SIMD tails may
             if reduced and name == "lt":
                 continue
             found = op(x, other)
@@ -306,13 +306,13 @@ def _foreach(rank: int, world: int, layouts: list[Case]) -> None:
     torch._foreach_add_(plain, torch._foreach_neg(plain), alpha=0.25)
     torch._foreach_copy_(xs, [x * 2 for x in xs])
     torch._foreach_copy_(plain, [p * 2 for p in plain])
-    torch._foreach_copy_(xs, [p + 1 for p in plain])  # whole plain tensors: each rank takes its part
+    torch._foreach_copy_(xs, [p + 1 for p in plain])  # each rank takes its part of whole plain tensors
     torch._foreach_copy_(plain, [p + 1 for p in plain])
     for x, p in zip(xs, plain, strict=True):
         assert torch.equal(x.full_tensor(), p)
     for found, expected in zip(torch._foreach_norm(xs), torch._foreach_norm(plain), strict=True):
         assert torch.allclose(found.full_tensor(), expected, rtol=1e-6)
-    # Lists that hold torch's DTensors, too, and gradients of another layout.
+    # Lists that also hold torch's DTensors, and gradients with another layout.
     mixed: Any = [*xs, torch_distribute(torch.ones(3), mesh, [Replicate()], src_data_rank=None)]
     results = torch._foreach_mul(mixed, 3.0)
     assert [type(r) for r in results] == [type(m) for m in mixed]
@@ -543,7 +543,7 @@ def test_new_and_like_tensors_keep_the_layout_with_the_shape() -> None:
 
 
 def _joined_with_torchs(rank: int, world: int) -> None:
-    """Reductions that are pending, of ragged tensors and of torch's own DTensors on the same mesh, in either order."""
+    """Join pending reductions of ragged tensors and of torch's own DTensors on the same mesh, in either order."""
     mesh = init_device_mesh("cpu", (2, 2))
     full = values((4, 2)) + 3.0
     theirs = torch_distribute(full, mesh, [Shard(0), Shard(1)])

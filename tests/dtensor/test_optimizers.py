@@ -1,4 +1,4 @@
-"""torch's optimizers, clipping, GradScaler and torch.compile on ragged parameters, against the same on plain tensors."""
+"""torch's optimizers, clipping, GradScaler and torch.compile on ragged parameters, compared with plain tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vescale_ray.dtensor import RaggedDTensor, RaggedFallbackWarning, RaggedShar
 
 # Cuts at odd elements, an empty rank, a whole tensor on one rank, a scalar.
 LAYOUTS = (Case((12, 7), 2, (5, 0, 79)), Case((33,), 1, (11, 11, 11)), Case((4, 3, 5), 0, (0, 1, 0)), Case((), 0, (1, 0, 0)))
-# Cuts at multiples of 16 elements, where fused kernels have no vector tails (a difference of up to 3.7e-9 was measured at others).
+# Cuts at multiples of 16 elements, where fused kernels have no vector tails. At other cuts results differed by up to 3.7e-9.
 ALIGNED = (Case((8, 16), 1, (3, 0, 5)), Case((64,), 1, (16, 32, 16)), Case((4, 4, 8), 0, (0, 1, 0)))
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -152,7 +152,7 @@ def test_lbfgs_works_gathering() -> None:
 
 
 def _refused(rank: int, world: int) -> None:
-    """Wide, square and tall matrices alike; the plain matrix before them and its momentum stay as they were, and so does a closure's."""
+    """Wide, square and tall matrices are all refused. The plain matrix before them, its momentum, and a closure's values do not change."""
     mesh = one_dim_mesh(world)
     for case in (Case((12, 7), 2, (5, 0, 79)), Case((7, 12), 1, (3, 0, 4)), Case((6, 6), 0, (0, 1, 0))):
         (sharded,), _ = parameters((case,), mesh, rank)
@@ -249,7 +249,7 @@ def test_clip_grad_norm_counts_replicas_once() -> None:
 
 
 def _mixed_lists(rank: int, world: int) -> None:
-    """A model with a ragged parameter and one that torch replicates, in one optimizer."""
+    """One optimizer for a ragged parameter and a parameter that torch replicates."""
     mesh = one_dim_mesh(world)
     sharded, plain = parameters(LAYOUTS[:1], mesh, rank)
     sharded.append(nn.Parameter(torch_distribute(values((5,)), mesh, [Replicate()], src_data_rank=None)))
@@ -326,7 +326,7 @@ def test_compiled_optimizer_step_equals_that_on_whole_tensors(kinds: list[tuple[
 
 
 def _sharding_is_kept(rank: int, world: int) -> None:
-    """bfloat16 parameters, AdamW: vector tails may cost one unit in the last place at cuts that are no multiple of 64."""
+    """bfloat16 parameters with AdamW. Vector tails may cost one unit in the last place if a cut is no multiple of 64."""
     mesh = one_dim_mesh(world)
     sharded, plain = parameters(LAYOUTS, mesh, rank, torch.bfloat16)
     ours, theirs = torch.optim.AdamW(sharded, lr=0.1, foreach=True), torch.optim.AdamW(plain, lr=0.1, foreach=True)
@@ -353,7 +353,7 @@ def _step_seconds(rank: int, world: int) -> tuple[float, float]:
     for p in (*ours, *theirs):
         p.grad = torch.ones_like(p)
     best = [math.inf, math.inf]
-    for _ in range(12):  # interleaved, CPU time of this thread: other work on the machine hits both alike
+    for _ in range(12):  # interleaved, in CPU time of this thread, so that other load affects both alike
         for i, optimizer in enumerate(optimizers):
             began = time.thread_time()
             optimizer.step()
@@ -362,7 +362,9 @@ def _step_seconds(rank: int, world: int) -> tuple[float, float]:
 
 
 def test_foreach_step_takes_under_1_5_times_torchs_dtensor_step() -> None:
-    """Measured: 0.85 to 0.95 of it (benchmarks/dtensor_overhead.py); 1.5 leaves room for a busy
-    machine and still notices specs that are built for each result."""
+    """The measured ratio is 0.85 to 0.95 (benchmarks/dtensor_overhead.py).
+
+    The limit of 1.5 leaves room for a busy machine, and still detects specs that are built for each result.
+    """
     ours, theirs = run_threads(1, _step_seconds)[0]
     assert ours < 1.5 * theirs, f"{ours * 1e3:.1f} ms against {theirs * 1e3:.1f} ms"

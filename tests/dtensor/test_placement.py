@@ -1,4 +1,4 @@
-"""RaggedShard as a value, its geometry, its errors, and torch's own DTensor meeting it."""
+"""RaggedShard as a value, its geometry, its errors, and its contact with torch's own DTensor."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_ragged_shard_is_a_shard_and_not_replicate_or_partial() -> None:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], RaggedShard]:
-    """A shape and a placement that fits it, built from the answer: how many units each rank holds."""
+    """A shape and a fitting placement, built from each rank's number of units."""
     shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     k = draw(st.integers(0, len(shape)))
     units, world = math.prod(shape[:k]), draw(st.integers(1, 6))
@@ -162,5 +162,5 @@ def _base_dtensor_meets_ragged(rank: int, world: int) -> list[str]:
 
 
 def test_torchs_own_dtensor_never_takes_ragged_shard_silently() -> None:
-    """Without the raising ``dim`` and hooks, ``Replicate -> ragged`` keeps the whole tensor on each rank."""
+    """Without the ``dim`` and hooks that raise, ``Replicate -> ragged`` keeps the whole tensor on each rank."""
     assert run_threads(3, _base_dtensor_meets_ragged) == [[], [], []]

@@ -1,4 +1,4 @@
-"""Redistribution between any two placements: values, gradients, bytes on the wire."""
+"""Redistribution between any two placements: values, gradients, bytes sent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOVERS += ("reduce_scatter_single", "reduce_scatter_tensor")
 
 @contextmanager
 def spy() -> Iterator[list[tuple[str, int, int]]]:
-    """Record (collective, this thread's rank, elements it sends to other ranks); the collectives do their work."""
+    """Record (collective, this thread's rank, elements it sends to other ranks), and run the collectives as usual."""
     seen: list[tuple[str, int, int]] = []
 
     def recorded(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,7 +70,7 @@ def test_ragged_layout_moves_to_another_and_to_the_whole(pair: tuple[Case, Case]
     source, target = pair
     with spy() as seen:
         run_threads(source.world, _between, source, target)
-    # Exactly the elements whose owner changes are sent, in one collective, or none if no owner changes.
+    # One collective sends exactly the elements whose owner changes. If no owner changes, there is no collective.
     def owners(case: Case) -> list[int]:
         unit = math.prod(case.shape[case.dims :])
         return [r for r, n in enumerate(case.counts) for _ in range(n * unit)]
@@ -129,7 +129,7 @@ def test_gathering_or_reducing_is_one_collective_without_padding(case: Case) -> 
         for name, rank, sent in seen:
             if name == "all_to_all_single":
                 assert sent == sends(rank)
-            else:  # these carry equal parts, or all from one rank
+            else:  # the other collectives carry equal parts, or all from one rank
                 assert len(set(parts)) == 1 or sorted(parts)[:-1] == [0] * (case.world - 1), name
 
 
@@ -144,14 +144,14 @@ def _with_torchs(rank: int, world: int, case: Case, dim: int) -> int:
         assert torch.equal(there.to_local(), theirs.to_local()), placement
         back = distribute_tensor(full, mesh, [case.placement]) if placement.is_replicate() else _back(there, case)
         assert torch.equal(back.to_local(), case.part(full, rank)), placement
-        for gone in (there, there * 1):  # the way back is the same call, also for what was computed
+        for gone in (there, there * 1):  # the way back is the same call for a computed tensor
             back = gone.redistribute(placements=[case.placement])
             assert type(back) is RaggedDTensor and torch.equal(back.to_local(), case.part(full, rank)), placement
     return 0
 
 
 def _back(tensor: DTensor, case: Case) -> RaggedDTensor:
-    """torch's DTensor.redistribute doesn't know ragged targets; assignment does."""
+    """Copy by assignment, because torch's DTensor.redistribute does not know ragged targets."""
     target = RaggedDTensor.from_local(
         torch.full(case.part(values(case.shape), tensor.device_mesh.get_local_rank()).shape, -99.0),
         tensor.device_mesh,
@@ -185,7 +185,7 @@ def _partial(rank: int, world: int, case: Case, op: str) -> None:
 def test_a_pending_reduction_lands_reduced(case: Case, op: str) -> None:
     with spy() as seen:
         run_threads(case.world, _partial, case, op)
-    if op in ("sum", "avg"):  # never an all-reduce of the whole
+    if op in ("sum", "avg"):  # never an all-reduce of the whole tensor
         assert not any(name == "all_reduce" for name, _, _ in seen)
 
 
@@ -219,7 +219,7 @@ def test_gradients_flow_back_through_every_conversion(pair: tuple[Case, Case]) -
 
 
 def _partial_gradient(rank: int, world: int) -> None:
-    """Each rank multiplies the whole by its own weight: the gradient is a sum over ranks, which to_local must be told."""
+    """Each rank multiplies the whole by its own weight. The gradient is a sum over ranks, which full_tensor must be told."""
     mesh, case = one_dim_mesh(world), Case((5, 3), 1, (1, 0, 4))
     weights = [values((5, 3), seed=r) for r in range(world)]
     leaf = ragged(case, values((5, 3)), mesh, rank).requires_grad_()
@@ -344,7 +344,7 @@ def _errors(rank: int, world: int) -> None:
     ):
         with pytest.raises(ValueError, match=says):
             bad()
-    # The ranks disagree: every rank is told, naming the first that differs from it.
+    # The ranks disagree. Every rank gets an error, which names the first rank that differs from it.
     disagreeing = mine.double() if rank == 0 else mine
     with pytest.raises(ValueError, match=r"the rank at \(1,\) of the mesh gave .*: give the same"):
         RaggedDTensor.from_local(disagreeing, mesh, [placement], shape=(6, 2), run_check=True)

@@ -1,4 +1,4 @@
-"""Copies, pickles, modules and checkpoints of ragged tensors; and torch itself is left as it was."""
+"""Copies, pickles, modules and checkpoints of ragged tensors. torch itself stays unchanged."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _copies(rank: int, world: int) -> None:
         assert torch.equal(loaded["x"].full_tensor(), full)
 
     moved = torch.empty(p.to_local().shape)
-    p._local_tensor = moved  # what the engine does when it gives a parameter other storage
+    p._local_tensor = moved  # the engine does so to give a parameter other storage
     with torch.no_grad():
         p.fill_(3.0)
     assert bool((moved == 3).all()) and torch.equal(p.full_tensor(), torch.full(CASE.shape, 3.0))
@@ -138,7 +138,7 @@ def _modules(rank: int, world: int) -> None:
     assert same(target)
     with pytest.raises(RuntimeError, match="size mismatch for weight"):
         empty.load_state_dict({**plain.state_dict(), "weight": torch.zeros(5, 5)})
-    with torch.no_grad():  # a whole tensor into a part of the model, as initialisation does
+    with torch.no_grad():  # copy a whole tensor into a part of the model, as initialisation does
         empty.get_parameter("inner.bias").copy_(torch.arange(7.0))
     assert torch.equal(whole(empty.get_parameter("inner.bias")), torch.arange(7.0))
 
@@ -275,7 +275,7 @@ def test_dcp_writes_replicas_once() -> None:
 
 
 def _let_go(rank: int, world: int) -> list[bool]:
-    """A rescale must be able to drop the old process groups: nothing may keep a mesh behind the tensors' backs."""
+    """A rescale must be able to drop the old process groups, so nothing but the tensors may hold a mesh."""
 
     def use() -> list[weakref.ref[Any]]:
         mesh = DeviceMesh("cpu", list(range(world)))

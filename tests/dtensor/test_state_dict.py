@@ -134,12 +134,12 @@ def test_full_state_dicts_round_trip_through_every_layout() -> None:
 
 MIB = 1 << 20
 _M_MMAP_THRESHOLD = -3
-"""Of glibc's malloc.h."""
+"""The constant of glibc's malloc.h."""
 
 
 def _peak(function: Any) -> int:
-    """Bytes by which the process grew at most while ``function`` ran."""
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts at what is in use now
+    """Largest growth of the process in bytes while ``function`` runs."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark to the present use
     status = Path("/proc/self/status")
     before = int(status.read_text().split("VmRSS:")[1].split()[0])
     function()
@@ -147,9 +147,9 @@ def _peak(function: Any) -> int:
 
 
 def _memory(rank: int, world: int, mesh_shape: tuple[int, ...], placements: list[Placement]) -> list[int]:
-    """A model of 6 matrices of 16 MiB, and its moments, sent from rank 0."""
-    # A matrix goes back to the system when it is freed. Without it glibc learns to keep what is as large as one, more or less of it from
-    # run to run: memory that nobody holds would be counted, or what was kept from before would hide what is held.
+    """Send a model of 6 matrices of 16 MiB, and its moments, from rank 0. Returns the growths of memory."""
+    # Make glibc return each matrix to the system when it is freed. By default it learns to keep blocks of that size, more or fewer from run
+    # to run. The count would then include free memory, or miss memory that reuses it.
     assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MIB) == 1
     mesh, names = init_device_mesh("cpu", mesh_shape), [f"w{i}" for i in range(6)]
 
@@ -163,7 +163,7 @@ def _memory(rank: int, world: int, mesh_shape: tuple[int, ...], placements: list
     optimizer.step()
     full = {n: matrix(i) for i, n in enumerate(names)} if rank == 0 else {}
     moments = {"state": {n: {"momentum_buffer": full[n]} for n in full}, "param_groups": [{**optimizer.param_groups[0], "params": names}]}
-    set_model_state_dict(net, full, options=SENT)  # once before: buffers of the backend
+    set_model_state_dict(net, full, options=SENT)  # first once without counting, to allocate the back end's buffers
     peaks = [
         _peak(lambda: set_model_state_dict(net, full, options=SENT)),
         _peak(lambda: set_optimizer_state_dict(net, optimizer, moments, options=SENT)),
@@ -179,8 +179,10 @@ def _memory(rank: int, world: int, mesh_shape: tuple[int, ...], placements: list
 )
 @pytest.mark.parametrize("replicated", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_broadcast_state_dict_is_held_once(replicated: bool) -> None:
-    """Of 96 MiB one tensor of 16, and one more that gloo's thread has not let go of yet; a second state dict would be 96 MiB, its parts
-    on the second rank 72 MiB."""
+    """Of 96 MiB, one tensor of 16 MiB is held, and one more that gloo's thread has not released yet.
+
+    A second state dict would be 96 MiB, and the second rank's parts 72 MiB.
+    """
     cut = RaggedShard((0,), (1, 3))
     shape, placements = ((1, 2), [Replicate(), cut]) if replicated else ((2,), [cut])
     found = run_gloo(2, _memory, shape, placements)
@@ -264,7 +266,7 @@ def _with_fsdp2(rank: int, world: int, folder: str) -> None:
         saving: Any = dcp.async_save(state, checkpoint_id=str(Path(folder) / name), process_group=dist.new_group())
         with torch.no_grad():
             for p in net.parameters():
-                p.zero_()  # what is being saved is a copy
+                p.zero_()  # the save uses a copy
         saving.result()
     for source in makers:
         for name, make in makers.items():
@@ -294,7 +296,7 @@ def _fully_sharded(rank: int, world: int) -> None:
     net, x = Net(5), values((2, 4)) * 0.1
     fully_shard(net, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), block_policy=lambda name, p: Block.rows(1))
     trained_optimizer = torch.optim.AdamW(net.parameters(), lr=0.9)
-    net(x)  # the low-precision copy of the old values exists
+    net(x)  # makes the low-precision copy of the old values
     plain = Net(3)
     state = get_optimizer_state_dict(plain, trained(plain))
     set_model_state_dict(net, plain.state_dict() if rank == 0 else {}, options=SENT)

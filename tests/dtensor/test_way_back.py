@@ -1,5 +1,7 @@
-"""Redistributed ragged tensors, and results computed from them, go back to ragged placements; plain tensors beside them count as
-whole in torch's ``implicit_replication()``, and only there."""
+"""Redistributed ragged tensors, and results computed from them, go back to ragged placements.
+
+Plain tensors beside them count as whole only within torch's ``implicit_replication()``.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ FULL = values((6, 4))
 
 
 def back(tensor: Any, placements: Any, expected: Tensor) -> None:
-    """``tensor`` is ``expected`` under ``placements``, part by part."""
+    """Assert that ``tensor``, redistributed to ``placements``, equals ``expected`` part by part."""
     found = tensor.redistribute(placements=placements)
     mesh = found.device_mesh
     assert type(found) is RaggedDTensor and found.placements == tuple(placements) and found.dtype == expected.dtype

@@ -1,4 +1,4 @@
-"""What tests of the engine share."""
+"""Fixtures for all tests of the engine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from vescale_ray.fsdp import linear
 
 @pytest.fixture(autouse=True)
 def small_linear_layers_write_their_gradients_themselves(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As large ones do: the models of these tests are small. (Ranks that are processes of their own have the usual threshold.)"""
+    """Make small linear layers write their own gradients, as large ones do, because these tests have small models.
+
+    Ranks that are separate processes keep the usual threshold.
+    """
     monkeypatch.setattr(linear, "LEAST_NUMEL", 0)
     yield

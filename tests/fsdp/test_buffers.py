@@ -1,4 +1,4 @@
-"""Buffers whose addresses stay while their memory comes, goes and moves on; and the pool's books."""
+"""Buffers that keep their addresses while their memory comes, goes and moves to another buffer, and the pool's accounts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = [LARGE, LARGE + 4, 1000]
 
 
 class User:
-    """Stands for a group."""
+    """A stand-in for a group."""
 
 
 def _users(pool: Pool, nbytes: int, count: int) -> list[User]:
@@ -208,7 +208,7 @@ def test_a_size_that_only_one_group_has_is_not_kept():
 
 
 def resident(buffer: Buffer) -> int:
-    """Bytes of it that the kernel has given memory."""
+    """Bytes of the buffer that are resident in memory."""
     pages = (ctypes.c_ubyte * (buffer.nbytes // mmap.PAGESIZE))()
     libc = ctypes.CDLL(None, use_errno=True)
     assert not libc.mincore(ctypes.c_void_p(buffer.flat(torch.uint8).data_ptr()), ctypes.c_size_t(buffer.nbytes), pages)
@@ -241,7 +241,7 @@ def test_reused_buffer_counts_as_fully_resident():
     buffer = pool.take(LARGE, CPU, in_pieces=True)
     pool.written(buffer, LARGE // 2)
     assert pool.bytes_held() == LARGE // 2
-    pool.give_back(buffer)  # a step that was given up
+    pool.give_back(buffer)  # the step was given up
     assert pool.bytes_held() == LARGE, "at most: no one remembers which pages"
     assert pool.take(LARGE, CPU, in_pieces=True) is buffer and pool.bytes_held() == LARGE
     pool.give_back(buffer)
@@ -287,7 +287,7 @@ def test_users_that_are_gone_hold_nothing_and_count_no_more():
     pool.provide(gathered)
     pool.provide(other)
     assert pool.bytes_held() == 3 * LARGE
-    del users[:2], gathered, scratch  # two of three groups, in the middle of a step
+    del users[:2], gathered, scratch  # two of three groups go, in the middle of a step
     assert pool.bytes_held() == LARGE
     pool.release(other, None)
     assert pool.bytes_held() == 0, "the last one hands its memory on to no one"

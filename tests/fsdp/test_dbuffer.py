@@ -1,4 +1,4 @@
-"""DBuffer: a flat buffer seen as the tensors of a layout."""
+"""DBuffer: a flat buffer with views of it as the tensors of a layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The emulated world: engines run in it, and its collectives take the time that the model of the wire says."""
+"""The emulated world: engines run in it, and its collectives take the time that the network model gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What suites and tools that were written for FSDP2 rely on beyond training itself: found by running torch's own tests of FSDP2 on ours."""
+"""Behaviour beyond training that suites and tools for FSDP2 rely on, found by running torch's own FSDP2 tests on our fully_shard."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def averaged(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> to
 
 
 class Experts(nn.Module):
-    """What every rank computes is its own rows times all experts, of which expert parallelism keeps some here."""
+    """Each rank multiplies its own rows by all experts. Expert parallelism keeps a part of the experts on this rank."""
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Experts(nn.Module):
 
 
 def expert_meshes(replicas: int) -> tuple[DeviceMesh, DeviceMesh, Any, Any]:
-    """The dense mesh, that of expert parallelism, and what torch calls mesh infos of dense parameters and experts."""
+    """The dense mesh, the mesh of expert parallelism, and torch's mesh infos of dense parameters and of experts."""
     if replicas == 1:
         dense = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))._unflatten(0, (4,), ("dp",))["dp"]
         sparse = dense._unflatten(0, (2, 2), ("efsdp", "ep"))
@@ -137,7 +137,7 @@ def plainly_placed(rank: int, world: int) -> None:
         for name, value in state.items():
             assert type(value) is DTensor and value.placements == (Shard(0),), (what, name)
             assert torch.equal(value.full_tensor(), values[name]), (what, name)
-    # What the state holds are the shards themselves, as ever.
+    # The state dict holds the shards themselves.
     with torch.no_grad():
         for value in ours.state_dict().values():
             value.to_local().mul_(2)
@@ -172,9 +172,9 @@ def test_meshes_that_do_not_fit_are_refused() -> None:
 
 
 def penalty(rank: int, world: int, options: dict[str, Any]) -> None:
-    """The gradient of |d loss / d input|, which torch's own fully_shard can't compute: against a plain module."""
+    """The gradient of |d loss / d input|, against a plain module. torch's own fully_shard can't compute it."""
     ours, alone = sharded(Net(272, 2), **options), Net(272, 2)
-    for _ in range(2):  # the second step finds nothing left of the first
+    for _ in range(2):  # the second step finds no leftovers of the first
         for model in (ours, alone):
             model.zero_grad()
             x = batch(rank, 272).requires_grad_()
@@ -233,7 +233,7 @@ def test_a_state_dict_is_loaded_between_steps_only() -> None:
 
 
 def left_behind(rank: int, world: int) -> None:
-    """A parameter used outside of its module's forward says so."""
+    """A parameter that is used outside of its module's forward raises an error that says so."""
     model = sharded()
     with pytest.raises(ValueError, match=r"parameters of a sharded module are whole in its forward, or after its unshard\(\)"):
         nn.functional.linear(batch(rank), model.layers[0].weight)
@@ -250,7 +250,7 @@ def test_using_a_resharded_parameter_names_forward_and_unshard() -> None:
 
 def one_of_several_roots_goes(rank: int, world: int) -> None:
     stages: list[Any] = [sharded(Net(272, 2)) for _ in range(3)]
-    stages[0](batch(rank, 272)).sum().backward()  # has a schedule already
+    stages[0](batch(rank, 272)).sum().backward()  # this stage has a schedule already
     share_comm_ctx(stages)
     units = [unit_of(m) for stage in stages for m in stage.modules() if isinstance(m, FSDPModule)]
     assert len({id(unit.lanes) for unit in units if unit.lanes is not None}) == 1
@@ -270,7 +270,7 @@ def one_of_several_roots_goes(rank: int, world: int) -> None:
         stages[0](batch(rank, 272))
     handle.remove()
     loss.backward()
-    del stages[1], loss  # one root, with gathered parameters
+    del stages[1], loss  # one root with gathered parameters
     for stage in stages:
         stage(batch(rank, 272)).sum().backward()
     assert pool.count()[size] == (0, 0), "what is left uses nothing between steps, and nothing is counted for those that are gone"
@@ -283,7 +283,7 @@ def test_pool_counts_are_right_after_one_of_several_roots_goes() -> None:
 
 
 def said_before_the_first_forward(rank: int, world: int) -> None:
-    """A flag set on a unit inside does not make it a root."""
+    """Setting a flag on an inner unit does not make that unit a root."""
     model = sharded()
     model.layers[0].set_is_last_backward(True)
     model.layers[0].set_post_optim_event(None)
@@ -320,7 +320,7 @@ def pushed_forward(rank: int, world: int) -> None:
     plain = plain.double()
     x, direction = batch(rank).double(), batch(rank + 7).double()
     for _ in range(2):
-        for model in (ours, ours.layers[0]):  # the first forward of all is inside a transform
+        for model in (ours, ours.layers[0]):  # the very first forward is inside a transform
             alone = plain if model is ours else plain.layers[0]
             got, expected = (torch.func.jvp(m, (x,), (direction,)) for m in (model, alone))
             torch.testing.assert_close(got, expected)
@@ -343,7 +343,7 @@ def beside_replicate(rank: int, world: int) -> None:
     assert not isinstance(ours.layers[0].weight, DTensor) and isinstance(ours.layers[2].weight, DTensor)
     outer = Net()
     sharded_part = fully_shard(outer.layers[0])
-    replicate(outer)  # leaves what is sharded alone
+    replicate(outer)  # leaves the sharded part alone
     for model in (ours, outer, alone):
         model(batch(rank)).square().sum().backward()
     for model in (ours, outer):
@@ -370,7 +370,7 @@ def test_all_gather_hooks_added_after_fully_shard_raise() -> None:
 
 
 def counted(rank: int, world: int) -> None:
-    """Seen by torch's own counter, the first step has the collectives of the others."""
+    """By torch's own counter, the first step has the same collectives as later steps."""
     for how in (fully_shard, torch_fully_shard):
         model, counts = sharded(how=how), []
         for _ in range(2):
@@ -409,13 +409,13 @@ def states(rank: int, world: int, how: Any) -> list[Any]:
     group = root._fsdp_param_group
     seen.append([(p._orig_size, p.orig_dtype, p._module_info.param_name, type(p._module_info.module).__name__) for p in group.fsdp_params])
     seen.append((group._reduce_dtype, group._reshard_after_forward, inner._fsdp_param_group._reshard_after_forward))
-    seen.append(getattr(group, "_orig_dtype", torch.float32))  # torch 2.15 has none: a group's parameters may differ there
+    seen.append(getattr(group, "_orig_dtype", torch.float32))  # torch 2.15 has none, because dtypes within a group may differ
     model.set_is_last_backward(False)
     seen.append((root._state_ctx.is_last_backward, root._modules_to_run_forward, inner._modules_to_run_forward))
     root._state_ctx.is_last_backward = True
     inner._states_to_backward_prefetch = [root]
     seen.append(inner._states_to_backward_prefetch == [root])
-    inner._states_to_backward_prefetch = []  # "no list": trainers take prefetching out so
+    inner._states_to_backward_prefetch = []  # an empty list; trainers disable prefetching this way
     seen.append(inner._states_to_backward_prefetch)
     model.layers[1].unshard()
     seen.append((inner._fsdp_param_group.is_unsharded, root._fsdp_param_group.is_unsharded))
@@ -440,7 +440,7 @@ def test_the_state_of_a_unit_reads_as_that_of_torch() -> None:
 
 
 class Turned(nn.Module):
-    """Its output is a view of what it computed, which the next one changes in place: FSDP2 warns of that, and its backward fails."""
+    """Each unit's output is a view, which the next operation changes in place. FSDP2 warns of it, and its backward fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -481,7 +481,7 @@ def test_outputs_that_are_views_may_be_changed_in_place() -> None:
 
 
 def staged(rank: int, world: int) -> bool:
-    """Torch's asynchronous checkpoints copy state dicts this way first."""
+    """torch's asynchronous checkpoints first copy state dicts this way."""
     model = sharded()
     state = model.state_dict()
     assert any(p.to_local().storage_offset() for p in state.values()), "parameters lie behind each other in one buffer"
@@ -500,7 +500,7 @@ def test_state_dict_can_be_staged_for_asynchronous_checkpoints() -> None:
 
 
 def tied_across_units(rank: int, world: int, how: Any) -> bool:
-    """Modules that share a parameter, in units of their own: refused by the first forward, unless one got a parameter of its own."""
+    """The first forward refuses modules in separate units that share a parameter, unless one has got its own parameter since."""
 
     def tied() -> Any:
         model = Net(layers=2)
@@ -515,7 +515,7 @@ def tied_across_units(rank: int, world: int, how: Any) -> bool:
         model(batch(rank)).sum().backward()
         assert model.layers[1].weight.grad is not None and model.layers[1].weight is not model.layers[0].weight
         for model in (tied(), sharded(Net(layers=2), how), how(Net(layers=2))):
-            model.layers[1].weight = model.layers[0].weight  # as a tie_weights() after loading does it
+            model.layers[1].weight = model.layers[0].weight  # like a tie_weights() after loading
             with pytest.raises(ValueError, match="'layers.1.weight' is shared .* it was tied to 'layers.0.weight' after fully_shard"):
                 model(batch(rank))
     return True
@@ -527,7 +527,7 @@ def test_first_forward_refuses_parameters_tied_across_units(how: Any) -> None:
 
 
 class Again(nn.Module):
-    """Its first unit is called twice."""
+    """A model that calls its first unit twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -571,7 +571,7 @@ def test_in_backward_optimizer_steps_once_per_twice_called_unit() -> None:
 
 
 class OwnAllGather:
-    """A collective of the user's that is never called."""
+    """A user's collective that is never called."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -581,7 +581,7 @@ class OwnAllGather:
 
 
 def refusals(rank: int, world: int, how: Any) -> list[tuple[type[BaseException], str]]:
-    """What is raised, and the words that scripts look for."""
+    """The exceptions raised, and the words that scripts look for."""
     flat, named = init_device_mesh("cpu", (2, 1)), init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
     meta: Any = Net()
     with torch.device("meta"):

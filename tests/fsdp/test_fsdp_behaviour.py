@@ -1,4 +1,4 @@
-"""What fully_shard does with the odd cases, against torch's fully_shard or a plain module in the same test. Ranks are threads."""
+"""Unusual uses of fully_shard, against torch's fully_shard or a plain module in the same test. Ranks are threads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from vescale_ray.geometry import Block
 
 
 def seeded(make, seed=0):
-    """The same model on every rank. (torch's own random state is one for all threads.)"""
+    """Build the same model on every rank. (All threads share torch's random state.)"""
     model, generator = make(), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -87,7 +87,7 @@ def steps_of(model, rank, world, count, optimizer=None, forward=None):
 
 
 class Branches(nn.Module):
-    """One parameter never used, one frozen, two dtypes, one without elements."""
+    """One parameter is never used, one frozen, one without elements; there are two dtypes."""
 
     def __init__(self):
         super().__init__()
@@ -199,13 +199,13 @@ def test_ranks_that_hold_nothing_take_part():
 
 def several_calls(rank, world):
     ours, alone = shard_tower(seeded(Tower)), seeded(Tower)
-    for _ in range(3):  # the buffers are shared out anew after the first step
+    for _ in range(3):  # after the first step the buffers are assigned anew
         for model, r, w in ((ours, rank, world), (alone, 0, 1)):
             model.zero_grad()
             first, second = model(inputs(r, w, 0)), model(inputs(r, w, 1))
             (first.square().mean() + second.sum(-1).square().mean()).backward()
         same(grads(ours), grads(alone))
-        for model, r, w in ((ours, rank, world), (alone, 0, 1)):  # two graphs, the first one's backward last
+        for model, r, w in ((ours, rank, world), (alone, 0, 1)):  # two graphs; the first graph's backward runs last
             model.zero_grad()
             first, second = model(inputs(r, w, 0)), model(inputs(r, w, 1))
             second.square().mean().backward(retain_graph=True)
@@ -219,7 +219,7 @@ def test_a_model_may_run_several_times_before_backward():
 
 
 class Wandering(nn.Module):
-    """Runs its layers in an order that changes from call to call, some twice."""
+    """A model that runs its layers in an order that changes from call to call, some of them twice."""
 
     def __init__(self):
         super().__init__()
@@ -287,7 +287,7 @@ def evaluation_between(rank, world):
             model(inputs(rank, world, step)).float().square().mean().backward()
             with torch.no_grad():
                 before = model(inputs(rank, world, 5))
-            model.reshard()  # torch's would keep the root's old parameters
+            model.reshard()  # torch's fully_shard would keep the root's old parameters
             optimizer.step()
             optimizer.zero_grad()
             with torch.inference_mode():
@@ -361,8 +361,8 @@ def chunked_loss(rank, world):
         for model in models:
             model.zero_grad()
             r, w = (0, 1) if model is models[-1] else (rank, world)
-            model(inputs(r, w)).square().mean().backward()  # all modules of the list
-            hidden = model(inputs(r, w, 1), with_head=False)  # only some; the rest runs in chunks
+            model(inputs(r, w)).square().mean().backward()  # uses all modules of the list
+            hidden = model(inputs(r, w, 1), with_head=False)  # uses only some; the rest runs in chunks
             detached = hidden.detach().requires_grad_()
             for chunk in detached.chunk(2):
                 (model.head(chunk).square().mean() / 2).backward()
@@ -391,7 +391,7 @@ class WithGenerate(nn.Module):
 def other_method(rank, world):
     ours, alone = fully_shard(seeded(WithGenerate)), seeded(WithGenerate)
     register_fsdp_forward_method(ours, "generate")
-    register_fsdp_forward_method(alone, "generate")  # not sharded: nothing happens
+    register_fsdp_forward_method(alone, "generate")  # no effect on a module that is not sharded
     ours.generate(inputs(rank, world)).square().mean().backward()
     alone.generate(inputs(0, 1)).square().mean().backward()
     same(grads(ours), grads(alone))
@@ -433,7 +433,7 @@ def test_inputs_and_outputs_may_be_nested():
 
 
 def recomputed_outside(rank, world):
-    """Checkpoints around several units at once, of both kinds."""
+    """Activation checkpoints, reentrant and not, each around several units."""
     for reentrant in (False, True):
         ours, alone = shard_tower(seeded(Tower)), seeded(Tower)
 
@@ -529,7 +529,7 @@ def to_neighbours(rank, world, shape, size, options):
                 with torch.no_grad():
                     model(inputs(r, w, 9, rows=24))
             if step == 2:
-                model(inputs(r, w, 9, rows=24))  # no backward follows
+                model(inputs(r, w, 9, rows=24))  # without a backward
             with GatherSizes() as sizes:
                 model(inputs(r, w, step, rows=24)).float().square().mean().backward()
             if model is ours:
@@ -548,7 +548,7 @@ def to_neighbours(rank, world, shape, size, options):
 
 
 class GatherSizes:
-    """The sizes of the groups that this thread's all-gathers ran in."""
+    """Records the sizes of the groups in which this thread's all-gathers ran."""
 
     here = threading.local()
 
@@ -585,7 +585,7 @@ def held_while_gathered(rank, world, gather):
 
 
 def test_all_gather_input_is_held_until_the_gather_completes(monkeypatch):
-    """On an accelerator the all-gather still reads it when the call returns, and nothing else holds its memory."""
+    """On an accelerator the all-gather still reads its input when the call returns, and no other object holds that memory."""
     monkeypatch.setattr(comm, "all_gather", comm.all_gather)
     assert all(run_threads(4, held_while_gathered, lambda *_, **__: comm.Done()))
 
@@ -605,7 +605,7 @@ def neighbours_on_gloo(rank, world):
 
 
 class CustomGather(AllGather):
-    """Counts, allocates itself, and hands over work to wait for if ``later``."""
+    """A custom all-gather that counts its calls, allocates its outputs, and returns work to wait for if ``later``."""
 
     def __init__(self, later):
         self.later, self.calls, self.given = later, 0, []
@@ -657,7 +657,7 @@ def custom_collectives(rank, world):
         assert scatter.ops == [dist.ReduceOp.AVG] * 2 + [dist.ReduceOp.SUM]
         with pytest.raises(AssertionError, match="whose allocate"):
             ours.set_allocate_memory_from_process_group_for_comm(True)
-        if dist.get_backend() == "gloo":  # threads have no back end that could be asked
+        if dist.get_backend() == "gloo":  # only a real back end can allocate memory; ranks on threads have none
             ours, alone = fully_shard(seeded(Branches)), seeded(Branches)
             ours.set_allocate_memory_from_process_group_for_comm(True)
             for model, r, w in ((ours, rank, world), (alone, 0, 1)):
@@ -918,7 +918,7 @@ def test_blocks_may_be_compiled():
 
 
 class Mixture(nn.Module):
-    """Two matrices whose whole rows of blocks have lengths without a small common multiple."""
+    """Two matrices. The lengths of their whole rows of blocks have no small common multiple."""
 
     def __init__(self):
         super().__init__()

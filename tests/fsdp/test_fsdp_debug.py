@@ -1,4 +1,4 @@
-"""Debug mode: a rank that strays is named before anything is exchanged."""
+"""Debug mode names a rank whose collectives differ, before it exchanges data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vescale_ray.fsdp import OrderError, set_debug
 
 
 class Forking(Tower):
-    """Rank 1 leaves out a layer."""
+    """A model in which rank 1 leaves out a layer."""
 
     skip = False
 
@@ -88,7 +88,7 @@ def test_reading_a_kept_gathered_parameter_raises(debug):
 
 
 def imported_with(rank, world, value):
-    """Import the module once more, in a process that ends with the test."""
+    """Import the module again, in a process that ends with the test."""
     os.environ["VESCALE_RAY_FSDP_DEBUG"] = value
     return importlib.reload(importlib.import_module("vescale_ray.fsdp.debug")).debugging()
 

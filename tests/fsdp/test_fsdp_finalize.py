@@ -1,4 +1,4 @@
-"""The end of a step by hand (``finalize_backward``), and mixed precision policies: as the torch that is installed has them."""
+"""Finishing a step by hand (``finalize_backward``), and mixed precision policies, compared with the installed torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ since_2_15 = pytest.mark.skipif(
 
 
 def whole_step(model: Any, steps: range, world: int) -> None:
-    """The gradients of ours: the mean over ranks, the sum over micro-batches."""
+    """Compute the expected gradients: the mean over ranks, summed over micro-batches."""
     for step in steps:
         model(inputs(0, 1, step)).square().mean().backward()
 
@@ -34,7 +34,7 @@ def by_hand(rank: int, world: int, asynchronous: bool, reduces_at_once: bool) ->
     assert ours.finalize_backward(async_op=True).wait() is None and ours.finalize_backward() is None, "nothing before the first forward"
     for optimizer_step in range(3):
         ours.set_manual_backward_finalization(True)
-        ours.set_is_last_backward(False)  # superseded
+        ours.set_is_last_backward(False)  # has no effect, since finalization is manual
         ours.set_reshard_after_backward(False)
         ours.set_requires_gradient_sync(reduces_at_once)
         micro = range(2 * optimizer_step, 2 * optimizer_step + 2)
@@ -72,7 +72,7 @@ def test_manually_finalized_step_has_the_whole_models_gradients(asynchronous: bo
 
 
 def one_layer_assigned(rank: int, world: int) -> None:
-    """Weights' gradients that autograd.grad computed and the caller assigned, as in zero-bubble pipelines."""
+    """The caller computes weight gradients with autograd.grad and assigns them, as in zero-bubble pipelines."""
     ours, alone = shard_tower(seeded(Tower), reshard_after_forward=False), seeded(Tower)
     ours.set_manual_backward_finalization(True)
     ours.set_requires_gradient_sync(False)
@@ -93,7 +93,7 @@ def test_finalizing_a_step_takes_in_assigned_gradients() -> None:
 
 
 def raised(call: Any) -> str:
-    """The type of what was raised, PhaseError being a RuntimeError; empty if nothing was."""
+    """"RuntimeError" if the call raises one, of which PhaseError is a kind; otherwise an empty string."""
     try:
         call()
     except RuntimeError:
@@ -107,7 +107,7 @@ def refusals(rank: int, world: int, how: Any) -> list[str]:
     model(inputs(rank, world)).sum().backward()
     seen.append(raised(lambda: model.layers[0].set_manual_backward_finalization(True)))
     seen.append(raised(lambda: model.layers[0].finalize_backward()))
-    seen.append(raised(lambda: model.finalize_backward()))  # not asked for
+    seen.append(raised(lambda: model.finalize_backward()))  # manual finalization was not switched on
     model.set_manual_backward_finalization(True)
     out = model.layers[2].register_forward_hook(
         lambda _module, _args, output: output.register_hook(lambda _: seen.append(raised(lambda: model.finalize_backward()))) and None
@@ -206,7 +206,7 @@ class Sum(nn.Module):
 
 
 def small_and_large(rank: int, world: int, how: Any, options: dict[str, Any]) -> Any:
-    """The gradients' sum is 1 + 2**-9, which bfloat16 does not have: 1 there."""
+    """The gradients' sum is 1 + 2**-9, which bfloat16 rounds to 1."""
     model = how(Sum(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, **options))
     model(torch.full((4,), 1.0 if rank == 0 else 2.0**-9)).backward()
     return model.seen, full(model.low.grad).tolist(), full(model.high.grad).tolist()

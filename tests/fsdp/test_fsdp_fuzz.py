@@ -1,7 +1,7 @@
-"""Random programs: units, ways of sharding, orders, checkpoints, branches without gradient, switches. Ours on two ranks against a
-plain module.
+"""Random programs on two ranks against a plain module.
 
-Buffers are address ranges here whatever their size, so that reading one whose memory has moved on ends the process.
+The programs vary units, kinds of sharding, orders, checkpoints, branches without gradient, and switches. All buffers are address ranges
+here, regardless of size, so that a read of a buffer whose memory has gone ends the process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vescale_ray.fsdp import Sharding, fully_shard, memory
 
 
 class Program(nn.Module):
-    """Runs its layers as ``plan`` says."""
+    """A model that runs its layers as ``plan`` says."""
 
     def __init__(self, layers):
         super().__init__()
@@ -76,7 +76,7 @@ def run_program(rank, world, seed):
             one_step(model, mode, plans, frozen, inputs(r, w, step), inputs(r, w, step + 20))
         ours.reshard()
         mine, expected = grads(ours), grads(alone)
-        if mode == "without_sync":  # a unit that the last micro-batch did not use keeps its gradients for the next one
+        if mode == "without_sync":  # a unit that the last micro-batch did not use keeps its gradients until the next one
             expected = {name: None if mine[name] is None else grad for name, grad in expected.items()}
             for unit in unit_of(ours).schedule.units:
                 for group in unit.groups:
@@ -89,7 +89,7 @@ def run_program(rank, world, seed):
         with torch.no_grad():
             for wanted, parameter in zip(alone.parameters(), ours.parameters(), strict=True):
                 torch.testing.assert_close(parameter.full_tensor(), wanted, rtol=1e-3, atol=1e-5)
-                wanted.copy_(parameter.full_tensor())  # differences of rounding are not to add up
+                wanted.copy_(parameter.full_tensor())  # so that rounding differences do not accumulate
 
 
 def one_step(model, mode, plans, frozen, x, other):

@@ -1,4 +1,7 @@
-"""Fused experts that are gathered with a gap behind each: the same training, less padding. Against one process, in the same test."""
+"""Fused experts that are gathered with a gap behind each expert: the same training, with less padding.
+
+The reference is one process, in the same test.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from vescale_ray.planner import plan_buffers, units
 
 
 class Experts(nn.Module):
-    """Every token goes through all experts of a stack; a frozen stack beside it."""
+    """Every token goes through all experts of a stack. The model also has a frozen stack."""
 
     def __init__(self, count: int, rows: int, columns: int) -> None:
         super().__init__()
@@ -121,7 +124,7 @@ def trains_alike(
 
 
 CASES = [
-    # world, (experts, rows, columns), block: experts that fall on no boundary, whole experts, blocks that don't divide the rows
+    # world, (experts, rows, columns), block: experts off the boundaries, whole experts, blocks that do not divide the rows
     (3, (4, 20, 28), Block.rows(20)),
     (6, (5, 30, 6), Block.rows(39)),
     (8, (2, 18, 9), Block.rows(42)),
@@ -146,7 +149,7 @@ def test_gaps_keep_gradients_and_never_add_padding(world, sizes, block, dtype, a
         assert padding <= without, "gaps are only for less padding"
         assert strided == any(gap for name, gap in gaps.items() if name.endswith("up"))
         assert not gaps.get("bias"), "not allowed there"
-        if dtype == "float32" and (world, sizes, block) in CASES[1:3]:  # experts fall on no boundary
+        if dtype == "float32" and (world, sizes, block) in CASES[1:3]:  # experts off the boundaries
             assert strided and padding < 0.7 * without, (gaps, padding, without)
 
 
@@ -187,7 +190,7 @@ def test_gaps_keep_gradients_with_replicas_and_cpu_offload() -> None:
 
 
 def saved_and_loaded(rank: int, world: int, root: str) -> bool:
-    """A checkpoint knows nothing of gaps; and ``to``, ``load_state_dict`` keep them."""
+    """A checkpoint does not contain the gaps. ``to`` and ``load_state_dict`` keep them."""
     sizes = (5, 24, 16)
     gapped, plain = shard(seeded(*sizes), Block.rows(10), allow_gaps=True), shard(Stack(2, *sizes), Block.rows(4))
     ckpt.save({"model": gapped}, root, 1, timeout_s=20)

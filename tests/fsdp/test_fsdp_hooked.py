@@ -1,4 +1,4 @@
-"""Tensor classes that say what is gathered: ours against torch's fully_shard with the same class, in the same test."""
+"""Tensor classes with hooks that define the gathered data, against torch's fully_shard with the same class, in the same test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vescale_ray.fsdp import fully_shard
 
 
 class Rounded(torch.Tensor):
-    """A weight that is sent as int8 with a scale for each row, and used as what comes of that."""
+    """A weight that is sent as int8 with a scale for each row, and used in its rounded form."""
 
     calls: list[str] = []
 
@@ -153,7 +153,7 @@ def test_training_on_gloo_is_that_of_torchs_fully_shard() -> None:
 
 
 class Scaled(Rounded):
-    """As float8 weights: one scale for the whole weight, from the largest value of all shards."""
+    """Like float8 weights: one scale for the whole weight, from the largest value of all shards."""
 
     def fsdp_pre_all_gather(  # type: ignore[override]
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
@@ -164,7 +164,7 @@ class Scaled(Rounded):
         return ((self.data_inside / scale).round().to(torch.int8), scale.view(1, 1)), mesh.size()
 
     def fsdp_post_all_gather(self, outputs: tuple[torch.Tensor, ...], metadata: Any, *rest: Any, **more: Any) -> Any:
-        assert outputs[1].numel() == metadata == 2  # of two shards, however many replicas there are
+        assert outputs[1].numel() == metadata == 2  # two shards, regardless of the number of replicas
         codes, scales = outputs
         return super().fsdp_post_all_gather((codes, scales[:1].expand(codes.shape[0], 1)), metadata, *rest, **more)
 
@@ -185,7 +185,7 @@ def test_with_replicas_a_hook_gets_the_mesh_of_the_shards() -> None:
 
 
 class Eight(Rounded):
-    """Held and sent as float8, used as it is; it has no slices but those from the start, as NF4 weights."""
+    """A weight that is sent and used as float8. Like NF4 weights, it supports only slices from the start."""
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -219,7 +219,7 @@ def trains_around_frozen_ones(rank: int, world: int) -> None:
     shard(model, fully_shard)
     optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (model, plain)]
     for step in range(5):
-        if step == 3:  # what was frozen is trained: the hooks of the gathered weights have to be there
+        if step == 3:  # frozen parameters are trained from now on, so the gathered weights need their hooks
             for m in (model, plain):
                 m.requires_grad_(True)
         x = torch.randn(8, 12, generator=torch.Generator().manual_seed(step))
@@ -242,7 +242,7 @@ def test_frozen_unsliceable_float8_weights_may_be_trained_later() -> None:
 
 
 def uneven(rank: int, world: int) -> None:
-    """12 rows over 5 ranks: 3, 3, 3, 3 and none. The hook sees what the rank has; padding is ours."""
+    """12 rows over 5 ranks: 3, 3, 3, 3 and none. The hook sees the rank's rows only; the engine adds the padding."""
     (ours, _), x = models(), torch.randn(10, 12, generator=torch.Generator().manual_seed(3))
     plain: Any = copy.deepcopy(models()[0])
     for layer in plain.layers:
@@ -256,7 +256,7 @@ def uneven(rank: int, world: int) -> None:
     for layer, other in zip(ours.layers, plain.layers, strict=True):
         got, expected = bare(layer.linear.weight.grad), other.linear.weight.grad[rows]
         assert got.shape == expected.shape and apart(got, expected) <= 1e-5
-    # What was gathered is freed between passes.
+    # The gathered memory is freed between passes.
     group = next(g for g in unit_of(ours.layers[0]).groups if g.params[0].name == "linear.weight")
     for gathered in group._gathered[0].outputs:
         with pytest.raises(RuntimeError, match="linear.weight.* resharded"):

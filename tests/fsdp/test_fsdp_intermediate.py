@@ -1,4 +1,4 @@
-"""Losses of tensors that a unit does not return: gradients are those of one process, or there is an error; no rank dies."""
+"""Losses of tensors that a unit does not return: the gradients equal those of one process, or an error is raised; no rank dies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Features:
 
 
 class Holder:
-    """A plain object, which no tree function looks into."""
+    """A plain object. Tree functions do not look into it."""
 
     __slots__ = ("out", "hidden")
 
@@ -36,7 +36,7 @@ class Holder:
 
 
 class Scale(nn.Module):
-    """A module with a parameter of its own that computes in its forward and keeps what it has computed."""
+    """A module that computes with its own parameter in its forward, and keeps the result."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Block(nn.Module):
         return Holder(out, hidden) if self.way == "object" else out
 
     def intermediate(self, output: Any) -> torch.Tensor:
-        """What the loss is made of."""
+        """The tensor from which the loss is computed."""
         if self.way == "inner attribute":
             return self.scale.kept
         if self.way == "object":
@@ -138,7 +138,7 @@ def test_loss_of_a_kept_tensor_trains_with_recomputed_forward() -> None:
 
 
 class Collecting(nn.Module):
-    """Adds what it computes to containers that it is given."""
+    """A module that adds its results to the containers that it receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,10 @@ def test_attribute_search_finds_a_kept_tensor_cheaply_and_once() -> None:
 
 
 class Hidden(nn.Module):
-    """Keeps a tensor where no unit can see it, computed with a parameter that is used outside of its own module's forward."""
+    """A module that keeps a tensor where no unit can see it.
+
+    The tensor is computed with a parameter that is used outside of its own module's forward.
+    """
 
     def __init__(self, width: int, use: str) -> None:
         super().__init__()

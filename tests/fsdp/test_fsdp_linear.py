@@ -1,4 +1,4 @@
-"""Weight gradients that linear layers write into the buffer themselves: against a plain module in the same test."""
+"""Weight gradients that linear layers write into the buffer themselves, against a plain module in the same test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH = 12
 
 
 class Net(nn.Module):
-    """Two units' worth of linear layers, called as ``how`` says."""
+    """Linear layers for two units, called in the way that ``how`` names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor, how: str = "plain") -> torch.Tensor:
         if how == "twice":
             x = self.second(self.first(self.first(x)).tanh())
-        elif how == "also by hand":  # the weight is used by others than its layer, before and after
+        elif how == "also by hand":  # others use the weight too, before and after its layer
             x = F.linear(self.first(x @ self.first.weight).tanh(), self.first.weight)
         elif how == "reentrant inside":
             x = self.first(checkpoint(lambda y: self.first(y).tanh(), self.first(x), use_reentrant=True))
@@ -97,7 +97,7 @@ def test_gradients_are_those_of_a_plain_module(how: str) -> None:
 
 
 def written(rank: int, world: int) -> list[bool]:
-    """Whether each of the first gradients of a step was taken over without a copy."""
+    """Whether each of a step's first gradients was taken over without a copy."""
     ours, _ = pair()
     group = unit_of(ours).groups[0]
     taken = []
@@ -129,7 +129,7 @@ def test_a_gradient_is_taken_over_without_a_copy(monkeypatch: pytest.MonkeyPatch
 def odd_uses(rank: int, world: int) -> None:
     ours, alone = pair()
     x = samples(rank, world, 1)
-    # Gradients that are asked for, not accumulated: nothing may stay behind in the buffer.
+    # autograd.grad returns gradients and accumulates none, so nothing may stay in the buffer.
     y = x.clone().requires_grad_()
     (got,) = torch.autograd.grad(ours(y).square().sum(), y)
     z = x.clone().requires_grad_()
@@ -141,7 +141,7 @@ def odd_uses(rank: int, world: int) -> None:
     agree(ours, alone, 1 / world)
     ours.zero_grad()
     alone.zero_grad()
-    # A hook of the user's on the gathered weight changes its gradient.
+    # A user's hook on the gathered weight changes its gradient.
     ours.unshard()
     handle = ours.first.weight.register_hook(lambda grad: grad * 3)
     ours(x).sum().backward()
@@ -153,7 +153,7 @@ def odd_uses(rank: int, world: int) -> None:
     agree(ours, alone, 1 / world)
     ours.zero_grad()
     alone.zero_grad()
-    # Autocast is torch's: its products are in another dtype.
+    # Under autocast torch computes the gradients, because its products have another dtype.
     with torch.autocast("cpu", torch.bfloat16):
         assert ours(x).dtype == torch.bfloat16
         ours(x).float().sum().backward()
@@ -209,7 +209,7 @@ def test_complex_weights_have_the_gradients_of_a_plain_module() -> None:
 
 
 def tower() -> tuple[Any, Any]:
-    """Three layers that are units, and the same ones alone."""
+    """Three layers as units, and the same layers unsharded."""
     models: list[Any] = [nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(3))) for _ in "ab"]
     models[1].load_state_dict(models[0].state_dict())
     for layer in models[0]:
@@ -254,7 +254,7 @@ def test_gradient_kept_by_a_user_hook_stays_unchanged() -> None:
 
 
 def lost(rank: int, world: int) -> None:
-    """A gradient that was written but never arrives (as if autograd had dropped it) holds up nothing."""
+    """A gradient that was written but never arrives, as if autograd had dropped it, blocks nothing."""
     ours, alone = pair()
     grads = unit_of(ours).groups[0].grads
     own = grads.accumulate

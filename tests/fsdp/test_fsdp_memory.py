@@ -1,4 +1,4 @@
-"""What fully_shard copies, sends, holds and frees."""
+"""Bytes that fully_shard copies, sends and holds, and memory that it frees."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Recorder:
 
 
 class Writes(TorchDispatchMode):
-    """Bytes that copy operations have written."""
+    """Counts the bytes that copy operations write."""
 
     COPIES = {"copy_", "clone", "_to_copy", "cat", "split_with_sizes_copy", "chunk_cat", "_foreach_copy_", "_chunk_cat", "stack"}
 
@@ -133,7 +133,7 @@ def counts_in_process(rank, world):
 
 
 GATHERS, REDUCTIONS = 2 * LAYERS + 1, LAYERS + 1
-"""Forward: every unit; backward: every unit but the root, which stays gathered."""
+"""Forward gathers every unit. Backward gathers every unit but the root, which stays gathered."""
 
 
 def test_step_is_one_all_gather_per_unshard_one_reduce_per_group(monkeypatch):
@@ -152,7 +152,7 @@ def test_gloo_collective_is_one_message_to_and_from_each_rank():
 
 
 def copied_bytes():
-    """Bytes copied in one steady step, by operation: FP32, and with a BF16 compute dtype."""
+    """Bytes copied in one steady step, by operation, in FP32 and with a BF16 compute dtype."""
     results = {}
     for name, policy in (("fp32", MixedPrecisionPolicy()), ("bf16", BF16)):
         model = sharded(mp_policy=policy)
@@ -174,7 +174,7 @@ def copied_bytes():
 
 @pytest.fixture
 def one_of_two():
-    """Rank 0 of 2 whose collectives do nothing: what is copied then is copied by us."""
+    """Rank 0 of 2 with collectives that do nothing, so that all counted copies are the engine's."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield
     dist.destroy_process_group()
@@ -282,7 +282,7 @@ def dropped(rank, world):
 
 
 class AddsOf(TorchDispatchMode):
-    """In-place additions of flat tensors of some sizes."""
+    """Counts in-place additions of flat tensors with one of the given sizes."""
 
     def __init__(self, sizes):
         super().__init__()
@@ -300,7 +300,7 @@ def test_one_kernel_adds_a_groups_gradients_and_drops_free_them():
 
 
 def released(rank, world):
-    """Everything goes with the model: no garbage collection needed, and no engine object is left."""
+    """All memory is freed with the model, without garbage collection, and no engine object is left."""
     gc.collect()
     gc.disable()
     try:
@@ -324,13 +324,13 @@ def test_deleting_the_model_frees_its_memory_without_gc():
 
 
 def survives_a_lost_rank(rank, world, folder):
-    """The other rank goes away in the middle of a step: everything is dropped, and training starts again in a new group."""
+    """The other rank goes away in the middle of a step. This rank drops everything and trains again in a new group."""
     model = sharded()
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer)
     if rank == 1:
         model(torch.ones(2, WIDTH))
-        return "gone"  # the harness destroys the process group
+        return "gone"  # the test harness destroys the process group
     failed = ""
     try:
         for _ in range(3):

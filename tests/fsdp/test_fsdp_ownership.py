@@ -1,4 +1,4 @@
-"""Holders of a parameter hold the sharded one, or are told: optimizers, averaged weights, replaced and added parameters."""
+"""Holders of a parameter hold the sharded one or get an error: optimizers, averaged weights, replaced and added parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vescale_ray.optim import SOAP, AdamW, AdamW8bit, Flat, Muon, OptimizerConfi
 
 
 class Net(nn.Module):
-    """Matrices of one shape, so that every optimizer takes all of them; the head is the root's."""
+    """Matrices of one shape, so that every optimizer accepts all of them. The head belongs to the root."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 def models(width: int = 8, **options: Any) -> tuple[Any, Any]:
-    """A sharded model, and the same one alone."""
+    """A sharded model, and the same model unsharded."""
     generator = torch.Generator().manual_seed(3)
     alone = Net(width)
     with torch.no_grad():
@@ -82,7 +82,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SOAP": lambda m: SOAP(m.parameters(), lr=0.1),
 }
 WHOLE: dict[str, Any] = {"block_policy": lambda name, param: Block.tensor()}
-"""Every optimizer takes matrices that are not cut."""
+"""Every optimizer accepts matrices that are not cut."""
 
 
 def after_evaluation(rank: int, world: int, names: list[str]) -> None:
@@ -104,7 +104,10 @@ def test_optimizer_built_after_an_evaluation_trains_everything(names: list[str])
 
 
 def in_the_middle(rank: int, world: int) -> None:
-    """Between forward and backward the root is gathered, as with FSDP2; and a unit that the user gathered."""
+    """Gather parameters and then build the optimizers.
+
+    The root is gathered between forward and backward, as with FSDP2, or the user gathers all units.
+    """
     for gather in (lambda m: m(batch()).square().mean(), lambda m: [m.unshard(), *(layer.unshard() for layer in m.layers)]):
         for name, build in OPTIMIZERS.items():
             ours, alone = models(**WHOLE)
@@ -134,7 +137,7 @@ def too_early(rank: int, world: int) -> None:
     model(batch()).sum().backward()
     with pytest.raises(RuntimeError, match="a sharded one has replaced.*build the optimizer after fully_shard"):
         optimizer.step()
-    # A parameter that is exchanged for another sharded one after the optimizer was built.
+    # A parameter is replaced by another sharded one after the optimizer was built.
     model = fully_shard(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.head.weight = nn.Parameter(model.head.weight.detach().clone() * 2)
@@ -147,7 +150,7 @@ def too_early(rank: int, world: int) -> None:
 
 
 def exchanged_after_a_step(rank: int, world: int) -> None:
-    """The optimizer was right when it took its first step."""
+    """Replace the parameters after a first step in which the optimizer held the right ones."""
     model = fully_shard(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, optimizer, 1)
@@ -203,7 +206,7 @@ def averaged(rank: int, world: int) -> None:
 
 
 def assigned_data(rank: int, world: int) -> None:
-    """Values that are assigned through ``.data`` between steps are what the model, the optimizer and a state dict have."""
+    """Values assigned through ``.data`` between steps reach the model, the optimizer and the state dict."""
     ours, alone = models()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, alone)]
     for step in range(3):
@@ -238,7 +241,7 @@ def written_while_gathered(rank: int, world: int) -> None:
 
 
 def written_while_kept(rank: int, world: int) -> None:
-    """A gathered parameter that was taken in the middle of a step is written after an evaluation, which has kept what was gathered."""
+    """Write a gathered parameter, taken in the middle of a step, after an evaluation that has kept the parameters gathered."""
     for width in (6, 300):
         for then in ("forward", "reshard"):
             ours, _ = models(width)
@@ -258,7 +261,7 @@ def test_write_to_a_gathered_parameter_raises_at_any_size(function: Callable[[in
 
 
 def clipped(rank: int, world: int) -> None:
-    """Parameters that were listed in the middle of a step are clipped as those that have the gradients."""
+    """Clipping works with parameters that were listed in the middle of a step, when the root is gathered."""
     ours, alone = models()
     norms = []
     for model in (ours, alone):
@@ -274,7 +277,7 @@ def test_clipping_works_for_parameters_listed_mid_step() -> None:
 
 
 def gathered_by_hand(rank: int, world: int) -> None:
-    """Parameters that the user gathered stay with the modules over a forward that keeps them."""
+    """Parameters that the user gathered stay in the modules after a forward that keeps them."""
     for options in ({}, {"reshard_after_forward": False}):
         ours, alone = models(**options)
         with torch.no_grad():
@@ -378,7 +381,7 @@ def test_next_forward_names_a_parameter_changed_after_sharding(before: bool) -> 
 
 def remedies(rank: int, world: int) -> None:
     for before in (True, False):
-        # Write into it.
+        # Write into the parameter.
         ours, alone = models()
         if not before:
             ours(batch()).sum().backward()
@@ -389,14 +392,14 @@ def remedies(rank: int, world: int) -> None:
         for model in (ours, alone):
             train(model, torch.optim.SGD(model.parameters(), lr=0.1))
         assert_same(ours, alone)
-        # Load it.
+        # Load the new values.
         ours, alone = models()
         ours.load_state_dict({k: p.detach() * 0.5 for k, p in ours.named_parameters()}, assign=True)
         alone.load_state_dict({k: p.detach() * 0.5 for k, p in alone.named_parameters()})
         for model in (ours, alone):
             train(model, torch.optim.SGD(model.parameters(), lr=0.1))
         assert_same(ours, alone)
-        # Shard what was added.
+        # Shard the added module.
         ours, alone = models()
         if not before:
             ours(batch()).sum().backward()
@@ -414,7 +417,7 @@ def remedies(rank: int, world: int) -> None:
         for model in (ours, alone):
             train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=3)
         assert_same(ours, alone)
-        # An adapter around a layer of an outer unit: shard its new modules, each by itself.
+        # An adapter around a layer of an outer unit: each of its new modules is sharded separately.
         _, alone = models()
         ours = fully_shard(copy.deepcopy(alone))
         for model in (ours, alone):
@@ -429,13 +432,13 @@ def remedies(rank: int, world: int) -> None:
         for model in (ours, alone):
             train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=3)
         assert_same(ours, alone)
-        # Frozen, what was added is the same on every rank for good.
+        # Frozen added parameters stay the same on every rank.
         ours, alone = models()
         for model in (ours, alone):
             model.layers.append(nn.Linear(8, 8).requires_grad_(False))
             model.layers[-1].load_state_dict({"weight": torch.eye(8), "bias": torch.ones(8)})
             train(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
-    # Ignored parameters may be exchanged: they are not managed.
+    # Ignored parameters may be replaced, because they are not managed.
     free: Any = Net()
     fully_shard(free, ignored_params={free.head.weight})
     free.head.weight = nn.Parameter(torch.eye(8))
@@ -455,7 +458,7 @@ def hooks(rank: int, world: int) -> None:
     with pytest.warns(UserWarning, match="has gradient hooks.*register_post_accumulate_grad_hook") as told:
         fully_shard(ours)
     assert sorted(str(one.message).split("'")[1] for one in told) == ["head.weight", "layers.0.weight"]
-    # Hooks on tensors see no gradient of a sharded parameter.
+    # Tensor hooks on a sharded parameter see no gradient.
     ours.layers[1].weight.register_hook(lambda grad: called.append("tensor") or grad)
     ours.head.weight.register_post_accumulate_grad_hook(lambda p: called.append(f"after {p.grad is not None}"))
     with pytest.warns(UserWarning, match=r"'layers.1.weight' has a hook of register_hook\(\)"):

@@ -1,4 +1,4 @@
-"""fully_shard above tensor parallelism, on other dimensions of one mesh: against a single process and torch's fully_shard."""
+"""fully_shard above tensor parallelism, on other dimensions of one mesh, against a single process and torch's fully_shard."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_fully_shard_above_tp_equals_a_single_process_and_torch(way):
 @pytest.mark.parametrize(("shape", "names"), [((3, 2), ("dp", "tp")), ((2, 2, 2), ("replicate", "shard", "tp"))])
 def test_more_ranks_and_replicas_above_tp_equal_a_single_process(shape, names):
     world = shape[0] * shape[1] * (shape[2] if len(shape) > 2 else 1)
-    if shape == (3, 2):  # 16 rows are not 3 equal parts: the means of the parts would not be the mean of all
+    if shape == (3, 2):  # 3 ranks can't share 16 rows equally, so the mean of their means is not the mean of all
         assert all(run_threads(world, uneven_ranks, shape, names))
     else:
         assert all(run_threads(world, tensor_parallel, shape, names, {}))
@@ -145,10 +145,10 @@ def uneven_ranks(rank, world, shape, names):
 
 
 def on_gloo(rank, world, folder):
-    """The same with processes, and rows shared out, too: gradients of norms come as partial sums. Then checkpoints across meshes."""
+    """The same on processes, with rows sharded too, so that gradients of norms are partial sums; then checkpoints across meshes."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     ours, alone = with_tp(fully_shard, mesh, "dp", SEQUENCE_PLAN), seeded(Net)
-    (ours(batch(0, rank, 4)).square().mean() / 2).backward()  # the two tensor-parallel ranks' losses add up
+    (ours(batch(0, rank, 4)).square().mean() / 2).backward()  # the losses of the two tensor-parallel ranks add up
     alone(batch(0, 0, 1)).square().mean().backward()
     for name, p in ours.named_parameters():
         if p.requires_grad:
@@ -206,7 +206,7 @@ def global_mesh(rank, world, shape, names, dims, **only_ours):
 
 
 def kept_by_neighbours(rank, world):
-    """What FSDP2 does not do yet: an int for ``reshard_after_forward`` together with ``dp_mesh_dims``."""
+    """FSDP2 does not support an int for ``reshard_after_forward`` together with ``dp_mesh_dims`` yet."""
     return global_mesh(rank, world, (4, 1), ("dp", "tp"), DataParallelMeshDims(shard="dp"), reshard_after_forward=2)
 
 

@@ -1,6 +1,6 @@
-"""Training with our fully_shard equals training in one process, and torch's fully_shard, whatever the number of ranks.
+"""Training with our fully_shard equals training in one process and with torch's fully_shard, at every number of ranks.
 
-The ranks of one world size run all their scenarios in one go; each test then looks at one scenario's result.
+The ranks of one world size run all their scenarios at once; each test then checks one scenario's result.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def three_rows(name, param):
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train."""
+    """One configuration of a training run."""
 
     steps: int = 4
     optimizer: str = "adamw"
@@ -109,7 +109,7 @@ def run_case(rank, world, case):
     result = {"ours": (losses, numpy(values(model)))}
     if case.against_torch:
         theirs: Any = build(**dict(case.model))
-        for module in theirs.modules():  # torch's refuses 0-dimensional parameters
+        for module in theirs.modules():  # torch's fully_shard refuses 0-dimensional parameters
             if "gain" in module._parameters:
                 module.gain = nn.Parameter(module.gain.detach().reshape(1))
         shard(theirs, torch_fully_shard, case)
@@ -129,7 +129,7 @@ def run_cases(rank, world, cases):
 
 @cache
 def alone(steps, optimizer, clips, model):
-    """The same training in one process, without any sharding. Cases that differ in other things share it."""
+    """The same training in one process, unsharded. Cases with equal arguments share the result."""
     made = build(**dict(model))
     clip = nn.utils.clip_grad_norm_ if clips else None
     losses = train(made, OPTIMIZERS[optimizer](made.parameters()), 0, 1, steps=steps, clip=clip)
@@ -171,7 +171,7 @@ def test_on_2_ranks_every_way_to_train_equals_a_single_process(on_two, name):
 
 
 def bf16(rank, world):
-    """Train ours and torch's with BF16 compute and FP32 reduction."""
+    """Train with ours and with torch's fully_shard, with BF16 compute and FP32 reduction."""
     results = {}
     for name, how in (("ours", fully_shard), ("torch", torch_fully_shard)):
         model: Any = build(tie=True)

@@ -1,4 +1,4 @@
-"""What the engine holds in host memory while a step's activations are at their most: from the end of forward into backward."""
+"""Host memory of the engine while a step's activations are at their peak, from the end of forward into backward."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vescale_ray.fsdp.schedule import unit_of
 
 SIDE = 256
 Q = SIDE * SIDE * 4
-"""Bytes of one weight, and with two ranks of what comes and goes of two: a rank's own half stays."""
+"""Bytes of one weight. On two ranks, gathering two weights adds as much, since a rank's own half stays."""
 
 
 class Quarters(nn.Module):
-    """Layers of four equal weights; a root of two, of which one has its gradient first and one last of all."""
+    """Layers of four equal weights, and a root of two. One of the root's gradients comes first in backward, the other last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Quarters(nn.Module):
 
 
 def held_in_quarters(rank: int, world: int) -> tuple[dict[str, float], float, dict[str, float]]:
-    """What the pool holds where something happens, in weights: in the third step, the peak of it, and as predicted."""
+    """Memory of the pool at several events of the third step, its peak, and the prediction, all in units of one weight."""
     torch.manual_seed(0)
     model = Quarters()
     for layer in model.layers:
@@ -48,7 +48,7 @@ def held_in_quarters(rank: int, world: int) -> tuple[dict[str, float], float, di
         held[where] = pool.bytes_held() / Q
 
     def note_gradients(where: str, tensor: torch.Tensor) -> None:
-        tensor.register_hook(lambda _: note(where))  # behind the product that made this gradient, and that of the weight
+        tensor.register_hook(lambda _: note(where))  # runs after the products for this gradient and for the weight's gradient
 
     for number, layer in enumerate(model.layers):
         for quarter, linear in enumerate(layer.children()):
@@ -85,7 +85,7 @@ def held_both_ways(rank: int, world: int) -> tuple[tuple[dict[str, float], float
 def test_engine_holds_only_buffers_in_use_at_the_activation_peak() -> None:
     assert may_stay(Q, torch.device("cpu")), "needs Linux"
     root, layer, head, layers = 1, 2, 1, 4
-    """What is gathered of the root and of a layer; the root's first gradient; a layer's gradients."""
+    """Gathered memory of the root and of a layer; the root's first gradient; a layer's gradients."""
     for (held, peak, predicted), kept in run_gloo(2, held_both_ways):
         assert held["forward 1.0"] == root + 2 * layer, "the next one is gathered"
         assert held["forward 3.0"] == root + layer, "the one before will have no successor"
@@ -100,7 +100,7 @@ def test_engine_holds_only_buffers_in_use_at_the_activation_peak() -> None:
         assert peak == root + 2 * layer + head + layers
         assert predicted["gathered"] == root + 2 * layer
         assert predicted["gradient_buffers"] == 2 * head + layers, "the root's last gradient comes while the first layer's are reduced"
-        # A process that is told to keep memory is spared the time: nothing waits, and what several groups use stays, whole.
+        # If a process is told to keep memory, nothing waits, and buffers that several groups use stay whole.
         stays = 2 * layer + layers
         assert kept["forward 1.0"] == kept["after forward"] == stays + root and kept["after backward"] == stays
         assert kept["backward 3.3"] == kept["backward 0.3"] == stays + root + 2 * head

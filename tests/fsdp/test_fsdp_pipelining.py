@@ -1,4 +1,4 @@
-"""Sharded stages in torch's pipelines: the gradients are those of the whole model in one process."""
+"""Sharded stages in torch's pipelines have the gradients of the whole model in one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class Block(nn.Module):
 
 
 def pipeline(rank, world, schedule, chunks, reshard):
-    """2 pipeline ranks x 2 data-parallel ranks; ``chunks`` stages on each pipeline rank, blocks resharded after forward or not."""
+    """Run 2 pipeline ranks x 2 data-parallel ranks, with ``chunks`` stages on each pipeline rank.
+
+    ``reshard``: blocks are resharded after forward.
+    """
     mesh = init_device_mesh("cpu", (STAGES, world // STAGES), mesh_dim_names=("pp", "dp"))
     pp, dp = mesh["pp"], mesh["dp"]
     number = STAGES * chunks
@@ -78,5 +81,5 @@ CASES = [
 
 @pytest.mark.parametrize(("schedule", "chunks", "reshard"), CASES)
 def test_sharded_stages_train_in_torchs_pipelines(schedule, chunks, reshard):
-    """(Zero-bubble schedules look for the weights after forward, so units must not reshard then: torch's ``fully_shard`` neither.)"""
+    """Zero-bubble schedules use the weights after forward, so units must not reshard then, as with torch's ``fully_shard``."""
     assert all(run_gloo(4, pipeline, schedule, chunks, reshard))

@@ -1,4 +1,4 @@
-"""Each refusal of fully_shard and of its modules' methods: what the user does, what is raised, and the remedy, which then trains.
+"""Each refusal of fully_shard and of its modules' methods: the user's mistake, the exception, and the remedy, which then trains.
 
 A refused ``fully_shard`` leaves the model as it was: classes, parameters (objects and values), buffers, hooks and attributes.
 """
@@ -67,7 +67,7 @@ def half_frozen() -> Net:
 
 
 def with_frozen(value: Callable[[], torch.Tensor]) -> Callable[[], Net]:
-    """A model that also holds a frozen parameter of another kind."""
+    """A model with an additional frozen parameter of another kind."""
 
     def build() -> Net:
         model = Net()
@@ -78,7 +78,7 @@ def with_frozen(value: Callable[[], torch.Tensor]) -> Callable[[], Net]:
 
 
 def placed(mesh: Callable[[], DeviceMesh], placement: Any, how: Any = distribute_tensor) -> Callable[[], Net]:
-    """A model whose head is a DTensor already."""
+    """A model whose head is already a DTensor."""
 
     def build() -> Net:
         model = fill(Net())
@@ -89,7 +89,7 @@ def placed(mesh: Callable[[], DeviceMesh], placement: Any, how: Any = distribute
 
 
 def fill(model: Any) -> Any:
-    """Values that need no random numbers: threads share the generator."""
+    """Fill the model without random numbers, because threads share the generator."""
     with torch.no_grad():
         dense = [p for p in model.parameters() if not isinstance(p, nn.UninitializedParameter) and p.layout is torch.strided]
         for index, param in enumerate(p for p in dense if p.is_floating_point()):
@@ -103,7 +103,7 @@ def batch(rank: int, step: int, width: int = WIDTH) -> torch.Tensor:
 
 
 def trains_as_plain(rank: int, model: Any, plain: Any, width: int = WIDTH) -> None:
-    """Two steps of ``model`` on this rank's batches give what two steps of ``plain`` on all batches give."""
+    """Check that two steps of ``model`` on this rank's batches equal two steps of ``plain`` on all batches."""
     trained = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (model, plain)]
     for step in range(2):
         for optimizer in trained:
@@ -120,7 +120,7 @@ def trains_as_plain(rank: int, model: Any, plain: Any, width: int = WIDTH) -> No
 
 
 def snapshot(model: nn.Module) -> dict[Any, Any]:
-    """Everything of the model that ``fully_shard`` changes."""
+    """All properties of the model that ``fully_shard`` changes."""
     seen: dict[Any, Any] = {}
     for name, module in model.named_modules():
         seen[name, "class"] = type(module)
@@ -140,7 +140,7 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass
 class Case:
-    """A user's mistake (``wrong``), the exception, and the remedy that its sentence names (``right``), from the same model on."""
+    """A user's mistake (``wrong``), its exception, and the remedy that the message names (``right``), applied to the same model."""
 
     wrong: Callable[[Any], Any]
     kind: type[BaseException]
@@ -166,7 +166,7 @@ def unnamed() -> DeviceMesh:
 def argument(
     kind: type[BaseException], *words: str, right: dict[str, Any] | None = None, build: Callable[[], Any] = Net, **wrong: Any
 ) -> Case:
-    """A call with other keyword arguments. Those that are marked lazy are made on the ranks."""
+    """A call with other keyword arguments. Values marked lazy are made on the ranks."""
 
     def given(options: dict[str, Any]) -> dict[str, Any]:
         return {k: v() if getattr(v, "__name__", "") == "lazy" else v for k, v in options.items()}
@@ -226,7 +226,7 @@ def each_layer(model: Any) -> Any:
 
 
 SCRIPTING = threading.Lock()
-"""torch.jit compiles a class once for all threads, and not in two at a time."""
+"""Lock for torch.jit, which compiles a class once for all threads, but not in two threads at a time."""
 
 
 def scripted() -> Any:
@@ -614,7 +614,7 @@ def building_fails_late(rank: int, world: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_call_that_runs_out_of_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank: the patch is of the process."""
+    """One rank only, because the patch applies to the whole process."""
     import tests.fsdp.test_fsdp_refusals as here
 
     monkeypatch.setattr(here, "WORLD", 1)
@@ -637,7 +637,7 @@ def ignore(model: Any) -> Any:
 
 
 def hooked(module: Callable[[Any], nn.Module], act: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Run a forward in which ``act`` is called after a module."""
+    """A forward in which a hook calls ``act`` after a module."""
 
     def wrong(model: Any) -> None:
         handle = module(model).register_forward_hook(lambda *_: act(model) and None)
@@ -676,7 +676,7 @@ def other_root(model: Any) -> None:
 
 
 def rebuilt(model: Any) -> Any:
-    """A module built anew that loads the state of ``model``."""
+    """A new module that loads the state of ``model``."""
     copy = Net()
     fully_shard(copy)
     copy.load_state_dict(model.state_dict())
@@ -699,7 +699,7 @@ FLAGS = {
 
 
 def switch(method: str, flag: str) -> Case:
-    """A string for a switch. Without replicas or a back end for the CPU two of them are not to be switched on here."""
+    """The mistake of passing a string to a switch. Two switches can't be on here, without replicas or a back end for the CPU."""
     off = method in ("set_ordered_reduction", "set_allocate_memory_from_process_group_for_comm")
     return Case(
         lambda m: getattr(m, method)("no"),

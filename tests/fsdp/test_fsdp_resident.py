@@ -1,4 +1,4 @@
-"""On gloo, FP32 shards live in the buffers that they are gathered into. Everything is as where they have memory of their own."""
+"""On gloo, FP32 shards live in the buffers into which they are gathered. All results equal those of shards with their own memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_resident_part_keeps_its_contents_while_the_rest_moves(where: tuple[int,
     assert (flat[start:end] == 1).all() and own[0].data_ptr() == flat.data_ptr() + start
     second.allocate(first)
     moved = second.flat(torch.uint8)
-    # The rest of the pages at both ends of the part stays where it is, too; a gather writes it.
+    # The incomplete pages at both ends of the part stay in place, too; a gather overwrites them.
     inner = outside[(outside < start // PAGE * PAGE) | (outside >= -(-end // PAGE) * PAGE)]
     assert torch.equal(moved[inner], (inner % 251).to(torch.uint8)) and (moved[start:end] == 2).all()
     second.free()
@@ -55,7 +55,7 @@ def test_resident_part_keeps_its_contents_while_the_rest_moves(where: tuple[int,
 def test_pool_hands_memory_on_only_between_equal_resident_parts() -> None:
     pool = Pool(CPU)
     part = (0, MAPPED_BYTES // 2)
-    users = [Buffer(8, CPU) for _ in range(2)]  # anything that lives as long
+    users = [Buffer(8, CPU) for _ in range(2)]  # any object that lives as long
     for user in users:
         pool.expect(MAPPED_BYTES, user, part)
         pool.expect(MAPPED_BYTES, user)
@@ -82,14 +82,14 @@ def test_kept_resident_part_does_not_keep_gathered_memory() -> None:
     view = buffer.flat(torch.uint8)[-PAGE:]
     full = resident_bytes()
     del buffer
-    assert (view == 1).all()  # as long as a graph may read it, all stays
+    assert (view == 1).all()  # all memory stays while a graph may read it
     del view
     assert full - resident_bytes() > 56 * MIB
     assert (own == 7).all()
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """Resident memory of this process, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
@@ -112,7 +112,7 @@ class Blocks(nn.Module):
 
 
 def pair(how: Callable[..., Any] = torch_fully_shard, **options: Any) -> tuple[Any, Any]:
-    """The same model, sharded by ours and by ``how``."""
+    """The same model twice, sharded by our fully_shard and by ``how``."""
     torch.manual_seed(1)
     ours: Any = Blocks()
     theirs: Any = copy.deepcopy(ours)
@@ -139,7 +139,7 @@ def lives_in_its_buffer(module: nn.Module) -> bool:
 
 
 class CopiesOf(TorchDispatchMode):
-    """Elements that are copied while it is active."""
+    """Counts the elements that are copied while it is active."""
 
     count = 0
 
@@ -175,8 +175,10 @@ def test_training_is_torchs_and_gathering_copies_nothing(world: int) -> None:
 
 
 def steps_between(rank: int, world: int) -> None:
-    """Two forwards, the backward of the first, a step of the optimizer, the backward of the second: the second one sees new weights,
-    and autograd does not take the write to the shards for one to what it saved."""
+    """Step the optimizer between the backwards of two forwards: the second backward sees new weights.
+
+    autograd does not take the write to the shards for a write to its saved tensors.
+    """
     ours, theirs = pair()
     for model in (ours, theirs):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -196,7 +198,7 @@ def test_the_optimizer_may_step_between_forward_and_backward() -> None:
 
 
 def steps_before_backward(rank: int, world: int) -> None:
-    """All units stay gathered; the step before backward doubles all weights. Backward then multiplies by the new ones, whole."""
+    """All units stay gathered while a step doubles all weights. The backward then multiplies by the whole new weights."""
     torch.manual_seed(3)
     ours: Any = nn.Sequential(*(nn.Linear(257, 257, bias=False) for _ in range(3)))
     weights = [layer.weight.detach().clone() for layer in ours]
@@ -223,7 +225,7 @@ def test_backward_after_a_step_uses_only_the_new_weights(world: int) -> None:
 
 
 def materialised(rank: int, world: int) -> None:
-    """From meta, and cast after a step: the pool knows the buffers that there are now, and hands their memory on."""
+    """Materialise from the meta device, and cast after a step. The pool knows the new buffers and hands on their memory."""
     with torch.device("meta"):
         ours: Any = Blocks()
     for layer in ours.layers:
@@ -257,7 +259,7 @@ def writes(rank: int, world: int) -> str:
         ours.layers[1].reshard()
     assert "write to the sharded parameters" in str(caught.value) and "layers.1.0.weight. " in str(caught.value)
     assert torch.equal(ours.layers[1][0].bias.full_tensor(), before)
-    ours(given(rank, 0)).sum().backward()  # and it goes on
+    ours(given(rank, 0)).sum().backward()  # and training goes on
     return str(caught.value)
 
 
@@ -286,7 +288,7 @@ def test_embedding_max_norm_writes_are_discarded_as_with_torch() -> None:
 
 
 def moved(rank: int, world: int) -> None:
-    """Casts, loads, a user's memory, debug mode: wherever the shards are then, values are right."""
+    """After casts, loads, sharing of memory and debug mode, the values are right wherever the shards are."""
     ours, alone = pair(how=lambda module: module)
     x = given(rank, 0)
 
@@ -335,7 +337,7 @@ ROUTES = [
 
 
 def with_small_ranges(rank: int, world: int, routes: Sequence[Callable[[int, int], Any]]) -> int:
-    """Every buffer a range, whatever its size. How many shards lived in one."""
+    """Make every buffer an address range, regardless of size. Returns the number of shards that lived in one."""
     resident, count = Buffer.resident, 0
 
     def counted(buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:

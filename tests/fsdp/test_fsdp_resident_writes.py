@@ -1,4 +1,4 @@
-"""Shards that live in the buffers that they are gathered into: who writes what while it is gathered, and what comes of it."""
+"""Writes to shards that live in the buffers into which they are gathered, while they are gathered."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ LOCAL = r"'layers.1 .*written through their local tensors.*reshard\(\)"
 
 
 def _sharded(model: Any) -> list[nn.Parameter]:
-    """Also while the modules have the gathered ones; in the order of ``model.parameters()``."""
+    """The sharded parameters in the order of ``model.parameters()``, also while the modules have the gathered ones."""
     groups = [unit_of(one).groups[0] for one in (*model.layers, model)]
     return [param.sharded for group in groups for param in group.params]
 
 
 def _plain(model: Any) -> Any:
-    """A module of its own with the same values."""
+    """An unsharded copy with the same values."""
     alone = Blocks()
     alone.load_state_dict({name: p.full_tensor() for name, p in model.state_dict().items()})
     return alone
@@ -41,11 +41,11 @@ def _plain(model: Any) -> Any:
 
 
 def local_writes(rank: int, world: int) -> None:
-    """All units stay gathered, ranks write to their own parts, and what is gathered is to be used again."""
+    """All units stay gathered. Ranks write to their own parts, and the gathered memory is used again."""
     x = given(rank, 0)
     uses: list[tuple[Callable[[Any, torch.Tensor], Any], int]] = [
         (lambda model, out: model(x), 1),
-        (lambda model, out: out.sum().backward(), world),  # the last layer's gradients are on their way when it comes to the written one
+        (lambda model, out: out.sum().backward(), world),  # the last layer's gradients are under way as backward reaches the written one
         (lambda model, out: model.layers[1].unshard(), 1),
     ]
     for use, writers in uses:
@@ -69,7 +69,7 @@ def local_writes(rank: int, world: int) -> None:
 
 
 def writes_of_all(rank: int, world: int) -> None:
-    """What all ranks write alike while everything stays gathered is seen by the next forward, and by backward."""
+    """If all ranks make the same write while everything stays gathered, the next forward and backward see it."""
     ours, _ = pair(reshard_after_forward=False)
     alone = _plain(ours)
     x = given(0, 0)
@@ -94,14 +94,14 @@ def writes_of_all(rank: int, world: int) -> None:
     both(lambda parameters: torch._foreach_mul_(parameters, 0.5))
     both(lambda parameters: [p.detach().mul_(1.5) for p in parameters])
     both(lambda parameters: [p.copy_(p * 0.9) for p in parameters])
-    staged = StateDictStager().stage(ours.state_dict())  # what DCP's async_save does first; it believes who says that it has memory
+    staged = StateDictStager().stage(ours.state_dict())  # as DCP's async_save does first; it trusts a tensor's claim to have memory
     for name, value in ours.state_dict().items():
         assert torch.equal(staged[name].to_local(), value.to_local())
     state = {name: p.full_tensor() * 1.1 for name, p in ours.state_dict().items()}
     alone.load_state_dict(state)
     with torch.no_grad():
         ours(x)
-        for value in ours.state_dict().values():  # these are the shards, which taking the state dict has shared out
+        for value in ours.state_dict().values():  # these are the shards; taking the state dict has handed them out
             value.to_local().copy_(value.detach().mul(1.1).to_local())
     torch.testing.assert_close(ours(x), alone(x), rtol=1e-4, atol=1e-5)
 
@@ -118,7 +118,7 @@ class Writes(nn.Linear):
 
 
 def gathered_writes(rank: int, world: int) -> None:
-    """After the error all groups are sharded, the step can be given up, and training goes on."""
+    """After the error all groups are sharded, the step can be abandoned, and training goes on."""
     from vescale_ray.fsdp import fully_shard
 
     mixed: Any = nn.Sequential(nn.Linear(257, 257), nn.Linear(257, 257, dtype=torch.float64))
@@ -132,7 +132,7 @@ def gathered_writes(rank: int, world: int) -> None:
     mixed.reshard()
 
     root: Any = fully_shard(nn.Sequential(Writes(257, 257)), reshard_after_forward=True)
-    for _ in range(2):  # the same error, not one of a forward that never ended
+    for _ in range(2):  # the same error twice, not that of an unfinished forward
         with pytest.raises(RuntimeError, match="gathered parameters of"):
             root(given(rank, 0))
 
@@ -147,7 +147,7 @@ def gathered_writes(rank: int, world: int) -> None:
         ours.reset_iter_state()
         ours(given(rank, 0)).sum().backward()
 
-    # What a backward with create_graph keeps gathered for the next one is looked at, too.
+    # The check covers parameters that a backward with create_graph keeps gathered for the next one.
     x = given(rank, 0).requires_grad_()
     out = ours(x)
     with torch.no_grad():
@@ -171,7 +171,7 @@ def test_writes_while_gathered_reach_all_ranks_or_raise(world: int) -> None:
 
 
 def saved_by_torch(rank: int, world: int, folder: str) -> None:
-    """DCP saves in the background, from when the root is gathered; training goes on meanwhile."""
+    """DCP saves in the background, beginning while the root is gathered; training goes on meanwhile."""
     ours, _ = pair()
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
     ours(given(rank, 0)).sum().backward()
@@ -200,7 +200,10 @@ def test_background_dcp_save_holds_a_single_step(tmp_path: Path) -> None:
 
 
 def dropped_in_backward(rank: int, world: int) -> None:
-    """Gathers and reductions are under way when a backward raises; the model is dropped, nothing is reset, and a new one is built."""
+    """A backward raises while gathers and reductions are running.
+
+    The model is dropped without a reset, and a new one is built.
+    """
     memory.MAPPED_BYTES = 0
     torch.manual_seed(0)
 
@@ -215,7 +218,7 @@ def dropped_in_backward(rank: int, world: int) -> None:
     x = torch.ones(2, 1024)
     for at in (1, 2, 3):
         model = build()
-        model(x).sum().backward()  # what follows what is known from now on
+        model(x).sum().backward()  # the second step follows the recorded order
 
         def fail(*_: Any) -> None:
             raise ValueError("as it happens")
@@ -237,13 +240,13 @@ def test_model_dropped_mid_backward_does_not_block_the_next() -> None:
 
 
 def without_mappings(rank: int, world: int) -> str:
-    """All but a few of the mappings that the kernel allows are used up."""
+    """Use up all but a few of the memory mappings that the kernel allows."""
     limit = int(Path("/proc/sys/vm/max_map_count").read_text())
     with open("/proc/self/maps", "rb") as maps:
         left = limit - sum(1 for _ in maps)
     room = mmap.mmap(-1, left * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = torch.frombuffer(room, dtype=torch.uint8).data_ptr()
-    for page in range(1, left - 12, 2):  # each is a mapping of its own, and parts the rest
+    for page in range(1, left - 12, 2):  # each such page is a mapping and splits the rest
         protect(address + page * mmap.PAGESIZE, mmap.PAGESIZE, 0)
     said, held = "", []
     try:
@@ -251,7 +254,7 @@ def without_mappings(rank: int, world: int) -> str:
             held.append(Buffer(MAPPED_BYTES, CPU, stays=(mmap.PAGESIZE, 2 * mmap.PAGESIZE)))
     except MemoryError as error:
         said = str(error)
-    protect(address, left * mmap.PAGESIZE, mmap.PROT_READ)  # one mapping again
+    protect(address, left * mmap.PAGESIZE, mmap.PROT_READ)  # joins all into one mapping again
     return said
 
 

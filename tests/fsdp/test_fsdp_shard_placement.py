@@ -1,4 +1,4 @@
-"""``shard_placement_fn``: parameters with a plain ``Shard`` placement, alone and beside ragged ones, against torch's fully_shard."""
+"""``shard_placement_fn``: parameters with a plain ``Shard`` placement, alone and next to ragged ones, against torch's fully_shard."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Model(nn.Module):
 
 
 def seeded(model: Any) -> Any:
-    """The same on every rank. (torch's own random state is one for all threads.)"""
+    """Build the same model on every rank. (All threads share torch's random state.)"""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
@@ -118,7 +118,7 @@ def trains_as_torchs(rank: int, world: int, choice: str, shape: tuple[int, ...],
 
 
 WAYS: list[Any] = [((2,), "float32", True), ((2, 2), "float32", False), ((4,), "bfloat16", True)]
-FEW = {"last": WAYS[1], "matrices only": WAYS[2]}  # all choices on two ranks, and one on each other mesh
+FEW = {"last": WAYS[1], "matrices only": WAYS[2]}  # two ranks test all choices, each other mesh one choice
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_training_on_gloo_and_on_one_rank_is_that_of_torch() -> None:
 
 
 class Uneven(nn.Module):
-    """Fewer rows than ranks, and rows that the ranks don't divide."""
+    """Fewer rows than ranks, and a number of rows that the ranks do not divide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def uneven(rank: int, world: int, root: str) -> None:
         assert p.shape == q.shape
         if q.numel():
             assert apart(full(p.grad), q.grad) <= 1e-5, name
-    # DCP and state dicts are torch's own for such parameters.
+    # torch's own DCP and state dicts handle such parameters.
     state = {"model": ours.state_dict()}
     dcp.save(state, checkpoint_id=root)
     other = fully_shard(Uneven())
@@ -169,7 +169,7 @@ def uneven(rank: int, world: int, root: str) -> None:
     other.load_state_dict(loaded["model"])
     for p, q in zip(other.parameters(), base.parameters(), strict=True):
         assert torch.equal(full(p), q)
-    # Cast and moved, the chunks stay one buffer.
+    # After casts and moves the chunks are still one buffer.
     ours.double()
     assert torch.allclose(ours(x.double()).float(), base(x))
 
@@ -210,7 +210,7 @@ def tied_later(rank: int, world: int, dtype: torch.dtype | None, reshard: bool, 
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for one in (model.embed, model.between, model)[-units:]:
         fully_shard(one, **options)
-    plain.head.weight, model.head.weight = plain.embed.weight, model.embed.weight  # transformers' tie_weights(), after loading
+    plain.head.weight, model.head.weight = plain.embed.weight, model.embed.weight  # like transformers' tie_weights() after loading
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain)]
     tolerance = 1e-5 if dtype is None else 3e-2
     x = torch.arange(12).view(4, 3) % 13

@@ -1,4 +1,4 @@
-"""``Sharding``: every way gives one process's training; what is sent and kept is what it says."""
+"""``Sharding``: every way trains like one process, and sends and keeps what its description says."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def trains(rank: int, world: int, way: str, dtype: str) -> list[tuple[int, int]]
             assert all(hasattr(p, "full_tensor") for p in ours.parameters()), "between passes the modules have the sharded parameters"
         same(grads(ours), grads(alone), bound)
         with torch.no_grad():
-            ours(inputs(rank, world, 9, rows=24))  # sees the same parameters, and changes nothing
-        ours.reshard()  # the root's stay gathered after a forward, as with FSDP2
+            ours(inputs(rank, world, 9, rows=24))  # sees the same parameters and changes nothing
+        ours.reshard()  # the root stays gathered after a forward, as with FSDP2
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -70,7 +70,7 @@ def trains(rank: int, world: int, way: str, dtype: str) -> list[tuple[int, int]]
 UNITS = 6  # five layers and the root, which stays gathered from forward to backward
 
 EXPECTED = {
-    # gathers and reductions of a step's first micro-batch, and of its second one
+    # Gathers and reductions of a step's first and second micro-batch.
     "zero1": [(UNITS, 0), (0, UNITS)],
     "zero2": [(UNITS, UNITS), (0, UNITS)],
     "zero3": [(2 * UNITS - 1, UNITS), (2 * UNITS - 1, UNITS)],
@@ -80,7 +80,7 @@ EXPECTED = {
 }
 
 
-IN_HALF = ("zero1", "zero3", "hsdp, sharded optimizer")  # as few as show each kind of exchange
+IN_HALF = ("zero1", "zero3", "hsdp, sharded optimizer")  # the fewest ways that include each kind of exchange
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_training_on_gloo_is_that_of_one_process() -> None:
 
 
 def kept(rank: int, world: int, way: str) -> tuple[int, list[int], int]:
-    """Elements of a layer's master shard, the sizes of the groups that it was gathered in, and bytes held between passes."""
+    """Elements of a layer's master shard, sizes of the groups in which it was gathered, and bytes held between passes."""
     model = shard(seeded(Tower), way)
     layer = unit_of(model.layers[2]).groups[0]
     sizes: list[int] = []
@@ -137,7 +137,7 @@ def test_sharding_sets_kept_memory_and_gather_group_size() -> None:
 
 
 def interrupted(rank: int, world: int) -> None:
-    """Parameters that are kept follow every way of writing them."""
+    """Kept parameters follow every way of writing them."""
     model = shard(seeded(Tower), "zero2")
     x = inputs(rank, world, 0, rows=24)
 
@@ -177,7 +177,7 @@ def test_kept_parameters_follow_writes_loads_and_casts() -> None:
 
 
 def local_writes(rank: int, world: int, way: str) -> None:
-    """A rank may do them alone, so they can't make the ranks gather again."""
+    """One rank may write its local tensors alone, so such writes can't make all ranks gather again."""
     model = shard(seeded(Tower), way)
     x = inputs(rank, world, 0, rows=24)
     model(x).sum().backward()
@@ -215,7 +215,7 @@ def test_sharding_that_does_not_fit_the_mesh_is_refused() -> None:
 
 
 def beside_others(rank: int, world: int, shape: tuple[int, ...], options: dict[str, Any]) -> None:
-    """On a part of a larger mesh: the ranks beside it do the same at the same time."""
+    """Train on a part of a larger mesh while the other ranks do the same."""
     names = ("r", "s", "tp") if len(shape) == 3 else ("s", "tp")
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)[names[:-1]]
     ours, alone = seeded(Tower), seeded(Tower)

@@ -1,4 +1,7 @@
-"""A trainer that imports FSDP2 itself runs with ours in its place: it shards, loads whole state dicts, trains and saves as with torch's."""
+"""A trainer that imports FSDP2 itself runs unchanged with our fully_shard.
+
+It shards, loads whole state dicts, trains and saves as with torch's.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 class Language(nn.Module):
-    """Tied embeddings, a buffer, sizes that do not divide evenly."""
+    """A language model with tied embeddings, a buffer, and sizes that do not divide evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +69,7 @@ def on_meta_and_sharded(**options: Any) -> Any:
 
 
 def load_by_distribute_tensor(whole: dict[str, torch.Tensor]) -> Any:
-    """As FSDP2's tutorial and accelerate do it: from rank 0, tensor by tensor, into a model on the meta device, tied again afterwards."""
+    """Load from rank 0 into a model on the meta device, tensor by tensor, then tie again, as FSDP2's tutorial and accelerate do."""
     from torch.distributed.tensor import distribute_tensor
 
     model = on_meta_and_sharded()
@@ -84,7 +87,7 @@ def load_by_distribute_tensor(whole: dict[str, torch.Tensor]) -> Any:
 
 
 def load_by_placements(whole: dict[str, torch.Tensor]) -> Any:
-    """As transformers 5 does it: every rank cuts its part of each tensor by the placements, and makes a DTensor of it itself."""
+    """Load as transformers 5 does: every rank cuts its part of each tensor by the placements, and makes the DTensor itself."""
     model = on_meta_and_sharded()
     parts: dict[str, Any] = {}
     for name, sharded in model.state_dict().items():
@@ -121,7 +124,7 @@ def train(model: Any) -> tuple[dict[str, Any], dict[str, Any], torch.Tensor]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    # A new optimizer takes the whole state of the old one, from rank 0.
+    # A new optimizer loads the whole state of the old one, from rank 0.
     states = get_optimizer_state_dict(model, optimizer, options=WHOLE)
     again = torch.optim.AdamW(model.parameters(), lr=0.1)
     set_optimizer_state_dict(model, again, states if dist.get_rank() == 0 else {}, options=FROM_RANK_0)

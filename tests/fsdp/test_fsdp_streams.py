@@ -1,9 +1,10 @@
-"""The order of streams, checked without a device: every two conflicting uses of a buffer must be ordered by events.
+"""The order of streams, checked without a device: events must order every two conflicting uses of a buffer.
 
-Lanes get pretend streams: what is put on them runs at once, but each access to a buffer is noted with its stream's vector clock.
-Two accesses of which one writes, and neither is known (through events) to come before the other, would be a race on a device.
-Buffers keep their addresses while their memory comes from torch's allocator and goes back to it. That one is played here, too: a
-freed block is the next one of its size for the stream that allocated it. Accesses are compared by the block that they went to.
+Lanes get simulated streams. Their work runs at once, but each access to a buffer is recorded with the vector clock of its stream. On a
+device, two accesses are a race if one of them writes and no events order them.
+
+Buffers keep their addresses, while torch's allocator provides their memory and takes it back. The allocator is simulated, too: a freed
+block is the next one of its size for the stream that allocated it. Accesses are compared by block.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class World:
 
 @pytest.fixture
 def streams(monkeypatch):
-    """Pretend streams for every rank; returns what gives the calling rank its world."""
+    """Simulated streams for every rank. Returns a function that gives the calling rank its world."""
     local = threading.local()
 
     def here():
@@ -236,7 +237,7 @@ def test_the_checker_finds_a_missing_wait(streams, monkeypatch):
 
 
 def train_with_frozen_groups(rank, world, streams):
-    """Two groups in each unit: their all-gathers are one call."""
+    """Train with two groups in each unit, whose all-gathers are one call."""
     here = streams()
     models = seeded(Tower), seeded(Tower)
     for model in models:

@@ -1,4 +1,4 @@
-"""The arguments and methods of FSDP2 that other files do not try: each turned on for ours and for torch's, which must then train alike."""
+"""FSDP2's arguments and methods that other files do not test. Each is applied to ours and to torch's, and both must train alike."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_each_option_trains_as_torchs_fully_shard(case: str) -> None:
 
 
 def ignores(rank: int, world: int) -> None:
-    """What is ignored is neither sharded nor moved nor reduced; in the model's own units and in those around them."""
+    """Ignored parameters are not sharded, moved or reduced, both in their own units and in outer ones."""
     for how in (fully_shard, torch_fully_shard):
         model = Adapted()
         ignored = {model.head.weight, model.blocks[1].base.weight}

@@ -1,4 +1,4 @@
-"""Tools around a sharded model: torch.compile, logs, profilers, memory trackers. They see the same as of torch's ``fully_shard``."""
+"""Tools around a sharded model see the same as with torch's ``fully_shard``: torch.compile, logs, profilers, memory trackers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sharded(how: Any, blocks: int = 4, backend: Any = None) -> Any:
 
 
 def compiled_frames(how: Any) -> tuple[int, int]:
-    """Compilations of equal blocks, in two steps; then of frames of ours while a compiled function runs forward and backward."""
+    """Number of compilations of equal blocks in two steps, and of the engine's frames while a compiled function runs."""
     import torch._dynamo.testing
     from torch._dynamo.convert_frame import register_bytecode_hook
 
@@ -60,7 +60,7 @@ def compiled_frames(how: Any) -> tuple[int, int]:
 
 
 def compiled_optimizer(how: Any) -> tuple[float, float]:
-    """Sums of the parameters after two steps, compiled and not. All but a unit's first parameter begin in the middle of its buffer."""
+    """Sums of the parameters after two steps, compiled and not. All but a unit's first parameter begin inside its buffer."""
     sums = []
     for compiled in (True, False):
         torch._dynamo.reset()
@@ -77,7 +77,7 @@ def compiled_optimizer(how: Any) -> tuple[float, float]:
 
 
 def labels(how: Any) -> tuple[set[str], Counter[str]]:
-    """Ranges that a profiler sees in a step, and how often the log has each line."""
+    """Ranges that a profiler sees in a step, and the count of each log line."""
     seen: Counter[str] = Counter()
 
     class Handler(logging.Handler):
@@ -87,7 +87,7 @@ def labels(how: Any) -> tuple[set[str], Counter[str]]:
     model = sharded(how, blocks=2)
     x = torch.ones(2, WIDTH)
     model(x).sum().backward()
-    logger, handler = logging.getLogger("torch.distributed.fsdp"), Handler()  # the one that TORCH_LOGS=fsdp turns on
+    logger, handler = logging.getLogger("torch.distributed.fsdp"), Handler()  # the logger that TORCH_LOGS=fsdp enables
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
     try:
@@ -100,7 +100,7 @@ def labels(how: Any) -> tuple[set[str], Counter[str]]:
 
 
 def tracked(how: Any) -> dict[str, int]:
-    """What torch's tracker of FSDP2's memory says of the second step, by kind of tensor, in bytes."""
+    """Bytes in the second step by kind of tensor, from torch's memory tracker for FSDP2."""
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
     model = sharded(how, blocks=2)
@@ -118,7 +118,7 @@ def tracked(how: Any) -> dict[str, int]:
     assert {str(state) for stats in tracker.memory_tracking.values() for state in stats.snapshots} >= {
         f"_FSDPModState.{name}" for name in ("BEF_PRE_FW", "AFT_POST_FW", "BEF_PRE_BW", "AFT_PRE_BW", "BEF_POST_BW", "AFT_POST_BW")
     }
-    model(x).sum().backward()  # and the model still trains
+    model(x).sum().backward()  # the model still trains
     assert all(p.grad is not None for p in model.parameters())
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
     return {getattr(kind, "name", kind): peak[kind] for kind in peak}
@@ -170,9 +170,9 @@ def test_torchs_memory_tracker_of_sharded_models_works(seen: dict[str, Any]) -> 
 
 
 def messages_under_way(rank: int, world: int) -> tuple[int, set[str]]:
-    """Recorded ranges of a backward, and those of gloo's operations, whose end may come in the next one."""
+    """Recorded ranges of a backward, and those of gloo's operations, which may end in the next backward."""
     model = sharded(fully_shard, blocks=2)
-    model(torch.ones(2, WIDTH)).sum().backward()  # its checks are collectives that it waits for at once
+    model(torch.ones(2, WIDTH)).sum().backward()  # waits at once for the collectives of its checks
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         model(torch.ones(2, WIDTH)).sum().backward()
     model(torch.ones(2, WIDTH)).sum().backward()
@@ -181,6 +181,6 @@ def messages_under_way(rank: int, world: int) -> tuple[int, set[str]]:
 
 
 def test_a_profile_has_no_operation_that_ends_after_it() -> None:
-    """torch's profiler would write its end into memory that is freed by then, and corrupt the heap."""
+    """torch's profiler would write the operation's end into freed memory, and corrupt the heap."""
     for labelled, messages in run_gloo(2, messages_under_way):
         assert labelled > 5 and not messages

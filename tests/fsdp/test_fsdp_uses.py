@@ -1,4 +1,4 @@
-"""Ranks may use different parameters: all of them deliver the gradients of a single process in double precision, or none does."""
+"""Ranks may use different parameters. Either all ranks have the gradients of a single process in double precision, or all fail."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Moe(nn.Module):
 
 
 class Model(nn.Module):
-    """The first block's input needs no gradient; the heads, of the root, have theirs before any block."""
+    """The first block's input needs no gradient. The heads belong to the root, and their gradients come before those of any block."""
 
     twice = False
 
@@ -63,7 +63,7 @@ def model(twice: bool = False) -> Any:
 
 
 def chosen(step: int, micro: int, rank: int) -> tuple[int, ...]:
-    """One expert each; all of them on rank 0; the same one on all ranks, so that no rank has the others; two here, three there."""
+    """The experts that a rank uses, by step: one each; all on rank 0; the same one on all ranks; two or three."""
     everything = tuple(range(EXPERTS))
     first = (rank + micro) % EXPERTS
     return [(first,), everything if rank == 0 else (2,), (1,), everything[: 2 + (rank + micro) % 2]][step % 4]
@@ -94,7 +94,7 @@ def with_replicas(made: Any) -> Any:
 
 
 def with_experts_elsewhere(made: Any) -> Any:
-    """Experts are sharded over two ranks and replicated, the rest is sharded over all four."""
+    """Shard the experts over two ranks with replicas, and all else over all four ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     of_experts = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     for block in made.blocks:
@@ -109,7 +109,7 @@ def with_experts_elsewhere(made: Any) -> Any:
 
 
 def with_groups(made: Any) -> Any:
-    """The experts of a unit in groups of their own: a rank may use none of a group."""
+    """Put some experts of a unit into separate groups. A rank may use no parameter of such a group."""
     for block in made.blocks:
         block.experts[0].to(torch.float32).register_forward_pre_hook(lambda m, args: args[0].float())
     return plain(made)
@@ -200,7 +200,7 @@ def trains(rank: int, world: int, name: str) -> None:
     try:
         ours, alone = case.shard(model(case.twice)), model(case.twice)
         case.setup(ours)
-        held = dict(ours.named_parameters())  # the sharded ones
+        held = dict(ours.named_parameters())  # the sharded parameters
         steps = case.optimizer(ours.parameters(), lr=0.05), torch.optim.AdamW(alone.parameters(), lr=0.05)
         for step in range(STEPS):
             for micro in range(case.micros):
@@ -241,7 +241,7 @@ def trains_all(rank: int, world: int, names: list[str]) -> None:
         trains(rank, world, name)
 
 
-ON_GLOO = ["plain", "in order", "groups in debug mode", "own reduce-scatter"]  # the cases whose exchanges differ
+ON_GLOO = ["plain", "in order", "groups in debug mode", "own reduce-scatter"]  # the cases with different exchanges
 REPLICAS_ON_GLOO = ["replicas, all-reduce later", "experts elsewhere, beside replicas"]
 
 
@@ -260,7 +260,7 @@ def test_gloo_trains_every_other_case_as_one() -> None:
 
 
 def whose_hooks_step(rank: int, world: int) -> None:
-    """An optimizer step in backward, by a hook on each sharded parameter: also where the gradient comes late."""
+    """A hook on each sharded parameter steps its optimizer in backward, also if the gradient comes late."""
     ours, alone = plain(model()), model()
     held = list(ours.parameters())
     steps = {p: torch.optim.AdamW([p], lr=0.05) for p in held}
@@ -292,7 +292,7 @@ def test_hooks_are_called_on_all_ranks_once_for_each_gradient() -> None:
 
 
 def asks(rank: int, world: int) -> None:
-    """Count the exchanges and the waits: a rank waits only if it may get something."""
+    """Count the exchanges and the waits. A rank waits only if it may receive a gradient."""
     asked: list[list[int]] = []
     waits: list[int] = []
     original = dist.all_reduce
@@ -385,7 +385,7 @@ def test_debug_mode_names_a_gradient_present_on_some_ranks_only() -> None:
 
 
 class Partly(Model):
-    """A forward in which rank 1 uses no parameter of a block that it goes through, and none of the root's own."""
+    """A model in which rank 1 uses no parameter of the second block in its forward, and none of the root's own."""
 
     def forward(self, x: torch.Tensor, which: tuple[int, ...], rank: int = 0) -> torch.Tensor:
         for i, block in enumerate(self.blocks):
@@ -394,7 +394,7 @@ class Partly(Model):
 
 
 def uses_nothing_of_units(rank: int, world: int) -> None:
-    """With one forward and with two before a backward: then some gradients come in the second part of it, which ones differs by rank."""
+    """Run one forward or two before a backward. With two, some gradients come in its second part, and the ranks differ in which."""
     for forwards in (1, 2):
         ours, alone = model(), model()
         ours.__class__ = alone.__class__ = Partly
@@ -421,7 +421,7 @@ def test_rank_that_uses_nothing_of_a_unit_joins_its_reduction() -> None:
 
 
 def leaves_a_unit_out(rank: int, world: int) -> None:
-    """The one case that is left: see docs/reference/fully-shard.md."""
+    """The one case that still fails; see docs/reference/fully-shard.md."""
     set_debug(True)
     try:
         ours = plain(model())

@@ -1,4 +1,4 @@
-"""The library needs no Ray: importing it, and training under torchrun, work where Ray can't be imported."""
+"""The library needs no Ray: it imports, and trains under torchrun, if Ray can't be imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever writes a sharded parameter, by whatever way: the next forward computes with what was written."""
+"""After any kind of write to a sharded parameter, the next forward computes with the written values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients summed in a fixed order: on every number of ranks the bits of one process that adds up one micro-batch after the other."""
+"""Gradients summed in a fixed order. Every number of ranks gives the bits of one process that adds one micro-batch after the other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCHES = 7
 
 
 class Net(nn.Module):
-    """Odd sizes, so that cuts fall into the middle of tensors; ``rare`` is used by every third micro-batch only."""
+    """Odd sizes, so that cuts fall inside tensors. Only every third micro-batch uses ``rare``."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 
 def build():
-    model, generator = Net(), torch.Generator().manual_seed(0)  # a generator: ranks that are threads share torch's
+    model, generator = Net(), torch.Generator().manual_seed(0)  # its own generator, because ranks on threads share torch's
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=generator) / 4)
@@ -41,7 +41,7 @@ def micro_batch(k):
 
 
 def alone(dtype=torch.float32):
-    """One process: each micro-batch's gradients by themselves, in ``dtype``; then added up in FP32, one after the other."""
+    """Gradients of one process: those of each micro-batch in ``dtype``, added one after the other in FP32."""
     sums = {}
     for k in range(BATCHES):
         model = build().to(dtype)
@@ -115,7 +115,7 @@ def test_bits_depend_on_rank_count_without_ordered_reduction():
 
 
 def scaled(rank, world):
-    """With a divisor, and a second step on top of gradients that were kept."""
+    """Use a divisor, and a second step on top of kept gradients."""
     model = fully_shard(build(), mesh=init_device_mesh("cpu", (world,)))
     model.set_ordered_reduction()
     model.set_gradient_divide_factor(8.0)

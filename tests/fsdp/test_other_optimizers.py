@@ -1,8 +1,8 @@
-"""Optimizers of other people over our parameters train as over those of torch's ``fully_shard``, and as in one process.
+"""Third-party optimizers train on our parameters as on those of torch's ``fully_shard``, and as in one process.
 
-The ones here make the same DTensor calls as torchao's low-bit Adam (states put together with ``DTensor.from_local``, a compiled update
-of ``p.detach()``), pytorch_optimizer's Scion (whole matrices, in place on what was computed of them), and dion's Muon (equal shards that
-the optimizer exchanges itself). Where the packages are installed, they run, too.
+The optimizers here make the same DTensor calls as torchao's low-bit Adam (states from ``DTensor.from_local``, a compiled update of
+``p.detach()``), pytorch_optimizer's Scion (whole matrices, with in-place changes of the results), and dion's Muon (equal shards that the
+optimizer exchanges itself). If the packages are installed, they are tested, too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def adam(p: Tensor, grad: Tensor, mean: Tensor, square: Tensor, lr: float) -> No
 
 
 class StatesFromLocal(Steps):
-    """As torchao's: the states are DTensors that the optimizer puts together itself; the update is compiled."""
+    """Like torchao's: the optimizer makes its states as DTensors, and the update is compiled."""
 
     def one(self, p: Any, grad: Any, lr: float) -> None:
         state = self.state[p]
@@ -77,7 +77,7 @@ class StatesFromLocal(Steps):
 
 
 class WholeInPlace(Steps):
-    """As Scion: what is computed of whole matrices is scaled in place and added to the parameter."""
+    """Like Scion: the update of a whole matrix is scaled in place and added to the parameter."""
 
     def one(self, p: Any, grad: Any, lr: float) -> None:
         momentum = self.state[p].setdefault("momentum", torch.zeros_like(grad)).lerp_(grad, 0.5)
@@ -87,7 +87,7 @@ class WholeInPlace(Steps):
 
 
 class ThereAndBack(Steps):
-    """Gathers, computes, and brings the update back to the parameter's placements."""
+    """Gathers, computes, and redistributes the update to the parameter's placements."""
 
     def one(self, p: Any, grad: Any, lr: float) -> None:
         if not isinstance(grad, DTensor):
@@ -99,7 +99,7 @@ class ThereAndBack(Steps):
 
 
 class PlainAndBack(Steps):
-    """The same on plain tensors: ``full_tensor()`` there, ``DTensor.from_local`` back."""
+    """The same on plain tensors, with ``full_tensor()`` and ``DTensor.from_local``."""
 
     def one(self, p: Any, grad: Any, lr: float) -> None:
         whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
@@ -110,7 +110,7 @@ class PlainAndBack(Steps):
 
 
 class ThroughRows(Steps):
-    """Equal rows of a gradient on each rank, whatever the parameter's placements are, and back by ``from_local``."""
+    """Each rank gets equal rows of a gradient, for any placements of the parameter, and returns them by ``from_local``."""
 
     def one(self, p: Any, grad: Any, lr: float) -> None:
         if not isinstance(p, DTensor):
@@ -124,7 +124,7 @@ class ThroughRows(Steps):
 
 
 class ExchangedShards(Steps):
-    """As dion's Muon: each rank puts one matrix together from equal ``Shard(0)`` parts, by an all-to-all of its own, and sends it back."""
+    """Like dion's Muon: each rank assembles one matrix from equal ``Shard(0)`` parts by its own all-to-all, and sends it back."""
 
     def update(self, params: list[Any], lr: float) -> None:
         for p in (p for p in params if p.ndim < 2):
@@ -147,7 +147,7 @@ class ExchangedShards(Steps):
 
 
 def exchange(out: list[Tensor], given: list[Tensor]) -> None:
-    """``dist.all_to_all`` of lists, which gloo has not."""
+    """``dist.all_to_all`` of lists, which gloo lacks."""
     joined = torch.cat([t.reshape(-1) for t in given])
     landed = torch.empty(sum(t.numel() for t in out))
     dist.all_to_all_single(landed, joined, [t.numel() for t in out], [t.numel() for t in given])

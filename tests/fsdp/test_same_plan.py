@@ -1,4 +1,4 @@
-"""Ranks that planned different layouts are told so before the first collective, all of them, with the first difference on both sides."""
+"""If ranks have planned different layouts, all get an error before the first collective, with the first difference on both sides."""
 
 from __future__ import annotations
 

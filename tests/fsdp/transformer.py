@@ -1,4 +1,4 @@
-"""A small transformer with awkward sizes, plain PyTorch, for the engine's tests: nothing divides by anything."""
+"""A small plain PyTorch transformer for the engine's tests, with sizes that divide nothing evenly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VOCAB, DIM, HIDDEN, EXPERTS, SEQ = 31, 20, 36, 7, 6
 
 
 class Mixture(nn.Module):
-    """Soft mixture of experts whose weights are fused 3-D tensors, and a 0-dimensional gain."""
+    """Soft mixture of experts with fused 3-D weights and a 0-dimensional gain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def build(seed: int = 0, **options) -> Transformer:
 
 
 def batch(step: int, size: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
-    """The global batch of a step: the same for every world size that divides 12."""
+    """The global batch of a step, the same for every world size that divides 12."""
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(VOCAB, (size, SEQ + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
@@ -88,7 +88,7 @@ def part(tensor: torch.Tensor, rank: int, world: int) -> torch.Tensor:
 
 
 def full(tensor: Any) -> torch.Tensor:
-    """The whole of a parameter, sharded by whoever."""
+    """The whole tensor, sharded or not."""
     tensor = tensor.detach()
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -104,7 +104,7 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def worst(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """The parameter that differs most, and by how much."""
+    """The largest difference of any parameter, and the parameter's name."""
     assert mine.keys() == theirs.keys()
     return max((apart(mine[name].reshape(theirs[name].shape), theirs[name]), name) for name in theirs)
 

@@ -1,4 +1,4 @@
-"""A look inside a sharded module, for tests of what happens there; untyped, since they replace its parts."""
+"""Access to the internals of a sharded module, for tests of them. It is untyped, since the tests replace these parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""geometry.py against element-by-element oracles: every function is checked on the set of elements it speaks about."""
+"""geometry.py against element-by-element oracles: every function is checked on the set of elements that it describes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_boxes_tile_the_range_in_memory_order(case: tuple[tuple[int, ...], int, 
 def test_range_of_one_sub_box_gives_exactly_one_box(shape: tuple[int, ...], data: st.DataObject) -> None:
     if not math.prod(shape):
         return
-    # Sub-boxes that are contiguous in memory: indices fixed, then one free interval, then whole dimensions.
+    # Sub-boxes that are contiguous in memory have fixed indices, then one free interval, then whole dimensions.
     k = data.draw(st.integers(0, len(shape)))
     offsets, sizes = [0] * len(shape), list(shape)
     for dim in range(k):
@@ -80,7 +80,7 @@ def test_intervals_of_boxes_are_minimal_exact_and_ordered(shape: tuple[int, ...]
 
 @st.composite
 def holders(draw: st.DrawFn, space: int, replicas: bool) -> list[list[Extent]]:
-    """Holders that together have every element of the space, at scattered offsets; with ``replicas`` some of them twice."""
+    """Holders that together have every element of the space, at scattered offsets. With ``replicas`` some elements have two holders."""
     count = draw(st.integers(1, 5))
     cuts = sorted(draw(st.lists(st.integers(0, space), max_size=8)))
     held: list[list[Extent]] = [[] for _ in range(count)]

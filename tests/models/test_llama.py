@@ -1,4 +1,4 @@
-"""The Llama against an independent implementation (explicit loops, complex rotation) and against the properties that define its parts."""
+"""Llama against an independent implementation (explicit loops, complex rotation) and the defining properties of its parts."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_logits_match_an_independent_implementation(name: str) -> None:
     config = SIZES[name]
     model = made(config).double()
     tokens = tokens_of(config, 2, 9)
-    # Rotation and norms are made in float32 by design, also of a float64 model.
+    # Rotation and norms use float32 by design, even in a float64 model.
     torch.testing.assert_close(model(tokens), oracle(model, tokens), rtol=2e-5, atol=2e-5)
 
 
@@ -246,7 +246,7 @@ def test_initial_values_follow_the_generator_and_documented_size() -> None:
             continue
         assert not torch.equal(one, other)
         std = 0.02 / 4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02  # sqrt(2 * 8 layers) = 4
-        assert float(one.std()) == pytest.approx(std * 0.986, rel=0.03)  # 0.986: what cutting at three deviations leaves
+        assert float(one.std()) == pytest.approx(std * 0.986, rel=0.03)  # 0.986 remains after cutting at three deviations
         assert float(one.abs().max()) <= 3 * std * 1.0001
 
 

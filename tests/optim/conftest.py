@@ -1,4 +1,4 @@
-"""What tests of the optimizers share."""
+"""Fixtures for all tests of the optimizers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Whatever a test before has set: results of matrix products and of decompositions may depend on the number of threads."""
+    """Use one thread, because matrix products and decompositions may depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

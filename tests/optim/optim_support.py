@@ -1,4 +1,4 @@
-"""Weights of a toy model sharded over threads or processes, gradients that depend on name and step alone, and whole states."""
+"""A toy model sharded over threads or processes, gradients that depend on name and step alone, and whole states."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ State = dict[str, np.ndarray]
 
 
 class Weights(nn.Module):
-    """Parameters by name (``.`` becomes ``_``), equal on every rank; nothing to compute."""
+    """Parameters by name (``.`` becomes ``_``), equal on every rank. The module computes nothing."""
 
     def __init__(self, shapes: Shapes, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -31,13 +31,13 @@ class Weights(nn.Module):
 
 
 def noise(shape: tuple[int, ...], name: str, step: int) -> Tensor:
-    """Standard normal, a function of name and step (no hash(), which differs from process to process)."""
+    """Standard normal numbers from name and step alone. (Python's hash() differs between processes.)"""
     seed = int.from_bytes(hashlib.md5(f"{name}/{step}".encode()).digest()[:6], "big")
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def sharded(shapes: Shapes, world: int, policy: Any = None, dtype: torch.dtype = torch.float32, mesh: DeviceMesh | None = None) -> Weights:
-    """The weights after ``fully_shard``; plain ones where ``world`` is 0."""
+    """The weights after ``fully_shard``; plain weights if ``world`` is 0."""
     model = Weights(shapes, dtype)
     if world:
         torch.set_num_threads(1)
@@ -46,7 +46,7 @@ def sharded(shapes: Shapes, world: int, policy: Any = None, dtype: torch.dtype =
 
 
 def give_gradients(model: nn.Module, step: int, make: Callable[[tuple[int, ...], str, int], Tensor] = noise) -> None:
-    """``make(shape, name, step)`` as gradients, cut as the parameters are."""
+    """Set ``make(shape, name, step)`` as gradients, cut like the parameters."""
     for name, param in model.named_parameters():
         full = make(tuple(param.shape), name, step).to(param.dtype)
         if isinstance(param, DTensor):
@@ -66,13 +66,13 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def bits(tensor: Tensor) -> np.ndarray:
-    """A copy as numpy; bfloat16 as its 16-bit words."""
+    """A copy as numpy array; bfloat16 as its 16-bit words."""
     full = whole(tensor).clone()
     return (full.view(torch.int16) if full.dtype == torch.bfloat16 else full).numpy()
 
 
 def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """Every parameter and every state, whole: ``w`` and ``w/exp_avg_code``. Collective."""
+    """Every parameter and every state as a whole, named like ``w`` and ``w/exp_avg_code``. Collective."""
     found: State = {}
     for name, param in model.named_parameters():
         found[name] = bits(param)
@@ -82,12 +82,12 @@ def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 
 
 def same(a: State, b: State) -> list[str]:
-    """Names that are not equal bit for bit."""
+    """Names whose values are not equal bit for bit."""
     return [n for n in a.keys() | b.keys() if n not in a or n not in b or a[n].tobytes() != b[n].tobytes()]
 
 
 def straddles(model: nn.Module) -> set[str]:
-    """Parameters of which this rank holds a part, and not all."""
+    """Parameters of which this rank holds a part, but not all."""
     found = set()
     for name, param in model.named_parameters():
         if isinstance(param, RaggedDTensor):
@@ -98,7 +98,7 @@ def straddles(model: nn.Module) -> set[str]:
 
 
 class Collectives(TorchDispatchMode):
-    """Names of the collectives that run inside, whoever calls them."""
+    """Records the names of all collectives that run inside."""
 
     def __init__(self) -> None:
         super().__init__()

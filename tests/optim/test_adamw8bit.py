@@ -1,4 +1,7 @@
-"""AdamW8bit: the format is a function of the tensor, a step is the formula's, updates stay near FP32's, nothing is communicated."""
+"""AdamW8bit: its format depends on the tensor alone, a step follows the formula, and updates stay near FP32's.
+
+Nothing is communicated.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from vescale_ray.optim import AdamW8bit
 from vescale_ray.optim.adamw8bit import block_of
 from vescale_ray.optim.codec import Codebook, dynamic_values, root_values
 
-# Tails in rows and columns; experts; a convolution's filter; what stays FP32: an embedding, a vector, a small matrix.
+# Tails in rows and columns, experts and a convolution's filter; FP32 states for an embedding, a vector and a small matrix.
 SHAPES = {
     "wq_weight": (96, 64),
     "wide_weight": (70, 97),
@@ -40,7 +43,7 @@ HOW: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.3}
 
 
 def blocks_by_hand(shape: tuple[int, ...], block: Any) -> list[list[int]]:
-    """The elements of each block, by enumerating indices."""
+    """Elements of each block, found by enumerating indices."""
     experts = shape[0] if len(shape) == 3 else 1
     rows = shape[-2] if len(shape) == 3 else shape[0]
     cols = math.prod(shape) // experts // rows
@@ -197,7 +200,7 @@ def test_a_step_communicates_nothing() -> None:
 
 
 def largest_updates(shape: tuple[int, int], block: Any, sigma: float, sparse: bool, steps: int = 200) -> tuple[float, float]:
-    """(largest update of ours / of torch's AdamW, relative distance of the last 20 updates), rows of log-normal sizes."""
+    """(largest update of ours / of torch's AdamW, relative distance of the last 20 updates), for rows of log-normal sizes."""
     generator = torch.Generator().manual_seed(0)
     size = torch.exp(sigma * torch.randn(shape[0], 1, generator=generator))
     ours, theirs = nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.zeros(shape))
@@ -241,7 +244,10 @@ def test_largest_update_is_at_most_twice_fp32s_for_uneven_rows(block: Any, spars
 
 
 def test_nearest_code_for_m_makes_updates_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guard of the limit in the codec: the dynamic map's lower decades are so coarse that the nearest value may be twice the number."""
+    """Check that the limit in the codec is needed.
+
+    The dynamic map's lower decades are so coarse that the nearest value may be twice as large.
+    """
     from vescale_ray.optim import adamw8bit
 
     monkeypatch.setattr(adamw8bit, "signed_codebook", lambda device: Codebook(dynamic_values(True), device))
@@ -249,7 +255,7 @@ def test_nearest_code_for_m_makes_updates_too_large(monkeypatch: pytest.MonkeyPa
 
 
 def test_plain_dynamic_map_for_v_makes_updates_explode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guard: the experiment above tells a wrong map from a right one."""
+    """Check that the experiment above tells a wrong map from a right one."""
     from vescale_ray.optim import adamw8bit
 
     class Plain:
@@ -266,7 +272,7 @@ def test_plain_dynamic_map_for_v_makes_updates_explode(monkeypatch: pytest.Monke
 
 
 def test_updates_stay_within_published_bounds_of_fp32_each_step() -> None:
-    # Thresholds of bitsandbytes' tests/test_optim.py: 50 steps, lr 1e-3, g ~ 0.01 N(0, 1), parameters re-synced each step.
+    # Thresholds of bitsandbytes' tests/test_optim.py: 50 steps, lr 1e-3, g ~ 0.01 N(0, 1), equal parameters before each step.
     ours, theirs = nn.Parameter(noise((256, 256), "p", 0)), nn.Parameter(noise((256, 256), "p", 0))
     optimizers = (AdamW8bit([ours], lr=1e-3, block=256), torch.optim.AdamW([theirs], lr=1e-3))
     errors, relative = [], []

@@ -1,4 +1,7 @@
-"""AdamW8bit as a torch optimizer: groups, schedulers, hooks; its states saved, loaded and copied; steps that ranks refuse together."""
+"""AdamW8bit as a torch optimizer: groups, schedulers, hooks.
+
+Its states are saved, loaded and copied, and all ranks refuse a step together.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +142,7 @@ def test_missing_or_other_block_states_are_refused_unchanged() -> None:
 
 
 def test_step_refuses_other_blocks_with_equally_many_scales(tmp_path: Path) -> None:
-    """64 rows in blocks of 32 or of 40: two bands either way. The saved block comes back with the param group."""
+    """64 rows make two bands in blocks of 32 or of 40. Loading restores the saved block in the param group."""
     model = Weights({"w": (64, 128)})
     optimizer = AdamW8bit(model.parameters(), block="tile 40x32")
     train(model, optimizer, range(1, 2))
@@ -228,7 +231,7 @@ def build_saved(world: int) -> tuple[Weights, AdamW8bit]:
 
 
 def _save(rank: int, world: int, folder: str) -> State:
-    """Three steps, both kinds of checkpoint, and one step more."""
+    """Train three steps, save both kinds of checkpoint, and train one step more."""
     model, optimizer = build_saved(world)
     train(model, optimizer, range(1, 4))
     checkpoint.save({"model": model, "optimizer": optimizer}, folder + "/ours", 3)
@@ -250,7 +253,7 @@ def _load(rank: int, world: int, folder: str) -> list[State]:
             held: dict[str, Any] = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
             dcp.load(held, checkpoint_id=folder + "/dcp")
             model.load_state_dict(held["model"])
-            if kind == "full":  # from whole tensors of rank 0, into an optimizer without any
+            if kind == "full":  # from rank 0's whole tensors, into an optimizer without states
                 whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
                 set_optimizer_state_dict(model, optimizer, held["optimizer"])
                 held["optimizer"] = get_optimizer_state_dict(model, optimizer, options=whole)

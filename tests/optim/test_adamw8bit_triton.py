@@ -1,4 +1,4 @@
-"""The Triton kernel in Triton's interpreter: codes, scales and FP32 parameters are the torch path's, bit for bit, NaN included.
+"""Triton's interpreter runs the kernel: codes, scales and FP32 parameters equal the torch path's bit for bit, NaN included.
 
 On a GPU `make gpu-check` compares the compiled kernel, BF16 and the time. (The interpreter truncates where BF16 should be rounded.)
 """

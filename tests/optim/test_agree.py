@@ -1,4 +1,4 @@
-"""Before a step all ranks see the same set of gradients, and the same finite flag."""
+"""Before a step all ranks agree on the set of gradients and on the finite flag."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ EVERYWHERE = [(r, 1) for r in range(3)]
         ([], Decision((True, True, True), (), True)),
         (EVERYWHERE, Decision((True, False, True), (), True)),
         ([(2, 0)], Decision((False, True, True), (0,), True)),
-        ([(1, 0)], Decision((True, True, True), (), True)),  # rank 1 holds nothing of it: no say
+        ([(1, 0)], Decision((True, True, True), (), True)),  # rank 1 holds none of it and has no say
         ([(0, 1), (2, 1)], Decision((True, True, True), (), True)),  # only rank 1 holds it
-        ([(1, 1)], Decision((True, False, True), (), True)),  # the others hold nothing: their gradients are no evidence
+        ([(1, 1)], Decision((True, False, True), (), True)),  # the others hold none, so their gradients do not count
         ([(0, 2), (1, 2)], Decision((True, True, False), (2,), True)),
     ],
 )
@@ -96,7 +96,7 @@ def test_agreement_refuses_ranks_with_different_parameters():
 
 def stays_away(rank, world):
     made = parameters(rank, world)
-    Agreement(made).decide()  # all are there
+    Agreement(made).decide()  # with all ranks
     agreement = Agreement(made, timeout=1.5)
     begin = time.monotonic()
     if rank:

@@ -1,4 +1,4 @@
-"""The geometry of blocks against an enumeration of indices, and a step over any shards against one over the whole."""
+"""Geometry of blocks, against an enumeration of indices, and a step over any shards, against a step over the whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vescale_ray.optim.blocks import Grid, block_text, parse_block
 
 
 def block_numbers(shape: tuple[int, ...], block: Any) -> list[int]:
-    """For each element of the tensor, in memory order, the number of its block, in the order of the states."""
+    """For each element of the tensor, in memory order, the number of its block in the order of the states."""
     experts = shape[0] if len(shape) == 3 else 1
     rows = shape[1] if len(shape) == 3 else shape[0]
     cols = math.prod(shape) // experts // rows

@@ -1,4 +1,4 @@
-"""Routing by role from global shapes, and several optimizers behind one interface."""
+"""Routing of parameters by role from global shapes, and several optimizers behind one interface."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Experts(nn.Module):
 
 
 class Zoo(nn.Module):
-    """One of everything."""
+    """A model with a parameter of each kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def test_the_table_is_printed_and_patterns_overrule_roles(capsys: pytest.Capture
 
 
 class Vision(nn.Module):
-    """What has three dimensions and is no stack of experts."""
+    """A model whose 3-dimensional parameters are no stacks of experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def test_adamw_with_precreated_states_steps_as_torchs(options: dict[str, Any]) -
     peer = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=built.defaults["eps"], **options)
     for p in ours.parameters():
         p.grad = torch.ones_like(p)
-    create_states(built)  # there is nothing left to make: gradients stay, too
+    create_states(built)  # all states exist, so nothing changes, not even the gradients
     assert all(bool((p.grad == 1).all()) for p in ours.parameters() if p.grad is not None)
     for step in range(3):
         for model, optimizer in ((ours, built), (theirs, peer)):
@@ -270,7 +270,7 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
 
 
 def two_optimizers(steps: int) -> list[Tensor]:
-    """torch's own two, side by side, on one process."""
+    """torch's own two optimizers side by side, on one process."""
     model = llama()
     hidden = [p for n, p in model.named_parameters() if "_proj" in n]
     rest = [p for n, p in model.named_parameters() if "_proj" not in n]
@@ -443,7 +443,7 @@ def local_agreement(rank: int, world: int, agree: bool) -> list[bool]:
 
 
 def one_asks(rank: int, world: int, policy: str) -> tuple[list[bool], str]:
-    """Only the 8-bit part is told what to do about NaN; the NaN is in the AdamW part, on one rank."""
+    """Only the 8-bit part has a policy for NaN, but the NaN is in the AdamW part, on one rank."""
     model = llama()
     config = OptimizerConfig("adamw8bit", options={"nonfinite": policy, "min_8bit_numel": 1, "block": 8})
     routing = route_parameters(model, config)

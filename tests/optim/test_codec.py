@@ -1,4 +1,4 @@
-"""8-bit codes: the maps are those that the format says, and a code is the nearest value's that is not too large."""
+"""8-bit codes: the maps follow the format, and a code is the nearest value that is not too large."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_code_is_nearest_value_within_limit_even_at_borders(codebook: Codebook, 
     distance = np.abs(values[None, :] - x.numpy().astype(np.float64)[:, None])
     codes = codebook.encode(x).numpy().astype(np.int64)
     chosen = np.take_along_axis(distance, codes[:, None], 1)[:, 0]
-    # Borders are FP32: within half a unit in their last place either side will do.
+    # Borders are FP32, so within half a unit in their last place either side is accepted.
     size, slack = np.abs(x.numpy().astype(np.float64)), 1 + 2.0**-22
     least = np.where(np.abs(values)[None, :] <= most_over * size[:, None] / slack, distance, np.inf).min(axis=1)
     assert (chosen <= least + size * 2.0**-23).all()

@@ -1,4 +1,4 @@
-"""The exact sum of squares: the same bits for every division of the elements, and close to what rational arithmetic says."""
+"""The exact sum of squares has the same bits for every division of the elements, and is close to rational arithmetic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def values(numel: int, decades: float, seed: int = 0) -> torch.Tensor:
-    """Normal numbers spread over so many powers of ten, both signs, FP32."""
+    """Normal FP32 numbers of both signs, spread over ``decades`` powers of ten."""
     generator = torch.Generator().manual_seed(seed)
     scale = 10 ** (torch.rand(numel, generator=generator, dtype=torch.float64) * decades - decades / 2)
     return (torch.randn(numel, generator=generator, dtype=torch.float64) * scale).float()

@@ -1,4 +1,4 @@
-"""What every optimizer here does with a state dict that does not fit: it says so, and nothing has changed. And with copies and pickles."""
+"""Every optimizer refuses a state dict that does not fit, and stays unchanged. Copies and pickles work."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_numbers_that_make_no_sense_are_refused_in_a_sentence(kind: Any, setting
 
 
 def test_newton_schulz_settings_may_change_between_steps() -> None:
-    """As they may in torch's: a group is read in every step."""
+    """torch's Muon allows this too, because it reads the group in every step."""
     shape = (16, 24)
     params = [nn.Parameter(noise(shape, "p", 0)) for _ in range(2)]
     ours, theirs = Muon(params[:1], lr=0.1), torch.optim.Muon(params[1:], lr=0.1)

@@ -1,4 +1,4 @@
-"""What Muon sends, how evenly it spreads the work, and that roots and buckets are what they promise."""
+"""Muon's messages, the balance of its work, and the properties of its roots and buckets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def even(shape: tuple[int, ...], world: int) -> Case:
 
 
 class Counted:
-    """Bytes and calls of this thread's all-to-alls, by patching torch.distributed."""
+    """Counts bytes and calls of this thread's all-to-alls, by patching torch.distributed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_rank: dict[int, list[int]] = {}
@@ -94,7 +94,7 @@ def test_uneven_cuts_send_less_as_roots_hold_their_matrices(monkeypatch: pytest.
     world, counted = 4, Counted(monkeypatch)
     rng = random.Random(3)
     cases = []
-    for shape in EVEN * 2:  # as a planner lays tensors end to end: each on one rank or two
+    for shape in EVEN * 2:  # a planner lays tensors end to end, so that each is on one rank or two
         at, first = rng.randint(0, shape[0]), rng.randint(0, world - 2)
         cases.append(Case(shape, 1, tuple(at if r == first else shape[0] - at if r == first + 1 else 0 for r in range(world))))
     run_threads(world, one_step, cases, {})
@@ -139,7 +139,7 @@ def in_order(rank: int, world: int, cases: list[Case]) -> list[str]:
 def test_next_bucket_is_sent_before_the_wait_for_the_last_one() -> None:
     world = 2
     for seen in run_threads(world, in_order, [even(shape, world) for shape in EVEN]):
-        # Bucket 0 goes out, then bucket 1; only then bucket 0 is waited for, computed and sent back; and so on.
+        # Buckets 0 and 1 are sent. Only then bucket 0 is awaited, computed and sent back, and so on.
         assert seen[:8] == ["send 0", "send 1", "wait 0", "send 2", "send 3", "wait 1", "send 4", "wait 2"]
         assert sum(entry.startswith("wait") for entry in seen) == sum(entry.startswith("send") for entry in seen)
 
@@ -150,7 +150,7 @@ def test_whole_tensors_equal_torchs_muon_bit_for_bit() -> None:
 
 
 def llama(world: int, name: str = "llama-3-8b", block: Block | None = None) -> Any:
-    """Jobs of a model's matrices where our planner puts them."""
+    """Jobs of a model's matrices as our planner places them."""
     shapes = model_shapes(name)
     jobs = []
     for unit in shapes.units:
@@ -182,14 +182,14 @@ def test_the_work_of_llama_3_8b_is_balanced(world: int) -> None:
 def test_roots_meet_grahams_bound_and_each_matrix_has_one_bucket(costs: list[int], world: int, seed: int) -> None:
     rng = random.Random(seed)
     held = [{r: rng.randint(1, 9) for r in rng.sample(range(world), rng.randint(1, world))} for _ in costs]
-    if all(len(ranks) == 1 for ranks in held) and world > 1:  # where all are whole, they stay where they are
+    if all(len(ranks) == 1 for ranks in held) and world > 1:  # if all are whole, they stay in place
         held[0] = {0: 1, 1: 1}
     roots = assign_roots(costs, held, world)
     load = [0] * world
     for i, root in enumerate(roots.root):
         load[root] += costs[i]
     assert tuple(load) == roots.load
-    # Graham: list scheduling ends by mean + (1 - 1/W) largest item; the locality's slack comes on top.
+    # By Graham, list scheduling ends by mean + (1 - 1/W) * the largest item. The slack for locality comes on top.
     mean = sum(costs) / world
     assert max(load) <= max(1.05 * mean, mean + (1 - 1 / world) * max(costs)) + 1e-9
     buckets = assign_buckets(roots, [8 * c for c in costs], 4000)
@@ -217,7 +217,7 @@ def test_locality_takes_the_holder_of_most_where_balance_allows() -> None:
 
 
 def test_flops_match_the_matrix_products_by_hand() -> None:
-    # Two products of the short side squared: s*s*l, once with X^T and once with X; one of A A: s^3; two operations each.
+    # Two products with the short side squared, s*s*l: with X^T and with X. One product A A: s^3. Each term has two operations.
     assert flops(3, 7, 5) == 5 * (2 * 3 * 3 * 7 + 2 * 3 * 3 * 3 + 2 * 3 * 3 * 7)
     assert flops(7, 3, 1) == flops(3, 7, 1)
 

@@ -1,4 +1,7 @@
-"""Experts, fused projections, heads, replicas, expert parallelism, FSDP2's own tensors; scaling rules, sets, NorMuon; what is refused."""
+"""Muon on experts, fused projections, heads, replicas, expert parallelism and FSDP2's own tensors.
+
+The tests also cover scaling rules, sets, NorMuon and refusals.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ SETTINGS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.5}
 
 
 def torchs(pieces: list[tuple[Tensor, list[Tensor]]], **settings: Any) -> list[Tensor]:
-    """torch.optim.Muon on matrices that are parameters of their own: (start, gradient of each step)."""
+    """torch.optim.Muon with each matrix as its own parameter: (start, gradient of each step)."""
     parameters = [nn.Parameter(value.clone()) for value, _ in pieces]
     theirs = torch.optim.Muon(parameters, **SETTINGS, **settings)
     for step in range(len(pieces[0][1])):
@@ -146,7 +149,7 @@ def test_plain_tensors_work_without_a_process_group() -> None:
         muon = Muon(parameters, **SETTINGS, nesterov=nesterov)
         for step in range(3):
             for i, p in enumerate(parameters):
-                p.grad = gradient(tuple(p.shape), i, step).T.contiguous().T  # as autograd leaves some: not contiguous
+                p.grad = gradient(tuple(p.shape), i, step).T.contiguous().T  # not contiguous, as some that autograd leaves
             muon.step()
         for p, (e, _) in zip(parameters, alone(SHAPES, 3, nesterov=nesterov), strict=True):
             assert torch.equal(p, e)
@@ -228,7 +231,7 @@ def test_batch_is_used_only_if_bitwise_equal_to_single_matrices(shape: tuple[int
 
 @pytest.mark.parametrize("rarely", [2, 40])
 def test_a_batch_that_differs_only_now_and_then_is_not_used(rarely: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As batches of 16 x 16 matrices do on CPUs: one that comes out the same is no evidence."""
+    """Batches of 16 x 16 matrices differ now and then on CPUs, so one equal batch proves nothing."""
     import vescale_ray.optim.newton_schulz as module
 
     calls = iter(range(1, 1 << 20))
@@ -247,7 +250,7 @@ def test_a_batch_that_differs_only_now_and_then_is_not_used(rarely: int, monkeyp
 
 @pytest.mark.parametrize("shape", [(16, 16), (2, 64), (12, 12), (16, 300), (7, 10)])
 def test_batches_of_small_matrices_give_the_bits_of_each_alone(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batched they don't, in about one of fifty batches (torch 2.13 on CPUs with oneDNN's BF16)."""
+    """If batched, about one batch of fifty differs (torch 2.13 on CPUs with oneDNN's BF16)."""
     import vescale_ray.optim.newton_schulz as module
 
     clock = itertools.cycle([0.0, 1.0, 3.0])  # batches are faster
@@ -259,7 +262,7 @@ def test_batches_of_small_matrices_give_the_bits_of_each_alone(shape: tuple[int,
 
 
 def normuon_alone(shape: tuple[int, ...], steps: int, beta2: float) -> Tensor:
-    """An oracle from the paper's formulas, FP64 but for Newton-Schulz."""
+    """An oracle from the paper's formulas, in FP64 except for Newton-Schulz."""
     p, b, v = start(shape, 0).double(), torch.zeros(shape), torch.zeros(shape[0], dtype=torch.float64)
     for step in range(steps):
         g = gradient(shape, 0, step)
@@ -281,7 +284,7 @@ def test_normuon_normalizes_rows_alike_wherever_they_are(counts: tuple[int, ...]
 
 
 def normuon_elsewhere(rank: int, world: int, where: str) -> list[Tensor]:
-    """On FSDP2's tensors, with replicas that share the work, and with experts that are sharded first."""
+    """NorMuon on FSDP2's tensors, with replicas that share the work, or with experts that are sharded first."""
     torch.set_num_threads(1)
     if where == "fsdp2":
         model = Two()

@@ -1,4 +1,4 @@
-"""Muon's states: there from the start, moved to any world size, never silently reset; and what ranks agree on before a step."""
+"""Muon's states exist from the start, move to any world size and are never reset silently; ranks agree before a step."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def test_step_with_a_failed_last_collective_writes_nothing() -> None:
 
 
 def test_newton_schulz_on_local_shards_differs_visibly() -> None:
-    """The mistake itself, built here, is far outside of what the comparison with torch allows (0 bits)."""
+    """The mistake is made here on purpose. Its result differs by far more than the comparison with torch allows (0 bits)."""
     case = Case((24, 16), 1, (8, 16))
     (right, _) = alone(((24, 16),), 1)[0]
     local = torch.cat([_alone_on(case.part(start((24, 16), 0), r), case.part(gradient((24, 16), 0, 0), r)) for r in range(2)])
@@ -344,7 +344,7 @@ def test_bf16_steps_are_bitwise_equal_at_every_world_size() -> None:
     for world in (2, 3):
         for got in run_threads(world, bf16_steps, random_cases(world, world, shapes)):
             assert all((a == b).all() for a, b in zip(got, expected, strict=True))
-    for i, shape in enumerate(shapes):  # and they are close to torch's, which rounds in BF16 in between
+    for i, shape in enumerate(shapes):  # close to torch's, which rounds to BF16 in between
         p = nn.Parameter(start(shape, i).bfloat16())
         theirs = torch.optim.Muon([p], lr=0.02, weight_decay=0.5)
         for step in range(4):

@@ -1,4 +1,4 @@
-"""Clipping by the global norm: torch's value, the same on every number of ranks."""
+"""Clipping by the global norm gives torch's value, the same on every number of ranks."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_sharded_plain_and_torchs_own_dtensors_may_be_mixed():
 
 
 def some_without(rank, world):
-    """Two meshes: rank 0 has no gradient on the first, rank 1 none on the second; then rank 1 none at all."""
+    """Two meshes: rank 0 has no gradient on the first and rank 1 none on the second; then rank 1 has none at all."""
     row, grid = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1))
     first = nn.Parameter(torch_distribute(torch.zeros(4, 3), row, [Shard(0)], src_data_rank=None))
     second = nn.Parameter(torch_distribute(torch.zeros(4, 3), grid, [Shard(0), Shard(1)], src_data_rank=None))
@@ -130,7 +130,7 @@ def test_ranks_lacking_different_gradients_get_one_norm():
     ((1.0, math.nan), "norm_type = nan"), ((-1.0,), "max_norm = -1.0: give"), ((math.nan,), "max_norm = nan"),
 ])  # fmt: skip
 def test_norms_that_make_no_sense_are_refused(arguments, message):
-    """Negative limits turned gradients round, other norms than positive ones were computed as if they were."""
+    """Negative limits would reverse gradients. Norms that are not positive would be computed as if they were."""
     p = nn.Parameter(torch.zeros(3))
     p.grad = torch.ones(3)
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Flat: the same updates and states as the optimizer that it makes flat, over the same sharded parameters."""
+"""Flat has the updates and states of the optimizer that it wraps, over the same sharded parameters."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def trains_alike(rank: int, world: int, kind: str, grouping: str) -> int:
             optimizer.zero_grad()
             schedule.step()
         same(ours, theirs, flat, plain, exact=not options.get("fused"))
-        if step == 1:  # from one to the other and back
+        if step == 1:  # load the state of each into the other
             state = flat.state_dict()
             assert state["state"].keys() == plain.state_dict()["state"].keys()
             plain.load_state_dict(state)
@@ -113,7 +113,7 @@ def test_one_rank_has_a_piece_for_each_buffer() -> None:
 
 
 def saved(rank: int, world: int, root: str) -> None:
-    """Through DCP, at another world's cuts, into the optimizer itself."""
+    """Save the states through DCP, and load them into another optimizer of the same kind."""
     net = model()
     flat = Flat(groups(net, "one"), torch.optim.AdamW, lr=1e-2)
     for step in range(2):
@@ -150,13 +150,13 @@ def accumulated_and_refused(rank: int, world: int) -> None:
         backward(net, 2)  # gradients add up in the sharded parameters
         for p in net.parameters():
             if p.grad is not None:
-                p.grad = p.grad * 2  # no longer where the engine put it
+                p.grad = p.grad * 2  # moves the gradient to other memory
     flat.step()
     plain.step()
     same(ours, theirs, flat, plain, exact=True)
     flat.zero_grad()
     plain.zero_grad()
-    flat.step()  # nothing has a gradient: nothing is done
+    flat.step()  # without gradients a step does nothing
     same(ours, theirs, flat, plain, exact=True)
     for net in (ours, theirs):
         backward(net, 3)
@@ -175,7 +175,7 @@ def test_flat_takes_moved_gradients_and_refuses_cast_parameters() -> None:
 
 
 def some_are_left_out(rank: int, world: int) -> None:
-    """Parameters of one buffer have other states then, here and after loading."""
+    """The parameters of one buffer then have different states, here and after loading."""
     ours, theirs = model(), model()
     flat, plain = Flat(ours.parameters(), torch.optim.AdamW, lr=0.1), torch.optim.AdamW(theirs.parameters(), lr=0.1)
     for step in range(6):
@@ -227,7 +227,7 @@ def test_a_group_may_be_added_later() -> None:
 
 
 def small_parameters_between(rank: int, world: int, others: bool) -> None:
-    """Biases of 64 bytes lie between weights in the shard, and are another param group's, or none's."""
+    """Biases of 64 bytes lie between weights in the shard. They belong to another param group or to none."""
     models: list[Any] = [nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))) for _ in "ab"]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Refusals of the optimizers, of clipping and of state dicts: what the user does, the sentence, and the remedy, which then trains."""
+"""Refusals of the optimizers, of clipping and of state dicts: the user's mistake, the message, and the remedy, which then trains."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ def refused(call: Callable[[], Any], kind: type[BaseException], words: tuple[str
 
 @dataclass
 class Case:
-    """``right`` makes the optimizer as the sentence says; on the sharded module and on a plain one it takes the same step."""
+    """A mistake (``wrong``), and the optimizer that the message suggests (``right``).
+
+    On the sharded module and on a plain one ``right`` takes the same step.
+    """
 
     wrong: Callable[[Any], Any]
     kind: type[BaseException]

@@ -1,4 +1,4 @@
-"""QK-clip: rows of heads are scaled by the published formula, on every shard alike."""
+"""QK-clip scales rows of heads by the published formula, equally on every shard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.ranks import run_threads
 from vescale_ray.optim import qk_clip_
 
 HEADS, KV, D, ROWS = 4, 2, 6, 3
-LOGITS = torch.tensor([50.0, 400.0, 90.0, 100.0])  # the largest of all ranks
+LOGITS = torch.tensor([50.0, 400.0, 90.0, 100.0])  # the largest over all ranks
 
 
 def clipped(rank: int, world: int, q: Case, k: Case, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,7 +54,7 @@ def test_the_largest_logit_after_clipping_is_tau() -> None:
 
 
 def test_mla_rotary_rows_and_value_rows_scale_apart() -> None:
-    query, key = nn.Parameter(torch.ones(2 * 5, 4)), nn.Parameter(torch.ones(2 * 7, 4))  # 3 + 2 for rotation; 3 + 4 values
+    query, key = nn.Parameter(torch.ones(2 * 5, 4)), nn.Parameter(torch.ones(2 * 7, 4))  # per head 3 + 2 rotary rows; 3 + 4 value rows
     qk_clip_(query, key, torch.tensor([400.0, 1.0]), rope_rows=2, value_rows=4)
     assert query[:, 0].tolist() == [0.5] * 3 + [0.25] * 2 + [1.0] * 5
     assert key[:, 0].tolist() == [0.5] * 3 + [1.0] * 11

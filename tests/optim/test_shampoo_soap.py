@@ -1,4 +1,4 @@
-"""Shampoo and SOAP over blocks: the formulas in float64, the same bits on every number of ranks, and what happens when a root fails."""
+"""Shampoo and SOAP over blocks: the formulas in float64, equal bits on every number of ranks, and failing roots."""
 
 from __future__ import annotations
 
@@ -390,7 +390,7 @@ def test_bad_arguments_are_refused_in_a_sentence(options: dict[str, Any], messag
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kronecker_optimizers_beat_adamw_on_badly_scaled_problem(kind: Any) -> None:
-    """A linear least-squares problem whose inputs are strongly correlated: what preconditioners are for."""
+    """A linear least-squares problem with strongly correlated inputs, for which preconditioners are made."""
     mix = torch.linalg.qr(noise((32, 32), "mix", 0))[0] * torch.logspace(0, -2, 32)
     inputs, answer = noise((512, 32), "inputs", 0) @ mix.T, noise((16, 32), "answer", 0)
 

@@ -1,4 +1,4 @@
-"""States are gathered in one order on all ranks, whatever the addresses, hashes and divisions of a rank are."""
+"""All ranks gather states in one order, regardless of each rank's addresses, hashes and divisions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 2
 
 
 def net() -> nn.Sequential:
-    """Small layers between large ones: a rank has neither all nor the same of them."""
+    """Small layers between large ones, so that a rank has only some of them, and other ranks have others."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(6 + i, 24), nn.LayerNorm(24), nn.Linear(24, 7 + i)) for i in range(4)]
     return nn.Sequential(*blocks)
@@ -34,7 +34,7 @@ def address(p: Any) -> int:
 
 
 def sharded(rank: int) -> nn.Sequential:
-    """Rank 1's buffers lie in another order in memory than rank 0's."""
+    """A model whose buffers have another order in memory on rank 1 than on rank 0."""
     wanted: list[Any] = [None]
     for attempt in range(100 if rank else 1):
         made = net()
@@ -57,7 +57,7 @@ def sharded(rank: int) -> nn.Sequential:
 
 
 def otherwise(m: nn.Module) -> list[nn.Parameter]:
-    """In an order that differs by rank, as a set of parameters has."""
+    """The parameters in an order that differs by rank, as in a set."""
     return list(m.parameters())[:: 1 - 2 * dist.get_rank()]
 
 
@@ -92,7 +92,7 @@ def gathers(rank: int, world: int, kind: str) -> None:
         for name, p in alone.named_parameters():
             for key, value in steps.state[p].items():
                 assert torch.allclose(whole["state"][name][key].double(), value.double(), rtol=1e-4, atol=1e-6), (name, key)
-    # The whole state goes into a fresh one, from rank 0 alone, and comes out again.
+    # Load the whole state, from rank 0 alone, into a new optimizer, and gather it again.
     again = fully_shard(sharded(rank))
     fresh = OPTIMIZERS[kind](again)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

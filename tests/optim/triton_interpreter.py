@@ -1,4 +1,4 @@
-"""Run by test_adamw8bit_triton.py in a process of its own, with TRITON_INTERPRET=1: the kernel against the torch path."""
+"""Compare the kernel with the torch path. test_adamw8bit_triton.py runs this in its own process with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 

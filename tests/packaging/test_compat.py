@@ -1,4 +1,4 @@
-"""Private names of torch are in ``vescale_ray/compat`` and nowhere else, and a torch without them is refused in one sentence."""
+"""Private names of torch are used only in ``vescale_ray/compat``. If the installed torch lacks some, one sentence says so."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from vescale_ray import compat
 COMPAT = ROOT / "vescale_ray" / "compat"
 THEMES = sorted(COMPAT.glob("*.py"))
 PRODUCT = [path for part, path in SOURCES if part != "compat"] + [ROOT / "vescale_ray" / "__init__.py"]
-# Pickles name the classes and functions that wrote them; these readers compare the names and import none of them.
+# Pickles name the classes and functions that wrote them. These readers compare the names and import none.
 FILE_FORMATS = {"checkpoint/bridges/torch_archive.py", "checkpoint/bridges/dcp_pickle.py"}
-# Of Python and of pybind11, not of torch.
+# Names of Python and of pybind11, not of torch.
 NOT_TORCHS = {"_exit", "_current_frames", "_pybind11_conduit_v1_"}
 
 
@@ -30,7 +30,7 @@ def private(name: str) -> bool:
 
 
 def chain(node: ast.AST) -> str:
-    """``a.b.c`` of nested attributes; empty for others."""
+    """``a.b.c`` of nested attributes; empty for other nodes."""
     if isinstance(node, ast.Name):
         return node.id
     base = chain(node.value) if isinstance(node, ast.Attribute) else ""
@@ -39,7 +39,7 @@ def chain(node: ast.AST) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def _trees_go_with_the_module() -> Iterator[None]:
-    """A million nodes that stay would make each later garbage collection slow."""
+    """Free the trees after this module. A million nodes would make each later garbage collection slow."""
     yield
     nodes.cache_clear()
 
@@ -51,7 +51,7 @@ def nodes(path: Path) -> tuple[ast.AST, ...]:
 
 
 def torch_names(tree: Iterable[ast.AST]) -> dict[str, str]:
-    """A file's imports from torch, by the name that each has there."""
+    """A file's imports from torch, by their names in the file."""
     found = {}
     for node in tree:
         if isinstance(node, ast.Import):
@@ -64,7 +64,7 @@ def torch_names(tree: Iterable[ast.AST]) -> dict[str, str]:
 
 
 def private_names_in(tree: Sequence[ast.AST]) -> Iterator[str]:
-    """Private names of torch that a file imports, reaches through what it has imported, or holds as the text of a path."""
+    """Private names of torch that a file imports, reaches through its imports, or holds as text of a path."""
     known = torch_names(tree)
     for node in tree:
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -104,7 +104,7 @@ def listed() -> set[str]:
 
 
 def test_private_names_of_torch_are_in_compat_alone() -> None:
-    known = {name for name in listed() if name.split(".")[-2][0].isupper()}  # attributes of classes are used where the objects are
+    known = {name for name in listed() if name.split(".")[-2][0].isupper()}  # attributes of classes are used on the objects themselves
     found = {
         f"{path.relative_to(ROOT)}: {name}"
         for path in PRODUCT
@@ -116,7 +116,7 @@ def test_private_names_of_torch_are_in_compat_alone() -> None:
 
 
 def test_compat_lists_private_attributes_of_torchs_objects() -> None:
-    """An attribute with an underscore that the product reads of an object and defines nowhere is torch's."""
+    """An attribute with an underscore is torch's if the product reads it from an object and defines it nowhere."""
     used: dict[str, str] = {}
     defined: set[str] = set()
     for path in PRODUCT:
@@ -190,7 +190,7 @@ def test_version_check_reads_the_torch_that_an_import_gives(monkeypatch) -> None
 
 
 def test_missing_private_names_are_all_listed_in_one_sentence() -> None:
-    """Names of three themes are taken away: a function, a class's method, a module's class; the first import tells of all."""
+    """Names of three themes are removed: a function, a class's method, a module's class. The first import names all of them."""
     done = run(
         "import torch, torch.distributed.tensor as t, torch.distributed.checkpoint._nested_dict as n\n"
         "del torch._C._current_graph_task_id, n.flatten_state_dict, t.DTensor._stable_hash_for_caching\n"

@@ -1,4 +1,4 @@
-"""What the documents say exists does: links, commands, metrics, files of a run."""
+"""The links, commands, metrics and run files that the documents mention exist."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
 
 def prose(text: str) -> str:
-    """The text without its code blocks, in which nothing is a link or a heading."""
+    """The text without its code blocks, which contain no links or headings."""
     return re.sub(r"^( *)```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -39,7 +39,7 @@ def anchors(text: str) -> set[str]:
 
 
 def broken(page: Path) -> list[str]:
-    """Relative links of a page to files or headings that are not there."""
+    """Relative links of a page to missing files or headings."""
     missing = []
     for link in re.findall(r"\]\(([^)\s]+)[^)]*\)", prose(page.read_text(encoding="utf-8"))):
         path, _, anchor = link.partition("#")
@@ -107,7 +107,7 @@ def test_every_make_target_named_in_the_docs_exists() -> None:
 
 
 def exported() -> set[str]:
-    """Names of all families, as Prometheus shows them."""
+    """Names of all metric families, as Prometheus shows them."""
     suffix = {"counter": "_total", "info": "_info"}
     return {family.name + suffix.get(family.type, "") for family in families(full_snapshot())}
 

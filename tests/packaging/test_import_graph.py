@@ -1,4 +1,7 @@
-"""The graph of all imports of product code, lazy ones and those for type checkers included, has no cycle; a class's name is one thing."""
+"""The graph of all imports of product code has no cycle, with lazy imports and those for type checkers included.
+
+A class name has one meaning.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MOD
 
 
 def imports(module: str, tree: ast.AST, known: Mapping[str, object]) -> Iterator[str]:
-    """Modules among the ``known`` ones that ``module`` imports. A package that a module is in does not count as imported by it."""
+    """Modules among the ``known`` ones that ``module`` imports, except the packages that contain it."""
     package = module if MODULES.get(module, Path()).name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

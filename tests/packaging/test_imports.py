@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# From the bottom to the top; a part may import its own layer and those below it.
+# Layers from bottom to top. A part may import its own layer and those below it.
 LAYERS: list[set[str]] = [
     {"errors", "geometry", "compat", "gloo", "communication"},
     {"planner"},
@@ -46,7 +46,7 @@ SOURCES = [(part, path) for part, path in sources() if part != "__init__"]
 
 @functools.cache
 def imports(path: Path) -> list[tuple[str, bool]]:
-    """Every module that the file imports, by its full name, and whether that happens at module level."""
+    """Every module that the file imports, by its full name, and whether the import is at module level."""
     return list(_imports(path))
 
 
@@ -147,7 +147,7 @@ MECHANISMS = {
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_policy_of_the_controller_reaches_no_mechanism(policy: str) -> None:
-    """Imports of its imports count, since a test of the policy loads them too."""
+    """Indirect imports count, since a test of the policy loads them too."""
     files = {module_of(path): path for _, path in SOURCES}
     seen, pending = set[str](), [f"vescale_ray.controller.{policy}"]
     while pending:
@@ -199,8 +199,10 @@ def test_every_package_has_a_docstring() -> None:
 
 
 def test_the_controller_answers_before_torch_is_imported() -> None:
-    """A restarted controller answers in half the time for it (docs/fault-tolerance.md): followed through all modules of ours that it
-    imports at module level."""
+    """Late imports of torch halve the time until a restarted controller answers (docs/fault-tolerance.md).
+
+    The test follows the module-level imports through all modules of the project.
+    """
     files = {module_of(path): path for _, path in SOURCES}
     waiting, seen = ["vescale_ray.controller.controller", "vescale_ray.controller.worker_group.supervisor"], set()
     while waiting:

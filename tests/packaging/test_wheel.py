@@ -1,4 +1,4 @@
-"""What is shipped: the wheel's contents, and a version of the tree that needs neither Ray nor an installation."""
+"""The wheel's contents, and a version of the source tree that needs neither Ray nor an installation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def packages_in_the_tree() -> set[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built offline from a copy of the sources: setuptools writes build/ and *.egg-info beside them."""
+    """The wheel, built offline from a copy of the sources, because setuptools writes build/ and *.egg-info next to them."""
     work = tmp_path_factory.mktemp("wheel")
     source = work / "source"
     listing = ["pyproject.toml", "README.md", "LICENSE", "vescale_ray", *MAPPED]

@@ -1,4 +1,4 @@
-"""An independent judge of layouts and a brute-force search: no code of the planner is used here."""
+"""An independent check of layouts and a brute-force search. Neither uses code of the planner."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from collections.abc import Sequence
 def check(
     sizes: Sequence[int], blocks: Sequence[int], offsets: Sequence[int], num_shards: int, shard: int, *, quantum: int, start: int
 ) -> None:
-    """Contiguous, disjoint, inside the buffer, no block cut, starts and shards aligned: looks at every boundary of every tensor."""
+    """Check every boundary of every tensor of a layout.
+
+    Tensors are contiguous, disjoint, and inside the buffer; no block is cut; starts and shards are aligned.
+    """
     assert shard % quantum == 0, f"a shard of {shard} is not a multiple of {quantum}"
     taken = []
     for size, block, offset in zip(sizes, blocks, offsets, strict=True):
@@ -29,8 +32,8 @@ def check(
 def smallest_shard(sizes: Sequence[int], blocks: Sequence[int], num_shards: int, *, quantum: int, start: int) -> int:
     """The smallest shard over all orders and all offsets of all tensors.
 
-    For each size in turn: a bit set of the positions at which a subset of the tensors can end, for every subset; any tensor may
-    follow at any valid offset behind. Nothing is assumed about which order or which offset is good.
+    For each shard size and each subset of the tensors, a bit set holds the positions at which the subset can end. Any other tensor may
+    follow at any valid offset. No order or offset is assumed to be good.
     """
     tensors = [(size, block) for size, block in zip(sizes, blocks, strict=True) if size]
     if not tensors:

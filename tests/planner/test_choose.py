@@ -52,7 +52,7 @@ def test_block_policy_picks_an_option_of_under_3_percent_padding() -> None:
 
 
 def test_memory_by_kind_matches_values_worked_out_by_hand() -> None:
-    """Llama-3-8B over 8 ranks, worked out by hand: 8 030 261 248 parameters; the layer has 218 112 000, the head 525 340 672."""
+    """Llama-3-8B over 8 ranks, worked out by hand: 8 030 261 248 parameters; a layer has 218 112 000, the head 525 340 672."""
     shapes = model_shapes("llama-3-8b")
     plan = plan_model(shapes, 8)
     memory = predict_memory(plan, Policy(tokens=1024))

@@ -1,4 +1,4 @@
-"""The predicted memory of a step against tensors that running gloo ranks hold, by kind."""
+"""The predicted memory of a step, by kind, against the tensors that running gloo ranks hold."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXACT = ("master", "low_precision", "gathered", "gradients", "gradient_buffers",
 
 
 class Tower(nn.Module):
-    """Layers of different sizes, two of them alike."""
+    """Layers of different sizes, of which two are equal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def build(kind: str) -> nn.Module:
 
 
 def measure(rank: int, world: int, compute: str, optimizer: str, kind: str, rows: int | None) -> dict[str, int]:
-    """Train three steps; bytes of the engine's tensors of each kind, the most at any time for those that come and go."""
+    """Train three steps. Returns the bytes of the engine's tensors by kind, as maximum for temporary ones."""
     from vescale_ray import Block, explain, fully_shard
     from vescale_ray.fsdp.memory import Pool
     from vescale_ray.fsdp.schedule import unit_of
@@ -62,7 +62,7 @@ def measure(rank: int, world: int, compute: str, optimizer: str, kind: str, rows
         most["gathered"] = max(most["gathered"], sum(n * kept for n, (kept, _) in count.items()))
         most["gradient_buffers"] = max(most["gradient_buffers"], sum(n * lent for n, (_, lent) in count.items()))
 
-    setattr(Pool, "_note_peak", note)  # noqa: B010  # in this rank's own process
+    setattr(Pool, "_note_peak", note)  # noqa: B010 # only in this rank's process
     model = build(kind)
     dtype = getattr(torch, compute)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype != torch.float32 else MixedPrecisionPolicy()

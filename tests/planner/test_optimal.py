@@ -1,4 +1,4 @@
-"""Layouts against an independent judge and against brute force over all orders."""
+"""Layouts against an independent check and against brute force over all orders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 
 
 def judge(specs: list[TensorSpec], shards: int, layout: Layout, align: int = 128) -> None:
-    """The judge sees sizes, the blocks that were asked for, and the offsets; then the layout's own account of who holds what."""
+    """Check sizes, requested blocks and offsets; then check the layout's own list of each rank's elements."""
     itemsize = min((s.dtype.itemsize for s in specs), default=1)
     asked = [wanted(s) for s in specs]
     offsets = [layout.offsets[s.name] for s in specs]
@@ -37,7 +37,7 @@ def judge(specs: list[TensorSpec], shards: int, layout: Layout, align: int = 128
 
 
 def wanted(spec: TensorSpec) -> int:
-    """Elements of the block that was asked for, worked out anew."""
+    """Elements of the requested block, computed independently."""
     total = 1
     for n in spec.stored_shape:
         total *= n
@@ -52,7 +52,7 @@ def wanted(spec: TensorSpec) -> int:
 
 
 def clip(spec: TensorSpec) -> TensorSpec:
-    """A stack whose rows the block does not divide is bad input: take one row."""
+    """Replace a block that does not divide a stack's rows, which is bad input, by one row."""
     if spec.block is not None and spec.block.kind in ("rows", "tile") and len(spec.shape) >= 3:
         rows = spec.stored_shape[-2]
         if rows and spec.block.row_count < rows and rows % spec.block.row_count:
@@ -110,7 +110,7 @@ def test_an_independent_judge_accepts_ten_thousand_plans(case) -> None:
 
 
 def instance(rng: random.Random, most: int) -> tuple[list[TensorSpec], list[int], int]:
-    """Up to ``most`` tensors of up to some 60 start-aligned pieces, with blocks that do not fit each other."""
+    """Up to ``most`` tensors of up to about 60 start-aligned pieces, with blocks that do not fit each other."""
     specs, cuts = [], []
     for i in range(rng.randint(1, most)):
         rows, row = rng.randint(1, 14), rng.choice([1, 3, 8, 16, 17, 24, 32, 40, 48, 56, 80])
@@ -145,7 +145,7 @@ def test_two_thousand_more_plans_match_brute_force() -> None:
 
 
 def test_heuristic_bound_never_exceeds_the_brute_force_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the search over all orders switched off, best fit and the bound stand alone."""
+    """The search over all orders is switched off, which leaves best fit and the bound."""
     from vescale_ray.planner.orders import Kinds
 
     monkeypatch.setattr(Kinds, "MOST_STATES", 0)

@@ -1,4 +1,4 @@
-"""plan_layout against brute force and an independent checker."""
+"""plan_layout against brute force and an independent check."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUANTUM, START = 32, 16  # 128 and 64 bytes of float32
 
 
 def _check(specs: list[TensorSpec], blocks: list[int], shards: int, layout: Layout) -> None:
-    """Walk every rank's elements, knowing nothing of how the plan was found."""
+    """Check every rank's elements, without knowledge of how the plan was found."""
     assert layout.shard_numel % QUANTUM == 0
     taken: list[tuple[int, int]] = []
     for spec, block in zip(specs, blocks, strict=True):
@@ -42,7 +42,7 @@ def _check(specs: list[TensorSpec], blocks: list[int], shards: int, layout: Layo
 
 
 def _smallest(sizes: list[int], blocks: list[int], shards: int, orders: list[tuple[int, ...]]) -> int:
-    """Try every shard size and, for each tensor, every offset."""
+    """Smallest shard, by trying every shard size and, for each tensor, every offset."""
     size = QUANTUM
     while True:
         for order in orders:

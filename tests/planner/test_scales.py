@@ -1,4 +1,4 @@
-"""Scales of FP8 tiles: on the rank that has the tile, in aligned parts."""
+"""Scales of FP8 tiles are on the rank that has the tile, in aligned parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model shapes against the parameter counts that their publishers give, and against modules."""
+"""Model shapes against their publishers' parameter counts, and against modules."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.planner.architectures import PUBLISHED
 from vescale_ray.planner.model_shapes import model_shapes
 
-# Parameters in all, and those that a token uses, as published. Exact counts are those of the released safetensors files (Hugging
-# Face model pages); rounded ones are from the reports: gpt-oss arXiv 2508.10925 table 1 (its active counts leave the embedding
-# out), DeepSeek-V3 arXiv 2412.19437, Kimi K2 arXiv 2507.20534, Qwen3 arXiv 2505.09388.
+# Total and active parameters, as published. Exact counts come from the released safetensors files (Hugging Face model pages). Rounded
+# counts come from the reports: gpt-oss arXiv 2508.10925 table 1 (its active counts leave the embedding out), DeepSeek-V3 arXiv 2412.19437,
+# Kimi K2 arXiv 2507.20534, Qwen3 arXiv 2505.09388.
 TOTALS = {
     "llama-3-8b": (8_030_261_248, None),
     "llama-3-70b": (70_553_706_496, None),
@@ -71,7 +71,7 @@ def test_config_file_gives_the_shapes_of_the_named_model(tmp_path: Path) -> None
 
 
 class Odd(nn.Module):
-    """Tied, frozen, nested lists, a scalar, a stack of experts, an empty tensor."""
+    """A model with tied and frozen parameters, nested lists, a scalar, a stack of experts, and an empty tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Plans of published models against tables of another program, other systems' rules, and the clock."""
+"""Plans of published models, against another program's tables, other systems' rules, and time limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def layer(model: str, experts: str = "fused") -> UnitShape:
 
 
 def specs(unit: UnitShape, rows: int | None, on: str = "matrices", *, stacks: bool = False) -> list[TensorSpec]:
-    """``rows`` of blocks on all matrices or on experts; stacks of experts as one matrix unless ``stacks``."""
+    """Specs with blocks of ``rows`` on all matrices or on experts. Stacks of experts become one matrix unless ``stacks``."""
     found = []
     for p in unit.params:
         block = Block.rows(rows) if rows and p.kind != "vector" and (on == "matrices" or p.kind == "expert") else None
@@ -36,7 +36,7 @@ def specs(unit: UnitShape, rows: int | None, on: str = "matrices", *, stacks: bo
 
 
 def transposed(unit: UnitShape) -> UnitShape:
-    """GPT-OSS with gate_up turned: ``[E, 5760, 2880]``."""
+    """GPT-OSS with gate_up transposed: ``[E, 5760, 2880]``."""
     turned = (replace(p, shape=(128, 5760, 2880)) if p.name == "experts.gate_up_proj" else p for p in unit.params)
     return replace(unit, params=tuple(turned))
 
@@ -72,7 +72,7 @@ def test_padding_is_at_most_that_of_the_research_tables(case: tuple[str, str, st
         assert layout.padding_ratio * 100 <= percent + max(0.006, percent * 0.004), (group, layout.padding_ratio, percent)
 
 
-# How far above the proven bound, in percent of it, the search may stay; only where experts are separate tensors.
+# Largest allowed gap of the search above the proven bound, in percent. It occurs only if experts are separate tensors.
 WIDEST_GAP = 2.2
 
 
@@ -133,7 +133,7 @@ def test_padding_of_other_systems_follows_their_published_rules() -> None:
 
 
 def test_a_plan_takes_milliseconds() -> None:
-    """Measured on one core of the development machine: worst 39 ms; here with slack for a loaded one. The best of three runs."""
+    """The worst plan took 39 ms on one core of the development machine. The best of three runs is taken, with slack for a busy machine."""
     worst: tuple[float, object] = (0.0, None)
     for model, experts in [("llama-3-70b", "fused"), ("gpt-oss-120b", "separate"), ("deepseek-v3", "separate")]:
         for rows, on in [(1, "matrices"), (128, "experts"), (None, "matrices")]:

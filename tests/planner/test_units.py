@@ -1,4 +1,4 @@
-"""Units and the levers against padding."""
+"""Plans of units, and the levers that reduce padding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def experts_layer(model: str, experts: str = "fused") -> UnitShape:
 
 
 def judge(unit: UnitShape, plan: UnitPlan, group: int, blocks: Blocks) -> None:
-    """Every buffer is valid, no tensor is missing or doubled, and each expert's blocks are whole, seen from the expert's start."""
+    """Check that every buffer is valid and that each tensor occurs once.
+
+    Each expert's blocks are whole, counted from the expert's start.
+    """
     names = [s.name for layout in plan.buffers for s in layout.specs]
     assert len(names) == len(set(names)) == len(unit.params) * plan.lever.layers
     assert plan.tensor_numel == unit.numel * plan.lever.layers
@@ -59,7 +62,7 @@ def test_every_lever_gives_valid_plans_that_keep_expert_blocks(lever: Lever, row
 
 
 def test_levers_keep_128_row_experts_below_3_percent_padding() -> None:
-    """Without levers padding is 5.7 % at 512 and 17.5 % at 2048 ranks for GPT-OSS, 31 % at 2048 for DeepSeek-V3."""
+    """Without levers the padding for GPT-OSS is 5.7 % at 512 and 17.5 % at 2048 ranks; for DeepSeek-V3 it is 31 % at 2048."""
     for experts in ("fused", "separate"):
         for group in (8, 64, 128, 256, 512, 1024):
             found = advise(experts_layer("gpt-oss-120b", experts), group, Blocks(128, "experts"))

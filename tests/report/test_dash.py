@@ -1,4 +1,4 @@
-"""The page of a run: whole, harmless HTML that shows what the run's lines say, from the folder and from a Prometheus alike."""
+"""The page of a run is complete, harmless HTML with the figures of the run's files, both from the folder and from a Prometheus."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BEGAN = 1_700_000_000.0
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    """Ten steps: a worker is lost after five of them, one step is done again; ``<`` in a reason."""
+    """A run of ten steps. A worker is lost after five, and one step is repeated; a reason contains ``<``."""
     run = RunFolder(tmp_path / "r").create()
     (tmp_path / "r" / "config.yaml").write_text("run: {name: r}\n")
     run.append_event({"time": BEGAN, "event": "run_started", "generation": 0, "step": 0})
@@ -60,7 +60,7 @@ def test_page_is_self_contained_and_runs_no_script(folder: RunFolder) -> None:
 
 
 def test_page_escapes_markup_and_control_characters_of_files(folder: RunFolder) -> None:
-    """Also a step that is none, and the name of a file that is not text, as an error brings it along."""
+    """The cases include a step that is no number, and an error with a file name that is not text."""
     folder.append_event({"time": BEGAN + 9, "event": "warning", "step": "<script>alert(1)</script>", "text": "<img src=x>"})
     about = {"from": "<b>", "to": "</title>", "direction": "grow", "reason": "no file b\udcff", "source": "peer"}
     folder.append_event({"time": BEGAN + 9, "event": "rescaled", "step": 5, **about})
@@ -91,7 +91,7 @@ def test_page_shows_the_figures_of_the_runs_lines(folder: RunFolder) -> None:
 
 
 def test_waiting_share_divides_by_the_steps_it_was_waited_in(tmp_path: Path) -> None:
-    """The first rank to tell of a step is beside others that have told of the one before, which may have been ten times as long."""
+    """When the first rank reports a step, the others have reported only the step before, which may have taken ten times as long."""
     run = RunFolder(tmp_path / "r").create()
     run.append_metrics({"step": 1, "time": BEGAN, "step_seconds": 0.1, "waited_seconds": {"all_gather": 0.6}, "waited_of_seconds": 0.8})
     (waiting,) = [chart for chart in dash.from_folder(run).charts if chart.title.startswith("Waiting")]
@@ -171,7 +171,7 @@ def test_charts_without_data_in_a_run_are_left_out(folder: RunFolder, tmp_path: 
 def test_long_run_is_thinned_in_memory_with_all_extremes_kept(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the head's pod a page that takes as much memory as the file would be the end of the run."""
+    """In the head's pod, a page that takes as much memory as the file would end the run."""
     random = Random(7)
     keys = ("bpb", "tokens_per_second", "world", "step_seconds", "grad_norm", "model_flops_utilization")
     lines: list[Record] = [{"step": i, "time": float(i)} for i in range(9000)]
@@ -223,7 +223,7 @@ class _Prometheus(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         asked = parse_qs(urlparse(self.path).query)["query"][0]
         result: list[dict[str, object]] = []
-        if "vescale_world_size{" in asked and '"there"' in asked:  # known before the first step is
+        if "vescale_world_size{" in asked and '"there"' in asked:  # known before the first step
             result = [{"metric": {}, "values": [[BEGAN - 60, "0"], [BEGAN, "2"], [BEGAN + 60, "3"]]}]
         elif "vescale_run_info" in asked:
             result = [{"metric": {"run": "there"}, "value": [1, "1"]}]
@@ -251,7 +251,7 @@ def prometheus() -> Iterator[str]:
 
 
 def test_page_from_prometheus_has_the_charts_of_the_folders_page(prometheus: str, folder: RunFolder, tmp_path: Path) -> None:
-    """What a real one answers: tests/controller/test_prometheus.py."""
+    """tests/controller/test_prometheus.py queries a real Prometheus."""
     page = dash.from_prometheus(prometheus, "there", 2.0)
     titles = [re.sub(", mean of .*", "", chart.title) for chart in page.charts]
     assert titles == [chart.title for chart in dash.from_folder(folder).charts]
@@ -270,7 +270,10 @@ def test_page_from_prometheus_has_the_charts_of_the_folders_page(prometheus: str
 
 @pytest.mark.parametrize("began", [0.0, 40_000.0, 86_290.0])
 def test_prometheus_page_shows_all_of_a_short_run_long_ago(began: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """100 s of the last 24 hours, told every 10 s: a point every 216 s would mostly miss them. The oracle is Prometheus' own rule."""
+    """100 s within the last 24 hours, scraped every 10 s.
+
+    A point every 216 s would mostly miss them. The oracle is Prometheus' own rule.
+    """
     now = time.time()
     first = now - 86_400 + began
     told = {first + 10 * i: float(i + 1) for i in range(11)}
@@ -278,7 +281,7 @@ def test_prometheus_page_shows_all_of_a_short_run_long_ago(began: float, monkeyp
     def ask(url: str, what: str, query: dict[str, Any]) -> dict[str, Any]:
         assert (query["end"] - query["start"]) / query["step"] < 11_000, "Prometheus refuses more"
         window = re.search(r"\[(\d+)s\]", query["query"])
-        back = float(window[1]) if window and "over_time" in query["query"] else 10.0  # else what is stale is gone
+        back = float(window[1]) if window and "over_time" in query["query"] else 10.0  # otherwise stale values are gone
         values = []
         for i in range(int((query["end"] - query["start"]) / query["step"] + 1e-6) + 1):
             at = query["start"] + i * query["step"]
@@ -294,7 +297,10 @@ def test_prometheus_page_shows_all_of_a_short_run_long_ago(began: float, monkeyp
 
 @pytest.mark.parametrize(("age", "before"), [(30.0, 1), (7200.0, 0)], ids=["young", "older than what is shown"])
 def test_rescale_undone_before_the_next_point_is_marked(age: float, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker is lost before the first scrape; between two others one is lost and replaced; the run is started again, and grows twice."""
+    """A worker is lost before the first scrape, and another is lost and replaced between two scrapes.
+
+    The run is then started again and grows twice.
+    """
     begin = time.time() - 600
     shrink, grow = {"direction": "shrink", "reason": "failure"}, {"direction": "grow", "reason": "replacement"}
 

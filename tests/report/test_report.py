@@ -1,4 +1,4 @@
-"""The report of a run, from synthetic run folders whose right answer is known by construction."""
+"""The report of a run, from synthetic run folders with a known result."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_replayed_steps_count_once(run: RunFolder) -> None:
 
 def test_a_replay_with_other_samples_counts_by_its_last_line(run: RunFolder) -> None:
     consume(run, 0, 1)
-    consume(run, 1, 1, ids=[0] * BATCH)  # wrong, and undone
+    consume(run, 1, 1, ids=[0] * BATCH)  # wrong, and undone later
     consume(run, 1, 2)
     assert accounting(run, STREAM, BATCH, 2).exact
 
@@ -107,7 +107,7 @@ def test_an_empty_folder_has_lost_everything_that_was_due(run: RunFolder) -> Non
 
 @pytest.fixture
 def whole(tmp_path: Path) -> tuple[RunFolder, RunConfig]:
-    """20 steps: a worker is lost at step 7 (2 steps replayed from a peer's memory), the run grows back at 14."""
+    """20 steps. A worker is lost at step 7 (2 steps are replayed from a peer's memory), and the run grows back at 14."""
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     config = load_config(
@@ -230,7 +230,7 @@ def test_table_shows_the_summary_in_under_25_lines(whole: tuple[RunFolder, RunCo
 
 
 def test_table_lists_the_restart_of_a_lost_controller(whole: tuple[RunFolder, RunConfig]) -> None:
-    """Who looked at the table, the page or top saw nothing of it: the alert on failures in a row had no counterpart there."""
+    """The table, the page and top must show the restart. Otherwise the alert on failures in a row has no counterpart there."""
     run, _ = whole
     run.append_event({"event": "controller_restarted", "time": 1021.0, "generation": 0, "step": None, "epoch": 2})
     assert "21.0 s            controller lost, and started again\n" in table(run)

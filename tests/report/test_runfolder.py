@@ -1,4 +1,4 @@
-"""The run's folder: lines that survive crashes, objects that are replaced whole, and who may have it."""
+"""The run's folder: lines that survive crashes, objects that are replaced as a whole, and the lock on the folder."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_lines_of_several_writers_never_mix(run: RunFolder) -> None:
     [
         ([1, 2, 3], [(1, 0), (2, 1), (3, 2)]),
         ([1, 2, 3, 2, 3, 4], [(1, 0), (2, 3), (3, 4), (4, 5)]),
-        ([1, 2, 3, 4, 2], [(1, 0), (2, 4)]),  # steps 3 and 4 are undone and not yet written again
+        ([1, 2, 3, 4, 2], [(1, 0), (2, 4)]),  # steps 3 and 4 are undone and not yet repeated
         ([1, 2, 1, 2, 1, 2], [(1, 4), (2, 5)]),
         ([3, 3, 3], [(3, 2)]),
         ([], []),
@@ -193,14 +193,17 @@ def test_claimed_folder_stays_locked_until_its_process_ends(run: RunFolder) -> N
             run.claim()
         assert "\n" not in str(caught.value)
     finally:
-        holder.kill()  # SIGKILL: no clean-up of its own
+        holder.kill()  # SIGKILL, so the holder cleans up nothing
         holder.wait(timeout=10)
     with run.claim():
         pass
 
 
 def test_storage_without_file_locks_is_named_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lustre without -o flock says ENOSYS, NFS without a lock manager ENOLCK: that read as a run that goes on for ever."""
+    """Lustre without -o flock gives ENOSYS, NFS without a lock manager ENOLCK.
+
+    The user must not read that another run is still going on.
+    """
 
     def none(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -245,7 +248,7 @@ def test_the_newest_samples_are_read_from_the_end_of_the_file(tmp_path: Path, id
 
 
 def test_second_hang_report_of_a_step_keeps_the_first(tmp_path: Path) -> None:
-    """Somebody did not leave the generation in which another had hung: the report on that one, with the stack of the cause, was gone."""
+    """A worker that does not leave the generation of a hang makes a second report. It must not replace the first, which shows the cause."""
     folder = RunFolder(tmp_path)
     paths = [folder.write_hang("generation-3-step-40", text) for text in ("the first", "the second", "the third")]
     assert [path.name for path in paths] == ["generation-3-step-40.txt", "generation-3-step-40-2.txt", "generation-3-step-40-3.txt"]

@@ -1,7 +1,7 @@
-"""Worker processes that live through many generations: each is parked on a pipe, keeps a dict of state, runs what it is given.
+"""Worker processes that live through many generations, keep a dict of state, and run the calls that the test sends over a pipe.
 
-``tests.ranks.run_gloo`` starts ranks for one call; elasticity needs processes that outlive their process groups, lose
-some of their number, and meet again. The store lives in the test's process, as it lives outside the workers in a run.
+``tests.ranks.run_gloo`` starts ranks for one call. Tests of elasticity need processes that outlive their process groups, lose some members,
+and form groups again. The store lives in the test's process, as it lives outside the workers in a run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ State = dict[str, Any]
 
 
 class Fleet:
-    """``with Fleet(4) as fleet: fleet.run([0, 1], function, *args)``; worker names are 0, 1, ..
+    """``with Fleet(4) as fleet: fleet.run([0, 1], function, *args)``; workers are named 0, 1, ..
 
     ``function(state, *args)`` must be importable; ``state`` is the worker's own dict, kept between calls.
     """
@@ -76,7 +76,7 @@ class Fleet:
             raise RankFailed(f"worker {worker} (process {process.pid}) was dead already: exit code {process.exitcode}") from None
 
     def results(self, workers: Iterable[int], timeout: float = 60.0) -> dict[int, Any]:
-        """Each worker's result. A worker that raised or died fails the call."""
+        """Results by worker. Fails if a worker has raised or died."""
         outcome = self.outcomes(workers, timeout)
         failed = {w: value for w, (ok, value) in outcome.items() if not ok}
         if failed:
@@ -84,7 +84,7 @@ class Fleet:
         return {w: value for w, (_, value) in outcome.items()}
 
     def outcomes(self, workers: Iterable[int], timeout: float = 60.0) -> dict[int, tuple[bool, Any]]:
-        """Per worker (True, result) or (False, traceback or 'died')."""
+        """By worker, (True, result) or (False, traceback or 'died')."""
         pending = {self._workers[w][1]: w for w in workers}
         got: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout
@@ -102,7 +102,7 @@ class Fleet:
         return got
 
     def run(self, workers: Iterable[int], function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> dict[int, Any]:
-        """The same call on each worker, at the same time."""
+        """Run the same call on each worker, at the same time."""
         return self.run_each(dict.fromkeys(workers, args), function, timeout=timeout)
 
     def run_each(self, calls: Mapping[int, tuple[Any, ...]], function: Callable[..., Any], *, timeout: float = 60.0) -> dict[int, Any]:
@@ -111,14 +111,14 @@ class Fleet:
         return self.results(calls, timeout)
 
     def kill(self, worker: int) -> None:
-        """SIGKILL, and reap."""
+        """Kill the worker with SIGKILL and reap it."""
         process, pipe = self._workers.pop(worker)
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         pipe.close()
 
     def reap(self, worker: int) -> None:
-        """Forget a worker that has killed itself."""
+        """Remove a worker that has killed itself with SIGKILL."""
         process, pipe = self._workers.pop(worker)
         process.join(10)
         assert process.exitcode == -signal.SIGKILL, process.exitcode

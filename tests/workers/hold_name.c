@@ -1,5 +1,5 @@
-/* Preloaded: the thread of a gloo group that copies the name "ALLTOALL" of a completed collective stands still there for a second, as the
-   scheduler may have it do. Everything else is copied at once. */
+/* Preloaded. The thread of a gloo group stops for one second when it copies the name "ALLTOALL" of a completed collective, as the
+   scheduler might stop it. All other copies are immediate. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stddef.h>
@@ -18,5 +18,5 @@ void *memcpy(void *to, const void *from, size_t size) {
         (void)!write(2, "held\n", 5);
         nanosleep(&second, 0);
     }
-    return memmove(to, from, size); /* built with -fno-builtin: else it may become a call of memcpy */
+    return memmove(to, from, size); /* needs -fno-builtin, or the compiler may call memcpy here */
 }

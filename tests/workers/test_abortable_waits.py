@@ -1,4 +1,4 @@
-"""A wait for a message between two ranks ends when it is given up, also when the message was half way as its peer died."""
+"""Giving up ends a wait for a message between two ranks, also if the peer died in the middle of the message."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vescale_ray.workers.network.process_groups import GroupFailed
 HOST = "127.0.0.1"
 LIMIT = timedelta(seconds=10)
 LARGE = 200 << 20
-"""Bytes that take two processes of one machine more than 0.06 s: three times as long as until one of them is stopped."""
+"""Bytes that take over 0.06 s between two processes of one machine: three times the delay until one of them is stopped."""
 
 
 def _form(state: State, port: int, prefix: str, rank: int, world: int) -> None:
@@ -37,7 +37,10 @@ def _form(state: State, port: int, prefix: str, rank: int, world: int) -> None:
 
 
 def _exchange(state: State, how: str) -> tuple[str, float]:
-    """With the other rank, until it is lost; what was raised, and when."""
+    """Exchange messages with the other rank until it is lost.
+
+    Returns the error message, or "arrived", and the time.
+    """
     mine, theirs = state["large"]
     other = 1 - dist.get_rank()
     try:
@@ -58,7 +61,10 @@ def _exchange(state: State, how: str) -> tuple[str, float]:
 
 
 def _orthogonalize() -> None:
-    """A matrix of which rank 0 has a little more than half, so that the other rank sends it its part, of about LARGE bytes."""
+    """Orthogonalize a matrix by Muon's exchange.
+
+    Rank 0 has a little more than half of the matrix, so the other rank sends its part of about LARGE bytes.
+    """
     side = math.isqrt(LARGE)
     cut = (side // 2 + 1) * side
     intervals = ((0, cut), (cut, side * side))
@@ -73,7 +79,7 @@ def _orthogonalize() -> None:
 
 def _stop_half_way(state: State, how: str) -> None:
     stop = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGSTOP))
-    if how == "muon":  # which fills a buffer before it sends it
+    if how == "muon":  # Muon fills a buffer before it sends it, so start the timer at the send
         send = Exchange._send
 
         def stopped(*args: Any) -> Any:
@@ -87,14 +93,16 @@ def _stop_half_way(state: State, how: str) -> None:
 
 
 def _cut(state: State, after_s: float) -> None:
-    """Cut the lines of the group that there is now, not those of a later one."""
+    """Cut the connections of the present group only, not those of a later one."""
     threading.Timer(after_s, state["lines"].cut).start()
 
 
 @pytest.mark.timeout(240)
 def test_cutting_connections_ends_the_wait_for_half_a_message() -> None:
-    """Without an abort it would take 30 s, the group's time limit. Each time the survivor goes on with another group,
-    and the memory that was half written is its own again."""
+    """Without an abort the wait takes 30 s, the group's time limit.
+
+    After each abort the survivor goes on with another group, and may use the memory of the half-written message again.
+    """
     ways = [("receive", "send"), ("both", "both"), ("muon", "muon")]
     with Fleet(1 + len(ways)) as fleet:
         for peer, (survivors, dead) in enumerate(ways, 1):
@@ -115,8 +123,10 @@ def test_cutting_connections_ends_the_wait_for_half_a_message() -> None:
 
 
 def _meet(state: State, late_s: Mapping[str, float], port: int, prefix: str, rank: int, limit_s: float) -> dict[str, tuple[str, float]]:
-    """A message from rank 1 to rank 0 in the group and in a transfer group, which were formed within a second; how it went, and how long
-    it took, where rank 1 is so late."""
+    """Send a message from rank 1 to rank 0, in the group and in a transfer group, with rank 1 late.
+
+    Both groups have a forming timeout of 1 s. Returns the outcome and the time taken, in seconds, by group.
+    """
     process_groups.form(HOST, port, prefix, rank, 2, "gloo", limit_s, form_timeout_s=1.0)
     both = {"group": None, "transfer": process_groups.open_transfer(HOST, port, f"{prefix}/transfer", rank, 2, limit_s, form_timeout_s=1.0)}
     told = {}
@@ -141,8 +151,10 @@ def _meet(state: State, late_s: Mapping[str, float], port: int, prefix: str, ran
 
 @pytest.mark.slow
 def test_messages_use_collective_timeout_not_forming_timeout() -> None:
-    """gloo's own limit for messages is that which the group was made with: moves of large shards, and steps whose ranks are far apart,
-    failed after it, whatever ``elastic.collective_timeout_s`` said."""
+    """By default gloo limits messages by the timeout with which the group was formed.
+
+    Moves of large shards failed after that time, and so did steps with ranks far apart, regardless of ``elastic.collective_timeout_s``.
+    """
     with Fleet(2) as fleet:
         prefix = fleet.prefix()
         late = {"group": 2.5, "transfer": 2.5}
@@ -202,7 +214,7 @@ def test_a_wait_that_another_thread_gives_up_is_woken_at_once() -> None:
 
 
 def _pair() -> dict[int, dist.ProcessGroupGloo]:
-    """A group's two ranks, in this process."""
+    """Both ranks of a group, in this process."""
     store = dist.HashStore()
     pair: dict[int, dist.ProcessGroupGloo] = {}
 

@@ -1,4 +1,4 @@
-"""Who keeps whose copy: a pure function of where the ranks are."""
+"""Placement of copies: a pure function of the ranks' nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_each_rank_has_one_buddy_on_another_node_where_possible(nodes: list[str]
     assert sorted(to) == list(range(world))
     assert world == 1 or all(buddy != rank for rank, buddy in enumerate(to))
     apart = sum(nodes[rank] != nodes[buddy] for rank, buddy in enumerate(to))
-    # Ranks of the fullest node can only give to, and get from, the others.
+    # Ranks of the fullest node can exchange copies with the other nodes' ranks only.
     assert apart == min(world, 2 * (world - fullest))
     assert unprotected(nodes, copies=True) == world - apart and unprotected(nodes, copies=False) == world, "so it is told"
 

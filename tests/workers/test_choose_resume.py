@@ -1,4 +1,4 @@
-"""Which state the survivors resume from: a pure decision over what each of them reports to hold."""
+"""The choice of the state from which survivors resume: a pure decision over the states that they report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from vescale_ray.workers.resharding.held_state import HeldState, choose_resume
 
 
 def _held(world: int, step: int, generation: int = 1, *, incomplete: dict[int, set[int]] | None = None) -> dict[str, list[HeldState]]:
-    """After exchange ``step``, rank r is worker "r" and holds r and r - 1; ``incomplete``: rank -> what it has of step + 1."""
+    """Held states after exchange ``step``: rank r is worker "r" and holds the shards of r and r - 1.
+
+    ``incomplete`` maps a rank to the shards of step + 1 that it holds.
+    """
     held = {}
     for rank in range(world):
         held_states = [HeldState(generation, world, step, tuple(sorted({rank, (rank - 1) % world})))]
@@ -41,12 +44,12 @@ def test_two_deaths_are_survived_unless_they_were_neighbours() -> None:
 
 
 def test_death_mid_exchange_resumes_new_step_only_if_complete() -> None:
-    # Rank 1 dies while step 10 is exchanged. Its bytes reached rank 2: everybody else is at home.
+    # Rank 1 dies in the exchange of step 10, but its bytes reached rank 2. Each other rank holds its own shards.
     held = _held(3, step=9, incomplete={0: {0}, 2: {1, 2}})
     del held["1"]
     resume = choose_resume(held)
     assert resume is not None and resume.step == 10
-    # They did not: one step back.
+    # Rank 1's bytes did not arrive, so the run goes one step back.
     held = _held(3, step=9, incomplete={0: {0, 2}, 2: {2}})
     del held["1"]
     resume = choose_resume(held)
@@ -54,7 +57,7 @@ def test_death_mid_exchange_resumes_new_step_only_if_complete() -> None:
 
 
 def test_death_while_a_generation_is_filled_resumes_the_old_one() -> None:
-    # Generation 1 (world 3) lost rank 0; generation 2 (world 2) began, and its rank 1 (worker "2") died before it had a copy of everything.
+    # Generation 1 (world 3) lost rank 0. Generation 2 (world 2) began, but its rank 1 (worker "2") died before all its shards had copies.
     held = {"1": [HeldState(1, 3, 7, (0, 1)), HeldState(2, 2, 7, (0,))], "3": [HeldState(1, 3, 7, (2,))]}
     resume = choose_resume(held)
     assert resume is not None and (resume.generation, resume.world, resume.step) == (1, 3, 7)
@@ -68,9 +71,9 @@ def test_later_of_two_generations_at_one_step_is_resumed() -> None:
 
 def test_leaver_supplies_only_shards_that_no_member_holds() -> None:
     held = _held(4, step=3)
-    resume = choose_resume(held, prefer=["0", "1", "2"])  # worker 3 leaves: its shards are with worker 0
+    resume = choose_resume(held, prefer=["0", "1", "2"])  # worker 3 leaves; worker 0 holds its shards
     assert resume is not None and resume.workers == ("0", "1", "2") and resume.suppliers[3] == "0"
-    parked = {str(rank): [HeldState(1, 4, 3, (rank,))] for rank in range(4)}  # no copies: it must give its own
+    parked = {str(rank): [HeldState(1, 4, 3, (rank,))] for rank in range(4)}  # no copies, so worker 3 must give its own shards
     resume = choose_resume(parked, prefer=["0", "1", "2"])
     assert resume is not None and resume.workers == ("0", "1", "2", "3")
 

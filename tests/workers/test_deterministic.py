@@ -1,4 +1,4 @@
-"""``elastic.deterministic``: the same bits at every number of workers, and through every rescale and death."""
+"""``elastic.deterministic`` gives the same bits at every number of workers, and through every rescale and death."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def numbers(records: list[StepRecord]) -> list[tuple[float, float]]:
 
 
 def facts(run: Run, steps: int) -> Facts:
-    """Losses and norms, every parameter and optimizer state, and the held-out loss, after so many steps."""
+    """Losses and norms, every parameter and optimizer state, and the held-out loss, after ``steps`` steps."""
     records = numbers(run.train(steps))
     return records, run.full_state(), run.fleet.run(run.members, evaluate)[run.members[0]]
 
@@ -40,9 +40,9 @@ def check(got: Facts, expected: Facts) -> None:
 
 
 CLIP = {"train_grad_clip": 0.2}
-"""Below every norm of these runs: each step is clipped."""
+"""A limit below every gradient norm of these runs, so that each step is clipped."""
 MUON = {"train_optimizer": "muon", "train_lr": 0.01, **CLIP}
-# The matrices of this model have 512 to 1792 elements: by default all of them would keep FP32 states.
+# This model's matrices have 512 to 1792 elements. With default options all of them would keep FP32 states.
 ADAM8 = {"train_optimizer": "adamw8bit", "train_optimizer_options": {"min_8bit_numel": 512, "block": 64}, **CLIP}
 ADAM8_AGAIN = {**ADAM8, "train_activation_checkpointing": True}
 BF16 = {"train_param_dtype": "bfloat16", "train_reduce_dtype": "bfloat16", "model_tie": True}
@@ -53,7 +53,7 @@ OF_16_BITS = {"model_factory": "tests.workers.tiny:of_16_bits", "model_units": [
 
 
 ALL: tuple[dict[str, Any], ...] = ({}, MUON, ADAM8_AGAIN, BF16, SHAMPOO, SOAP, DROPOUT, {**MUON, **EXPERTS}, OF_16_BITS)
-# Sizes that nothing divides: rows begin at any address. And a model of which some of eight ranks own next to nothing.
+# ODD: sizes without common divisors, so that rows begin at any address. SMALL: a model so small that some of eight ranks own little.
 ODD = {**MUON, "train_slots": 7, "train_slot_batch": 1, "model_dim": 40, "model_ffn": 57, "data_seq_len": 31}
 SMALL = {"model_dim": 4, "model_heads": 1, "model_kv_heads": 1, "model_ffn": 3, "model_layers": 1, "train_slots": 8}
 SMALL8 = {**SMALL, **ADAM8, "train_optimizer_options": {"min_8bit_numel": 8, "block": 8}}
@@ -90,7 +90,7 @@ def test_every_number_of_workers_computes_the_same_bits(text: str, changes: dict
 
 
 def is_what_it_says(got: Facts, changes: dict[str, Any]) -> None:
-    """The optimizer's own states are there, and every step was clipped that was to be."""
+    """Assert that the optimizer keeps its own kind of states, and that every step was clipped if clipping is on."""
     kinds = {kind: data.dtype for (name, kind), data in got[1].items() if name.startswith(("layers.0.", "body."))}
     if changes.get("train_optimizer") == "adamw8bit":
         assert np.dtype("uint8") in kinds.values(), kinds
@@ -146,7 +146,7 @@ def test_straggler_is_found_and_relieved_without_changing_bits(text: str, three:
     got = facts(run, steps)
     views = [record.pace for record in run.records.values() if record.pace is not None]
     assert views[0].shares == (2, 2, 1) and views[-1].shares == (1, 2, 2), views
-    # The others wait for it as long as it takes itself: if they counted that, all would look alike.
+    # The others wait for the slow worker. If their waiting counted as work, all workers would look equally slow.
     assert views[-1].factors[0] > 1.4 and [since >= 0 for since in views[-1].since] == [True, False, False]
     check(got, expected)
     stood = three.run([1, 2], waited)
@@ -175,7 +175,7 @@ def test_changing_slot_shares_mid_run_keeps_samples_and_losses(text: str, three:
 
 
 def watch_for(_: State, seconds: float) -> None:
-    """Make the window as short as that."""
+    """Set the length of the observation window."""
     pace.LEAST_S = seconds
 
 

@@ -1,4 +1,4 @@
-"""Ranks come, go and die (SIGKILL) between and in the middle of steps: the same state, the same curve, every sample once."""
+"""Ranks join, leave and die (SIGKILL) between and within steps; state and losses stay the same, and each sample is used once."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(text: str) -> list[float]:
-    """The losses of 17 steps at world size 3."""
+    """Losses of 17 undisturbed steps at world size 3."""
     with Fleet(3) as fleet:
         run = Run(fleet, tiny(text))
         run.fresh([0, 1, 2])
@@ -111,7 +111,7 @@ def test_in_memory_rescale_between_all_world_sizes_keeps_bits(
         _check_curve_and_samples(run, undisturbed, config, steps)
 
 
-@pytest.mark.slow  # the schedules of test_schedules.py kill at random moments, too
+@pytest.mark.slow  # the schedules of test_schedules.py also kill at random moments
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.fault("W1")
 def test_survivors_of_random_kill_go_on_without_losing_samples(
@@ -123,7 +123,7 @@ def test_survivors_of_random_kill_go_on_without_losing_samples(
     with Fleet(world) as fleet:
         run = Run(fleet, config)
         run.fresh(list(range(world)))
-        seconds = min(record.seconds for record in run.train(2))  # the first may be slow: the kill must come before the end
+        seconds = min(record.seconds for record in run.train(2))  # the first step may be slow, and the kill must come before the end
         pids = {w: fleet.pid(w) for w in range(world)}
         victim, step = rng.randrange(world), rng.randrange(2, 9)
         survivors, spread, recorded = run.train_with_a_death(12, victim, step, rng.random() * 1.5 * seconds)
@@ -150,7 +150,7 @@ def test_snapshot_every_3_repeats_at_most_3_steps_after_a_death(text: str, undis
 
 
 def test_rank_with_an_aborted_collective_fails_the_step_for_all(text: str, undisturbed: list[float]) -> None:
-    """An aborted collective of NCCL ends as if nothing were: what it leaves would be trained on."""
+    """An aborted NCCL collective ends without an error. Training would go on with the values that it left."""
     with Fleet(2) as fleet:
         run = Run(fleet, tiny(text))
         run.fresh([0, 1])
@@ -173,7 +173,7 @@ def test_death_of_a_replacement_during_its_fill_is_survived(text: str, undisturb
         run.fresh([0, 1, 2])
         survivors, _, _ = run.train_with_a_death(8, victim=2, step=4, delay=0.0)
         joiner = fleet.add()[0]
-        # The joiner dies before it has taken part in the move: the members of the attempt fail, and still hold what they held.
+        # The joiner dies before the move. The members of the attempt fail, and still hold their shards.
         before = fleet.run(survivors, held)
         fleet.run_each(_attempt(run, [*survivors, joiner]), _form_and_fail)
         fleet.kill(joiner)
@@ -191,7 +191,7 @@ def _attempt(run: Run, members: list[int]) -> dict[int, tuple[object, ...]]:
 
 
 def _form_and_fail(state: State, leaves: bool, *where: object) -> str:
-    """Form the group; the joiner then goes away, the others lose it in the move."""
+    """Form the group. The joiner then leaves, and the others lose it in the move."""
     form(state, *where)  # type: ignore[arg-type]
     failure = ""
     if not leaves:
@@ -217,7 +217,7 @@ def test_death_before_sending_its_copy_resumes_one_copy_earlier(text: str, undis
         outcome = fleet.outcomes(run.members)
         assert outcome.pop(1)[1] == "died"
         fleet.reap(1)
-        # Rank 2 never got rank 1's shards of step 5; step 4 is complete with the survivors.
+        # Rank 2 never received rank 1's shards of step 5. The survivors together have all of step 4.
         assert HeldState(1, 3, 5, (1, 2)) not in outcome[2][1][2] and HeldState(1, 3, 4, (1, 2)) in outcome[2][1][2]
         assert run.resume([0, 2], [0, 2]).step == 4
         run.train(8)
@@ -225,7 +225,7 @@ def test_death_before_sending_its_copy_resumes_one_copy_earlier(text: str, undis
 
 
 def _train_and_die_before_sending(state: State, until: int, _: None) -> None:
-    state["snapshots"].settle()  # the copy before is on its way yet
+    state["snapshots"].settle()  # finish the previous copy, which is still being sent
     setattr(dist, "isend", lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
     train(state, until, False)
 
@@ -242,17 +242,17 @@ def test_each_rank_holds_two_steps_of_own_and_neighbour_shards(text: str) -> Non
         for rank in range(3):
             neighbours = tuple(sorted((rank, (rank - 1) % 3)))
             assert fleet.run([rank], held)[rank] == [HeldState(1, 3, 4, neighbours), HeldState(1, 3, 6, neighbours)]
-        run.end()  # at step 7, which is no step of copies: the live shards are parked
+        run.end()  # step 7 takes no copies, so the live shards are parked
         assert fleet.run([1], held)[1][-1] == HeldState(1, 3, 7, (1,))
         assert run.resume([0, 1, 2], [2, 0]).step == 7
         assert HeldState(1, 3, 7, (0,)) in fleet.run([0], held)[0], "kept until the new generation is known to be safe"
         run.train(8)
         assert fleet.run([0], held)[0] == [HeldState(2, 2, 7, (0, 1)), HeldState(2, 2, 8, (1,))]
-        # Where all stop to rescale, nobody waits for another copy, and the older one makes room for the live shards.
+        # If all ranks stop to rescale, no copy is awaited, and the older copy makes room for the live shards.
         run.train(10, rescale=True)
         run.end()
         assert fleet.run([0], held)[0] == [HeldState(2, 2, 8, (0, 1)), HeldState(2, 2, 10, (1,))]
-        # Where one is lost on the way, the others have the copies.
+        # If a rank is lost during that, the others have the copies.
         assert run.resume([0], [0]).step == 8
         run.train(9)
 
@@ -262,7 +262,7 @@ def test_each_rank_holds_two_steps_of_own_and_neighbour_shards(text: str) -> Non
 def test_death_before_first_copy_of_a_generation_costs_one_step(
     text: str, undisturbed: list[float], after: list[int]
 ) -> None:
-    """The live shards that the change began with are nowhere else; the copies of the step before were given up for them."""
+    """No other rank holds the live shards that the change began with. Older copies are used, of the step before."""
     config = tiny(text)
     with Fleet(3) as fleet:
         run = Run(fleet, config)
@@ -270,7 +270,7 @@ def test_death_before_first_copy_of_a_generation_costs_one_step(
         run.train(4, rescale=True)
         run.end()
         before = run.members
-        # A leaver stays until the new generation has made a step, too.
+        # A leaver stays until the new generation has completed a step.
         fleet.run([w for w in before if w not in after], keep_on_leaving)
         fleet.run([0], keep_its_copies_to_itself)
         assert run.resume(before, after).step == 4
@@ -284,7 +284,7 @@ def test_death_before_first_copy_of_a_generation_costs_one_step(
 
 
 def test_death_of_a_rank_without_shards_loses_no_step(text: str) -> None:
-    """There was nothing to come from it, which was taken for a copy that had not come: the step before was resumed, in the first none."""
+    """A rank without shards sends no copy, which was once taken for a missing copy. The run then resumed the step before, or none."""
     with Fleet(3) as fleet:
         run = Run(fleet, tiny(text, model_factory="tests.workers.tiny:OneWeight", model_units=["body"]))
         run.fresh([0, 1, 2])
@@ -301,18 +301,18 @@ def test_a_copy_that_was_damaged_in_memory_is_never_used(text: str, undisturbed:
         run = Run(fleet, config)
         run.fresh([0, 1, 2])
         run.train(5)
-        # Rank 1 holds rank 0's shards: of step 4 for sure. One bit of its newest copy flips, then rank 0 dies.
+        # Rank 1 holds rank 0's shards of step 4 at least. Flip one bit of its newest copy, then kill rank 0.
         damaged = fleet.run([1], _flip_a_bit, whose)[1]
         survivors, _, _ = run.train_with_a_death(8, victim=0, step=5, delay=0.0)
         report = run.resume(survivors, survivors)
-        # Rank 1's own shards are with rank 2, too; rank 0's were nowhere else.
+        # Rank 2 has a copy of rank 1's own shards; rank 0's shards were only on rank 1.
         assert report.step < damaged or whose == "own", "the damaged step was used"
         run.train(8)
         _check_curve_and_samples(run, undisturbed, config, 8)
 
 
 def _flip_a_bit(state: State, whose: str) -> int:
-    """In the newest copy of this kind, once its exchange is over and before anyone dies; its step."""
+    """Flip a bit in the newest copy of this kind, after its exchange and before a death. Returns the copy's step."""
     snapshots = state["snapshots"]
     snapshots.settle()
     slot = max(snapshots._current._slots, key=lambda s: s.own.step)
@@ -420,12 +420,16 @@ def test_block_states_survive_rescales_death_and_checkpoint(
             codes = [value for (_, sort), value in before.items() if sort == "exp_avg_code"]
             assert codes and all(code.dtype == np.uint8 and len(np.unique(code)) > 10 for code in codes)
         goes_on_from_a_checkpoint_and_after_a_death(run, before, root)
-        # Codes jump where sums differ in their last bit: less near than FP32 AdamW's curve, and far from that of a lost state.
+        # The 8-bit codes jump when sums differ in their last bit. The losses are less near than with FP32 AdamW, but far from a lost
+        # state's.
         np.testing.assert_allclose(run.losses(), undisturbed, rtol=2e-3)
 
 
 def rescaled(run: Run, *changes: tuple[int, list[int], list[int]]) -> FullState:
-    """Train until a step and go on with other members, several times: no bit changes, no byte too many moves. The state then."""
+    """Train to a step and go on with other members, several times. Returns the state at the last change.
+
+    Asserts that no bit of the state changes and that no unnecessary byte moves.
+    """
     for until, survivors, members in changes:
         run.train(until)
         before = run.full_state()
@@ -436,7 +440,10 @@ def rescaled(run: Run, *changes: tuple[int, list[int], list[int]]) -> FullState:
 
 
 def goes_on_from_a_checkpoint_and_after_a_death(run: Run, state: FullState, root: str) -> None:
-    """From ``state`` on: the step after loading is the uninterrupted one; another world loads the same; then a death."""
+    """Save, and check the step after loading; load at another world size; then lose a rank.
+
+    The step after loading equals the uninterrupted one.
+    """
     step = len(run.records)
     _save(run, root)
     run.train(step + 1)

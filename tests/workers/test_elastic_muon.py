@@ -1,4 +1,4 @@
-"""A run with Muon through rescales, a death in the middle of a step, and a checkpoint: states move with their parameters."""
+"""A run with Muon through rescales, a death within a step, and a checkpoint: states move with their parameters."""
 
 from __future__ import annotations
 

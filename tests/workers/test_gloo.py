@@ -1,4 +1,4 @@
-"""Gloo groups have one worker thread, however this project makes them: the two that torch starts corrupt the heap."""
+"""All gloo groups of this project have one worker thread, because torch's default of two corrupts the heap."""
 
 from __future__ import annotations
 
@@ -203,9 +203,9 @@ MAKERS = {"init_process_group", "ProcessGroupGloo", "new_group", "new_subgroups"
 
 
 def unsafe(code: str) -> Iterator[tuple[int, str]]:
-    """Line and text of each call in ``code``, or in a program that is a string there, which makes a gloo group of torch's."""
+    """Line and text of each call in ``code`` that makes a gloo group through torch, also within programs in strings."""
     if not re.search(r"init_process_group|[gG]loo", code):
-        return  # each of the calls below has one of these words
+        return  # each such call has one of these words
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.search(r"init_process_group\(|\bgloo\b", node.value):
             try:
@@ -246,7 +246,7 @@ def test_search_finds_each_call_that_makes_an_unsafe_group(call: str) -> None:
 
 
 def test_no_project_file_creates_a_torch_gloo_group() -> None:
-    """But :mod:`vescale_ray.gloo`, and this file, for comparison."""
+    """Exempt are :mod:`vescale_ray.gloo`, and this file, which compares with torch's group."""
     exempt = {ROOT / "vescale_ray" / "gloo.py", Path(__file__).resolve()}
     found, files = [], 0
     for folder in ("vescale_ray", "workers", "controller", "checkpoint", "deploy", "benchmarks", "tests"):
@@ -254,7 +254,7 @@ def test_no_project_file_creates_a_torch_gloo_group() -> None:
             if path.resolve() not in exempt:
                 files += 1
                 found += [f"{path.relative_to(ROOT)}:{line}: {text}" for line, text in unsafe(path.read_text())]
-    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "upstream"]  # the report to torch needs torch's groups
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "upstream"]  # the report needs torch's own groups
     for page in (ROOT / "README.md", *sorted(pages)):
         for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
             found += [f"{page.relative_to(ROOT)}: {text}" for _, text in unsafe(block)]

@@ -1,4 +1,4 @@
-"""The rows of ``make gpu-check`` on rescaling, as far as they go without a GPU: they must not rot while none is there."""
+"""The rescaling checks of ``make gpu-check``, as far as they run on a CPU, so that they keep working between GPU runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Process groups come and go in processes that stay: survivors of a SIGKILL are out at once and meet again, without leaks."""
+"""Process groups are formed and dissolved in lasting processes. After a SIGKILL the survivors leave at once and regroup, without leaks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _dissolve(state: State) -> bool:
 
 
 def _step_until_a_peer_is_lost(state: State) -> tuple[str, float, int, int, bool]:
-    """Collectives as a training step has them, some in flight at the same time, until one fails. Then out."""
+    """Run the collectives of a training step, some at the same time, until one fails; then leave the group."""
     full, part = torch.ones(40_000), torch.ones(10_000)
     group = weakref.ref(dist.distributed_c10d._get_default_group())
     try:
@@ -59,12 +59,14 @@ def _step_until_a_peer_is_lost(state: State) -> tuple[str, float, int, int, bool
     return text, time.monotonic(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), group() is None
 
 
-@pytest.mark.timeout(300)  # of 20 rounds: 24 processes and 40 groups take a minute on two cores that are shared by many
+@pytest.mark.timeout(300)  # for 20 rounds: 24 processes and 40 groups take a minute on two busy cores
 @pytest.mark.parametrize("rounds", [7, pytest.param(20, marks=pytest.mark.slow)])
 def test_survivors_of_sigkill_leave_fast_and_regroup_leak_free(rounds: int) -> None:
-    """But for who waits, in gloo's own collectives, for a message that was half way: gloo tells nobody, and the group's bound counts, 30 s.
-    (Rare, and seen with other work on both processors; the engine's own messages do not wait so:
-    ``tests/workers/test_abortable_waits.py``.)"""
+    """One wait may last until the group's 30 s limit: that for a half-received message within gloo's own collectives.
+
+    gloo reports no error there. This is rare and was seen with both processors busy. The engine's own messages have no such wait; see
+    ``tests/workers/test_abortable_waits.py``.
+    """
     with Fleet(4) as fleet:
         members = [0, 1, 2, 3]
         delays: list[float] = []
@@ -76,7 +78,7 @@ def test_survivors_of_sigkill_leave_fast_and_regroup_leak_free(rounds: int) -> N
             for worker in members:
                 fleet.start(worker, _step_until_a_peer_is_lost)
             time.sleep(0.02 + 0.06 * round_ / rounds)
-            victim = members.pop(round_ % 3 + 1)  # worker 0 stays through all of it
+            victim = members.pop(round_ % 3 + 1)  # worker 0 stays throughout
             killed = time.monotonic()
             fleet.kill(victim)
             out = fleet.results(members, timeout=45)
@@ -88,7 +90,7 @@ def test_survivors_of_sigkill_leave_fast_and_regroup_leak_free(rounds: int) -> N
             assert not any(fleet.run(members, _dissolve).values())
             usage.append(out[0][2:4])
             members += fleet.add()
-        # Those that wait so in one round wait for the same message: rounds are counted, and not survivors.
+        # In one round all late survivors wait for the same message, so count rounds and not survivors.
         late = [delay for delay in delays if delay >= 2.0]
         assert len(late) <= max(1, rounds // 6), f"slowest survivor out after {max(delays):.2f} s of a 30 s timeout: {sorted(delays)[-5:]}"
         fds, threads = zip(*usage, strict=True)
@@ -97,7 +99,7 @@ def test_survivors_of_sigkill_leave_fast_and_regroup_leak_free(rounds: int) -> N
 
 
 def _fail_to_form(state: State, port: int, prefix: str) -> str:
-    """In the middle of it, as when a rank is lost while the others connect to it."""
+    """Fail while the group forms, as if a rank were lost while the others connect to it."""
 
     def lost(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("Gloo connectFullMesh failed with: Connection closed by peer")
@@ -112,7 +114,7 @@ def _fail_to_form(state: State, port: int, prefix: str) -> str:
 
 
 def test_ranks_with_different_group_histories_form_a_group() -> None:
-    """torch names a group by how many the process has begun: the three had waited for each other under three names, each time."""
+    """torch numbers group names within each process. These three ranks once waited for each other under three names, each time."""
     with Fleet(3) as fleet:
         assert "connectFullMesh" in fleet.run_each({0: (fleet.port, fleet.prefix())}, _fail_to_form)[0]
         fleet.run_each({1: (fleet.port, fleet.prefix(), 0, 1)}, _form)
@@ -127,7 +129,7 @@ def test_ranks_with_different_group_histories_form_a_group() -> None:
 @pytest.mark.slow
 @pytest.mark.fault("W5")
 def test_cutting_connections_frees_survivors_of_a_stopped_rank() -> None:
-    """A machine that has stopped: no socket closes, and every collective would wait for its bound, 30 s."""
+    """A stopped machine closes no socket, so every collective would wait for its time limit of 30 s."""
     with Fleet(3) as fleet:
         prefix = fleet.prefix()
         fleet.run_each({w: (fleet.port, prefix, w, 3) for w in range(3)}, _form)
@@ -142,7 +144,7 @@ def test_cutting_connections_frees_survivors_of_a_stopped_rank() -> None:
         fleet.run_each({w: (fleet.port, prefix, i, 2) for i, w in enumerate((0, 2))}, _form)
         assert set(fleet.run([0, 2], _sum_of_ranks).values()) == {1.0}
         os.kill(fleet.pid(1), signal.SIGCONT)
-        # At once, or, where a message was half way, which gloo tells nobody of, when its collective's bound is over.
+        # The collective fails at once. If it is in the middle of a message, gloo reports no error, and it fails at its time limit.
         assert fleet.results([1], timeout=45)[1][0].startswith("step: "), "its connections were closed by the others"
         assert set(fleet.run([0, 2], _sum_of_ranks).values()) == {1.0}
 
@@ -175,7 +177,7 @@ def test_cut_leaves_closed_and_reused_descriptors_alone() -> None:
 
 
 def test_cut_spares_connections_made_while_recording_is_paused() -> None:
-    """A controller that has just been restarted, for example, over Ray's connection."""
+    """A foreign connection is, for example, Ray's connection to a controller that has just restarted."""
     lines = Connections()
     with lines.recorded(2):
         to_the_store = socket.socketpair()
@@ -192,7 +194,7 @@ def test_cut_spares_connections_made_while_recording_is_paused() -> None:
 
 
 class _Stuck:
-    """A communicator: what waits for it waits until it is aborted, which takes a while."""
+    """A communicator whose waits last until it is aborted; the abort takes 0.3 s."""
 
     def __init__(self, *, broken: bool = False) -> None:
         self.aborts, self.ended, self._broken = 0, threading.Event(), broken
@@ -222,7 +224,7 @@ def test_cut_aborts_each_held_communicator_once_in_background() -> None:
 def test_forming_nccl_group_sets_its_environment_unless_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in process_groups.NCCL:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")  # somebody knows better
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")  # the user's own setting
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     if not torch.cuda.is_available():
         with pytest.raises(GroupFailed, match="forming test/nccl as rank 0 of 1 failed"):
@@ -255,7 +257,7 @@ def _form_alone(state: State, port: int) -> str:
 
 
 def test_closing_an_attempt_ends_the_wait_for_missing_ranks() -> None:
-    """Otherwise a rank that is lost before it comes costs the whole bound of forming, 15 s."""
+    """If the attempt could not be closed, a rank that is lost before it joins would cost the whole forming timeout of 15 s."""
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     for number, form in enumerate((process_groups.form, process_groups.open_transfer)):
         closed = threading.Event()
@@ -269,12 +271,12 @@ def test_closing_an_attempt_ends_the_wait_for_missing_ranks() -> None:
 
 @pytest.mark.parametrize("how", ["its address is awaited", "it was to connect", "it does not answer"])
 def test_cutting_connections_ends_forming_with_a_lost_rank(how: str) -> None:
-    """gloo waits for that rank at the store, for its connection, or for its answer: for 15 s, the bound of forming."""
+    """gloo would wait 15 s, the forming timeout, for the lost rank's address, its connection or its answer."""
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     with _deaf() as port:
         for number, form in enumerate((process_groups.form, process_groups.open_transfer)):
             prefix, lines = f"test/{how.split()[0]}{number}", Connections()
-            dist.PrefixStore(prefix, store).add("here", 1)  # the lost one: it comes, and goes
+            dist.PrefixStore(prefix, store).add("here", 1)  # the lost rank joins and goes away
             other = {"it was to connect": 0xFFFF, "it does not answer": port}.get(how)
             killer = threading.Thread(target=_lose, args=(store, prefix, other, lines))
             killer.start()
@@ -288,8 +290,10 @@ def test_cutting_connections_ends_forming_with_a_lost_rank(how: str) -> None:
 
 @contextmanager
 def _deaf() -> Iterator[int]:
-    """A port that takes no connection, as that of a machine which has stopped. Of two ranks of one machine the one whose port, as it stands
-    in memory, is the higher number connects to the other: so one that is a low number there."""
+    """A port that accepts no connection, like that of a stopped machine.
+
+    Of two ranks on one machine, the rank with the higher port number in memory order connects to the other. So this port has a low number.
+    """
     with ExitStack() as stack:
         end = stack.enter_context(socket.socket())
         for port in range(0x2000, 0x7000, 0x100):
@@ -307,7 +311,7 @@ def _deaf() -> Iterator[int]:
 
 
 def _lose(store: dist.TCPStore, prefix: str, port: int | None, lines: Connections) -> None:
-    """Publish ``port`` as that of a rank 1, as gloo would, half a second before the lines of rank 0 are cut."""
+    """Publish ``port`` as rank 1's, as gloo would, and cut rank 0's connections half a second later."""
     if port is not None:
         mine = _key_of(store, prefix, "/0")
         told = bytearray(store.get(mine))
@@ -358,7 +362,7 @@ def _transfer(state: State, port: int, prefix: str, rank: int, world: int) -> An
     lines = Connections()
     group = process_groups.open_transfer(HOST, port, prefix, rank, world, 10.0, lines=lines)
     texts = process_groups.all_gather_bytes(b"x" * rank, group)
-    long = [bytes([other]) * (30_000 * other + 5) for other in range(world)]  # within what goes at once, and beyond it
+    long = [bytes([other]) * (30_000 * other + 5) for other in range(world)]  # some fit the first message, some do not
     assert process_groups.all_gather_bytes(long[rank], group) == long
     edge = [b"e" * (process_groups._FIRST_BYTES - 1 + other) for other in range(world)]
     assert process_groups.all_gather_bytes(edge[rank], group) == edge
@@ -375,7 +379,7 @@ def _transfer(state: State, port: int, prefix: str, rank: int, world: int) -> An
 
 
 def test_close_and_barrier_bounds_override_the_group_timeout() -> None:
-    """A leaver whose last receiver was slower than another by the bound of a collective failed with it, and the move again and again."""
+    """A leaver waits for its last receiver beyond the collectives' time limit. Otherwise each try of a move with a slow receiver fails."""
     with Fleet(4) as fleet:
         patient, other = fleet.prefix(), fleet.prefix()
         calls = {w: (fleet.port, patient, w, 20.0) for w in (0, 1)} | {w + 2: (fleet.port, other, w, None) for w in (0, 1)}
@@ -385,7 +389,7 @@ def test_close_and_barrier_bounds_override_the_group_timeout() -> None:
 
 
 def _come_late(_: State, port: int, prefix: str, rank: int, bound_s: float | None) -> list[str]:
-    """Rank 1 is late by twice the bound of the group, in all that rank 0 waits for it in."""
+    """Rank 1 is late by twice the group's time limit, each time that rank 0 waits for it."""
     told = []
 
     def closes() -> None:

@@ -1,4 +1,4 @@
-"""Where a training thread stands, told from outside: by another thread, and by another process where no thread can answer."""
+"""The position of a training thread, as another thread reports it, or another process if no thread can answer."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ from vescale_ray.workers.monitoring.heartbeat import (
 
 
 def while_it_runs(function, look_s: float = 0.0, seen_file: Path | None = None, named: list[str] | None = None) -> Where:
-    """Where this thread is during ``function()``: as soon as it waits for others, or after ``look_s``. ``seen_file`` is made then, and the
-    collective is added to ``named``."""
+    """This thread's position during ``function()``, at its first wait for other ranks or after ``look_s`` seconds.
+
+    At that moment ``seen_file`` is created, and the collective is appended to ``named``.
+    """
     heartbeat, seen = Heartbeat(), []
 
     def look():
@@ -57,7 +59,7 @@ def while_it_runs(function, look_s: float = 0.0, seen_file: Path | None = None, 
 
 
 def in_collectives(rank, world, folder):
-    """What rank 0 looks like while it waits for rank 1, in each way that a step waits; and rank 1, which waits for a file instead."""
+    """Positions of both ranks in each kind of wait of a step. Rank 0 waits for rank 1, which waits for a file."""
     model = fully_shard(torch.nn.Linear(8, 8))
     group = dist.distributed_c10d._get_default_group()
     small = torch.ones(4)
@@ -67,7 +69,7 @@ def in_collectives(rank, world, folder):
         nonlocal loss
         loss = model(torch.ones(2, 8)).sum()
 
-    model(torch.ones(2, 8)).sum().backward()  # the first one begins with the ranks' agreement on what they have
+    model(torch.ones(2, 8)).sum().backward()  # in the first step the ranks also compare their plans
     ways = {
         "all_gather": lambda: dist.all_gather([small.clone() for _ in range(world)], small),
         "barrier": lambda: dist.barrier(),
@@ -95,13 +97,13 @@ def in_collectives(rank, world, folder):
 
 def test_waiting_thread_names_its_collective_and_awaited_none(tmp_path, monkeypatch):
     for name, value in RECORDER.items():
-        monkeypatch.setenv(name, value)  # as a worker does before it imports torch
+        monkeypatch.setenv(name, value)  # a worker sets these before it imports torch
     (waiting, named), (awaited, nothing) = run_gloo(2, in_collectives, str(tmp_path))
     assert re.fullmatch(r"gloo:all_?gather of Float\[4\], number \d+ of group 0 default_pg", named["all_gather"]), named
     assert re.fullmatch(r"gloo:barrier of .*, number \d+ of group 0 default_pg", named["barrier"]), named
     assert re.fullmatch(r"gloo:all_?reduce of Float\[4\], number \d+ of group 0 default_pg", named["work"]), named
     assert named["back end"].startswith("gloo:all")
-    # 288 bytes of elements; a rank's part is a multiple of 128 bytes, the smallest two of which hold half of them: 2 * 256.
+    # The elements have 288 bytes. A rank's part is a multiple of 128 bytes, and the smallest that holds half of them has 256.
     assert named["forward"] == "all-gather of the root .., 512 bytes, 2 ranks", named
     assert named["backward"] == "reduce-scatter of weight .., 512 bytes, 2 ranks", named
     assert set(nothing.values()) == {""}, "it waits for a file"
@@ -151,10 +153,10 @@ def test_starved_time_is_zero_without_kernel_statistics():
     assert starved_s(1 << 30, 1) == 0.0, "there is no such process, and so no such file"
 
 
-# A kernel built without CONFIG_SCHED_INFO, or a sandbox in its place, has no such file: then it goes as the test above says.
+# A kernel without CONFIG_SCHED_INFO, or a sandbox, has no such file. The test above covers that case.
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="this kernel tells nobody how long a thread waits for a processor")
 def test_starved_time_counts_processor_contention_and_not_sleep():
-    """By what no kernel gets wrong: a thread that never sleeps is on a processor, or it waits for one."""
+    """A thread that never sleeps either runs on a processor or waits for one. Every kernel gets this sum right."""
     heartbeat = Heartbeat()
     others = "import os, sys, time; os.sched_setaffinity(0, {int(sys.argv[1])}); end = time.time() + 20\nwhile time.time() < end: pass"
     all_of_them = os.sched_getaffinity(0)
@@ -180,7 +182,7 @@ def test_starved_time_counts_processor_contention_and_not_sleep():
 
 
 def test_thread_reports_compiling_only_while_it_compiles():
-    """A back end that takes its time, as inductor does."""
+    """The back end is slow, like inductor."""
     seen = []
 
     def slow(module, example):
@@ -234,7 +236,7 @@ def test_stacks_come_from_a_gil_holder_and_not_a_stopped_process():
         here.send("go")
         assert here.recv() == "now"
         time.sleep(0.2)
-        for _ in range(2):  # each time anew, not what was written before
+        for _ in range(2):  # each time a new stack, not the text written before
             text = take_stacks(pid, descriptor, 5.0)
             assert text.count("holds_the_lock") == 1, text
         os.kill(pid, signal.SIGSTOP)

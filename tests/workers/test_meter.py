@@ -1,4 +1,4 @@
-"""What a step is told to have taken of a rank: seconds of waiting, bytes by kind, steps that went wrong; and the model's operations."""
+"""Usage figures of a step: waiting seconds, bytes by kind, failed steps, and the model's operations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plain(config: RunConfig) -> Llama:
 
 
 def step_slowly(state: State, seconds: float) -> tuple[StepRecord, Usage]:
-    """A step in which each of this rank's slots takes so much longer."""
+    """Make a step in which each of this rank's slots takes ``seconds`` longer."""
     trainer = state["trainer"]
     slow_down(state, seconds)
     record = trainer.step(settle=state["snapshots"].settle)
@@ -47,7 +47,7 @@ def step_slowly(state: State, seconds: float) -> tuple[StepRecord, Usage]:
 
 
 def facts(state: State) -> tuple[Usage, int, int]:
-    """What is told; bytes of the snapshots' buffers; elements between tensors, by the layouts."""
+    """The usage, the bytes of the snapshots' buffers, and the elements between tensors in the layouts."""
     from vescale_ray.fsdp import explain
 
     trainer = state["trainer"]
@@ -80,7 +80,7 @@ def test_bytes_by_kind_add_up_to_the_model_s_at_every_world_size(text: str, thre
             three.run(run.members, park)
             run.resume([0, 1, 2], [0, 1])
     run.end()
-    # With BF16 compute there is a second, narrower copy of each shard.
+    # With BF16 compute there is a second copy of each shard in the compute dtype.
     run = Run(three, tiny(text, train_param_dtype="bfloat16", elastic_snapshot_every=0))
     run.fresh([0, 1])
     run.train(1)
@@ -102,7 +102,7 @@ def test_phases_sum_to_step_time_and_show_waits_for_a_slow_rank(text: str, three
     run.fresh([0, 1, 2])
     run.train(2)
     told = three.run_each({0: (0.0,), 1: (pause,), 2: (0.0,)}, step_slowly)
-    rounds = 2  # of 5 slots on 3 ranks
+    rounds = 2  # 5 slots on 3 ranks
     for rank, (record, usage) in told.items():
         assert set(usage.waited) == {"all_gather", "reduce_scatter", "all_reduce", "peer_copy", "step_end"}
         assert sum(usage.phases.values()) == pytest.approx(record.seconds, abs=1e-6)
@@ -111,15 +111,17 @@ def test_phases_sum_to_step_time_and_show_waits_for_a_slow_rank(text: str, three
         if rank == 1:
             assert usage.phases["forward_backward"] >= rounds * pause
         else:
-            # Half of it, and not all: on a busy machine these ranks are late, too.
+            # At least half of the pause, because on a busy machine these ranks are late, too.
             assert usage.phases["comm"] >= 0.5 * rounds * pause and usage.phases["comm"] > told[1][1].phases["comm"]
             assert sum(usage.waited[kind] for kind in ("all_gather", "reduce_scatter")) > 0.5 * pause, "the rounds' own collectives"
     run.end()
 
 
 def step_with(state: State, poison: bool) -> tuple[StepRecord, float, float]:
-    """A step, before which the weights of the head are made no numbers if ``poison``; by how much it has changed the parameters; seconds
-    for which Muon has waited."""
+    """Make a step, with NaN in the head's weights if ``poison``.
+
+    Returns the record, the change of the parameters, and the seconds for which Muon waited.
+    """
     trainer = state["trainer"]
     parameters = list(trainer.model.parameters())
     with torch.no_grad():

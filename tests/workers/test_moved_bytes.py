@@ -1,6 +1,9 @@
-"""For every N to M in 1..8: layouts as the planner makes them for a real model, and as trainers have them with their optimizers' states;
-the leavers, the numbering and the plan that a run would use; and a bound that shares no code with any of them: the overlap of the tensors'
-ranges, and the best of all numberings of any that may stay."""
+"""Bytes that a rescale moves, for every N to M in 1..8, against an independent lower bound.
+
+The layouts are the planner's for a real model, and those of trainers with their optimizers' states. Leavers, rank assignment and plan are
+those of a run. The bound shares no code with them: it comes from the overlap of the tensors' ranges, and the best rank assignment of any
+workers that may stay.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "uint8": 1}
 
 @dataclass(frozen=True)
 class Layout:
-    """What each rank of each world size owns (``ranks[world][rank]``), and what a worker tells of it."""
+    """Spans of each rank of each world size (``ranks[world][rank]``), and the outline that a worker reports."""
 
     ranks: Mapping[int, tuple[Spans, ...]]
     outline: Outline
@@ -44,7 +47,7 @@ class Layout:
 
 @functools.cache
 def planned(block: Block | None) -> Layout:
-    """Of a Llama whose matrices are cut only between blocks, unit by unit."""
+    """Layouts of a Llama whose matrices are cut only between blocks, unit by unit."""
     with torch.device("meta"):
         model = Llama(LlamaConfig(dim=256, layers=2, heads=4, kv_heads=2, ffn=688, vocab=1000, max_seq=16, rope_theta=1e4, tie=False))
     units: dict[str, list[TensorSpec]] = {}
@@ -75,7 +78,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def trained(optimizer: str, folder: Path) -> Layout:
-    """Of trainers, one for each rank of each world size, with all states. What is told comes from one rank of 3."""
+    """Layouts of trainers with all states, one trainer for each rank of each world size. The outline comes from one rank of 3."""
     options = {"model_dim": 64, "model_ffn": 176, "train_slots": 8, "train_optimizer": optimizer, **TRAINED[optimizer]}
     config = tiny(write_text(folder), **options)
     corpus = text_of(config)
@@ -108,7 +111,7 @@ def owned_bytes(spans: Spans) -> int:
 
 
 def common_bytes(here: Spans, there: Spans) -> int:
-    """Bytes that both own: intervals of one tensor against each other."""
+    """Bytes that both own, by comparing the intervals of each tensor."""
     held = {(s.name, s.kind): s for s in here}
     total = 0
     for want in there:
@@ -118,11 +121,11 @@ def common_bytes(here: Spans, there: Spans) -> int:
 
 
 def most_kept(kept: Sequence[Sequence[int]]) -> int:
-    """The most that any numbering keeps of any workers that stay: over sets of ranks that are taken, worker by worker."""
+    """Most bytes that any workers keep under any rank assignment, by dynamic programming over the sets of taken ranks."""
     count = len(kept[0])
     best = {0: 0}
     for row in kept:
-        after = dict(best)  # it leaves
+        after = dict(best)  # the worker leaves
         for taken, value in best.items():
             for rank in range(count):
                 if not taken >> rank & 1:
@@ -133,7 +136,10 @@ def most_kept(kept: Sequence[Sequence[int]]) -> int:
 
 
 def ratios(layout: Layout, copies: bool) -> dict[tuple[int, int], float]:
-    """Moved bytes over the bound, for every pair; fails where the plan moves what its new owner has."""
+    """Ratio of moved bytes to the bound, for every pair of world sizes.
+
+    Asserts that the plan moves no byte that its new owner holds.
+    """
     found = {}
     parts = {world: parts_of(layout.outline, world) for world in range(1, 9)}
     size = owned_bytes(layout.ranks[1][0])
@@ -142,7 +148,7 @@ def ratios(layout: Layout, copies: bool) -> dict[tuple[int, int], float]:
             if before == after and not copies:
                 continue
             old, new = layout.ranks[before], layout.ranks[after]
-            # With copies, the last worker of a larger world is lost; its part is with its neighbour.
+            # With copies, the last worker of a larger world is lost, and its neighbour holds its part.
             alive = [rank for rank in range(before) if not (copies and before > 1 and rank == before - 1)]
             held = {f"w{rank}": [rank, (rank - 1) % before] if copies else [rank] for rank in alive}
             foreseen = overlap(layout.outline, parts[before], parts[after], before, after)
@@ -152,7 +158,7 @@ def ratios(layout: Layout, copies: bool) -> dict[tuple[int, int], float]:
             sources = [[s for rank in dict.fromkeys(held.get(w, ())) for s in old[rank]] for w in (*members, *leavers)]
             moves = plan([strips_of(s) for s in sources], [*map(strips_of, new), *([] for _ in leavers)])
 
-            assert sum(map(owned_bytes, old)) == sum(map(owned_bytes, new)) == size  # so parts of one state have nothing in common
+            assert sum(map(owned_bytes, old)) == sum(map(owned_bytes, new)) == size  # so parts of one state do not overlap
             both = [[common_bytes(one, other) for other in new] for one in old]
             kept = [[sum(both[rank][j] for rank in set(held.get(w, ()))) for j in range(after)] for w in members]
             here = size - sum(kept[i][i] for i in range(after))
@@ -188,7 +194,7 @@ def test_outline_of_one_rank_predicts_layouts_of_all_world_sizes(optimizer: str,
     layout = trained(optimizer, folder)
     assert sum(map(sum, layout.outline.weights)) == owned_bytes(layout.ranks[1][0])
     bundles = layout.outline.bundles
-    # Parameters alone: then what ranks have in common is exact.
+    # With parameters alone, the computed overlap of ranks is exact.
     outline = replace(layout.outline, weights=tuple(tuple(4 * math.prod(s.shape) for s in bundle.specs) for bundle in bundles))
     parameters = {world: [tuple(s for s in spans if s.kind == PARAM) for spans in ranks] for world, ranks in layout.ranks.items()}
     assert all(s.dtype == "float32" for spans in parameters[1] for s in spans)
@@ -236,6 +242,6 @@ def test_late_or_unplannable_layout_counts_as_even(monkeypatch: pytest.MonkeyPat
 
     bundle = Bundle((TensorSpec("odd", (3, 5), Block.tile(2, 2)),))
     failing = Layouts(8)
-    failing.take(packed(Outline((replace(bundle, specs=(*bundle.specs, *bundle.specs)),), ((60, 60),))))  # a name that is there twice
+    failing.take(packed(Outline((replace(bundle, specs=(*bundle.specs, *bundle.specs)),), ((60, 60),))))  # a name that occurs twice
     monkeypatch.setattr(shard_layouts, "WAIT_S", 10.0)
     assert np.array_equal(failing.overlap(3, 2), even(3, 2))

@@ -1,4 +1,4 @@
-"""What a worker takes orders from: its own generation or a newer one, when it is free. The training thread is left out."""
+"""Orders of a worker: it takes them from its own or a newer generation, when it is free. The training thread is left out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIVE = Worker._live
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(Worker, "_live", lambda self: None)
-    made = Worker("w7", {})  # the plain class: Ray's decorators only mark its methods
+    made = Worker("w7", {})  # the plain class, since Ray's decorators only mark its methods
     made._phase = WorkerPhase.PARKED
     made._ticket = Ticket(4, 1)
     return made
@@ -61,7 +61,7 @@ def test_fenced_generation_is_never_joined(worker: Any) -> None:
 
 
 def test_fence_cuts_all_groups_of_its_generation_and_no_other(worker: Any) -> None:
-    """Who waits in the move for a leaver whose machine has stopped would wait for the collectives' bound."""
+    """Without the cut, a rank waits in a move for a leaver on a stopped machine until the collectives' time limit."""
 
     def connected() -> tuple[socket.socket, socket.socket]:
         with worker._connected_by().recorded():
@@ -101,7 +101,7 @@ def test_busy_worker_refuses_orders_and_stale_requests(worker: Any) -> None:
 def test_worker_reports_out_of_generation_fenced_before_it_began(
     worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The controller waits for that: it ended the worker after 3 s, which had done nothing wrong."""
+    """The controller waits for this report. Without it the controller ended the worker after 3 s as if it hung."""
 
     class Nothing:
         def held(self) -> tuple[()]:
@@ -113,7 +113,7 @@ def test_worker_reports_out_of_generation_fenced_before_it_began(
     worker._snapshots, worker._writer = Nothing(), SimpleNamespace(writing=False)
     worker.give_order(join(5))
     worker.fence(Ticket(5, 1))
-    threading.Thread(target=LIVE, args=(worker,), daemon=True).start()  # only now does its thread come to the order
+    threading.Thread(target=LIVE, args=(worker,), daemon=True).start()  # the worker's thread sees the order only now
     until(lambda: worker._fault is not None, 5, "that it knows of the generation")
     report = worker.poll(0, None, 0.0)
     assert (report.ticket, report.phase, report.out, begun) == (Ticket(5, 1), WorkerPhase.PARKED, True, [])
@@ -124,7 +124,7 @@ def test_worker_reports_out_of_generation_fenced_before_it_began(
 
 
 def test_worker_that_cannot_check_copies_fails_save_and_parks(worker: Any) -> None:
-    """Its training thread ended: the controller waited ten minutes for the last checkpoint, and the run failed with it."""
+    """The worker's training thread used to end. The controller waited ten minutes for the last checkpoint, and then the run failed."""
 
     class Full:
         def shards(self, generation: int, step: int) -> list[Any]:
@@ -140,7 +140,7 @@ def test_worker_that_cannot_check_copies_fails_save_and_parks(worker: Any) -> No
 
 
 def test_worker_exits_when_its_training_thread_ends(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It answered every poll, and everyone waited for it."""
+    """A worker whose training thread had ended used to answer every poll, so all others waited for it."""
     ended: list[int] = []
 
     def fail(order: Any) -> None:
@@ -158,7 +158,7 @@ def test_worker_exits_when_its_training_thread_ends(worker: Any, monkeypatch: py
 def test_leaver_waits_longer_than_members_for_the_transfer_group(
     worker: Any, monkeypatch: pytest.MonkeyPatch, leaver: bool
 ) -> None:
-    """Where building took more than half a minute each planned change with a leaver failed, and after four of them the run."""
+    """If building a model took over half a minute, each planned change with a leaver failed, and the run failed after four of them."""
 
     def come_after_two_minutes(*about: Any, meet_timeout_s: float, **rest: Any) -> None:
         assert meet_timeout_s >= 120.0
@@ -174,7 +174,7 @@ def test_leaver_waits_longer_than_members_for_the_transfer_group(
 
 
 def test_own_copy_is_unhurried_and_wait_for_a_buddys_copy_is_not(worker: Any) -> None:
-    """Copies are made beside the step: of large shards that takes longer than a step, and is no hang; a buddy that stands still is one."""
+    """Copies are made beside the step. Copying large shards takes longer than a step and is no hang; a buddy that stands still is one."""
     seen: list[tuple[str, bool]] = []
     worker._heartbeat = Heartbeat()
     worker._snapshots = SimpleNamespace(
@@ -186,7 +186,10 @@ def test_own_copy_is_unhurried_and_wait_for_a_buddys_copy_is_not(worker: Any) ->
 
 
 def test_worker_building_a_model_reports_forming_once_ordered(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was still out of it to whoever watched: ended after 3 s where another was lost meanwhile, and never found where it hung alone."""
+    """The worker used to report that it was out of the group.
+
+    It was ended after 3 s if another was lost, and its hangs were never found.
+    """
     makes, made = threading.Event(), threading.Event()
 
     def build(config: Any) -> None:
@@ -213,7 +216,7 @@ def test_worker_building_a_model_reports_forming_once_ordered(worker: Any, monke
 
 @pytest.mark.parametrize("origin", [Origin.MEMORY, Origin.CHECKPOINT, Origin.FRESH])
 def test_finished_worker_parks_only_after_all_have_their_values(worker: Any, monkeypatch: pytest.MonkeyPatch, origin: Origin) -> None:
-    """Whoever was first cut the connections of the move under those that still received: there is no step in which it would wait."""
+    """The first to finish used to cut the connections of the move while others still received: no later step makes it wait."""
     happened: list[str] = []
     monkeypatch.setattr(process_groups, "form", lambda *about, **rest: None)
     monkeypatch.setattr(process_groups, "barrier", lambda bound_s: happened.append("all have their values"))
@@ -234,7 +237,7 @@ def test_finished_worker_parks_only_after_all_have_their_values(worker: Any, mon
 def test_fence_ends_loading_of_values_at_the_next_piece(
     worker: Any, monkeypatch: pytest.MonkeyPatch, origin: Origin
 ) -> None:
-    """A rank was lost while checkpoints were read, which takes minutes: all others read on, and were ended for that after half a minute."""
+    """A rank was lost during minutes of reading checkpoints. All others read on, and were ended for that after half a minute."""
     pieces: list[int] = []
 
     class Trainer:
@@ -264,7 +267,10 @@ def test_fence_ends_loading_of_values_at_the_next_piece(
 
 
 def test_copy_verification_after_a_failure_is_unhurried(worker: Any) -> None:
-    """They may be tens of gigabytes, on each of eight ranks of a host. All that verified were ended for it, and their copies with them."""
+    """Copies may have tens of gigabytes on each of a host's eight ranks.
+
+    All verifying workers were ended as hung, and their copies lost.
+    """
     seen: list[tuple[str, bool]] = []
 
     def note(what: str) -> Callable[[], None]:
@@ -286,7 +292,10 @@ def test_copy_verification_after_a_failure_is_unhurried(worker: Any) -> None:
 def test_slow_model_is_built_once_and_copied_afterwards(
     worker: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, slow: bool
 ) -> None:
-    """With a factory of a minute each change of the world had a minute's pause, and a joiner, which had its model, did not wait for it."""
+    """With a model factory of one minute, each change of the world paused for a minute.
+
+    A joiner with a ready model did not wait that long.
+    """
     made: list[nn.Module] = []
 
     monkeypatch.setattr("vescale_ray.workers.worker.COPIED_SECONDS", -1.0 if slow else 60.0)
@@ -297,7 +306,7 @@ def test_slow_model_is_built_once_and_copied_afterwards(
         patch.setattr(trainer, "build_model", lambda config: made.append(real(config)) or made[-1])
         for _ in range(3):
             worker._make_blank()
-            worker._make_blank()  # there is one
+            worker._make_blank()  # the worker has one already, so this builds none
             blanks.append(worker._blank)
             worker._blank = None
     assert len(made) == (1 if slow else 3)

@@ -1,4 +1,4 @@
-"""Who is slow, and the spread of the slots: pure, against brute force and simulated clusters."""
+"""Detection of slow ranks, and distribution of the slots: pure functions, against brute force and simulated clusters."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from vescale_ray.workers.monitoring.pace import Pace, View, deal, even, seconds,
 def cluster(
     watch: Pace, steps: int, of: Callable[[int, int], float], *, per_round: float = 0.01, rest: float = 0.02
 ) -> tuple[list[View], list[float]]:
-    """Steps of a pretended cluster in which rank r takes ``of(step, r)`` seconds for a slot, in lockstep: what is known after each
-    step, and how long each took."""
+    """Simulate a cluster in lockstep in which rank r takes ``of(step, r)`` seconds for a slot.
+
+    Returns the view after each step, and the seconds of each step.
+    """
     views, walls = [], []
     for step in range(steps):
         world = len(watch.view.shares)
@@ -29,7 +31,7 @@ def cluster(
 
 
 def noisy(seed: int, slow: dict[int, float] | None = None, *, sigma: float = 0.2, usual: float = 0.1) -> Callable[[int, int], float]:
-    """A loaded machine: each time differs, now and then one is 20 times as long, and for stretches all take three times as long."""
+    """A loaded machine. Each time differs, 3 % of them are 20 times as long, and for stretches all times are tripled."""
     rng = random.Random(seed)
     stretches = [rng.random() < 0.2 for _ in range(1000)]
 
@@ -85,7 +87,7 @@ def test_straggler_is_found_with_its_factor_and_first_slow_step(world: int, fact
         views, _ = cluster(Pace(2 * world, world, relieve=False), 100, late)
         assert all(slow_ranks(view) == [] for view in views[:began])
         found = next(step for step, view in enumerate(views) if slow_ranks(view))
-        # A window is 12 steps, or those of 2 s; three quarters of it must be slow. One looks whenever a quarter is new.
+        # A window has 12 steps, or the steps of 2 s, and three quarters must be slow. A check follows each new quarter of a window.
         assert found - began <= 20, f"{found - began} steps"
         assert slow_ranks(views[-1]) == [1] and views[-1].factors[1] == pytest.approx(factor, rel=0.15)
         assert abs(views[-1].since[1] - began) <= 3
@@ -106,7 +108,7 @@ def test_straggler_is_found_despite_noise() -> None:
 
 
 def test_slowness_must_last_seconds_not_only_steps() -> None:
-    """Steps of 25 ms, and a neighbour that takes the processor for a second: 40 steps."""
+    """The steps take 25 ms. A neighbour takes the processor for a second, so 40 steps are slow."""
     views, _ = cluster(Pace(4, 2, relieve=True), 400, lambda s, r: 0.015 if r == 1 and 200 <= s < 230 else 0.005, per_round=0.0, rest=0.005)
     assert all(slow_ranks(view) == [] for view in views)
     views, _ = cluster(Pace(4, 2, relieve=False), 400, lambda s, r: 0.015 if r == 1 and s >= 200 else 0.005, per_round=0.0, rest=0.005)
@@ -160,7 +162,7 @@ def test_relief_requires_enough_gain_and_more_slots_than_ranks() -> None:
 def test_intermittent_straggler_moves_slots_ever_less_often(period: int) -> None:
     views, _ = cluster(Pace(12, 3, relieve=True), 3000, lambda s, r: 0.1 * (3.0 if r == 0 and s // period % 2 else 1.0))
     changes = [step for step, (a, b) in enumerate(itertools.pairwise(views)) if a.shares != b.shares]
-    # Two windows before the second, then twice as long each time, up to 64.
+    # Two windows pass before the second change. The pause then doubles each time, up to 64 windows.
     assert len(changes) <= 2 + 5 + 3000 // (pace.LONGEST * pace.LEAST_STEPS), changes
     assert all(after - before >= pace.PATIENCE * pace.LEAST_STEPS for before, after in itertools.pairwise(changes))
 

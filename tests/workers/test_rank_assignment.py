@@ -1,4 +1,4 @@
-"""The numbering of a new generation: no other would move fewer bytes. The oracle tries all of them."""
+"""The rank assignment of a new generation moves the fewest bytes possible. The oracle tries all assignments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def seated(members, held, before):
 
 
 def total(order, held, before):
-    """What stays where it is, of before * len(order)."""
+    """Bytes that stay in place, in units of 1 / (before * len(order)) of the whole."""
     return int(np.trace(kept(order, held, even(before, len(order)))))
 
 
@@ -56,7 +56,7 @@ def test_joiner_takes_the_rank_that_costs_the_others_least():
 
 
 def test_order_is_kept_where_it_costs_nothing():
-    held = {w: (rank, (rank - 1) % 4) for rank, w in enumerate("abcd")}  # each has its neighbour's copy: a turn by one would be as good
+    held = {w: (rank, (rank - 1) % 4) for rank, w in enumerate("abcd")}  # with the neighbours' copies, a rotation by one would be as good
     assert seated("abcd", held, 4) == tuple("abcd")
     assert seated("abcd", {}, 4) == tuple("abcd")
     assert seated("abcd", dict.fromkeys("abcd", range(4)), 4) == tuple("abcd")
@@ -79,7 +79,7 @@ def test_leavers_are_optimal_by_bytes_then_copies_then_nodes(copies):
             return sum(bool(node) and not set(node) & set(some) for node in nodes)
 
         def apart(some, there=there):
-            """Ranks whose copy lies on another node."""
+            """Number of ranks whose copy is on another node."""
             return sum(there[some[rank]] != there[some[buddy]] for rank, buddy in enumerate(buddies([str(there[w]) for w in some])))
 
         found = staying(old, held, even(before, after), [node for node in nodes if node])
@@ -91,7 +91,7 @@ def test_leavers_are_optimal_by_bytes_then_copies_then_nodes(copies):
         widest = max(apart(some) for some in cheapest)
         assert apart(found) == widest
         cheapest = [some for some in cheapest if apart(some) == widest]
-        # One node after another is tried: which of them together is no promise, but none more could have been.
+        # Nodes are tried one after another. The set of freed nodes is not always the best, but it is empty only if no node can be freed.
         assert freed(found) >= min(1, max(freed(some) for some in cheapest))
         if not freed(found):
             first = max(sum(old.index(w) < after for w in some) for some in cheapest)

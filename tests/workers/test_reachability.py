@@ -1,4 +1,4 @@
-"""Doors that are tried over real sockets, and the interface that gloo is to use."""
+"""Connection tests of workers' ports over real sockets, and the choice of gloo's interface."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vescale_ray.workers.network.reachability import AT_ONCE, GLOO, Door, choose
 
 CLOSED = socket.socket()
 CLOSED.bind(("127.0.0.1", 0))
-"""Nobody listens there, and nobody else takes the port."""
+"""A bound socket that does not listen, so that no other process takes its port."""
 
 
 def test_refused_connection_or_missing_door_is_not_unreached() -> None:
@@ -38,7 +38,7 @@ def test_a_door_is_reached_again_and_again_and_by_many_at_once() -> None:
 
 
 def test_busy_process_finds_no_answering_worker_unreached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To begin two hundred connections took it five seconds, and the time was over before it had looked at one."""
+    """Beginning two hundred connections took five seconds, so the time was over before the first one was checked."""
     door, real = Door("127.0.0.1").address, socket.socket.connect_ex
 
     class Slow(socket.socket):
@@ -53,7 +53,7 @@ def test_busy_process_finds_no_answering_worker_unreached(monkeypatch: pytest.Mo
     class Late(reachability.selectors.DefaultSelector):  # type: ignore[misc, valid-type]
         def select(self, timeout: float | None = None) -> Any:
             if timeout:
-                time.sleep(timeout + 0.2)  # its thread had its turn when the time was over
+                time.sleep(timeout + 0.2)  # the thread is scheduled only after the time is over
                 return []
             return super().select(timeout)
 
@@ -62,7 +62,7 @@ def test_busy_process_finds_no_answering_worker_unreached(monkeypatch: pytest.Mo
 
 
 def test_stopped_process_is_reached_and_full_queue_is_not(tmp_path: Path) -> None:
-    """The kernel answers for it. With a queue that holds nobody more it does not, as if its network were gone."""
+    """The kernel accepts for a stopped process. If the queue is full it accepts nothing, as if the network were gone."""
     listens = socket.create_server(("127.0.0.1", 0), backlog=0)
     address = f"127.0.0.1:{listens.getsockname()[1]}"
     assert unreached({"stopped": address}, 1.0) == ()
@@ -98,7 +98,7 @@ def test_host_is_unreached_only_while_its_link_is_cut() -> None:
 
 
 def addresses(monkeypatch: pytest.MonkeyPatch, named: str | None, **interfaces: str) -> None:
-    monkeypatch.setenv(GLOO, "")  # so that what is chosen is taken back in the end
+    monkeypatch.setenv(GLOO, "")  # so that monkeypatch removes the chosen value at the end
     monkeypatch.delenv(GLOO)
     monkeypatch.setattr(reachability, "_named", lambda: named)
 
@@ -117,13 +117,13 @@ def test_gloo_uses_the_node_address_if_the_hostname_misleads(
     addresses(monkeypatch, "127.0.1.1", lo="127.0.0.1 ::1", eth0="192.0.2.7", ib0="10.9.0.7 fe80::7%ib0")
     assert choose_interface("10.9.0.7") == "ib0" and os.environ[GLOO] == "ib0"
     assert group_address("10.9.0.7") == "10.9.0.7"
-    # What a person has set stays, and counts.
+    # A user's setting stays and has precedence.
     monkeypatch.setenv(GLOO, "eth0")
     assert choose_interface("10.9.0.7") is None and os.environ[GLOO] == "eth0"
     assert group_address("10.9.0.7") == "192.0.2.7"
     monkeypatch.setenv(GLOO, "eth9")
     assert group_address("10.9.0.7") == "10.9.0.7"
-    # The name leads somewhere: nothing is to be chosen. Nor where no interface has the address (one that is translated on its way).
+    # If the host name resolves, no interface is chosen. The same holds if no interface has the address, as behind address translation.
     for named in ("10.9.0.7", "192.0.2.7"):
         addresses(monkeypatch, named, eth0="10.9.0.7", ib0="192.0.2.7")
         assert choose_interface("10.9.0.7") is None and GLOO not in os.environ and group_address("10.9.0.7") == named

@@ -1,4 +1,4 @@
-"""What a worker does before its first order, so that nobody waits for it later."""
+"""Work that a worker does before its first order, so that no other rank waits for it later."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_optimizer_is_rehearsed_to_the_end(optimizer: str, deterministic: 
 
 def test_rehearsal_leaves_no_thread_socket_or_rng_change() -> None:
     config = tiny("stdlib", train_optimizer="adamw")
-    rehearse(config, CPU)  # torch's own threads, and what it opens once
+    rehearse(config, CPU)  # starts torch's own threads, and opens the files that torch opens once
     state, threads, sockets = torch.get_rng_state(), threading.active_count(), _sockets()
     for _ in range(3):
         rehearse(config, CPU)

@@ -1,4 +1,4 @@
-"""The plan of a move, carried out on numpy arrays: every wanted element arrives, and no byte moves that need not."""
+"""The plan of a move, executed on numpy arrays: every wanted element arrives, and no byte moves without need."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ALIKE: Tensors = [
     ("norm.weight", "param", (3,), "bfloat16"),
     ("norm.weight", "exp_avg", (3,), "float32"),
 ]
-"""Every state is as its parameter is."""
+"""Tensors whose states have the parameters' shapes."""
 
 
 def plan(sources: Sequence[Sequence[Span]], wanted: Sequence[Sequence[Span]], *, round_bytes: int = ROUND_BYTES) -> ReshardPlan:
@@ -40,14 +40,14 @@ def plan(sources: Sequence[Sequence[Span]], wanted: Sequence[Sequence[Span]], *,
 
 
 def _even(tensors: Tensors, world: int) -> list[list[Span]]:
-    """The tensors end to end, cut into equal parts."""
+    """The tensors, laid end to end and cut into equal parts."""
     total = sum(math.prod(shape) for _, _, shape, _ in tensors)
     each = -(-total // world)
     return _cut(tensors, [min(total, each * rank) for rank in range(1, world)])
 
 
 def _cut(tensors: Tensors, cuts: Sequence[int]) -> list[list[Span]]:
-    """The tensors end to end, cut at the given positions: a layout of ``len(cuts) + 1`` ranks."""
+    """The tensors, laid end to end and cut at the given positions: a layout of ``len(cuts) + 1`` ranks."""
     layout: list[list[Span]] = []
     total = sum(math.prod(shape) for _, _, shape, _ in tensors)
     for begin, end in zip([0, *cuts], [*cuts, total], strict=True):
@@ -62,7 +62,7 @@ def _cut(tensors: Tensors, cuts: Sequence[int]) -> list[list[Span]]:
 
 
 def _cut_alike(tensors: Tensors, cuts: Sequence[int]) -> list[list[Span]]:
-    """As :func:`_cut`, at the same elements of all kinds of a tensor."""
+    """Like :func:`_cut`, but with cuts at the same elements of all kinds of a tensor."""
     kinds: dict[str, list[tuple[str, str]]] = {}
     for name, kind, _, dtype in tensors:
         kinds.setdefault(name, []).append((kind, dtype))
@@ -75,7 +75,7 @@ def _cut_alike(tensors: Tensors, cuts: Sequence[int]) -> list[list[Span]]:
 
 
 def _carry_out(planned: ReshardPlan, sources: Sequence[Sequence[Span]], wanted: Sequence[Sequence[Span]]) -> list[list[np.ndarray]]:
-    """Element i of a tensor holds the value i; unfilled elements hold -1. Fails if an element is written twice."""
+    """Execute the plan. Element i of a tensor has the value i; unfilled elements are -1. Fails if an element is written twice."""
     have = [[np.arange(s.start, s.end) for s in spans] for spans in sources]
     got = [[np.full(s.numel, -1) for s in spans] for spans in wanted]
     for move in [*planned.local, *(m for moves in planned.rounds for m in moves)]:
@@ -100,7 +100,7 @@ def _bytes_not_at_home(sources: Sequence[Sequence[Span]], wanted: Sequence[Seque
 
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[list[list[Span]], list[list[Span]], int]:
-    """Old layout of 1..5 ranks cut anywhere, each rank's shards at one to three workers; new layout of 1..5 ranks."""
+    """Old layout of 1..5 ranks with random cuts, each rank's shards on one to three workers; new layout of 1..5 ranks."""
     tensors, cut = draw(st.sampled_from([(TENSORS, _cut), (ALIKE, _cut), (ALIKE, _cut_alike)]))
     total = sum(math.prod(shape) for _, _, shape, _ in tensors)
     cuts = st.lists(st.integers(0, total), max_size=4).map(sorted)
@@ -133,8 +133,10 @@ def test_plan_delivers_each_element_and_moves_only_missing_ones(
 
 
 def _waits(planned: ReshardPlan, ranks: int) -> tuple[float, float]:
-    """When the whole move is over, and the longest that a rank waits in a round for another to come to it, beyond a round for each in which
-    it had nothing to do before; in units of a full round. In a round a rank is busy for as long as what it sends or gets takes."""
+    """Time of the whole move, and the longest wait of a rank for its partners within a round, both in units of a full round.
+
+    Each idle round before is subtracted from a wait. A rank is busy in a round for as long as its sends or its receives take.
+    """
     limit = max(sum(m.nbytes for m in moves if m.dst == r) for moves in planned.rounds for r in range(ranks))
     free, idle, longest = [0.0] * ranks, [0] * ranks, 0.0
     for moves in planned.rounds:
@@ -157,8 +159,10 @@ def _waits(planned: ReshardPlan, ranks: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("lost", [(), (9,), (0,), (5, 6), (20, 21, 22, 23)], ids=["grows", "one lost", "the first lost", "two", "a node"])
 def test_ranks_transfer_in_parallel_in_moves_of_many_rounds(lost: tuple[int, ...]) -> None:
-    """Receivers had their rounds one after another: with 64 ranks and 13 GB each, 900 rounds, in the course of which a rank waited minutes
-    for others as in a collective, which failed, again and again, until the run had."""
+    """Receivers used to have their rounds one after another: 900 rounds with 64 ranks of 13 GB each.
+
+    A rank waited minutes for others within one round. Its collective timed out again and again, until the run failed.
+    """
     old, rounds = 24, 40
     kinds = ("param", "exp_avg", "exp_avg_sq")
     tensors: Tensors = [(f"layers.{k}.weight", kind, (400, 100), "float32") for k in range(48) for kind in kinds]
@@ -166,7 +170,7 @@ def test_ranks_transfer_in_parallel_in_moves_of_many_rounds(lost: tuple[int, ...
     cuts = [whole * k // old for k in range(1, old)]
     held = _cut_alike(tensors, cuts)
     living = [rank for rank in range(old) if rank not in lost]
-    # Each keeps the copy of the rank four before it: on another node.
+    # Each rank has the copy of the rank four before it, which is on another node.
     sources = [held[rank] + held[rank - 4] for rank in living]
     new = len(living) if lost else old + 6
     wanted = _cut_alike(tensors, [whole * k // new for k in range(1, new)])
@@ -185,7 +189,7 @@ def test_ranks_transfer_in_parallel_in_moves_of_many_rounds(lost: tuple[int, ...
 
 
 def test_rank_idle_in_a_round_waits_a_bound_longer_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is there before the others, who have the bound of a collective for each round."""
+    """The idle rank comes before the others, which have the time limit of a collective for each round."""
     rounds = [(0, 1), (1, 0), (0, 2), (0, 1), (0, 1), (1, 2), (2, 0)]
     moves = tuple((Move(src, dst, 0, 0, 0, 0, 1, "float32"),) for src, dst in rounds)
     waited: dict[int, list[int]] = {}
@@ -204,7 +208,7 @@ def test_tensors_with_equal_cuts_are_planned_together() -> None:
     old, new = _cut_alike(ALIKE, [40]), _cut_alike(ALIKE, [20, 50])
     assert [len(strips_of(spans)) for spans in old] == [3, 3] and [len(spans) for spans in old] == [8, 8]
     planned = plan([*old, []], new)
-    apart = plan([*old, []], [[s._replace(dtype=s.dtype) for s in reversed(spans)] for spans in new])  # other kinds one after another
+    apart = plan([*old, []], [[s._replace(dtype=s.dtype) for s in reversed(spans)] for spans in new])  # the other kinds one after another
     assert planned.moved_bytes == apart.moved_bytes == planned.lower_bound == apart.lower_bound
 
 

@@ -1,5 +1,7 @@
-"""A worker's checkpoints, written beside its training: the step's own bits, from the copy that the buddy has, and nothing of a generation
-that is over."""
+"""A worker's checkpoints, written beside its training.
+
+They hold exactly the step's bits, use the buddy's copy, and contain nothing of a generation that is over.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Gated(checkpoint.PosixStore):
-    """Waits with its data until the gate is opened."""
+    """A store whose data writes wait until the gate is opened."""
 
     def __init__(self, root: Any) -> None:
         super().__init__(root)
@@ -37,7 +39,7 @@ class Gated(checkpoint.PosixStore):
 
 
 def begin_saving(state: State, root: str, attempt: str) -> bool:
-    """Stage the live state and begin to write it behind a gate; whether it shares the buddy's copy."""
+    """Stage the live state and begin to write it behind a gate. Returns whether it shares the buddy's copy."""
     if "writer" not in state:
         state["store"], state["votes"] = Gated(root), []
         state["writer"] = Writer(state["store"], state["votes"].append, read_back=True)
@@ -60,7 +62,7 @@ def finish(state: State, count: int) -> list[SavedShard]:
 
 
 def save_with_a_flipped_bit(state: State, root: str) -> list[SavedShard | Damaged]:
-    """Everything that is published of a checkpoint of which the storage has changed a bit."""
+    """Save to a storage that flips a bit. Returns all published reports."""
     told: list[SavedShard | Damaged] = []
     store = FaultyStore(checkpoint.PosixStore(root), [Fault("put_stream", "flip")])
     writer = Writer(store, told.append, read_back=True)
@@ -72,7 +74,7 @@ def save_with_a_flipped_bit(state: State, root: str) -> list[SavedShard | Damage
 
 
 def give_up(state: State) -> list[SavedShard]:
-    """Give up, then let the storage go on."""
+    """Abandon the save, then let the storage go on."""
     state["writer"].abandon()
     state["store"].gate.set()
     deadline = time.monotonic() + 20
@@ -95,7 +97,7 @@ def test_checkpoint_keeps_its_steps_bits_while_training_goes_on(text: str, tmp_p
             shared = fleet.run([0, 1], begin_saving, root, f"s{step}")
             assert set(shared.values()) == {every > 0 and step % every == 0}, "the buddy's copy of that step is the checkpoint's, too"
         assert set(fleet.run([0, 1], busy).values()) == {True}
-        run.train(9)  # several copies are taken meanwhile: each wants the buffers back
+        run.train(9)  # several copies are made meanwhile, and each needs the buffers
         votes = fleet.run([0, 1], finish, 2)
         for index, step in enumerate((2, 3)):
             told = [votes[w][index] for w in (0, 1)]
@@ -107,7 +109,7 @@ def test_checkpoint_keeps_its_steps_bits_while_training_goes_on(text: str, tmp_p
             assert same_bits(stored, truth[step])
             assert opened.aux(0)["step"] == step
         assert checkpoint.verify(root).ok
-        # And the copies are still what they should be.
+        # The copies are still intact.
         before = run.full_state()
         run.end()
         run.resume([0, 1], [1, 0])

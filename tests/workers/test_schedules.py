@@ -1,5 +1,8 @@
-"""Random schedules of deaths, leavers and joiners, seeded: every sample once, and the undisturbed run's curve, bit for bit in deterministic
-mode. `vescale_ray.workers` without Ray: the controller's part is played by :class:`tests.workers.tiny.Run`."""
+"""Random, seeded schedules of deaths, leavers and joiners: every sample once, and the undisturbed run's losses.
+
+In deterministic mode the losses are equal bit for bit. `vescale_ray.workers` runs without Ray: :class:`tests.workers.tiny.Run` plays the
+controller.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from vescale_ray.data.stream import SampleStream
 
 STEPS = 9
 MOST = 5
-"""As many workers as slots."""
+"""The number of slots."""
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +27,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Play:
-    """Schedules on one fleet, each compared with the run that nothing happened to."""
+    """Schedules on one fleet, each compared with an undisturbed run."""
 
     def __init__(self, fleet: Fleet, config: RunConfig) -> None:
         self.fleet, self.config, self.living = fleet, config, [0, 1]
@@ -44,7 +47,7 @@ class Play:
         return new
 
     def schedule(self, seed: int) -> list[str]:
-        """Play one; what happened, for the message of a failure."""
+        """Play one schedule. Returns the list of events, for the message of a failure."""
         rng = random.Random(seed)
         world = rng.randint(2, 4)
         self._joiners(max(0, world - len(self.living)))
@@ -54,7 +57,7 @@ class Play:
         at = 0
         leavers: list[int] = []
         while at < STEPS:
-            # 0: in the first step of a generation, while its first copies are on their way.
+            # 0 is in the first step of a generation, while its first copies are being sent.
             steps = rng.randint(0 if leavers else 1, 3)
             at = min(STEPS, at + steps)
             if steps:
@@ -64,7 +67,9 @@ class Play:
             if act == "kill" and len(run.members) > 1 and at < STEPS:
                 victim, delay = rng.choice(run.members), rng.random() * 0.05
                 if at >= STEPS - 2:
-                    delay = 0.0  # the last step may be over before the blow falls: two take less than that on a fast machine
+                    # Without a delay, because the last step may be over before the kill: on a fast machine two steps take less than the
+                    # delay.
+                    delay = 0.0
                 told.append(f"{victim} of {run.members} killed in step {at} after {delay:.3f} s")
                 at += 1
                 survivors, _, _ = run.train_with_a_death(STEPS, victim, at - 1, delay)
@@ -89,7 +94,7 @@ class Play:
             gone = [w for w in before if w not in after]
             self.fleet.run(gone, keep_on_leaving)
             run.resume([*before, *leavers], after)
-            leavers += gone  # they stay until a step is made
+            leavers += gone  # leavers stay until a step is complete
         run.train(STEPS)
         self._check(run, told)
         self._leave(run)

@@ -48,7 +48,7 @@ SPREAD = {**EXPERTS, "model_factory": "tests.workers.tiny:SpreadModel"}
 
 @pytest.mark.parametrize(
     ("changes", "worlds", "tolerance"),
-    # Muon rounds to BF16 on the way: where sums differ in their last bit, an update may differ in its third digit.
+    # Muon rounds to BF16. If sums differ in their last bit, an update may differ in its third digit.
     [
         ({}, (1, 3), 1e-5),
         (OTHER, (3,), 1e-5),
@@ -183,7 +183,7 @@ def test_deterministic_mode_refuses_inexact_16_bit_parameters(text: str) -> None
 
 
 def test_repeated_stepless_generations_use_no_more_memory(tmp_path: Path) -> None:
-    """Twenty losses of nodes in a row are forgiven: each left a copy of everything behind, until some step was done."""
+    """The controller forgives twenty node losses in a row. Each left a copy of all values behind until a step was complete."""
     config = tiny(write_text(tmp_path))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     snapshots, taken = Snapshots(1), []
@@ -211,7 +211,7 @@ def test_repeated_stepless_generations_use_no_more_memory(tmp_path: Path) -> Non
 
 
 def test_slow_copy_still_holds_the_values_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is made while the next step computes: that waits for it before its optimizer writes, and a checkpoint before it takes it."""
+    """The copy is made while the next step computes. The optimizer and a checkpoint wait for it before they write or take it."""
     real, slow = memory_snapshots.copy_pieces, threading.Event()
 
     def slowly(*args: Any, **kwargs: Any) -> Any:
@@ -271,7 +271,7 @@ def test_slow_copy_still_holds_the_values_of_its_step(tmp_path: Path, monkeypatc
 
 
 def _pieces_follow_their_tensors(trainer: Trainer) -> None:
-    """They are made once; whoever is given other memory has another piece."""
+    """The pieces are made once. Only a tensor with new memory gets another piece."""
     first = export_shards(trainer).pieces
     assert all(new is old for new, old in zip(export_shards(trainer).pieces, first, strict=True))
     name, parameter = next(iter(trainer.model.named_parameters()))
@@ -313,7 +313,7 @@ def test_one_process_trains_alone_without_any_held_out_text(tmp_path: Path) -> N
 
 
 def test_states_of_other_blocks_are_refused_despite_equal_shapes(tmp_path: Path) -> None:
-    """The scales of one block were taken for another's, and nobody was told."""
+    """The scales of one block size used to be taken for another's, without an error."""
     text, store = write_text(tmp_path), dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def trainer_of(block: str) -> Trainer:

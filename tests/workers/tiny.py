@@ -1,4 +1,4 @@
-"""A tiny run for the tests of this folder: config, text, and what a worker of a :class:`Fleet` does in a generation."""
+"""A tiny run for the tests of this folder: config, text, and a worker's actions in a generation of a :class:`Fleet`."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from vescale_ray.workers.trainer import Trainer
 FullState = dict[tuple[str, str], np.ndarray]
 HOST = "127.0.0.1"
 reshard.DIRECT_BYTES = 1024
-"""Of these tensors some are larger, and some smaller."""
+"""Smaller than some of these tests' tensors and larger than others, so that both paths run."""
 
 
 def write_text(folder: Path) -> str:
-    """40 KB of varied words in a file; deterministic."""
+    """Write 40 KB of varied words to a file; deterministic."""
     words = ["shard", "worker", "ring", "step", "buddy", "loss", "epoch", "tensor", "plan", "route"]
     rng = np.random.default_rng(0)
     path = folder / "text.txt"
@@ -52,7 +52,7 @@ def write_text(folder: Path) -> str:
 
 
 def tiny(corpus: str, **changes: Any) -> RunConfig:
-    """``tiny(path, train_steps=3)`` sets ``train.steps``. 5 slots of 2 sequences: no world size but 1 and 5 divides them."""
+    """``tiny(path, train_steps=3)`` sets ``train.steps``. It has 5 slots of 2 sequences; only the world sizes 1 and 5 divide them."""
     tree: dict[str, dict[str, Any]] = {
         "run": {"seed": 7},
         "model": {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 56},
@@ -71,7 +71,7 @@ def text_of(config: RunConfig) -> Corpus:
 
 
 class DropoutModel(nn.Module):
-    """Embedding, dropout, head: forward depends on the random generator. Its unit is ``body``."""
+    """Embedding, dropout and head. Its forward depends on the random generator; its unit is ``body``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class DropoutModel(nn.Module):
 
 
 class Experts(nn.Module):
-    """Of 24 a sequence uses one: of a slot of two at most two have a gradient. ``gains`` is a buffer."""
+    """A sequence uses one of 24 experts, so in a slot of two at most two have a gradient. ``gains`` is a buffer."""
 
     gains: Tensor
 
@@ -103,7 +103,7 @@ class Experts(nn.Module):
 
 
 class ExpertsModel(nn.Module):
-    """Embedding, experts, head. Its unit is ``body``."""
+    """Embedding, experts and head. Its unit is ``body``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class ExpertsModel(nn.Module):
 
 
 class PatchModel(DropoutModel):
-    """Of sequences that are whole patches of four. Its unit is ``body``."""
+    """A model for sequences of whole patches of four. Its unit is ``body``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class PatchModel(DropoutModel):
 
 
 class SpreadModel(PatchModel):
-    """Of a single token the spread is NaN."""
+    """A model whose output for a single token is NaN, because it computes a spread."""
 
     shortest_input = 1
 
@@ -146,7 +146,7 @@ class SpreadModel(PatchModel):
 
 
 class OneWeight(nn.Module):
-    """A single weight, which is one rank's: the others own nothing. Its unit is ``body``."""
+    """A model with a single weight, so that all ranks but one own nothing. Its unit is ``body``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,9 +184,9 @@ def of_16_bits() -> nn.Module:
 
 
 def plain_run(config: RunConfig, start: FullState, steps: int) -> tuple[list[float], FullState, float]:
-    """Train one unsharded model on whole global batches with torch's own optimizers: losses, parameters at the end, held-out loss.
+    """Train one unsharded model on whole global batches with torch's own optimizers.
 
-    What no sample of a batch uses has a gradient of zeros.
+    Parameters that no sample of a batch uses have zero gradients. Returns the losses, the final parameters and the held-out loss.
     """
     corpus = text_of(config)
     m, t = config.model, config.train
@@ -240,14 +240,14 @@ def plain_run(config: RunConfig, start: FullState, steps: int) -> tuple[list[flo
 
 
 def use(state: State, device: str, backend: str | None = None) -> None:
-    """Where this worker's shards live from now on, ``cpu`` unless said; ``nccl`` is the back end of ``cuda`` unless said."""
+    """Set the device of this worker's shards, and the back end (default: ``nccl`` for ``cuda``, else ``gloo``)."""
     state["device"], state["backend"] = device, backend or ("nccl" if device == "cuda" else "gloo")
     if device == "cuda":
         torch.cuda.set_device(0)
 
 
 def form(state: State, config: RunConfig, port: int, prefix: str, rank: int, world: int, generation: int, *, filled: bool = True) -> None:
-    """Join the generation's group; build the trainer, still without values. ``filled``: all of them will come; what does not is NaN."""
+    """Join the generation's group and build the trainer. If ``filled``, all values are to arrive; missing ones stay NaN."""
     device, backend = state.get("device", "cpu"), state.get("backend", "gloo")
     state.setdefault("snapshots", Snapshots(config.elastic.snapshot_every, pin=device == "cuda"))
     state.setdefault("corpus", text_of(config))
@@ -278,7 +278,7 @@ def start_from_memory(state: State, generation: int, step: int, *where: Any) -> 
 def start_with_leavers(
     state: State, generation: int, step: int, transfer_prefix: str, transfer_rank: int, transfer_world: int, *where: Any
 ) -> ReshardReport:
-    """As :func:`start_from_memory`, with workers that only give (those whose transfer rank is no rank of the new world)."""
+    """Like :func:`start_from_memory`, with leavers, whose transfer rank is no rank of the new world."""
     port, world = where[1], where[4]
     if transfer_rank < world:
         form(state, *where)
@@ -304,12 +304,12 @@ def _end_the_move(state: State) -> None:
 
 
 def keep_on_leaving(state: State) -> None:
-    """This worker still holds what it holds when it has given it, as long as the controller keeps it."""
+    """Let this worker keep its shards after giving them, as long as the controller keeps it."""
     state["keeps"] = True
 
 
 def keep_its_copies_to_itself(state: State) -> None:
-    """What this worker sends of its copies does not leave it."""
+    """Withhold all copies that this worker would send."""
     send = dist.isend
 
     def hold(*args: Any, **kwargs: Any) -> Any:
@@ -320,7 +320,7 @@ def keep_its_copies_to_itself(state: State) -> None:
 
 
 def lose_the_group(state: State) -> None:
-    """A rank is lost before the first step of the generation is over."""
+    """Dissolve the group as if a rank were lost before the generation's first step is complete."""
     _end_the_move(state)
     state.pop("trainer").close()
     state["snapshots"].let_go()
@@ -346,7 +346,7 @@ def train(state: State, until: int, rescale: bool) -> list[StepRecord]:
 
 
 def prove(state: State, aborted_at: int | None = None) -> None:
-    """Steps prove their collectives, as on NCCL. From the first of a step on this rank's are aborted: they end, with what was there."""
+    """Make steps prove their collectives, as on NCCL. In step ``aborted_at`` this rank's collectives end without an effect."""
     trainer, add_up = state["trainer"], dist.all_reduce
     trainer._proves = True
 
@@ -357,7 +357,7 @@ def prove(state: State, aborted_at: int | None = None) -> None:
 
 
 def slow_down(state: State, seconds: float) -> None:
-    """Each of this rank's slots takes so much longer."""
+    """Make each of this rank's slots ``seconds`` slower."""
     trainer = state["trainer"]
     nll = trainer._nll
 
@@ -379,7 +379,7 @@ def pieces(state: State) -> list[tuple[str, str, tuple[int, ...], int, np.ndarra
 
 
 def as_numpy(data: Tensor) -> np.ndarray:
-    """A copy; of BF16, which numpy has not, the bits."""
+    """A copy as numpy array; numpy has no BF16, so BF16 tensors give their bits."""
     data = data.cpu()
     return (data.view(torch.int16) if data.dtype is torch.bfloat16 else data).numpy().copy()
 
@@ -389,14 +389,14 @@ def scalars(state: State) -> dict[str, Any]:
 
 
 def held(state: State) -> list[HeldState]:
-    """What is held once this rank's own last copy is made, which no other rank is needed for."""
+    """Held states, once this rank's own last copy is made. That needs no other rank."""
     state["snapshots"].copied()
     answer: list[HeldState] = state["snapshots"].held()
     return answer
 
 
 def leave(state: State, park: bool = True) -> dict[str, bool]:
-    """End the generation at a boundary; tells what of it is still alive afterwards."""
+    """End the generation at a boundary. Returns which of its objects are still alive afterwards."""
     trainer: Trainer = state.pop("trainer")
     _end_the_move(state)
     if park:
@@ -409,8 +409,10 @@ def leave(state: State, park: bool = True) -> dict[str, bool]:
 
 
 def train_or_fail(state: State, until: int, kill_at: tuple[int, float] | None) -> tuple[str, list[StepRecord], list[HeldState], float]:
-    """Train until ``until``, or until a peer is lost: ('' or the failure, records, held, when). The victim kills itself ``kill_at``
-    (step, seconds after that step began)."""
+    """Train until ``until``, or until a peer is lost. The victim kills itself at ``kill_at`` (step, seconds into it).
+
+    Returns the failure or '', the records, the held states and the time.
+    """
     records: list[StepRecord] = []
     failure = ""
     try:
@@ -467,7 +469,7 @@ class Run:
         return next(iter(steps.values()))
 
     def resume(self, survivors: list[int], members: list[int]) -> ReshardReport:
-        """From the memory of ``survivors``, in which some may leave and ``members`` may have joiners."""
+        """Resume from the memory of ``survivors``. Some of them may leave, and ``members`` may include joiners."""
         held_states = self.fleet.run(survivors, held)
         chosen = choose_resume({str(w): h for w, h in held_states.items()}, prefer=[str(w) for w in members])
         assert chosen is not None, held_states
@@ -496,7 +498,10 @@ class Run:
         return records
 
     def train_with_a_death(self, until: int, victim: int, step: int, delay: float) -> tuple[list[int], float, int]:
-        """Survivors, seconds from the death until the last of them is out, and the steps that any of them had recorded."""
+        """Train while ``victim`` dies.
+
+        Returns the survivors, the seconds between the first and the last survivor's exit, and the most steps that one of them recorded.
+        """
         for worker in self.members:
             self.fleet.start(worker, train_or_fail, until, (step, delay) if worker == victim else None)
         outcome = self.fleet.outcomes(self.members)
@@ -512,7 +517,7 @@ class Run:
         return self.fleet.run(self.members, leave)
 
     def full_state(self) -> FullState:
-        """Every parameter and optimizer state, put together from all ranks; fails if they don't tile it."""
+        """Every parameter and optimizer state, assembled from all ranks. Fails if the parts do not tile a tensor."""
         parts: dict[tuple[str, str], tuple[tuple[int, ...], list[tuple[int, np.ndarray]]]] = {}
         for rank_pieces in self.fleet.run(self.members, pieces).values():
             for name, kind, shape, start, data in rank_pieces:
