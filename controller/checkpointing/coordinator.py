@@ -71,6 +71,10 @@ class _Saving:
         """The attempt has failed: wait for its writers."""
         self.settle_until = until
 
+    def settles(self) -> bool:
+        """Whether there is time left to wait for the writers of a failed attempt."""
+        return self.settle_until is not None and time.monotonic() < self.settle_until
+
     def again(self) -> None:
         """The writers are done: the next try may begin."""
         self.tries, self.attempt, self.settle_until = self.tries + 1, None, None
@@ -299,7 +303,7 @@ class CheckpointCoordinator:
                     break
                 self.abandon()
                 saving.settle(time.monotonic() + self._save_s)
-            if self.writes(saving.workers) and time.monotonic() < saving.settle_until:
+            if self.writes(saving.workers) and saving.settles():
                 raise Unanswered
             saving.again()
         return SaveResult("", self._log.stats.step, 0, 0.0, error=saving.problem)
