@@ -84,7 +84,7 @@ class WorkerGroup:
         return self.now
 
     def alive(self, worker: str) -> bool:
-        return worker in self.reports
+        return worker in self.reports or worker in self.on_the_way
 
     def report(self, worker: str) -> WorkerReport | None:
         return self.reports.get(worker)

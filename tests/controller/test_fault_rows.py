@@ -11,6 +11,7 @@ import pytest
 
 from tests.controller.stage import BEGAN, PEER, TICKET, WORLD, Stage, WorkerGroup, node_of, report
 from vescale_ray.controller import states
+from vescale_ray.controller.checkpointing.committer import SaveResult
 from vescale_ray.controller.failures.budget import Cause
 from vescale_ray.controller.policy import CommittedCheckpoint
 from vescale_ray.controller.protocol import RunState
@@ -287,7 +288,7 @@ def test_a_recovery_from_memory_asks_no_storage(tmp_path: Path) -> None:
     assert next_generation(stage) == (("a", "c"), Origin.MEMORY, 40)
 
 
-@pytest.mark.fault("W1")
+@pytest.mark.fault("W1", "B1")
 def test_a_worker_that_raises_again_and_again_ends_the_run(tmp_path: Path) -> None:
     """A bug in the step: after the last allowed recovery without a new step, the run is FAILED with the error and where to resume."""
     worker_group, stage = running(tmp_path, config={"elastic_max_recoveries_without_progress": 1})
@@ -305,3 +306,83 @@ def test_a_worker_that_raises_again_and_again_ends_the_run(tmp_path: Path) -> No
             stage.loop.step()
     outcome = stage.rounds(states.Finished).outcome
     assert outcome.state == "FAILED" and "a bad batch" in outcome.error and "resumed from step 30 (/c30)" in outcome.error
+
+
+@pytest.mark.fault("W3")
+def test_worker_that_hangs_while_another_is_killed_is_ended(tmp_path: Path) -> None:
+    worker_group, stage = running(tmp_path)
+    worker_group.silence["c"] = worker_group.now
+    stage.lose("b", Cause.KILLED)
+    park(worker_group, "a", copies=True)
+    while not worker_group.ended:
+        stage.loop.step()
+    assert set(worker_group.ended) == {"c"}
+    stage.lose("c", Cause.HANG)
+    held = (HeldState(TICKET.generation, 3, 40, (0, 1, 2)),)
+    worker_group.reports["a"] = replace(worker_group.reports["a"], held=held)
+    assert next_generation(stage) == (("a",), Origin.MEMORY, 40)
+
+
+@pytest.mark.fault("W12")
+def test_loss_while_a_checkpoint_is_read_fences_the_readers(tmp_path: Path) -> None:
+    worker_group = WorkerGroup(*(report(w, WorkerPhase.FORMING) for w in "abc"))
+    worker_group.infos |= {w: node_of(w) for w in "abc"}
+    world = replace(THREE, source=replace(THREE.source, origin=Origin.CHECKPOINT, commit="c30", path="/c30"))
+    stage = Stage(worker_group, tmp_path, world=world, step=30, config={"elastic_workers": 3})
+    stage.loop._parts.coordinator._ask_storage = lambda: CommittedCheckpoint("c30", "/c30", 30)
+    stage.run.stats.checkpoints.step = 30
+    stage.lose("b", Cause.KILLED)
+    stage.loop.step()
+    ((when, told),) = worker_group.fenced
+    assert told == ("a", "c") and when - BEGAN < 1.0
+    worker_group.reports |= {w: report(w, WorkerPhase.PARKED, fault=PEER) for w in "ac"}
+    assert next_generation(stage) == (("a", "c"), Origin.CHECKPOINT, 30)
+
+
+@pytest.mark.fault("N2", "N3")
+def test_silent_nodes_cost_their_workers_and_no_crash(tmp_path: Path) -> None:
+    """The worker group reports the losses of nodes that do not answer; no step was lost with them."""
+    worker_group, stage = running(tmp_path)
+    for worker in "bc":
+        stage.lose(worker, Cause.NODE)
+    park(worker_group, "a")
+    held = (HeldState(TICKET.generation, 3, 40, (0, 1, 2)),)
+    worker_group.reports["a"] = replace(worker_group.reports["a"], held=held)
+    assert next_generation(stage) == (("a",), Origin.MEMORY, 40)
+    assert stage.loop._parts.account.budget.total == {Cause.NODE: 1}
+    assert [event["cause"] for event in stage.of("worker_lost")] == ["node", "node"]
+
+
+@pytest.mark.fault("G4")
+def test_rescale_hires_first_and_stops_all_ranks_at_one_boundary(tmp_path: Path) -> None:
+    worker_group, stage = running(tmp_path)
+    stage.loop.commands.want(4, "manual")
+    for _ in range(5):
+        stage.loop.step()
+    assert worker_group.hired == 1 and not worker_group.asked, "all train until the joiner is warm"
+    stage.warm("new1")
+    while RESCALE not in worker_group.asked:
+        stage.loop.step()
+    park(worker_group, "abc", fault=None)
+    assert next_generation(stage) == (("a", "b", "c", "new1"), Origin.MEMORY, 40)
+    assert stage.loop._parts.account.budget.total == {} and not worker_group.ended
+
+
+@pytest.mark.fault("E1")
+def test_stop_beside_a_lost_worker_saves_what_the_others_hold(tmp_path: Path) -> None:
+    worker_group, stage = running(tmp_path)
+    saved: list[tuple[str, ...]] = []
+    kept = CommittedCheckpoint("c40", "/c40", 40)
+
+    def save(workers: tuple[str, ...], *, only_newer: bool = False) -> SaveResult:
+        saved.append(tuple(sorted(workers)))
+        return SaveResult("r-h9-s40", 40, 9, 1.0, kept)
+
+    stage.loop._parts.coordinator.save = save
+    stage.loop._parts.coordinator.newest = lambda: kept
+    stage.loop.commands.end("asked to")
+    stage.lose("b", Cause.KILLED)
+    park(worker_group, "ac")
+    outcome = stage.rounds(states.Finished).outcome
+    assert saved == [("a", "c")] and (outcome.state, outcome.step, outcome.checkpoint) == ("STOPPED", 40, "/c40")
+    assert [event["resume"] for event in stage.of("run_stopped")] == ["/c40"] and not worker_group.orders
