@@ -151,19 +151,7 @@ def from_prometheus(url: str, run: str, hours: float, where: Mapping[str, str] |
     chosen = _selector({"run": run, **(where or {})})
     """A restarted run has another address; ``max by`` joins the data of both addresses into one line."""
     now = time.time()
-    begin, end, places = _when(url, chosen, hours)
-    if begin == end:
-        elsewhere = _when(url, _selector({"run": run}), hours)[2] if where else []
-        if elsewhere:
-            raise BadInput(f"{url} has no data of run {run!r} there in the last {hours:g} hours, but with {'; with '.join(elsewhere)}")
-        runs = prometheus.ask(url, "query", {"query": "last_over_time(vescale_run_info[30d])"})["result"]
-        known = sorted({one["metric"].get("run", "") for one in runs})
-        asked = "".join(f", {label} {value!r}," for label, value in (where or {}).items())
-        raise BadInput(
-            f"{url} has no data of run {run!r}{asked} in the last {hours:g} hours; it knows {', '.join(known) or 'no run at all'}"
-        )
-    if len(places) > 1:
-        raise BadInput(f"{url} knows {len(places)} runs named {run!r}: with {'; with '.join(places)}. Name one")
+    begin, end = _span(url, run, hours, where or {})
     step = max(1.0, (end - begin) / COLUMNS)
     window = f"{math.ceil(max(4 * step, 60))}s"
 
@@ -179,7 +167,10 @@ def from_prometheus(url: str, run: str, hours: float, where: Mapping[str, str] |
 
     throughput = ask("max(vescale_tokens_per_second{})", "tokens/s")
     world = ask("max(vescale_world_size{})", "workers")
-    waited = f'vescale_worker_exposed_communication_seconds_total{chosen[:-1]}, op!="reshard"}}'
+    exposed, within = "vescale_worker_exposed_communication_seconds", f'{chosen[:-1]}, op!="reshard"'
+    # A run that does not show all ranks has their median instead.
+    usual = f'max by (op) (rate({exposed}_quantile{within}, quantile="0.5"}}[{window}]))'
+    waited = f"({usual} or avg by (op) (rate({exposed}_total{within}}}[{window}])))"
     took, steps = (f"sum(rate(vescale_step_duration_seconds_{part}{{}}[{window}]))" for part in ("sum", "count"))
     charts = (
         Chart("Tokens per second (of each step)", throughput),
@@ -188,7 +179,7 @@ def from_prometheus(url: str, run: str, hours: float, where: Mapping[str, str] |
         Chart("Workers", (*world, *ask("max(vescale_world_size_target{})", "wanted")), steps=True),
         Chart(f"Step time, mean of {window}", ask(f"{took} / {steps}", "seconds"), "s"),
         Chart("Gradient norm", ask("max(vescale_grad_norm{})", "norm")),
-        Chart(WAITING, ask(f"100 * avg by (op) (rate({waited}[{window}])) / on () group_left {took}", "{op}")),
+        Chart(WAITING, ask(f"100 * {waited} / on () group_left {took}", "{op}")),
         Chart(KINDS, ask("max by (kind) (vescale_worker_memory_bytes{})", "{kind}"), "bytes"),
         Chart(UTILISATION, ask("100 * max(vescale_model_flops_utilization_ratio{})", "utilisation")),
     )
@@ -206,6 +197,28 @@ def from_prometheus(url: str, run: str, hours: float, where: Mapping[str, str] |
     )
     began = min((at for chart in charts for series in chart.series for at, _ in series.points), default=begin)
     return Page(run, f"{url}, the last {hours:g} hours", began, facts, _known(charts), marks, goodput)
+
+
+def _span(url: str, run: str, hours: float, where: Mapping[str, str]) -> tuple[float, float]:
+    """The time of the run's data in the last ``hours``.
+
+    Raises:
+        BadInput: there is no data on the run, or there are several runs of that name.
+    """
+    begin, end, places = _when(url, _selector({"run": run, **where}), hours)
+    if begin == end:
+        elsewhere = _when(url, _selector({"run": run}), hours)[2] if where else []
+        if elsewhere:
+            raise BadInput(f"{url} has no data of run {run!r} there in the last {hours:g} hours, but with {'; with '.join(elsewhere)}")
+        runs = prometheus.ask(url, "query", {"query": "last_over_time(vescale_run_info[30d])"})["result"]
+        known = sorted({one["metric"].get("run", "") for one in runs})
+        asked = "".join(f", {label} {value!r}," for label, value in where.items())
+        raise BadInput(
+            f"{url} has no data of run {run!r}{asked} in the last {hours:g} hours; it knows {', '.join(known) or 'no run at all'}"
+        )
+    if len(places) > 1:
+        raise BadInput(f"{url} knows {len(places)} runs named {run!r}: with {'; with '.join(places)}. Name one")
+    return begin, end
 
 
 def _rescales(counted: Sequence[Series], world: Sequence[Series], older: bool) -> tuple[tuple[Mark, ...], float]:
