@@ -175,7 +175,7 @@ class Controller:
         if not self._told:
             self._told = (
                 f"{self._spec.folder}: could not be read by the controller, which was just started; until it is, the workers train on, "
-                f"but nobody watches them and no checkpoint is completed"
+                f"but no controller watches them and no checkpoint is completed"
             )
             _log.warning("%s", self._told)
         return (self._told,)

@@ -115,7 +115,7 @@ class Supervisor:
         cpus, gpus = max(float(wanted["cpus_per_worker"]), LEAST_CPU), float(wanted["gpus_per_worker"])
         with self._placing:
             if self._closed:
-                raise RuntimeError("the run is over: its supervisor takes on nobody")
+                raise RuntimeError("the run is over: its supervisor hires no more workers")
             worker = f"w{self._count}"
             self._count += 1
             group = next((wish for wish in self._wishes if _node_of(wish) not in (None, *avoid)), None)
@@ -145,7 +145,7 @@ class Supervisor:
                     return worker, handle
             # The control store was so slow that the calling controller is gone, and the next one has counted its workers.
             self._returns.submit(_give_back, child)
-            raise RuntimeError(f"controller {epoch} is gone: what it hires now nobody would know of")
+            raise RuntimeError(f"controller {epoch} is gone: no other would know of a worker that it hires")
 
     @ray.method(concurrency_group="places")
     def wish(self, count: int, avoid: Collection[str]) -> Places:
