@@ -5,9 +5,9 @@ intervals, so that a load onto other ranks or layouts is interval arithmetic and
 ``docs/reference/checkpoint-format.md`` describes the format.
 
 The layers are: ``stores.store`` (the interface) and its back ends ``stores.posix``, ``stores.s3``, ``stores.fsspec_store``,
-``stores.memory_store``, ``stores.faulty_store``; ``format.digest``; ``format.object_layout`` (a rank's object) and ``format.manifest`` (the
-commit object); the operations ``format.shard``, ``format.copies``, ``commits``, ``format.reader``, ``compare``, ``scrub``,
-``saving.proof``, ``retention``, ``rollback``; a training script's state in ``state.tensors``, ``state.flat_state``, ``state.plain``,
+``stores.memory_store``, ``stores.faulty_store``; ``format.digest``; ``format.object_layout`` (a rank's object),
+``format.manifest`` and ``format.manifest_codec`` (the commit object); the operations ``format.shard``,
+``format.copies``, ``commits``, ``format.reader``, ``compare``, ``scrub``, ``saving.proof``, ``retention``, ``rollback``; a training script's state in ``state.tensors``, ``state.flat_state``, ``state.plain``,
 ``state.entries``, ``state.scalars``, ``state.saved_meta``, ``state.rng``, ``api`` and ``loading`` with ``state.names``, ``state.matching``,
 ``state.materialize``, ``saving.saver`` with ``format.staging``, ``saving.handle``, ``saving.accord``, ``saving.voting``, ``saving.bounded``
 and ``saving.polling``; ``interval``; other programs' formats in ``bridges.foreign``, ``huggingface`` with ``bridges.safetensors_file``, and

@@ -26,9 +26,10 @@ from .commits import Commit
 from .errors import SaveAborted, SaveFailed
 from .format.copies import sampled
 from .format.digest import digest_of
-from .format.manifest import check_meta, parse_commit_name
+from .format.names import parse_commit_name
 from .format.object_layout import ShardPiece
 from .format.shard import Vote, new_attempt, write_shard
+from .format.strict_json import check_meta
 from .retention import Retention, tend
 from .saving.accord import Accord, Word
 from .saving.bounded import Quiet, Watch, bounded

@@ -27,22 +27,13 @@ from .bridges.other_formats import instead
 from .errors import STAGES, CheckpointCorrupt, CommitExists, CommitRefused, NoCheckpoint, SaveFailed
 from .faults import fault_point
 from .format.copies import Held, contradiction, each_once
-from .format.manifest import (
-    MAX_BYTES,
-    Extents,
-    Manifest,
-    ManifestError,
-    TensorEntry,
-    TensorGroup,
-    check_meta,
-    commit_name,
-    decode,
-    encode,
-    parse_commit_name,
-    unseal,
-)
+from .format.manifest import Extents, Manifest, TensorEntry, TensorGroup
+from .format.manifest_codec import MAX_BYTES, decode, encode, unseal
+from .format.manifest_fields import ManifestError
+from .format.names import commit_name, parse_commit_name
 from .format.object_layout import PlacedPiece, dtype_of, group_tensors, merge_orders, tensor_kinds
 from .format.shard import Vote
+from .format.strict_json import check_meta
 from .format.tiling import ROWS, Tiling
 from .stores.opening import store_of
 from .stores.store import KeyExists, KeyMissing, ObjectStore, Root, out_of_reach

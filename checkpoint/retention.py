@@ -23,7 +23,8 @@ from .arguments import of_type, whole
 from .commits import Commit, ls, read_manifest
 from .errors import NoCheckpoint
 from .faults import fault_point
-from .format.manifest import ManifestError, check_attempt, commit_name, parse_commit_name
+from .format.manifest_fields import ManifestError
+from .format.names import check_attempt, commit_name, parse_commit_name
 from .saving.proof import Noted, lacking, noted, prove
 from .stores.opening import store_of
 from .stores.store import ALIGNMENT, Entry, KeyExists, KeyMissing, ObjectStore, Root

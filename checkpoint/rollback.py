@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 from .commits import Commit, find, ls, read_manifest
 from .errors import CommitExists, CommitRefused, SaveFailed
-from .format.manifest import encode
+from .format.manifest_codec import encode
 from .stores.opening import store_of
 from .stores.store import KeyExists, Root
 

@@ -25,9 +25,9 @@ from ..arguments import nbytes, order
 from ..commits import Commit, commit
 from ..errors import CheckpointMismatch, CommitExists, CommitRefused, ForeignFileError
 from ..format.digest import CHUNK_BYTES, as_bytes, view_of
-from ..format.manifest import check_meta
 from ..format.object_layout import ShardPiece
 from ..format.shard import Vote, new_attempt, write_shard
+from ..format.strict_json import check_meta
 from ..loading import PARTLY, prepared
 from ..state.entries import restore_values
 from ..state.flat_state import State, TensorChoice

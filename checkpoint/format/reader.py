@@ -28,7 +28,8 @@ from ..state.saved_meta import check_saved_meta
 from ..stores.opening import store_of
 from ..stores.store import ALIGNMENT, KeyMissing, ObjectStore, RangeReader, Root, out_of_reach
 from .digest import as_bytes, block_sums, copy_bytes, digest_of, view_of
-from .manifest import Extents, Manifest, ManifestError, TensorEntry
+from .manifest import Extents, Manifest, TensorEntry
+from .manifest_fields import ManifestError
 from .object_layout import dtype_name
 from .pages import transfer_buffers
 from .read_plan import Range, ReadBlock, ReadPlan, Segment, Wanted, batches, plan_reads

@@ -23,7 +23,7 @@ from typing import Any
 from ..commits import Commit, commit
 from ..errors import CheckpointError, CommitExists, CommitRefused, SaveAborted, SaveFailed
 from ..faults import fault_point
-from ..format.manifest import check_attempt
+from ..format.names import check_attempt
 from ..format.shard import Vote
 from ..stores.store import KeyMissing, ObjectStore
 from .polling import pause_after

@@ -15,7 +15,7 @@ import torch
 from tests.checkpoint.checkpoint_support import adam_like, assert_equals, memory_folder, random_bits, random_layout, save_in_process
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint import commits
-from vescale_ray.checkpoint.format import manifest
+from vescale_ray.checkpoint.format import manifest_codec
 from vescale_ray.checkpoint.format.digest import RangeDigests, digest_of
 
 W = random_bits((30, 4), torch.float32, 1)
@@ -153,13 +153,13 @@ def test_commit_refuses_a_manifest_that_readers_would_reject(root, monkeypatch):
     """If such a commit were made, all saves would succeed, but the next load would skip the checkpoint for an older one."""
     earlier = whole(root, 0)
     votes = [vote(root, 0, [piece(0, 120)])]
-    for module in (commits, manifest):
+    for module in (commits, manifest_codec):
         monkeypatch.setattr(module, "MAX_BYTES", 3000)
     with pytest.raises(
         ckpt.CommitRefused, match=r"its manifest would have \d+ bytes, more than a reader takes \(3000\): .* names 1 intervals"
     ):
         ckpt.commit(root, votes, step=1, epoch=0, attempt="a", world=1, meta={"long": "x" * 3000})
-    monkeypatch.setattr(manifest, "FORMAT", "rcp/9")
+    monkeypatch.setattr(manifest_codec, "FORMAT", "rcp/9")
     with pytest.raises(ckpt.CommitRefused, match="the votes make no valid checkpoint: format 'rcp/9'"):
         commit(root, votes, world=1)
     monkeypatch.undo()

@@ -19,7 +19,9 @@ import xxhash
 from tests.checkpoint.checkpoint_support import adam_like, assert_equals, bits, random_layout, save_in_process
 from tests.checkpoint.test_checkpoint_state import Net, adam, same_module, train
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint.format.manifest import ManifestError, decode, strict_json
+from vescale_ray.checkpoint.format.manifest_codec import decode
+from vescale_ray.checkpoint.format.manifest_fields import ManifestError
+from vescale_ray.checkpoint.format.strict_json import strict_json
 
 FOLDER = Path(__file__).resolve().parents[2] / "checkpoint"
 TENSORS = adam_like(seed=1)

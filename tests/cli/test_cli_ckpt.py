@@ -20,7 +20,7 @@ from tests.checkpoint.checkpoint_load_ranks import CONFIG
 from tests.checkpoint.s3_fake import fake_s3
 from vescale_ray import checkpoint
 from vescale_ray.checkpoint import S3Store
-from vescale_ray.checkpoint.format.manifest import seal
+from vescale_ray.checkpoint.format.manifest_codec import seal
 from vescale_ray.cli import app, checkpoint_conversions, main
 from vescale_ray.cli.checkpoint_group import ckpt
 from vescale_ray.models.llama import Llama
