@@ -7,19 +7,20 @@ intervals, so that a load onto other ranks or layouts is interval arithmetic and
 The layers are: ``stores.store`` (the interface) and its back ends ``stores.posix``, ``stores.s3``, ``stores.fsspec_store``,
 ``stores.memory_store``, ``stores.faulty_store``; ``format.digest``; ``format.object_layout`` (a rank's object), ``format.manifest`` and
 ``format.manifest_codec`` (the commit object); the operations ``format.shard``, ``format.copies``, ``commits``, ``format.reader``,
-``compare``, ``scrub``, ``saving.proof``, ``retention``, ``rollback``; a training script's state in ``state.tensors``, ``state.flat_state``,
-``state.plain``, ``state.entries``, ``state.scalars``, ``state.saved_meta``, ``state.rng``, ``api`` and ``loading`` with ``state.names``,
-``state.matching``, ``state.materialize``, ``saving.saver`` with ``format.staging``, ``saving.handle``, ``saving.accord``,
-``saving.voting``, ``saving.bounded`` and ``saving.polling``; ``interval``; other programs' formats in ``bridges.foreign``, ``huggingface``
-with ``bridges.safetensors_file``, and ``bridges.dcp`` with ``bridges.dcp_export``, ``bridges.dcp_state``, ``bridges.dcp_files`` and
-``bridges.dcp_pickle``. The package may import ``vescale_ray.geometry``, ``vescale_ray.lasting``, torch, numpy, xxhash, and in a back end
-its client library, but neither Ray nor fsdp.
+``compare``, ``scrub``, ``saving.proof``, ``retention``, ``pins``, ``collection``, ``rollback``; a training script's state in
+``state.tensors``, ``state.flat_state``, ``state.plain``, ``state.entries``, ``state.scalars``, ``state.saved_meta``, ``state.rng``, ``api``
+and ``loading`` with ``state.names``, ``state.matching``, ``state.materialize``, ``saving.saver`` with ``format.staging``,
+``saving.handle``, ``saving.accord``, ``saving.voting``, ``saving.bounded`` and ``saving.polling``; ``interval``; other programs' formats in
+``bridges.foreign``, ``huggingface`` with ``bridges.safetensors_file``, and ``bridges.dcp`` with ``bridges.dcp_export``,
+``bridges.dcp_state``, ``bridges.dcp_files`` and ``bridges.dcp_pickle``. The package may import ``vescale_ray.geometry``,
+``vescale_ray.lasting``, torch, numpy, xxhash, and in a back end its client library, but neither Ray nor fsdp.
 """
 
 from .api import save
 from .bridges.dcp import DcpReader, import_dcp
 from .bridges.dcp_export import DcpExported, export_dcp
 from .bridges.foreign import Imported
+from .collection import gc
 from .commits import Commit, commit, latest, ls
 from .compare import CheckpointDiff, Difference, diff
 from .errors import (
@@ -44,7 +45,8 @@ from .format.shard import Vote, new_attempt, write_shard
 from .huggingface import Exported, export_hf, import_hf
 from .interval import Interval, choose_interval, daly_interval, expected_mtbf
 from .loading import Loaded, load
-from .retention import NO_GRACE, GcReport, Grace, Retention, gc, pin, pins, unpin
+from .pins import pin, pins, unpin
+from .retention import NO_GRACE, GcReport, Grace, Retention
 from .rollback import roll_back
 from .saving.handle import SaveHandle
 from .saving.saver import Saver

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from .arguments import of_type, order, seconds, state_of
+from .collection import tend
 from .commits import Commit
 from .errors import SaveAborted, SaveFailed
 from .format.copies import sampled
@@ -30,7 +31,7 @@ from .format.names import parse_commit_name
 from .format.object_layout import ShardPiece
 from .format.shard import Vote, new_attempt, write_shard
 from .format.strict_json import check_meta
-from .retention import Retention, tend
+from .retention import Retention
 from .saving.accord import Accord, Word
 from .saving.bounded import Quiet, Watch, bounded
 from .saving.handle import SaveHandle

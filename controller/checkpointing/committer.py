@@ -238,7 +238,7 @@ class Committer:
 
     def _tend(self, made: Commit, patience_s: float) -> None:
         """Delete old checkpoints, in the other thread. A newer checkpoint ends the wait for this one, and has a collection of its own."""
-        from vescale_ray.checkpoint.retention import tend
+        from vescale_ray.checkpoint.collection import tend
 
         try:
             keep = self._retention()
@@ -248,7 +248,7 @@ class Committer:
             _log.warning("old checkpoints could not be deleted: %s", error)
 
     def _discard(self, attempt: str) -> None:
-        from vescale_ray.checkpoint.retention import discard
+        from vescale_ray.checkpoint.collection import discard
 
         try:
             discard(self._root, attempt)

@@ -14,7 +14,7 @@ import torch
 
 from tests.checkpoint.checkpoint_support import memory_folder, random_bits
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint import commits, retention
+from vescale_ray.checkpoint import collection, commits
 from vescale_ray.checkpoint.saving import proof
 
 W = random_bits((30, 4), torch.float32, 1)
@@ -72,7 +72,7 @@ def test_kept_set_is_independent_of_collection_frequency(root):
 def test_collection_tolerates_concurrently_deleted_checkpoints(root, when, monkeypatch):
     for step in range(1, 6):
         make(root, step, loss=float(step))
-    module, real, gone = (commits if when == "listed" else retention), commits.read_manifest, []
+    module, real, gone = (commits if when == "listed" else collection), commits.read_manifest, []
 
     def late(store, name):
         if name in ("e0000-s000000000002", "e0000-s000000000004") and name not in gone:
@@ -337,7 +337,7 @@ def test_collection_waits_until_ranks_verified_the_new_commit(root):
     made = make(root, 2)
     entry = ckpt.open(root).manifest.objects[0]
     threading.Timer(0.3, lambda: proof.prove(ckpt.PosixStore(root), entry, None)).start()
-    assert retention.tend(root, ckpt.Retention(keep_last=1), made, 10.0) == () and steps(c.name for c in ckpt.ls(root)) == [2]
+    assert collection.tend(root, ckpt.Retention(keep_last=1), made, 10.0) == () and steps(c.name for c in ckpt.ls(root)) == [2]
 
 
 def test_collection_reports_refused_deletions_and_goes_on(root, monkeypatch):
