@@ -24,7 +24,8 @@ from vescale_ray.checkpoint import api as api_module
 from vescale_ray.checkpoint.format.pages import touched_buffer
 from vescale_ray.checkpoint.saving import bounded as bounded_module
 from vescale_ray.checkpoint.saving import saver as saver_module
-from vescale_ray.checkpoint.saving.saver import _Writer
+from vescale_ray.checkpoint.saving import writer as writer_module
+from vescale_ray.checkpoint.saving.writer import SaveWriter
 
 
 @pytest.fixture
@@ -186,14 +187,14 @@ def test_failed_save_is_raised_once_by_wait_next_save_or_close(root, monkeypatch
 
 
 def test_save_failing_before_its_call_returns_raises_in_handle(root, monkeypatch):
-    put = saver_module._Writer.put
+    put = SaveWriter.put
 
     def put_and_see_it_end(writer, job):
         put(writer, job)
         while not job.handle.done():
             time.sleep(0.001)
 
-    monkeypatch.setattr(saver_module._Writer, "put", put_and_see_it_end)
+    monkeypatch.setattr(SaveWriter, "put", put_and_see_it_end)
     with ckpt.Saver(root) as saver:
         monkeypatch.setenv(ckpt.FAULT_ENV, "data.chunk=ENOSPC")
         first = saver.async_save({"model": {"w": torch.ones(3)}}, 1)
@@ -219,7 +220,7 @@ def test_async_save_rejects_unstorable_state_before_writing(root):
 
 
 def test_close_gives_up_a_hanging_save_in_bounded_time(root, monkeypatch):
-    monkeypatch.setattr(saver_module, "ABORT_S", 0.3)
+    monkeypatch.setattr(writer_module, "ABORT_S", 0.3)
     ckpt.save({"model": {"w": torch.zeros(3)}}, root, 1)
     store = Stuck(root)
     saver = ckpt.Saver(store)
@@ -270,7 +271,7 @@ def test_hung_store_raises_an_error_and_never_blocks_training(root, monkeypatch)
     After the time limit one of the calls raises an error that names the cause, and closing returns too.
     """
     monkeypatch.setattr(saver_module, "EXIT_S", 0.3)
-    monkeypatch.setattr(saver_module, "ABORT_S", 0.2)
+    monkeypatch.setattr(writer_module, "ABORT_S", 0.2)
     ckpt.save({"model": {"w": torch.zeros(3)}}, root, 1)
     store = Stuck(root)
     saver, state = ckpt.Saver(store, timeout_s=0.1), {"model": {"w": torch.ones(3000)}}
@@ -346,8 +347,8 @@ def test_ctrl_c_ends_a_sync_save_at_once_and_commits_nothing(root, interruptible
 
 @pytest.mark.fault("K6")
 def test_ctrl_c_at_any_line_of_the_handoff_leaves_a_usable_saver():
-    """Interrupt at each line of ``_Writer.put`` and of its callees, including the start of the thread."""
-    within = {_Writer.put.__code__, _Writer._move.__code__, threading.Thread.start.__code__}
+    """Interrupt at each line of ``SaveWriter.put`` and of its callees, including the start of the thread."""
+    within = {SaveWriter.put.__code__, SaveWriter._move.__code__, threading.Thread.start.__code__}
     state = {"model": {"w": torch.ones(5)}}
     before, lines = set(threading.enumerate()), 0
     for line in itertools.count(1):
@@ -387,7 +388,7 @@ def test_ctrl_c_at_any_line_of_the_handoff_leaves_a_usable_saver():
 def test_work_after_a_commit_does_not_delay_the_next_staging(root, monkeypatch):
     """The next save's state is copied even if the reading back and deleting after a commit take long or hang."""
     gate = threading.Event()
-    monkeypatch.setattr(saver_module, "look_after", lambda *_: gate.wait(30))
+    monkeypatch.setattr(writer_module, "look_after", lambda *_: gate.wait(30))
     w = torch.zeros(3000)
     saver = ckpt.Saver(root, retention=ckpt.Retention())
     saver.async_save({"model": {"w": w}}, 1).wait(10)
@@ -463,14 +464,14 @@ def test_staged_copy_keeps_every_kind_of_tensor_bit_for_bit(root):
 EXITING = """
 import os, sys, threading, time, torch
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint.saving import saver
+from vescale_ray.checkpoint.saving import saver, writer
 class Store(ckpt.PosixStore):
     def put_stream(self, key, chunks, size):
         if sys.argv[2] == "hang":
             threading.Event().wait()
         threading.Event().wait(0.5)
         super().put_stream(key, chunks, size)
-saver.EXIT_S, saver.ABORT_S = 2.0, 0.3
+saver.EXIT_S, writer.ABORT_S = 2.0, 0.3
 if sys.argv[2] == "hang": saver.EXIT_S = 0.5
 s = ckpt.Saver(Store(sys.argv[1]))
 state = {"model": {"w": torch.ones(20 << 20, dtype=torch.uint8)}}

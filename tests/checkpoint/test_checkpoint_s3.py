@@ -486,8 +486,8 @@ def test_process_exits_soon_with_an_upload_in_the_background(fake):
         fake,
         """
         import torch
-        from vescale_ray.checkpoint.saving import saver
-        saver.EXIT_S, saver.ABORT_S = 0.5, 0.1
+        from vescale_ray.checkpoint.saving import saver, writer
+        saver.EXIT_S, writer.ABORT_S = 0.5, 0.1
         running = ckpt.Saver(store)
         running.async_save({"model": {"w": torch.ones(50 << 20, dtype=torch.uint8)}}, 1)
         while not store._uploads:
