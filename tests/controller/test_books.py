@@ -903,6 +903,7 @@ def test_controller_killed_before_its_first_state_begins_the_run(tmp_path: Path,
     start, conducted = begun_again(tmp_path, monkeypatch, roster=())
     (RunFolder(tiny(tmp_path, "again").run_folder).path / NAME).unlink()
     one = start()
+    until(lambda: bool(conducted), 30, "the loop's thread")
     ((*_, state, again),) = conducted
     assert not again and state.epoch == 1
     one.close()
