@@ -99,7 +99,7 @@ def test_submitted_folder_trains_to_its_end(stopped: bool, tmp_path: Path) -> No
             sources.append(("checkpoint", kept.step))
 
         ray_job(cluster, *submitted("last", "0"))
-        until(lambda: ended("last"), 90, "the end of the run")
+        until(lambda: ended("last"), 180, "the end of the run")
         assert status("last") == "SUCCEEDED", client.get_job_logs("last")
         until(lambda: not cluster.of_runs(), 15, "the end of its processes")
 
