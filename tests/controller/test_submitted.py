@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,12 @@ STEPS = 40
 
 def ray_job(cluster: Started, *words: str) -> str:
     """Run a `ray job` command, and return its output."""
-    done = subprocess.run(["ray", "job", *words], env=cluster.env(), capture_output=True, text=True, timeout=120)
+    for _ in range(10):
+        done = subprocess.run(["ray", "job", *words], env=cluster.env(), capture_output=True, text=True, timeout=120)
+        # On a busy machine, the head answers before its agent does.
+        if "No available agent" not in done.stdout + done.stderr:
+            break
+        time.sleep(2.0)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
