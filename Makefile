@@ -74,9 +74,8 @@ gpu-check: $(STAMP)
 
 RENDER := $(BIN)/vescale-ray k8s render vescale_ray/configs/cluster.yaml
 
-# The dashboard first: monitor.yaml holds it.
+# monitor.yaml holds deploy/grafana/vescale.json.
 manifests: $(STAMP)
-	$(BIN)/python -m vescale_ray.deploy.dashboard > deploy/grafana/vescale.json
 	$(RENDER) --kind setup > deploy/kuberay/setup.yaml
 	$(RENDER) --kind monitor > deploy/kuberay/monitor.yaml
 	$(RENDER) --kind job > deploy/kuberay/rayjob.yaml

@@ -1,4 +1,4 @@
-"""The committed Grafana dashboard equals the output of the code, and fits Grafana's own schema."""
+"""The Grafana dashboard asks for series that exist, and fits Grafana's own schema."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from tests.deploy.test_alerts import RULES, full_snapshot, known
 from vescale_ray.cli import dash
 from vescale_ray.controller.http.exposition import MOST_RANKS, families
 from vescale_ray.controller.state.snapshot import STATES
-from vescale_ray.deploy import dashboard as made
-from vescale_ray.deploy.panel import STATES as SHOWN
 from vescale_ray.errors import BadInput
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,8 +49,7 @@ def filled(expr: str, run: str, rate: str, span: str) -> str:
     return expr
 
 
-def test_committed_dashboard_matches_code_and_fits_a_configmap() -> None:
-    assert BOARD == made.dashboard(), "make it again: python -m vescale_ray.deploy.dashboard > deploy/grafana/vescale.json"
+def test_dashboard_fits_a_configmap() -> None:
     assert len(TEXT) < 1 << 20, "a ConfigMap holds no more"
 
 
@@ -81,7 +78,8 @@ def test_every_panel_has_a_description_and_a_grafana_unit(panel: dict[str, Any])
 def test_throughput_and_memory_lead_and_all_states_have_names() -> None:
     rows = [panel["title"] for panel in BOARD["panels"] if panel["type"] == "row"]
     assert rows[:3] == ["Overview", "Throughput", "Memory"]
-    assert SHOWN == STATES
+    mappings = [one for panel in PANELS for one in panel["fieldConfig"]["defaults"].get("mappings", ()) if len(one["options"]) > 2]
+    assert mappings and all([state["text"] for state in one["options"].values()] == list(STATES) for one in mappings)
 
 
 def test_queries_use_existing_series_and_every_series_is_used() -> None:
