@@ -91,6 +91,11 @@ def test_every_path_in_code_style_exists(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_no_page_has_the_marks_of_an_unfinished_merge(page: Path) -> None:
+    assert not re.search(r"^(<{7} |={7}$|>{7} )", page.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_every_command_exists(page: Path) -> None:
     for line in re.findall(r"(?:^|`|-- )vescale-ray ([a-z0-9]+(?: [a-z]+(?:-[a-z]+)*)?)", page.read_text(encoding="utf-8"), re.MULTILINE):
         command, _, second = line.partition(" ")
