@@ -1,6 +1,6 @@
 """Check that the engine does on a GPU what it does on the CPU. One GPU, one NCCL rank, no Ray; a table in well under 8 minutes.
 
-    python benchmarks/gpu_check.py            exit 0: all checks pass, or there is no GPU; 1: a check failed
+    python benchmarks/gpu_check.py [--only ROW] [--json OUT]     exit 0: all checks pass, or there is no GPU; 1: a check failed
     python benchmarks/gpu_check.py --device cpu     the same checks on gloo (the memory checks need a GPU)
 
 With one rank the engine needs no collectives, since parameters are views of the shard. ``collectives`` rows switch that shortcut off, to
@@ -31,6 +31,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from benchmarks.gpu_rescale import GLOO, Skip, check_abort, check_generations, check_moves, check_refused
 from benchmarks.ranks import join
+from benchmarks.reporting import write
 from vescale_ray import gloo
 
 LAYERS, VOCAB, BATCH, SEQ = 6, 1000, 4, 128
@@ -305,6 +306,8 @@ def _gpu_seconds(run: Callable[[], object], rounds: int = 20) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", action="append", metavar="ROW", help="run only rows whose name contains this; may be given several times")
+    parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no GPU: skipped")
@@ -329,26 +332,30 @@ def main() -> int:
         "rescale: refused": lambda: check_refused(device),
         "rescale: moves": lambda: check_moves(device),
     }
+    chosen = {title: check for title, check in checks.items() if not options.only or any(part in title for part in options.only)}
+    if not chosen:
+        parser.error(f"--only {' '.join(options.only)} names no row: use a part of {', '.join(map(repr, checks))}")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"torch {torch.__version__}, {name}")
-    failed = 0
+    rows: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         join(f"{folder}/store", 0, 1, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         assert gloo.worker_threads(dist.distributed_c10d._get_default_group()) == 1
-        for title, check in checks.items():
+        for title, check in chosen.items():
             start = time.perf_counter()
             try:
                 state, text = "ok", check()
             except Skip as reason:
                 state, text = "skipped", str(reason)
             except Exception as error:
-                failed += 1
                 state, text = "FAILED", f"{type(error).__name__}: {error}"
                 if not isinstance(error, AssertionError):
                     traceback.print_exc()
-            print(f"{title:<28}{state:<9}{time.perf_counter() - start:>6.1f} s  {text}", flush=True)
+            rows[title] = {"state": state, "seconds": time.perf_counter() - start, "text": text}
+            print(f"{title:<28}{state:<9}{rows[title]['seconds']:>6.1f} s  {text}", flush=True)
         dist.destroy_process_group()
-    return 1 if failed else 0
+    write(options.json, {}, rows=rows)
+    return 1 if any(row["state"] == "FAILED" for row in rows.values()) else 0
 
 
 if __name__ == "__main__":

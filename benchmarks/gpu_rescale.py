@@ -45,7 +45,7 @@ def config_of(folder: str, **changes: Any) -> RunConfig:
 def check_generations(device: torch.device) -> str:
     """Planned changes, a failing step, and a new communicator each time give the losses of an undisturbed run, and leave no memory
     behind."""
-    with tempfile.TemporaryDirectory() as folder, Fleet(1) as fleet:
+    with tempfile.TemporaryDirectory() as folder, Fleet(1, spawn=device.type == "cuda") as fleet:
         config = config_of(folder)
         told = fleet.run([0], _generations, device.type, config, fleet.port, timeout=240.0)[0]
     calm, changed, took, left = told
@@ -126,7 +126,7 @@ def check_abort(device: torch.device) -> str:
     """Dissolving a group while a collective waits for a busy device takes no longer than the device, and the next group works."""
     if device.type == "cpu":
         raise Skip("needs a GPU")
-    with tempfile.TemporaryDirectory() as folder, Fleet(1) as fleet:
+    with tempfile.TemporaryDirectory() as folder, Fleet(1, spawn=device.type == "cuda") as fleet:
         took = fleet.run([0], _abort, device.type, config_of(folder), fleet.port, timeout=120.0)[0]
     assert took <= SLEEP_SECONDS + 5.0, f"dissolving took {took:.1f} s, with {SLEEP_SECONDS:g} s of work in flight"
     return f"dissolved in {took:.2f} s with {SLEEP_SECONDS:g} s of work in flight; the next group trains"
@@ -166,7 +166,7 @@ def check_refused(device: torch.device) -> str:
     """NCCL refuses two ranks on one GPU. Both get the error within the time to form a group, and each then trains alone."""
     if device.type == "cpu":
         raise Skip("needs a GPU")
-    with tempfile.TemporaryDirectory() as folder, Fleet(2) as fleet:
+    with tempfile.TemporaryDirectory() as folder, Fleet(2, spawn=device.type == "cuda") as fleet:
         config = config_of(folder)
         calls = {w: (device.type, config, fleet.port, w) for w in (0, 1)}
         told = fleet.run_each(calls, _refused, timeout=120.0)
@@ -198,7 +198,7 @@ def _refused(state: State, device: str, config: RunConfig, port: int, rank: int)
 def check_moves(device: torch.device) -> str:
     """Two processes share the GPU, with collectives over gloo: 2 ranks, 1, 2, 1, with leavers and joiners. Every bit is right, and the
     fewest bytes move."""
-    with tempfile.TemporaryDirectory() as folder, Fleet(2) as fleet:
+    with tempfile.TemporaryDirectory() as folder, Fleet(2, spawn=device.type == "cuda") as fleet:
         fleet.run([0, 1], use, device.type, GLOO if device.type == "cuda" else "gloo")
         run = Run(fleet, config_of(folder))
         run.fresh([0, 1])

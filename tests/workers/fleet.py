@@ -7,6 +7,7 @@ and form groups again. The store lives in the test's process, as it lives outsid
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import signal
 import time
@@ -27,9 +28,13 @@ class Fleet:
     """``with Fleet(4) as fleet: fleet.run([0, 1], function, *args)``; workers are named 0, 1, ..
 
     ``function(state, *args)`` must be importable; ``state`` is the worker's own dict, kept between calls.
+
+    Args:
+        spawn: start new interpreters, which CUDA needs, and not forks of a server with preloaded imports.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, spawn: bool = False) -> None:
+        self._context: Any = multiprocessing.get_context("spawn") if spawn else ranks._context()
         self._workers: dict[int, tuple[Any, Connection]] = {}
         self._names = itertools.count()
         self._prefixes = itertools.count()
@@ -48,11 +53,10 @@ class Fleet:
 
     def add(self, count: int = 1) -> list[int]:
         """Start more workers."""
-        context = ranks._context()
         added = []
         for _ in range(count):
-            here, there = context.Pipe()
-            process = context.Process(target=_main, args=(there,), daemon=True)
+            here, there = self._context.Pipe()
+            process = self._context.Process(target=_main, args=(there,), daemon=True)
             process.start()
             there.close()
             name = next(self._names)
