@@ -50,7 +50,7 @@ class SaveResult:
 
 
 @dataclass
-class _Attempt:
+class _Ballot:
     step: int
     epoch: int
     world: int
@@ -99,7 +99,7 @@ class Committer:
     ) -> None:
         self._bound_s = bound_s
         self._root, self._retention, self._meta = root, retention, meta
-        self._open: dict[str, _Attempt] = {}
+        self._open: dict[str, _Ballot] = {}
         self._closed: set[str] = set()
         self._done = done
         self._early: list[SavedShard] = []
@@ -128,7 +128,7 @@ class Committer:
             return
         if item.attempt in self._closed or (item.epoch < self._least and item.attempt not in self._open):
             return
-        attempt = self._open.setdefault(item.attempt, _Attempt(item.step, item.epoch, item.world, 0.0))
+        attempt = self._open.setdefault(item.attempt, _Ballot(item.step, item.epoch, item.world, 0.0))
         attempt.take(item)
         if len(attempt.votes) == attempt.world and attempt.commit is None:
             attempt.begin(self._pool.submit(self._commit, item.attempt, attempt, self._meta(attempt.step)))
@@ -204,10 +204,10 @@ class Committer:
         return result
 
     @staticmethod
-    def _failed(name: str, attempt: _Attempt, error: str) -> SaveResult:
+    def _failed(name: str, attempt: _Ballot, error: str) -> SaveResult:
         return SaveResult(name, attempt.step, attempt.epoch, attempt.seconds + time.monotonic() - attempt.heard, error=error)
 
-    def _commit(self, name: str, attempt: _Attempt, meta: Mapping[str, Any]) -> SaveResult:
+    def _commit(self, name: str, attempt: _Ballot, meta: Mapping[str, Any]) -> SaveResult:
         """Commit an attempt, in the commit thread."""
         from vescale_ray import checkpoint
 
