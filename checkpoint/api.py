@@ -23,11 +23,10 @@ import torch.distributed as dist
 
 from .arguments import of_type, order, seconds, state_of
 from .collection import tend
-from .commits import Commit
+from .commits import Commit, newest_order
 from .errors import SaveAborted, SaveFailed
 from .format.copies import sampled
 from .format.digest import digest_of
-from .format.names import parse_commit_name
 from .format.object_layout import ShardPiece
 from .format.shard import Vote, new_attempt, write_shard
 from .format.strict_json import check_meta
@@ -155,13 +154,8 @@ def look_after(store: ObjectStore, retention: Retention, made: Commit, vote: Vot
         return
     except Exception as error:
         _log.warning("checkpoint %s could not be read back: %s: %s", made.path, type(error).__name__, error)
-    try:
-        if vote.rank == 0:
-            patience = max(5.0, 2 * (time.monotonic() - began)) if made.world > 1 else 0.0
-            for problem in tend(store, retention, made, patience, cancelled):
-                _log.warning("checkpoint retention: %s", problem)
-    except Exception as error:
-        _log.warning("checkpoint retention: %s: %s", type(error).__name__, error)
+    if vote.rank == 0:
+        tend(store, retention, made, max(5.0, 2 * (time.monotonic() - began)) if made.world > 1 else 0.0, cancelled)
 
 
 @dataclass(frozen=True)
@@ -259,12 +253,6 @@ def _pieces(parts: Mapping[Pair, LocalPart]) -> list[ShardPiece]:
         else:  # another replica writes it; an empty piece keeps the tensor order the same on every rank
             pieces.append(ShardPiece(name, kind, 0, 0, part.shape, part.dtype, torch.empty(0, dtype=part.dtype)))
     return pieces
-
-
-def newest_order(store: ObjectStore) -> tuple[int, int] | None:
-    """(epoch, step) of the newest commit, from the object names alone."""
-    names = (entry.key.removeprefix("commits/").removesuffix(".json") for entry in store.list("commits/"))
-    return max(filter(None, map(parse_commit_name, names)), default=None)
 
 
 def next_epoch(newest: tuple[int, int] | None, epoch: int | None, step: int) -> int:

@@ -10,6 +10,7 @@ the grace time survives crashes and is the same for every collector.
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,8 @@ from .retention import GcReport, Grace, Retention
 from .saving.proof import Noted, lacking, noted, prove
 from .stores.opening import store_of
 from .stores.store import ALIGNMENT, Entry, KeyExists, KeyMissing, ObjectStore, Root
+
+_log = logging.getLogger(__name__)
 
 _EPOCH, _STEP = (re.compile(b'"' + word + b'":"([0-9]{1,18})"') for word in (b"epoch", b"step"))
 _MARK = "orphan.json"
@@ -61,27 +64,36 @@ def gc(
     return collection.run()
 
 
-def discard(root: Root, attempt: str) -> None:
-    """Delete the data of an attempt that has no writers any more and cannot be committed.
+def discard(root: Root, attempt: str, what: str, keys: Sequence[str] | None = None) -> None:
+    """Delete the data of an attempt that can no longer be committed: all of it, or only ``keys`` while other ranks may still write.
 
-    Raises:
-        OSError: some of it could not be deleted.
+    Errors only go to the log, which calls the attempt a failed ``what``. A later collection finds what cannot be deleted now.
     """
-    store = store_of(root)
-    for _, error in store.delete_many([entry.key for entry in store.list(f"data/{check_attempt(attempt)}/")]):
-        if error is not None:
-            raise error
+    try:
+        store = store_of(root)
+        doomed = [entry.key for entry in store.list(f"data/{check_attempt(attempt)}/")] if keys is None else keys
+        problems = [error for _, error in store.delete_many(doomed) if error is not None]
+        if problems:
+            raise problems[0]
+    except Exception as error:
+        _log.warning("the data of a failed %s stays until a garbage collection: %s", what, error)
 
 
-def tend(root: Root, retention: Retention, made: Commit, patience_s: float, stop: Callable[[], bool] = lambda: False) -> tuple[str, ...]:
-    """Collect once the ranks of a commit have read it back, or after ``patience_s`` seconds. Returns the problems."""
-    store, deadline, pause = store_of(root), time.monotonic() + patience_s, 0.005
-    while retention.verify and len(noted(store, made.attempt).get(made.attempt, ())) < made.world:
-        if time.monotonic() >= deadline or stop():
-            break
-        time.sleep(pause)
-        pause = min(1.0, pause * 1.5)
-    return gc(store, retention, young=made).problems
+def tend(root: Root, retention: Retention, made: Commit, patience_s: float, stop: Callable[[], bool] = lambda: False) -> None:
+    """Collect once the ranks of a commit have read it back, or after ``patience_s`` seconds. Errors only go to the log, since they must not
+    stop a training run."""
+    deadline, pause = time.monotonic() + patience_s, 0.005
+    try:
+        store = store_of(root)
+        while retention.verify and len(noted(store, made.attempt).get(made.attempt, ())) < made.world:
+            if time.monotonic() >= deadline or stop():
+                break
+            time.sleep(pause)
+            pause = min(1.0, pause * 1.5)
+        for problem in gc(store, retention, young=made).problems:
+            _log.warning("checkpoint retention: %s", problem)
+    except Exception as error:
+        _log.warning("checkpoint retention: %s: %s", type(error).__name__, error)
 
 
 class _Collection:

@@ -108,7 +108,7 @@ def commit(
         unlike = contradiction(store, votes)
         if unlike:
             raise CommitRefused(unlike)
-        newest = max((order for order, _ in _listed(store)), default=None)
+        newest = newest_order(store)
         if newest is not None and newest > (epoch, step) and store.size(key) is None:
             raise CommitRefused(
                 f"epoch {epoch}, step {step} is older than the commit {commit_name(*newest)} in {store.describe()} and would never be "
@@ -180,6 +180,11 @@ def find(root: Root, name: str | Commit | None) -> Commit:
     if found.problem is not None:
         raise CheckpointCorrupt(found.key, None, (), found.problem)
     return found
+
+
+def newest_order(store: ObjectStore) -> tuple[int, int] | None:
+    """(epoch, step) of the newest commit, from the object names alone."""
+    return max((order for order, _ in _listed(store)), default=None)
 
 
 def read_manifest(store: ObjectStore, name: str) -> tuple[Manifest, str]:

@@ -6,7 +6,6 @@ end to end and cut into objects of bounded size, which the ranks write in turn.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import stat
@@ -20,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..api import from_first, newest_order, next_epoch, ranks_of, together
+from ..api import from_first, next_epoch, ranks_of, together
 from ..arguments import nbytes, order
-from ..commits import Commit, commit
+from ..collection import discard
+from ..commits import Commit, commit, newest_order
 from ..errors import CheckpointMismatch, CommitExists, CommitRefused, ForeignFileError
 from ..format.digest import CHUNK_BYTES, as_bytes, view_of
 from ..format.object_layout import ShardPiece
@@ -37,8 +37,6 @@ from ..state.tensors import local_part
 from ..stores.opening import store_of
 from ..stores.posix import sync_folder
 from ..stores.store import ObjectStore, Root
-
-_log = logging.getLogger(__name__)
 
 OBJECT_BYTES = 256 << 20
 """Most bytes of one object of an imported commit, and about the memory to write it. Objects are larger if there would be more than 1024."""
@@ -281,9 +279,7 @@ def into_commit(
     except BaseException as error:
         # If a commit was attempted, it may exist despite the error, unless it was refused before anything was written.
         if not committing or (isinstance(error, CommitRefused) and not isinstance(error, CommitExists)):
-            for _, problem in store.delete_many([f"data/{attempt}/r{index:05d}.safetensors" for index in mine_of]):
-                if problem is not None:
-                    _log.warning("the data of a failed import stays until a garbage collection: %s", problem.strerror or problem)
+            discard(store, attempt, "import", [f"data/{attempt}/r{index:05d}.safetensors" for index in mine_of])
         raise
 
 

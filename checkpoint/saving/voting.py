@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..collection import discard
 from ..commits import Commit, commit
 from ..errors import CheckpointError, CommitExists, CommitRefused, SaveAborted, SaveFailed
 from ..faults import fault_point
@@ -51,14 +52,9 @@ def conclude(store: ObjectStore, attempt: Attempt, written: Vote | Exception, ca
     Raises:
         SaveFailed: there is no commit; raised on every rank that hears of it. SaveAborted: cancelled while it waited.
     """
-    word = {"error": str(written)} if isinstance(written, Exception) else {"vote": written.to_json()}
     if attempt.rank == 0:
-        if isinstance(written, Exception):
-            if attempt.world > 1:
-                _tell(store, attempt.name, "outcome", {**word, "dead": True})
-            _discard(store, attempt)
-            raise written
-        return _lead(store, attempt, word, cancelled)
+        return _lead(store, attempt, written, cancelled)
+    word = {"error": str(written)} if isinstance(written, Exception) else {"vote": written.to_json()}
     _tell(store, attempt.name, f"r{attempt.rank:05d}", word)
     fault_point("vote.written", attempt.rank)
     if isinstance(written, Exception):
@@ -81,15 +77,17 @@ def conclude(store: ObjectStore, attempt: Attempt, written: Vote | Exception, ca
     return Commit(**outcome["commit"])
 
 
-def _lead(store: ObjectStore, attempt: Attempt, own: Mapping[str, Any], cancelled: Callable[[], bool]) -> Commit:
+def _lead(store: ObjectStore, attempt: Attempt, written: Vote | Exception, cancelled: Callable[[], bool]) -> Commit:
     """Collect the votes, commit, and tell the others, on rank 0."""
     deadline = time.monotonic() + attempt.timeout_s
-    votes: list[Vote] = []
     world, step = attempt.world, attempt.step
     dead = True
     try:
-        for rank in range(world):
-            raw = own if rank == 0 else _await(store, attempt.name, f"r{rank:05d}", deadline, cancelled)
+        if isinstance(written, Exception):
+            raise written
+        votes = [written]
+        for rank in range(1, world):
+            raw = _await(store, attempt.name, f"r{rank:05d}", deadline, cancelled)
             if raw is None:
                 raise SaveFailed(
                     f"step {step}: no vote from rank {rank} of {world} within {attempt.timeout_s:.0f} s; earlier checkpoints are untouched"
@@ -98,7 +96,7 @@ def _lead(store: ObjectStore, attempt: Attempt, own: Mapping[str, Any], cancelle
                 raise SaveFailed(raw["error"])
             votes.append(Vote.from_json(raw["vote"]))
         if cancelled():
-            raise _given_up(step)
+            raise SaveAborted(f"step {step}: this save was given up before its commit; earlier checkpoints are untouched")
         dead = False
         made = commit(
             store,
@@ -118,7 +116,7 @@ def _lead(store: ObjectStore, attempt: Attempt, own: Mapping[str, Any], cancelle
             _tell(store, attempt.name, "outcome", {"error": str(error), "dead": dead})
         if dead:
             _discard(store, attempt)
-        if isinstance(error, CheckpointError):
+        if error is written or isinstance(error, CheckpointError):
             raise
         raise SaveFailed(f"step {step}: {type(error).__name__}: {error}; earlier checkpoints are untouched") from error
     if world > 1:
@@ -127,16 +125,11 @@ def _lead(store: ObjectStore, attempt: Attempt, own: Mapping[str, Any], cancelle
 
 
 def _discard(store: ObjectStore, attempt: Attempt, *, heard: bool = True) -> None:
-    """Delete the objects of this rank for an attempt that can no longer be committed (its vote only if rank 0 has read it). A later
-    collection finds what cannot be deleted now."""
+    """Delete the objects of this rank for an attempt that can no longer be committed (its vote only if rank 0 has read it)."""
     name, rank = attempt.name, f"r{attempt.rank:05d}"
     keys = [f"data/{name}/{rank}.safetensors", f"data/{name}/{rank}.aux.json"]
     keys += [f"attempts/{name}/{rank}.json"] if attempt.rank and heard else []
-    try:
-        for key in keys:
-            store.delete(key)
-    except OSError as error:
-        _log.warning("the data of a failed save of step %d stays until a garbage collection: %s", attempt.step, error.strerror or error)
+    discard(store, name, f"save of step {attempt.step}", keys)
 
 
 def _tell(store: ObjectStore, attempt: str, name: str, value: Mapping[str, Any]) -> None:
@@ -168,7 +161,3 @@ def _await(store: ObjectStore, attempt: str, name: str, deadline: float, cancell
         if cancelled():
             raise SaveAborted(f"this save was given up while it waited for {name}; earlier checkpoints are untouched")
         time.sleep(pause_after(time.monotonic() - began))
-
-
-def _given_up(step: int) -> SaveAborted:
-    return SaveAborted(f"step {step}: this save was given up before its commit; earlier checkpoints are untouched")

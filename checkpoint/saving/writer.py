@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..api import Prepared, look_after, newest_order, next_epoch
-from ..commits import Commit
+from ..api import Prepared, look_after, next_epoch
+from ..commits import Commit, newest_order
 from ..errors import SaveAborted, SaveFailed, SaveSkipped
 from ..format.shard import Vote, new_attempt, write_staged
 from ..format.staging import Slab, SlabPool

@@ -2,7 +2,8 @@
 
 Workers write their objects during training and vote. Only the controller commits: with one writer, two generations can't commit against
 each other. If a vote is missing when its generation has failed, or when the next one begins, it will not come. The attempt is then given
-up, and its objects are collected as garbage later.
+up, and its objects are collected as garbage later. The ranks of a library save vote through the store instead
+(``checkpoint/saving/voting.py``). ``checkpoint.commit`` checks and commits the votes of both, and ``checkpoint.collection`` cleans up.
 
 Only the controller's thread uses a :class:`Committer`, which has two threads of its own. One commits. The other deletes old checkpoints
 once the workers have read the new one back.
@@ -10,7 +11,6 @@ once the workers have read the new one back.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -25,8 +25,6 @@ from vescale_ray.workers.messages import SavedShard
 if TYPE_CHECKING:
     from vescale_ray.checkpoint import Commit, Retention
     from vescale_ray.config import RunConfig
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class SaveResult:
 
 
 @dataclass
-class _Attempt:
+class _Ballot:
     step: int
     epoch: int
     world: int
@@ -101,7 +99,7 @@ class Committer:
     ) -> None:
         self._bound_s = bound_s
         self._root, self._retention, self._meta = root, retention, meta
-        self._open: dict[str, _Attempt] = {}
+        self._open: dict[str, _Ballot] = {}
         self._closed: set[str] = set()
         self._done = done
         self._early: list[SavedShard] = []
@@ -130,7 +128,7 @@ class Committer:
             return
         if item.attempt in self._closed or (item.epoch < self._least and item.attempt not in self._open):
             return
-        attempt = self._open.setdefault(item.attempt, _Attempt(item.step, item.epoch, item.world, 0.0))
+        attempt = self._open.setdefault(item.attempt, _Ballot(item.step, item.epoch, item.world, 0.0))
         attempt.take(item)
         if len(attempt.votes) == attempt.world and attempt.commit is None:
             attempt.begin(self._pool.submit(self._commit, item.attempt, attempt, self._meta(attempt.step)))
@@ -206,10 +204,10 @@ class Committer:
         return result
 
     @staticmethod
-    def _failed(name: str, attempt: _Attempt, error: str) -> SaveResult:
+    def _failed(name: str, attempt: _Ballot, error: str) -> SaveResult:
         return SaveResult(name, attempt.step, attempt.epoch, attempt.seconds + time.monotonic() - attempt.heard, error=error)
 
-    def _commit(self, name: str, attempt: _Attempt, meta: Mapping[str, Any]) -> SaveResult:
+    def _commit(self, name: str, attempt: _Ballot, meta: Mapping[str, Any]) -> SaveResult:
         """Commit an attempt, in the commit thread."""
         from vescale_ray import checkpoint
 
@@ -240,20 +238,12 @@ class Committer:
         """Delete old checkpoints, in the other thread. A newer checkpoint ends the wait for this one, and has a collection of its own."""
         from vescale_ray.checkpoint.collection import tend
 
-        try:
-            keep = self._retention()
-            for problem in tend(self._root, keep, made, patience_s, lambda: self._closing.is_set() or self._newest != made.name):
-                _log.warning("old checkpoints: %s", problem)
-        except Exception as error:
-            _log.warning("old checkpoints could not be deleted: %s", error)
+        tend(self._root, self._retention(), made, patience_s, lambda: self._closing.is_set() or self._newest != made.name)
 
     def _discard(self, attempt: str) -> None:
         from vescale_ray.checkpoint.collection import discard
 
-        try:
-            discard(self._root, attempt)
-        except Exception as error:
-            _log.warning("what a failed checkpoint left stays until a collection: %s", error)
+        discard(self._root, attempt, "checkpoint")
 
 
 def retention_of(config: RunConfig) -> Retention:

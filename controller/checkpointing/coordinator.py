@@ -81,7 +81,7 @@ class _Saving:
 
 
 @dataclass
-class _Question:
+class _Lookup:
     """A question to the storage, and what its answer depends on."""
 
     about: tuple[Any, ...]
@@ -128,7 +128,7 @@ class CheckpointCoordinator:
         self._worker_group, self._log, self._generation, self._committer = worker_group, log, generation, committer
         self._durable = durable
         self._bounded_io = BoundedIO()
-        self._question: _Question | None = None
+        self._lookup: _Lookup | None = None
         self._saving: _Saving | None = None
         self._bad: frozenset[str] = frozenset()
         self._results: dict[str, SaveResult] = {}
@@ -171,7 +171,7 @@ class CheckpointCoordinator:
         """
         step = self.held_step(holders)
         if step >= (self._log.stats.checkpoints.step or 0):
-            self._question = None  # its answer would be old when the storage is asked again
+            self._lookup = None  # its answer would be old when the storage is asked again
             return None
         try:
             return self._ask_storage()
@@ -193,25 +193,22 @@ class CheckpointCoordinator:
             OSError: it is out of reach, or has not answered for :data:`STORAGE_S`.
         """
         about = (self._bad, self._log.stats.checkpoints.step)
-        if self._question is None or self._question.about != about:
-            self._question = _Question(about, partial(newest_kept, self._root, self._bad, self._oldest, self._log.stats.checkpoints.step))
-        question = self._question
+        lookup, self._lookup = self._lookup, None
+        if lookup is None or lookup.about != about:
+            lookup = _Lookup(about, partial(newest_kept, self._root, self._bad, self._oldest, self._log.stats.checkpoints.step))
         try:
-            found: policy.CommittedCheckpoint | None = self._bounded_io.do(question.ask)
+            found: policy.CommittedCheckpoint | None = self._bounded_io.do(lookup.ask)
         except TimeoutError:
-            if time.monotonic() < question.until:
-                raise Unanswered from None
-            self._question = None
-            raise
-        except BaseException:
-            self._question = None
-            raise
-        self._question = None
+            if time.monotonic() >= lookup.until:
+                raise
+            self._lookup = lookup
+            raise Unanswered from None
         return found
 
     def held_step(self, workers: Iterable[str]) -> int:
         """The step of the newest state that the parked ``workers`` hold together; -1 if none. Does not ask the storage."""
-        return _newest_step(self._held(workers))
+        resume = choose_resume(self._held(workers))
+        return -1 if resume is None else resume.step
 
     def seated(self, members: Sequence[str], source: StateSource, holders: Iterable[str]) -> tuple[str, ...]:
         """``members`` in the order of their ranks, so that the fewest bytes move."""
@@ -269,16 +266,12 @@ class CheckpointCoordinator:
         Raises:
             Unanswered: the checkpoint is under way.
         """
-        saving = self._saving = self._saving or _Saving(tuple(workers), only_newer)
+        saving, self._saving = self._saving or _Saving(tuple(workers), only_newer), None
         try:
-            result = self._advance(saving)
+            return self._advance(saving)
         except Unanswered:
+            self._saving = saving
             raise
-        except BaseException:
-            self._saving = None
-            raise
-        self._saving = None
-        return result
 
     def _advance(self, saving: _Saving) -> SaveResult | None:
         while saving.tries < TRIES:
@@ -365,9 +358,3 @@ class CheckpointCoordinator:
         self._last = result if result.kept is not None else self._last
         name, about = saved_event(result, self._log.stats.ended(result.step))
         self._log.record(name, **about)
-
-
-def _newest_step(held: Mapping[str, Sequence[HeldState]]) -> int:
-    """The step of the newest state that workers hold together; -1 if none."""
-    resume = choose_resume(held)
-    return -1 if resume is None else resume.step

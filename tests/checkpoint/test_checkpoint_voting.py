@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from vescale_ray import checkpoint as ckpt
+from vescale_ray.checkpoint.collection import discard
 from vescale_ray.checkpoint.errors import CommitExists, SaveAborted, SaveFailed
 from vescale_ray.checkpoint.saving.voting import Attempt, conclude
 
@@ -97,6 +98,20 @@ def test_write_error_of_one_rank_makes_all_raise_it_and_clean_up(failing):
     ends = both(store, words)
     assert all(isinstance(end, Exception) and "disk full on one host" in str(end) for end in ends)
     assert not data(store) and not store.list("commits/")
+
+
+def test_failed_cleanup_is_logged_and_hides_no_error(caplog):
+    inner = ckpt.MemoryStore()
+    store = ckpt.FaultyStore(inner, [ckpt.Fault("delete", "error", "*.safetensors"), ckpt.Fault("list", "error", "data/*")])
+    written(store, 0, 1)
+    with pytest.raises(OSError, match="disk full"):
+        conclude(store, rank_of(0, 1), OSError(errno.ENOSPC, "disk full"))
+    assert data(inner) == ["data/mine/r00000.safetensors"], "one refusal keeps no other object"
+    discard(store, "mine", "checkpoint")
+    kept = "the data of a failed {} stays until a garbage collection: [Errno 5] Input/output error"
+    assert [record.message.split(": '")[0] for record in caplog.records] == [kept.format("save of step 5"), kept.format("checkpoint")]
+    discard(store, "mine", "checkpoint")
+    assert not data(inner) and len(caplog.records) == 2
 
 
 def test_all_ranks_delete_data_of_votes_that_make_no_checkpoint():

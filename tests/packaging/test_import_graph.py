@@ -19,7 +19,7 @@ FOLDERS = {
     "deploy": "vescale_ray.",
 }
 
-TWICE: set[str] = {"_Attempt", "_Piece", "_Question"}
+TWICE: set[str] = {"_Piece"}
 """Names of classes that are defined more than once; none may be added."""
 
 
