@@ -59,7 +59,7 @@ from .stores.fsspec_store import FsspecStore
 from .stores.memory_store import MemoryStore
 from .stores.posix import PosixStore
 from .stores.s3 import S3Store
-from .stores.s3_calls import S3Options
+from .stores.s3_options import S3Options
 from .stores.store import ObjectStore
 
 __all__ = [

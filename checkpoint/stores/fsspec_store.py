@@ -8,12 +8,14 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import sys
 import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from ..faults import fault_point
@@ -43,16 +45,20 @@ class FsspecStore:
     """
 
     request_bytes = 4 << 20
+    _parallel = 8
+    _range_bytes = 4 << 20
+    _atomic = False
+    """Whether a creation that succeeds is known to be the only one of its key."""
 
     def __init__(self, url: str, **options: Any) -> None:
         self._url = url
         self._options = options
         self._made: tuple[int, Any, str] | None = None
         self._exclusive: bool | None = None
-        self._fs  # noqa: B018 - fail now, not at the first save, if the protocol's package is missing
+        self._check_package()
 
     def __repr__(self) -> str:
-        return f"FsspecStore({self._url!r})"
+        return f"{type(self).__name__}({self.describe()!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _again, (self._url, self._options)
@@ -63,7 +69,7 @@ class FsspecStore:
     def put_stream(self, key: str, chunks: Iterable[memoryview], size: int) -> None:
         path = self._path(key)
         if self.size(key) is not None:
-            raise KeyExists(errno.EEXIST, "exists already", self.describe(key))
+            raise self._taken(key)
         with _as_oserror(f"writing {self.describe(key)}"):
             self._make_folder(path)
             file = self._fs.open(path, "wb")
@@ -93,65 +99,80 @@ class FsspecStore:
         fault_point("data.published")
 
     def put(self, key: str, data: bytes) -> None:
-        path = self._path(key)
-        exclusive = self._creates_exclusively() if key.startswith("commits/") else False
-        if self.size(key) is not None:
-            raise KeyExists(errno.EEXIST, "exists already", self.describe(key))
+        commit = check_key(key).startswith("commits/")
+        if commit:
+            self._before_commit()
+            fault_point("commit.tmp_synced")
+        self._create(key, data)
+        if commit:
+            fault_point("commit.linked")
+            fault_point("commit.published")
+
+    def _create(self, key: str, data: bytes | memoryview) -> None:
+        """Create an object that another writer may create as well. After a lost answer, checks whether it took effect."""
+        token = uuid.uuid4().hex
+        if not self._atomic and self.size(key) is not None:
+            raise self._taken(key)
         try:
-            with _as_oserror(f"writing {self.describe(key)}"):
-                self._make_folder(path)
-                if exclusive:
-                    self._fs.pipe_file(path, data, mode="create")
-                else:
-                    self._fs.pipe_file(path, data)
+            self._write(key, data, token)
         except FileExistsError as error:
-            if not self._holds(key, data):
-                raise KeyExists(errno.EEXIST, "exists already", self.describe(key)) from error
+            if not self._is_mine(key, data, token):
+                raise self._taken(key) from error
         except OSError:
-            # Perhaps only the answer was lost.
             with suppress(OSError):
-                if self._holds(key, data):
+                if self._is_mine(key, data, token):
                     return
             raise
-        if key.startswith("commits/"):
-            fault_point("commit.linked")
-        if not self._holds(key, data):
+        if not self._atomic and not self._is_mine(key, data, token):
             raise KeyExists(errno.EEXIST, "was replaced by another writer", self.describe(key))
+
+    def _write(self, key: str, data: bytes | memoryview, token: str) -> None:
+        """Write a whole object, and commits and probes only if the key is free, unless the storage does not know that condition."""
+        exclusive = key.startswith(("commits/", "probes/")) and self._exclusive is not False
+        with _as_oserror(f"writing {self.describe(key)}"):
+            self._make_folder(self._path(key))
+            self._fs.pipe_file(self._path(key), data, **({"mode": "create"} if exclusive else {}))
+
+    def _is_mine(self, key: str, data: bytes | memoryview, token: str) -> bool:
+        """Whether the object at ``key`` was created with this content and token."""
+        try:
+            return self.get(key) == data
+        except KeyMissing:
+            return False
+
+    def _taken(self, key: str) -> KeyExists:
+        return KeyExists(errno.EEXIST, "exists already", self.describe(key))
 
     def get(self, key: str) -> bytes:
         with _as_oserror(f"reading {self.describe(key)}", self.describe(key)):
             data: bytes = self._fs.cat_file(self._path(key))
             return data
 
-    @contextmanager
-    def open_read(self, key: str) -> Iterator[ParallelReader]:
-        path = self._path(key)
-        size = self.size(key)
-        if size is None:
-            raise KeyMissing(errno.ENOENT, "no such object", self.describe(key))
+    def open_read(self, key: str) -> ParallelReader:
+        size, tag = self._stat(key)
+        return ParallelReader(partial(self._fetch, key, tag, size), size, parallel=self._parallel, range_bytes=self._range_bytes)
 
-        def fetch(offset: int, view: memoryview, _cancel: threading.Event) -> None:
-            with _as_oserror(f"reading {self.describe(key)}", self.describe(key)):
-                data = self._fs.cat_file(path, start=offset, end=offset + len(view))
-            if len(data) != len(view):
-                raise OSError(errno.EIO, f"{self.describe(key)}: {len(data)} bytes came of {len(view)} from byte {offset} on")
-            view[:] = data
-
-        reader = ParallelReader(fetch, size, parallel=8, range_bytes=4 << 20)
-        try:
-            yield reader
-        finally:
-            reader.close()
+    def _fetch(self, key: str, tag: str | None, size: int, offset: int, view: memoryview, cancel: threading.Event) -> None:
+        with _as_oserror(f"reading {self.describe(key)}", self.describe(key)):
+            data = self._fs.cat_file(self._path(key), start=offset, end=offset + len(view))
+        if len(data) != len(view):
+            raise OSError(errno.EIO, f"{self.describe(key)}: {len(data)} bytes came of {len(view)} from byte {offset} on")
+        view[:] = data
 
     def size(self, key: str) -> int | None:
-        path = self._path(key)
         try:
-            with _as_oserror(f"looking for {self.describe(key)}"):
-                self._fs.invalidate_cache()
-                found = self._fs.info(path)
-        except FileNotFoundError:
+            return self._stat(key)[0]
+        except KeyMissing:
             return None
-        return int(found["size"]) if found["type"] == "file" else None
+
+    def _stat(self, key: str) -> tuple[int, str | None]:
+        """Bytes of an object, and a tag that changes with its content, if the file system has one."""
+        with _as_oserror(f"looking for {self.describe(key)}", self.describe(key)):
+            self._fs.invalidate_cache()
+            found = self._fs.info(self._path(key))
+        if found["type"] != "file":
+            raise KeyMissing(errno.ENOENT, "no such object", self.describe(key))
+        return int(found["size"]), None
 
     def list(self, prefix: str) -> list[Entry]:
         top = self._root + "/"
@@ -178,9 +199,12 @@ class FsspecStore:
     def delete(self, key: str) -> bool:
         if self.size(key) is None:
             return False
+        self._remove(key)
+        return True
+
+    def _remove(self, key: str) -> None:
         with suppress(FileNotFoundError), _as_oserror(f"deleting {self.describe(key)}"):
             self._fs.rm_file(self._path(key))
-        return True
 
     def delete_many(self, keys: Sequence[str]) -> Iterator[tuple[str, OSError | None]]:
         return delete_each(self, keys)
@@ -197,53 +221,56 @@ class FsspecStore:
         return self._open()[2]
 
     def _open(self) -> tuple[int, Any, str]:
-        # The thread of asynchronous file systems does not survive a fork, so a child process makes its own.
+        # The thread of asynchronous file systems does not survive a fork, so a child process makes its own. Without a lock, which a fork
+        # could leave locked: two threads may each make a file system, and the later one stays.
         made = self._made
         if made is None or made[0] != os.getpid():
-            import fsspec
-
-            try:
-                options = {"skip_instance_cache": True, "use_listings_cache": False, **self._options}
-                fs, root = fsspec.core.url_to_fs(self._url, **options)
-            except (ValueError, ImportError) as error:
-                raise ValueError(f"checkpoint root {self._url!r}: {error}") from None
-            made = self._made = (os.getpid(), fs, root.rstrip("/"))
+            made = self._made = (os.getpid(), *self._make())
         return made
 
-    def _creates_exclusively(self) -> bool:
-        """Whether the file system refuses to create an existing object. Probes and warns only once."""
-        if self._exclusive is None:
-            path = f"{self._root}/probes/{uuid.uuid4().hex}"
-            refused = False
-            with _as_oserror(f"probing {self._url}"):
-                self._make_folder(path)
-                try:
-                    self._fs.pipe_file(path, b"1", mode="create")
-                    try:
-                        self._fs.pipe_file(path, b"2", mode="create")
-                    except FileExistsError:
-                        refused = True
-                except (TypeError, NotImplementedError, ValueError):
-                    refused = False  # the file system does not know mode=
-                finally:
-                    with suppress(Exception):
-                        self._fs.rm_file(path)
-            self._exclusive = refused
-            _log.warning(
-                "%s: checkpoints through fsspec are as safe as this file system: %s; durability and ages are its own, unfinished uploads "
-                "are not collected",
-                self._url,
-                "it refuses to create an object twice"
-                if refused
-                else "it can't create exclusively, so make sure that only one process commits",
-            )
-        return self._exclusive
+    def _make(self) -> tuple[Any, str]:
+        import fsspec
 
-    def _holds(self, key: str, data: bytes) -> bool:
         try:
-            return self.get(key) == data
-        except KeyMissing:
-            return False
+            options = {"skip_instance_cache": True, "use_listings_cache": False, **self._options}
+            fs, root = fsspec.core.url_to_fs(self._url, **options)
+        except (ValueError, ImportError) as error:
+            raise ValueError(f"checkpoint root {self._url!r}: {error}") from None
+        return fs, root.rstrip("/")
+
+    def _check_package(self) -> None:
+        """Fail now, not at the first save, if the protocol's package is missing."""
+        self._open()
+
+    def _before_commit(self) -> None:
+        """Probe, once, whether the file system refuses to create an existing object, and warn of its limits."""
+        if self._exclusive is not None:
+            return
+        self._exclusive = self._refuses_second_creation()
+        _log.warning(
+            "%s: checkpoints through fsspec are as safe as this file system: %s; durability and ages are its own, unfinished uploads "
+            "are not collected",
+            self._url,
+            "it refuses to create an object twice"
+            if self._exclusive
+            else "it can't create exclusively, so make sure that only one process commits",
+        )
+
+    def _refuses_second_creation(self) -> bool:
+        key = f"probes/{uuid.uuid4().hex}"
+        try:
+            with suppress(FileExistsError):  # the answer to the first creation was lost
+                self._write(key, b"1", "")
+            try:
+                self._write(key, b"2", "")
+            except FileExistsError:
+                return True
+        except (TypeError, NotImplementedError, ValueError):
+            pass  # the file system does not know mode=
+        finally:
+            with suppress(Exception):
+                self._remove(key)
+        return False
 
     def _make_folder(self, path: str) -> None:
         # Object stores have no folders, and some create a bucket for one. So create folders only on local-like file systems.
@@ -295,6 +322,15 @@ def _discard(file: Any) -> None:
     with suppress(Exception):
         if not file.closed:
             file.close()
+
+
+def _unlock_fsspec() -> None:
+    """In a forked child, replace the lock of fsspec's event loop, which another thread may have held. fsspec does not."""
+    if asyn := sys.modules.get("fsspec.asyn"):
+        asyn.reset_lock()
+
+
+os.register_at_fork(after_in_child=_unlock_fsspec)
 
 
 def _again(url: str, options: dict[str, Any]) -> FsspecStore:

@@ -15,7 +15,7 @@ class ParallelReader:
     """Reader that fetches announced ranges ahead, in the announced order. Other ranges are fetched on demand, in pieces.
 
     The read-ahead takes at most ``parallel * range_bytes`` of memory, or one range if that is larger. Threads exist from the first fetch
-    until :meth:`close`. Only one thread at a time may use a reader; several threads open one each.
+    until :meth:`close` or the end of the ``with`` block. Only one thread at a time may use a reader; several threads open one each.
     """
 
     def __init__(self, fetch: Fetch, size: int, *, parallel: int, range_bytes: int) -> None:
@@ -27,6 +27,12 @@ class ParallelReader:
         self._pool: ThreadPoolExecutor | None = None
         self._announced: deque[tuple[int, int]] = deque()
         self._ahead: deque[tuple[int, int, Future[bytearray]]] = deque()
+
+    def __enter__(self) -> ParallelReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def expect(self, ranges: Sequence[tuple[int, int]]) -> None:
         self._announced.extend((offset, min(length, self._size - offset)) for offset, length in ranges if offset < self._size)

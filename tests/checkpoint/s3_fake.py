@@ -25,7 +25,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape, unescape
 
-ACTIONS = ("status", "lost", "reset", "short", "wrong range", "hang", "flip", "reset after headers", "drip", "damage")
+ACTIONS = ("status", "lost", "reset", "short", "wrong range", "hang", "stall", "flip", "reset after headers", "drip", "damage")
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Rule:
     """Apply ``action`` to ``times`` matching requests, after the first ``after`` of them have passed.
 
     ``operation``: GET, HEAD, PUT, PART, START, COMPLETE, ABORT, DELETE, BATCH (DeleteObjects), LIST, UPLOADS or ``*``. ``lost``: carry out
-    the request, then close without an answer. ``damage``: flip a bit of the request's body on arrival.
+    the request, then close without an answer. ``stall``: read nothing of the request's body. ``damage``: flip a bit of it on arrival.
     """
 
     operation: str
@@ -119,9 +119,12 @@ class Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         self.query = {name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
         _, _, key = unquote(url.path).lstrip("/").partition("/")
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         operation = self._operation(key)
         rule = self.fake.matching(operation, key)
+        if rule and rule.action == "stall":
+            self.fake.stop.wait(rule.seconds)
+            return self._drop()
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if rule and rule.action == "damage" and body:
             body = bytes([body[0] ^ 1]) + body[1:]
         with self.fake.lock:

@@ -48,7 +48,7 @@ def server():
 def bucket(server):
     """Root URL of a bucket of the test's own."""
     name = f"bucket-{np.random.default_rng().integers(1 << 60)}"
-    s3_store(server)._calls.client.create_bucket(Bucket=name)
+    s3_store(server)._fs.call_s3("create_bucket", Bucket=name)
     return f"s3://{name}/runs/one"
 
 
@@ -96,9 +96,9 @@ def test_moto_bucket_saves_verifies_reshards_and_collects(server, bucket):
     assert ckpt.latest(store) == made and ckpt.verify(store).ok
     assert_equals(store, A, ckpt.ls(store)[0].name)
     load_in_process(ckpt.open(store), B, random_layout(B, 5, seed=9))
-    upload = store._calls.client.create_multipart_upload(Bucket=bucket.split("/")[2], Key="runs/one/data/dead/r")["UploadId"]
+    upload = store._fs.call_s3("create_multipart_upload", Bucket=bucket.split("/")[2], Key="runs/one/data/dead/r")["UploadId"]
     assert collect(store, 1).deleted == ("e0000-s000000000010",) and [c.step for c in ckpt.ls(store)] == [20]
-    assert upload not in json.dumps(store._calls.client.list_multipart_uploads(Bucket=bucket.split("/")[2]), default=str)
+    assert upload not in json.dumps(store._fs.call_s3("list_multipart_uploads", Bucket=bucket.split("/")[2]), default=str)
     assert len(store.list("data/")) == 4
     assert_equals(store, B)
 
@@ -178,7 +178,7 @@ def test_credentials_expiring_mid_upload_fail_only_that_save(server, bucket, whe
     assert_equals(direct, A)
     ckpt.gc(direct, ckpt.Retention(keep_last=2), grace=ckpt.Grace(-5.0, -5.0, -5.0))
     assert len(direct.list("data/")) == 4
-    assert not direct._calls.client.list_multipart_uploads(Bucket=bucket.split("/")[2]).get("Uploads")
+    assert not direct._fs.call_s3("list_multipart_uploads", Bucket=bucket.split("/")[2]).get("Uploads")
 
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.slow)])

@@ -22,7 +22,7 @@ from tests.checkpoint.s3_fake import FakeS3, fake_s3
 from tests.checkpoint.stores import collect, s3_store
 from tests.checkpoint.test_checkpoint_stores import chunks, content, race
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint.stores.s3_calls import Undecided
+from vescale_ray.checkpoint.stores.s3_errors import Undecided
 
 BEFORE, AFTER = adam_like(seed=1), {**adam_like(seed=2), ("large", "param"): random_bits((2_800_000,), torch.float32, 3)}
 TOP = "runs/one/"
@@ -254,6 +254,16 @@ def test_wrong_range_or_replaced_object_never_yields_wrong_bytes(store, fake):
     assert_equals(store, AFTER)
 
 
+def test_upload_that_the_service_stops_taking_is_sent_again(fake):
+    """The body is larger than the sockets' buffers, so the client waits for the service while it sends."""
+    store = s3_store(fake, part_bytes=64 << 20)
+    fake.fail("PUT", "stall", seconds=60.0)
+    began = time.monotonic()
+    store.put_stream("data/x/r", chunks(40 << 20), 40 << 20)
+    assert time.monotonic() - began < 20 and fake.requests("PUT") == 2
+    assert store.get("data/x/r") == content(40 << 20)
+
+
 def test_bit_flipped_in_a_download_is_read_again(store, fake):
     rule = fake.fail("GET", "flip", key="*safetensors", after=1)
     assert_equals(store, BEFORE)
@@ -356,9 +366,9 @@ def test_collection_uses_the_clock_of_the_service_not_the_host(store, fake, monk
 
 
 def test_collection_aborts_only_stale_uploads_of_its_own_root(store, fake):
-    young = s3_store(fake)._calls.client.create_multipart_upload(Bucket="bucket", Key=f"{TOP}data/y/r")["UploadId"]
-    old = s3_store(fake)._calls.client.create_multipart_upload(Bucket="bucket", Key=f"{TOP}data/o/r")["UploadId"]
-    other = s3_store(fake)._calls.client.create_multipart_upload(Bucket="bucket", Key="runs/two/data/o/r")["UploadId"]
+    young = s3_store(fake)._fs.call_s3("create_multipart_upload", Bucket="bucket", Key=f"{TOP}data/y/r")["UploadId"]
+    old = s3_store(fake)._fs.call_s3("create_multipart_upload", Bucket="bucket", Key=f"{TOP}data/o/r")["UploadId"]
+    other = s3_store(fake)._fs.call_s3("create_multipart_upload", Bucket="bucket", Key="runs/two/data/o/r")["UploadId"]
     fake.uploads[old].began -= 4000
     fake.uploads[other].began -= 4000
     collect(store, 1)
@@ -449,7 +459,7 @@ def test_ctrl_c_aborts_a_running_upload_and_ends_the_process(fake):
 
 
 def test_process_exits_with_an_open_reader_and_a_forked_child(fake):
-    """s3fs hangs at exit if a file is open, and its thread does not survive a fork."""
+    """The event loop's thread does not survive a fork, and a child that ends must not close its parent's connections."""
     process = run_script(
         fake,
         """
@@ -461,9 +471,10 @@ def test_process_exits_with_an_open_reader_and_a_forked_child(fake):
         if child == 0:
             ok = store.size("data/x/r") == 6 << 20 and len(store.get("data/x/r")) == 6 << 20
             store.put_stream("data/child/r", chunks(6 << 20), 6 << 20)
-            os._exit(0 if ok else 3)
+            sys.exit(0 if ok else 3)
         assert store.size("data/x/r") == 6 << 20
         _, status = os.waitpid(child, 0)
+        assert store.size("data/x/r") == 6 << 20
         print(status, reader.read_into(0, memoryview(bytearray(4096))), flush=True)
         """,
     )
@@ -472,7 +483,9 @@ def test_process_exits_with_an_open_reader_and_a_forked_child(fake):
     finally:
         process.kill()
     assert output.split() == ["0", "4096"] and process.returncode == 0, errors
+    assert "Unclosed" not in errors, errors
     assert f"{TOP}data/child/r" in fake.objects
+    assert fake.requests("HEAD") == 6, "the parent's connection was lost, and it asked again"
 
 
 @pytest.mark.slow

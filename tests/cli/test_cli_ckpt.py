@@ -339,7 +339,7 @@ def root_of(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     try:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://{}:{}".format(*server.get_host_and_port()))
         root = "s3://bucket/runs/7"
-        S3Store(root)._calls.client.create_bucket(Bucket="bucket")
+        S3Store(root)._fs.call_s3("create_bucket", Bucket="bucket")
         yield root
     finally:
         server.stop()

@@ -208,7 +208,7 @@ def _store(url: str) -> Iterator[str]:
     if not _has_port(parse_qs(urlsplit(url).query).get("endpoint", ["https://"])[0]):
         yield f"checkpoint.dir = {url}: the endpoint's port is invalid; give one from 1 to 65535"
     if url.startswith("s3://"):
-        from vescale_ray.checkpoint.stores.s3_calls import parse_s3_url  # imports torch
+        from vescale_ray.checkpoint.stores.s3_options import parse_s3_url  # imports torch
 
         try:
             parse_s3_url(url)
