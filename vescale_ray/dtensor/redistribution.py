@@ -70,11 +70,6 @@ def move(local: torch.Tensor, source: DTensorSpec, placements: Sequence[Placemen
     return transfer.wait(), spec
 
 
-def move_tensor(tensor: DTensor, placements: Sequence[Placement]) -> tuple[torch.Tensor, DTensorSpec]:
-    """Apply :func:`move` to a DTensor, ragged or torch's."""
-    return move(tensor._local_tensor, tensor._spec, placements)
-
-
 def start(local: torch.Tensor, source: DTensorSpec, placements: Sequence[Placement]) -> tuple[Transfer, DTensorSpec]:
     """Start a :func:`move`; its last collective may still be in flight."""
     assert source.tensor_meta is not None
