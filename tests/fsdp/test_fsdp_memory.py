@@ -404,7 +404,9 @@ def test_device_buffers_add_up_units_that_stay_gathered():
     stays = [Travel(10, 20), Travel(1, 2)]
     assert device_buffers([], stays) == (11, 22)
     assert device_buffers([[Travel(5, 7)]], stays) == (16, 29)
-    assert device_buffers([[Travel(5, 7)], [Travel(6, 1)], [Travel(3, 3)]], stays) == (22, 32)
+    assert device_buffers([[Travel(5, 7)], [Travel(6, 1)], [Travel(3, 3)]], stays) == (16, 30), "the first one and two gradients"
+    assert device_buffers([[Travel(5, 4)], [Travel(6, 1)], [Travel(3, 3)]], stays) == (22, 26), "two units and one gradient"
+    assert device_buffers([[Travel(5, 4, cast=8)], [Travel(6, 1)], [Travel(3, 3)]], stays) == (22, 34), "and what casts it"
 
 
 def _units(model):

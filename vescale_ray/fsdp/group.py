@@ -122,7 +122,7 @@ class ParameterGroup:
             self._tell_gradients()
 
     def _tell_gradients(self) -> None:
-        self.grads.orig_dtype, self.grads.reduce_dtype = self.orig_dtype, self.reduce_dtype
+        self.grads.orig_dtype, self.grads.compute_dtype, self.grads.reduce_dtype = self.orig_dtype, self.compute_dtype, self.reduce_dtype
         self.grads.in_place = self.in_place and self.reduce_dtype == self.orig_dtype
         self.grads.leaves_out = self.stays != NOWHERE
 

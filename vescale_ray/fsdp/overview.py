@@ -166,7 +166,9 @@ def _memory(units: list[Unit], root: Unit | None, state_bytes: float | None) -> 
         reduced = group.grads.trainable_count and not group.grads.in_place
         start, end = group.stays
         gathered = group.unsharded_bytes + group.division.copies * group.parts_bytes
-        return Travel(gathered, group.grads.buffer_bytes if reduced else 0, end - start)
+        arrives, wide = group.grads.buffer_dtype, group.reduce_dtype
+        cast = group.layout.numel * wide.itemsize if reduced and arrives != wide else 0
+        return Travel(gathered, group.grads.buffer_bytes if reduced else 0, end - start, cast)
 
     def travels(unit: Unit) -> list[Travel]:
         return [travel(group) for group in unit.groups if not group.in_place]

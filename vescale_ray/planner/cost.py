@@ -16,7 +16,7 @@ import torch
 
 from vescale_ray.errors import BadInput
 from vescale_ray.planner.shapes import ModelShapes, UnitShape
-from vescale_ray.planner.step_buffers import HOST_MAPPED_BYTES, Travel, device_buffers, host_buffers
+from vescale_ray.planner.step_buffers import HOST_MAPPED_BYTES, Travel, arrival_dtype, device_buffers, host_buffers
 from vescale_ray.planner.units import Blocks, Lever, UnitPlan, plan_unit
 
 Optimizer = Literal["adamw", "adamw8bit", "muon", "sgd"]
@@ -237,13 +237,15 @@ def _buffers(plan: ModelPlan, policy: Policy, backend: str, rank: int) -> tuple[
 
     def travels(groups: Sequence[PlannedUnit]) -> list[Travel]:
         cast, wide = policy.compute_dtype.itemsize, policy.reduce_dtype.itemsize
+        arrives = arrival_dtype(policy.compute_dtype, policy.reduce_dtype).itemsize
         uncast = policy.compute_dtype == policy.master_dtype
         found = []
         for unit, layout in ((u, layout) for u in groups for layout in u.plan.buffers):
             gathered = layout.numel * cast
             # On gloo, a shard without cast or gaps lives in the gathered buffer, unless that buffer is small.
             home = uncast and gathered >= HOST_MAPPED_BYTES and layout.kept(rank).in_place
-            found.append(Travel(gathered, layout.numel * wide * unit.trainable, layout.shard_numel * cast * home))
+            trained = layout.numel * unit.trainable
+            found.append(Travel(gathered, trained * arrives, layout.shard_numel * cast * home, trained * wide * (arrives != wide)))
         return found
 
     units, root = _units(plan)
