@@ -206,7 +206,9 @@ class _ExchangeAndSum:
             return
         self._messages.wait()
         out = self._out
-        if self._first is not None:
+        if self._first is not None and parts[0].dtype == out.dtype:
+            total = torch.add(parts[0], parts[1], out=out)
+        elif self._first is not None:
             total = _spread(parts[self._first], out).add_(parts[1 - self._first])
         else:
             total = parts[0].to(self._sums_in, copy=True).add_(parts[1])
@@ -223,8 +225,7 @@ class _ExchangeAndSum:
 
 def _spread(packed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Cast ``packed``, which lies at the end of the memory of ``out``, to ``out``, in pieces that overwrite no value before it is read."""
-    size, wide, narrow = out.numel(), out.element_size(), packed.element_size()
-    start = size if wide == narrow else 0
+    size, wide, narrow, start = out.numel(), out.element_size(), packed.element_size(), 0
     while start < size:
         stop = (size * (wide - narrow) + start * narrow) // wide  # the bytes of out[:stop] end where packed[start:] begins
         if stop - start < _LEAST_PIECE:
