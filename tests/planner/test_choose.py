@@ -58,13 +58,18 @@ def test_memory_by_kind_matches_values_worked_out_by_hand() -> None:
     memory = predict_memory(plan, Policy(tokens=1024))
     share = 8_030_261_248 / 8
     assert memory.master == pytest.approx(4 * share, rel=1e-3) == pytest.approx(memory.gradients, rel=1e-3)
-    assert memory.low_precision == pytest.approx(2 * share, rel=1e-3)
     assert memory.optimizer == pytest.approx(8 * share, rel=1e-3)
     assert memory.gathered == pytest.approx(2 * (525_340_672 + 218_112_000), rel=1e-3), "two neighbours at a time"
-    assert memory.gradient_buffers == pytest.approx(4 * 2 * 525_340_672, rel=2e-3), "the two largest units"
-    assert predict_memory(plan, Policy(compute_dtype=torch.float8_e4m3fn)).gathered * 2 == memory.gathered
-    one = predict_memory(plan_model(shapes, 1), Policy())
+    staging = 2 * (64 << 20)
+    assert memory.gradient_buffers == pytest.approx(2 * 525_340_672 + staging, rel=2e-3), "BF16 gradients of the larger one, and two chunks"
+    wide = predict_memory(plan, Policy(tokens=1024, compute_dtype=torch.float32))
+    assert wide.gradient_buffers == pytest.approx(4 * 525_340_672, rel=2e-3), "no chunk is cast"
+    scales = 4 / (128 * 128)
+    assert predict_memory(plan, Policy(compute_dtype=torch.float8_e4m3fn)).gathered == pytest.approx((0.5 + scales / 2) * memory.gathered)
+    one = predict_memory(plan_model(shapes, 1), Policy(compute_dtype=torch.float32))
     assert one.gathered == one.gradient_buffers == 0, "nothing travels"
+    one = predict_memory(plan_model(shapes, 1), Policy())
+    assert one.gathered == pytest.approx(memory.gathered, rel=1e-3) and one.gradient_buffers == 0, "parameters are cast"
     states = {o: predict_memory(plan, Policy(optimizer=o)).optimizer / share for o in ("adamw", "adamw8bit", "muon", "sgd")}  # type: ignore[arg-type]
     assert states["adamw"] == pytest.approx(8, rel=1e-3) and states["sgd"] == pytest.approx(4, rel=1e-3)
     matrices = 1 - 2 * 525_336_576 / 8_030_261_248

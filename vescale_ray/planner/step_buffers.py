@@ -102,7 +102,7 @@ def device_buffers(units: Sequence[Unit], root: Unit) -> tuple[int, int]:
     for i, (parameters, gradients) in enumerate(zip(gathered, trained, strict=True)):
         moments.append((parameters + (gathered[i - 1] if i else 0), gradients))
         moments.append((parameters, gradients + (trained[i + 1] if i + 1 < len(units) else 0)))
-    parameters, gradients = max(moments, key=sum)
+    parameters, gradients = max(moments, key=lambda moment: (sum(moment), moment[0]))
     staging = max((group.staging for unit in [*units, root] for group in unit), default=0)
     return sum(group.gathered for group in root) + parameters, sum(group.gradient for group in root) + gradients + staging
 
