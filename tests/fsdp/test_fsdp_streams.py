@@ -200,9 +200,9 @@ def train(rank, world, streams, options):
         for group in (g for m in ours.modules() if hasattr(m, "_get_fsdp_state") for g in unit_of(m).groups):
             here.note("optimizer writes", group.master.flat, True)
     layer = unit_of(ours.layers[0]).groups[0]
-    assert layer.unsharded_bytes == layer.grads.buffer_bytes
+    assert layer.gathered.nbytes == layer.grads.buffer_bytes
     assert {stream for (stream, _), blocks in here.freed.items() if blocks} == {"lane 1"}, "one stream allocates"
-    return here.races(), len(here.accesses), len(here.freed["lane 1", layer.unsharded_bytes]), len(here.blocks)
+    return here.races(), len(here.accesses), len(here.freed["lane 1", layer.gathered.nbytes]), len(here.blocks)
 
 
 @pytest.mark.parametrize("mixed", [False, True])

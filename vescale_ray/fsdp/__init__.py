@@ -6,7 +6,8 @@ The package imports torch, :mod:`vescale_ray.planner`, ``dbuffer`` and ``dtensor
 |---|---|
 | ``api``, ``module``, ``arguments`` | ``fully_shard``, the methods that it adds to a module, checks of its arguments |
 | ``unit``, ``marks``, ``arrivals``, ``running_backward`` | the hooks of one ``fully_shard`` call in forward and backward |
-| ``group``, ``gradients``, ``flat_gradient``, ``delivery`` | one parameter group: its buffers, its gradients, their way to ``.grad`` |
+| ``group``, ``gradients``, ``delivery`` | one parameter group: its life in a step, its gradients, their way to ``.grad`` |
+| ``master_shard``, ``gathered``, ``flat_gradient`` | the memory of a group's sharded and gathered parameters, and of its gradients |
 | ``schedule``, ``phases``, ``finalize`` | order of units, allowed phases, the end of a backward |
 | ``lanes``, ``interfaces`` | the side streams and the buffer pool of a root; what a unit uses of its schedule |
 | ``comm``, ``reduction``, ``memory`` | the all-gather; the reduce-scatter; the buffer pool |
@@ -23,7 +24,6 @@ P: elements of the group's parameters. W: ranks. S: elements of a rank's shard; 
 | tensor | elements, dtype | lifetime | made by |
 |---|---|---|---|
 | master shard (flat); sharded ``nn.Parameter``s are views | S, orig | the model's; on gloo in the buffer (below) | ``fully_shard`` |
-| cast shard, if compute is not orig (or gaps, below) | S, compute | the model's | one kernel per optimizer step |
 | gathered buffer; unsharded parameters are views | W*S, compute | addresses: the model's; memory: unshard to reshard | all-gather |
 | kept part, if `reshard_after_forward` is an int m | W*S/m, compute | from the end of forward to backward's all-gather | one copy |
 | autograd's gradient, except weights of large ``nn.Linear``s | its own, compute | until its hook has run | autograd |
@@ -45,15 +45,15 @@ pass needs no further unit. There the first unit of a backward prefetches late, 
 memory of a gradient buffer is allocated page by page as gradients are written.
 
 Gaps: with ``allow_gaps`` a stack of matrices may be gathered with a gap behind each matrix. The shard is stored without the gaps if a rank
-has elements of several matrices. Then the master shard, gradient shard and states are smaller than S. The cast shard exists even without a
-cast: it has the gaps, and is written tensor by tensor once per optimizer step.
+has elements of several matrices. Then the master shard, gradient shard and states are smaller than S, and the shard is copied tensor by
+tensor into this rank's part of the gathered buffer, as with a cast.
 
-One rank: nothing is gathered or scattered. Unsharded parameters are views of the master (or cast) shard, and gradients are written into the
-gradient shard directly. Padding is zeroed when a buffer is laid out and never written again.
+One rank: nothing is gathered or scattered. Unsharded parameters are views of the master shard, or of its cast in the gathered buffer, and
+gradients are written into the gradient shard directly. Padding of gradients is zeroed when a buffer is laid out and never written again.
 
-Copies per step: the cast (S), and each gradient once, from autograd's result into the buffer. Weights of large ``nn.Linear``s need no copy
-if they arrive in the compute dtype: their matrix product writes into the buffer (``linear``). On gloo this rank also
-copies its own part (S) into the gathered buffer, unless the master shard lives there.
+Copies per step: for each all-gather the cast (S) into this rank's part of the gathered buffer, and each gradient once, from autograd's
+result into the buffer. Weights of large ``nn.Linear``s need no copy if they arrive in the compute dtype: their matrix product writes into
+the buffer (``linear``). Without a cast, this rank's part (S) is copied on gloo, unless the master shard lives there.
 
 The master shard lives in the gathered buffer on gloo if it is not cast, has no gaps, and ``ParameterGroup._can_live_in_buffer`` finds no
 other obstacle. This needs buffers of at least 256 KiB. The memory of this rank's part then stays, and only that of the others is freed.
