@@ -258,7 +258,7 @@ def uneven(rank: int, world: int) -> None:
         assert got.shape == expected.shape and apart(got, expected) <= 1e-5
     # The gathered memory is freed between passes.
     group = next(g for g in unit_of(ours.layers[0]).groups if g.params[0].name == "linear.weight")
-    for gathered in group._gathered[0].outputs:
+    for gathered in group._tensors[0].outputs:
         with pytest.raises(RuntimeError, match="linear.weight.* resharded"):
             gathered.sum()
 
@@ -280,3 +280,21 @@ def refused(rank: int, world: int) -> None:
 
 def test_blocks_and_other_dimensions_are_refused() -> None:
     run_threads(2, refused)
+
+
+def written_in_place(rank: int, world: int) -> None:
+    x = torch.ones(2, 12)
+    uses: list[Any] = [lambda model: model(x), lambda model: model.layers[1].reshard()]
+    for use in uses:
+        model = shard(models()[0], fully_shard, reshard_after_forward=False)
+        out = model(x)
+        with torch.no_grad():
+            model.layers[1].linear.weight.mul_(2.0)
+        with pytest.raises(RuntimeError, match=r"gathered parameters of 'layers.1 .*written in place.*: layers.1.linear.weight. "):
+            use(model)
+        model.reset_iter_state()
+        assert torch.equal(model(x), out)
+
+
+def test_a_write_to_a_gathered_parameter_raises() -> None:
+    run_threads(2, written_in_place)

@@ -233,7 +233,7 @@ def pool_sizes(rank, world):
         step(model, optimizer)
         peaks.append(pool.peak_bytes)
     layer, root = unit_of(model.layers[0]).groups[0], unit_of(model).groups[0]
-    return peaks, layer.unsharded_bytes, root.unsharded_bytes, pool.bytes_held()
+    return peaks, layer.gathered.nbytes, root.gathered.nbytes, pool.bytes_held()
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -251,7 +251,7 @@ def held_at_the_end_of_backward(rank, world):
     step(model)
 
     def recorded(schedule):
-        counted.append(schedule.lanes.pool.count()[layer.unsharded_bytes])
+        counted.append(schedule.lanes.pool.count()[layer.gathered.nbytes])
         schedule_end(schedule)
 
     with patch.object(Schedule, "end_backward", recorded):
@@ -310,7 +310,7 @@ def released(rank, world):
             loss.backward()
         unit = unit_of(model.layers[1])
         group = unit.groups[0]
-        tensors = group.master.flat, group._cast, group.params[0].unsharded, model.head.weight.grad
+        tensors = group.master.flat, group.master.cast, group.params[0].unsharded, model.head.weight.grad
         watched = [weakref.ref(it) for it in (*tensors, unit, group, unit.schedule)]
         del unit, group, loss, model, tensors
         return [ref() is None for ref in watched]
@@ -421,7 +421,7 @@ def forwards_without_backward(rank, world):
     while call is not None:
         calls, call = calls + 1, call.previous
     step(model)
-    root, layer = (unit_of(m).groups[0].unsharded_bytes for m in (model, model.layers[0]))
+    root, layer = (unit_of(m).groups[0].gathered.nbytes for m in (model, model.layers[0]))
     return held, root, layer, calls
 
 

@@ -201,7 +201,7 @@ def train(rank, world, streams, options):
             here.note("optimizer writes", group.master.flat, True)
     pool = unit_of(ours).lanes.pool
     layer = unit_of(ours.layers[0]).groups[0]
-    blocks = len(here.freed["lane 1", layer.unsharded_bytes])
+    blocks = len(here.freed["lane 1", layer.gathered.nbytes])
     return here.races(), len(here.accesses), blocks, pool.count()[layer.grads.buffer_bytes][1]
 
 

@@ -88,7 +88,7 @@ def measure(rank: int, world: int, compute: str, optimizer: str, kind: str, rows
     told = explain(model, state_bytes={"adamw": 8.0, "sgd": 4.0}[optimizer]).memory
     held = {
         "master": storages([g.master.flat for g in groups]),
-        "low_precision": sum(g._cast.nbytes for g in groups if g._cast is not None),
+        "low_precision": sum(g.master.cast.nbytes for g in groups if g.master.cast is not None),
         "gradients": storages([p.grad.to_local() for p in parameters if p.grad is not None and p.grad.to_local().numel()]),
         "optimizer": sum(s.numel() * s.element_size() for s in states),
         **most,

@@ -6,7 +6,8 @@ The package imports torch, :mod:`vescale_ray.planner`, ``dbuffer`` and ``dtensor
 |---|---|
 | ``api``, ``module``, ``arguments`` | ``fully_shard``, the methods that it adds to a module, checks of its arguments |
 | ``unit``, ``marks``, ``arrivals``, ``running_backward`` | the hooks of one ``fully_shard`` call in forward and backward |
-| ``group``, ``gradients``, ``delivery`` | one parameter group: its buffers, its gradients, their way to ``.grad`` |
+| ``group``, ``gradients``, ``delivery`` | one parameter group: its life in a step, its gradients, their way to ``.grad`` |
+| ``master_shard``, ``gathered`` | the memory of a group's sharded and of its gathered parameters |
 | ``schedule``, ``phases``, ``finalize`` | order of units, allowed phases, the end of a backward |
 | ``lanes``, ``interfaces`` | the side streams and the buffer pool of a root; what a unit uses of its schedule |
 | ``comm``, ``memory`` | the all-gather and the reduce-scatter; the buffer pool |

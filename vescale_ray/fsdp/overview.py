@@ -152,7 +152,7 @@ def held_bytes(module: nn.Module) -> dict[str, int]:
             found["parameters"] += own * item
             found["gradients"] += own * item * trained
             found["padding"] += (kept.numel - own) * item * (1 + trained)
-            if group.compute_dtype != group.orig_dtype or group.offload or not kept.in_place:
+            if group.casts:
                 copied = group.division.part_numel
                 found["parameters"] += own * group.compute_dtype.itemsize
                 found["padding"] += (copied - own) * group.compute_dtype.itemsize
@@ -164,8 +164,8 @@ def _memory(units: list[Unit], root: Unit | None, state_bytes: float | None) -> 
 
     def travel(group: ParameterGroup) -> Travel:
         reduced = group.grads.trainable_count and not group.grads.in_place
-        start, end = group.stays
-        gathered = group.unsharded_bytes + group.division.copies * group.parts_bytes
+        start, end = group.gathered.stays
+        gathered = group.gathered.nbytes + group.division.copies * group.gathered.parts_bytes
         return Travel(gathered, group.grads.buffer_bytes if reduced else 0, end - start)
 
     def travels(unit: Unit) -> list[Travel]:
@@ -184,7 +184,7 @@ def _memory(units: list[Unit], root: Unit | None, state_bytes: float | None) -> 
     else:
         gathered, gradients = device_buffers(passing, staying)
     trained = [g for g in groups if g.grads.trainable_count]
-    spread = [g for g in groups if g.compute_dtype != g.orig_dtype or g.offload or not g.division.kept.in_place]
+    spread = [g for g in groups if g.casts]
     return {
         "master": sum(g.division.kept.numel * g.orig_dtype.itemsize for g in groups if not g.offload),
         "low_precision": sum(g.division.part_numel * g.compute_dtype.itemsize for g in spread),
@@ -230,7 +230,7 @@ def _group(group: ParameterGroup) -> GroupReport:
         replicas=group.place.replicas,
         shard_numel=group.division.part_numel,
         shard_bytes=group.division.part_numel * group.compute_dtype.itemsize,
-        gathered_bytes=group.unsharded_bytes,
+        gathered_bytes=group.gathered.nbytes,
         padding_ratio=layout.padding_ratio,
         optimal=layout.optimal,
         fingerprint=layout.fingerprint,

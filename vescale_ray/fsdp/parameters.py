@@ -208,6 +208,14 @@ class GroupParam:
         assert self.unsharded is not None
         (self.unsharded if self.parallel is None else local_of(self.unsharded)).data = view
 
+    def tie_to(self, home: GroupParam) -> bool:
+        """Tie this parameter to ``home`` of another group. Returns False if the ranks hold different parts of the two."""
+        same = isinstance(self.placement, Shard) and self.placement == home.placement and self.spec.mesh == home.spec.mesh
+        if not same or self.spec.shape != home.spec.shape or self.sharded.dtype != home.sharded.dtype:
+            return False
+        self.home = home
+        return True
+
     @property
     def local(self) -> torch.Tensor:
         """This rank's part of the parameter: a view of the master shard."""
@@ -224,6 +232,16 @@ class GroupParam:
         """The parameter that the first module holds now."""
         module = self.owners[0][0]()
         return None if module is None else module._parameters.get(self.owners[0][1])
+
+
+def sharded_parameter(local: torch.Tensor, spec: DTensorSpec, like: nn.Parameter) -> nn.Parameter:
+    """A sharded parameter on ``local``, which it shares with its version counter. It is trained if ``like`` is, and has its marks."""
+    sharded = nn.Parameter(as_dtensor(local, spec), requires_grad=like.requires_grad)
+    sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter detached it, and with it the version counter
+    for key, value in like.__dict__.items():  # marks that users and optimizers put on parameters
+        if key not in ("_local_tensor", "_spec", REPLACED):  # the first two of a DTensor
+            sharded.__dict__.setdefault(key, value)
+    return sharded
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:

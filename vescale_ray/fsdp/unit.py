@@ -285,7 +285,7 @@ class Unit:
         self._calls.discard(call)
         first = self.schedule.enter_backward(self)
         self._owes = self._owes or self.schedule.accumulates
-        self._prefetches_late = first and self.schedule.lanes.pool.spares(sum(group.unsharded_bytes for group in self.groups))
+        self._prefetches_late = first and self.schedule.lanes.pool.spares(sum(group.gathered.nbytes for group in self.groups))
         self.unshard(backward=True)
         self._prefetch_after = call
         if self.schedule.overlaps or call.previous is None or not any(group.grads.trainable_count for group in self.groups):
