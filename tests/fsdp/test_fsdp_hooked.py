@@ -298,3 +298,32 @@ def written_in_place(rank: int, world: int) -> None:
 
 def test_a_write_to_a_gathered_parameter_raises() -> None:
     run_threads(2, written_in_place)
+
+
+class Plain(Rounded):
+    """A weight that is sent and used as it is: the gathered parameter is a view of what was received."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:  # type: ignore[override]
+        return (self.data_inside,), None
+
+    def fsdp_post_all_gather(self, outputs: tuple[torch.Tensor, ...], *_: Any, out: torch.Tensor | None = None) -> Any:
+        return None if out is not None else (outputs[0], ())
+
+
+def evaluated_first(rank: int, world: int) -> None:
+    layer = models()[0].layers[0]
+    weight = layer.linear.weight.data_inside
+    layer.linear.weight = nn.Parameter(weight.clone())
+    plain = copy.deepcopy(layer)
+    layer.linear.weight = nn.Parameter(Plain(weight))
+    fully_shard(layer)
+    x = torch.ones(2, 12)
+    with torch.inference_mode():
+        assert apart(layer(x), plain(x)) <= 1e-5
+    layer(x).sum().backward()
+    plain(x).sum().backward()
+    assert apart(bare(layer.linear.weight.grad), plain.linear.weight.grad.chunk(world)[rank]) <= 1e-5
+
+
+def test_training_follows_an_evaluation_in_inference_mode() -> None:
+    run_threads(2, evaluated_first)

@@ -61,7 +61,8 @@ class _GatheredTensors:
         self.sizes = [t.size() for t in inputs]
         numels = [t.numel() * world for t in inputs]
         if [(o.numel(), o.dtype) for o in self.outputs] != [(n, t.dtype) for n, t in zip(numels, inputs, strict=True)]:
-            self.outputs = [torch.empty(n, dtype=t.dtype, device=t.device) for n, t in zip(numels, inputs, strict=True)]
+            with torch.inference_mode(False):  # training reuses the memory, and the leaves may be views of it
+                self.outputs = [torch.empty(n, dtype=t.dtype, device=t.device) for n, t in zip(numels, inputs, strict=True)]
         for output in self.outputs:
             self.allocate(output)
 
