@@ -168,7 +168,8 @@ def copied_bytes():
         forward = dict(writes.bytes)
         with Writes() as writes:
             out.float().square().mean().backward()
-        results[name] = forward, dict(writes.bytes), shard, laid_out, biases
+        root = sum(g.layout.shard_numel for g in unit_of(model).groups)
+        results[name] = forward, dict(writes.bytes), (shard, root), laid_out, biases
     return results
 
 
@@ -186,39 +187,33 @@ def test_all_gather_copies_nothing_and_gradients_at_most_once(one_of_two):
     assert forward == {}
     assert backward.pop("copy_") == biases * 4, "weights' gradients are written where they are reduced"
     assert sum(backward.values()) < 2048, backward
-    forward, backward, shard, laid_out, biases = result["bf16"]
+    forward, backward, (shard, root), laid_out, biases = result["bf16"]
     cast_once = shard * 2
     assert cast_once <= forward.get("copy_", 0) + forward.get("_to_copy", 0) <= cast_once + 1024, "the cast of the shard, and of the inputs"
-    assert backward["copy_"] == biases * 2 + laid_out * 4, "products in BF16 are cast once, when they are reduced"
+    again = (shard - root) * 2
+    assert backward["copy_"] == again + biases * 2 + laid_out * 4, "products in BF16 are cast once, when they are reduced"
 
 
-def test_shard_is_cast_once_per_optimizer_step(one_of_two):
+def test_shard_is_cast_in_the_gathered_buffer_for_each_all_gather(one_of_two):
     model = sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    shard = unit_of(model.layers[0]).groups[0].layout.shard_numel
-    counted = []
-    step(model, optimizer)
-    model.set_requires_gradient_sync(False)
-    for micro in range(4):
-        with CastsOf(shard) as seen:
-            model(torch.ones(2, WIDTH)).float().square().mean().backward()
-        counted.append(seen.count / LAYERS)
-        if micro == 2:
-            model.set_requires_gradient_sync(True)
-            model(torch.ones(2, WIDTH)).float().square().mean().backward()
-            optimizer.step()
-            model.set_requires_gradient_sync(False)
-    assert counted == [1, 0, 0, 1]
+    group = unit_of(model.layers[0]).groups[0]
+    step(model)
+    with CastsOf(group.layout.shard_numel) as seen:
+        model(torch.ones(2, WIDTH)).float().square().mean().backward()
+    assert seen.count == 2 * LAYERS
+    gathered = group.gathered.buffer._storage.untyped_storage()._cdata
+    assert gathered in seen.storages and len(seen.storages) == LAYERS, "there is no other copy of a shard"
 
 
 class CastsOf(TorchDispatchMode):
     def __init__(self, numel):
         super().__init__()
-        self.numel, self.count = numel, 0
+        self.numel, self.count, self.storages = numel, 0, set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.name == "aten::copy_" and args[0].shape == (self.numel,) and args[0].dtype == torch.bfloat16:
             self.count += 1
+            self.storages.add(args[0].untyped_storage()._cdata)
         return func(*args, **(kwargs or {}))
 
 
