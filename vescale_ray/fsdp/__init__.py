@@ -4,14 +4,16 @@ The package imports torch, :mod:`vescale_ray.planner`, ``dbuffer`` and ``dtensor
 
 | module | what it holds |
 |---|---|
-| ``api``, ``module``, ``arguments`` | ``fully_shard``, the methods that it adds to a module, checks of its arguments |
+| ``api``, ``arguments`` | ``fully_shard``, checks of its arguments |
+| ``collect``, ``data_parallel``, ``grouping`` | its stages: the model's parameters, the ranks that shard them, their groups |
+| ``module``, ``state_dict_hooks`` | the methods and the hooks that it adds to a module |
 | ``unit``, ``marks``, ``arrivals``, ``running_backward`` | the hooks of one ``fully_shard`` call in forward and backward |
 | ``group``, ``gradients``, ``delivery`` | one parameter group: its life in a step, its gradients, their way to ``.grad`` |
 | ``master_shard``, ``gathered``, ``flat_gradient`` | the memory of a group's sharded and gathered parameters, and of its gradients |
 | ``schedule``, ``phases``, ``finalize`` | order of units, allowed phases, the end of a backward |
 | ``lanes``, ``interfaces`` | the side streams and the buffer pool of a root; what a unit uses of its schedule |
 | ``comm``, ``reduction``, ``memory`` | the all-gather; the reduce-scatter; the buffer pool |
-| ``division``, ``grouping``, ``sharding`` | the ranks' parts of a buffer; parameters of a group; mesh dimensions (ZeRO, HSDP) |
+| ``parameters``, ``division``, ``sharding`` | one parameter; the ranks' parts of a buffer; mesh dimensions (ZeRO, HSDP) |
 | ``linear``, ``hooked`` | weight gradients without a copy; tensor classes with all-gather hooks |
 | ``uses``, ``same_plan``, ``debug`` | agreement of the ranks on used parameters, layouts and collectives |
 | ``torch_state``, ``stand_in``, ``labels`` | torch's internal state object, torch's import names, torch's profiler labels |

@@ -11,20 +11,18 @@ import weakref
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from vescale_ray.compat.fsdp import AllGather
 from vescale_ray.dbuffer import KeptShard
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.debug import agree
-from vescale_ray.fsdp.division import Division
 from vescale_ray.fsdp.gathered import GatheredBuffer, Leaves
 from vescale_ray.fsdp.gradients import Gradients
 from vescale_ray.fsdp.master_shard import MasterShard
 from vescale_ray.fsdp.memory import NOWHERE, Pool, may_stay
 from vescale_ray.fsdp.mixed_precision import dtypes
-from vescale_ray.fsdp.parameters import GroupParam, OriginalParameter, Place, Subgroup, sharded_parameter
+from vescale_ray.fsdp.parameters import GroupParam, GroupPlan, OriginalParameter, Place, Subgroup, sharded_parameter
 from vescale_ray.fsdp.phases import Residency, Retain
 
 
@@ -33,48 +31,33 @@ class ParameterGroup:
 
     Args:
         name: the name in error messages.
-        sources: parameters of one dtype and one ``requires_grad``, in the order of ``division.layout.specs``.
-        division: from :func:`~vescale_ray.fsdp.grouping.plan_groups`.
-        mesh: 1-D (shard) or 2-D (replicate, shard).
         device: where unsharded parameters live.
-        retain: the gathered parameters that stay until the next optimizer step.
-        neighbours: size of the subgroup that keeps all parameters between forward and backward; None: no subgroup.
         to_empty: allocate storage without values for parameters on the meta device.
     """
 
     hooked = False
     """Whether the parameters' tensor classes define the all-gather themselves (:mod:`vescale_ray.fsdp.hooked`)."""
 
-    def __init__(
-        self,
-        name: str,
-        sources: Sequence[OriginalParameter],
-        division: Division,
-        mesh: DeviceMesh,
-        policy: MixedPrecisionPolicy,
-        offload: OffloadPolicy,
-        device: torch.device,
-        retain: Retain = Retain.NOTHING,
-        neighbours: int | None = None,
-        to_empty: bool = False,
-    ) -> None:
-        self.name, self.policy, self.place = name, policy, Place(mesh, device)
+    def __init__(self, name: str, plan: GroupPlan, offload: OffloadPolicy, device: torch.device, *, to_empty: bool) -> None:
+        self.name, self.policy, self.place = name, plan.policy, Place(plan.mesh, device)
         self.fqn = ""
         """Name of the unit below the root, for profilers."""
         self.offload = isinstance(offload, CPUOffloadPolicy) and device.type != "cpu"
         self.pin_memory = self.offload and bool(getattr(offload, "pin_memory", False))
-        self.orig_dtype = sources[0].param.dtype
-        self.compute_dtype, self.reduce_dtype = dtypes(self.orig_dtype, policy)
-        self.division, self.layout = division, division.layout
-        self.alone = not self.offload and ((self.place.world == 1 and not division.copies) or not division.part_numel)
+        self.orig_dtype = plan.sources[0].param.dtype
+        self.compute_dtype, self.reduce_dtype = dtypes(self.orig_dtype, plan.policy)
+        self.division, self.layout = plan.division, plan.division.layout
+        alone = self.place.world == 1 and not plan.division.copies
+        self.alone = not self.offload and (alone or not plan.division.part_numel)
         """Whether there is one rank, or no element: nothing is sent."""
 
         self.residency = Residency.SHARDED
         self.requested = False
         """Whether the user called ``unshard``: the parameters then stay gathered until a forward uses them or they are resharded."""
         self.unshard_in_backward = True
-        self.retain = retain
-        self.subgroup = Subgroup(mesh, neighbours, device) if neighbours is not None and not division.copies else None
+        self.retain = plan.retain
+        neighbours = None if plan.division.copies else plan.neighbours
+        self.subgroup = Subgroup(plan.mesh, neighbours, device) if neighbours is not None else None
         """The neighbours from which backward gathers, since each keeps a larger part of the parameters after forward; None: all ranks."""
         self._part: torch.Tensor | None = None
         """The part that this rank keeps for its ``subgroup`` between forward and backward."""
@@ -86,12 +69,12 @@ class ParameterGroup:
         """Version of the master shard's memory at the last gather. It also counts writes that only one rank made."""
         self._writes = 0
 
-        self._renormed = any(getattr(ref(), "max_norm", None) is not None for source in sources for ref, _ in source.owners)
+        self._renormed = any(getattr(ref(), "max_norm", None) is not None for source in plan.sources for ref, _ in source.owners)
         """Whether an embedding with ``max_norm`` writes to the gathered parameters in forward. These writes are dropped on purpose."""
-        self.gathered = GatheredBuffer(self.place, division, self.compute_dtype, weakref.WeakMethod(self.invalid_because))
+        self.gathered = GatheredBuffer(self.place, self.division, self.compute_dtype, weakref.WeakMethod(self.invalid_because))
         self.params: list[GroupParam] = []
-        self._shard_parameters(sources, to_empty)
-        self.grads = Gradients(self.place, division, self.params, in_place=False, offload=self.offload)
+        self._shard_parameters(plan.sources, to_empty)
+        self.grads = Gradients(self.place, self.division, self.params, in_place=False, offload=self.offload)
         self.leaves = Leaves(self.params, self.grads, checked=not self._renormed)
         self.tell_gradients()
 

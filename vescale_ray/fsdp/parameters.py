@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from vescale_ray.communication.point_to_point import is_pairwise
@@ -19,6 +21,8 @@ from vescale_ray.dtensor.placement import RaggedShard
 from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_ray.dtensor.redistribution import plain_spec
 from vescale_ray.dtensor.spec import contiguous_stride, make_spec
+from vescale_ray.fsdp.division import Division
+from vescale_ray.fsdp.phases import Retain
 from vescale_ray.geometry import Block
 
 Owner = tuple["weakref.ref[nn.Module]", str]
@@ -38,6 +42,8 @@ class OriginalParameter:
     name: str
     param: nn.Parameter
     owners: tuple[Owner, ...]
+    mesh: DeviceMesh
+    """The ranks that shard the parameter: (shard,) or (replicate, shard)."""
     block: Block | None
     parallel: Parallel | None = None
     gaps: bool = False
@@ -91,6 +97,25 @@ class Parallel:
         wanted = tuple(g if i in self.data_dims else p for i, (g, p) in enumerate(zip(grad.placements, self.spec.placements, strict=True)))
         local = local_of(grad if grad.placements == wanted else grad.redistribute(placements=wanted))
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """A group that is to be built.
+
+    Attributes:
+        sources: parameters of one dtype and one ``requires_grad``, in the order of ``division.layout.specs``.
+        mesh: 1-D (shard) or 2-D (replicate, shard).
+        retain: the gathered parameters that stay until the next optimizer step.
+        neighbours: size of the subgroup that keeps all parameters between forward and backward; None: no subgroup.
+    """
+
+    sources: Sequence[OriginalParameter]
+    division: Division
+    mesh: DeviceMesh
+    policy: MixedPrecisionPolicy
+    retain: Retain
+    neighbours: int | None
 
 
 class Place:
