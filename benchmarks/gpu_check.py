@@ -63,8 +63,8 @@ def with_collectives(model: Any) -> Any:
 
     for unit in {id(unit): unit for m in model.modules() if (unit := unit_of(m)) is not None}.values():
         for group in unit.groups:
-            group.in_place = False
-            group._tell_gradients()
+            group.alone = False
+            group.tell_gradients()
     return model
 
 

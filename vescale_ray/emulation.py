@@ -135,17 +135,16 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     # -- the operations: fill the outputs, then take time ----------------------------------------------------------------------
 
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        own = output.view(-1)[self._rank * input.numel() : (self._rank + 1) * input.numel()]
-
-        def fill() -> None:
-            if own.data_ptr() != input.data_ptr():
-                own.copy_(input.reshape(-1))
-
-        return self._take("all-gather", [output], output.nbytes, input.nbytes, fill, opts)
+        return self.allgather_into_tensor_coalesced([output], [input], opts)
 
     def allgather_into_tensor_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        works = [self._allgather_base(out, one, opts) for out, one in zip(outputs, inputs, strict=True)]
-        return works[-1]
+        def fill() -> None:
+            for output, input in zip(outputs, inputs, strict=True):
+                own = output.view(-1)[self._rank * input.numel() : (self._rank + 1) * input.numel()]
+                if own.data_ptr() != input.data_ptr():
+                    own.copy_(input.reshape(-1))
+
+        return self._take("all-gather", outputs, sum(out.nbytes for out in outputs), _worst_aligned(inputs), fill, opts)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
         def fill() -> None:
@@ -156,16 +155,14 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._take("all-gather", [t for parts in outputs for t in parts], size, inputs[0].nbytes, fill, opts)
 
     def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        own = input.view(-1)[self._rank * output.numel() : (self._rank + 1) * output.numel()]
-
-        def fill() -> None:
-            output.view(-1).copy_(own)
-
-        return self._take("reduce-scatter", [output], input.nbytes, output.nbytes, fill, opts)
+        return self.reduce_scatter_tensor_coalesced([output], [input], opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        works = [self._reduce_scatter_base(out, one, opts) for out, one in zip(outputs, inputs, strict=True)]
-        return works[-1]
+        def fill() -> None:
+            for output, input in zip(outputs, inputs, strict=True):
+                output.view(-1).copy_(input.view(-1)[self._rank * output.numel() : (self._rank + 1) * output.numel()])
+
+        return self._take("reduce-scatter", outputs, sum(one.nbytes for one in inputs), _worst_aligned(outputs), fill, opts)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         size = 2 * sum(t.nbytes for t in tensors)  # a reduce-scatter and an all-gather
@@ -222,6 +219,11 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
             fill()
             module._sleep(int(taken * wire.cycles_per_second))
             return _OnStream(stream.record_event(), outputs, device)
+
+
+def _worst_aligned(parts: list[torch.Tensor]) -> int:
+    """Bytes of the rank's part with the worst alignment, which decides about the speed of operations that run as one."""
+    return max((part.nbytes for part in parts), key=lambda nbytes: nbytes % 16)
 
 
 def _calibrate(module: Any) -> float:

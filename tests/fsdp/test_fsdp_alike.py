@@ -260,7 +260,7 @@ def one_of_several_roots_goes(rank: int, world: int) -> None:
         for stage in stages:
             stage(batch(rank, 272)).sum().backward()
     group = unit_of(stages[0].layers[0]).groups[0]
-    size = group.unsharded_bytes - (group.stays[1] - group.stays[0])
+    size = group.gathered.nbytes - (group.gathered.stays[1] - group.gathered.stays[0])
     del group
     stages[1].layers[0].unshard()
     loss = stages[2](batch(rank, 272)).sum()

@@ -258,7 +258,7 @@ def uneven(rank: int, world: int) -> None:
         assert got.shape == expected.shape and apart(got, expected) <= 1e-5
     # The gathered memory is freed between passes.
     group = next(g for g in unit_of(ours.layers[0]).groups if g.params[0].name == "linear.weight")
-    for gathered in group._gathered[0].outputs:
+    for gathered in group._tensors[0].outputs:
         with pytest.raises(RuntimeError, match="linear.weight.* resharded"):
             gathered.sum()
 
@@ -280,3 +280,50 @@ def refused(rank: int, world: int) -> None:
 
 def test_blocks_and_other_dimensions_are_refused() -> None:
     run_threads(2, refused)
+
+
+def written_in_place(rank: int, world: int) -> None:
+    x = torch.ones(2, 12)
+    uses: list[Any] = [lambda model: model(x), lambda model: model.layers[1].reshard()]
+    for use in uses:
+        model = shard(models()[0], fully_shard, reshard_after_forward=False)
+        out = model(x)
+        with torch.no_grad():
+            model.layers[1].linear.weight.mul_(2.0)
+        with pytest.raises(RuntimeError, match=r"gathered parameters of 'layers.1 .*written in place.*: layers.1.linear.weight. "):
+            use(model)
+        model.reset_iter_state()
+        assert torch.equal(model(x), out)
+
+
+def test_a_write_to_a_gathered_parameter_raises() -> None:
+    run_threads(2, written_in_place)
+
+
+class Plain(Rounded):
+    """A weight that is sent and used as it is: the gathered parameter is a view of what was received."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:  # type: ignore[override]
+        return (self.data_inside,), None
+
+    def fsdp_post_all_gather(self, outputs: tuple[torch.Tensor, ...], *_: Any, out: torch.Tensor | None = None) -> Any:
+        return None if out is not None else (outputs[0], ())
+
+
+def evaluated_first(rank: int, world: int) -> None:
+    layer = models()[0].layers[0]
+    weight = layer.linear.weight.data_inside
+    layer.linear.weight = nn.Parameter(weight.clone())
+    plain = copy.deepcopy(layer)
+    layer.linear.weight = nn.Parameter(Plain(weight))
+    fully_shard(layer)
+    x = torch.ones(2, 12)
+    with torch.inference_mode():
+        assert apart(layer(x), plain(x)) <= 1e-5
+    layer(x).sum().backward()
+    plain(x).sum().backward()
+    assert apart(bare(layer.linear.weight.grad), plain.linear.weight.grad.chunk(world)[rank]) <= 1e-5
+
+
+def test_training_follows_an_evaluation_in_inference_mode() -> None:
+    run_threads(2, evaluated_first)

@@ -160,7 +160,7 @@ def copied_bytes():
         for _ in range(2):
             step(model, optimizer)
         shard = sum(g.layout.shard_numel for u in _units(model) for g in u.groups)
-        numel = sum(p.numel() for p in model.parameters())
+        laid_out = sum(g.layout.numel for u in _units(model) for g in u.groups)
         biases = sum(p.numel() for p in model.parameters() if p.dim() == 1)
         x = torch.ones(2, WIDTH)
         with Writes() as writes:
@@ -168,7 +168,8 @@ def copied_bytes():
         forward = dict(writes.bytes)
         with Writes() as writes:
             out.float().square().mean().backward()
-        results[name] = forward, dict(writes.bytes), shard, numel, biases
+        root = sum(g.layout.shard_numel for g in unit_of(model).groups)
+        results[name] = forward, dict(writes.bytes), (shard, root), laid_out, biases
     return results
 
 
@@ -182,43 +183,37 @@ def one_of_two():
 
 def test_all_gather_copies_nothing_and_gradients_at_most_once(one_of_two):
     result = copied_bytes()
-    forward, backward, _, numel, biases = result["fp32"]
+    forward, backward, _, _, biases = result["fp32"]
     assert forward == {}
     assert backward.pop("copy_") == biases * 4, "weights' gradients are written where they are reduced"
     assert sum(backward.values()) < 2048, backward
-    forward, backward, shard, numel, _ = result["bf16"]
+    forward, backward, (shard, root), laid_out, biases = result["bf16"]
     cast_once = shard * 2
     assert cast_once <= forward.get("copy_", 0) + forward.get("_to_copy", 0) <= cast_once + 1024, "the cast of the shard, and of the inputs"
-    assert backward["copy_"] == numel * 4, "products in BF16 are cast on the way into the FP32 buffer"
+    again = (shard - root) * 2
+    assert backward["copy_"] == again + biases * 2 + laid_out * 4, "products in BF16 are cast once, when they are reduced"
 
 
-def test_shard_is_cast_once_per_optimizer_step(one_of_two):
+def test_shard_is_cast_in_the_gathered_buffer_for_each_all_gather(one_of_two):
     model = sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    shard = unit_of(model.layers[0]).groups[0].layout.shard_numel
-    counted = []
-    step(model, optimizer)
-    model.set_requires_gradient_sync(False)
-    for micro in range(4):
-        with CastsOf(shard) as seen:
-            model(torch.ones(2, WIDTH)).float().square().mean().backward()
-        counted.append(seen.count / LAYERS)
-        if micro == 2:
-            model.set_requires_gradient_sync(True)
-            model(torch.ones(2, WIDTH)).float().square().mean().backward()
-            optimizer.step()
-            model.set_requires_gradient_sync(False)
-    assert counted == [1, 0, 0, 1]
+    group = unit_of(model.layers[0]).groups[0]
+    step(model)
+    with CastsOf(group.layout.shard_numel) as seen:
+        model(torch.ones(2, WIDTH)).float().square().mean().backward()
+    assert seen.count == 2 * LAYERS
+    gathered = group.gathered.buffer._storage.untyped_storage()._cdata
+    assert gathered in seen.storages and len(seen.storages) == LAYERS, "there is no other copy of a shard"
 
 
 class CastsOf(TorchDispatchMode):
     def __init__(self, numel):
         super().__init__()
-        self.numel, self.count = numel, 0
+        self.numel, self.count, self.storages = numel, 0, set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.name == "aten::copy_" and args[0].shape == (self.numel,) and args[0].dtype == torch.bfloat16:
             self.count += 1
+            self.storages.add(args[0].untyped_storage()._cdata)
         return func(*args, **(kwargs or {}))
 
 
@@ -233,7 +228,7 @@ def pool_sizes(rank, world):
         step(model, optimizer)
         peaks.append(pool.peak_bytes)
     layer, root = unit_of(model.layers[0]).groups[0], unit_of(model).groups[0]
-    return peaks, layer.unsharded_bytes, root.unsharded_bytes, pool.bytes_held()
+    return peaks, layer.gathered.nbytes, root.gathered.nbytes, pool.bytes_held()
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -251,7 +246,7 @@ def held_at_the_end_of_backward(rank, world):
     step(model)
 
     def recorded(schedule):
-        counted.append(schedule.lanes.pool.count()[layer.unsharded_bytes])
+        counted.append(schedule.lanes.pool.count()[layer.gathered.nbytes])
         schedule_end(schedule)
 
     with patch.object(Schedule, "end_backward", recorded):
@@ -310,7 +305,7 @@ def released(rank, world):
             loss.backward()
         unit = unit_of(model.layers[1])
         group = unit.groups[0]
-        tensors = group.master.flat, group._cast, group.params[0].unsharded, model.head.weight.grad
+        tensors = group.master.flat, group.params[0].unsharded, model.head.weight.grad
         watched = [weakref.ref(it) for it in (*tensors, unit, group, unit.schedule)]
         del unit, group, loss, model, tensors
         return [ref() is None for ref in watched]
@@ -404,7 +399,9 @@ def test_device_buffers_add_up_units_that_stay_gathered():
     stays = [Travel(10, 20), Travel(1, 2)]
     assert device_buffers([], stays) == (11, 22)
     assert device_buffers([[Travel(5, 7)]], stays) == (16, 29)
-    assert device_buffers([[Travel(5, 7)], [Travel(6, 1)], [Travel(3, 3)]], stays) == (22, 32)
+    assert device_buffers([[Travel(5, 7)], [Travel(6, 1)], [Travel(3, 3)]], stays) == (16, 30), "the first one and two gradients"
+    assert device_buffers([[Travel(5, 4)], [Travel(6, 1)], [Travel(3, 3)]], stays) == (22, 23), "two units and one gradient"
+    assert device_buffers([[Travel(5, 4, cast=8)], [Travel(6, 1)], [Travel(3, 3)]], stays) == (22, 31), "and what casts it"
 
 
 def _units(model):
@@ -421,7 +418,7 @@ def forwards_without_backward(rank, world):
     while call is not None:
         calls, call = calls + 1, call.previous
     step(model)
-    root, layer = (unit_of(m).groups[0].unsharded_bytes for m in (model, model.layers[0]))
+    root, layer = (unit_of(m).groups[0].gathered.nbytes for m in (model, model.layers[0]))
     return held, root, layer, calls
 
 

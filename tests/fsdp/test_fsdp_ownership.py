@@ -458,6 +458,7 @@ def hooks(rank: int, world: int) -> None:
     with pytest.warns(UserWarning, match="has gradient hooks.*register_post_accumulate_grad_hook") as told:
         fully_shard(ours)
     assert sorted(str(one.message).split("'")[1] for one in told) == ["head.weight", "layers.0.weight"]
+    assert {one.filename for one in told} == {__file__}
     # Tensor hooks on a sharded parameter see no gradient.
     ours.layers[1].weight.register_hook(lambda grad: called.append("tensor") or grad)
     ours.head.weight.register_post_accumulate_grad_hook(lambda p: called.append(f"after {p.grad is not None}"))

@@ -131,11 +131,11 @@ def lives_in_its_buffer(module: nn.Module) -> bool:
     unit = unit_of(module)
     assert unit is not None
     group = unit.groups[0]
-    if group._buffer is None or group.stays == (0, 0):
+    if group.gathered.buffer is None or group.gathered.stays == (0, 0):
         return False
-    assert group._buffer._range is not None
-    start = group._buffer._range.address + group.stays[0]
-    return group.master.flat.data_ptr() == start and group.stays[1] - group.stays[0] == group.master.flat.nbytes
+    assert group.gathered.buffer._range is not None
+    start = group.gathered.buffer._range.address + group.gathered.stays[0]
+    return group.master.flat.data_ptr() == start and group.gathered.stays[1] - group.gathered.stays[0] == group.master.flat.nbytes
 
 
 class CopiesOf(TorchDispatchMode):
@@ -241,7 +241,7 @@ def materialised(rank: int, world: int) -> None:
             assert lives_in_its_buffer(layer)
             group = unit_of(layer).groups[0]  # type: ignore[union-attr]
             assert group.grads.leaves_out
-            assert len(group._pool._users[group._buffer.key]) == 3  # type: ignore[union-attr]
+            assert len(group.gathered.pool._users[group.gathered.buffer.key]) == 3  # type: ignore[union-attr]
 
 
 def test_shards_from_meta_or_cast_later_live_in_their_buffers() -> None:

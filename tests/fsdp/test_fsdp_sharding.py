@@ -110,10 +110,10 @@ def kept(rank: int, world: int, way: str) -> tuple[int, list[int], int]:
     own = layer.unshard
 
     def unshard(lane: Any, together: Any, *, fresh: bool = False) -> None:
-        whole = layer._whole_of is not None
+        whole = layer._whole
         own(lane, together, fresh=fresh)
         if not whole:
-            part = layer._part is not None and layer._gathered_of == layer._spmd_version()
+            part = layer._part is not None and layer._gathered_of == layer.spmd_version()
             sizes.append(layer.subgroup.size if part else layer.place.world)
 
     layer.unshard = unshard

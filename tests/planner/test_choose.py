@@ -58,13 +58,19 @@ def test_memory_by_kind_matches_values_worked_out_by_hand() -> None:
     memory = predict_memory(plan, Policy(tokens=1024))
     share = 8_030_261_248 / 8
     assert memory.master == pytest.approx(4 * share, rel=1e-3) == pytest.approx(memory.gradients, rel=1e-3)
-    assert memory.low_precision == pytest.approx(2 * share, rel=1e-3)
     assert memory.optimizer == pytest.approx(8 * share, rel=1e-3)
     assert memory.gathered == pytest.approx(2 * (525_340_672 + 218_112_000), rel=1e-3), "two neighbours at a time"
-    assert memory.gradient_buffers == pytest.approx(4 * 2 * 525_340_672, rel=2e-3), "the two largest units"
-    assert predict_memory(plan, Policy(compute_dtype=torch.float8_e4m3fn)).gathered * 2 == memory.gathered
-    one = predict_memory(plan_model(shapes, 1), Policy())
+    staging = 2 * (64 << 20)
+    assert memory.gradient_buffers == pytest.approx(2 * 525_340_672 + staging, rel=2e-3), "BF16 gradients of the larger one, and two chunks"
+    wide = predict_memory(plan, Policy(tokens=1024, compute_dtype=torch.float32))
+    assert wide.gradient_buffers == pytest.approx(4 * 525_340_672, rel=2e-3), "no chunk is cast"
+    fp8 = predict_memory(plan, Policy(compute_dtype=torch.float8_e4m3fn))
+    assert fp8.gathered == pytest.approx(525_340_672 * (1 + 4 / 128**2), rel=1e-3), "one unit in FP8, with its scales"
+    assert fp8.gradient_buffers == pytest.approx(2 * (525_340_672 + 218_112_000) + staging, rel=2e-3), "and BF16 gradients of two"
+    one = predict_memory(plan_model(shapes, 1), Policy(compute_dtype=torch.float32))
     assert one.gathered == one.gradient_buffers == 0, "nothing travels"
+    one = predict_memory(plan_model(shapes, 1), Policy())
+    assert one.gathered == pytest.approx(memory.gathered, rel=1e-3) and one.gradient_buffers == 0, "parameters are cast"
     states = {o: predict_memory(plan, Policy(optimizer=o)).optimizer / share for o in ("adamw", "adamw8bit", "muon", "sgd")}  # type: ignore[arg-type]
     assert states["adamw"] == pytest.approx(8, rel=1e-3) and states["sgd"] == pytest.approx(4, rel=1e-3)
     matrices = 1 - 2 * 525_336_576 / 8_030_261_248
@@ -144,7 +150,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 def test_the_command_prints_tables_and_writes_json_and_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
-    asked = ["--model", "gpt-oss-120b", "--devices", "1024", "--memory", "80GiB", "--optimizer", "muon"]
+    asked = ["--model", "gpt-oss-120b", "--devices", "1024", "--memory", "40GiB", "--optimizer", "muon"]
     code, out, err = run(capsys, *asked, "--html", str(page))
     assert code == 0 and not err
     for word in ("116,829,156,672 parameters", "->", "1024 ranks", "gradient buffers", "why", "needs", "met"):

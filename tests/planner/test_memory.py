@@ -16,7 +16,7 @@ from vescale_ray.planner.model_shapes import model_shapes
 from vescale_ray.planner.units import Blocks
 
 CONFIG = LlamaConfig(dim=192, layers=4, heads=6, kv_heads=2, ffn=512, vocab=384)
-EXACT = ("master", "low_precision", "gathered", "gradients", "gradient_buffers", "optimizer")
+EXACT = ("master", "gathered", "gradients", "gradient_buffers", "optimizer")
 
 
 class Tower(nn.Module):
@@ -88,7 +88,6 @@ def measure(rank: int, world: int, compute: str, optimizer: str, kind: str, rows
     told = explain(model, state_bytes={"adamw": 8.0, "sgd": 4.0}[optimizer]).memory
     held = {
         "master": storages([g.master.flat for g in groups]),
-        "low_precision": sum(g._cast.nbytes for g in groups if g._cast is not None),
         "gradients": storages([p.grad.to_local() for p in parameters if p.grad is not None and p.grad.to_local().numel()]),
         "optimizer": sum(s.numel() * s.element_size() for s in states),
         **most,

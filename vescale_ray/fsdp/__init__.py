@@ -4,13 +4,16 @@ The package imports torch, :mod:`vescale_ray.planner`, ``dbuffer`` and ``dtensor
 
 | module | what it holds |
 |---|---|
-| ``api``, ``module``, ``arguments`` | ``fully_shard``, the methods that it adds to a module, checks of its arguments |
+| ``api``, ``arguments`` | ``fully_shard``, checks of its arguments |
+| ``collect``, ``data_parallel``, ``grouping`` | its stages: the model's parameters, the ranks that shard them, their groups |
+| ``module``, ``state_dict_hooks`` | the methods and the hooks that it adds to a module |
 | ``unit``, ``marks``, ``arrivals``, ``running_backward`` | the hooks of one ``fully_shard`` call in forward and backward |
-| ``group``, ``gradients``, ``delivery`` | one parameter group: its buffers, its gradients, their way to ``.grad`` |
+| ``group``, ``gradients``, ``delivery`` | one parameter group: its life in a step, its gradients, their way to ``.grad`` |
+| ``master_shard``, ``gathered``, ``flat_gradient`` | the memory of a group's sharded and gathered parameters, and of its gradients |
 | ``schedule``, ``phases``, ``finalize`` | order of units, allowed phases, the end of a backward |
 | ``lanes``, ``interfaces`` | the side streams and the buffer pool of a root; what a unit uses of its schedule |
-| ``comm``, ``memory`` | the all-gather and the reduce-scatter; the buffer pool |
-| ``division``, ``grouping``, ``sharding`` | the ranks' parts of a buffer; parameters of a group; mesh dimensions (ZeRO, HSDP) |
+| ``comm``, ``reduction``, ``memory`` | the all-gather; the reduce-scatter; the buffer pool |
+| ``parameters``, ``division``, ``sharding`` | one parameter; the ranks' parts of a buffer; mesh dimensions (ZeRO, HSDP) |
 | ``linear``, ``hooked`` | weight gradients without a copy; tensor classes with all-gather hooks |
 | ``uses``, ``same_plan``, ``debug`` | agreement of the ranks on used parameters, layouts and collectives |
 | ``torch_state``, ``stand_in``, ``labels`` | torch's internal state object, torch's import names, torch's profiler labels |
@@ -23,31 +26,36 @@ P: elements of the group's parameters. W: ranks. S: elements of a rank's shard; 
 | tensor | elements, dtype | lifetime | made by |
 |---|---|---|---|
 | master shard (flat); sharded ``nn.Parameter``s are views | S, orig | the model's; on gloo in the buffer (below) | ``fully_shard`` |
-| cast shard, if compute is not orig (or gaps, below) | S, compute | the model's | one kernel per optimizer step |
 | gathered buffer; unsharded parameters are views | W*S, compute | addresses: the model's; memory: unshard to reshard | all-gather |
 | kept part, if `reshard_after_forward` is an int m | W*S/m, compute | from the end of forward to backward's all-gather | one copy |
 | autograd's gradient, except weights of large ``nn.Linear``s | its own, compute | until its hook has run | autograd |
-| gradient buffer (scratch) | W*S, reduce | first gradient to the end of the reduce-scatter | hooks |
-| exchange buffer (scratch), gloo with W > 2 or a cast | W*S, reduce | during the reduce-scatter | memory just released, if sizes match |
+| gradient buffer (scratch) | W*S, arrival (below) | first gradient to the end of the reduce-scatter | hooks |
+| exchange buffer (scratch), gloo with W > 2 | W*S, arrival | during the reduce-scatter | memory just released, if sizes match |
+| two staging buffers, not gloo, if arrival is not reduce | <= 64 MiB each, reduce | during the reduce-scatter | casts, chunk by chunk |
 | gradient shard (flat); ``param.grad`` are views | S, orig | until ``zero_grad`` | reduce-scatter, directly if reduce is orig |
 | partial gradient shard, HSDP without all-reduce | S, orig | until the next backward with it | reduce-scatter |
 | optimizer states | the shards' | the optimizer's | the optimizer, on sharded parameters |
 
-Number of buffers, for units of one size: the gathered buffers are prefetch depth + 1 = 2. The gradient buffers are 1 on the CPU and 2 on
-an accelerator, which fills one while it reduces the other. On the CPU the pool frees all of them once a pass needs no further unit.
-There the first unit of a backward prefetches late, since all activations of the step are still alive. On an accelerator torch's
-allocator keeps the memory. New host memory of a gradient buffer is allocated page by page as gradients are written.
+Gradients arrive in the compute dtype if each of its values is one of the reduce dtype (BF16 and FP32), else in the reduce dtype. The
+reduction casts them, so its result has the bits of gradients cast before. If a second gradient of a parameter arrives before the reduction
+(backwards without synchronization), the group's gradients move to a buffer of the reduce dtype, and the sum is exact in it.
+
+Number of buffers, for units of one size: the gathered buffers are prefetch depth + 1 = 2, and there is 1 gradient buffer. An accelerator
+fills a second one while it reduces the first; the next unit is gathered into the memory of the first. So there are 3 buffers in all, in a
+rotation that does not wait: collectives of one process group run one after the other anyway. On the CPU the pool frees all of them once a
+pass needs no further unit. There the first unit of a backward prefetches late, since all activations of the step are still alive. New host
+memory of a gradient buffer is allocated page by page as gradients are written.
 
 Gaps: with ``allow_gaps`` a stack of matrices may be gathered with a gap behind each matrix. The shard is stored without the gaps if a rank
-has elements of several matrices. Then the master shard, gradient shard and states are smaller than S. The cast shard exists even without a
-cast: it has the gaps, and is written tensor by tensor once per optimizer step.
+has elements of several matrices. Then the master shard, gradient shard and states are smaller than S, and the shard is copied tensor by
+tensor into this rank's part of the gathered buffer, as with a cast.
 
-One rank: nothing is gathered or scattered. Unsharded parameters are views of the master (or cast) shard, and gradients are written into the
-gradient shard directly. Padding is zeroed when a buffer is laid out and never written again.
+One rank: nothing is gathered or scattered. Unsharded parameters are views of the master shard, or of its cast in the gathered buffer, and
+gradients are written into the gradient shard directly. Padding of gradients is zeroed when a buffer is laid out and never written again.
 
-Copies per step: the cast (S), and each gradient once, from autograd's result into the buffer. Weights of large ``nn.Linear``s need no copy
-if compute is reduce: their matrix product writes into the buffer (``linear``). On gloo this rank also
-copies its own part (S) into the gathered buffer, unless the master shard lives there.
+Copies per step: for each all-gather the cast (S) into this rank's part of the gathered buffer, and each gradient once, from autograd's
+result into the buffer. Weights of large ``nn.Linear``s need no copy if they arrive in the compute dtype: their matrix product writes into
+the buffer (``linear``). Without a cast, this rank's part (S) is copied on gloo, unless the master shard lives there.
 
 The master shard lives in the gathered buffer on gloo if it is not cast, has no gaps, and ``ParameterGroup._can_live_in_buffer`` finds no
 other obstacle. This needs buffers of at least 256 KiB. The memory of this rank's part then stays, and only that of the others is freed.

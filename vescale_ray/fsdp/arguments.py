@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,59 @@ from vescale_ray.fsdp.schedule import unit_of
 from vescale_ray.fsdp.sharding import Sharding
 from vescale_ray.geometry import Block
 
+BlockPolicy = Callable[[str, nn.Parameter], Block | None]
+
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of one ``fully_shard`` call, which documents them.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument can't be used, or two of them exclude each other.
+    """
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: set[nn.Parameter]
+    dp_mesh_dims: DataParallelMeshDims | None
+    block_policy: BlockPolicy | None
+    allow_gaps: bool | Callable[[str, nn.Parameter], bool]
+    sharding: Sharding | None
+    to_empty: bool
+
+    def __post_init__(self) -> None:
+        if self.mesh is not None:
+            _check_mesh(self.mesh)
+        _check_policies(self.mp_policy, self.offload_policy)
+        _check_functions(self.shard_placement_fn, self.block_policy, self.allow_gaps)
+        _check_dims(self.sharding, self.dp_mesh_dims, self.reshard_after_forward)
+
+    def resharding(self, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
+        """Whether to reshard after forward, and the number of ranks to reshard to if that is not all those that shard over ``mesh``.
+
+        Raises:
+            ValueError: ``reshard_after_forward`` is neither a bool, None nor a divisor of their number.
+        """
+        value, shard_size = self.reshard_after_forward, mesh.size(mesh.ndim - 1)
+        if value is None or isinstance(value, bool):
+            return value, None
+        if not isinstance(value, int):
+            raise ValueError(
+                f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {value!r}; None reshards "
+                f"all units but the root"
+            )
+        if value < 1 or value > shard_size or shard_size % value:
+            raise ValueError(
+                f"If passing reshard_after_forward as an int, it should be a factor of {shard_size}, not {value}: it must divide the shard "
+                f"size"
+            )
+        return value != 1, value if 1 < value < shard_size else None
 
 
 def check_type(name: str, value: Any, wanted: type, example: str) -> None:
@@ -85,7 +138,7 @@ def check_modules(what: str, modules: Any) -> None:
         raise TypeError(f"{what} got {_shown(modules)}: give a list of modules, which may be empty")
 
 
-def check_policies(mixed: Any, offload: Any) -> None:
+def _check_policies(mixed: Any, offload: Any) -> None:
     """Raise TypeError for policies or dtypes of another type, and ValueError for dtypes that can't be used in training."""
     check_type("mp_policy", mixed, MixedPrecisionPolicy, "MixedPrecisionPolicy(param_dtype=torch.bfloat16)")
     check_type("offload_policy", offload, OffloadPolicy, "CPUOffloadPolicy()")
@@ -104,7 +157,7 @@ def check_policies(mixed: Any, offload: Any) -> None:
     check_flag("cast_forward_inputs of mp_policy", mixed.cast_forward_inputs)
 
 
-def check_functions(shard_placement_fn: Any, block_policy: Any, allow_gaps: Any) -> None:
+def _check_functions(shard_placement_fn: Any, block_policy: Any, allow_gaps: Any) -> None:
     """Raise TypeError for functions that can't be called with the arguments that they will get."""
     if shard_placement_fn is not None:
         check_call("shard_placement_fn", shard_placement_fn, "parameter")
@@ -116,7 +169,7 @@ def check_functions(shard_placement_fn: Any, block_policy: Any, allow_gaps: Any)
         check_call("allow_gaps", allow_gaps, "name", "parameter")
 
 
-def check_dims(sharding: Any, dims: Any, reshard_after_forward: Any) -> None:
+def _check_dims(sharding: Any, dims: Any, reshard_after_forward: Any) -> None:
     """Raise TypeError for mesh dimensions of another type, and ValueError for dimensions that two arguments name."""
     if dims is not None:
         check_type("dp_mesh_dims", dims, DataParallelMeshDims, "DataParallelMeshDims(shard='dp')")
@@ -138,7 +191,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-def check_mesh(mesh: Any) -> None:
+def _check_mesh(mesh: Any) -> None:
     """Raise TypeError if ``mesh`` is not a mesh. Raise ValueError if it does not contain this process, its devices can't train or are
     missing here, or its process groups are gone."""
     check_type("mesh", mesh, DeviceMesh, "init_device_mesh('cpu', (world_size,))")
@@ -286,26 +339,6 @@ def has_hooks(fqn: str, param: nn.Parameter, block: Block | None, shard_dim: int
     if block is not None or shard_dim not in (None, 0):
         raise ValueError(f"{fqn!r} has all-gather hooks of its own and is sharded along dimension 0: give no block, no other dimension")
     return True
-
-
-def resharding(value: Any, shard_size: int) -> tuple[bool | None, int | None]:
-    """Whether to reshard after forward, and the number of ranks to reshard to if that is not all of them.
-
-    Raises:
-        ValueError: ``value`` is neither a bool, None nor a divisor of ``shard_size``.
-    """
-    if value is None or isinstance(value, bool):
-        return value, None
-    if not isinstance(value, int):
-        raise ValueError(
-            f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {value!r}; None reshards "
-            f"all units but the root"
-        )
-    if value < 1 or value > shard_size or shard_size % value:
-        raise ValueError(
-            f"If passing reshard_after_forward as an int, it should be a factor of {shard_size}, not {value}: it must divide the shard size"
-        )
-    return value != 1, value if 1 < value < shard_size else None
 
 
 def _where(roots: Sequence[nn.Module], module: nn.Module) -> str:

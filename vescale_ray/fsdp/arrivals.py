@@ -27,14 +27,23 @@ def will_come(group: ParameterGroup) -> bool:
 
 
 def _prefetch_at_first_gradient(unit_ref: weakref.ref[Unit]) -> None:
-    """Prefetch before the first gradient buffer is filled. On the CPU all units share one, so finish the last reduce-scatter first."""
+    """Prefetch before the first gradient buffer is filled.
+
+    On the CPU all units share one, so the last reduce-scatter is finished first. On an accelerator the all-gather uses the memory of the
+    gradients that are being reduced. This unit's buffers are taken before, so that they don't get that memory and wait for it."""
     unit = unit_ref()
     if unit is None or unit.schedule is None:
         return
     if in_backward():
         # A backward through the graph of create_graph=True passes no entry mark: a parameter's gradient is its first sign.
         unit.schedule.enter_backward(unit)
-    if not unit.schedule.overlaps:
+    if unit.schedule.overlaps:
+        for group in unit.groups:
+            if group.grads.trainable_count:
+                group.grads.open()
+        unit.schedule.lend_reduced()
+        unit.prefetch_backward()
+    else:
         unit.schedule.finish_reductions()
         if not unit._prefetches_late:
             unit.prefetch_backward()

@@ -170,7 +170,7 @@ def check_tied(units: list[Unit]) -> None:
                     f"them into one unit, as fully_shard([module_a, module_b]), or leave both to the root"
                 )
             home = homes[id(installed)]
-            if home is not param and not group.lodge(param, home):
+            if home is not param and (group.hooked or not param.tie_to(home)):
                 raise ValueError(
                     f"Parameter {param.fqn!r} is shared with a parameter already managed by another FSDP group: it was tied to "
                     f"{home.fqn!r} after fully_shard. Tie the modules first, then put them into one unit, as fully_shard([module_a, "

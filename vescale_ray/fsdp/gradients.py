@@ -1,6 +1,9 @@
 """Gradients: the path of one group's gradients from autograd to the optimizer.
 
 accumulate (a hook per parameter) -> flat buffer [W * S] -> reduce-scatter -> shard [S] -> delivery (``delivery.py``)
+
+The buffer has the compute dtype if the reduce dtype holds each of its values, and the reduction casts them. If a second gradient of a
+parameter arrives before the reduction, the gradients first move to a buffer of the reduce dtype, so that sums are as exact as in it.
 """
 
 from __future__ import annotations
@@ -17,13 +20,15 @@ from torch import nn
 from vescale_ray.communication import wait_notes
 from vescale_ray.compat.core import current_graph_task_id, disable_dynamo
 from vescale_ray.compat.fsdp import ReduceScatter
-from vescale_ray.dbuffer import DBuffer
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.delivery import Delivery
 from vescale_ray.fsdp.division import Division
+from vescale_ray.fsdp.flat_gradient import FlatGradient, give_back
 from vescale_ray.fsdp.linear import offer_sink
 from vescale_ray.fsdp.memory import Buffer, Pool
 from vescale_ray.fsdp.parameters import GroupParam, Place
+from vescale_ray.fsdp.reduction import InOrder, reduce_scatter
+from vescale_ray.planner.step_buffers import arrival_dtype
 
 
 @dataclass
@@ -51,7 +56,7 @@ class Gradients:
         self.layout, self.kept = division.layout, division.kept
         self.in_place = in_place
         self.delivery = Delivery(params, division.kept, offload=offload)
-        self.orig_dtype = self.reduce_dtype = torch.float32
+        self.orig_dtype = self.compute_dtype = self.reduce_dtype = torch.float32
         self.pool: Pool | None = None
         self.group = place.shard_group
         """Process group of the reduce-scatter."""
@@ -71,12 +76,8 @@ class Gradients:
         """Gradients that a linear layer wrote into the buffer and that autograd has not delivered yet: graph task by parameter index."""
         self._aside: dict[int, torch.Tensor] = {}
         """Gradients of claimed parameters that another graph task delivered meanwhile (reentrant checkpoints)."""
-        self._views_key = (self.layout.fingerprint, tuple(p.name for p in params))
-        self._flat: torch.Tensor | None = None
-        self._buffer: Buffer | None = None
-        self._views: list[torch.Tensor] = []
-        self._written: set[int] = set()
-        """Parameters whose part of a newly allocated buffer has been written."""
+        self._names = tuple(p.name for p in params)
+        self._flat: FlatGradient | None = None
         self._reductions: list[Reduction] = []
         self.partial: torch.Tensor | None = None
         self._partial_used: set[int] = set()
@@ -107,8 +108,15 @@ class Gradients:
         return bool(self._claims)
 
     @property
+    def buffer_dtype(self) -> torch.dtype:
+        """The dtype in which gradients arrive."""
+        if self.in_place or self.custom_scatter is not None:
+            return self.reduce_dtype
+        return arrival_dtype(self.compute_dtype, self.reduce_dtype)
+
+    @property
     def buffer_bytes(self) -> int:
-        return self.layout.numel * self.reduce_dtype.itemsize
+        return self.layout.numel * self.buffer_dtype.itemsize
 
     @property
     def delivers(self) -> bool:
@@ -153,12 +161,12 @@ class Gradients:
             return None
         if leaf is None or not leaf.requires_grad or leaf._backward_hooks:
             return None
-        self._begin()
-        view = self._views[index]
+        flat = self._begin()
+        view = flat.views[index]
         if view.dtype != like.dtype or view.device != like.device:
             return None
         self._claims[index] = current_graph_task_id()
-        self._writes(index)
+        flat.writes(index)
         return view
 
     def accumulate(self, index: int) -> None:
@@ -178,30 +186,34 @@ class Gradients:
         parallel = self.params[index].parallel
         if parallel is not None:
             grad = parallel.local_gradient(grad)
-        self._begin()
-        view, claim = self._views[index], self._claims.get(index)
+        flat, claim = self._begin(), self._claims.get(index)
         if not self.contributes:
             # Write zeros: zero times the gradient of a stand-in batch would keep NaN and infinity.
             if not self._arrived[index]:
-                self._writes(index)
-                view.zero_()
+                flat.writes(index)
+                flat.views[index].zero_()
             self._arrives(index, counts=False)
         elif claim is not None and claim != current_graph_task_id():
             # Autograd still holds the claimed view, maybe as a part of a sum: do not write there.
             held = self._aside.get(index)
             self._aside[index] = grad if held is None else held + grad
         else:
-            if claim is None and not self._arrived[index]:
-                self._writes(index)
-            if claim is None and self._arrived[index]:
-                view.add_(grad)
-            elif claim is None or not _is_same(grad, view):
-                view.copy_(grad)  # with a claim, it is the sum of the claimed view and gradients from other uses
+            held = None
             if claim is not None:
                 del self._claims[index]
                 held = self._aside.pop(index, None)
-                if held is not None:
-                    view.add_(held)
+            adds = claim is None and self._arrived[index]
+            if adds or held is not None or grad.dtype != flat.tensor.dtype:
+                flat = self._widen(flat)
+            if claim is None and not adds:
+                flat.writes(index)
+            view = flat.views[index]
+            if adds:
+                view.add_(grad)
+            elif claim is None or not _is_same(grad, view):
+                view.copy_(grad)  # with a claim, it is the sum of the claimed view and gradients from other uses
+            if held is not None:
+                view.add_(held)
             self._arrives(index)
         if not self._seen[index]:
             self._seen[index] = True
@@ -219,19 +231,23 @@ class Gradients:
             self._arrived[index] = True
             self.arrived_count += 1
 
-    def _begin(self) -> None:
+    def _begin(self) -> FlatGradient:
         """Prepare for a gradient: the first one opens the buffer."""
-        if self._flat is None:
-            if self.on_first is not None:
-                self.on_first()
-            self._open()
+        if self._flat is None and self.on_first is not None:
+            self.on_first()
+        return self.open()
 
-    def _writes(self, index: int) -> None:
-        """Tell the pool that the gradient of unsharded parameter ``index`` is about to be written into a new buffer."""
-        if self._buffer is not None and self._buffer.unwritten and index not in self._written:
-            assert self.pool is not None
-            self._written.add(index)
-            self.pool.written(self._buffer, self._views[index].nbytes)
+    def _widen(self, narrow: FlatGradient) -> FlatGradient:
+        """Move the gradients to a buffer of the reduce dtype, in which further ones are added without more rounding than in the sum."""
+        if narrow.tensor.dtype == self.reduce_dtype:
+            return narrow
+        self._flat = None
+        wide = self.open(self.reduce_dtype)
+        wide.writes_all()
+        wide.tensor.copy_(narrow.tensor)
+        if not self._claims:  # else autograd still holds views of the narrow buffer; its memory lives as long as they do
+            narrow.give_back()
+        return wide
 
     def end_window(self) -> None:
         """End the unit's part of this backward: later gradients belong to another part."""
@@ -245,17 +261,17 @@ class Gradients:
         for index in claims:
             held = self._aside.pop(index, None)
             if held is not None:
-                self._views[index].copy_(held)
+                self.open().views[index].copy_(held)
                 self._arrives(index)
 
     def open_unused(self) -> None:
         """Fill in zeros for missing gradients, so that every parameter counts (``set_reduce_scatter_unused_params``)."""
-        self._open()
+        flat = self.open()
         for index, param in enumerate(self.params):
             if param.sharded.requires_grad:
                 if not self._arrived[index]:
-                    self._writes(index)
-                    self._views[index].zero_()
+                    flat.writes(index)
+                    flat.views[index].zero_()
                 self._arrives(index)
 
     def reduce(self, lane: comm.Lane, *, asks: bool) -> None:
@@ -263,19 +279,17 @@ class Gradients:
 
         ``asks``: whether the ranks will exchange which parameters they used; if not, all of them count as used.
         """
-        self._open()
-        assert self.pool is not None and self._flat is not None
-        if self._buffer is not None:
-            self.pool.written(self._buffer, self.buffer_bytes)
+        gradients = self.open()
+        gradients.writes_all()
         used = sorted(self._counts) if asks else [i for i, param in enumerate(self.params) if param.sharded.requires_grad]
         self._used.update(used if asks else ())
         # In a fixed order use -0.0, since adding it changes no number, while adding 0.0 changes -0.0.
         nothing = -0.0 if self.ordered else 0.0
         for index, arrived in enumerate(self._arrived):
             if not arrived or (self.ordered and not self.contributes):
-                self._views[index].fill_(nothing)
+                gradients.views[index].fill_(nothing)
         factor = 1.0 / (self.divide_factor if self.divide_factor is not None else self.place.world * self.place.replicas)
-        flat, buffer = self._flat, self._buffer
+        flat, buffer = gradients.tensor, gradients.buffer
         self._clear()
         if self.in_place:
             if factor != 1.0:
@@ -285,13 +299,15 @@ class Gradients:
         if self.division.copies:
             flat, buffer = self._split(flat, buffer)
         out = torch.empty(self.division.part_numel, dtype=self.orig_dtype, device=self.place.device)
-        pending = comm.reduce_scatter(
+        assert self.pool is not None
+        pending = reduce_scatter(
             out,
             flat,
             self.group,
             lane,
             self.pool,
             factor,
+            self.reduce_dtype,
             pairwise=self.place.pairwise,
             leaves_out=self.leaves_out,
             sum_only=self.sum_only,
@@ -304,21 +320,30 @@ class Gradients:
         """Copy the gradients into parts for the ranks, and give their buffer back."""
         assert self.pool is not None
         numel = self.division.part_numel * self.place.world
-        nbytes = numel * self.reduce_dtype.itemsize
+        nbytes = numel * flat.itemsize
         if self.custom_scatter is None:
             parts = self.pool.take(nbytes, self.place.device)
         else:
-            parts = Buffer(nbytes, self.place.device, comm.allocate(self.custom_scatter, numel, self.reduce_dtype, self.place.device))
+            parts = Buffer(nbytes, self.place.device, comm.allocate(self.custom_scatter, numel, flat.dtype, self.place.device))
         parts.clean_for = None
-        self.division.split(flat, parts.flat(self.reduce_dtype))
+        self.division.split(flat, parts.flat(flat.dtype))
         self._give_back(buffer)
-        return parts.flat(self.reduce_dtype), parts
+        return parts.flat(flat.dtype), parts
+
+    def lend(self) -> None:
+        """Give the buffers of the running reductions to the next all-gather, which then waits for their end. Only on an accelerator."""
+        for reduction in self._reductions:
+            buffer, pending = reduction.buffer, reduction.pending
+            if buffer is not None and not buffer.fixed and isinstance(pending, comm.EventPending) and pending.event is not None:
+                assert self.pool is not None
+                self.pool.lend(buffer, pending.event)
+                reduction.buffer = None
 
     def finish(self) -> None:
         """Wait for the running reductions and deliver their results as ``.grad`` of the sharded parameters."""
         while self._reductions:
             reduction = self._reductions.pop(0)
-            if isinstance(reduction.pending, comm.InOrder):
+            if isinstance(reduction.pending, InOrder):
                 self._finish_in_order(reduction, reduction.pending)
                 continue
             wait_notes.begin("reduce-scatter", self.params[0].fqn, self.buffer_bytes, self.place.world)
@@ -333,7 +358,7 @@ class Gradients:
                 self.delivery.call_hooks(reduction.used)
 
     @torch.no_grad()
-    def _finish_in_order(self, reduction: Reduction, parts: comm.InOrder) -> None:
+    def _finish_in_order(self, reduction: Reduction, parts: InOrder) -> None:
         """Continue the sum from the gradients of the reduction before."""
         out = self.delivery.delivered()
         earlier = out is not None and out.device == reduction.out.device
@@ -391,37 +416,19 @@ class Gradients:
 
     # -- the flat buffer ---------------------------------------------------------------------------------------------
 
-    def _open(self) -> None:
-        if self._flat is not None:
-            return
-        if self.in_place:
-            self._flat = torch.empty(self.layout.numel, dtype=self.reduce_dtype, device=self.place.device)
-            whole = DBuffer(self.layout, self._flat, rank=None)
-            whole.zero_padding()
-            self._views = [whole.tensor(param.name) for param in self.params]
-            return
-        assert self.pool is not None
-        if self.custom_scatter is not None and not self.division.copies:
-            memory = comm.allocate(self.custom_scatter, self.layout.numel, self.reduce_dtype, self.place.device)
-            buffer = Buffer(self.buffer_bytes, self.place.device, memory)
-        else:
-            in_pieces = self.pool.spares(self.buffer_bytes)
-            buffer = self.pool.take(self.buffer_bytes, self.place.device, self.layout.fingerprint, in_pieces=in_pieces)
-        self._buffer = buffer
-        self._flat = buffer.flat(self.reduce_dtype)
-        whole = DBuffer(self.layout, self._flat, rank=None)
-        if buffer.clean_for != self.layout.fingerprint:
-            whole.zero_padding()
-            buffer.clean_for = self.layout.fingerprint
-        key = (self._views_key, self.reduce_dtype)
-        if key not in buffer.views:
-            buffer.views[key] = [whole.tensor(param.name) for param in self.params]
-        self._views = buffer.views[key]
+    def open(self, dtype: torch.dtype | None = None) -> FlatGradient:
+        """The buffer, which is taken now if there is none. ``dtype``: its dtype; None: :attr:`buffer_dtype`."""
+        if self._flat is None and self.in_place:
+            self._flat = FlatGradient.shard(self.layout, self._names, self.reduce_dtype, self.place.device)
+        elif self._flat is None:
+            assert self.pool is not None
+            custom = None if self.division.copies else self.custom_scatter
+            args = (self.layout, self._names, dtype or self.buffer_dtype, self.place.device)
+            self._flat = FlatGradient.scratch(*args, self.pool, custom)
+        return self._flat
 
     def _clear(self) -> None:
-        self._claims, self._aside = {}, {}
-        self._flat = self._buffer = None
-        self._views, self._written = [], set()
+        self._claims, self._aside, self._flat = {}, {}, None
         self._arrived, self._counts = [False] * len(self.params), set()
         self.arrived_count = 0
 
@@ -431,7 +438,7 @@ class Gradients:
         """Drop the gradients and reductions of an unfinished step."""
         self.end_window()
         reductions, self._reductions = self._reductions, []
-        buffer, self.partial, self._partial_used = self._buffer, None, set()
+        flat, self.partial, self._partial_used = self._flat, None, set()
         self._clear()
         self._used.clear()
         self.delivery.discard()
@@ -440,12 +447,11 @@ class Gradients:
                 param.unsharded.grad = None
         for reduction in reductions:
             reduction.pending.wait()
-        for one in (buffer, *(r.buffer for r in reductions)):
+        for one in (flat and flat.buffer, *(r.buffer for r in reductions)):
             self._give_back(one)
 
     def _give_back(self, buffer: Buffer | None) -> None:
-        if buffer is not None and self.pool is not None and not buffer.fixed:
-            self.pool.give_back(buffer)
+        give_back(buffer, self.pool)
 
 
 def _is_same(grad: torch.Tensor, view: torch.Tensor) -> bool:

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from vescale_ray.fsdp.arguments import Arguments
+from vescale_ray.fsdp.data_parallel import group_ids
 from vescale_ray.fsdp.division import Chunks, Cuts, Division
-from vescale_ray.fsdp.mixed_precision import dtypes
-from vescale_ray.fsdp.parameters import OriginalParameter
+from vescale_ray.fsdp.mixed_precision import dtypes, policy_of
+from vescale_ray.fsdp.parameters import GroupPlan, OriginalParameter
+from vescale_ray.fsdp.sharding import ShardingPlan
 from vescale_ray.planner import Bundle, TensorSpec, plan_layout
 
 
-def plan_groups(
+def plan_groups(parameters: Sequence[OriginalParameter], given: Arguments, axes: ShardingPlan) -> list[GroupPlan]:
+    """Divide a unit's parameters into groups.
+
+    Raises:
+        ValueError: a block, a mesh or a precision does not fit a parameter, or a dimension does not exist.
+        NotImplementedError: the ranks can't divide a dimension evenly.
+    """
+    kinds: dict[tuple[MixedPrecisionPolicy, Hashable], list[OriginalParameter]] = {}
+    for one in parameters:
+        alike = (one.param.dtype, one.param.requires_grad, one.hooked, group_ids(one.mesh))
+        kinds.setdefault((policy_of(one.name, one.param, given.mp_policy), alike), []).append(one)
+    plans = []
+    for (policy, _), sources in kinds.items():
+        mesh = sources[0].mesh
+        neighbours = axes.neighbours or given.resharding(mesh)[1]
+        for members, division in _divided(sources, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1), policy):
+            plans.append(GroupPlan(members, division, mesh, policy, axes.retain, neighbours))
+    return plans
+
+
+def _divided(
     sources: Sequence[OriginalParameter], rank: int, world: int, policy: MixedPrecisionPolicy
 ) -> list[tuple[list[OriginalParameter], Division]]:
-    """Divide parameters of one dtype and one ``requires_grad`` into groups: one, or several if that saves much padding.
+    """Divide parameters of one kind into groups: one, or several if that saves much padding.
 
     A stack of matrices gets gaps behind them if it may and if they save padding. Parameters with a ``Shard`` dimension form a
     separate group.

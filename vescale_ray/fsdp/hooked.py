@@ -25,7 +25,7 @@ from vescale_ray.fsdp.group import ParameterGroup
 from vescale_ray.fsdp.invalid_storage import Guard
 from vescale_ray.fsdp.labels import span
 from vescale_ray.fsdp.memory import Pool
-from vescale_ray.fsdp.parameters import GATHERED_OF, REPLACED, GroupParam, as_dtensor, local_of
+from vescale_ray.fsdp.parameters import GATHERED_OF, GroupParam, local_of
 from vescale_ray.fsdp.phases import Residency
 
 
@@ -42,7 +42,7 @@ def has_gather_hooks(tensor: torch.Tensor) -> bool:
     return before
 
 
-class _Gathered:
+class _GatheredTensors:
     """The gathered tensors of one parameter. Their memory is freed on reshard, the tensors stay."""
 
     __slots__ = ("_because", "_guards", "inner", "metadata", "outputs", "sizes")
@@ -61,7 +61,8 @@ class _Gathered:
         self.sizes = [t.size() for t in inputs]
         numels = [t.numel() * world for t in inputs]
         if [(o.numel(), o.dtype) for o in self.outputs] != [(n, t.dtype) for n, t in zip(numels, inputs, strict=True)]:
-            self.outputs = [torch.empty(n, dtype=t.dtype, device=t.device) for n, t in zip(numels, inputs, strict=True)]
+            with torch.inference_mode(False):  # training reuses the memory, and the leaves may be views of it
+                self.outputs = [torch.empty(n, dtype=t.dtype, device=t.device) for n, t in zip(numels, inputs, strict=True)]
         for output in self.outputs:
             self.allocate(output)
 
@@ -93,10 +94,9 @@ class HookedGroup(ParameterGroup):
     hooked = True
 
     def _shard_parameters(self, sources: Any, to_empty: bool) -> None:  # the tensor class's own to_empty() allocates what its hooks need
-        self._gathered: list[_Gathered] = []
+        self._tensors: list[_GatheredTensors] = []
         self._padded: list[torch.Tensor] = []
         self._locals: list[torch.Tensor] = []
-        self._inputs: list[torch.Tensor] = []
         mesh = self.place.mesh
         # Hooks find the process group, and the largest value of all shards, through this mesh: replicas must not be in it.
         self._shard_mesh = mesh if mesh.ndim == 1 or mesh.mesh_dim_names is None else mesh[mesh.mesh_dim_names[-1]]
@@ -105,19 +105,11 @@ class HookedGroup(ParameterGroup):
             padded, local = self._pad(own, source.shape)
             if self.offload and padded.device.type != "meta":
                 padded, local = self._pad(own.cpu(), source.shape)
-            placement = self.division.placement(source.name)
-            spec = self.place.spec(placement, source.shape, self.orig_dtype, source.parallel)
-            sharded = nn.Parameter(as_dtensor(local, spec), requires_grad=source.param.requires_grad)
-            sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter detached it
+            self._add(source, local)
             self._locals.append(local)
-            for key, value in source.param.__dict__.items():
-                if key not in ("_local_tensor", "_spec", REPLACED):
-                    sharded.__dict__.setdefault(key, value)
-            param = GroupParam(source, sharded, placement, spec)
-            self.params.append(param)
             self._padded.append(padded)
-            self._gathered.append(_Gathered(weakref.WeakMethod(self.invalid_because)))
-        self.in_place = False
+            self._tensors.append(_GatheredTensors(weakref.WeakMethod(self.invalid_because)))
+        self.alone = False
 
     def _own(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's rows. It uses ``torch.chunk``, which such tensor classes support; NF4 can't be sliced from the middle."""
@@ -133,38 +125,29 @@ class HookedGroup(ParameterGroup):
                 padded.narrow(0, 0, own.shape[0]).copy_(own)
             return padded, padded.narrow(0, 0, own.shape[0])
 
-    def attach(self, pool: Pool) -> None:
-        if self._pool is pool:
-            return
-        self.reshard()
-        self._pool = self.grads.pool = pool
+    def _expect(self, pool: Pool) -> None:
         if self.grads.trainable_count:
             pool.expect(self.grads.buffer_bytes, self)
 
-    def unshard(self, lane: comm.Lane, together: comm.Together, *, fresh: bool = False) -> None:
-        if fresh and self.residency is not Residency.SHARDED and self._gathered_of != self._spmd_version():
-            self.reshard()
-        if self.residency is not Residency.SHARDED:
-            return
-        assert self._pool is not None
+    def _start_gather(self, lane: comm.Lane, together: comm.Together) -> None:
+        assert self.gathered.pool is not None
         agree(f"all-gather of {self.name!r}", self.place.shard_group, self.place.device)
-        lane.after(self._pool.released_event)
-        works = []
+        lane.after(self.gathered.pool.released_event)
+        works, sent = [], []
         with torch.no_grad(), lane.context(), span("all_gather", self.fqn):
-            for param, padded, gathered in zip(self.params, self._padded, self._gathered, strict=True):
+            for param, padded, gathered in zip(self.params, self._padded, self._tensors, strict=True):
                 inputs = self._before(param, padded, gathered)
                 gathered.receive(inputs, self.place.world)
                 for output, one in zip(gathered.outputs, inputs, strict=True):
                     flat = one.contiguous().view(-1)
-                    self._inputs.append(flat)
+                    sent.append(flat)
                     to, what, group = movable(output), movable(flat), self.place.shard_group
                     works.append(dist.all_gather_single(to, what, group=group, async_op=lane.stream is None))
                     lane.issued += 1
-        self._gather = comm.Works(lane, *works) if lane.stream is None else lane.mark()
-        self._gathered_of = self._spmd_version()
-        self.residency = Residency.GATHERING
+        self.gathered.follow(comm.Works(lane, *works) if lane.stream is None else lane.mark(), sent)
+        self._gathered_of = self.spmd_version()
 
-    def _before(self, param: GroupParam, padded: torch.Tensor, gathered: _Gathered) -> tuple[torch.Tensor, ...]:
+    def _before(self, param: GroupParam, padded: torch.Tensor, gathered: _GatheredTensors) -> tuple[torch.Tensor, ...]:
         """Call ``fsdp_pre_all_gather``.
 
         Raises:
@@ -197,22 +180,12 @@ class HookedGroup(ParameterGroup):
         inputs = tuple(t if t.shape[0] == rows else torch.cat([t, t.new_zeros((rows - own, *t.shape[1:]))]) for t in inputs)
         return tuple(inputs)
 
-    def wait(self) -> None:
-        if self.residency is not Residency.GATHERING:
-            return
-        self._finish()
-        trainable = 0
+    def _fill_leaves(self) -> None:
         with torch.no_grad():
-            for index, (param, gathered) in enumerate(zip(self.params, self._gathered, strict=True)):
-                leaf = self._after(param, gathered, index)
-                if leaf.requires_grad != param.sharded.requires_grad:
-                    leaf.requires_grad = param.sharded.requires_grad
-                trainable += param.sharded.requires_grad
-                param.install(leaf)
-        self.grads.trainable_count = trainable
-        self.residency = Residency.UNSHARDED
+            for index, (param, gathered) in enumerate(zip(self.params, self._tensors, strict=True)):
+                self._after(param, gathered, index)
 
-    def _after(self, param: GroupParam, gathered: _Gathered, index: int) -> nn.Parameter:
+    def _after(self, param: GroupParam, gathered: _GatheredTensors, index: int) -> None:
         """Call ``fsdp_post_all_gather``, which makes the unsharded parameter or refills it."""
         local: Any = local_of(param.sharded)
         metadata, gathered.metadata = gathered.metadata, None
@@ -220,7 +193,7 @@ class HookedGroup(ParameterGroup):
             for tensor in gathered.inner:
                 gathered.allocate(tensor)
             local.fsdp_post_all_gather(gathered.views(), metadata, self.compute_dtype, out=param.unsharded)
-            return param.unsharded
+            return
         with torch.inference_mode(False):
             whole, inner = local.fsdp_post_all_gather(gathered.views(), metadata, self.compute_dtype)
             gathered.inner = tuple(inner)
@@ -230,28 +203,16 @@ class HookedGroup(ParameterGroup):
         if leaf.is_floating_point() or leaf.is_complex():
             leaf.requires_grad = True  # only leaves that require a gradient take the hook; a frozen one may be trained later
             self.grads.hook(leaf, index)
-            leaf.requires_grad = param.sharded.requires_grad
-        return leaf
-
-    def _finish(self) -> None:
-        gather, self._gather = self._gather, None
-        if gather is not None:
-            gather.wait()
-        self._inputs = []
 
     def rest(self, *, after_forward: bool, keep: bool = False) -> None:
         if not keep:  # the hook's result may share memory with its inputs, so none of it can be freed alone
             self.reshard()
 
-    def reshard(self) -> None:
-        if self.residency is Residency.SHARDED:
-            return
-        self._finish()
-        self._give_back_sharded()
-        for gathered in self._gathered:
+    def _release(self) -> None:
+        for gathered in self._tensors:
             gathered.free()
-        if self._pool is not None:
-            self._pool.released_event = comm.current_event(self.place.device)
+        if self.gathered.pool is not None:
+            self.gathered.pool.released_event = comm.current_event(self.place.device)
 
     def adopt(self, *, values: bool = True) -> None:
         installed = [param.installed() for param in self.params]
@@ -269,6 +230,6 @@ class HookedGroup(ParameterGroup):
             self._locals[index] = current._local_tensor = local
             param.replace(current)  # type: ignore[arg-type]
             param.unsharded, param.spec = None, current._spec
-            self._gathered[index] = _Gathered(weakref.WeakMethod(self.invalid_because))
+            self._tensors[index] = _GatheredTensors(weakref.WeakMethod(self.invalid_because))
             self._take_dtype(current.dtype)
             self.refresh()

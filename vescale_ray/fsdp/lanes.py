@@ -15,4 +15,4 @@ class Lanes:
         # High priority: a collective that is ready should not wait behind compute kernels.
         self.gather = Lane(device, priority=-1)
         self.reduce = Lane(device, priority=-1)
-        self.pool = Pool(device)
+        self.pool = Pool(device, self.gather)

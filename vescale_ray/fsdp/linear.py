@@ -30,7 +30,7 @@ class GradientBuffer(Protocol):
     """The gradients of a group (:class:`vescale_ray.fsdp.gradients.Gradients`), as a linear layer uses them."""
 
     @property
-    def reduce_dtype(self) -> torch.dtype | None: ...
+    def buffer_dtype(self) -> torch.dtype: ...
 
     def claim(self, index: int, like: torch.Tensor) -> torch.Tensor | None: ...
 
@@ -120,7 +120,7 @@ def _pays(input: torch.Tensor, weight: torch.Tensor) -> bool:
     owner = sink[0]()
     return (
         owner is not None
-        and owner.reduce_dtype == weight.dtype == input.dtype
+        and owner.buffer_dtype == weight.dtype == input.dtype
         and type(weight) is nn.Parameter
         and weight.dtype.is_floating_point  # the formulas are not those of complex numbers
         and input.layout is torch.strided

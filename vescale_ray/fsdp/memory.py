@@ -6,8 +6,9 @@ of them at once. Therefore every group has its own :class:`Buffer`, whose storag
 is freed and allocated again:
 
 - On an accelerator the memory comes from torch's caching allocator on the gather stream, and returns there on reshard. Nothing else is
-  allocated on that stream, so the next unit of the same size gets the same block. An event of the compute stream, instead of
-  ``record_stream``, tells when it may be overwritten.
+  allocated on that stream, so the next buffer of the same size gets the same block. An event of the compute stream, instead of
+  ``record_stream``, tells when it may be overwritten. Gradient buffers come from there, too. Their memory returns when the reduce-scatter
+  has ended, or (:meth:`Pool.lend`) before, if the next all-gather waits for that end.
 - In host memory a buffer is an address range, and its pages move: the next range to be gathered takes over the pages of a released one
   (``mremap``, 0.1 ms for 200 MiB). So they need not be zeroed and faulted in again. On a 2-core virtual machine new small pages are written
   at 1.8 GB/s, new huge pages at 6 GB/s, and present pages at 13 GB/s.
@@ -18,8 +19,8 @@ In host memory a buffer may also hold this rank's master shard (FP32 weights tha
 and only the rest is freed. So the shard is neither stored twice nor copied into the gathered parameters.
 
 In both cases prefetch depth + 1 units have gathered memory at a time, for any order of backward. No code keeps views of gradient and
-exchange buffers, so these are plain buffers that the pool reuses. A gradient buffer fills during a unit's backward, while activations are
-freed. So its new host memory is allocated, and counted, page by page as it is written.
+exchange buffers, so these are plain buffers that the pool reuses. In host memory, a gradient buffer fills during a unit's backward, while
+activations are freed. So its new memory is allocated, and counted, page by page as it is written.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any
 
 import torch
 
+from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.address_range import LARGE_IN_PIECES, AddressRange
 from vescale_ray.fsdp.invalid_storage import Guard
 from vescale_ray.planner.step_buffers import HOST_MAPPED_BYTES
@@ -187,10 +189,14 @@ class Pool:
 
     Args:
         device: the device of the buffers. In host memory they pass their pages on; elsewhere torch's allocator does that.
+        lane: the stream of the all-gathers, on which the memory of an accelerator is allocated.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, lane: comm.Lane | None = None) -> None:
         self.hands_on = device.type == "cpu"
+        self.device, self.lane = device, lane or comm.Lane(device)
+        self._lent_until: list[Any] = []
+        """Events at which memory that :meth:`lend` freed is no longer used. All-gathers wait for them anyway."""
         self.keep = _malloc_keeps()
         self._released: defaultdict[Key, list[Buffer]] = defaultdict(list)
         """Released buffers of gathered parameters, whose memory waits for the next buffer with that key."""
@@ -258,7 +264,11 @@ class Pool:
         else:
             idle.remove(buffer)
         if not buffer.allocated:
-            buffer.allocate(self._donor(key))
+            events, self._lent_until = self._lent_until, []
+            for event in events:
+                comm.current_stream(self.device).wait_event(event)
+            with self.lane.context():
+                buffer.allocate(self._donor(key))
         if not in_pieces:
             buffer.unwritten = 0
         buffer.used = True
@@ -275,7 +285,21 @@ class Pool:
     def give_back(self, buffer: Buffer) -> None:
         """Return a scratch buffer once the current stream has passed its last use."""
         self.written(buffer, buffer.nbytes)
+        if not self.hands_on:
+            self.released_event = comm.current_event(self.device)
+        self._take_back(buffer)
+
+    def lend(self, buffer: Buffer, event: Any) -> None:
+        """Return a scratch buffer of an accelerator whose last use ends with ``event`` of another stream. The next all-gather can use its
+        memory, and waits for that."""
+        self.lane.after(event)
+        self._lent_until.append(event)
+        self._take_back(buffer)
+
+    def _take_back(self, buffer: Buffer) -> None:
         self._lent[buffer.key].discard(buffer)
+        if not self.hands_on:
+            buffer.free()
         if len(self._users[buffer.key]) >= 2:
             self._idle[buffer.key].append(buffer)
 

@@ -315,7 +315,7 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
         enable = check_flag("enable", enable)
         unit = resting_unit(self, "allocator")
         for group in unit.groups:
-            for own in (group.custom_gather, group.grads.custom_scatter):
+            for own in (group.gathered.custom, group.grads.custom_scatter):
                 if own is not None and not isinstance(own, ProcessGroupAllocAllGather | ProcessGroupAllocReduceScatter):
                     raise BadArgument(
                         f"unit {unit.name!r} has a {type(own).__name__} as a custom collective, whose allocate() makes the buffers: "

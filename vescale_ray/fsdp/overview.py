@@ -72,8 +72,8 @@ class Explanation:
 
     units: tuple[UnitReport, ...]
     memory: dict[str, int]
-    """Peak bytes of this rank in a step, by kind: ``master``, ``low_precision`` (cast shards), ``gathered``, ``gradients`` (shards),
-    ``gradient_buffers``, ``optimizer``. The prediction assumes that units run in this order, and leaves out activations."""
+    """Bytes of this rank at the peak of a step, by kind: ``master``, ``gathered``, ``gradients`` (shards), ``gradient_buffers``,
+    ``optimizer``. The prediction assumes that units run in this order, and leaves out activations."""
 
     @property
     def parameter_count(self) -> int:
@@ -136,7 +136,7 @@ def explain(module: nn.Module, *, state_bytes: float | None = None) -> Explanati
 def held_bytes(module: nn.Module) -> dict[str, int]:
     """Bytes of this rank by kind. Their sum is the peak memory of the steps so far, without activations and optimizer states.
 
-    ``parameters``: elements of the shards and of the cast shards. ``gradients``: elements of their shards, which exist from backward to
+    ``parameters``: elements of the shards. ``gradients``: elements of their shards, which exist from backward to
     the optimizer's step. ``padding``: the rest of these shards. ``buffers``: peak bytes of gathered parameters and gradient buffers
     since the first step.
     """
@@ -152,10 +152,6 @@ def held_bytes(module: nn.Module) -> dict[str, int]:
             found["parameters"] += own * item
             found["gradients"] += own * item * trained
             found["padding"] += (kept.numel - own) * item * (1 + trained)
-            if group.compute_dtype != group.orig_dtype or group.offload or not kept.in_place:
-                copied = group.division.part_numel
-                found["parameters"] += own * group.compute_dtype.itemsize
-                found["padding"] += (copied - own) * group.compute_dtype.itemsize
     return {**found, "buffers": sum(pools.values())}
 
 
@@ -164,9 +160,11 @@ def _memory(units: list[Unit], root: Unit | None, state_bytes: float | None) -> 
 
     def travel(group: ParameterGroup) -> Travel:
         reduced = group.grads.trainable_count and not group.grads.in_place
-        start, end = group.stays
-        gathered = group.unsharded_bytes + group.division.copies * group.parts_bytes
-        return Travel(gathered, group.grads.buffer_bytes if reduced else 0, end - start)
+        start, end = group.gathered.stays
+        gathered = group.gathered.nbytes + group.division.copies * group.gathered.parts_bytes
+        arrives, wide = group.grads.buffer_dtype, group.reduce_dtype
+        cast = group.layout.numel * wide.itemsize if reduced and arrives != wide else 0
+        return Travel(gathered, group.grads.buffer_bytes if reduced else 0, end - start, cast)
 
     def travels(unit: Unit) -> list[Travel]:
         return [travel(group) for group in unit.groups if not group.in_place]
@@ -184,10 +182,8 @@ def _memory(units: list[Unit], root: Unit | None, state_bytes: float | None) -> 
     else:
         gathered, gradients = device_buffers(passing, staying)
     trained = [g for g in groups if g.grads.trainable_count]
-    spread = [g for g in groups if g.compute_dtype != g.orig_dtype or g.offload or not g.division.kept.in_place]
     return {
         "master": sum(g.division.kept.numel * g.orig_dtype.itemsize for g in groups if not g.offload),
-        "low_precision": sum(g.division.part_numel * g.compute_dtype.itemsize for g in spread),
         "gathered": gathered,
         "gradients": sum(g.division.kept.numel * g.orig_dtype.itemsize for g in trained if not g.offload),
         "gradient_buffers": gradients,
@@ -230,7 +226,7 @@ def _group(group: ParameterGroup) -> GroupReport:
         replicas=group.place.replicas,
         shard_numel=group.division.part_numel,
         shard_bytes=group.division.part_numel * group.compute_dtype.itemsize,
-        gathered_bytes=group.unsharded_bytes,
+        gathered_bytes=group.gathered.nbytes,
         padding_ratio=layout.padding_ratio,
         optimal=layout.optimal,
         fingerprint=layout.fingerprint,

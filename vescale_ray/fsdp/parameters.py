@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from vescale_ray.communication.point_to_point import is_pairwise
@@ -19,6 +21,8 @@ from vescale_ray.dtensor.placement import RaggedShard
 from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_ray.dtensor.redistribution import plain_spec
 from vescale_ray.dtensor.spec import contiguous_stride, make_spec
+from vescale_ray.fsdp.division import Division
+from vescale_ray.fsdp.phases import Retain
 from vescale_ray.geometry import Block
 
 Owner = tuple["weakref.ref[nn.Module]", str]
@@ -38,6 +42,8 @@ class OriginalParameter:
     name: str
     param: nn.Parameter
     owners: tuple[Owner, ...]
+    mesh: DeviceMesh
+    """The ranks that shard the parameter: (shard,) or (replicate, shard)."""
     block: Block | None
     parallel: Parallel | None = None
     gaps: bool = False
@@ -91,6 +97,25 @@ class Parallel:
         wanted = tuple(g if i in self.data_dims else p for i, (g, p) in enumerate(zip(grad.placements, self.spec.placements, strict=True)))
         local = local_of(grad if grad.placements == wanted else grad.redistribute(placements=wanted))
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """A group that is to be built.
+
+    Attributes:
+        sources: parameters of one dtype and one ``requires_grad``, in the order of ``division.layout.specs``.
+        mesh: 1-D (shard) or 2-D (replicate, shard).
+        retain: the gathered parameters that stay until the next optimizer step.
+        neighbours: size of the subgroup that keeps all parameters between forward and backward; None: no subgroup.
+    """
+
+    sources: Sequence[OriginalParameter]
+    division: Division
+    mesh: DeviceMesh
+    policy: MixedPrecisionPolicy
+    retain: Retain
+    neighbours: int | None
 
 
 class Place:
@@ -208,6 +233,14 @@ class GroupParam:
         assert self.unsharded is not None
         (self.unsharded if self.parallel is None else local_of(self.unsharded)).data = view
 
+    def tie_to(self, home: GroupParam) -> bool:
+        """Tie this parameter to ``home`` of another group. Returns False if the ranks hold different parts of the two."""
+        same = isinstance(self.placement, Shard) and self.placement == home.placement and self.spec.mesh == home.spec.mesh
+        if not same or self.spec.shape != home.spec.shape or self.sharded.dtype != home.sharded.dtype:
+            return False
+        self.home = home
+        return True
+
     @property
     def local(self) -> torch.Tensor:
         """This rank's part of the parameter: a view of the master shard."""
@@ -224,6 +257,16 @@ class GroupParam:
         """The parameter that the first module holds now."""
         module = self.owners[0][0]()
         return None if module is None else module._parameters.get(self.owners[0][1])
+
+
+def sharded_parameter(local: torch.Tensor, spec: DTensorSpec, like: nn.Parameter) -> nn.Parameter:
+    """A sharded parameter on ``local``, which it shares with its version counter. It is trained if ``like`` is, and has its marks."""
+    sharded = nn.Parameter(as_dtensor(local, spec), requires_grad=like.requires_grad)
+    sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter detached it, and with it the version counter
+    for key, value in like.__dict__.items():  # marks that users and optimizers put on parameters
+        if key not in ("_local_tensor", "_spec", REPLACED):  # the first two of a DTensor
+            sharded.__dict__.setdefault(key, value)
+    return sharded
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:

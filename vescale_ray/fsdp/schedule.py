@@ -279,17 +279,18 @@ class Schedule:
             self.trim(scratch=False)
 
     def trim(self, *, scratch: bool = True) -> None:
-        """On the CPU, free the pool's unused memory while no unit needs it. ``scratch``: that of gradient buffers, too.
-
-        On an accelerator the pool keeps it: freeing and allocating device memory every step would fragment it.
-        """
-        if not self.overlaps:
-            self.lanes.pool.trim(scratch=scratch)
+        """Free the pool's unused memory while no unit needs it. ``scratch``: that of gradient buffers, too."""
+        self.lanes.pool.trim(scratch=scratch)
 
     def finish_reductions(self) -> None:
         """Wait until fewer than ``max_reductions`` reduce-scatters are under way."""
         while len(self._reducing) >= self.max_reductions:
             self._reducing.pop(0).grads.finish()
+
+    def lend_reduced(self) -> None:
+        """Let the next all-gather use the memory of the gradients that are being reduced, after their reduction."""
+        for group in self._reducing:
+            group.grads.lend()
 
     def reduce(self, group: ParameterGroup, *, asks: bool) -> None:
         """Start a group's reduce-scatter, with at most ``max_reductions`` under way. ``asks``: ranks may have used different parameters."""

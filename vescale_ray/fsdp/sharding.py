@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale_ray import gloo
+from vescale_ray.fsdp.phases import Retain
 
 Dims = tuple[str, ...]
 
@@ -106,17 +107,24 @@ class ShardingPlan:
     """
 
     mesh: DeviceMesh
-    keep: bool
-    neighbours: int | None
-    hold: bool
+    keep: bool = False
+    neighbours: int | None = None
+    hold: bool = True
+
+    @property
+    def retain(self) -> Retain:
+        """The gathered parameters that every group keeps until the next optimizer step."""
+        return Retain.ALL if self.keep else Retain.PART if self.neighbours is not None else Retain.NOTHING
 
 
-def plan_sharding(sharding: Sharding, mesh: DeviceMesh) -> ShardingPlan:
-    """Resolve ``sharding`` on ``mesh``.
+def plan_sharding(sharding: Sharding | None, mesh: DeviceMesh) -> ShardingPlan:
+    """Resolve ``sharding`` on ``mesh``. None shards everything over the mesh's last dimension.
 
     Raises:
         ValueError: the mesh lacks a dimension, or parameters are sharded over other than the last of the optimizer's dimensions.
     """
+    if sharding is None:
+        return ShardingPlan(mesh)
     names = mesh.mesh_dim_names or (("shard",) if mesh.ndim == 1 else ())
     if len(names) != mesh.ndim:
         raise ValueError(f"sharding needs a mesh with named dimensions, not {mesh}: make it with mesh_dim_names")
@@ -135,14 +143,14 @@ def plan_sharding(sharding: Sharding, mesh: DeviceMesh) -> ShardingPlan:
         )
     size = math.prod(mesh.size(names.index(n)) for n in kept)
     return ShardingPlan(
-        mesh=_data_mesh(mesh, names, shard),
+        mesh=_arranged(mesh, names, shard),
         keep=not kept,
         neighbours=size if kept and kept != shard else None,
         hold=not sharding.gradients,
     )
 
 
-def _data_mesh(mesh: DeviceMesh, names: Dims, shard: Dims) -> DeviceMesh:
+def _arranged(mesh: DeviceMesh, names: Dims, shard: Dims) -> DeviceMesh:
     """The mesh (shard,) or (replicate, shard). All ranks together create new process groups, once."""
     rest = tuple(n for n in names if n not in shard)
     if (not rest and len(shard) == 1) or (mesh.ndim == 2 and (rest, shard) == (names[:1], names[1:])):
@@ -151,7 +159,7 @@ def _data_mesh(mesh: DeviceMesh, names: Dims, shard: Dims) -> DeviceMesh:
     known = _MESHES.setdefault(mesh.get_group(0), {})
     if (names, shard) not in known:
         whole = mesh.size() == dist.get_world_size() or mesh.mesh_dim_names is None
-        known[names, shard] = _whole(mesh, names, rest, shard) if whole else _part(mesh, rest, shard)
+        known[names, shard] = _whole(mesh, names, rest, shard) if whole else data_parallel_part(mesh, rest, shard)
     return known[names, shard]
 
 
@@ -165,18 +173,18 @@ def _whole(mesh: DeviceMesh, names: Dims, rest: Dims, shard: Dims) -> DeviceMesh
     return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("replicate", "shard"))
 
 
-def _part(mesh: DeviceMesh, rest: Dims, shard: Dims) -> DeviceMesh:
-    """A mesh of some ranks, derived from a larger mesh by torch. The ranks outside create the same groups at the same time, and every
-    rank must know all of them."""
-    if not rest:
-        return flattened(mesh, shard)
-    replicas = flattened(mesh, rest)
+def data_parallel_part(mesh: DeviceMesh, replicate: Dims, shard: Dims) -> DeviceMesh:
+    """The mesh (shard,) or (replicate, shard) of some dimensions of ``mesh``, derived by torch. The ranks outside create the same groups at
+    the same time, and every rank must know all of them."""
+    if not replicate:
+        return _flattened(mesh, shard)
+    replicas = _flattened(mesh, replicate)
     if not shard:
         return replicas._unflatten(0, (replicas.size(), 1), ("replicate", "shard"))
-    return DeviceMesh._concatenate([replicas, flattened(mesh, shard)])
+    return DeviceMesh._concatenate([replicas, _flattened(mesh, shard)])
 
 
-def flattened(mesh: DeviceMesh, dims: Dims) -> DeviceMesh:
+def _flattened(mesh: DeviceMesh, dims: Dims) -> DeviceMesh:
     """The dimensions ``dims`` of ``mesh``, flattened into one in the order of the mesh."""
     one = mesh if dims == mesh.mesh_dim_names else mesh[dims]
     return one if len(dims) == 1 else one._flatten("_".join(dims))

@@ -285,18 +285,18 @@ class Unit:
         self._calls.discard(call)
         first = self.schedule.enter_backward(self)
         self._owes = self._owes or self.schedule.accumulates
-        self._prefetches_late = first and self.schedule.lanes.pool.spares(sum(group.unsharded_bytes for group in self.groups))
+        self._prefetches_late = first and self.schedule.lanes.pool.spares(sum(group.gathered.nbytes for group in self.groups))
         self.unshard(backward=True)
         self._prefetch_after = call
-        if self.schedule.overlaps or call.previous is None or not any(group.grads.trainable_count for group in self.groups):
+        if call.previous is None or not any(group.grads.trainable_count for group in self.groups):
             self.prefetch_backward()
 
     def prefetch_backward(self) -> None:
         """Prefetch the unit that backward reaches next, in any case before this unit's own reduce-scatter.
 
-        With streams, it starts at once. On the CPU it starts at the first gradient: until then the last reduce-scatter may use the memory
-        that the all-gather writes to. In the first unit below the root it starts when three quarters of the gradients have arrived: all
-        activations are alive at its start, and enough of them are free by then to make room for the next unit.
+        It starts at the first gradient: until then the last reduce-scatter may use the memory that the all-gather writes to. On the CPU, in
+        the first unit below the root, it starts when three quarters of the gradients have arrived: all activations are alive at its
+        start, and enough of them are free by then to make room for the next unit.
         """
         call, self._prefetch_after = self._prefetch_after, None
         if call is not None and self.schedule is not None:

@@ -15,8 +15,9 @@ from typing import Literal
 import torch
 
 from vescale_ray.errors import BadInput
+from vescale_ray.planner.layout import Layout
 from vescale_ray.planner.shapes import ModelShapes, UnitShape
-from vescale_ray.planner.step_buffers import HOST_MAPPED_BYTES, Travel, device_buffers, host_buffers
+from vescale_ray.planner.step_buffers import HOST_MAPPED_BYTES, Travel, arrival_dtype, device_buffers, host_buffers
 from vescale_ray.planner.units import Blocks, Lever, UnitPlan, plan_unit
 
 Optimizer = Literal["adamw", "adamw8bit", "muon", "sgd"]
@@ -178,8 +179,6 @@ class Memory:
     """Bytes on one rank at the peak of a step, by kind."""
 
     master: int
-    low_precision: int
-    """The shard in the compute dtype, written once per optimizer step."""
     gathered: int
     gradients: int
     gradient_buffers: int
@@ -200,17 +199,13 @@ def predict_memory(plan: ModelPlan, policy: Policy, *, backend: str = "nccl", ra
     Args:
         backend: ``"gloo"`` for ranks on the CPU, whose buffer pool differs (:mod:`vescale_ray.planner.step_buffers`).
     """
-    group, compute = plan.group, policy.compute_dtype
     master = policy.master_dtype.itemsize
     buffers = [(u, layout, layout.kept(rank)) for u in plan.units for layout in u.plan.buffers]
     kept = sum(k.numel * u.count for u, _, k in buffers)
     trained = sum(k.numel * u.count for u, _, k in buffers if u.trainable)
-    # This counts the cast shard; if the kept shard leaves out gaps, it also counts the shard with gaps that is gathered from.
-    spread = sum(layout.shard_numel * u.count for u, layout, k in buffers if compute != policy.master_dtype or not k.in_place)
-    gathered, gradients = (0, 0) if group == 1 else _buffers(plan, policy, backend, rank)
+    gathered, gradients = _buffers(plan, policy, backend, rank)
     return Memory(
         master=kept * master,
-        low_precision=spread * compute.itemsize + (_scales(plan, compute) if compute != policy.master_dtype else 0),
         gathered=gathered,
         gradients=trained * master,
         gradient_buffers=gradients,
@@ -237,13 +232,18 @@ def _buffers(plan: ModelPlan, policy: Policy, backend: str, rank: int) -> tuple[
 
     def travels(groups: Sequence[PlannedUnit]) -> list[Travel]:
         cast, wide = policy.compute_dtype.itemsize, policy.reduce_dtype.itemsize
+        arrives = arrival_dtype(policy.compute_dtype, policy.reduce_dtype).itemsize
         uncast = policy.compute_dtype == policy.master_dtype
+        alone = plan.group == 1  # gradients are then written into their shard, and parameters that are not cast are views of it
         found = []
         for unit, layout in ((u, layout) for u in groups for layout in u.plan.buffers):
-            gathered = layout.numel * cast
+            if alone and uncast and layout.kept(rank).in_place:
+                continue
+            gathered = layout.numel * cast + _scales(layout, policy.compute_dtype)
             # On gloo, a shard without cast or gaps lives in the gathered buffer, unless that buffer is small.
             home = uncast and gathered >= HOST_MAPPED_BYTES and layout.kept(rank).in_place
-            found.append(Travel(gathered, layout.numel * wide * unit.trainable, layout.shard_numel * cast * home))
+            trained = layout.numel * (unit.trainable and not alone)
+            found.append(Travel(gathered, trained * arrives, layout.shard_numel * cast * home, trained * wide * (arrives != wide)))
         return found
 
     units, root = _units(plan)
@@ -252,11 +252,11 @@ def _buffers(plan: ModelPlan, policy: Policy, backend: str, rank: int) -> tuple[
     return device_buffers([travels(groups) for groups in units], travels(root))
 
 
-def _scales(plan: ModelPlan, dtype: torch.dtype) -> int:
-    """Bytes of the FP8 scales: one FP32 scale for each 128 x 128 tile of the shard, padded to 128 bytes per buffer."""
+def _scales(layout: Layout, dtype: torch.dtype) -> int:
+    """Bytes of the FP8 scales of a buffer: one FP32 scale for each 128 x 128 tile, padded to 128 bytes per rank."""
     if dtype.itemsize > 1:
         return 0
-    return sum(-(-(b.shard_numel // (128 * 128) * 4) // 128) * 128 * u.count for u in plan.units for b in u.plan.buffers)
+    return -(-(layout.shard_numel // (128 * 128) * 4) // 128) * 128 * layout.num_shards
 
 
 def _optimizer_bytes(plan: ModelPlan, policy: Policy, rank: int) -> int:

@@ -1,10 +1,10 @@
 """Memory of the temporary buffers of a step, followed through forward and backward.
 
-On an accelerator, torch's allocator reuses freed memory (:func:`device_buffers`). On the CPU, :func:`host_buffers` follows the pool
+On an accelerator, the buffers share memory of torch's allocator (:func:`device_buffers`). On the CPU, :func:`host_buffers` follows the pool
 of ``vescale_ray/fsdp/memory.py``. If several groups use buffers of one size, the pool keeps a released buffer for the next group,
 until the pass needs no further unit. If only one group uses a size, its buffer is freed.
 
-The next unit is gathered while one computes. A gradient buffer is filled and reduced before the next one is opened. The root's
+The next unit is gathered while one computes. On the CPU a gradient buffer is filled and reduced before the next one is opened. The root's
 gradient buffer stays open during the whole backward. With more than two ranks, the exchange that replaces gloo's missing
 reduce-scatter needs a second buffer of the same size.
 """
@@ -15,20 +15,38 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+STAGING_BYTES = 64 << 20
+"""Most bytes of each of the two staging buffers in which a reduction casts gradients."""
 HOST_MAPPED_BYTES = 1 << 18
 """Size in bytes from which buffers in host memory are address ranges of their own; a rank's shard may live in such a range."""
+
+
+def arrival_dtype(compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients arrive: the compute dtype if each of its values is one of the reduce dtype, else the reduce dtype."""
+    if compute.itemsize == 1:  # FP8 weights are gathered, and gradients are computed in BF16
+        compute = torch.bfloat16
+    return compute if torch.promote_types(compute, reduce) == reduce else reduce
 
 
 @dataclass(frozen=True)
 class Travel:
     """Bytes of a group's collectives: gathered parameters, and gradients before they are reduced (0: frozen).
 
-    ``stays``: the bytes of the gathered buffer that are never freed, because they hold the master shard itself.
+    ``stays``: the bytes of the gathered buffer that are never freed, because they hold the master shard itself. ``cast``: the bytes of the
+    gradients in the reduce dtype if they arrive in another one, else 0.
     """
 
     gathered: int
     gradient: int
     stays: int = 0
+    cast: int = 0
+
+    @property
+    def staging(self) -> int:
+        """Bytes of the buffers in which a reduction on an accelerator casts the gradients."""
+        return min(self.cast, 2 * STAGING_BYTES)
 
     @property
     def moving(self) -> _Size:
@@ -73,14 +91,20 @@ def host_buffers(units: Sequence[Unit], root: Unit, ranks: int) -> tuple[int, in
 
 
 def device_buffers(units: Sequence[Unit], root: Unit) -> tuple[int, int]:
-    """Return the same peaks on an accelerator.
+    """Return the same bytes on an accelerator, at the peak of their sum.
 
-    The computing unit and the next one are gathered. One gradient buffer is filled while another is reduced.
+    Either the computing unit and the next one are gathered, and one gradient buffer is filled. Or one unit is gathered, and one gradient
+    buffer is filled while another is reduced: the next unit is gathered into its memory.
     """
     gathered = [sum(group.gathered for group in unit) for unit in units]
-    trained = sorted(sum(group.gradient for group in unit) for unit in units)
-    most = max((sum(gathered[i : i + 2]) for i in range(len(gathered))), default=0)
-    return sum(group.gathered for group in root) + most, sum(group.gradient for group in root) + sum(trained[-2:])
+    trained = [sum(group.gradient for group in unit) for unit in units]
+    moments = [(0, 0)]
+    for i, (parameters, gradients) in enumerate(zip(gathered, trained, strict=True)):
+        moments.append((parameters + (gathered[i - 1] if i else 0), gradients))
+        moments.append((parameters, gradients + (trained[i + 1] if i + 1 < len(units) else 0)))
+    parameters, gradients = max(moments, key=lambda moment: (sum(moment), moment[0]))
+    staging = max((group.staging for unit in [*units, root] for group in unit), default=0)
+    return sum(group.gathered for group in root) + parameters, sum(group.gradient for group in root) + gradients + staging
 
 
 class _Held:

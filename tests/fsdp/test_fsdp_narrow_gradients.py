@@ -1,0 +1,186 @@
+"""Gradients that arrive in the compute dtype and are summed in a wider reduce dtype: the same bits as if they were cast before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.ranks import run_gloo, run_threads
+from vescale_ray.fsdp import MixedPrecisionPolicy, fully_shard, reduction
+from vescale_ray.fsdp.comm import Lane
+from vescale_ray.fsdp.memory import Pool
+from vescale_ray.fsdp.schedule import unit_of
+
+CPU = torch.device("cpu")
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+STEPS = 3
+
+
+def gradients_of(rank, size, world, dtype):
+    generator = torch.Generator().manual_seed(rank)
+    return (torch.randn(size * world, generator=generator) * 10.0 ** torch.randint(-3, 4, (size * world,), generator=generator)).to(dtype)
+
+
+def summed(rank, world, size, arrives, dtype, to, factor):
+    """This rank's part of the sum in rank order, cast before and not after the exchange."""
+    parts = [gradients_of(r, size, world, arrives).view(world, size)[rank].to(dtype) for r in range(world)]
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
+        total += part
+    return (total * factor).to(to)
+
+
+def exchange(rank, world, size, arrives, dtype, to, factor, pairwise):
+    out, full = torch.empty(size, dtype=to), gradients_of(rank, size, world, arrives)
+    lane, pool, group = Lane(CPU), Pool(CPU), dist.group.WORLD
+    assert group is not None
+    reduction.reduce_scatter(out, full, group, lane, pool, factor, dtype, pairwise=pairwise).wait()
+    assert torch.equal(out, summed(rank, world, size, arrives, dtype, to, factor))
+
+
+def exchanges(rank, world):
+    for size in (1, 7, 4097, 70001):
+        for arrives, dtype, to in (
+            (torch.bfloat16, torch.float32, torch.float32),
+            (torch.float16, torch.float32, torch.float32),
+            (torch.bfloat16, torch.float32, torch.bfloat16),
+            (torch.bfloat16, torch.float64, torch.float64),
+            (torch.float32, torch.float32, torch.float32),
+        ):
+            exchange(rank, world, size, arrives, dtype, to, 1.0 / 3.0, True)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_an_exchange_of_narrow_gradients_sums_as_if_they_were_wide(world):
+    run_gloo(world, exchanges)
+
+
+def in_rank_order(target, full, *, op, group, async_op):
+    """A reduce-scatter that sums in rank order, for a group whose own sum depends on the places of the elements."""
+    world, size = group.size(), target.numel()
+    parts = [torch.empty_like(target) for _ in range(world)]
+    dist.all_to_all(parts, [row.contiguous() for row in full.view(world, size)], group=group)
+    assert op == dist.ReduceOp.SUM
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
+        total += part
+    target.copy_(total)
+    return dist.barrier(group=group, async_op=True) if async_op else None
+
+
+@pytest.mark.parametrize("staging", [1, 4096, 1 << 16])
+def test_a_reduction_in_chunks_gives_the_bits_of_one_of_the_whole(staging, monkeypatch):
+    sizes = []
+
+    def scatter(target, full, **options):
+        sizes.append(full.nbytes)
+        return in_rank_order(target, full, **options)
+
+    monkeypatch.setattr(reduction, "STAGING_BYTES", staging)
+    monkeypatch.setattr(dist, "reduce_scatter_single", scatter)
+    for world, size in ((2, 5), (3, 1000), (4, 3001)):
+        sizes.clear()
+        run_threads(world, exchange, size, torch.bfloat16, torch.float32, torch.float32, 0.5, False)
+        assert max(sizes) <= max(staging, world * 128)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(24, 300), nn.Linear(300, 24)
+
+    def forward(self, x, again=False):
+        def run(x):
+            return self.two(torch.tanh(self.one(x)))
+
+        y = run(x)
+        return checkpoint(run, y, use_reentrant=True) if again else y
+
+
+def net():
+    model, generator = Net(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) / 4)
+    return model
+
+
+def batch(k):
+    return torch.randn(5, 24, generator=torch.Generator().manual_seed(k))
+
+
+def alone(world):
+    """The sum over steps of BF16 gradients on each rank, added in FP32, then over the ranks, divided by their number."""
+    ranks = []
+    for rank in range(world):
+        sums = {}
+        for step in range(STEPS):
+            model = net().bfloat16()
+            model(batch(step * world + rank).bfloat16()).float().square().sum().backward()
+            for name, p in model.named_parameters():
+                assert p.grad is not None
+                sums[name] = sums[name] + p.grad.float() if name in sums else p.grad.float()
+        ranks.append(sums)
+    return {name: sum((one[name] for one in ranks[1:]), ranks[0][name]) / world for name in ranks[0]}
+
+
+def accumulated(rank, world):
+    model = fully_shard(net(), mp_policy=BF16)
+    held = []
+    for step in range(STEPS):
+        model.set_requires_gradient_sync(step == STEPS - 1)
+        model(batch(step * world + rank)).float().square().sum().backward()
+        if step < STEPS - 1:
+            held.append(unit_of(model).groups[0].grads._flat.tensor.dtype)
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad.full_tensor(), alone(world)[name]), name
+    return held
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_gradients_kept_over_backwards_are_added_in_the_reduce_dtype(world):
+    for held in run_threads(world, accumulated):
+        assert held == [torch.bfloat16, torch.float32], "one gradient needs no sum"
+
+
+def peak(rank, world, policy):
+    """Peak bytes of gathered parameters and gradients, in units of one layer's BF16 bytes."""
+    side, layers = 256, 6
+    model = nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(layers)))
+    for layer in model:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    for _ in range(3):
+        unit = unit_of(model)
+        assert unit is not None
+        if unit.lanes is not None:
+            unit.lanes.pool.peak_bytes = 0
+        model(torch.ones(2, side)).float().sum().backward()
+    unit = unit_of(model)
+    assert unit is not None and unit.lanes is not None
+    return unit.lanes.pool.peak_bytes / (side * side * 2)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_no_rank_holds_gradients_of_a_unit_in_the_wide_dtype(world):
+    """Two units are gathered and one has gradients, or one is gathered, one has gradients and the other ranks' parts arrive."""
+    assert max(run_gloo(world, peak, BF16)) <= 3
+
+
+def reentrant(rank, world):
+    """Two graph tasks give gradients of one parameter before the reduction."""
+    ours, alone = fully_shard(net(), mp_policy=BF16), net().bfloat16()
+    x = batch(rank)
+    ours(x.requires_grad_(), again=True).float().square().sum().backward()
+    alone(x.detach().bfloat16().requires_grad_(), again=True).float().square().sum().backward()
+    for (name, p), (_, q) in zip(ours.named_parameters(), alone.named_parameters(), strict=True):
+        mean = q.grad.float()
+        dist.all_reduce(mean)
+        assert torch.allclose(p.grad.full_tensor(), mean / world, rtol=2e-2, atol=2e-2 * mean.abs().max()), name
+
+
+def test_gradients_of_two_graph_tasks_are_both_counted():
+    run_threads(2, reentrant)
