@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from vescale_ray.communication.collectives import all_reduce
 from vescale_ray.compat.tensor import DTensorSpec, TensorMeta, redistribute_local_tensor
