@@ -23,7 +23,7 @@ help:
 	@echo "make test-slow  the slow ones: chaos, scale, whole demo, a soak of VESCALE_SOAK_MINUTES (30)"
 	@echo "make test-torch TORCH=2.15.0 [PYTHON=python3.13]   what uses torch's private names, with that torch, in build/"
 	@echo "make gpu-check  everything that needs a GPU; skipped without one"
-	@echo "make manifests  write deploy/kuberay and deploy/grafana from the code that makes them"
+	@echo "make manifests  write deploy/kuberay from the templates"
 	@echo "make lint       ruff and mypy only"
 	@echo "make clean      remove build outputs and caches (not .venv, not runs/)"
 
