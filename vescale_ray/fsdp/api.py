@@ -133,7 +133,7 @@ def _build(
         (HookedGroup if plan.sources[0].hooked else ParameterGroup)(name, plan, given.offload_policy, device, to_empty=given.to_empty)
         for plan in plans
     ]
-    classes = [sharded_class(type(root)) for root in roots]
+    classes = [sharded_class(type(root)) for root in roots]  # type: ignore[arg-type]
 
     # All checks have passed and all memory is allocated: from here on the model changes.
     _move_buffers(managed, device)

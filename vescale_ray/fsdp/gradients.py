@@ -447,7 +447,7 @@ class Gradients:
                 param.unsharded.grad = None
         for reduction in reductions:
             reduction.pending.wait()
-        for one in (flat and flat.buffer, *(r.buffer for r in reductions)):
+        for one in (None if flat is None else flat.buffer, *(r.buffer for r in reductions)):
             self._give_back(one)
 
     def _give_back(self, buffer: Buffer | None) -> None:
