@@ -44,7 +44,7 @@ ranks. Between two generations the process keeps its imports, its corpus and its
 | ``trainer`` | ``Trainer`` |
 | ``messages`` | ``StepRecord``; names of flag bits ``STOP RESCALE CHECKPOINT BUSY`` (any int below 2**62 is ORed) |
 | ``resharding.shards`` | ``Shards Piece export_shards``: one rank's part of the training state, as views |
-| ``resharding.memory_snapshots`` | ``Snapshots buddies`` |
+| ``resharding.memory_snapshots`` | ``Snapshots``; with ``copy_exchange``, ``memory_copy`` and ``buddies`` |
 | ``resharding.held_state`` | ``HeldState Resume choose_resume`` |
 | ``saving`` | ``Writer``: writes checkpoints during training |
 | ``resharding.reshard`` | ``plan execute ReshardReport restore_from_checkpoint write_checkpoint_shard`` |
