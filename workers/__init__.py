@@ -47,7 +47,7 @@ ranks. Between two generations the process keeps its imports, its corpus and its
 | ``resharding.memory_snapshots`` | ``Snapshots``; with ``copy_exchange``, ``memory_copy`` and ``buddies`` |
 | ``resharding.held_state`` | ``HeldState Resume choose_resume`` |
 | ``saving`` | ``Writer``: writes checkpoints during training |
-| ``resharding.reshard`` | ``plan execute ReshardReport restore_from_checkpoint write_checkpoint_shard`` |
+| ``resharding.reshard`` | ``execute ReshardReport restore_from_checkpoint write_checkpoint_shard``; ``plan`` is in ``reshard_plan`` |
 
 This package may import everything in ``vescale_ray`` but ``controller``; only ``worker.py`` may import Ray.
 """
