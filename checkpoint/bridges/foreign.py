@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..api import from_first, newest_order, next_epoch, ranks_of, together
+from ..api import from_first, gathered, newest_order, next_epoch, ranks_of, together
 from ..arguments import nbytes, order
 from ..commits import Commit, commit
 from ..errors import CheckpointMismatch, CommitExists, CommitRefused, ForeignFileError
@@ -269,11 +269,7 @@ def into_commit(
     committing = False
     try:
         mine = together(lambda: [write_one(index) for index in mine_of], group)
-        everyone: list[list[str]] = [mine]
-        if world > 1:
-            everyone = [[] for _ in range(world)]
-            dist.all_gather_object(everyone, mine, group=group)
-        votes = [Vote.from_json(text) for texts in everyone for text in texts]
+        votes = [Vote.from_json(text) for texts in gathered(mine, group) for text in texts]
         committing = True
         return from_first(
             lambda: commit(store, votes, step=step, epoch=epoch, attempt=attempt, world=len(objects), meta=meta, aliases=aliases), group
