@@ -19,13 +19,15 @@ from tests.workers.tiny import FullState, Run, evaluate, plain_run, text_of, tin
 from vescale_ray import checkpoint
 from vescale_ray.data.stream import SampleStream
 from vescale_ray.workers.messages import StepRecord
+from vescale_ray.workers.model_building import Blank, build_model, select_units
 from vescale_ray.workers.network import process_groups
 from vescale_ray.workers.resharding import copy_exchange
 from vescale_ray.workers.resharding.held_state import choose_resume
 from vescale_ray.workers.resharding.memory_snapshots import Snapshots
-from vescale_ray.workers.resharding.reshard import execute, restore_from_checkpoint, write_checkpoint_shard
+from vescale_ray.workers.resharding.reshard import execute, restore_from_checkpoint
 from vescale_ray.workers.resharding.shards import Piece, export_shards
-from vescale_ray.workers.trainer import Blank, Trainer, build_model, select_units
+from vescale_ray.workers.saving import write_checkpoint_shard
+from vescale_ray.workers.trainer import Trainer
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Reshard: fill a new trainer's shards from the workers' memory or from a checkpoint, and give shards to a checkpoint.
+"""Reshard: fill a new trainer's shards from the workers' memory or from a checkpoint.
 
 From memory, every participant announces the shards it holds (its own and copies) and the shards it wants. All compute the same plan
 (:mod:`vescale_ray.workers.resharding.reshard_plan`) and carry out their part of it. Each transfer carries a checksum.
@@ -27,12 +27,11 @@ from vescale_ray.workers.resharding.shards import (
     dtype_of,
     export_shards,
     import_scalars,
-    stored_pieces,
     strips_of,
 )
 
 if TYPE_CHECKING:
-    from vescale_ray.checkpoint import Checkpoint, Vote
+    from vescale_ray.checkpoint import Checkpoint
     from vescale_ray.workers.trainer import Trainer
 
 _DIGEST_BYTES = 16
@@ -140,30 +139,6 @@ def restore_from_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> int:
     read = checkpoint.read_ranges([(p.name, p.kind, p.start, p.end, p.data) for p in pieces], progress=lambda: trainer.beat())
     import_scalars(trainer, scalars)
     return read.planned
-
-
-def write_checkpoint_shard(shards: Shards, root: Any, attempt: str, *, epoch: int | None = None) -> Vote:
-    """Write this rank's object of a checkpoint and return its vote. Not a collective: the controller commits all votes.
-
-    Args:
-        shards: live shards (:func:`export_shards`) or a held copy; they must not change until this returns.
-        root: checkpoint folder, or a store.
-        attempt: ``checkpoint.new_attempt()``, the same on all ranks of this save.
-        epoch: number that orders and fences writers; the generation by default.
-
-    Raises:
-        SaveFailed: the storage failed; earlier checkpoints are untouched.
-    """
-    from vescale_ray.checkpoint import write_shard
-
-    aux = stored_aux(shards.rank, shards.scalars)
-    epoch = shards.generation if epoch is None else epoch
-    return write_shard(root, attempt, shards.rank, stored_pieces(shards), aux=aux, step=shards.step, epoch=epoch, world=shards.world)
-
-
-def stored_aux(rank: int, scalars: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A rank's auxiliary object of a checkpoint. The scalars are the same on all ranks, so only rank 0 writes them."""
-    return dict(scalars) if rank == 0 else None
 
 
 def _filled(shards: Sequence[Shards]) -> list[Piece]:
