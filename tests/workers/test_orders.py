@@ -52,7 +52,7 @@ def resources(**given: Any) -> Any:
     return SimpleNamespace(**{**made, **given})
 
 
-def started(monkeypatch: pytest.MonkeyPatch, has: Any) -> Worker:
+def started(monkeypatch: pytest.MonkeyPatch, has: Any) -> Any:
     """A worker with these resources, a training thread and its heartbeat; the plain class, as Ray's decorators only mark its methods."""
     monkeypatch.setattr(Worker, "_warm_up", lambda self, heartbeat: (None, SimpleNamespace(**{**vars(has), "heartbeat": heartbeat})))
     return Worker("w7", {})
@@ -162,8 +162,9 @@ def test_worker_that_cannot_start_says_why_in_one_line(monkeypatch: pytest.Monke
         raise ValueError("no corpus\n  at /data")
 
     monkeypatch.setattr(Worker, "_warm_up", fail)
+    worker: Any = Worker("w7", {})
     with pytest.raises(RuntimeError, match=r"^worker w7 cannot start: ValueError: no corpus at /data$"):
-        Worker("w7", {}).hello(5.0)
+        worker.hello(5.0)
 
 
 def test_worker_that_cannot_check_copies_fails_save_and_parks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -231,7 +232,7 @@ def test_leaver_that_cannot_give_parks_with_the_reason(state: WorkerState, monke
 def test_own_copy_is_unhurried_and_wait_for_a_buddys_copy_is_not(state: WorkerState) -> None:
     """Copies are made beside the step. Copying large shards takes longer than a step and is no hang; a buddy that stands still is one."""
     seen: list[tuple[str, bool]] = []
-    has = resources(
+    has: Any = resources(
         snapshots=SimpleNamespace(
             copied=lambda: seen.append(("copied", has.heartbeat.unhurried)),
             settle=lambda: seen.append(("settled", has.heartbeat.unhurried)),
