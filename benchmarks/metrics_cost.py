@@ -93,7 +93,7 @@ def metrics_work(trainer: Any, snapshots: Any, record: Any) -> dict[str, float]:
     """CPU seconds of each part of a step's work for the metrics, on this live trainer."""
     from vescale_ray.communication import wait_notes
     from vescale_ray.workers.messages import Stepped, Ticket, Usage
-    from vescale_ray.workers.trainer import resident_bytes
+    from vescale_ray.workers.monitoring.process import resident_bytes
 
     meter = trainer._meter
 

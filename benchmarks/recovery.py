@@ -260,7 +260,7 @@ class Saboteur:
 
     def nodes(self, cluster: Any, started: list[Any], cpus: int) -> None:
         """Rounds in which a node is lost and a new one joins."""
-        from vescale_ray.workers.worker import born
+        from vescale_ray.workers.monitoring.process import born
 
         for index in range(self.rounds):
             self.steady(self.workers)
@@ -285,7 +285,7 @@ class Saboteur:
         from ray._raylet import GcsClient
         from ray.core.generated import autoscaler_pb2
 
-        from vescale_ray.workers.worker import born
+        from vescale_ray.workers.monitoring.process import born
 
         reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
         for index in range(self.rounds):

@@ -115,16 +115,7 @@ def save(
         if verdict.fate != "go":
             raise SaveFailed(f"step {step}: {verdict.text}; earlier checkpoints are untouched")
         this = Attempt(verdict.attempt, step, verdict.epoch, world, rank, prepared.document, prepared.aliases, timeout_s)
-        written: Vote | Exception
-        try:
-            written = write_shard(
-                store, this.name, rank, prepared.pieces, aux=prepared.aux, step=step, epoch=this.epoch, cancelled=watch, world=world
-            )
-        except Exception as error:
-            # The other ranks must hear of any error rather than wait.
-            written = error
-        if watch() and isinstance(written, Vote):
-            written = SaveAborted(f"step {step}: this save was given up; earlier checkpoints are untouched")
+        written = _write(store, this, prepared, watch)
         made.append(conclude(store, this, written, watch))
         accord.forget()
         if retention is not None and isinstance(written, Vote):
@@ -138,6 +129,21 @@ def save(
             raise SaveFailed(f"step {step}: given up, {text}; earlier checkpoints are untouched") from None
         _log.warning("checkpoint %s is committed, but it is not read back and no older one is deleted: %s", made[0].path, text)
     return SaveHandle.finished(step, made[0], time.perf_counter() - began)
+
+
+def _write(store: ObjectStore, this: Attempt, prepared: Prepared, watch: Watch) -> Vote | Exception:
+    """Write this rank's object. Returns any error, since the other ranks must hear of it rather than wait."""
+    pieces, aux = prepared.pieces, prepared.aux
+    written: Vote | Exception
+    try:
+        written = write_shard(
+            store, this.name, this.rank, pieces, aux=aux, step=this.step, epoch=this.epoch, cancelled=watch, world=this.world
+        )
+    except Exception as error:
+        written = error
+    if watch() and isinstance(written, Vote):
+        return SaveAborted(f"step {this.step}: this save was given up; earlier checkpoints are untouched")
+    return written
 
 
 def look_after(store: ObjectStore, retention: Retention, made: Commit, vote: Vote, cancelled: Callable[[], bool] = lambda: False) -> None:
@@ -307,10 +313,19 @@ def from_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     return value  # type: ignore[no-any-return]
 
 
+def gathered(mine: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Every rank's value, in rank order."""
+    _, world = ranks_of(group)
+    if world == 1:
+        return [mine]
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
 def together(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """Run ``work`` on every rank. If any rank raises, every rank raises the error of the first rank that did."""
-    rank, world = ranks_of(group)
-    if world == 1:
+    if ranks_of(group)[1] == 1:
         return work()
     mine: Exception | None = None
     result: T | None = None
@@ -318,9 +333,7 @@ def together(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
         result = work()
     except Exception as error:
         mine = error
-    errors: list[Exception | None] = [None] * world
-    dist.all_gather_object(errors, _portable(mine), group=group)
-    first = next((e for e in errors if e is not None), None)
+    first = next((e for e in gathered(_portable(mine), group) if e is not None), None)
     if mine is not None:
         # The same type of error on all ranks, so that all continue in the same way.
         raise mine if first is None or type(mine) is type(first) else first from mine

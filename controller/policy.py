@@ -150,7 +150,7 @@ def staffing(world: int, ready: int, warming: int, target: int, spares: int = 0)
 
 def unprotected(nodes: Sequence[str], *, copies: bool) -> int:
     """Number of ranks, on these nodes, without a copy of their shards on another node
-    (:func:`vescale_ray.workers.resharding.memory_snapshots.buddies`)."""
+    (:func:`vescale_ray.workers.resharding.buddies.buddies`)."""
     fullest = max(Counter(nodes).values(), default=0)
     return max(0, 2 * fullest - len(nodes)) if copies else len(nodes)
 

@@ -3,7 +3,7 @@
 Only ``worker.py``, the Ray actor, uses Ray. A worker is one process that goes through many generations; a generation is one fixed set of
 ranks. Between two generations the process keeps its imports, its corpus and its :class:`Snapshots`.
 
-``worker.py`` and the tests drive a worker like this::
+``membership.py`` and the tests drive a worker like this::
 
     process_groups.prepare()                                             # once, after the imports: gc.freeze()
     snapshots = Snapshots(every=config.elastic.snapshot_every)   # once per process; survives generations
@@ -40,14 +40,16 @@ ranks. Between two generations the process keeps its imports, its corpus and its
 
 | module | contents |
 |---|---|
+| ``worker``, ``worker_state`` | the actor, and the state that its control threads and its training thread share |
+| ``membership``, ``shard_move`` | a member's part in one generation; the move of shards, and a leaver's part |
 | ``network.process_groups`` | ``prepare form dissolve collectives describe is_collective_error GroupFailed open_transfer Closing`` |
-| ``trainer`` | ``Trainer`` |
+| ``trainer``, ``model_building`` | ``Trainer``; ``build_model Blank NextModel build_sharded`` |
 | ``messages`` | ``StepRecord``; names of flag bits ``STOP RESCALE CHECKPOINT BUSY`` (any int below 2**62 is ORed) |
 | ``resharding.shards`` | ``Shards Piece export_shards``: one rank's part of the training state, as views |
-| ``resharding.memory_snapshots`` | ``Snapshots buddies`` |
+| ``resharding.memory_snapshots`` | ``Snapshots``; with ``copy_exchange``, ``memory_copy`` and ``buddies`` |
 | ``resharding.held_state`` | ``HeldState Resume choose_resume`` |
-| ``saving`` | ``Writer``: writes checkpoints during training |
-| ``resharding.reshard`` | ``plan execute ReshardReport restore_from_checkpoint write_checkpoint_shard`` |
+| ``resharding.reshard`` | ``execute ReshardReport restore_from_checkpoint``; ``plan`` is in ``reshard_plan`` |
+| ``saving`` | ``Writer``: writes checkpoints during training; ``write_checkpoint_shard`` |
 
 This package may import everything in ``vescale_ray`` but ``controller``; only ``worker.py`` may import Ray.
 """

@@ -1,9 +1,10 @@
-"""Write staged checkpoints during training, in one thread per worker process, for all its generations.
+"""Write a worker's objects of checkpoints: staged ones during training, and held ones at the controller's order.
 
-Training stages a copy in memory, or reuses the copy sent to the buddy. This thread writes it and votes. At most one checkpoint is being
-written and one is staged; all ranks together skip further ones (``trainer.BUSY``). When a generation fails or the next one begins,
-unfinished writes are abandoned, since the controller no longer counts their votes. When the thread is idle, it reads voted objects back and
-records those that are right. Only then does the controller delete older checkpoints.
+One thread per worker process writes the staged ones, for all its generations. Training stages a copy in memory, or reuses the copy sent
+to the buddy. This thread writes it and votes. At most one checkpoint is being written and one is staged; all ranks together skip further
+ones (``messages.BUSY``). When a generation fails or the next one begins, unfinished writes are abandoned, since the controller no longer
+counts their votes. When the thread is idle, it reads voted objects back and records those that are right. Only then does the controller
+delete older checkpoints.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vescale_ray.workers.messages import Damaged, SavedShard, Ticket
+from vescale_ray.workers.messages import Damaged, Save, SavedShard, Ticket
 from vescale_ray.workers.network.process_groups import describe
+from vescale_ray.workers.resharding.shards import Shards, stored_pieces
 
 if TYPE_CHECKING:
     from vescale_ray.checkpoint import Vote
-    from vescale_ray.workers.resharding.memory_snapshots import Staged
+    from vescale_ray.workers.resharding.memory_snapshots import Snapshots, Staged
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class Writer:
 
     Args:
         root: checkpoint folder, or a store.
-        publish: receives the vote or the reason of a failure, and later a report of damage. This object's thread calls it.
+        publish: receives the vote or the reason of a failure, and later a report of damage. Any thread calls it.
         read_back: whether to read each object back after its vote, when nothing is to be written.
     """
 
@@ -87,8 +89,37 @@ class Writer:
             for job in self._jobs:
                 job.cancelled = True
 
-    def wrote(self, vote: Vote, ticket: Ticket, step: int) -> None:
-        """Queue an object that another thread has written and voted for, to be read back."""
+    def save_held(self, order: Save, ticket: Ticket, worker: str, snapshots: Snapshots) -> None:
+        """Write the shards that ``worker`` holds and the order names, in the calling thread. Training goes on even if a write fails.
+
+        Args:
+            ticket: the worker's last generation, which the votes name.
+        """
+        resume, held, damage = order.resume, dict[int, Shards](), None
+        try:
+            held = {shards.rank: shards for shards in snapshots.shards(resume.generation, resume.step)}
+        except Exception as error:  # for example no memory for the checksums: this loses the checkpoint, but not the worker
+            damage = describe(error)
+        for rank in order.ranks:
+            vote, seconds = None, 0.0
+            if rank in held:
+                began, problem = time.monotonic(), None
+                try:
+                    vote = write_checkpoint_shard(held[rank], self._root, order.attempt, epoch=order.epoch)
+                except Exception as error:
+                    problem = describe(error)
+                seconds = time.monotonic() - began
+            elif damage is not None:
+                problem = f"worker {worker} cannot verify its copy of rank {rank}: {damage}"
+            else:
+                problem = f"worker {worker} holds no shard of rank {rank} at step {resume.step}"
+            text = None if vote is None else vote.to_json()
+            self._publish(SavedShard(ticket, order.attempt, resume.step, order.epoch, rank, resume.world, text, problem, seconds))
+            if vote is not None:
+                self._wrote(vote, ticket, resume.step)
+
+    def _wrote(self, vote: Vote, ticket: Ticket, step: int) -> None:
+        """Queue an object that was voted for, to be read back."""
         if self._read_back:
             self._queue.put((vote, ticket, step))
 
@@ -119,7 +150,6 @@ class Writer:
     def _write(self, job: _Job) -> None:
         from vescale_ray.checkpoint.format.shard import encode_aux, write_staged
         from vescale_ray.checkpoint.stores.opening import store_of
-        from vescale_ray.workers.resharding.reshard import stored_aux
 
         staged = job.staged
         vote: Vote | None = None
@@ -158,4 +188,29 @@ class Writer:
                     )
                 )
         if vote is not None and not job.cancelled:
-            self.wrote(vote, job.ticket, staged.step)
+            self._wrote(vote, job.ticket, staged.step)
+
+
+def write_checkpoint_shard(shards: Shards, root: Any, attempt: str, *, epoch: int | None = None) -> Vote:
+    """Write this rank's object of a checkpoint and return its vote. Not a collective: the controller commits all votes.
+
+    Args:
+        shards: live shards (:func:`vescale_ray.workers.resharding.shards.export_shards`) or a held copy; they must not change until this
+            returns.
+        root: checkpoint folder, or a store.
+        attempt: ``checkpoint.new_attempt()``, the same on all ranks of this save.
+        epoch: number that orders and fences writers; the generation by default.
+
+    Raises:
+        SaveFailed: the storage failed; earlier checkpoints are untouched.
+    """
+    from vescale_ray.checkpoint import write_shard
+
+    aux = stored_aux(shards.rank, shards.scalars)
+    epoch = shards.generation if epoch is None else epoch
+    return write_shard(root, attempt, shards.rank, stored_pieces(shards), aux=aux, step=shards.step, epoch=epoch, world=shards.world)
+
+
+def stored_aux(rank: int, scalars: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A rank's auxiliary object of a checkpoint. The scalars are the same on all ranks, so only rank 0 writes them."""
+    return dict(scalars) if rank == 0 else None

@@ -27,35 +27,27 @@ passes it has complete gradients of ``s + 1``. This also holds for Muon, whose o
 
 from __future__ import annotations
 
-import copy
-import fnmatch
-import functools
 import hashlib
-import importlib
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint as recompute
+from torch import Tensor
 
 from vescale_ray.communication import wait_notes
 from vescale_ray.data.stream import SampleStream
 from vescale_ray.lr_schedule import lr_at
-from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.workers.messages import StepRecord, Usage
+from vescale_ray.workers.model_building import Blank, build_sharded
 from vescale_ray.workers.monitoring.meter import Meter
 from vescale_ray.workers.monitoring.pace import Pace, deal
+from vescale_ray.workers.monitoring.process import resident_bytes
 from vescale_ray.workers.resharding.shards import Views, formats_of
 
 if TYPE_CHECKING:
@@ -89,7 +81,7 @@ class Trainer:
 
     Raises:
         ValueError: there are more ranks than slots, no module matches ``model.units``, or the model cannot be trained
-            (:func:`build_model`).
+            (:func:`vescale_ray.workers.model_building.build_model`).
     """
 
     def __init__(
@@ -112,7 +104,7 @@ class Trainer:
         self.completed = 0
         self._stream = SampleStream(corpus.num_samples, config.run.seed)
         torch.set_num_threads(config.train.threads)
-        self.model, self.optimizer = _build(config, self.device, world, blank or Blank(config), filled=filled)
+        self.model, self.optimizer = build_sharded(config, self.device, world, blank or Blank(config), filled=filled)
         self.parameters = tuple(self.model.named_parameters())
         """Sharded parameters with their names, listed once. Listing takes 2 ms per hundred parameters, several times in a rescale's
         pause."""
@@ -156,28 +148,7 @@ class Trainer:
         train, index = self.config.train, self.completed
         tokens = train.slots * train.slot_batch * self.config.data.seq_len
         table = deal(self.pace.view.shares)
-        mine, rounds, ordered = table[self.rank], max(map(len, table)), self.config.elastic.deterministic
-        nlls: list[Tensor] = []
-        fed: list[int] = []
-        own: list[float] = []
-        for turn in range(rounds):
-            last = turn == rounds - 1
-            self.model.set_requires_gradient_sync(last or ordered)
-            self.model.set_is_last_backward(last or ordered)
-            self.model.set_contributes(turn < len(mine))
-            turned, waited = time.perf_counter(), self.model.waited_s
-            ids = self._slot_ids(index, mine[turn]) if turn < len(mine) else None
-            inputs, targets = self.corpus.batch(ids) if ids is not None else self._filler
-            meter.data_s += time.perf_counter() - turned
-            self._seed_generators(_seed(self.config.run.seed, index, mine[turn] if ids is not None else -1))
-            nll = self._nll(inputs, targets)
-            self.beat()
-            (nll / tokens if ids is not None else nll * 0.0).backward()
-            self.beat()
-            if ids is not None:
-                nlls.append(nll.detach())
-                fed.extend(int(i) for i in ids)
-                own.append(time.perf_counter() - turned - (self.model.waited_s - waited))
+        computed = self._compute(index, tokens, table)
         loop = time.perf_counter() - begin
         meter.computed(loop)
         norm, clipped = self._clip()
@@ -188,10 +159,7 @@ class Trainer:
         if settle is not None:
             with wait_notes.counted("peer_copy"):
                 settle()
-        # The last round includes the gradient reduction, so it is not comparable; skip it if there are other rounds.
-        timed = own[: rounds - 1] or own
-        per_slot = sum(timed) / len(timed) if self.device.type == "cpu" else 0.0
-        told = self._exchange(flags, nlls, fed, (time.perf_counter() - begin, loop, per_slot, together), table)
+        told = self._exchange(flags, computed, (time.perf_counter() - begin, loop, computed.per_slot_s, together), table)
         self.beat()
         lr = lr_at(index, train)
         for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
@@ -262,6 +230,39 @@ class Trainer:
         self.__dict__.pop("_meter", None)
         self.__dict__.pop("views", None)
 
+    def _compute(self, index: int, tokens: int, table: tuple[tuple[int, ...], ...]) -> _Computed:
+        """Run forward and backward of this rank's slots. The last round reduces the gradients over the ranks.
+
+        Args:
+            tokens: tokens of the global batch, which divide the losses.
+            table: each rank's slots.
+        """
+        mine, rounds, ordered = table[self.rank], max(map(len, table)), self.config.elastic.deterministic
+        nlls: list[Tensor] = []
+        fed: list[int] = []
+        own: list[float] = []
+        for turn in range(rounds):
+            last = turn == rounds - 1
+            self.model.set_requires_gradient_sync(last or ordered)
+            self.model.set_is_last_backward(last or ordered)
+            self.model.set_contributes(turn < len(mine))
+            turned, waited = time.perf_counter(), self.model.waited_s
+            ids = self._slot_ids(index, mine[turn]) if turn < len(mine) else None
+            inputs, targets = self.corpus.batch(ids) if ids is not None else self._filler
+            self._meter.data_s += time.perf_counter() - turned
+            self._seed_generators(_seed(self.config.run.seed, index, mine[turn] if ids is not None else -1))
+            nll = self._nll(inputs, targets)
+            self.beat()
+            (nll / tokens if ids is not None else nll * 0.0).backward()
+            self.beat()
+            if ids is not None:
+                nlls.append(nll.detach())
+                fed.extend(int(i) for i in ids)
+                own.append(time.perf_counter() - turned - (self.model.waited_s - waited))
+        # The last round includes the gradient reduction, so it is not comparable; skip it if there are other rounds.
+        timed = own[: rounds - 1] or own
+        return _Computed(nlls, fed, sum(timed) / len(timed) if self.device.type == "cpu" else 0.0)
+
     def _reshard(self) -> None:
         """Reshard units that a forward without backward left unsharded (the root), so that parameters are sharded again."""
         from vescale_ray.fsdp import FSDPModule
@@ -317,7 +318,7 @@ class Trainer:
         return (math.hypot(norm, float(total_norm(grads, exact=exact))) if grads else norm), clipped
 
     def _exchange(
-        self, flags: int, nlls: list[Tensor], fed: list[int], seconds: tuple[float, float, float, float], table: tuple[tuple[int, ...], ...]
+        self, flags: int, computed: _Computed, seconds: tuple[float, float, float, float], table: tuple[tuple[int, ...], ...]
     ) -> _Told:
         """One all-gather of a few int64 words per rank (floats as their bits): losses and ids by slot, flags, seconds, memory.
 
@@ -328,6 +329,7 @@ class Trainer:
             table: each rank's slots.
         """
         batch, rounds = self.config.train.slot_batch, max(map(len, table))
+        nlls, fed = computed.nlls, computed.ids
         words = torch.zeros(_HEADER + rounds * (1 + batch), dtype=torch.int64)
         words[0], words[1], words[2] = flags, resident_bytes(), len(nlls)
         floats = words.view(torch.float64)
@@ -356,6 +358,15 @@ class Trainer:
 
 
 @dataclass(frozen=True)
+class _Computed:
+    """This rank's slots of a step: their losses and sample ids, and its own mean seconds per slot (0 on an accelerator)."""
+
+    nlls: list[Tensor]
+    ids: list[int]
+    per_slot_s: float
+
+
+@dataclass(frozen=True)
 class _Told:
     """Data that all ranks exchange at the end of a step: by slot, merged, and by rank."""
 
@@ -367,157 +378,6 @@ class _Told:
     per_slot: tuple[float, ...]
     together: tuple[float, ...]
     memory: tuple[int, ...]
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process in bytes; 0 if the system does not report it."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
-
-
-def build_model(config: RunConfig) -> nn.Module:
-    """The unsharded model of ``config.model``, on the meta device.
-
-    Raises:
-        ValueError: the factory cannot be imported, or its model lacks ``init_parameter``, has persistent buffers, or has other buffers but
-            no ``init_buffer``. With ``elastic.deterministic``, also if an optimizer other than AdamW would step 16-bit parameters.
-    """
-    model = config.model
-    with torch.device("meta"), _NoValues():
-        if model.factory is None:
-            sizes = LlamaConfig(
-                dim=model.dim,
-                layers=model.layers,
-                heads=model.heads,
-                kv_heads=model.kv_heads,
-                ffn=model.ffn,
-                max_seq=config.data.seq_len,
-                rope_theta=model.rope_theta,
-                tie=model.tie,
-            )
-            return Llama(sizes)
-        module_name, _, function = model.factory.partition(":")
-        try:
-            built: nn.Module = getattr(importlib.import_module(module_name), function)()
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"model.factory = {model.factory}: {error}; give an importable pkg.mod:function") from None
-    if not callable(getattr(built, "init_parameter", None)):
-        raise ValueError(f"model.factory = {model.factory}: its {type(built).__name__} has no method init_parameter(name, full, generator)")
-    kept = set(built.state_dict()) - {name for name, _ in built.named_parameters(remove_duplicate=False)}
-    if kept:
-        raise ValueError(
-            f"model.factory = {model.factory}: persistent buffers {sorted(kept)[:3]} have no values on the meta device; "
-            "register them with persistent=False and fill them in init_buffer(name, full)"
-        )
-    buffers = [name for name, _ in built.named_buffers()]
-    if buffers and not callable(getattr(built, "init_buffer", None)):
-        raise ValueError(
-            f"model.factory = {model.factory}: buffers {buffers[:3]} have no values on the meta device; "
-            f"give {type(built).__name__} a method init_buffer(name, full), or compute them in forward"
-        )
-    if config.elastic.deterministic and config.train.optimizer != "adamw":
-        short = next((name for name, p in built.named_parameters() if p.requires_grad and p.dtype.itemsize < 4), None)
-        if short is not None:
-            raise ValueError(
-                f"elastic.deterministic = true with train.optimizer = {config.train.optimizer}: {short} has fewer than 32 bits per "
-                "element, so its rounding depends on its place in the shard; make the parameters float32 "
-                "(train.param_dtype = bfloat16 still computes in bfloat16), or use adamw"
-            )
-    return built
-
-
-class _NoValues(TorchFunctionMode):
-    """Skip the functions of :mod:`torch.nn.init` for tensors on the meta device. They do nothing there, in half of a model's construction
-    time."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__module__", None) == nn.init.__name__:
-            tensor = args[0] if args else kwargs.get("tensor")
-            if isinstance(tensor, Tensor) and tensor.is_meta:
-                return tensor
-        return func(*args, **kwargs)
-
-
-def select_units(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
-    """Modules whose dotted name matches a pattern part by part, children first. ``layers.*`` matches ``layers.0``, not ``layers.0.ffn``.
-
-    Raises:
-        ValueError: a pattern, which the message names, matches nothing.
-    """
-    named = [(name.split("."), module) for name, module in model.named_modules() if name]
-    found: dict[int, tuple[int, nn.Module]] = {}
-    for pattern in patterns:
-        parts = pattern.split(".")
-        hits = [(n, m) for n, m in named if len(n) == len(parts) and all(map(fnmatch.fnmatchcase, n, parts))]
-        if not hits:
-            raise ValueError(f"model.units: {pattern!r} matches no module; the model has {', '.join(n for n, _ in model.named_children())}")
-        found.update((id(module), (len(name), module)) for name, module in hits)
-    return [module for _, module in sorted(found.values(), key=lambda item: -item[0])]
-
-
-class Blank:
-    """The unsharded model on the meta device and the optimizer of each parameter, independent of rank and world size. One trainer consumes
-    it.
-
-    Args:
-        model: result of :func:`build_model`; None builds it now.
-
-    Raises:
-        ValueError: as :func:`build_model`, or the optimizer fits no parameter.
-    """
-
-    def __init__(self, config: RunConfig, model: nn.Module | None = None) -> None:
-        from vescale_ray.optim import OptimizerConfig, route_parameters
-
-        self._config = config
-        self.model = build_model(config) if model is None else model
-        self.chosen = OptimizerConfig.of(config.train)
-        self.routing = route_parameters(self.model, self.chosen)
-
-    def copied(self) -> Blank:
-        """Another blank with a copy of the model. If the model cannot be copied, raises the error of :func:`copy.deepcopy`."""
-        return Blank(self._config, copy.deepcopy(self.model))
-
-
-def _build(config: RunConfig, device: torch.device, world: int, blank: Blank, *, filled: bool) -> tuple[Any, torch.optim.Optimizer]:
-    """The sharded model, without values, and its optimizer. All optimizer states exist, so they can be loaded or given away before a
-    step."""
-    from vescale_ray.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-    from vescale_ray.optim import build_optimizer
-
-    train = config.train
-    model: Any = blank.model
-    routing = blank.routing
-    mesh = init_device_mesh(device.type, (world,))
-    dtypes = {name: getattr(torch, name) for name in ("float32", "bfloat16")}
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if train.param_dtype == "float32" else dtypes[train.param_dtype],
-        reduce_dtype=None if train.reduce_dtype == train.param_dtype else dtypes[train.reduce_dtype],
-    )
-    shared: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "block_policy": routing.block_policy, "to_empty": True}
-    units = select_units(model, config.model.units)
-    for unit in units:
-        if train.activation_checkpointing:
-            # Set on the instance, inside the sharding hooks: names stay the same, and backward recomputes while the unit is unsharded.
-            unit.forward = functools.partial(recompute, unit.forward, use_reentrant=False)
-        fully_shard(unit, reshard_after_forward=train.reshard_after_forward, **shared)
-    # The root stays unsharded between forward and backward, since its backward begins at once.
-    fully_shard(model, reshard_after_forward=False, **shared)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_ordered_reduction(config.elastic.deterministic, recurse=False)
-            # With experts, each slot may use other parameters, and each rank has other slots.
-            module.set_reduce_scatter_unused_params(True, recurse=False)
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        model.to_empty(device=device)
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            model.init_buffer(name, buffer)
-    return model, build_optimizer(model, blank.chosen, routing=routing, log=None, zeroed=not filled)
 
 
 def _seed(*parts: int | str) -> int:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from vescale_ray.compat.checkpoint import StorageInfo, flatten_state_dict
 
-from ..api import from_first, ranks_of, together
+from ..api import from_first, gathered, ranks_of, together
 from ..commits import Commit
 from ..errors import CheckpointMismatch, ExportFailed
 from ..format.digest import as_bytes, view_of
@@ -126,11 +126,7 @@ def export_dcp(
     files: list[Path] = []
     try:
         mine = together(write, group)
-        infos = [mine]
-        if world > 1:
-            infos = [{} for _ in range(world)]
-            dist.all_gather_object(infos, mine, group=group)
-        storage = {index: info for one in infos for index, info in one.items()}
+        storage = {index: info for one in gathered(mine, group) for index, info in one.items()}
         from_first(finish, group)
     except BaseException:
         take_back(files, made)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..api import from_first, next_epoch, ranks_of, together
+from ..api import from_first, gathered, next_epoch, ranks_of, together
 from ..arguments import nbytes, order
 from ..collection import discard
 from ..commits import Commit, commit, newest_order
@@ -267,11 +267,7 @@ def into_commit(
     committing = False
     try:
         mine = together(lambda: [write_one(index) for index in mine_of], group)
-        everyone: list[list[str]] = [mine]
-        if world > 1:
-            everyone = [[] for _ in range(world)]
-            dist.all_gather_object(everyone, mine, group=group)
-        votes = [Vote.from_json(text) for texts in everyone for text in texts]
+        votes = [Vote.from_json(text) for texts in gathered(mine, group) for text in texts]
         committing = True
         return from_first(
             lambda: commit(store, votes, step=step, epoch=epoch, attempt=attempt, world=len(objects), meta=meta, aliases=aliases), group

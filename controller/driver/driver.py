@@ -382,7 +382,7 @@ class _Attempt:
         import ray
 
         from vescale_ray.controller.worker_group import agent, supervisor
-        from vescale_ray.workers.worker import born
+        from vescale_ray.workers.monitoring.process import born
 
         if not ray.is_initialized():
             return

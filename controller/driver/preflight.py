@@ -181,7 +181,7 @@ def _check_port(host: str, port: int) -> None:
 def _expected(config: RunConfig) -> dict[str, _Expected]:
     """Shape and optimizer states of each parameter, from a model on the meta device, which takes no memory."""
     from vescale_ray.optim import OptimizerConfig, route_parameters
-    from vescale_ray.workers.trainer import build_model, select_units
+    from vescale_ray.workers.model_building import build_model, select_units
 
     try:
         model = build_model(config)

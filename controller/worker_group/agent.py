@@ -13,7 +13,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vescale_ray.workers.monitoring.heartbeat import starved_s, take_stacks
-from vescale_ray.workers.worker import born
+from vescale_ray.workers.monitoring.process import born
 
 Thread = tuple[int, int, int]
 """Process id, start time of the process, and the system's id of the thread."""

@@ -151,24 +151,24 @@ class _Player:
     def _watch_building(self) -> None:
         from vescale_ray.workers import trainer
 
-        whole = trainer._build
+        whole = trainer.build_sharded
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             self.built()
             return whole(*args, **kwargs)
 
-        setattr(trainer, "_build", watched)  # noqa: B010
+        setattr(trainer, "build_sharded", watched)  # noqa: B010
 
     def _watch_saving(self) -> None:
-        from vescale_ray.workers.resharding import reshard
+        from vescale_ray.workers import saving
 
-        whole = reshard.write_checkpoint_shard
+        whole = saving.write_checkpoint_shard
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             self.at(-1, save=True)
             return whole(*args, **kwargs)
 
-        setattr(reshard, "write_checkpoint_shard", watched)  # noqa: B010
+        setattr(saving, "write_checkpoint_shard", watched)  # noqa: B010
 
 
 _PLAYER = _Player()  # one per process, since models come and go with the generations

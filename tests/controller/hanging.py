@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.workers.tiny import DropoutModel
-from vescale_ray.workers.worker import born
+from vescale_ray.workers.monitoring.process import born
 
 FOR_S = 60
 LATE_S = 8.0

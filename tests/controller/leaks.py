@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vescale_ray.workers.worker import born
+from vescale_ray.workers.monitoring.process import born
 
 FIELDS = ("files", "threads", "megabytes", "children")
 MOST = {"files": 8.0, "threads": 6.0, "megabytes": 25.0, "children": 1.5}

@@ -18,7 +18,7 @@ from vescale_ray.controller.protocol import ScheduledAction
 from vescale_ray.data.corpus import load_corpus
 from vescale_ray.data.stream import SampleStream
 from vescale_ray.runfolder import RunFolder
-from vescale_ray.workers.worker import born
+from vescale_ray.workers.monitoring.process import born
 
 STEPS = 60
 

@@ -21,7 +21,7 @@ from vescale_ray.controller.state.checkpoint_stats import CheckpointStats
 from vescale_ray.data.corpus import load_corpus
 from vescale_ray.errors import BadInput
 from vescale_ray.workers.messages import Origin
-from vescale_ray.workers.trainer import build_model
+from vescale_ray.workers.model_building import build_model
 
 
 @pytest.fixture(autouse=True)

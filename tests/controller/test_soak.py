@@ -20,7 +20,7 @@ from vescale_ray import checkpoint
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.driver.driver import RunResult
 from vescale_ray.runfolder import RunFolder
-from vescale_ray.workers.worker import born
+from vescale_ray.workers.monitoring.process import born
 
 MINUTES = float(os.environ.get("VESCALE_SOAK_MINUTES", "30"))
 SEED = int(os.environ.get("VESCALE_SOAK_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vescale_ray.controller.policy import unprotected
-from vescale_ray.workers.resharding.memory_snapshots import buddies
+from vescale_ray.workers.resharding.buddies import buddies
 
 
 @given(st.lists(st.sampled_from("abcde"), min_size=1, max_size=24))

@@ -44,8 +44,9 @@ from vescale_ray.workers.network import process_groups
 from vescale_ray.workers.network.process_groups import GroupFailed
 from vescale_ray.workers.resharding import reshard
 from vescale_ray.workers.resharding.held_state import HeldState, choose_resume
-from vescale_ray.workers.resharding.reshard import execute, restore_from_checkpoint, write_checkpoint_shard
+from vescale_ray.workers.resharding.reshard import execute, restore_from_checkpoint
 from vescale_ray.workers.resharding.shards import export_shards
+from vescale_ray.workers.saving import write_checkpoint_shard
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.planner import Bundle, TensorSpec, plan_buffers
 from vescale_ray.workers.resharding import shard_layouts
 from vescale_ray.workers.resharding.rank_assignment import even, seated, staying
-from vescale_ray.workers.resharding.reshard import plan
+from vescale_ray.workers.resharding.reshard_plan import plan
 from vescale_ray.workers.resharding.shard_layouts import Layouts, Outline, outline_of, overlap, packed, parts_of
 from vescale_ray.workers.resharding.shards import PARAM, Span, export_shards, strips_of
 from vescale_ray.workers.trainer import Trainer

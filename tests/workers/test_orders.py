@@ -1,4 +1,4 @@
-"""Orders of a worker: it takes them from its own or a newer generation, when it is free. The training thread is left out."""
+"""Orders of a worker: it takes them from its own or a newer generation, when it is free. Few tests have a training thread."""
 
 from __future__ import annotations
 
@@ -16,24 +16,46 @@ from torch import nn
 
 from tests.controller.runs import until
 from tests.workers.tiny import tiny, write_text
-from vescale_ray.workers import trainer
-from vescale_ray.workers.messages import NO_TICKET, FaultKind, Give, Join, Origin, Save, Seat, Ticket, WorkerPhase
+from vescale_ray.workers import membership, model_building, shard_move
+from vescale_ray.workers.membership import Membership
+from vescale_ray.workers.messages import FaultKind, Give, Join, Origin, Save, SavedShard, Seat, Skipped, Ticket, WorkerPhase
+from vescale_ray.workers.model_building import NextModel
 from vescale_ray.workers.monitoring.heartbeat import Heartbeat
 from vescale_ray.workers.network import process_groups
 from vescale_ray.workers.network.process_groups import GroupFailed
 from vescale_ray.workers.resharding.held_state import Resume
-from vescale_ray.workers.worker import Refused, Worker
-
-LIVE = Worker._live
+from vescale_ray.workers.saving import Writer
+from vescale_ray.workers.shard_move import move
+from vescale_ray.workers.worker import Worker
+from vescale_ray.workers.worker_state import Refused, WorkerState
 
 
 @pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(Worker, "_live", lambda self: None)
-    made = Worker("w7", {})  # the plain class, since Ray's decorators only mark its methods
-    made._phase = WorkerPhase.PARKED
-    made._ticket = Ticket(4, 1)
+def state() -> WorkerState:
+    made = WorkerState("w7")
+    made.enter(Ticket(4, 1), WorkerPhase.PARKED)
     return made
+
+
+def resources(**given: Any) -> Any:
+    """Resources of a worker whose snapshots and writer do nothing, but for those ``given``."""
+    nothing = SimpleNamespace(held=tuple, copied=lambda: None, let_go=lambda: None, verify=lambda: None)
+    made = {
+        "config": SimpleNamespace(elastic=SimpleNamespace(collective_timeout_s=30.0), train=SimpleNamespace(steps=5)),
+        "device": torch.device("cpu"),
+        "corpus": None,
+        "snapshots": nothing,
+        "writer": SimpleNamespace(abandon=lambda: None, writing=False),
+        "heartbeat": Heartbeat(),
+        "next_model": SimpleNamespace(prepare=lambda: None, take=lambda: None),
+    }
+    return SimpleNamespace(**{**made, **given})
+
+
+def started(monkeypatch: pytest.MonkeyPatch, has: Any) -> Any:
+    """A worker with these resources, a training thread and its heartbeat; the plain class, as Ray's decorators only mark its methods."""
+    monkeypatch.setattr(Worker, "_warm_up", lambda self, heartbeat: (None, SimpleNamespace(**{**vars(has), "heartbeat": heartbeat})))
+    return Worker("w7", {})
 
 
 def join(generation: int, attempt: int = 1) -> Join:
@@ -45,39 +67,39 @@ def refused(call: Callable[[], None], words: str) -> None:
         call()
 
 
-def test_orders_of_current_or_older_generations_are_refused(worker: Any) -> None:
+def test_orders_of_current_or_older_generations_are_refused(state: WorkerState) -> None:
     for order in (join(3), join(4)):
-        refused(lambda order=order: worker.give_order(order), r"w7: an order of .* comes too late: 4\.1 has ended or is running")  # type: ignore[misc]
-    worker.give_order(join(4, 2))
-    assert worker._order is not None and worker._order.ticket == Ticket(4, 2)
+        refused(lambda order=order: state.give_order(order), r"w7: an order of .* comes too late: 4\.1 has ended or is running")  # type: ignore[misc]
+    state.give_order(join(4, 2))
+    assert state.next_order().ticket == Ticket(4, 2)
 
 
-def test_fenced_generation_is_never_joined(worker: Any) -> None:
-    worker.fence(Ticket(6, 1))
-    worker.fence(Ticket(5, 1))  # an older fence does not open it again
-    refused(lambda: worker.give_order(join(5)), r"5\.1 comes too late: 6\.1")
-    refused(lambda: worker.give_order(join(6)), r"6\.1 comes too late: 6\.1")
-    worker.give_order(join(7))
+def test_fenced_generation_is_never_joined(state: WorkerState) -> None:
+    state.fence(Ticket(6, 1))
+    state.fence(Ticket(5, 1))  # an older fence does not open it again
+    refused(lambda: state.give_order(join(5)), r"5\.1 comes too late: 6\.1")
+    refused(lambda: state.give_order(join(6)), r"6\.1 comes too late: 6\.1")
+    state.give_order(join(7))
 
 
-def test_fence_cuts_all_groups_of_its_generation_and_no_other(worker: Any) -> None:
+def test_fence_cuts_all_groups_of_its_generation_and_no_other(state: WorkerState) -> None:
     """Without the cut, a rank waits in a move for a leaver on a stopped machine until the collectives' time limit."""
 
-    def connected() -> tuple[socket.socket, socket.socket]:
-        with worker._connected_by().recorded():
+    def connected(generation: int) -> tuple[socket.socket, socket.socket]:
+        with state.connecting(Ticket(generation, 1)) as connections, connections.recorded():
             return socket.socketpair()
 
-    worker._enter(Ticket(5, 1), WorkerPhase.FORMING)
-    ends = [connected(), connected()]
-    worker.fence(Ticket(4, 1))
+    state.enter(Ticket(5, 1), WorkerPhase.FORMING)
+    ends = [connected(5), connected(5)]
+    state.fence(Ticket(4, 1))
     for one, other in ends:
         one.send(b"x")
         assert other.recv(1) == b"x", "it is another generation that was closed"
-    worker.fence(Ticket(5, 1))
+    state.fence(Ticket(5, 1))
     assert [other.recv(1) for _, other in ends] == [b"", b""]
-    worker._enter(Ticket(6, 1), WorkerPhase.FORMING)
-    ends.append(connected())
-    worker.fence(Ticket(5, 1))
+    state.enter(Ticket(6, 1), WorkerPhase.FORMING)
+    ends.append(connected(6))
+    state.fence(Ticket(5, 1))
     ends[-1][0].send(b"x")
     assert ends[-1][1].recv(1) == b"x"
     for one, other in ends:
@@ -85,79 +107,101 @@ def test_fence_cuts_all_groups_of_its_generation_and_no_other(worker: Any) -> No
         other.close()
 
 
-def test_busy_worker_refuses_orders_and_stale_requests(worker: Any) -> None:
-    worker.give_order(join(5))
-    refused(lambda: worker.give_order(join(6)), "takes an order of 6.1 once it is parked")
-    worker._order, worker._phase, worker._ticket = None, WorkerPhase.TRAINING, Ticket(5, 1)
-    refused(lambda: worker.give_order(join(6)), "is training in 5.1")
-    refused(lambda: worker.ask(Ticket(4, 1), 1), "it takes no request for 4.1")
-    worker.ask(Ticket(5, 1), 1)
-    worker.ask(Ticket(5, 1), 4)
-    assert worker._asked == 5
+def test_fence_cuts_a_group_that_is_connected_only_afterwards(state: WorkerState) -> None:
+    state.enter(Ticket(5, 1), WorkerPhase.FORMING)
+    with state.connecting(Ticket(5, 1)) as connections:
+        state.fence(Ticket(5, 1))
+        with connections.recorded():
+            one, other = socket.socketpair()
+    assert other.recv(1) == b""
+    one.close()
+    other.close()
+
+
+def test_busy_worker_refuses_orders_and_stale_requests(state: WorkerState) -> None:
+    state.give_order(join(5))
+    refused(lambda: state.give_order(join(6)), "takes an order of 6.1 once it is parked")
+    state.next_order()
+    state.enter(Ticket(5, 1), WorkerPhase.TRAINING)
+    refused(lambda: state.give_order(join(6)), "is training in 5.1")
+    refused(lambda: state.ask(Ticket(4, 1), 1), "it takes no request for 4.1")
+    state.ask(Ticket(5, 1), 1)
+    state.ask(Ticket(5, 1), 4)
+    assert (state.take_flags(), state.take_flags()) == (5, 0)
     old = Save(Ticket(4, 1), resume=None, ranks=(0,), attempt="a", epoch=1)  # type: ignore[arg-type]
-    refused(lambda: worker.give_order(old), "4.1 comes too late")
+    refused(lambda: state.give_order(old), "4.1 comes too late")
 
 
-def test_worker_reports_out_of_generation_fenced_before_it_began(
-    worker: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_reports_out_of_generation_fenced_before_it_began(state: WorkerState) -> None:
     """The controller waits for this report. Without it the controller ended the worker after 3 s as if it hung."""
-
-    class Nothing:
-        def held(self) -> tuple[()]:
-            return ()
-
     begun: list[Ticket] = []
-    monkeypatch.setattr(worker, "_warm_up", lambda: None)
-    monkeypatch.setattr(worker, "_join", lambda order: begun.append(order.ticket))
-    worker._snapshots, worker._writer = Nothing(), SimpleNamespace(writing=False)
-    worker.give_order(join(5))
-    worker.fence(Ticket(5, 1))
-    threading.Thread(target=LIVE, args=(worker,), daemon=True).start()  # the worker's thread sees the order only now
-    until(lambda: worker._fault is not None, 5, "that it knows of the generation")
-    report = worker.poll(0, None, 0.0)
+    state.give_order(join(5))
+    state.fence(Ticket(5, 1))
+    threading.Thread(target=lambda: begun.append(state.next_order().ticket), daemon=True).start()  # it sees the order only now
+    report = state.report(0, (WorkerPhase.FORMING, Ticket(5, 1)), 5.0, tuple)
     assert (report.ticket, report.phase, report.out, begun) == (Ticket(5, 1), WorkerPhase.PARKED, True, [])
-    assert report.fault.kind is FaultKind.PEER and "5.1 was closed before it began" in report.fault.text
-    worker.give_order(join(6))
+    until(lambda: state.report(0, None, 0.0, tuple).fault is not None, 5, "the reason")
+    fault = state.report(0, None, 0.0, tuple).fault
+    assert fault is not None and fault.kind is FaultKind.PEER and "5.1 was closed before it began" in fault.text
+    state.give_order(join(6))
     until(lambda: bool(begun), 5, "the next generation")
     assert begun == [Ticket(6, 1)]
 
 
-def test_worker_that_cannot_check_copies_fails_save_and_parks(worker: Any) -> None:
+def test_restarted_controller_gets_the_last_vote_again(state: WorkerState) -> None:
+    vote = SavedShard(Ticket(4, 1), "r-g4-s8", 8, 4, 0, 1, "{}", None, 0.1)
+    for item in (replace(vote, step=4), vote, Skipped(Ticket(4, 1), 12)):
+        state.publish(item)
+    assert [number for number, _ in state.report(0, None, 0.0, tuple).items] == [1, 2, 3]
+    assert state.report(3, None, 0.0, tuple).items == (), "all are acknowledged"
+    assert state.report(-1, None, 0.0, tuple).items == ((2, vote),)
+
+
+def test_worker_that_cannot_start_says_why_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Worker, heartbeat: Heartbeat) -> None:
+        raise ValueError("no corpus\n  at /data")
+
+    monkeypatch.setattr(Worker, "_warm_up", fail)
+    worker: Any = Worker("w7", {})
+    with pytest.raises(RuntimeError, match=r"^worker w7 cannot start: ValueError: no corpus at /data$"):
+        worker.hello(5.0)
+
+
+def test_worker_that_cannot_check_copies_fails_save_and_parks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The worker's training thread used to end. The controller waited ten minutes for the last checkpoint, and then the run failed."""
 
-    class Full:
-        def shards(self, generation: int, step: int) -> list[Any]:
-            raise MemoryError("no room for checksums")
+    def shards(generation: int, step: int) -> list[Any]:
+        raise MemoryError("no room for checksums")
 
-    worker._snapshots = Full()
-    save = Save(Ticket(4, 1), Resume(4, 2, 40, {0: "w7", 1: "w7"}), (0, 1), "r-h9-s40", 9)
-    worker.give_order(save)
-    worker._save(worker._order)
-    told = [item for _, item in worker._items]
+    told: list[Any] = []
+    has = resources(snapshots=SimpleNamespace(shards=shards, held=tuple), writer=Writer(tmp_path, told.append, read_back=False))
+    worker = started(monkeypatch, has)
+    until(lambda: worker.poll(0, None, 0.0).phase is WorkerPhase.IDLE, 5, "the training thread")
+    worker.give_order(Save(Ticket(4, 1), Resume(4, 2, 40, {0: "w7", 1: "w7"}), (0, 1), "r-h9-s40", 9))
+    until(lambda: worker.poll(0, None, 0.0).phase is not WorkerPhase.SAVING, 5, "the votes")
+    assert all(isinstance(item, SavedShard) for item in told)
     assert [(item.rank, item.vote) for item in told] == [(0, None), (1, None)] and "no room for checksums" in told[1].error
-    assert worker._phase is WorkerPhase.PARKED and "rank 1" in told[1].error
+    assert worker.poll(0, None, 0.0).phase is WorkerPhase.IDLE and "rank 1" in told[1].error
 
 
-def test_worker_exits_when_its_training_thread_ends(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_exits_when_its_training_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker whose training thread had ended used to answer every poll, so all others waited for it."""
     ended: list[int] = []
 
-    def fail(order: Any) -> None:
+    def fail(*about: Any) -> None:
         raise RuntimeError("not foreseen")
 
-    monkeypatch.setattr(worker, "_warm_up", lambda: None)
-    monkeypatch.setattr(worker, "_join", fail)
+    monkeypatch.setattr("vescale_ray.workers.membership.Membership", fail)
     monkeypatch.setattr("vescale_ray.workers.worker.os._exit", ended.append)
+    worker = started(monkeypatch, resources())
+    until(lambda: worker.poll(0, None, 0.0).phase is WorkerPhase.IDLE, 5, "the training thread")
     worker.give_order(join(5))
-    LIVE(worker)
+    until(lambda: bool(ended), 5, "the exit")
     assert ended == [1]
 
 
 @pytest.mark.parametrize("leaver", [True, False])
-def test_leaver_waits_longer_than_members_for_the_transfer_group(
-    worker: Any, monkeypatch: pytest.MonkeyPatch, leaver: bool
-) -> None:
+def test_leaver_waits_longer_than_members_for_the_transfer_group(state: WorkerState, monkeypatch: pytest.MonkeyPatch, leaver: bool) -> None:
     """If building a model took over half a minute, each planned change with a leaver failed, and the run failed after four of them."""
 
     def come_after_two_minutes(*about: Any, meet_timeout_s: float, **rest: Any) -> None:
@@ -165,78 +209,101 @@ def test_leaver_waits_longer_than_members_for_the_transfer_group(
         raise GroupFailed("that was all")
 
     monkeypatch.setattr(process_groups, "open_transfer", come_after_two_minutes)
-    worker._snapshots = SimpleNamespace(shards=lambda generation, step: [], word=lambda trainer: b"")
-    worker._config = SimpleNamespace(elastic=SimpleNamespace(collective_timeout_s=30.0))
+    snapshots: Any = SimpleNamespace(shards=lambda generation, step: [], word=lambda trainer: b"")
     seat, resume = Seat("host", 1, "prefix/move", 2, 3), Resume(4, 3, 40, {0: "w7"})
     order = Give(Ticket(5, 1), seat, resume) if leaver else replace(join(5), transfer=seat, resume=resume)
+    trainer: Any = None if leaver else object()
     with pytest.raises(GroupFailed if leaver else AssertionError):
-        worker._move(order, None if leaver else object())
+        move(order, trainer, snapshots, state, 30.0)
 
 
-def test_own_copy_is_unhurried_and_wait_for_a_buddys_copy_is_not(worker: Any) -> None:
+def test_leaver_that_cannot_give_parks_with_the_reason(state: WorkerState, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*about: Any) -> None:
+        raise GroupFailed("a peer is gone")
+
+    monkeypatch.setattr(shard_move, "move", lost)
+    order = Give(Ticket(5, 1), Seat("host", 1, "prefix/move", 2, 3), Resume(4, 3, 40, {0: "w7"}))
+    shard_move.give(order, resources().snapshots, state, 30.0)
+    report = state.report(0, None, 0.0, tuple)
+    assert (report.ticket, report.phase) == (Ticket(5, 1), WorkerPhase.PARKED)
+    assert report.fault is not None and (report.fault.kind, report.fault.text) == (FaultKind.PEER, "GroupFailed: a peer is gone")
+
+
+def test_own_copy_is_unhurried_and_wait_for_a_buddys_copy_is_not(state: WorkerState) -> None:
     """Copies are made beside the step. Copying large shards takes longer than a step and is no hang; a buddy that stands still is one."""
     seen: list[tuple[str, bool]] = []
-    worker._heartbeat = Heartbeat()
-    worker._snapshots = SimpleNamespace(
-        copied=lambda: seen.append(("copied", worker._heartbeat.unhurried)),
-        settle=lambda: seen.append(("settled", worker._heartbeat.unhurried)),
+    has: Any = resources(
+        snapshots=SimpleNamespace(
+            copied=lambda: seen.append(("copied", has.heartbeat.unhurried)),
+            settle=lambda: seen.append(("settled", has.heartbeat.unhurried)),
+        )
     )
-    worker._settle_copies()
+    Membership(join(5), has, state).settle_copies()
     assert seen == [("copied", True), ("settled", False)]
 
 
-def test_worker_building_a_model_reports_forming_once_ordered(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_building_a_model_reports_forming_once_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker used to report that it was out of the group.
 
     It was ended after 3 s if another was lost, and its hangs were never found.
     """
     makes, made = threading.Event(), threading.Event()
+    slow = False
 
     def build(config: Any) -> None:
-        makes.set()
-        made.wait(10)
+        if slow:
+            makes.set()
+            made.wait(10)
         raise SystemExit("a factory that gives up")
 
     joined: list[Ticket] = []
-    monkeypatch.setattr("vescale_ray.workers.trainer.Blank", build)
-    monkeypatch.setattr("vescale_ray.workers.worker.os._exit", lambda code: joined.append(NO_TICKET))
-    monkeypatch.setattr(worker, "_warm_up", lambda: None)
-    monkeypatch.setattr(worker, "_join", lambda order: joined.append(order.ticket))
-    worker._writer, worker._config = SimpleNamespace(writing=False), None
-    threading.Thread(target=LIVE, args=(worker,), daemon=True).start()
+
+    def member(order: Join, has: Any, state: WorkerState) -> Any:
+        nonlocal slow
+        slow = True
+        joined.append(order.ticket)
+        return SimpleNamespace(run=lambda: state.settle(WorkerPhase.PARKED, None))
+
+    monkeypatch.setattr("vescale_ray.workers.model_building.Blank", build)
+    monkeypatch.setattr("vescale_ray.workers.membership.Membership", member)
+    has = resources(next_model=NextModel(None))  # type: ignore[arg-type]
+    worker = started(monkeypatch, has)
+    until(lambda: worker.poll(0, None, 0.0).phase is WorkerPhase.IDLE, 5, "the training thread")
+    worker.give_order(join(4))
     assert makes.wait(5)
+    until(lambda: worker.poll(0, None, 0.0).phase is WorkerPhase.PARKED, 5, "the end of the first generation")
     worker.give_order(join(5))
     report = worker.poll(0, None, 0.0)
     assert (report.ticket, report.phase, report.out) == (Ticket(5, 1), WorkerPhase.FORMING, False)
     assert "build (test_orders.py" in report.where
     made.set()
-    until(lambda: bool(joined), 5, "the generation")
-    assert joined == [Ticket(5, 1)]
+    until(lambda: len(joined) == 2, 5, "the generation")
+    assert joined == [Ticket(4, 1), Ticket(5, 1)]
 
 
 @pytest.mark.parametrize("origin", [Origin.MEMORY, Origin.CHECKPOINT, Origin.FRESH])
-def test_finished_worker_parks_only_after_all_have_their_values(worker: Any, monkeypatch: pytest.MonkeyPatch, origin: Origin) -> None:
+def test_finished_worker_parks_only_after_all_have_their_values(
+    state: WorkerState, monkeypatch: pytest.MonkeyPatch, origin: Origin
+) -> None:
     """The first to finish used to cut the connections of the move while others still received: no later step makes it wait."""
     happened: list[str] = []
     monkeypatch.setattr(process_groups, "form", lambda *about, **rest: None)
     monkeypatch.setattr(process_groups, "barrier", lambda bound_s: happened.append("all have their values"))
-    worker._config = SimpleNamespace(elastic=SimpleNamespace(collective_timeout_s=1.0), train=SimpleNamespace(steps=5))
-    worker._device = torch.device("cpu")
-    worker._build = lambda order: SimpleNamespace(completed=5, close=lambda: happened.append("closed"))
-    worker._fill = lambda trainer, order: (None, 0)
-    worker._outline = lambda trainer: None
-    worker._snapshots = SimpleNamespace(begin=lambda *about: None, park=lambda trainer: happened.append("parked"))
-    worker._settle_copies = lambda: None
-    worker._enter(Ticket(5, 1), WorkerPhase.FORMING)
-    assert worker._generation(replace(join(5), origin=origin)) is WorkerPhase.FINISHED
+    monkeypatch.setattr(membership, "Trainer", lambda *about, filled: SimpleNamespace(completed=5, close=lambda: happened.append("closed")))
+    monkeypatch.setattr(Membership, "fill", lambda self, trainer: (None, 0))
+    monkeypatch.setattr(membership, "outline_of", lambda trainer: None)
+    snapshots = SimpleNamespace(
+        begin=lambda *about: None, copied=lambda: None, settle=lambda: None, park=lambda trainer: happened.append("parked")
+    )
+    state.enter(Ticket(5, 1), WorkerPhase.FORMING)
+    member = Membership(replace(join(5), origin=origin), resources(snapshots=snapshots), state)
+    assert member.train() is WorkerPhase.FINISHED
     assert happened == ["all have their values", "parked", "closed"]
 
 
 @pytest.mark.parametrize("origin", [Origin.FRESH, Origin.CHECKPOINT])
 @pytest.mark.fault("W12")
-def test_fence_ends_loading_of_values_at_the_next_piece(
-    worker: Any, monkeypatch: pytest.MonkeyPatch, origin: Origin
-) -> None:
+def test_fence_ends_loading_of_values_at_the_next_piece(state: WorkerState, monkeypatch: pytest.MonkeyPatch, origin: Origin) -> None:
     """A rank was lost during minutes of reading checkpoints. All others read on, and were ended for that after half a minute."""
     pieces: list[int] = []
 
@@ -249,24 +316,24 @@ def test_fence_ends_loading_of_values_at_the_next_piece(
         def initialize(self) -> None:
             for piece in range(5):
                 if piece == 2:
-                    worker.fence(Ticket(4, 9))
+                    state.fence(Ticket(4, 9))
                 if piece == 3:
-                    worker.fence(Ticket(5, 1))
+                    state.fence(Ticket(5, 1))
                 self.beat()
 
-    monkeypatch.setattr("vescale_ray.workers.resharding.reshard.restore_from_checkpoint", lambda trainer, opened: trainer.initialize() or 0)
+    monkeypatch.setattr(membership, "restore_from_checkpoint", lambda trainer, opened: trainer.initialize() or 0)
     monkeypatch.setattr("vescale_ray.checkpoint.open", lambda root, commit: None)
-    worker._config = SimpleNamespace(checkpoint_root="/nowhere")
+    has = resources(config=SimpleNamespace(checkpoint_root="/nowhere"))
     trainer: Any = Trainer()
     beat = trainer.beat
     with pytest.raises(GroupFailed, match=r"generation 5\.1 ended while its values were still being loaded"):
-        worker._fill(trainer, replace(join(5), origin=origin))
+        Membership(replace(join(5), origin=origin), has, state).fill(trainer)
     assert pieces == [0, 1, 2, 3] and trainer.beat is beat, "the beats of a step leave nowhere"
-    assert worker._fill(trainer, replace(join(6), origin=origin)) == (None, 0)
+    assert Membership(replace(join(6), origin=origin), has, state).fill(trainer) == (None, 0)
     trainer.beat()
 
 
-def test_copy_verification_after_a_failure_is_unhurried(worker: Any) -> None:
+def test_copy_verification_after_a_failure_is_unhurried(state: WorkerState, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies may have tens of gigabytes on each of a host's eight ranks.
 
     All verifying workers were ended as hung, and their copies lost.
@@ -274,41 +341,38 @@ def test_copy_verification_after_a_failure_is_unhurried(worker: Any) -> None:
     seen: list[tuple[str, bool]] = []
 
     def note(what: str) -> Callable[[], None]:
-        return lambda: seen.append((what, worker._heartbeat.unhurried))
+        return lambda: seen.append((what, has.heartbeat.unhurried))
 
-    def fail(order: Join) -> WorkerPhase:
+    def fail(self: Membership) -> WorkerPhase:
         raise GroupFailed("a peer is gone")
 
-    worker._heartbeat = Heartbeat()
-    worker._generation, worker._writer = fail, SimpleNamespace(abandon=lambda: None, writing=False)
-    worker._snapshots = SimpleNamespace(copied=note("copied"), let_go=note("let go"), verify=note("verified"), held=tuple)
-    worker._join(join(5))
+    has = resources(snapshots=SimpleNamespace(copied=note("copied"), let_go=note("let go"), verify=note("verified"), held=tuple))
+    monkeypatch.setattr(Membership, "train", fail)
+    Membership(join(5), has, state).run()
     assert seen == [("copied", True), ("let go", False), ("verified", True)]
-    report = worker.poll(0, None, 0.0)
-    assert report.phase is WorkerPhase.PARKED and report.fault is not None and report.fault.kind is FaultKind.PEER and not report.unhurried
+    report = state.report(0, None, 0.0, tuple)
+    assert report.phase is WorkerPhase.PARKED and report.fault is not None and report.fault.kind is FaultKind.PEER
+    assert not has.heartbeat.unhurried
 
 
 @pytest.mark.parametrize("slow", [True, False])
-def test_slow_model_is_built_once_and_copied_afterwards(
-    worker: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, slow: bool
-) -> None:
+def test_slow_model_is_built_once_and_copied_afterwards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, slow: bool) -> None:
     """With a model factory of one minute, each change of the world paused for a minute.
 
     A joiner with a ready model did not wait that long.
     """
     made: list[nn.Module] = []
 
-    monkeypatch.setattr("vescale_ray.workers.worker.COPIED_SECONDS", -1.0 if slow else 60.0)
-    worker._config = tiny(write_text(tmp_path), model_tie=True)
+    monkeypatch.setattr(model_building, "COPIED_SECONDS", -1.0 if slow else 60.0)
+    models_ahead = NextModel(tiny(write_text(tmp_path), model_tie=True))
     blanks: list[Any] = []
     with monkeypatch.context() as patch:
-        real = trainer.build_model
-        patch.setattr(trainer, "build_model", lambda config: made.append(real(config)) or made[-1])
+        real = model_building.build_model
+        patch.setattr(model_building, "build_model", lambda config: made.append(real(config)) or made[-1])
         for _ in range(3):
-            worker._make_blank()
-            worker._make_blank()  # the worker has one already, so this builds none
-            blanks.append(worker._blank)
-            worker._blank = None
+            models_ahead.prepare()
+            models_ahead.prepare()  # there is one already, so this builds none
+            blanks.append(models_ahead.take())
     assert len(made) == (1 if slow else 3)
     models = [blank.model for blank in blanks]
     for model, blank in zip(models, blanks, strict=True):
@@ -319,22 +383,20 @@ def test_slow_model_is_built_once_and_copied_afterwards(
     assert len(set(parameters)) == len(parameters), "each has its own"
 
 
-def test_uncopyable_slow_model_is_built_for_each_generation(
-    worker: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_uncopyable_slow_model_is_built_for_each_generation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made: list[nn.Module] = []
-    real = trainer.build_model
+    real = model_building.build_model
 
     def build(config: Any) -> nn.Module:
         made.append(real(config))
         made[-1].lock = threading.Lock()  # type: ignore[assignment]
         return made[-1]
 
-    monkeypatch.setattr("vescale_ray.workers.worker.COPIED_SECONDS", -1.0)
-    monkeypatch.setattr(trainer, "build_model", build)
-    worker._config = tiny(write_text(tmp_path))
+    monkeypatch.setattr(model_building, "COPIED_SECONDS", -1.0)
+    monkeypatch.setattr(model_building, "build_model", build)
+    models_ahead = NextModel(tiny(write_text(tmp_path)))
     for number in range(1, 4):
-        worker._make_blank()
-        worker._make_blank()
-        assert worker._blank is not None and worker._blank.model is made[-1] and len(made) == number
-        worker._blank = None
+        models_ahead.prepare()
+        models_ahead.prepare()
+        blank = models_ahead.take()
+        assert blank is not None and blank.model is made[-1] and len(made) == number

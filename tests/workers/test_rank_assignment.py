@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from vescale_ray.workers.resharding import rank_assignment
-from vescale_ray.workers.resharding.memory_snapshots import buddies
+from vescale_ray.workers.resharding.buddies import buddies
 from vescale_ray.workers.resharding.rank_assignment import assign, even, kept, staying
 
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vescale_ray.workers.resharding import reshard
-from vescale_ray.workers.resharding.reshard import ROUND_BYTES, Move, ReshardError, ReshardPlan, execute
+from vescale_ray.workers.resharding import reshard, reshard_plan
+from vescale_ray.workers.resharding.reshard import execute
+from vescale_ray.workers.resharding.reshard_plan import ROUND_BYTES, Move, ReshardError, ReshardPlan
 from vescale_ray.workers.resharding.shards import Span, strips_of
 
 Tensors = list[tuple[str, str, tuple[int, ...], str]]
@@ -36,7 +37,7 @@ ALIKE: Tensors = [
 
 
 def plan(sources: Sequence[Sequence[Span]], wanted: Sequence[Sequence[Span]], *, round_bytes: int = ROUND_BYTES) -> ReshardPlan:
-    return reshard.plan([strips_of(spans) for spans in sources], [strips_of(spans) for spans in wanted], round_bytes=round_bytes)
+    return reshard_plan.plan([strips_of(spans) for spans in sources], [strips_of(spans) for spans in wanted], round_bytes=round_bytes)
 
 
 def _even(tensors: Tensors, world: int) -> list[list[Span]]:

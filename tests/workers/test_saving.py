@@ -17,8 +17,10 @@ from tests.workers.fleet import Fleet, State
 from tests.workers.tiny import Run, same_bits, tiny, write_text
 from vescale_ray import checkpoint
 from vescale_ray.checkpoint.stores.faulty_store import Fault, FaultyStore
-from vescale_ray.workers.messages import Damaged, SavedShard, Ticket
+from vescale_ray.workers.membership import Membership
+from vescale_ray.workers.messages import Damaged, Join, Origin, SavedShard, Seat, Ticket
 from vescale_ray.workers.saving import Writer
+from vescale_ray.workers.worker_state import WorkerState
 
 
 @pytest.fixture(scope="module")
@@ -141,21 +143,19 @@ def test_abandoned_save_gets_no_vote_and_leaves_no_object(text: str, tmp_path: P
 
 
 def test_failed_copy_costs_the_checkpoint_and_not_the_training() -> None:
-    from vescale_ray.workers.worker import Worker
-
     def stage(_: Any) -> None:
         raise MemoryError("no room for 3 GiB")
 
-    told: list[SavedShard] = []
     config = SimpleNamespace(
         train=SimpleNamespace(steps=100, eval_every=0), data=SimpleNamespace(eval_samples=0), checkpoint=SimpleNamespace(every=5)
     )
-    worker = SimpleNamespace(
-        _config=config, _snapshots=SimpleNamespace(stage=stage), _publish=lambda item, *_: told.append(item), _writer=None
-    )
-    trainer, order = SimpleNamespace(rank=1, world=2, generation=3), SimpleNamespace(ticket=Ticket(3, 1), save_prefix="run-g3")
-    boundary: Any = Worker._at_boundary
-    boundary(worker, trainer, SimpleNamespace(step=10, flags=0), order)
-    (word,) = told
+    resources: Any = SimpleNamespace(config=config, snapshots=SimpleNamespace(stage=stage), heartbeat=None, writer=None)
+    trainer: Any = SimpleNamespace(rank=1, world=2, generation=3)
+    record: Any = SimpleNamespace(step=10, flags=0)
+    state = WorkerState("w1")
+    order = Join(Ticket(3, 1), Seat("host", 1, "prefix", 1, 2), Origin.FRESH, "run-g3")
+    assert Membership(order, resources, state).between_steps(trainer, record) == {}
+    ((_, word),) = state.report(0, None, 0.0, tuple).items
+    assert isinstance(word, SavedShard)
     assert (word.attempt, word.step, word.epoch, word.rank, word.world, word.vote) == ("run-g3-s10", 10, 3, 1, 2, None)
     assert word.error is not None and "could not be copied" in word.error and "no room for 3 GiB" in word.error

@@ -19,13 +19,15 @@ from tests.workers.tiny import FullState, Run, evaluate, plain_run, text_of, tin
 from vescale_ray import checkpoint
 from vescale_ray.data.stream import SampleStream
 from vescale_ray.workers.messages import StepRecord
+from vescale_ray.workers.model_building import Blank, build_model, select_units
 from vescale_ray.workers.network import process_groups
-from vescale_ray.workers.resharding import memory_snapshots
+from vescale_ray.workers.resharding import copy_exchange
 from vescale_ray.workers.resharding.held_state import choose_resume
 from vescale_ray.workers.resharding.memory_snapshots import Snapshots
-from vescale_ray.workers.resharding.reshard import execute, restore_from_checkpoint, write_checkpoint_shard
+from vescale_ray.workers.resharding.reshard import execute, restore_from_checkpoint
 from vescale_ray.workers.resharding.shards import Piece, export_shards
-from vescale_ray.workers.trainer import Blank, Trainer, build_model, select_units
+from vescale_ray.workers.saving import write_checkpoint_shard
+from vescale_ray.workers.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +214,7 @@ def test_repeated_stepless_generations_use_no_more_memory(tmp_path: Path) -> Non
 
 def test_slow_copy_still_holds_the_values_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy is made while the next step computes. The optimizer and a checkpoint wait for it before they write or take it."""
-    real, slow = memory_snapshots.copy_pieces, threading.Event()
+    real, slow = copy_exchange.copy_pieces, threading.Event()
 
     def slowly(*args: Any, **kwargs: Any) -> Any:
         if slow.is_set():
@@ -225,7 +227,7 @@ def test_slow_copy_still_holds_the_values_of_its_step(tmp_path: Path, monkeypatc
     def same(found: dict[tuple[str, str], Tensor], wanted: dict[tuple[str, str], Tensor]) -> bool:
         return found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
 
-    monkeypatch.setattr(memory_snapshots, "copy_pieces", slowly)
+    monkeypatch.setattr(copy_exchange, "copy_pieces", slowly)
     config = tiny(write_text(tmp_path))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     process_groups.form("127.0.0.1", store.port, "test/copies", 0, 1, "gloo", 10.0)
@@ -254,7 +256,7 @@ def test_slow_copy_still_holds_the_values_of_its_step(tmp_path: Path, monkeypatc
             raise MemoryError("no room for a copy")
 
         trainer.step(settle=snapshots.settle)
-        monkeypatch.setattr(memory_snapshots, "copy_pieces", fails)
+        monkeypatch.setattr(copy_exchange, "copy_pieces", fails)
         snapshots.after_step(trainer)
         with pytest.raises(MemoryError, match="no room"):
             snapshots.stage(trainer)

@@ -29,7 +29,8 @@ from vescale_ray.workers.messages import StepRecord
 from vescale_ray.workers.network import process_groups
 from vescale_ray.workers.network.connections import Connections
 from vescale_ray.workers.network.process_groups import GroupFailed
-from vescale_ray.workers.resharding import memory_snapshots, reshard
+from vescale_ray.workers.resharding import reshard
+from vescale_ray.workers.resharding.copy_exchange import SHARDS_TAG, SUMS_TAG
 from vescale_ray.workers.resharding.held_state import HeldState, choose_resume
 from vescale_ray.workers.resharding.memory_snapshots import Snapshots
 from vescale_ray.workers.resharding.reshard import ReshardReport, execute, restore_from_checkpoint
@@ -313,7 +314,7 @@ def keep_its_copies_to_itself(state: State) -> None:
     send = dist.isend
 
     def hold(*args: Any, **kwargs: Any) -> Any:
-        copied = kwargs.get("tag") in (memory_snapshots._EXCHANGE, memory_snapshots._SUMS)
+        copied = kwargs.get("tag") in (SHARDS_TAG, SUMS_TAG)
         return SimpleNamespace(wait=lambda *about: True) if copied else send(*args, **kwargs)
 
     setattr(dist, "isend", hold)  # noqa: B010

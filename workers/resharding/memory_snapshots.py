@@ -26,53 +26,18 @@ complete everywhere. So at any moment, any set of survivors that lost no rank to
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from vescale_ray import gloo
-from vescale_ray.checkpoint.format.digest import BLOCK_BYTES, block_sums, view_of
-from vescale_ray.checkpoint.format.object_layout import ObjectLayout, lay_out
-from vescale_ray.checkpoint.format.staging import LayoutMemo, Slab, SlabPool, copy_pieces, written
-from vescale_ray.checkpoint.format.tiling import ROWS, Tiling
-from vescale_ray.communication import abortable_waits
-from vescale_ray.workers.network.process_groups import all_gather_bytes, describe
+from vescale_ray.checkpoint.format.staging import LayoutMemo, Slab, SlabPool, copy_pieces
+from vescale_ray.workers.network.process_groups import all_gather_bytes
+from vescale_ray.workers.resharding.copy_exchange import GenerationCopies
 from vescale_ray.workers.resharding.held_state import HeldState
-from vescale_ray.workers.resharding.shards import Piece, Shards, Span, Strip, dtype_of, export_shards, stored_pieces, strips_of
+from vescale_ray.workers.resharding.shards import Shards, export_shards, stored_pieces, strips_of
 
 if TYPE_CHECKING:
-    from vescale_ray.checkpoint import ShardPiece
     from vescale_ray.workers.trainer import Trainer
-
-_log = logging.getLogger(__name__)
-
-
-def buddies(nodes: Sequence[str]) -> list[int]:
-    """For each rank, the rank that gets its copy. Every rank gets one copy, and not its own if there is another rank.
-
-    As many ranks as possible have their buddy on another node: all, unless one node has more than half of the ranks. Ranks are lined up by
-    node, the fullest first. Each rank's buddy stands as many places further as the fullest node has ranks.
-    """
-    world = len(nodes)
-    by_node: dict[str, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        by_node.setdefault(node, []).append(rank)
-    # Stable: nodes of one size stay in the order of their first rank. With a single node, each rank's buddy is its neighbour.
-    groups = sorted(by_node.values(), key=len, reverse=True)
-    line = [rank for group in groups for rank in group]
-    shift = len(groups[0]) % world or 1
-    found = [0] * world
-    for place, rank in enumerate(line):
-        found[rank] = line[(place + shift) % world]
-    return found
 
 
 @dataclass(frozen=True)
@@ -113,8 +78,8 @@ class Snapshots:
         self._node = node
         self._pool = SlabPool(pinned=pin)
         self._layouts = LayoutMemo()
-        self._current: _Generation | None = None
-        self._before: list[_Generation] = []
+        self._current: GenerationCopies | None = None
+        self._before: list[GenerationCopies] = []
         """Earlier generations whose copies are kept until the current one's are complete on every rank."""
         self._kept_parked: list[Shards] = []
         self._parked: Shards | None = None
@@ -180,7 +145,7 @@ class Snapshots:
         if self._every:
             if words is None:
                 words = all_gather_bytes(self.word(trainer)) if trainer.world > 1 else [self.word(trainer)]
-            self._current = _Generation(trainer, self._pool, words)
+            self._current = GenerationCopies(trainer, self._pool, words)
             self._current.take(trainer)
 
     def copied(self) -> None:
@@ -268,310 +233,8 @@ class Snapshots:
             part.release()
         self._before, self._kept_parked = [], []
 
-    def _generations(self) -> list[_Generation]:
+    def _generations(self) -> list[GenerationCopies]:
         return [*self._before, *([self._current] if self._current else [])]
 
     def _all_parked(self) -> list[Shards]:
         return [*self._kept_parked, *([self._parked] if self._parked else [])]
-
-
-_EXCHANGE, _SUMS = 7001, 7002
-"""Tags of the two messages of an exchange. The step that computes meanwhile may send messages of its own."""
-
-
-class _Generation:
-    """The two copies of one generation on one rank."""
-
-    def __init__(self, trainer: Trainer, pool: SlabPool, words: Sequence[bytes]) -> None:
-        self.generation, self.world, self.rank = trainer.generation, trainer.world, trainer.rank
-        self._pool = pool
-        nodes, strips = zip(*(word.split(b"\n") for word in words), strict=True)
-        to = buddies([json.loads(node) for node in nodes])
-        self._buddy = to[self.rank]
-        self._ward = to.index(self.rank)
-        self._strips = strips[self.rank], strips[self._ward]
-        self._planned: tuple[_Planned, _Planned] | None = None
-        self._slots: list[_Slot] = []
-        """At most two. The second one is made for the second copy, when the buffers of the generation before are free. If it were made in
-        the pause of a rescale, its memory would be fresh and slow."""
-        self.pending: list[_Exchange] = []
-        """The exchange in progress; it holds the process group."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
-
-    def take(self, trainer: Trainer) -> None:
-        """Begin to copy the live shards into the older slot, and then to exchange it: one message out, one in.
-
-        The live shards must not change before :meth:`settle` returns.
-        """
-        if len(self._slots) < 2:
-            self._slots.append(_Slot(_Copy(), _Copy()))
-        slot = min(self._slots, key=_step_of)
-        slot.own.forget()
-        slot.theirs.forget()
-        live = export_shards(trainer)
-        slot.scalars = live.scalars
-        exchange = _Exchange(slot, live.step)
-        self.pending = [exchange]
-        pieces = stored_pieces(live)
-        slot.own.copied = self._thread.submit(self._copy, exchange, pieces, written(pieces))
-        slot.own.sums = self._thread.submit(self._send, exchange)
-
-    def _copy(self, exchange: _Exchange, pieces: Sequence[ShardPiece], after: Any) -> None:
-        """Copy the shards, in the copy thread. The first copy's layout and fresh memory also cost time here, not in the pause of a rescale.
-        ``pieces`` keeps the tensors alive while they are read."""
-        own = exchange.slot.own
-        if self._planned is None:
-            mine, theirs = ([Strip.from_json(row) for row in json.loads(strips)] for strips in self._strips)
-            self._planned = _Planned(mine), _Planned(theirs if self.world > 1 else [])
-        own.make_room(self._pool, self._planned[0])
-        copy_pieces(own.layout, pieces, own.room.lay(own.layout), after=after).wait()
-        own.step = exchange.step
-
-    def _send(self, exchange: _Exchange) -> np.ndarray:
-        """Send the copy, then its checksums once they are known, and post receives of the ward's. The ward is the rank whose copy this one
-        keeps."""
-        own, theirs = exchange.slot.own, exchange.slot.theirs
-        assert own.copied is not None
-        own.copied.result()  # already done; raises if the copy failed
-        if self.world == 1:
-            return own.count()
-        assert self._planned is not None
-        theirs.make_room(self._pool, self._planned[1])
-        exchange.sums = torch.empty(theirs.blocks, dtype=torch.int64)
-        if theirs.data.numel():
-            exchange.receives = [
-                _post(dist.irecv, theirs.data, self._ward, _EXCHANGE),
-                _post(dist.irecv, exchange.sums, self._ward, _SUMS),
-            ]
-        exchange.awaited = True
-        if own.data.numel():
-            exchange.sends = [_post(dist.isend, own.data, self._buddy, _EXCHANGE)]
-        sums = own.count()
-        exchange.own_sums = torch.from_numpy(sums)
-        if sums.size:
-            exchange.sends.append(_post(dist.isend, exchange.own_sums, self._buddy, _SUMS))
-        return sums
-
-    def made(self) -> None:
-        for exchange in self.pending:
-            exchange.slot.own.over()
-
-    def settle(self) -> None:
-        for exchange in self.pending:
-            exchange.slot.own.expected()  # bounded: it waits for copied memory and posted messages, not for other ranks
-            limit = abortable_waits.bound(dist.group.WORLD)
-            for work in (*exchange.sends, *exchange.receives):
-                abortable_waits.wait(work, exchange.since, limit)
-            if self.world > 1:
-                exchange.received()
-        self.pending = []
-
-    def let_go(self) -> None:
-        """Abandon the exchange: keep the complete copies, and release the process group."""
-        for exchange in self.pending:
-            own = exchange.slot.own
-            try:
-                own.expected()
-            except Exception as error:
-                describe(error)  # Either the group failed during a send, and the checksums are computed again, or nothing was copied.
-                own.copied, own.sums = None, self._thread.submit(own.count) if own.step is not None else None
-            try:
-                # False: the wait was given up.
-                came = [work.wait(timedelta(milliseconds=5)) is not False for work in exchange.receives]
-            except Exception as error:
-                describe(error)
-            else:
-                if exchange.awaited and all(came):
-                    exchange.received()
-        self.pending = []
-
-    def copy_of(self, step: int) -> Slab | None:
-        """The buffer of this rank's own copy of ``step``, retained for the caller; None if there is none. Waits for a copy in progress."""
-        for exchange in self.pending:
-            if exchange.step == step and exchange.slot.own.copied is not None:
-                exchange.slot.own.copied.result()
-        return next((slot.own.room.retain() for slot in self._slots if slot.own.step == step), None)
-
-    def keep_newest(self) -> None:
-        """Release the buffers of the older copy. Call it only when every rank is known to have the newer one."""
-        by_age = sorted(self._slots, key=_step_of)
-        self._slots = by_age[-1:]
-        for slot in by_age[:-1]:
-            slot.release()
-
-    def complete(self) -> list[tuple[int, int]]:
-        """Rank and step of each complete copy."""
-        return [(rank, step) for rank, _, copy in self._copies() if (step := copy.step) is not None]
-
-    def shards(self, step: int) -> list[Shards]:
-        """The copies of ``step``."""
-        copies = [(rank, slot, copy) for rank, slot, copy in self._copies() if copy.step == step]
-        return [Shards(self.generation, self.world, rank, step, copy.pieces(), slot.scalars) for rank, slot, copy in copies]
-
-    def _copies(self) -> list[tuple[int, _Slot, _Copy]]:
-        own = [(self.rank, slot, slot.own) for slot in self._slots]
-        return own if self.world == 1 else [*own, *((self._ward, slot, slot.theirs) for slot in self._slots)]
-
-    def verify(self, step: int | None = None) -> None:
-        """Compare the copies (of ``step``) not yet verified with their checksums, and drop the damaged ones."""
-        for rank, _, copy in self._copies():
-            if copy.step is not None and (step is None or copy.step == step) and not copy.verified:
-                bad = copy.damaged()
-                if bad:
-                    _log.error(
-                        "the copy of rank %d's shards of step %d in this worker's memory is damaged (%d of %d blocks) and will not be used",
-                        rank,
-                        copy.step,
-                        bad,
-                        copy.blocks,
-                    )
-                    copy.step = None
-                copy.verified = True
-
-    def release(self) -> None:
-        """Release the buffers."""
-        self.pending = []
-        self._thread.shutdown(wait=False)
-        for slot in self._slots:
-            slot.release()
-        self._slots = []
-
-
-class _Planned:
-    """Spans of a rank's shards, and their places in a copy."""
-
-    def __init__(self, strips: Sequence[Strip]) -> None:
-        self.spans = [span for strip in strips for span in strip.spans]
-        self.layout = lay_out([_described(span) for span in self.spans])
-
-
-class _Copy:
-    """One rank's shards of one step. ``step`` is None until they are copied, and if they are damaged."""
-
-    def __init__(self) -> None:
-        self._planned: _Planned | None = None
-        self.slab: Slab | None = None
-        self.step: int | None = None
-        self.copied: Future[None] | None = None
-        self.sums: Future[np.ndarray] | np.ndarray | None = None
-        self.verified = False
-
-    def make_room(self, pool: SlabPool, planned: _Planned) -> None:
-        """Ensure that there is a buffer to copy to, which no checkpoint uses."""
-        self._planned = planned
-        if self.slab is not None and self.slab.shared:  # a checkpoint is still being written from it
-            self.slab.release()
-            self.slab = None
-        if self.slab is None:
-            self.slab = pool.take(self.layout.bytes)
-            self.slab.lay(self.layout)
-
-    @property
-    def layout(self) -> ObjectLayout:
-        assert self._planned is not None
-        return self._planned.layout
-
-    @property
-    def room(self) -> Slab:
-        assert self.slab is not None
-        return self.slab
-
-    @property
-    def data(self) -> Tensor:
-        """The object without its header, which a checkpoint fills in."""
-        return self.room.buffer[self.layout.header_bytes : self.layout.bytes]
-
-    @property
-    def blocks(self) -> int:
-        return -(-(self.layout.bytes - self.layout.header_bytes) // BLOCK_BYTES)
-
-    def count(self) -> np.ndarray:
-        return np.array(block_sums(view_of(self.data), BLOCK_BYTES), dtype="<u8").view(np.int64)
-
-    def expected(self) -> np.ndarray:
-        if isinstance(self.sums, Future):
-            self.sums = self.sums.result()
-        assert self.sums is not None
-        return self.sums
-
-    def damaged(self) -> int:
-        """Number of blocks whose checksum differs."""
-        return int(np.count_nonzero(self.count() != self.expected()))
-
-    def over(self) -> None:
-        """Wait until the thread no longer uses the buffer, whether it succeeded or not."""
-        if isinstance(self.sums, Future):
-            self.sums.exception()
-
-    def forget(self) -> None:
-        self.over()
-        self.step, self.copied, self.sums, self.verified = None, None, None, False
-
-    def pieces(self) -> tuple[Piece, ...]:
-        """Views, in the order of the rank's spans."""
-        assert self._planned is not None
-        spans = self._planned.spans
-        found: dict[int, Piece] = {}
-        for place, index in zip(self.layout.placed, self.layout.order, strict=True):
-            span = spans[index]
-            data = self.room.buffer[place.offset : place.offset + span.nbytes].view(dtype_of(span.dtype))
-            found[index] = Piece(span.name, span.kind, span.shape, span.start, span.end, data)
-        return tuple(found[index] for index in range(len(spans)))
-
-
-@dataclass
-class _Exchange:
-    """One copy on its way to the buddy, and another rank's on its way here."""
-
-    slot: _Slot
-    step: int
-    sums: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    sends: list[Any] = field(default_factory=list)
-    receives: list[Any] = field(default_factory=list)
-    awaited: bool = False
-    """Whether all receives are posted. ``receives`` stays empty if the ward owns nothing."""
-    own_sums: Tensor | None = None
-    since: int = field(default_factory=abortable_waits.mark)
-
-    def received(self) -> None:
-        self.slot.theirs.sums = self.sums.numpy()
-        self.slot.theirs.step = self.step
-
-
-@dataclass
-class _Slot:
-    own: _Copy
-    theirs: _Copy
-    scalars: Mapping[str, Any] = field(default_factory=dict)
-
-    def release(self) -> None:
-        for copy in (self.own, self.theirs):
-            copy.forget()
-            if copy.slab is not None:
-                copy.slab.release()
-
-
-def _step_of(slot: _Slot) -> int:
-    return -1 if slot.own.step is None else slot.own.step
-
-
-class _Described(NamedTuple):
-    name: str
-    kind: str
-    start: int
-    end: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    copied: bool = False
-    tiling: Tiling = ROWS
-
-
-def _post(start: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int) -> Any:
-    with gloo.unrecorded():
-        work = start(tensor, peer, tag=tag)
-    assert work is not None, "this process is not in the group"
-    return work
-
-
-def _described(span: Span) -> _Described:
-    return _Described(span.name, span.kind, span.start, span.end, span.shape, dtype_of(span.dtype))

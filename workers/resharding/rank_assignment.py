@@ -85,7 +85,7 @@ def staying(candidates: Sequence[str], held: Mapping[str, Sequence[int]], overla
     """The ``candidates`` that stay, in their order; the others leave.
 
     The fewest bytes move. Ties are broken in this order: most ranks keep their copy on another node
-    (:func:`vescale_ray.workers.resharding.memory_snapshots.buddies`); whole nodes become free, the smallest first; the last candidates
+    (:func:`vescale_ray.workers.resharding.buddies.buddies`); whole nodes become free, the smallest first; the last candidates
     leave.
 
     Args:

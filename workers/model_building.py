@@ -1,0 +1,208 @@
+"""Build a worker's model: unsharded on the meta device, ahead of the generation that needs it, then sharded, with its optimizer.
+
+Only :func:`build_sharded` needs a process group. The rest is the same for every rank and world size, so a worker does it while it is idle.
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import functools
+import importlib
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint as recompute
+
+from vescale_ray.models.llama import Llama, LlamaConfig
+
+if TYPE_CHECKING:
+    from vescale_ray.config import RunConfig
+
+_log = logging.getLogger(__name__)
+
+COPIED_SECONDS = 0.5
+"""If a model takes more seconds than this to build, the worker builds it once and copies it for each generation. (A Llama takes
+milliseconds.)"""
+
+
+def build_model(config: RunConfig) -> nn.Module:
+    """The unsharded model of ``config.model``, on the meta device.
+
+    Raises:
+        ValueError: the factory cannot be imported, or its model lacks ``init_parameter``, has persistent buffers, or has other buffers but
+            no ``init_buffer``. With ``elastic.deterministic``, also if an optimizer other than AdamW would step 16-bit parameters.
+    """
+    model = config.model
+    with torch.device("meta"), _NoValues():
+        if model.factory is None:
+            sizes = LlamaConfig(
+                dim=model.dim,
+                layers=model.layers,
+                heads=model.heads,
+                kv_heads=model.kv_heads,
+                ffn=model.ffn,
+                max_seq=config.data.seq_len,
+                rope_theta=model.rope_theta,
+                tie=model.tie,
+            )
+            return Llama(sizes)
+        module_name, _, function = model.factory.partition(":")
+        try:
+            built: nn.Module = getattr(importlib.import_module(module_name), function)()
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"model.factory = {model.factory}: {error}; give an importable pkg.mod:function") from None
+    if not callable(getattr(built, "init_parameter", None)):
+        raise ValueError(f"model.factory = {model.factory}: its {type(built).__name__} has no method init_parameter(name, full, generator)")
+    kept = set(built.state_dict()) - {name for name, _ in built.named_parameters(remove_duplicate=False)}
+    if kept:
+        raise ValueError(
+            f"model.factory = {model.factory}: persistent buffers {sorted(kept)[:3]} have no values on the meta device; "
+            "register them with persistent=False and fill them in init_buffer(name, full)"
+        )
+    buffers = [name for name, _ in built.named_buffers()]
+    if buffers and not callable(getattr(built, "init_buffer", None)):
+        raise ValueError(
+            f"model.factory = {model.factory}: buffers {buffers[:3]} have no values on the meta device; "
+            f"give {type(built).__name__} a method init_buffer(name, full), or compute them in forward"
+        )
+    if config.elastic.deterministic and config.train.optimizer != "adamw":
+        short = next((name for name, p in built.named_parameters() if p.requires_grad and p.dtype.itemsize < 4), None)
+        if short is not None:
+            raise ValueError(
+                f"elastic.deterministic = true with train.optimizer = {config.train.optimizer}: {short} has fewer than 32 bits per "
+                "element, so its rounding depends on its place in the shard; make the parameters float32 "
+                "(train.param_dtype = bfloat16 still computes in bfloat16), or use adamw"
+            )
+    return built
+
+
+class _NoValues(TorchFunctionMode):
+    """Skip the functions of :mod:`torch.nn.init` for tensors on the meta device. They do nothing there, in half of a model's construction
+    time."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            tensor = args[0] if args else kwargs.get("tensor")
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
+
+
+def select_units(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
+    """Modules whose dotted name matches a pattern part by part, children first. ``layers.*`` matches ``layers.0``, not ``layers.0.ffn``.
+
+    Raises:
+        ValueError: a pattern, which the message names, matches nothing.
+    """
+    named = [(name.split("."), module) for name, module in model.named_modules() if name]
+    found: dict[int, tuple[int, nn.Module]] = {}
+    for pattern in patterns:
+        parts = pattern.split(".")
+        hits = [(n, m) for n, m in named if len(n) == len(parts) and all(map(fnmatch.fnmatchcase, n, parts))]
+        if not hits:
+            raise ValueError(f"model.units: {pattern!r} matches no module; the model has {', '.join(n for n, _ in model.named_children())}")
+        found.update((id(module), (len(name), module)) for name, module in hits)
+    return [module for _, module in sorted(found.values(), key=lambda item: -item[0])]
+
+
+class Blank:
+    """The unsharded model on the meta device and the optimizer of each parameter, independent of rank and world size. One trainer consumes
+    it.
+
+    Args:
+        model: result of :func:`build_model`; None builds it now.
+
+    Raises:
+        ValueError: as :func:`build_model`, or the optimizer fits no parameter.
+    """
+
+    def __init__(self, config: RunConfig, model: nn.Module | None = None) -> None:
+        from vescale_ray.optim import OptimizerConfig, route_parameters
+
+        self._config = config
+        self.model = build_model(config) if model is None else model
+        self.chosen = OptimizerConfig.of(config.train)
+        self.routing = route_parameters(self.model, self.chosen)
+
+    def copied(self) -> Blank:
+        """Another blank with a copy of the model. If the model cannot be copied, raises the error of :func:`copy.deepcopy`."""
+        return Blank(self._config, copy.deepcopy(self.model))
+
+
+class NextModel:
+    """The blank of a worker's next generation, built while the controller plans; later all ranks would wait for it."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._ready: Blank | None = None
+        self._original: Blank | None = None
+        """A model that is slow to build; the blanks are copies of it."""
+
+    def prepare(self) -> None:
+        """Build the blank, if there is none. Never raises: the generation that needs the model meets the error again, and reports it."""
+        if self._ready is not None:
+            return
+        try:
+            if self._original is None:
+                began = time.perf_counter()
+                made = Blank(self._config)
+                if time.perf_counter() - began < COPIED_SECONDS:
+                    self._ready = made
+                    return
+                self._original = made
+            try:
+                self._ready = self._original.copied()
+            except Exception:  # a model that cannot be copied is built each time
+                self._ready, self._original = self._original, None
+        except BaseException:  # a factory may also call sys.exit()
+            _log.debug("the model cannot be built ahead", exc_info=True)
+
+    def take(self) -> Blank | None:
+        """The blank, for one trainer; None if there is none."""
+        taken, self._ready = self._ready, None
+        return taken
+
+
+def build_sharded(config: RunConfig, device: torch.device, world: int, blank: Blank, *, filled: bool) -> tuple[Any, torch.optim.Optimizer]:
+    """The sharded model, without values, and its optimizer. All optimizer states exist, so they can be loaded or given away before a
+    step."""
+    from vescale_ray.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from vescale_ray.optim import build_optimizer
+
+    train = config.train
+    model: Any = blank.model
+    routing = blank.routing
+    mesh = init_device_mesh(device.type, (world,))
+    dtypes = {name: getattr(torch, name) for name in ("float32", "bfloat16")}
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if train.param_dtype == "float32" else dtypes[train.param_dtype],
+        reduce_dtype=None if train.reduce_dtype == train.param_dtype else dtypes[train.reduce_dtype],
+    )
+    shared: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "block_policy": routing.block_policy, "to_empty": True}
+    units = select_units(model, config.model.units)
+    for unit in units:
+        if train.activation_checkpointing:
+            # Set on the instance, inside the sharding hooks: names stay the same, and backward recomputes while the unit is unsharded.
+            unit.forward = functools.partial(recompute, unit.forward, use_reentrant=False)
+        fully_shard(unit, reshard_after_forward=train.reshard_after_forward, **shared)
+    # The root stays unsharded between forward and backward, since its backward begins at once.
+    fully_shard(model, reshard_after_forward=False, **shared)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_ordered_reduction(config.elastic.deterministic, recurse=False)
+            # With experts, each slot may use other parameters, and each rank has other slots.
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        model.to_empty(device=device)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            model.init_buffer(name, buffer)
+    return model, build_optimizer(model, blank.chosen, routing=routing, log=None, zeroed=not filled)
