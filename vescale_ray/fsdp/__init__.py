@@ -7,7 +7,8 @@ The package imports torch, :mod:`vescale_ray.planner`, ``dbuffer`` and ``dtensor
 | ``api``, ``arguments`` | ``fully_shard``, checks of its arguments |
 | ``collect``, ``data_parallel``, ``grouping`` | its stages: the model's parameters, the ranks that shard them, their groups |
 | ``module``, ``state_dict_hooks`` | the methods and the hooks that it adds to a module |
-| ``unit``, ``marks``, ``arrivals``, ``running_backward`` | the hooks of one ``fully_shard`` call in forward and backward |
+| ``unit``, ``unit_options`` | the hooks of one ``fully_shard`` call in forward and backward; what the user sets for it |
+| ``marks``, ``arrivals``, ``running_backward`` | how backward tells a unit where it is |
 | ``group``, ``gradients``, ``delivery`` | one parameter group: its life in a step, its gradients, their way to ``.grad`` |
 | ``master_shard``, ``gathered``, ``flat_gradient`` | the memory of a group's sharded and gathered parameters, and of its gradients |
 | ``schedule``, ``phases``, ``finalize`` | order of units, allowed phases, the end of a backward |

@@ -40,6 +40,7 @@ from vescale_ray.fsdp.sharding import Sharding, ShardingPlan
 from vescale_ray.fsdp.state_dict_hooks import watch_state_dicts
 from vescale_ray.fsdp.torch_state import leave_state, state_of
 from vescale_ray.fsdp.unit import Unit
+from vescale_ray.fsdp.unit_options import UnitOptions
 
 
 def fully_shard(
@@ -143,9 +144,9 @@ def _build(
         # The model no longer uses the original. The mark lets optimizers and tied modules that still hold it raise a clear error.
         source.param.__dict__[REPLACED] = True
 
-    unit = Unit(roots, groups, given.mp_policy, given.resharding(axes.mesh)[0], device, Schedule.start)
+    options = UnitOptions(given.resharding(axes.mesh)[0], hold_gradients=axes.hold)
+    unit = Unit(roots, groups, given.mp_policy, options, device, Schedule.start)
     listen(unit)
-    unit.hold_gradients = axes.hold
     for root, sharded in zip(roots, classes, strict=True):
         root.__dict__["_vescale_unit"] = unit
         leave_state(root, unit)

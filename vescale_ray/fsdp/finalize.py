@@ -118,7 +118,7 @@ def _check(schedule: UnitSchedule[Unit]) -> None:
         raise PhaseError("finalize_backward needs set_manual_backward_finalization(True) before the step's first backward")
     if schedule.running or in_backward():
         raise PhaseError("finalize_backward is called inside a forward or a backward: call it after all backwards")
-    for group in (group for unit in schedule.units if unit.gradient_sync for group in unit.groups):
+    for group in (group for unit in schedule.units if unit.options.gradient_sync for group in unit.groups):
         held_back = group.place.replicate_group is not None and group.grads.arrived_count and not group.grads.all_reduce
         if held_back or group.grads.partial is not None:
             raise PhaseError(

@@ -95,19 +95,14 @@ class HookedGroup(ParameterGroup):
 
     def _shard_parameters(self, sources: Any, to_empty: bool) -> None:  # the tensor class's own to_empty() allocates what its hooks need
         self._tensors: list[_GatheredTensors] = []
-        self._padded: list[torch.Tensor] = []
-        self._locals: list[torch.Tensor] = []
         mesh = self.place.mesh
         # Hooks find the process group, and the largest value of all shards, through this mesh: replicas must not be in it.
         self._shard_mesh = mesh if mesh.ndim == 1 or mesh.mesh_dim_names is None else mesh[mesh.mesh_dim_names[-1]]
         for source in sources:
             own = self._own(source.value)
-            padded, local = self._pad(own, source.shape)
-            if self.offload and padded.device.type != "meta":
-                padded, local = self._pad(own.cpu(), source.shape)
-            self._add(source, local)
-            self._locals.append(local)
-            self._padded.append(padded)
+            if self.offload and own.device.type != "meta":
+                own = own.cpu()
+            self._add(source, self._pad(own, source.shape))
             self._tensors.append(_GatheredTensors(weakref.WeakMethod(self.invalid_because)))
         self.alone = False
 
@@ -116,14 +111,17 @@ class HookedGroup(ParameterGroup):
         chunks = torch.chunk(value, self.place.world)
         return chunks[self.place.rank] if self.place.rank < len(chunks) else value.narrow(0, value.shape[0], 0)
 
-    def _pad(self, own: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """``own`` padded to the number of rows that every rank sends, and the view of it without padding."""
-        rows = -(-shape[0] // self.place.world)
+    def _rows(self, shape: tuple[int, ...]) -> int:
+        """Number of rows that every rank sends."""
+        return -(-shape[0] // self.place.world)
+
+    def _pad(self, own: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """A copy of ``own`` in memory of as many rows as every rank sends."""
         with torch.no_grad():
-            padded = own.new_zeros((rows, *shape[1:]))
+            padded = own.new_zeros((self._rows(shape), *shape[1:]))
             if own.shape[0] and own.device.type != "meta":
                 padded.narrow(0, 0, own.shape[0]).copy_(own)
-            return padded, padded.narrow(0, 0, own.shape[0])
+            return padded.narrow(0, 0, own.shape[0])
 
     def _expect(self, pool: Pool) -> None:
         if self.grads.trainable_count:
@@ -133,10 +131,11 @@ class HookedGroup(ParameterGroup):
         assert self.gathered.pool is not None
         agree(f"all-gather of {self.name!r}", self.place.shard_group, self.place.device)
         lane.after(self.gathered.pool.released_event)
-        works, sent = [], []
+        works: list[Any] = []
+        sent: list[torch.Tensor] = []
         with torch.no_grad(), lane.context(), span("all_gather", self.fqn):
-            for param, padded, gathered in zip(self.params, self._padded, self._tensors, strict=True):
-                inputs = self._before(param, padded, gathered)
+            for param, gathered in zip(self.params, self._tensors, strict=True):
+                inputs = self._before(param, gathered)
                 gathered.receive(inputs, self.place.world)
                 for output, one in zip(gathered.outputs, inputs, strict=True):
                     flat = one.contiguous().view(-1)
@@ -147,7 +146,7 @@ class HookedGroup(ParameterGroup):
         self.gathered.follow(comm.Works(lane, *works) if lane.stream is None else lane.mark(), sent)
         self._gathered_of = self.spmd_version()
 
-    def _before(self, param: GroupParam, padded: torch.Tensor, gathered: _GatheredTensors) -> tuple[torch.Tensor, ...]:
+    def _before(self, param: GroupParam, gathered: _GatheredTensors) -> tuple[torch.Tensor, ...]:
         """Call ``fsdp_pre_all_gather``.
 
         Raises:
@@ -171,7 +170,7 @@ class HookedGroup(ParameterGroup):
         if not param.shape[0] % self.place.world:
             return tuple(inputs)
         # An uneven cut: ranks with fewer rows, or none, must send as much as the others.
-        rows, own = padded.shape[0], local.shape[0]
+        rows, own = self._rows(param.shape), local.shape[0]
         if any(not t.dim() or t.shape[0] not in (rows, own) for t in inputs):
             raise ValueError(
                 f"{param.fqn!r} of shape {tuple(param.shape)} is cut unevenly: fsdp_pre_all_gather must return tensors of this rank's "
@@ -219,15 +218,14 @@ class HookedGroup(ParameterGroup):
         if self.residency is not Residency.SHARDED or any(one is None for one in installed):
             return
         for index, (param, current) in enumerate(zip(self.params, installed, strict=True)):
-            if not isinstance(current, DTensor) or local_of(current) is self._locals[index]:
+            if not isinstance(current, DTensor) or local_of(current) is param.kept:
                 continue
             if current.shape != param.spec.shape or current.placements != param.spec.placements:
                 raise ValueError(
                     f"parameter {param.fqn!r} of shape {tuple(param.shape)} and {param.placement} was replaced by one of shape "
                     f"{tuple(current.shape)} and {current.placements}"
                 )
-            self._padded[index], local = self._pad(local_of(current), param.shape)
-            self._locals[index] = current._local_tensor = local
+            current._local_tensor = self._pad(local_of(current), param.shape)
             param.replace(current)  # type: ignore[arg-type]
             param.unsharded, param.spec = None, current._spec
             self._tensors[index] = _GatheredTensors(weakref.WeakMethod(self.invalid_because))

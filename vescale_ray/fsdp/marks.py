@@ -44,7 +44,7 @@ class MarkedUnit(Protocol):
 
     def pre_backward(self, call: Any) -> None: ...
 
-    def inputs_done(self) -> None: ...
+    def close(self) -> None: ...
 
 
 U = TypeVar("U", bound=MarkedUnit)
@@ -214,7 +214,7 @@ class _InputMark(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         unit = ctx.unit()
         if unit is not None:
-            unit.inputs_done()
+            unit.close()
         return (None, *grads)
 
     @staticmethod

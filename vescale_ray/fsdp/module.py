@@ -123,7 +123,7 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
         """Set whether backward reduces gradients. Without sync, they add up in the unsharded buffers, in the reduce dtype."""
         requires_gradient_sync = check_flag("requires_gradient_sync", requires_gradient_sync)
         for unit in units_below(self, recurse):
-            unit.gradient_sync = requires_gradient_sync
+            unit.options.gradient_sync = requires_gradient_sync
             for group in unit.groups:
                 group.grads.all_reduce = requires_gradient_sync
 
@@ -188,7 +188,7 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
         """
         reduce_scatter_unused_params = check_flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
         for unit in units_below(self, recurse):
-            unit.reduce_unused = reduce_scatter_unused_params
+            unit.options.reduce_unused = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set how many reduce-scatters may run while backward goes on; each holds a gradient buffer. The root uses the largest value."""
@@ -197,9 +197,9 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         for unit in units_below(self, recurse):
-            unit.max_reductions = max_input_buffers
+            unit.options.max_reductions = max_input_buffers
             if unit.schedule is not None:
-                unit.schedule.max_reductions = max(other.max_reductions for other in unit.schedule.units)
+                unit.schedule.max_reductions = max(other.options.max_reductions for other in unit.schedule.units)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Run reduce-scatters on a separate process group, so that they can overlap with all-gathers on the wire. Collective."""
@@ -245,7 +245,7 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}: {reshard_after_forward!r}")
         for unit in units_below(self, recurse):
-            unit.reshard_after_forward = reshard_after_forward
+            unit.options.reshard_after_forward = reshard_after_forward
             for group in unit.groups:
                 group.subgroup = None
 
@@ -253,7 +253,7 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
         """Set whether parameters are freed after backward. If not, further micro-batches of the step need no all-gather."""
         reshard_after_backward = check_flag("reshard_after_backward", reshard_after_backward)
         for unit in units_below(self, recurse):
-            unit.reshard_after_backward = reshard_after_backward
+            unit.options.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward needs the parameters. Use False only if it does not (an embedding that nothing else uses)."""
@@ -265,11 +265,11 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
         """Prefetch these modules' parameters when this module's forward starts, instead of the next module's."""
-        sharded_unit(self).forward_prefetch = prefetched("set_modules_to_forward_prefetch", modules)
+        sharded_unit(self).options.forward_prefetch = prefetched("set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
         """Prefetch these modules' parameters when this module's backward starts, instead of the previous module's."""
-        sharded_unit(self).backward_prefetch = prefetched("set_modules_to_backward_prefetch", modules)
+        sharded_unit(self).options.backward_prefetch = prefetched("set_modules_to_backward_prefetch", modules)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Let the next forward's all-gathers wait for ``event`` instead of the whole current stream. Call it on the root in each step."""

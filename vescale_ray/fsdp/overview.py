@@ -127,7 +127,7 @@ def explain(module: nn.Module, *, state_bytes: float | None = None) -> Explanati
             seen.add(id(unit))
             own.append(unit)
             subgroup = next((g.subgroup.size for g in unit.groups if g.subgroup is not None), None)
-            units.append(UnitReport(name or "(root)", unit.reshard_after_forward, subgroup, tuple(_group(g) for g in unit.groups)))
+            units.append(UnitReport(name or "(root)", unit.options.reshard_after_forward, subgroup, tuple(_group(g) for g in unit.groups)))
     if not units:
         raise ValueError(f"{type(module).__name__} is not sharded: apply fully_shard first")
     return Explanation(tuple(units), _memory(own, unit_of(module), state_bytes))
@@ -172,7 +172,7 @@ def _memory(units: list[Unit], root: Unit | None, state_bytes: float | None) -> 
     def stays(unit: Unit) -> bool:
         if any(group.retain is Retain.ALL for group in unit.groups):
             return True
-        return unit is root if unit.reshard_after_forward is None else not unit.reshard_after_forward
+        return unit is root if unit.options.reshard_after_forward is None else not unit.options.reshard_after_forward
 
     passing = [travels(unit) for unit in units if not stays(unit)]
     staying = [travel for unit in units if stays(unit) for travel in travels(unit)]

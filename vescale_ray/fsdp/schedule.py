@@ -140,7 +140,7 @@ class Schedule:
         for unit in units:
             unit.schedule, unit.lanes, unit.ending = self, self.lanes, self.ending
             self._units.append(weakref.ref(unit))
-            self.max_reductions = max(self.max_reductions, unit.max_reductions)
+            self.max_reductions = max(self.max_reductions, unit.options.max_reductions)
             for group in unit.groups:
                 group.attach(self.lanes.pool)
 
@@ -223,8 +223,8 @@ class Schedule:
 
     def prefetch_forward(self, unit: Unit) -> None:
         """Prefetch the user's list, else the unit that followed this one in the last forward, as long as the order repeats."""
-        if unit.forward_prefetch:
-            targets = [target for ref in unit.forward_prefetch if (target := ref()) is not None]
+        if unit.options.forward_prefetch:
+            targets = [target for ref in unit.options.forward_prefetch if (target := ref()) is not None]
         elif self._repeats and self.forward_root is not None:
             known = self._known()
             following = known[len(self._running)]() if len(self._running) < len(known) else None
@@ -260,8 +260,8 @@ class Schedule:
 
     def prefetch_backward(self, unit: Unit, call: Call[Unit]) -> None:
         """Prefetch the user's list, else the unit whose forward ran before this call's."""
-        if unit.backward_prefetch:
-            for ref in unit.backward_prefetch:
+        if unit.options.backward_prefetch:
+            for ref in unit.options.backward_prefetch:
                 target = ref()
                 if target is not None:
                     self._check_mine(target)

@@ -84,19 +84,19 @@ class State:
 
     @property
     def _states_to_forward_prefetch(self) -> list[State]:
-        return [state_of_unit(unit) for ref in self._unit.forward_prefetch if (unit := ref()) is not None]
+        return [state_of_unit(unit) for ref in self._unit.options.forward_prefetch if (unit := ref()) is not None]
 
     @_states_to_forward_prefetch.setter
     def _states_to_forward_prefetch(self, states: list[State]) -> None:
-        self._unit.forward_prefetch = [weakref.ref(state._unit) for state in states]
+        self._unit.options.forward_prefetch = [weakref.ref(state._unit) for state in states]
 
     @property
     def _states_to_backward_prefetch(self) -> list[State]:
-        return [state_of_unit(unit) for ref in self._unit.backward_prefetch if (unit := ref()) is not None]
+        return [state_of_unit(unit) for ref in self._unit.options.backward_prefetch if (unit := ref()) is not None]
 
     @_states_to_backward_prefetch.setter
     def _states_to_backward_prefetch(self, states: list[State]) -> None:
-        self._unit.backward_prefetch = [weakref.ref(state._unit) for state in states]
+        self._unit.options.backward_prefetch = [weakref.ref(state._unit) for state in states]
 
     @property
     def is_last_backward(self) -> bool:

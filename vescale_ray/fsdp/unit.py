@@ -32,6 +32,7 @@ from vescale_ray.fsdp.marks import Call, kept_tensors, mark_inputs
 from vescale_ray.fsdp.phases import Phase, PhaseError, StepEnd, check_transition
 from vescale_ray.fsdp.running_backward import in_backward
 from vescale_ray.fsdp.tree import Copies, cast_floating, grad_tensors
+from vescale_ray.fsdp.unit_options import UnitOptions
 
 
 def outside_transforms() -> Any:
@@ -54,15 +55,14 @@ class Unit:
         modules: Sequence[nn.Module],
         groups: Sequence[ParameterGroup],
         policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | None,
+        options: UnitOptions,
         device: torch.device,
         start: Callable[[Unit], UnitSchedule[Unit]],
     ) -> None:
         self.modules = tuple(weakref.ref(module) for module in modules)
         self.groups = tuple(groups)
         self.policy, self.device = policy, device
-        self.reshard_after_forward = reshard_after_forward
-        """None: reshard unless the unit turns out to be the root."""
+        self.options = options
         self.name = type(modules[0]).__name__ if len(modules) == 1 else "[" + ", ".join(type(m).__name__ for m in modules) + "]"
         self.fqn = ""
         """Names of the modules below the root, set by the first forward; empty for the root."""
@@ -76,15 +76,6 @@ class Unit:
         self.ending = StepEnd()
         self.post_optim_event: Any = None
         """An accelerator event that the next forward's all-gathers wait for. It and ``ending`` are read on the root only."""
-
-        self.forward_prefetch: list[weakref.ref[Unit]] = []
-        self.backward_prefetch: list[weakref.ref[Unit]] = []
-        self.gradient_sync = True
-        self.hold_gradients = True
-        """Whether gradients add up unsharded without gradient sync. If not, they are reduced and add up as shards."""
-        self.reshard_after_backward = True
-        self.reduce_unused = False
-        self.max_reductions = 1
 
         self.call: Call[Unit] | None = None
         """The running forward, if it makes a graph."""
@@ -104,8 +95,6 @@ class Unit:
         """The exit mark on the running forward's inputs."""
         self._calls: weakref.WeakSet[Call[Unit]] = weakref.WeakSet()
         """Calls that a backward may still reach."""
-        self._awaited_marks = 0
-        """Number of exit marks that have not run yet, of the calls that this backward has reached."""
         self.reduced = False
         """Whether the running backward has started a reduction."""
         self._owes = False
@@ -215,7 +204,8 @@ class Unit:
 
     @property
     def resharding_after_forward(self) -> bool:
-        return self.reshard_after_forward if self.reshard_after_forward is not None else not self.is_root
+        wish = self.options.reshard_after_forward
+        return wish if wish is not None else not self.is_root
 
     def _abandon_forward(self) -> None:
         """Reset after an exception in the module. Checkpointing ends a recomputation with an exception, too."""
@@ -279,8 +269,6 @@ class Unit:
         if self.phase is not Phase.BACKWARD:
             self.set_phase(Phase.BACKWARD)
         assert self.schedule is not None
-        if call.exit is not None and not call.consumed:
-            self._awaited_marks += 1
         self.open_call, call.consumed = call, True
         self._calls.discard(call)
         first = self.schedule.enter_backward(self)
@@ -302,10 +290,6 @@ class Unit:
         if call is not None and self.schedule is not None:
             self.schedule.prefetch_backward(self, call)
 
-    def inputs_done(self) -> None:
-        self._awaited_marks = max(0, self._awaited_marks - 1)
-        self.close()
-
     def close(self) -> None:
         """End this unit's part of a backward: reshard, and reduce the gradients that have arrived."""
         replaced = self.torch_state.replaced("post_backward") if self.torch_state is not None else None
@@ -322,14 +306,14 @@ class Unit:
         call, self.open_call = self.open_call, None
         for group in self.groups:
             group.grads.end_window()
-        if self.reshard_after_backward:
+        if self.options.reshard_after_backward:
             with span("post_backward_reshard", self.fqn):
                 self._each(lambda group: group.rest(after_forward=False, keep=self.keeps_graph))
         if call is not None and self.schedule is not None and call.is_nearly_first:
             self.schedule.trim(scratch=False)  # no later unit of this backward gathers, so none could reuse the memory
         if call is not None and not (call.is_first and not any(other.is_to_come() for other in self._calls)):
             return
-        if self.reduce_unused and (self.gradient_sync or not self.hold_gradients):
+        if self.options.reduce_unused and self.options.reduces:
             self._open_unused()
         self.reduce()
 
@@ -351,7 +335,7 @@ class Unit:
 
         If none has arrived here, other ranks may have some: every rank whose backward has reached the unit joins.
         """
-        if not self.gradient_sync and self.hold_gradients:
+        if not self.options.reduces:
             return
         self.prefetch_backward()
         assert self.schedule is not None
@@ -362,7 +346,7 @@ class Unit:
             # Include a group of which this rank used nothing: another rank may have used it.
             if (group.grads.arrived_count or group.grads.trainable_count) and not group.grads.awaits_claimed:
                 with span("post_backward_reduce", self.fqn):
-                    self.schedule.reduce(group, asks=not self.reduce_unused)
+                    self.schedule.reduce(group, asks=not self.options.reduce_unused)
                 self.reduced = True
 
     def end_backward(self, *, creates_graph: bool) -> None:
@@ -375,14 +359,13 @@ class Unit:
             return
         for group in self.groups:
             group.grads.end_backward()
-        if self.reduce_unused and (self.gradient_sync or not self.hold_gradients) and not self.reduced:
+        if self.options.reduce_unused and self.options.reduces and not self.reduced:
             self._open_unused()
         left = any(g.grads.arrived_count or g.residency is not g.residency.SHARDED for g in self.groups)
         if self.phase is Phase.BACKWARD or self._owes or left:
             self.close()
         for group in self.groups:
             group.grads.end_window()
-        self._awaited_marks = 0
         self.open_call = None
         self.reduced = False
 
@@ -430,7 +413,7 @@ class Unit:
         self.phase, self._depth = Phase.RESTING, 0
         self._waiting.clear()
         self.call = self.open_call = self._prefetch_after = self._entering = self.last_call = None
-        self._awaited_marks, self.reduced, self._owes = 0, False, False
+        self.reduced = self._owes = False
         for group in self.groups:
             group.discard()
 

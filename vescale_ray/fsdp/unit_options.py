@@ -1,0 +1,36 @@
+"""The options of a unit, which the user sets with ``fully_shard`` and the methods of ``FSDPModule``."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class UnitOptions:
+    """The options of one unit.
+
+    Attributes:
+        reshard_after_forward: None: reshard unless the unit turns out to be the root.
+        gradient_sync: whether the user wants backward to reduce gradients.
+        hold_gradients: whether gradients add up unsharded without gradient sync. If not, they are reduced and add up as shards.
+        reduce_unused: whether parameters that no rank used get zero gradients.
+        max_reductions: reduce-scatters that may run while backward goes on.
+        forward_prefetch: units to prefetch when this one's forward starts; empty: the unit that ran next in the last forward.
+        backward_prefetch: units to prefetch when this one's backward starts; empty: the unit that ran before it.
+    """
+
+    reshard_after_forward: bool | None
+    hold_gradients: bool
+    reshard_after_backward: bool = True
+    gradient_sync: bool = True
+    reduce_unused: bool = False
+    max_reductions: int = 1
+    forward_prefetch: list[weakref.ref[Any]] = field(default_factory=list)
+    backward_prefetch: list[weakref.ref[Any]] = field(default_factory=list)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether backward reduces gradients."""
+        return self.gradient_sync or not self.hold_gradients
