@@ -194,7 +194,7 @@ def test_all_gather_copies_nothing_and_gradients_at_most_once(one_of_two):
     assert backward["copy_"] == again + biases * 2 + laid_out * 4, "products in BF16 are cast once, when they are reduced"
 
 
-def test_shard_is_cast_in_the_gathered_buffer_for_each_all_gather(one_of_two):
+def test_shard_is_cast_in_the_gathered_buffer_at_each_gather(one_of_two):
     model = sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     group = unit_of(model.layers[0]).groups[0]
     step(model)

@@ -54,7 +54,7 @@ def exchanges(rank, world):
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_an_exchange_of_narrow_gradients_sums_as_if_they_were_wide(world):
+def test_an_exchange_sums_narrow_gradients_like_wide_ones(world):
     run_gloo(world, exchanges)
 
 
@@ -72,7 +72,7 @@ def in_rank_order(target, full, *, op, group, async_op):
 
 
 @pytest.mark.parametrize("staging", [1, 4096, 1 << 16])
-def test_a_reduction_in_chunks_gives_the_bits_of_one_of_the_whole(staging, monkeypatch):
+def test_a_reduction_in_chunks_gives_the_bits_of_a_whole_one(staging, monkeypatch):
     sizes = []
 
     def scatter(target, full, **options):
@@ -141,7 +141,7 @@ def accumulated(rank, world):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_gradients_kept_over_backwards_are_added_in_the_reduce_dtype(world):
+def test_gradients_of_several_backwards_add_in_the_reduce_dtype(world):
     for held in run_threads(world, accumulated):
         assert held == [torch.bfloat16, torch.float32], "one gradient needs no sum"
 

@@ -236,7 +236,7 @@ def test_the_checker_finds_a_missing_wait(streams, monkeypatch):
     assert any(races for races, *_ in run_threads(2, train, streams, {}))
 
 
-def test_the_checker_finds_a_gather_into_gradients_that_are_being_reduced(streams, monkeypatch):
+def test_the_checker_finds_a_gather_into_unreduced_gradients(streams, monkeypatch):
     monkeypatch.setattr(Pool, "lend", lambda self, buffer, event: self._take_back(buffer))
     assert any(races for races, *_ in run_threads(2, train, streams, {}))
 

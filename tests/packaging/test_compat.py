@@ -22,7 +22,7 @@ PRODUCT = [path for part, path in SOURCES if part != "compat"] + [ROOT / "vescal
 # Pickles name the classes and functions that wrote them. These readers compare the names and import none.
 FILE_FORMATS = {"checkpoint/bridges/torch_archive.py", "checkpoint/bridges/dcp_pickle.py"}
 # Names of Python and of pybind11, not of torch.
-NOT_TORCHS = {"_exit", "_current_frames", "_pybind11_conduit_v1_"}
+NOT_TORCHS = {"_exit", "_current_frames", "_pybind11_conduit_v1_", "_call_s3"}
 
 
 def private(name: str) -> bool:
