@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -311,6 +312,33 @@ def released(rank, world):
         return [ref() is None for ref in watched]
     finally:
         gc.enable()
+
+
+def dropped_in_a_step(rank, world):
+    """Hooks of an optimizer's step drop one model and start another, as garbage collection and other threads may."""
+    models = [sharded() for _ in range(3)]
+    for model in models:
+        step(model)
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
+
+    def change(*_):
+        del models[1:]
+        gc.collect()
+        models.append(sharded())
+        step(models[-1])
+
+    handles = [register_optimizer_step_post_hook(hook) for hook in (change, lambda *_: None)]
+    try:
+        step(models[0], optimizer)
+        assert len(models) == 2
+        step(models[0], optimizer)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_models_may_end_and_start_during_an_optimizer_step():
+    run_gloo(2, dropped_in_a_step)
 
 
 def test_deleting_the_model_frees_its_memory_without_gc():

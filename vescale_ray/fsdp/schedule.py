@@ -112,10 +112,7 @@ class Schedule:
         schedule = cls(root.lanes or Lanes(root.device))
         root.is_root, schedule.ending = True, root.ending
         schedule._take_in(found, fqns)
-        # The step may write the master shards with kernels that change no version counter.
-        mine = weakref.ref(schedule)
-        handle = register_optimizer_step_post_hook(lambda optimizer, *_: _after_optimizer_step(mine, optimizer))
-        weakref.finalize(schedule, handle.remove).atexit = False
+        _SCHEDULES.append(weakref.ref(schedule, _SCHEDULES.remove))
         return schedule
 
     def _take_in(self, found: dict[int, tuple[Unit, list[str]]], fqns: dict[int, str]) -> None:
@@ -367,10 +364,19 @@ class Schedule:
             raise RuntimeError(f"unit {unit.name!r} is to be prefetched, but belongs to another root module: leave it out of the list")
 
 
-def _after_optimizer_step(schedule_ref: weakref.ref[Schedule], optimizer: torch.optim.Optimizer) -> None:
-    schedule = schedule_ref()
-    if schedule is not None:
-        schedule.after_step(optimizer)
+_SCHEDULES: list[weakref.ref[Schedule]] = []
+
+
+def _after_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Tell every schedule of a step, since it may write the master shards with kernels that change no version counter."""
+    for ref in tuple(_SCHEDULES):
+        schedule = ref()
+        if schedule is not None:
+            schedule.after_step(optimizer)
+
+
+# One hook, registered here: torch's step fails if hooks are added or removed meanwhile, by another thread or by garbage collection.
+register_optimizer_step_post_hook(_after_optimizer_step)
 
 
 def unit_of(module: nn.Module) -> Unit | None:
