@@ -22,6 +22,7 @@ from .s3_errors import Cancelled, Transient, Undecided, judge
 from .s3_options import S3Options
 
 Answer = dict[str, Any]
+Accept = Callable[[Answer], memoryview | None]
 
 _SLICE_BYTES = 256 << 10
 """Bytes of a body that are handed to the socket at once. A larger slice delays the event loop, and its rest is copied."""
@@ -76,7 +77,7 @@ def call(
     what: str,
     method: str,
     *,
-    accept: Callable[[Answer], None] | None = None,
+    accept: Accept | None = None,
     cancel: threading.Event | None = None,
     conflict_again: bool = True,
     **params: Any,
@@ -86,7 +87,7 @@ def call(
     Args:
         what: description for messages, such as ``"PUT s3://bucket/key"``.
         method: name of the request in botocore, which ``params`` are for.
-        accept: check of an answer, its body included, which may raise Transient.
+        accept: check of an answer, which may raise Transient. It may return the memory that the answer's body is to fill.
         cancel: event that other threads set to stop the retries.
         conflict_again: whether to retry a 409 (conflict of two conditional requests).
 
@@ -119,9 +120,7 @@ def call(
         stop.wait(min(random.uniform(0, limit), max(0.0, o.retry_s - spent)))
 
 
-async def _request(
-    fs: Any, o: S3Options, method: str, params: dict[str, Any], accept: Callable[[Answer], None] | None, stop: threading.Event
-) -> Answer:
+async def _request(fs: Any, o: S3Options, method: str, params: dict[str, Any], accept: Accept | None, stop: threading.Event) -> Answer:
     """Make one request.
 
     aiohttp limits the wait for a connection, for an answer and for its next bytes. It limits neither the wait until the service takes a
@@ -138,16 +137,13 @@ async def _request(
         if "Body" in params:
             params = {**params, "Body": _Body(params["Body"], sent)}
         answer: Answer = await fs._call_s3(method, **params)
-        if "Body" in answer:
-            data = bytearray()
-            async with answer["Body"] as body:
-                while piece := await body.read(_SLICE_BYTES):
-                    if stop.is_set():
-                        raise Transient(errno.ECANCELED, "no longer needed")
-                    data += piece
-            answer["Body"] = data
-    if accept:
-        accept(answer)
+        if "Body" not in answer:
+            if accept:
+                accept(answer)
+            return answer
+        async with answer["Body"] as body:
+            view = accept(answer) if accept else None
+            answer["Body"] = await _receive(body, memoryview(bytearray(answer["ContentLength"])) if view is None else view, stop)
     return answer
 
 
@@ -168,6 +164,17 @@ class _Body:
         for start in range(0, len(self._data), _SLICE_BYTES):
             self._sent()
             yield self._data[start : start + _SLICE_BYTES]
+
+
+async def _receive(body: Any, view: memoryview, stop: threading.Event) -> memoryview:
+    done = 0
+    while done < len(view):
+        data = await body.read(len(view) - done)
+        if not data or stop.is_set():
+            raise Transient(errno.EIO, f"{done} bytes came of {len(view)}")
+        view[done : done + len(data)] = data
+        done += len(data)
+    return view
 
 
 def _close_session(owner: int, loop: Any, session: Any) -> None:
