@@ -246,3 +246,45 @@ def out_of_sight(rank: int, world: int, width: int) -> None:
 @pytest.mark.parametrize("width", [6, pytest.param(200, marks=pytest.mark.slow), 300])
 def test_use_of_an_unseen_tensor_names_its_unit_and_is_recovered(width: int) -> None:
     run_gloo(2, out_of_sight, width)
+
+
+class Sine(nn.Module):
+    """Returns a plain object that holds a function of its own weight, which no module of torch has computed."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> Holder:
+        return Holder(torch.tanh(self.linear(x)), self.linear.weight.sin().sum())
+
+
+class AfterSine(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.sine, self.last = Sine(width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        held = self.sine(x)
+        out: torch.Tensor = self.last(held.out).sum() + held.hidden
+        return out
+
+
+def read_while_it_is_gathered(rank: int, world: int) -> list[str]:
+    """Backward reads the weight of ``sine`` while a prefetch gathers it. Another rank's part may not have arrived yet."""
+    told = []
+    for width in (6, 200, 600):
+        model = AfterSine(width)
+        for unit in (model.sine, model.last, model):
+            fully_shard(unit)
+        try:
+            model(torch.ones(4, width)).backward()
+            told.append("no error")
+        except RuntimeError as error:
+            told.append(str(error))
+    return told
+
+
+def test_parameters_that_are_being_gathered_are_not_read() -> None:
+    for told in run_gloo(2, read_while_it_is_gathered):
+        assert all(text.startswith("the parameters of unit 'sine' (sine.linear.weight, ") for text in told), told

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import run_gloo, run_threads
+from vescale_ray.compat.fsdp import ReduceScatter
 from vescale_ray.fsdp import MixedPrecisionPolicy, fully_shard, reduction
 from vescale_ray.fsdp.comm import Lane
 from vescale_ray.fsdp.memory import Pool
@@ -143,7 +144,7 @@ def accumulated(rank, world):
 @pytest.mark.parametrize("world", [2, 4])
 def test_gradients_of_several_backwards_add_in_the_reduce_dtype(world):
     for held in run_threads(world, accumulated):
-        assert held == [torch.bfloat16, torch.float32], "one gradient needs no sum"
+        assert held == [torch.float32, torch.float32]
 
 
 def peak(rank, world, policy):
@@ -168,6 +169,35 @@ def peak(rank, world, policy):
 def test_no_rank_holds_gradients_of_a_unit_in_the_wide_dtype(world):
     """Two units are gathered and one has gradients, or one is gathered, one has gradients and the other ranks' parts arrive."""
     assert max(run_gloo(world, peak, BF16)) <= 3
+
+
+class InFloat32(ReduceScatter):
+    """A reduce-scatter of the user's, which checks the dtype that it gets."""
+
+    calls = 0
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        assert input_tensor.dtype == torch.float32
+        self.calls += 1
+        return dist.reduce_scatter_single(output_tensor, input_tensor, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
+
+
+def given_late(rank, world):
+    """The user's collective comes after a backward without gradient sync, through another part of the unit."""
+    model, custom = fully_shard(net(), mp_policy=BF16), InFloat32()
+    model.set_requires_gradient_sync(False)
+    model(batch(rank)).float().square().sum().backward()
+    model.set_requires_gradient_sync(True)
+    model.set_custom_reduce_scatter(custom)
+    model(batch(rank)).float().square().sum().backward()
+    assert custom.calls == 1
+
+
+def test_a_reduce_scatter_of_the_users_gets_the_reduce_dtype():
+    run_threads(2, given_late)
 
 
 def reentrant(rank, world):

@@ -36,14 +36,15 @@ class Messages:
 
     __slots__ = ("_clock", "_group", "_limit", "_since", "_tag", "_under_way")
 
-    _dropped: weakref.WeakKeyDictionary[Any, list[tuple[Any, torch.Tensor]]] = weakref.WeakKeyDictionary()
+    _dropped: weakref.WeakKeyDictionary[Any, list[tuple[Any, object]]] = weakref.WeakKeyDictionary()
     _failed: weakref.WeakSet[Any] = weakref.WeakSet()
     """Groups that failed. Their messages are not kept, so that their sockets can close."""
 
     def __init__(self, group: Any, tag: int, clock: Clock | None = None) -> None:
         self._group, self._tag, self._clock, self._since = weakref.ref(group), tag, clock, abortable_waits.mark()
         self._limit = abortable_waits.bound(group)
-        self._under_way: list[tuple[Any, torch.Tensor]] = []
+        self._under_way: list[tuple[Any, object]] = []
+        """Each message's Work, and what holds its memory."""
 
     def receive(self, received: torch.Tensor, source: int) -> None:
         """Receive from rank ``source`` of the group."""
@@ -64,6 +65,10 @@ class Messages:
             else:
                 work = group.send([sent], target, self._tag)
         self._under_way.append((work, sent))
+
+    def keep(self, memory: object) -> None:
+        """Hold ``memory`` as long as the messages: the memory of their tensors, which may have lost it since."""
+        self._under_way = [(work, (held, memory)) for work, held in self._under_way]
 
     def wait(self, times: int = 1) -> None:
         """Wait for all messages, at most ``times`` times the group's timeout."""

@@ -67,7 +67,8 @@ with private_names():
     from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
     from torch.utils._foreach_utils import _foreach_supported_types as util_foreach_types
 
-    # Hooks before every optimizer's step; torch's public function to add one changes a counter on a class of torch.
+    # Hooks after and before every optimizer's step; torch's public functions to add one change a counter on a class of torch.
+    from torch.optim.optimizer import _global_optimizer_post_hooks as global_optimizer_post_hooks
     from torch.optim.optimizer import _global_optimizer_pre_hooks as global_optimizer_pre_hooks
 
     # The names of storage classes in files of torch.save.

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_ray.communication import wait_notes
+from vescale_ray.communication.point_to_point import Messages
 from vescale_ray.compat.fsdp import AllGather
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.division import Division
@@ -106,6 +107,18 @@ class GatheredBuffer:
         """Let :meth:`finish` wait for ``pending`` instead of an all-gather into the buffer. ``source``: kept until then."""
         self._pending, self._source = pending, source
 
+    def hide(self) -> None:
+        """Make torch refuse reads of the parameters until :meth:`finish`: the all-gather that is under way fills them meanwhile.
+
+        It has its pointers by now, unless it runs later on a thread: a collective of a CPU process group that is not pairwise, or a user's.
+        """
+        if self._pending is None or self.buffer is None:
+            return
+        if isinstance(self._pending, Messages):
+            self._pending.keep(self.buffer)
+        if isinstance(self._pending, Messages) or self._parts is not None or self.place.device.type != "cpu":
+            self.buffer.invalidate()
+
     def finish(self, fqn: str, *, join: bool) -> None:
         """Wait for the all-gather. ``join``: the parameters are used, so copy them to their places if they were received elsewhere."""
         pending, self._pending = self._pending, None
@@ -115,6 +128,8 @@ class GatheredBuffer:
             pending.wait()
             wait_notes.end()
         self._source = None
+        if self.buffer is not None and self.buffer.allocated:
+            self.buffer.validate()
         if parts is not None:
             assert self.pool is not None
             if join:

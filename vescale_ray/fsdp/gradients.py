@@ -2,8 +2,9 @@
 
 accumulate (a hook per parameter) -> flat buffer [W * S] -> reduce-scatter -> shard [S] -> delivery (``delivery.py``)
 
-The buffer has the compute dtype if the reduce dtype holds each of its values, and the reduction casts them. If a second gradient of a
-parameter arrives before the reduction, the gradients first move to a buffer of the reduce dtype, so that sums are as exact as in it.
+The buffer has the compute dtype if the reduce dtype holds each of its values, and the reduction casts them. Without gradient sync it has
+the reduce dtype. If a second gradient of a parameter arrives before the reduction all the same (reentrant checkpoints), the gradients first
+move to a buffer of the reduce dtype, so that sums are as exact as in it.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ class Gradients:
         self.divide_factor: float | None = None
         self.leaves_out = False
         """Whether buffers of gathered parameters have no memory for this rank's own part (see ``memory``)."""
+        self.holds = False
+        """Whether backward adds gradients up and does not reduce them. Their buffer then has the reduce dtype from the start."""
         self.sum_only = False
         self.ordered = False
         """Whether to sum in a fixed order, over the ranks and over the reductions of a step."""
@@ -110,7 +113,7 @@ class Gradients:
     @property
     def buffer_dtype(self) -> torch.dtype:
         """The dtype in which gradients arrive."""
-        if self.in_place or self.custom_scatter is not None:
+        if self.in_place or self.holds or self.custom_scatter is not None:
             return self.reduce_dtype
         return arrival_dtype(self.compute_dtype, self.reduce_dtype)
 

@@ -126,6 +126,7 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
             unit.options.gradient_sync = requires_gradient_sync
             for group in unit.groups:
                 group.grads.all_reduce = requires_gradient_sync
+                group.grads.holds = not unit.options.reduces
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """HSDP: set whether backward also sums over the replicas. If not, the reduce-scattered sum is kept for a later backward."""

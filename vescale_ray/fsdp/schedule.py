@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from vescale_ray.compat.core import disable_current_modes, disable_dynamo
+from vescale_ray.compat.core import disable_current_modes, disable_dynamo, global_optimizer_post_hooks
 from vescale_ray.fsdp.arrivals import will_come
 from vescale_ray.fsdp.checks import (
     check_hooks,
@@ -375,8 +374,9 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             schedule.after_step(optimizer)
 
 
-# One hook, registered here: torch's step fails if hooks are added or removed meanwhile, by another thread or by garbage collection.
-register_optimizer_step_post_hook(_after_optimizer_step)
+# One hook, added here: torch's step fails if hooks are added or removed meanwhile, by another thread or by garbage collection. Written
+# into the dictionary: register_optimizer_step_post_hook would change a counter on a class of torch.
+global_optimizer_post_hooks[-1] = _after_optimizer_step
 
 
 def unit_of(module: nn.Module) -> Unit | None:

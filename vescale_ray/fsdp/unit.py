@@ -390,6 +390,8 @@ class Unit:
                 if group.unshard_in_backward or not backward:
                     group.unshard(self.lanes.gather, together, fresh=fresh)
             together.start()
+            for group in self.groups:
+                group.gathered.hide()
 
     def reshard(self) -> None:
         self._each(lambda group: group.reshard())
