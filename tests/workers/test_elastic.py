@@ -344,7 +344,7 @@ def _set_direct_bytes(state: State, count: int) -> None:
 def _receive_with_a_flipped_bit(state: State, *where: Any) -> None:
     class Flipping(Messages):
         def wait(self, times: int = 1) -> None:
-            first = self._under_way[0][1]
+            first: Any = self._under_way[0][1]
             super().wait(times)
             first[len(first) // 2] ^= 4
 
