@@ -1,4 +1,4 @@
-"""What a failed S3 request means: worth a retry, an answer that the store expects, or a refusal with its remedy in one line."""
+"""The meaning of a failed S3 request: worth a retry, an answer that the store expects, or a refusal with its remedy in one line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _REMEDIES = {
     "RequestTimeTooSkewed": "set this host's clock, since the service refuses wrongly dated requests",
     **dict.fromkeys(("InvalidAccessKeyId", "SignatureDoesNotMatch"), "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
 }
-"""What helps against a refusal, by the service's code."""
+"""Remedies for refusals, by the service's code."""
 
 
 def judge(error: BaseException, what: str, bucket: str, conflict_again: bool) -> OSError | None:

@@ -1,4 +1,4 @@
-"""How to reach a bucket: the options of the S3 store, in Python and in the URL's query."""
+"""The options of the S3 store, in Python and in the URL's query."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class S3Options:
-    """How to reach a bucket. Fields that are ``None`` come from botocore's sources: ``AWS_*`` variables, ``~/.aws``, the host's role.
+    """Options to reach a bucket. Fields that are ``None`` come from botocore's sources: ``AWS_*`` variables, ``~/.aws``, the host's role.
 
     ``endpoint, region, profile, addressing, checksums, conditional, parallel`` may also be in the URL's query.
     """
