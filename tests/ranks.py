@@ -5,6 +5,8 @@ Processes come from a fork server with preloaded imports (:mod:`tests.preload`),
 
 from __future__ import annotations
 
+import functools
+import inspect
 import multiprocessing
 import os
 import queue
@@ -106,6 +108,40 @@ def run_threads(world: int, function: Callable[..., Any], *args: Any, timeout: f
     if failures:
         raise RankFailed(_report(failures))
     return results
+
+
+def on_threads(world: int | None = None, timeout: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of ``function(rank, world, ...)``, which runs on ``world`` threads. Its further parameters are those of the test.
+
+    If the decorator gets no ``world``, the test has that parameter too.
+    """
+    return functools.partial(_test_on, run_threads, world, timeout)
+
+
+def on_processes(world: int | None = None, timeout: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test as :func:`on_threads` does, but in gloo processes. Arguments of the test have to be picklable."""
+    return functools.partial(_test_on, run_gloo, world, timeout)
+
+
+def _test_on(run: Callable[..., Any], world: int | None, timeout: float, function: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(function)
+    def test(**arguments: Any) -> None:
+        count = arguments.pop("world") if world is None else world
+        run(count, _Body(test), arguments, timeout=timeout)
+
+    parameters = [p for name, p in inspect.signature(function).parameters.items() if name != "rank" and (name != "world" or world is None)]
+    test.__signature__ = inspect.Signature(parameters)  # the names that pytest provides
+    return test
+
+
+class _Body:
+    """The function inside a test that :func:`_test_on` made. Other processes find it by the name of the test."""
+
+    def __init__(self, test: Callable[..., None]) -> None:
+        self.test: Any = test
+
+    def __call__(self, rank: int, world: int, arguments: dict[str, Any]) -> None:
+        self.test.__wrapped__(rank, world, **arguments)
 
 
 def _context() -> ForkServerContext:

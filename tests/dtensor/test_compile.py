@@ -19,7 +19,7 @@ from torch.distributed.tensor import distribute_tensor as torchs_distribute_tens
 from torch.utils._pytree import tree_map
 
 from tests.dtensor.layouts import whole
-from tests.ranks import run_gloo
+from tests.ranks import on_processes
 from vescale_ray import fully_shard
 from vescale_ray.dtensor import RaggedDTensor, distribute_tensor
 from vescale_ray.dtensor.placement import RaggedShard
@@ -74,7 +74,8 @@ JOINS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-def _beside_torchs(rank: int, world: int) -> None:
+@on_processes(2)
+def test_pending_torch_dtensors_join_ragged_tensors(rank: int, world: int) -> None:
     """Pending values of torch's DTensors join ours, for example norms of parameters of which only some have ragged placements."""
     mesh = init_device_mesh("cpu", (world,))
     a, b, refused = full(1), full(2) * 3, []
@@ -95,15 +96,17 @@ def _beside_torchs(rank: int, world: int) -> None:
     close(total, a.sum() + b.sum(), "written")
 
 
-def test_pending_torch_dtensors_join_ragged_tensors() -> None:
-    run_gloo(2, _beside_torchs)
-
-
 ON_TWO_DIMENSIONS = ("stack of two kinds", "add", "foreach mul", "norm of norms", "in place", "with the tensors")
 """Joins that ``make test`` compiles for a mesh of two dimensions, one of each kind."""
 
 
-def _joins(rank: int, world: int, dimensions: int, names: Sequence[str]) -> None:
+@pytest.mark.parametrize(
+    "dimensions, names",
+    [(1, tuple(JOINS)), (2, ON_TWO_DIMENSIONS), pytest.param(2, tuple(JOINS), marks=pytest.mark.slow)],
+    ids=["one dimension", "two dimensions", "two dimensions, all joins"],
+)
+@on_processes(2, timeout=250)
+def test_pending_reductions_that_meet_are_reduced_once(rank: int, world: int, dimensions: int, names: Sequence[str]) -> None:
     a, b = full(1), full(2) * 3
     mesh = init_device_mesh("cpu", (world,) if dimensions == 1 else (1, world))
     placements = CUT if dimensions == 1 else [RaggedShard((0,), (1,)), Shard(1)]
@@ -118,16 +121,8 @@ def _joins(rank: int, world: int, dimensions: int, names: Sequence[str]) -> None
             close(result, expected[name], (name, placements, how is every_join))
 
 
-@pytest.mark.parametrize(
-    "dimensions, names",
-    [(1, tuple(JOINS)), (2, ON_TWO_DIMENSIONS), pytest.param(2, tuple(JOINS), marks=pytest.mark.slow)],
-    ids=["one dimension", "two dimensions", "two dimensions, all joins"],
-)
-def test_pending_reductions_that_meet_are_reduced_once(dimensions: int, names: Sequence[str]) -> None:
-    run_gloo(2, _joins, dimensions, names, timeout=250)
-
-
-def _on_two_dimensions(rank: int, world: int) -> None:
+@on_processes(4, timeout=250)
+def test_compiled_function_moves_elements_over_two_dimensions(rank: int, world: int) -> None:
     """A reduction of parts of sections needs elements of all ranks. torch reads the mesh's coordinates while it traces."""
     mesh, a = init_device_mesh("cpu", (2, 2)), full(1)
     placements: list[Placement] = [RaggedShard((0,), (1, 2)), Shard(0)]
@@ -138,11 +133,8 @@ def _on_two_dimensions(rank: int, world: int) -> None:
     close(torch.compile(function, backend=BACKEND)(ragged(a, mesh, placements)), function(a), "moved")
 
 
-def test_compiled_function_moves_elements_over_two_dimensions() -> None:
-    run_gloo(4, _on_two_dimensions, timeout=250)
-
-
-def _arguments(rank: int, world: int) -> None:
+@on_processes(2, timeout=120)
+def test_pending_argument_joins_is_written_and_has_gradients(rank: int, world: int) -> None:
     """A pending tensor enters a compiled function, is written in it, and is differentiated."""
     mesh = init_device_mesh("cpu", (world,))
     a, b = full(1), full(2)
@@ -164,11 +156,8 @@ def _arguments(rank: int, world: int) -> None:
         close([t.grad for t in ours], [t.grad for t in theirs], loss)
 
 
-def test_pending_argument_joins_is_written_and_has_gradients() -> None:
-    run_gloo(2, _arguments, timeout=120)
-
-
-def _views(rank: int, world: int) -> None:
+@on_processes(2)
+def test_write_to_view_of_a_pending_tensor_reaches_it_or_raises(rank: int, world: int) -> None:
     mesh, a = init_device_mesh("cpu", (world,)), full(1)
     for make in (lambda t: t.sum(), lambda t: t.amax(), lambda t: t.mean(), lambda t: t.prod()):
         ours, theirs = torch.stack([make(ragged(a, mesh)), make(ragged(a * 2, mesh))]), torch.stack([make(a), make(a * 2)])
@@ -184,11 +173,8 @@ def _views(rank: int, world: int) -> None:
     close(length, norm(a), "unchanged")
 
 
-def test_write_to_view_of_a_pending_tensor_reaches_it_or_raises() -> None:
-    run_gloo(2, _views)
-
-
-def _clip(rank: int, world: int) -> None:
+@on_processes(2, timeout=120)
+def test_a_compiled_clip_grad_norm_clips_as_much_as_the_other(rank: int, world: int) -> None:
     """The compiled function breaks at the generator ``model.parameters()``, and torch then compiles each Python frame that it calls."""
     files: list[str] = []
     handle = register_bytecode_hook(lambda code, _: files.append(code.co_filename))
@@ -207,11 +193,9 @@ def _clip(rank: int, world: int) -> None:
     assert not [file for file in files if "/vescale_ray/" in file], "ours run as they are; torch 2.15 compiles no frame here at all"
 
 
-def test_a_compiled_clip_grad_norm_clips_as_much_as_the_other() -> None:
-    run_gloo(2, _clip, timeout=120)
-
-
-def _shapes(rank: int, world: int, dynamic: bool | None) -> None:
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
+@on_processes(2, timeout=300)
+def test_function_compiles_over_tensors_of_several_shapes(rank: int, world: int, dynamic: bool | None) -> None:
     mesh = init_device_mesh("cpu", (world,))
     functions: list[Any] = [
         lambda t: (t * 2).sin(),
@@ -241,12 +225,8 @@ def _shapes(rank: int, world: int, dynamic: bool | None) -> None:
         close(found, [t * norm(t) for t in tensors], shapes)
 
 
-@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
-def test_function_compiles_over_tensors_of_several_shapes(dynamic: bool | None) -> None:
-    run_gloo(2, _shapes, dynamic, timeout=300)
-
-
-def _empty(rank: int, world: int) -> None:
+@on_processes(2, timeout=120)
+def test_code_compiled_for_one_shape_never_runs_on_another(rank: int, world: int) -> None:
     """Two tensors may have equal parts on a rank, or none. The code compiled for one must not run for the other."""
     mesh = init_device_mesh("cpu", (world,))
 
@@ -269,11 +249,8 @@ def _empty(rank: int, world: int) -> None:
         close(found, full(rows, rows, 2) * 2, rows)
 
 
-def test_code_compiled_for_one_shape_never_runs_on_another() -> None:
-    run_gloo(2, _empty, timeout=120)
-
-
-def _plain_shards(rank: int, world: int) -> None:
+@on_processes(2, timeout=120)
+def test_parameters_with_plain_shards_enter_compiled_functions(rank: int, world: int) -> None:
     """Parameters with plain Shard placements are views of one buffer. All but the first begin inside it."""
     seen = {}
     for how in ("compiled", "eager", "torch's"):
@@ -298,7 +275,3 @@ def _plain_shards(rank: int, world: int) -> None:
             close(double([p.detach() for p in model.parameters()]), [p * 2 for p in seen[how]], how)
     close(seen["compiled"], seen["torch's"], "compiled")
     close(seen["eager"], seen["torch's"], "eager")
-
-
-def test_parameters_with_plain_shards_enter_compiled_functions() -> None:
-    run_gloo(2, _plain_shards, timeout=120)

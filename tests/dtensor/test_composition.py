@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from tests.dtensor.layouts import values
 from tests.dtensor.test_redistribute import spy
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_processes, on_threads, run_gloo, run_threads
 from vescale_ray.dtensor import RaggedDTensor, distribute_tensor, redistribute
 from vescale_ray.dtensor.placement import RaggedShard
 
@@ -235,7 +235,8 @@ def test_linear_operations_on_a_pending_sum_send_nothing() -> None:
     assert seen == []
 
 
-def _pending(rank: int, world: int) -> None:
+@on_threads(6)
+def test_sum_pending_on_another_dimension_is_reduced_when_needed(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, 3))
     ragged, shape = RaggedShard((0,), (1, 0, 2)), (6, 4)
     row, column = here(mesh)
@@ -281,10 +282,6 @@ def _pending(rank: int, world: int) -> None:
             assert torch.allclose(back.to_local(), part(total)), (op, placements)
 
 
-def test_sum_pending_on_another_dimension_is_reduced_when_needed() -> None:
-    run_threads(6, _pending)
-
-
 def _reduce_scatter_first(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     pending = DTensor.from_local(torch.full((4, 2), rank + 1.0), mesh, [Partial(), Partial()], run_check=False)
@@ -299,7 +296,8 @@ def test_pending_sum_with_replicas_is_scattered_before_reducing() -> None:
     assert {name for name, _, _ in seen} <= {"reduce_scatter_single", "reduce_scatter_tensor"}
 
 
-def _uneven_sections(rank: int, world: int) -> None:
+@on_threads(4)
+def test_units_must_fit_every_section(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     # 7 rows over 2 ranks give sections of 4 and 3 rows. Halves fit only the first; all ranks refuse alike.
     with pytest.raises(ValueError, match=r"shape \(3, 2\) has 3 units"):
@@ -309,11 +307,13 @@ def _uneven_sections(rank: int, world: int) -> None:
     assert fits.redistribute(placements=[Replicate(), Shard(-1)]).placements == (Replicate(), Shard(1))
 
 
-def test_units_must_fit_every_section() -> None:
-    run_threads(4, _uneven_sections)
+def _move_dtype(mesh: DeviceMesh, full: torch.Tensor, source: Layout, target: Layout, async_op: bool) -> None:
+    moved = make(full, source, mesh).redistribute(placements=target.placements, async_op=async_op)
+    assert torch.equal(moved.to_local(), target.part(full, here(mesh))), (source, target)
 
 
-def _between_processes(rank: int, world: int) -> None:
+@on_processes(4)
+def test_gloo_processes_redistribute_over_two_mesh_dimensions(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     ragged, other = RaggedShard((0,), (1, 3)), RaggedShard((0, 1), (5, 3))
     for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.bool):
@@ -336,15 +336,6 @@ def _between_processes(rank: int, world: int) -> None:
         assert torch.equal(a.to_local(), layout.part(drawn, here(mesh))), "the values of one device"
         again = copy.deepcopy(a)
         assert again.placements == a.placements and torch.equal(again.to_local(), a.to_local())
-
-
-def _move_dtype(mesh: DeviceMesh, full: torch.Tensor, source: Layout, target: Layout, async_op: bool) -> None:
-    moved = make(full, source, mesh).redistribute(placements=target.placements, async_op=async_op)
-    assert torch.equal(moved.to_local(), target.part(full, here(mesh))), (source, target)
-
-
-def test_gloo_processes_redistribute_over_two_mesh_dimensions() -> None:
-    run_gloo(4, _between_processes)
 
 
 def _asynchronous(rank: int, world: int) -> tuple[bool, bool]:

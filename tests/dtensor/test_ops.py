@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 from tests.dtensor.layouts import Case, cases, one_dim_mesh, pairs, ragged, values, whole
-from tests.ranks import run_threads
+from tests.ranks import on_threads, run_threads
 from vescale_ray.dtensor import RaggedDTensor, RaggedFallbackWarning, RaggedShard, distribute_tensor
 
 CASE = Case((6, 5), 2, (4, 0, 26))
@@ -86,9 +86,9 @@ def test_elementwise_operations_stay_ragged_and_equal_plain_ones(case: Case) -> 
         run_threads(case.world, _unary, case)
 
 
-BINARY: dict[str, Callable[[Any, Any], Any]] = {
-    name: getattr(operator, name) for name in "add sub mul truediv lt ge eq ne".split()
-} | {name: getattr(torch, name) for name in "maximum minimum atan2 fmax logaddexp copysign hypot".split()}
+BINARY: dict[str, Callable[[Any, Any], Any]] = {name: getattr(operator, name) for name in "add sub mul truediv lt ge eq ne".split()} | {
+    name: getattr(torch, name) for name in "maximum minimum atan2 fmax logaddexp copysign hypot".split()
+}
 
 
 def _binary(rank: int, world: int, a: Case, b: Case, trail: int) -> None:
@@ -128,7 +128,8 @@ def test_operands_are_brought_to_the_layout_of_the_first(pair: tuple[Case, Case]
         run_threads(pair[0].world, _binary, *pair, trail)
 
 
-def _in_place(rank: int, world: int) -> None:
+@on_threads(3)
+def test_in_place_and_out_write_into_the_same_local_memory(rank: int, world: int) -> None:
     mesh, full = one_dim_mesh(world), values(CASE.shape) * 0.25
     x, plain = ragged(CASE, full, mesh, rank), full.clone()
     storage = x.to_local().data_ptr() if x.to_local().numel() else 0
@@ -161,11 +162,8 @@ def _in_place(rank: int, world: int) -> None:
     assert storage == (x.to_local().data_ptr() if x.to_local().numel() else 0), "in place keeps the memory"
 
 
-def test_in_place_and_out_write_into_the_same_local_memory() -> None:
-    run_threads(3, _in_place)
-
-
-def _zero_dim_promotion(rank: int, world: int) -> None:
+@on_threads(2)
+def test_zero_dim_tensors_promote_as_plain_ones_do(rank: int, world: int) -> None:
     mesh = one_dim_mesh(world)
     case, full = Case((), 0, (0, 1)), torch.tensor(3.0, dtype=torch.float32)
     x = ragged(case, full, mesh, rank)
@@ -182,10 +180,6 @@ def _zero_dim_promotion(rank: int, world: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RaggedFallbackWarning)
         assert float(x) == 3.0 and x.item() == 3.0
-
-
-def test_zero_dim_tensors_promote_as_plain_ones_do() -> None:
-    run_threads(2, _zero_dim_promotion)
 
 
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -333,7 +327,8 @@ def test_foreach_operations_equal_plain_ones_in_every_element(layouts: list[Case
         run_threads(layouts[0].world, _foreach, layouts)
 
 
-def _random(rank: int, world: int) -> None:
+@on_threads(3)
+def test_random_values_are_those_of_one_device_in_every_layout(rank: int, world: int) -> None:
     mesh = one_dim_mesh(world)
     draws: list[Callable[[Tensor, torch.Generator], Tensor]] = [
         lambda t, g: t.uniform_(generator=g),
@@ -351,11 +346,8 @@ def _random(rank: int, world: int) -> None:
         assert torch.equal(x.full_tensor(), plain), i
 
 
-def test_random_values_are_those_of_one_device_in_every_layout() -> None:
-    run_threads(3, _random)
-
-
-def _random_like_w1(rank: int, world: int) -> None:
+@on_threads(1)
+def test_random_like_draws_as_one_device_does(rank: int, world: int) -> None:
     mesh = one_dim_mesh(world)
     x = ragged(Case((6, 5), 1, (6,)), torch.zeros(6, 5), mesh, rank)
     for op in (torch.rand_like, torch.randn_like, lambda t: torch.randint_like(t, 0, 9), lambda t: torch.rand_like(t, dtype=torch.float64)):
@@ -363,10 +355,6 @@ def _random_like_w1(rank: int, world: int) -> None:
         found = op(x)
         torch.manual_seed(3)
         assert isinstance(found, RaggedDTensor) and torch.equal(found.full_tensor(), op(torch.zeros(6, 5)))
-
-
-def test_random_like_draws_as_one_device_does() -> None:
-    run_threads(1, _random_like_w1)
 
 
 def _random_replicas(rank: int, world: int) -> list[float]:
@@ -402,7 +390,8 @@ GATHERING: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _gathering(rank: int, world: int) -> None:
+@on_threads(3)
+def test_other_reading_operations_gather_and_are_right(rank: int, world: int) -> None:
     full = values(CASE.shape) * 0.25
     x = ragged(CASE, full, one_dim_mesh(world), rank)
     for name, op in GATHERING.items():
@@ -412,11 +401,8 @@ def _gathering(rank: int, world: int) -> None:
             assert torch.allclose(whole(found), op(full)), name
 
 
-def test_other_reading_operations_gather_and_are_right() -> None:
-    run_threads(3, _gathering)
-
-
-def _one_rank(rank: int, world: int) -> None:
+@on_threads(1)
+def test_fallback_warns_once_and_unsupported_writes_raise(rank: int, world: int) -> None:
     full = values((6, 5))
     x = ragged(Case((6, 5), 1, (6,)), full, one_dim_mesh(world), rank)
     with pytest.warns(RaggedFallbackWarning, match="aten.cumsum.default has no ragged form: each call gathers"):
@@ -485,20 +471,13 @@ def _one_rank(rank: int, world: int) -> None:
     assert torch.equal(x.full_tensor(), full)
 
 
-def test_fallback_warns_once_and_unsupported_writes_raise() -> None:
-    run_threads(1, _one_rank)
-
-
-def _meshes(rank: int, world: int) -> None:
+@on_threads(3)
+def test_operands_on_different_meshes_raise(rank: int, world: int) -> None:
     one, two = one_dim_mesh(world), init_device_mesh("cpu", (1, world))
     x = ragged(CASE, values(CASE.shape), one, rank)
     y = distribute_tensor(values(CASE.shape), two, [Replicate(), CASE.placement])
     with pytest.raises(ValueError, match="operands on different meshes"):
         x + y
-
-
-def test_operands_on_different_meshes_raise() -> None:
-    run_threads(3, _meshes)
 
 
 def _autograd(rank: int, world: int, case: Case) -> None:
@@ -523,7 +502,8 @@ def test_gradients_flow_through_elementwise_operations_and_sums(case: Case) -> N
     run_threads(case.world, _autograd, case)
 
 
-def _like_and_new(rank: int, world: int) -> None:
+@on_threads(3)
+def test_new_and_like_tensors_keep_the_layout_with_the_shape(rank: int, world: int) -> None:
     mesh = one_dim_mesh(world)
     x = ragged(CASE, values(CASE.shape), mesh, rank)
     other = x.new_zeros((2, 3))
@@ -538,11 +518,8 @@ def _like_and_new(rank: int, world: int) -> None:
     assert isinstance(x.placements[0], RaggedShard)
 
 
-def test_new_and_like_tensors_keep_the_layout_with_the_shape() -> None:
-    run_threads(3, _like_and_new)
-
-
-def _joined_with_torchs(rank: int, world: int) -> None:
+@on_threads(4)
+def test_pending_reductions_join_those_of_torchs_own(rank: int, world: int) -> None:
     """Join pending reductions of ragged tensors and of torch's own DTensors on the same mesh, in either order."""
     mesh = init_device_mesh("cpu", (2, 2))
     full = values((4, 2)) + 3.0
@@ -560,7 +537,3 @@ def _joined_with_torchs(rank: int, world: int) -> None:
             assert torch.allclose(whole(written), expected.prod())
     total = torch.nn.utils.get_total_norm([theirs, ours])
     assert torch.allclose(whole(total), torch.cat([full, full * 2]).norm())
-
-
-def test_pending_reductions_join_those_of_torchs_own() -> None:
-    run_threads(4, _joined_with_torchs)

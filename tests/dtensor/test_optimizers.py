@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 from tests.dtensor.layouts import Case, hsdp, one_dim_mesh, ragged, values, whole
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_processes, on_threads, run_threads
 from vescale_ray.dtensor import RaggedDTensor, RaggedFallbackWarning, RaggedShard, distribute_tensor
 
 # Cuts at odd elements, an empty rank, a whole tensor on one rank, a scalar.
@@ -151,7 +151,8 @@ def test_lbfgs_works_gathering() -> None:
         run_threads(3, _closure)
 
 
-def _refused(rank: int, world: int) -> None:
+@on_threads(3)
+def test_torchs_muon_is_refused_before_anything_is_changed(rank: int, world: int) -> None:
     """Wide, square and tall matrices are all refused. The plain matrix before them, its momentum, and a closure's values do not change."""
     mesh = one_dim_mesh(world)
     for case in (Case((12, 7), 2, (5, 0, 79)), Case((7, 12), 1, (3, 0, 4)), Case((6, 6), 0, (0, 1, 0))):
@@ -166,10 +167,6 @@ def _refused(rank: int, world: int) -> None:
         assert torch.equal(sharded.to_local(), before)  # type: ignore[attr-defined]
     torch.optim.Muon([plain], lr=0.1).step()
     assert bool((plain != 1).any()), "torch's own is left as it was for whole matrices"
-
-
-def test_torchs_muon_is_refused_before_anything_is_changed() -> None:
-    run_threads(3, _refused)
 
 
 def _adafactor(rank: int, world: int) -> None:
@@ -191,7 +188,8 @@ def test_adafactor_works_gathering_where_it_needs_columns() -> None:
         run_threads(3, _adafactor)
 
 
-def _fused(rank: int, world: int) -> None:
+@on_threads(3)
+def test_fused_adam_is_exact_at_16_element_cuts_close_elsewhere(rank: int, world: int) -> None:
     mesh = one_dim_mesh(world)
     for layouts, tolerance in ((ALIGNED, 0.0), (LAYOUTS, 1e-7)):
         for kind in (torch.optim.AdamW, torch.optim.Adam):
@@ -203,10 +201,6 @@ def _fused(rank: int, world: int) -> None:
                 theirs.step()
             for p, q in zip(sharded, plain, strict=True):
                 torch.testing.assert_close(p.full_tensor(), q.detach(), rtol=tolerance, atol=tolerance)  # type: ignore[attr-defined]
-
-
-def test_fused_adam_is_exact_at_16_element_cuts_close_elsewhere() -> None:
-    run_threads(3, _fused)
 
 
 def _clip(rank: int, world: int) -> None:
@@ -234,7 +228,8 @@ def test_clip_grad_norm_is_that_of_the_whole_gradients() -> None:
         run_threads(3, _clip)
 
 
-def _clip_hsdp(rank: int, world: int) -> None:
+@on_threads(4)
+def test_clip_grad_norm_counts_replicas_once(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     gradient, case = values((6, 5)), Case((6, 5), 1, (1, 5))
     mine = case.part(gradient, mesh.get_local_rank(1)).clone()
@@ -244,11 +239,8 @@ def _clip_hsdp(rank: int, world: int) -> None:
     assert math.isclose(norm.item(), gradient.norm().item(), rel_tol=1e-6), "replicas don't count twice"
 
 
-def test_clip_grad_norm_counts_replicas_once() -> None:
-    run_threads(4, _clip_hsdp)
-
-
-def _mixed_lists(rank: int, world: int) -> None:
+@on_threads(3)
+def test_ragged_and_replicated_parameters_share_an_optimizer(rank: int, world: int) -> None:
     """One optimizer for a ragged parameter and a parameter that torch replicates."""
     mesh = one_dim_mesh(world)
     sharded, plain = parameters(LAYOUTS[:1], mesh, rank)
@@ -267,11 +259,8 @@ def _mixed_lists(rank: int, world: int) -> None:
         torch.testing.assert_close(whole(p), q, rtol=1e-6, atol=1e-6)
 
 
-def test_ragged_and_replicated_parameters_share_an_optimizer() -> None:
-    run_threads(3, _mixed_lists)
-
-
-def _scaler(rank: int, world: int) -> float:
+@on_threads(3)
+def test_grad_scaler_finds_an_inf_that_only_one_rank_has(rank: int, world: int) -> None:
     mesh = one_dim_mesh(world)
     sharded, plain = parameters(LAYOUTS, mesh, rank)
     ours, theirs = torch.optim.SGD(sharded, lr=0.1), torch.optim.SGD(plain, lr=0.1)
@@ -290,14 +279,17 @@ def _scaler(rank: int, world: int) -> float:
     for p, q in zip(sharded, plain, strict=True):
         assert torch.equal(p.full_tensor(), q)  # type: ignore[attr-defined]
     assert scalers[0].get_scale() == scalers[1].get_scale() == 4.0, "an inf on one rank stops the step on all"
-    return scalers[0].get_scale()
+    assert scalers[0].get_scale() == 4.0
 
 
-def test_grad_scaler_finds_an_inf_that_only_one_rank_has() -> None:
-    assert run_threads(3, _scaler) == [4.0] * 3
+COMPILED = [("aot_eager", {"foreach": True}), ("aot_eager", {"fused": True})]
 
 
-def _compiled(rank: int, world: int, kinds: list[tuple[str, dict[str, Any]]]) -> None:
+@pytest.mark.parametrize(
+    "kinds", [COMPILED, pytest.param([("eager", {"foreach": True})], marks=pytest.mark.slow)], ids=["aot_eager", "eager"]
+)
+@on_processes(2, timeout=110)
+def test_compiled_optimizer_step_equals_that_on_whole_tensors(rank: int, world: int, kinds: list[tuple[str, dict[str, Any]]]) -> None:
     warnings.simplefilter("error", RaggedFallbackWarning)
     mesh = one_dim_mesh(world)
     layouts = (Case((8, 16), 1, (3, 5)), Case((64,), 1, (16, 48)))
@@ -315,17 +307,8 @@ def _compiled(rank: int, world: int, kinds: list[tuple[str, dict[str, Any]]]) ->
             assert torch.equal(p.full_tensor(), q), (backend, options)
 
 
-COMPILED = [("aot_eager", {"foreach": True}), ("aot_eager", {"fused": True})]
-
-
-@pytest.mark.parametrize(
-    "kinds", [COMPILED, pytest.param([("eager", {"foreach": True})], marks=pytest.mark.slow)], ids=["aot_eager", "eager"]
-)
-def test_compiled_optimizer_step_equals_that_on_whole_tensors(kinds: list[tuple[str, dict[str, Any]]]) -> None:
-    run_gloo(2, _compiled, kinds, timeout=110)
-
-
-def _sharding_is_kept(rank: int, world: int) -> None:
+@on_threads(3)
+def test_bfloat16_parameters_differ_by_at_most_one_ulp(rank: int, world: int) -> None:
     """bfloat16 parameters with AdamW. Vector tails may cost one unit in the last place if a cut is no multiple of 64."""
     mesh = one_dim_mesh(world)
     sharded, plain = parameters(LAYOUTS, mesh, rank, torch.bfloat16)
@@ -339,10 +322,6 @@ def _sharding_is_kept(rank: int, world: int) -> None:
         torch.testing.assert_close(whole(p), q.detach(), rtol=2**-7, atol=1e-6)
     assert isinstance(sharded[0].placements[0], RaggedShard)  # type: ignore[attr-defined]
     assert not isinstance(whole(sharded[0]), DTensor)
-
-
-def test_bfloat16_parameters_differ_by_at_most_one_ulp() -> None:
-    run_threads(3, _sharding_is_kept)
 
 
 def _step_seconds(rank: int, world: int) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.dtensor.layouts import Case, cases, hsdp, one_dim_mesh, pairs, ragged, values
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_threads, run_gloo, run_threads
 from vescale_ray.dtensor import RaggedDTensor, RaggedShard, distribute_tensor, local_interval
 
 MOVERS: tuple[str, ...] = ("all_to_all_single", "all_gather_single", "all_gather_into_tensor", "broadcast", "all_reduce")
@@ -70,6 +70,7 @@ def test_ragged_layout_moves_to_another_and_to_the_whole(pair: tuple[Case, Case]
     source, target = pair
     with spy() as seen:
         run_threads(source.world, _between, source, target)
+
     # One collective sends exactly the elements whose owner changes. If no owner changes, there is no collective.
     def owners(case: Case) -> list[int]:
         unit = math.prod(case.shape[case.dims :])
@@ -218,7 +219,8 @@ def test_gradients_flow_back_through_every_conversion(pair: tuple[Case, Case]) -
     run_threads(pair[0].world, _gradients, *pair)
 
 
-def _partial_gradient(rank: int, world: int) -> None:
+@on_threads(3)
+def test_partial_grad_placements_reduce_gradients_over_ranks(rank: int, world: int) -> None:
     """Each rank multiplies the whole by its own weight. The gradient is a sum over ranks, which full_tensor must be told."""
     mesh, case = one_dim_mesh(world), Case((5, 3), 1, (1, 0, 4))
     weights = [values((5, 3), seed=r) for r in range(world)]
@@ -227,10 +229,6 @@ def _partial_gradient(rank: int, world: int) -> None:
     assert leaf.grad is not None
     expected = torch.stack(weights).sum(0)
     assert torch.equal(leaf.grad.full_tensor(), expected)  # type: ignore[attr-defined]
-
-
-def test_partial_grad_placements_reduce_gradients_over_ranks() -> None:
-    run_threads(3, _partial_gradient)
 
 
 def _two_dims(rank: int, world: int, case: Case) -> None:
@@ -314,7 +312,8 @@ def test_meta_tensors_have_every_shape_and_send_nothing() -> None:
     assert seen == []
 
 
-def _errors(rank: int, world: int) -> None:
+@on_threads(3)
+def test_bad_input_raises_value_error_with_value_and_rule(rank: int, world: int) -> None:
     mesh = one_dim_mesh(world)
     other = init_device_mesh("cpu", (world, 1))
     placement, strided = RaggedShard((0,), (1, 2, 3)), _StridedShard(0, split_factor=2)
@@ -350,11 +349,8 @@ def _errors(rank: int, world: int) -> None:
         RaggedDTensor.from_local(disagreeing, mesh, [placement], shape=(6, 2), run_check=True)
 
 
-def test_bad_input_raises_value_error_with_value_and_rule() -> None:
-    run_threads(3, _errors)
-
-
-def _intervals(rank: int, world: int) -> None:
+@on_threads(3)
+def test_local_interval_locates_every_contiguous_local_part(rank: int, world: int) -> None:
     mesh = one_dim_mesh(world)
     for rows in (1, 5, 6, 7):
         full = values((rows, 3))
@@ -366,11 +362,8 @@ def _intervals(rank: int, world: int) -> None:
     assert local_interval(ragged(case, values((7, 3)), mesh, rank)) == [(0, 3), (3, 3), (3, 21)][rank]
 
 
-def test_local_interval_locates_every_contiguous_local_part() -> None:
-    run_threads(3, _intervals)
-
-
-def _source_rank(rank: int, world: int) -> None:
+@on_threads(3)
+def test_distribute_tensor_takes_the_values_of_the_source_rank(rank: int, world: int) -> None:
     mesh = one_dim_mesh(world)
     mine = torch.full((6, 2), float(rank))
     placement = RaggedShard((0,), (1, 2, 3))
@@ -379,7 +372,3 @@ def _source_rank(rank: int, world: int) -> None:
     own = distribute_tensor(mine, mesh, [placement], src_data_rank=None)
     assert torch.equal(own.to_local(), torch.full((rank + 1, 2), float(rank)))
     assert torch.equal(mine, torch.full((6, 2), float(rank))), "the argument is left alone"
-
-
-def test_distribute_tensor_takes_the_values_of_the_source_rank() -> None:
-    run_threads(3, _source_rank)

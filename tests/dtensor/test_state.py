@@ -33,13 +33,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 from tests.dtensor.layouts import Case, cases, hsdp, one_dim_mesh, ragged, values, whole
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_processes, on_threads, run_gloo, run_threads
 from vescale_ray.dtensor import RaggedDTensor, RaggedShard, distribute_tensor
 
 CASE = Case((6, 5), 2, (4, 0, 26))
 
 
-def _copies(rank: int, world: int) -> None:
+@on_threads(3)
+def test_parameters_survive_copy_pickle_and_data_assignment(rank: int, world: int) -> None:
     mesh, full = one_dim_mesh(world), values(CASE.shape)
     p: Any = nn.Parameter(ragged(CASE, full, mesh, rank))
     assert type(p) is RaggedDTensor and isinstance(p, nn.Parameter) and isinstance(p, DTensor) and p.requires_grad
@@ -79,10 +80,6 @@ def _copies(rank: int, world: int) -> None:
             p.data = wrong
 
 
-def test_parameters_survive_copy_pickle_and_data_assignment() -> None:
-    run_threads(3, _copies)
-
-
 class Model(nn.Module):
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()
@@ -110,7 +107,8 @@ def reference() -> Model:
     return model
 
 
-def _modules(rank: int, world: int) -> None:
+@on_threads(3)
+def test_modules_cast_leave_meta_and_load_other_layouts_states(rank: int, world: int) -> None:
     mesh, plain = one_dim_mesh(world), reference()
     model = shard(reference(), mesh, CUTS)
 
@@ -141,10 +139,6 @@ def _modules(rank: int, world: int) -> None:
     with torch.no_grad():  # copy a whole tensor into a part of the model, as initialisation does
         empty.get_parameter("inner.bias").copy_(torch.arange(7.0))
     assert torch.equal(whole(empty.get_parameter("inner.bias")), torch.arange(7.0))
-
-
-def test_modules_cast_leave_meta_and_load_other_layouts_states() -> None:
-    run_threads(3, _modules)
 
 
 def _boxes(rank: int, world: int, case: Case) -> None:
@@ -274,7 +268,8 @@ def test_dcp_writes_replicas_once() -> None:
         assert sum(c.sizes.numel() for c in metadata.chunks) == 30
 
 
-def _let_go(rank: int, world: int) -> list[bool]:
+@on_processes(3)
+def test_a_mesh_is_let_go_with_the_last_tensor_on_it(rank: int, world: int) -> None:
     """A rescale must be able to drop the old process groups, so nothing but the tensors may hold a mesh."""
 
     def use() -> list[weakref.ref[Any]]:
@@ -289,11 +284,7 @@ def _let_go(rank: int, world: int) -> list[bool]:
 
     held = use()
     gc.collect()
-    return [ref() is not None for ref in held]
-
-
-def test_a_mesh_is_let_go_with_the_last_tensor_on_it() -> None:
-    assert run_gloo(3, _let_go) == [[False, False]] * 3
+    assert [ref() is not None for ref in held] == [False, False]
 
 
 UNCHANGED = """

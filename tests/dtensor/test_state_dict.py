@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tests.dtensor.layouts import values, whole
-from tests.ranks import run_gloo
+from tests.ranks import on_processes, run_gloo
 from vescale_ray.dtensor import distribute_tensor
 from vescale_ray.dtensor.placement import RaggedShard
 from vescale_ray.fsdp import MixedPrecisionPolicy, fully_shard
@@ -121,15 +121,12 @@ def _round_trip(rank: int, world: int, mesh_shape: tuple[int, ...], placements: 
         assert same(target, again), "the next step is that of the undisturbed run"
 
 
-def _round_trips(rank: int, world: int) -> None:
+@on_processes(4, timeout=100)
+def test_full_state_dicts_round_trip_through_every_layout(rank: int, world: int) -> None:
     torch.set_num_threads(1)
     _round_trip(rank, world, (4,), [RaggedShard((0,), (1, 0, 2, 3))])
     _round_trip(rank, world, (2, 2), [RaggedShard((0,), (1, 2)), Shard(0)])
     _round_trip(rank, world, (2, 2), [Replicate(), RaggedShard((), (0, 1))])
-
-
-def test_full_state_dicts_round_trip_through_every_layout() -> None:
-    run_gloo(4, _round_trips, timeout=100)
 
 
 MIB = 1 << 20
@@ -211,7 +208,8 @@ def test_a_rank_is_sent_its_part_and_no_more() -> None:
     assert run_gloo(2, _scattered) == [[8, 2], [16, 4]]
 
 
-def _refused(rank: int, world: int) -> None:
+@on_processes(2)
+def test_unfit_state_dict_is_refused_on_all_ranks_before_writes(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     net = shard(Net(5), mesh, [RaggedShard((0,), (1, 2))])
     before = {k: whole(v).clone() for k, v in net.state_dict().items()}
@@ -229,10 +227,6 @@ def _refused(rank: int, world: int) -> None:
     result = set_model_state_dict(net, {**lacking, "more": 1}, options=StateDictOptions(full_state_dict=True, strict=False))
     assert result.missing_keys == ["scale"] and result.unexpected_keys == ["more"]
     assert torch.equal(whole(net.inner.weight), good["inner.weight"])
-
-
-def test_unfit_state_dict_is_refused_on_all_ranks_before_writes() -> None:
-    run_gloo(2, _refused)
 
 
 def _with_fsdp2(rank: int, world: int, folder: str) -> None:
@@ -291,7 +285,8 @@ def test_asynchronous_checkpoints_load_across_layouts_and_fsdp2() -> None:
             assert sum(c.sizes.numel() for c in metadata.chunks) == 24, "each element once, however many replicas hold it"
 
 
-def _fully_sharded(rank: int, world: int) -> None:
+@on_processes(2)
+def test_full_state_dicts_load_into_a_fully_sharded_module(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     net, x = Net(5), values((2, 4)) * 0.1
     fully_shard(net, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), block_policy=lambda name, p: Block.rows(1))
@@ -305,7 +300,3 @@ def _fully_sharded(rank: int, world: int) -> None:
     assert torch.equal(net(x), plain.to(torch.bfloat16)(x.bfloat16())), "the forward pass sees what was loaded"
     found = get_optimizer_state_dict(net, trained_optimizer, options=FULL)["state"]
     assert all(torch.equal(found[n][k], v) for n, entries in state["state"].items() for k, v in entries.items())
-
-
-def test_full_state_dicts_load_into_a_fully_sharded_module() -> None:
-    run_gloo(2, _fully_sharded)

@@ -18,7 +18,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils._pytree import tree_map
 
 from tests.dtensor.layouts import values, whole
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_processes, run_threads
 from vescale_ray.dtensor import RaggedDTensor, distribute_tensor
 from vescale_ray.dtensor.placement import RaggedShard
 from vescale_ray.fsdp import stand_in_for_torch
@@ -71,7 +71,8 @@ def test_tensors_of_every_layout_go_back_to_ragged() -> None:
     run_threads(4, _every_way, (2, 2), home, ways)
 
 
-def _put_together(rank: int, world: int) -> None:
+@on_processes(2)
+def test_stand_in_builds_ragged_tensors_from_local_parts(rank: int, world: int) -> None:
     mesh, home = init_device_mesh("cpu", (world,)), [RaggedShard((0,), (1, 2))]
     start: Any = distribute_tensor(FULL, mesh, home, src_data_rank=None)
     torchs = DTensor.from_local, DTensor.redistribute
@@ -93,10 +94,6 @@ def _put_together(rank: int, world: int) -> None:
     assert (DTensor.from_local, DTensor.redistribute) == torchs, "undone"
 
 
-def test_stand_in_builds_ragged_tensors_from_local_parts() -> None:
-    run_gloo(2, _put_together)
-
-
 WITH_PLAIN: dict[str, Callable[[Any, Any], Any]] = {
     "add": lambda d, p: d + p,
     "on the left": lambda d, p: p - d,
@@ -116,7 +113,8 @@ WITH_PLAIN: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _implicit(rank: int, world: int) -> None:
+@on_processes(2)
+def test_plain_tensors_are_whole_in_implicit_replication_only(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     other = values((6, 4), seed=1) + 30
     for placements in ([RaggedShard((0,), (1, 2))], [RaggedShard((0, 1), (5, 1))]):
@@ -133,7 +131,3 @@ def _implicit(rank: int, world: int) -> None:
             (q * other).pow(2).sum().backward()
             assert p.grad is not None
             torch.testing.assert_close(whole(p.grad), q.grad)
-
-
-def test_plain_tensors_are_whole_in_implicit_replication_only() -> None:
-    run_gloo(2, _implicit)

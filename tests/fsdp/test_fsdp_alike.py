@@ -23,7 +23,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import vescale_ray.fsdp
 from tests.fsdp.units import unit_of
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_processes, on_threads, run_threads
 from vescale_ray.fsdp import FSDPModule, MixedPrecisionPolicy, PhaseError, fully_shard, share_comm_ctx
 
 
@@ -93,7 +93,9 @@ def expert_meshes(replicas: int) -> tuple[DeviceMesh, DeviceMesh, Any, Any]:
     return dense, sparse["ep"], HSDPMeshInfo(dense, shard_mesh_dim=1, replicate_mesh_dim=0), experts
 
 
-def experts_apart(rank: int, world: int, replicas: int) -> None:
+@pytest.mark.parametrize(("world", "replicas"), [(4, 1), (8, 2)])
+@on_threads()
+def test_one_unit_may_shard_parameters_over_different_ranks(rank: int, world: int, replicas: int) -> None:
     dense, ep, of_dense, of_experts = expert_meshes(replicas)
     built = {}
     for how in (fully_shard, torch_fully_shard):
@@ -114,12 +116,8 @@ def experts_apart(rank: int, world: int, replicas: int) -> None:
         torch.testing.assert_close(full(mine.grad), full(p.grad), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("world", "replicas"), [(4, 1), (8, 2)])
-def test_one_unit_may_shard_parameters_over_different_ranks(world: int, replicas: int) -> None:
-    run_threads(world, experts_apart, replicas)
-
-
-def plainly_placed(rank: int, world: int) -> None:
+@on_processes(2)
+def test_plainly_placed_state_dict_saves_copies_and_stages(rank: int, world: int) -> None:
     ours = sharded(shard_placement_fn=lambda param: Shard(0))
     ours(batch(rank)).sum().backward()
     values = {name: full(p).detach() for name, p in ours.named_parameters()}
@@ -149,11 +147,8 @@ def plainly_placed(rank: int, world: int) -> None:
     ours(batch(rank)).sum().backward()
 
 
-def test_plainly_placed_state_dict_saves_copies_and_stages() -> None:
-    run_gloo(2, plainly_placed)
-
-
-def misplaced(rank: int, world: int) -> None:
+@on_threads(4)
+def test_meshes_that_do_not_fit_are_refused(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     turned = HSDPMeshInfo(mesh, shard_mesh_dim=0, replicate_mesh_dim=1)
     with pytest.raises(ValueError, match=r"the mesh must be \(shard,\) or \(replicate, shard\)"):
@@ -164,14 +159,12 @@ def misplaced(rank: int, world: int) -> None:
         fully_shard(Net(), mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=4, shard_placement_fn=lambda p: here)
 
 
-def test_meshes_that_do_not_fit_are_refused() -> None:
-    run_threads(4, misplaced)
-
-
 # -- second derivatives --------------------------------------------------------------------------------------------------------
 
 
-def penalty(rank: int, world: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["resharded", "kept"])
+@on_processes(2)
+def test_a_gradient_penalty_is_that_of_a_plain_module(rank: int, world: int, options: dict[str, Any]) -> None:
     """The gradient of |d loss / d input|, against a plain module. torch's own fully_shard can't compute it."""
     ours, alone = sharded(Net(272, 2), **options), Net(272, 2)
     for _ in range(2):  # the second step finds no leftovers of the first
@@ -188,12 +181,8 @@ def penalty(rank: int, world: int, options: dict[str, Any]) -> None:
     assert not options.get("reshard_after_forward", True) or sum(gathered for gathered, _ in pool.count().values()) == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["resharded", "kept"])
-def test_a_gradient_penalty_is_that_of_a_plain_module(options: dict[str, Any]) -> None:
-    run_gloo(2, penalty, options)
-
-
-def graph_of_gradients(rank: int, world: int) -> None:
+@on_processes(2)
+def test_create_graph_gradients_carry_no_graph_as_with_torch(rank: int, world: int) -> None:
     built = {how: sharded(how=how) for how in (fully_shard, torch_fully_shard)}
     for model in built.values():
         model(batch(rank)).square().sum().backward(create_graph=True)
@@ -202,14 +191,11 @@ def graph_of_gradients(rank: int, world: int) -> None:
         torch.testing.assert_close(full(p.grad), full(q.grad))
 
 
-def test_create_graph_gradients_carry_no_graph_as_with_torch() -> None:
-    run_gloo(2, graph_of_gradients)
-
-
 # -- loading in the middle of a step ---------------------------------------------------------------------------------------------
 
 
-def loads_in_between(rank: int, world: int) -> None:
+@on_threads(2)
+def test_a_state_dict_is_loaded_between_steps_only(rank: int, world: int) -> None:
     model = sharded()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     handle = model.layers[1].register_forward_hook(lambda *_: model.load_state_dict(state))
@@ -228,11 +214,8 @@ def loads_in_between(rank: int, world: int) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_a_state_dict_is_loaded_between_steps_only() -> None:
-    run_threads(2, loads_in_between)
-
-
-def left_behind(rank: int, world: int) -> None:
+@on_threads(2)
+def test_using_a_resharded_parameter_names_forward_and_unshard(rank: int, world: int) -> None:
     """A parameter that is used outside of its module's forward raises an error that says so."""
     model = sharded()
     with pytest.raises(ValueError, match=r"parameters of a sharded module are whole in its forward, or after its unshard\(\)"):
@@ -241,14 +224,11 @@ def left_behind(rank: int, world: int) -> None:
     nn.functional.linear(batch(rank), model.layers[0].weight)
 
 
-def test_using_a_resharded_parameter_names_forward_and_unshard() -> None:
-    run_threads(2, left_behind)
-
-
 # -- several roots ---------------------------------------------------------------------------------------------------------------
 
 
-def one_of_several_roots_goes(rank: int, world: int) -> None:
+@on_processes(2)
+def test_pool_counts_are_right_after_one_of_several_roots_goes(rank: int, world: int) -> None:
     stages: list[Any] = [sharded(Net(272, 2)) for _ in range(3)]
     stages[0](batch(rank, 272)).sum().backward()  # this stage has a schedule already
     share_comm_ctx(stages)
@@ -278,11 +258,8 @@ def one_of_several_roots_goes(rank: int, world: int) -> None:
     assert pool.bytes_held() == 0
 
 
-def test_pool_counts_are_right_after_one_of_several_roots_goes() -> None:
-    run_gloo(2, one_of_several_roots_goes)
-
-
-def said_before_the_first_forward(rank: int, world: int) -> None:
+@on_threads(2)
+def test_flags_may_be_set_before_the_first_forward(rank: int, world: int) -> None:
     """Setting a flag on an inner unit does not make that unit a root."""
     model = sharded()
     model.layers[0].set_is_last_backward(True)
@@ -292,14 +269,11 @@ def said_before_the_first_forward(rank: int, world: int) -> None:
     assert unit_of(model).is_root and not unit_of(model).schedule.ending.is_last
 
 
-def test_flags_may_be_set_before_the_first_forward() -> None:
-    run_threads(2, said_before_the_first_forward)
-
-
 # -- hooks, transforms, other composable functions -------------------------------------------------------------------------------
 
 
-def hook_on_a_stream(rank: int, world: int) -> None:
+@on_processes(2)
+def test_an_all_reduce_hook_runs_on_its_stream(rank: int, world: int) -> None:
     model, seen = fully_shard(nn.Linear(24, 24)), []
     stream = torch.cpu.Stream()
     model.set_all_reduce_hook(lambda flat: seen.append((torch.cpu.current_stream(), flat.numel() > 0)), stream=stream)
@@ -310,11 +284,8 @@ def hook_on_a_stream(rank: int, world: int) -> None:
         hybrid.set_all_reduce_hook(lambda flat: None, stream=stream)
 
 
-def test_an_all_reduce_hook_runs_on_its_stream() -> None:
-    run_gloo(2, hook_on_a_stream)
-
-
-def pushed_forward(rank: int, world: int) -> None:
+@on_processes(2)
+def test_forward_mode_derivatives_are_those_of_a_plain_module(rank: int, world: int) -> None:
     plain, policy = Net(), MixedPrecisionPolicy(param_dtype=torch.float64)
     ours = sharded(copy.deepcopy(plain), mp_policy=policy, reshard_after_forward=False)
     plain = plain.double()
@@ -331,11 +302,8 @@ def pushed_forward(rank: int, world: int) -> None:
         torch.testing.assert_close(full(q.grad), averaged(p.grad).float())
 
 
-def test_forward_mode_derivatives_are_those_of_a_plain_module() -> None:
-    run_gloo(2, pushed_forward)
-
-
-def beside_replicate(rank: int, world: int) -> None:
+@on_processes(2)
+def test_fully_shard_and_torchs_replicate_leave_each_other_alone(rank: int, world: int) -> None:
     ours, alone = Net(), Net()
     replicate(ours.layers[0])
     fully_shard(ours.layers[1])
@@ -353,11 +321,8 @@ def beside_replicate(rank: int, world: int) -> None:
     assert isinstance(sharded_part.weight, DTensor)
 
 
-def test_fully_shard_and_torchs_replicate_leave_each_other_alone() -> None:
-    run_gloo(2, beside_replicate)
-
-
-def hooks_too_late(rank: int, world: int) -> None:
+@on_threads(2)
+def test_all_gather_hooks_added_after_fully_shard_raise(rank: int, world: int) -> None:
     model = fully_shard(nn.Linear(24, 24))
     local = model.weight._local_tensor
     local.fsdp_pre_all_gather = local.fsdp_post_all_gather = lambda *_: None
@@ -365,11 +330,8 @@ def hooks_too_late(rank: int, world: int) -> None:
         model(batch(rank))
 
 
-def test_all_gather_hooks_added_after_fully_shard_raise() -> None:
-    run_threads(2, hooks_too_late)
-
-
-def counted(rank: int, world: int) -> None:
+@on_processes(2)
+def test_setting_up_is_not_counted_as_a_part_of_the_first_step(rank: int, world: int) -> None:
     """By torch's own counter, the first step has the same collectives as later steps."""
     for how in (fully_shard, torch_fully_shard):
         model, counts = sharded(how=how), []
@@ -378,10 +340,6 @@ def counted(rank: int, world: int) -> None:
                 model(batch(rank)).sum().backward()
             counts.append(dict(mode.get_comm_counts()))
         assert counts[0] == counts[1]
-
-
-def test_setting_up_is_not_counted_as_a_part_of_the_first_step() -> None:
-    run_gloo(2, counted)
 
 
 # -- what code reads from the state of a unit --------------------------------------------------------------------------------------
@@ -465,7 +423,8 @@ class Part(nn.Linear):
         return super().forward(x).transpose(-1, -2)
 
 
-def turned(rank: int, world: int) -> bool:
+@on_threads(2)
+def test_outputs_that_are_views_may_be_changed_in_place(rank: int, world: int) -> None:
     ours, alone = sharded(Turned()), Turned()
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(rank))
     for model in (ours, alone):
@@ -473,14 +432,10 @@ def turned(rank: int, world: int) -> bool:
     for p, q in zip(ours.parameters(), alone.parameters(), strict=True):
         assert q.grad is not None
         torch.testing.assert_close(full(p.grad), averaged(q.grad))
-    return True
 
 
-def test_outputs_that_are_views_may_be_changed_in_place() -> None:
-    assert all(run_threads(2, turned))
-
-
-def staged(rank: int, world: int) -> bool:
+@on_threads(2)
+def test_state_dict_can_be_staged_for_asynchronous_checkpoints(rank: int, world: int) -> None:
     """torch's asynchronous checkpoints first copy state dicts this way."""
     model = sharded()
     state = model.state_dict()
@@ -492,14 +447,11 @@ def staged(rank: int, world: int) -> bool:
     for name, tensor in Net().state_dict().items():
         torch.testing.assert_close(copied[name].full_tensor(), tensor)
         assert not state[name].full_tensor().any()
-    return True
 
 
-def test_state_dict_can_be_staged_for_asynchronous_checkpoints() -> None:
-    assert all(run_threads(2, staged))
-
-
-def tied_across_units(rank: int, world: int, how: Any) -> bool:
+@pytest.mark.parametrize("how", [fully_shard, torch_fully_shard], ids=["ours", "torch's"])
+@on_threads(2)
+def test_first_forward_refuses_parameters_tied_across_units(rank: int, world: int, how: Any) -> None:
     """The first forward refuses modules in separate units that share a parameter, unless one has got its own parameter since."""
 
     def tied() -> Any:
@@ -518,12 +470,6 @@ def tied_across_units(rank: int, world: int, how: Any) -> bool:
             model.layers[1].weight = model.layers[0].weight  # like a tie_weights() after loading
             with pytest.raises(ValueError, match="'layers.1.weight' is shared .* it was tied to 'layers.0.weight' after fully_shard"):
                 model(batch(rank))
-    return True
-
-
-@pytest.mark.parametrize("how", [fully_shard, torch_fully_shard], ids=["ours", "torch's"])
-def test_first_forward_refuses_parameters_tied_across_units(how: Any) -> None:
-    assert all(run_threads(2, tied_across_units, how))
 
 
 class Again(nn.Module):
@@ -559,15 +505,12 @@ def steps_in_backward(rank: int, world: int, how: Any, reshard: bool) -> tuple[l
     return losses, calls
 
 
-def steps_in_backward_beside_torch(rank: int, world: int) -> None:
+@on_processes(2)
+def test_in_backward_optimizer_steps_once_per_twice_called_unit(rank: int, world: int) -> None:
     for reshard in (True, False):
         theirs = steps_in_backward(rank, world, torch_fully_shard, reshard)
         assert theirs[1] == 4 * 6 and len(set(theirs[0])) == 4
         assert steps_in_backward(rank, world, fully_shard, reshard) == theirs
-
-
-def test_in_backward_optimizer_steps_once_per_twice_called_unit() -> None:
-    run_gloo(2, steps_in_backward_beside_torch)
 
 
 class OwnAllGather:
@@ -580,7 +523,9 @@ class OwnAllGather:
         raise NotImplementedError
 
 
-def refusals(rank: int, world: int, how: Any) -> list[tuple[type[BaseException], str]]:
+@pytest.mark.parametrize("how", [fully_shard, torch_fully_shard], ids=["ours", "torch's"])
+@on_threads(2)
+def test_refusals_match_those_of_torch(rank: int, world: int, how: Any) -> None:
     """The exceptions raised, and the words that scripts look for."""
     flat, named = init_device_mesh("cpu", (2, 1)), init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
     meta: Any = Net()
@@ -625,9 +570,3 @@ def refusals(rank: int, world: int, how: Any) -> list[tuple[type[BaseException],
         with pytest.raises(kind) as error:
             call()
         assert words in str(error.value), (words, str(error.value))
-    return []
-
-
-@pytest.mark.parametrize("how", [fully_shard, torch_fully_shard], ids=["ours", "torch's"])
-def test_refusals_match_those_of_torch(how: Any) -> None:
-    run_threads(2, refusals, how)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.fsdp.transformer import apart, batch, build, full, loss_of, part
 from tests.fsdp.units import unit_of
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_processes, on_threads, run_gloo, run_threads
 from vescale_ray.fsdp import FSDPModule, PhaseError, comm, explain, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from vescale_ray.geometry import Block
 
@@ -74,15 +74,6 @@ def shard_tower(model, how=fully_shard, **options):
     return how(model, **options)
 
 
-def steps_of(model, rank, world, count, optimizer=None, forward=None):
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(count):
-        out = (forward or model)(inputs(rank, world, step))
-        out.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 # -- parameters with special fates -----------------------------------------------------------------------------------------
 
 
@@ -101,7 +92,8 @@ class Branches(nn.Module):
         return self.used(self.frozen(x))
 
 
-def unused_and_frozen(rank, world):
+@on_threads(2)
+def test_unused_and_frozen_parameters_keep_no_gradient(rank, world):
     ours, alone = fully_shard(seeded(Branches)), seeded(Branches)
     ours(inputs(rank, world)).square().mean().backward()
     alone(inputs(0, 1)).square().mean().backward()
@@ -113,10 +105,6 @@ def unused_and_frozen(rank, world):
     assert full(ours.unused.weight.grad).count_nonzero() == 0
 
 
-def test_unused_and_frozen_parameters_keep_no_gradient():
-    run_threads(2, unused_and_frozen)
-
-
 class Either(nn.Module):
     def __init__(self):
         super().__init__()
@@ -126,7 +114,8 @@ class Either(nn.Module):
         return self.left(x) if left else self.right(x)
 
 
-def ranks_use_different_parameters(rank, world):
+@on_threads(2)
+def test_ranks_may_use_different_parameters_if_all_are_reduced(rank, world):
     model = fully_shard(seeded(Either))
     model.set_reduce_scatter_unused_params(True)
     model(inputs(rank, world), rank == 0).sum().backward()
@@ -135,11 +124,8 @@ def ranks_use_different_parameters(rank, world):
     same(grads(model), grads(alone))
 
 
-def test_ranks_may_use_different_parameters_if_all_are_reduced():
-    run_threads(2, ranks_use_different_parameters)
-
-
-def toggled(rank, world):
+@on_threads(2)
+def test_requires_grad_may_be_switched_between_steps(rank, world):
     ours, alone = shard_tower(seeded(Tower)), seeded(Tower)
     for model, r, w in ((ours, rank, world), (alone, 0, 1)):
         model.layers[1].requires_grad_(False)
@@ -148,10 +134,6 @@ def toggled(rank, world):
         model.layers[2].requires_grad_(False)
         model(inputs(r, w, 1)).square().mean().backward()
     same(grads(ours), grads(alone))
-
-
-def test_requires_grad_may_be_switched_between_steps():
-    run_threads(2, toggled)
 
 
 class TwoDtypes(nn.Module):
@@ -163,17 +145,14 @@ class TwoDtypes(nn.Module):
         return self.b(self.a(x).double())
 
 
-def mixed_dtypes(rank, world):
+@on_threads(3)
+def test_a_unit_may_hold_several_dtypes(rank, world):
     ours, alone = fully_shard(seeded(TwoDtypes)), seeded(TwoDtypes)
     assert len(explain(ours).units[0].groups) == 2
     ours(inputs(rank, world)).square().mean().backward()
     alone(inputs(0, 1)).square().mean().backward()
     same(grads(ours), grads(alone))
     assert ours.b.weight.dtype == torch.float64
-
-
-def test_a_unit_may_hold_several_dtypes():
-    run_threads(3, mixed_dtypes)
 
 
 def ranks_with_nothing(rank, world):
@@ -197,7 +176,8 @@ def test_ranks_that_hold_nothing_take_part():
 # -- several calls, orders, and what is between them -----------------------------------------------------------------------
 
 
-def several_calls(rank, world):
+@on_threads(2)
+def test_a_model_may_run_several_times_before_backward(rank, world):
     ours, alone = shard_tower(seeded(Tower)), seeded(Tower)
     for _ in range(3):  # after the first step the buffers are assigned anew
         for model, r, w in ((ours, rank, world), (alone, 0, 1)):
@@ -214,10 +194,6 @@ def several_calls(rank, world):
         same(grads(ours), grads(alone))
 
 
-def test_a_model_may_run_several_times_before_backward():
-    run_threads(2, several_calls)
-
-
 class Wandering(nn.Module):
     """A model that runs its layers in an order that changes from call to call, some of them twice."""
 
@@ -232,7 +208,8 @@ class Wandering(nn.Module):
         return x
 
 
-def changing_orders(rank, world):
+@on_threads(2)
+def test_the_order_of_units_may_change_from_step_to_step(rank, world):
     ours, alone = shard_tower(seeded(Wandering)), seeded(Wandering)
     for order in ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [4, 2, 0], [1, 1, 3, 1], [3, 4, 0, 1, 2], [0, 2, 0, 2], [2]):
         for model, r, w in ((ours, rank, world), (alone, 0, 1)):
@@ -240,10 +217,6 @@ def changing_orders(rank, world):
             model.zero_grad()
             model(inputs(r, w)).square().mean().backward()
         same(grads(ours), grads(alone))
-
-
-def test_the_order_of_units_may_change_from_step_to_step():
-    run_threads(2, changing_orders)
 
 
 class Siamese(nn.Module):
@@ -262,7 +235,8 @@ class Siamese(nn.Module):
         return (self.encode(x) - self.encode(x.flip(0))).square().sum(-1)
 
 
-def siamese(rank, world):
+@on_threads(2)
+def test_units_with_open_backward_share_no_buffers_with_others(rank, world):
     ours, alone = shard_tower(seeded(Siamese)), seeded(Siamese)
     for step in range(4):
         for model, r, w in ((ours, rank, world), (alone, 0, 1)):
@@ -273,11 +247,8 @@ def siamese(rank, world):
         same(grads(ours), grads(alone))
 
 
-def test_units_with_open_backward_share_no_buffers_with_others():
-    run_threads(2, siamese)
-
-
-def evaluation_between(rank, world):
+@on_threads(2)
+def test_forward_always_uses_the_newest_parameters(rank, world):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     models = [shard_tower(seeded(Tower), how, mp_policy=policy) for how in (fully_shard, torch_fully_shard)]
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, foreach=True) for m in models]
@@ -299,11 +270,8 @@ def evaluation_between(rank, world):
         assert not torch.equal(a, b)
 
 
-def test_forward_always_uses_the_newest_parameters():
-    run_threads(2, evaluation_between)
-
-
-def written_by_hand(rank, world):
+@on_threads(2)
+def test_parameters_may_be_written_or_loaded_between_forwards(rank, world):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = shard_tower(seeded(Tower), mp_policy=policy)
     x = inputs(rank, world)
@@ -329,10 +297,6 @@ def written_by_hand(rank, world):
     assert output().count_nonzero() == 0
 
 
-def test_parameters_may_be_written_or_loaded_between_forwards():
-    run_threads(2, written_by_hand)
-
-
 # -- lists of modules, other entry points ----------------------------------------------------------------------------------
 
 
@@ -347,7 +311,8 @@ class Chunked(nn.Module):
         return self.head(x) if with_head else x
 
 
-def chunked_loss(rank, world):
+@on_threads(2)
+def test_a_list_of_modules_is_one_unit_and_may_run_in_parts(rank, world):
     models = []
     for how in (fully_shard, torch_fully_shard, None):
         model = seeded(Chunked)
@@ -372,10 +337,6 @@ def chunked_loss(rank, world):
         same(collected[1], collected[2])
 
 
-def test_a_list_of_modules_is_one_unit_and_may_run_in_parts():
-    run_threads(2, chunked_loss)
-
-
 class WithGenerate(nn.Module):
     def __init__(self):
         super().__init__()
@@ -388,7 +349,8 @@ class WithGenerate(nn.Module):
         return self.forward(x) + self(x)
 
 
-def other_method(rank, world):
+@on_threads(2)
+def test_another_method_can_be_a_forward(rank, world):
     ours, alone = fully_shard(seeded(WithGenerate)), seeded(WithGenerate)
     register_fsdp_forward_method(ours, "generate")
     register_fsdp_forward_method(alone, "generate")  # no effect on a module that is not sharded
@@ -397,10 +359,6 @@ def other_method(rank, world):
     same(grads(ours), grads(alone))
     with pytest.raises(ValueError, match="does not have a method 'absent'"):
         register_fsdp_forward_method(ours, "absent")
-
-
-def test_another_method_can_be_a_forward():
-    run_threads(2, other_method)
 
 
 @dataclass
@@ -418,7 +376,8 @@ class Structured(nn.Module):
         return Output(self.a(batch["x"]) * scale, {"aux": [self.b(batch["x"])], "note": "text", "none": None})
 
 
-def structured(rank, world):
+@on_threads(2)
+def test_inputs_and_outputs_may_be_nested(rank, world):
     ours, alone = fully_shard(seeded(Structured)), seeded(Structured)
     for model, r, w in ((ours, rank, world), (alone, 0, 1)):
         x = inputs(r, w).requires_grad_()
@@ -428,11 +387,8 @@ def structured(rank, world):
     same(grads(ours), grads(alone))
 
 
-def test_inputs_and_outputs_may_be_nested():
-    run_threads(2, structured)
-
-
-def recomputed_outside(rank, world):
+@on_threads(2)
+def test_checkpoints_may_span_several_units(rank, world):
     """Activation checkpoints, reentrant and not, each around several units."""
     for reentrant in (False, True):
         ours, alone = shard_tower(seeded(Tower)), seeded(Tower)
@@ -451,14 +407,11 @@ def recomputed_outside(rank, world):
             same(grads(ours), grads(alone))
 
 
-def test_checkpoints_may_span_several_units():
-    run_threads(2, recomputed_outside)
-
-
 # -- switches --------------------------------------------------------------------------------------------------------------
 
 
-def divide_factor(rank, world):
+@on_threads(3)
+def test_the_divide_factor_is_torchs(rank, world):
     for factor in (1.0, 3.0):
         models = [fully_shard(seeded(lambda: nn.Linear(20, 7))), torch_fully_shard(seeded(lambda: nn.Linear(20, 7)))]
         for model in models:
@@ -471,11 +424,8 @@ def divide_factor(rank, world):
         models[0].set_gradient_divide_factor(0)
 
 
-def test_the_divide_factor_is_torchs():
-    run_threads(3, divide_factor)
-
-
-def accumulate(rank, world):
+@on_threads(2)
+def test_gradients_accumulate_without_communication(rank, world):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for options in ({}, {"mp_policy": policy}):
         models = [shard_tower(seeded(Tower), how, **options) for how in (fully_shard, torch_fully_shard)]
@@ -492,11 +442,8 @@ def accumulate(rank, world):
             same(grads(models[0]), grads(models[1]), 1e-5 if not options else 2e-2)
 
 
-def test_gradients_accumulate_without_communication():
-    run_threads(2, accumulate)
-
-
-def hsdp(rank, world):
+@on_threads(4)
+def test_hsdp_shards_inside_and_sums_over_replicas(rank, world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     ours, alone = shard_tower(seeded(Tower), mesh=mesh), seeded(Tower)
     assert 0 < ours.layers[0][0].weight.to_local().numel() < ours.layers[0][0].weight.numel()
@@ -512,10 +459,6 @@ def hsdp(rank, world):
     optimizer = torch.optim.AdamW(ours.parameters())
     nn.utils.clip_grad_norm_(ours.parameters(), 0.1)
     optimizer.step()
-
-
-def test_hsdp_shards_inside_and_sums_over_replicas():
-    run_threads(4, hsdp)
 
 
 def to_neighbours(rank, world, shape, size, options):
@@ -590,18 +533,14 @@ def test_all_gather_input_is_held_until_the_gather_completes(monkeypatch):
     assert all(run_threads(4, held_while_gathered, lambda *_, **__: comm.Done()))
 
 
-def test_parameters_may_stay_with_neighbours_on_gloo():
-    assert all(run_gloo(4, neighbours_on_gloo))
-
-
-def neighbours_on_gloo(rank, world):
+@on_processes(4)
+def test_parameters_may_stay_with_neighbours_on_gloo(rank, world):
     ours, alone = shard_tower(seeded(Tower), reshard_after_forward=2), seeded(Tower)
     for step in range(2):
         for model, r, w in ((ours, rank, world), (alone, 0, 1)):
             model.zero_grad()
             model(inputs(r, w, step)).square().mean().backward()
         same(grads(ours), grads(alone))
-    return True
 
 
 class CustomGather(AllGather):
@@ -674,7 +613,8 @@ def test_collectives_may_be_the_users_own(run):
     assert all(run(2, custom_collectives))
 
 
-def prefetch_lists(rank, world):
+@on_threads(2)
+def test_prefetch_lists_change_nothing_but_the_order(rank, world):
     ours, alone = shard_tower(seeded(Tower)), seeded(Tower)
     layers = list(ours.layers)
     for i, layer in enumerate(layers):
@@ -689,11 +629,8 @@ def prefetch_lists(rank, world):
         ours.set_modules_to_forward_prefetch([nn.Linear(1, 1)])
 
 
-def test_prefetch_lists_change_nothing_but_the_order():
-    run_threads(2, prefetch_lists)
-
-
-def unsharding(rank, world):
+@on_threads(2)
+def test_manual_unshard_and_reshard_swap_the_parameters(rank, world):
     model = shard_tower(seeded(Tower))
     expected = seeded(Tower)
     handle = model.layers[0].unshard(async_op=True)
@@ -716,11 +653,8 @@ def unsharding(rank, world):
     assert unit_of(share[0]).lanes is unit_of(share[1]).lanes
 
 
-def test_manual_unshard_and_reshard_swap_the_parameters():
-    run_threads(2, unsharding)
-
-
-def in_backward_optimizer(rank, world):
+@on_threads(2)
+def test_hooks_on_sharded_parameters_run_when_gradients_arrive(rank, world):
     ours, alone = shard_tower(seeded(Tower)), seeded(Tower)
     for model, r, w in ((ours, rank, world), (alone, 0, 1)):
         for p in model.parameters():
@@ -736,14 +670,11 @@ def in_backward_optimizer(rank, world):
     same({n: full(p) for n, p in ours.named_parameters()}, {n: full(p) for n, p in alone.named_parameters()})
 
 
-def test_hooks_on_sharded_parameters_run_when_gradients_arrive():
-    run_threads(2, in_backward_optimizer)
-
-
 # -- state -----------------------------------------------------------------------------------------------------------------
 
 
-def state(rank, world):
+@on_threads(3)
+def test_state_dicts_are_views_and_load_from_sharded_or_full(rank, world):
     tokens, targets = batch(0)
     model, other = (fully_shard(seeded(build, s)) for s in (1, 2))
     saved = model.state_dict()
@@ -764,11 +695,8 @@ def state(rank, world):
     assert len(one_buffer) == 1, "assigned parameters become one buffer again"
 
 
-def test_state_dicts_are_views_and_load_from_sharded_or_full():
-    run_threads(3, state)
-
-
-def cast_whole(rank, world):
+@on_threads(2)
+def test_casting_the_model_casts_its_shards(rank, world):
     model = shard_tower(seeded(Tower)).to(torch.bfloat16)
     reference = seeded(Tower).to(torch.bfloat16)
     x = inputs(rank, world).bfloat16()
@@ -777,10 +705,6 @@ def cast_whole(rank, world):
     model(x).sum().backward()
     model.double()
     assert torch.equal(model(x.double()), reference.double()(x.double()))
-
-
-def test_casting_the_model_casts_its_shards():
-    run_threads(2, cast_whole)
 
 
 # -- misuse ----------------------------------------------------------------------------------------------------------------
@@ -802,7 +726,8 @@ class Faulty(nn.Module):
         return x
 
 
-def recovers(rank, world):
+@on_threads(2)
+def test_after_an_exception_a_step_can_be_repeated(rank, world):
     ours, alone = shard_tower(seeded(Faulty)), seeded(Faulty)
     ours(inputs(rank, world)).sum().backward()
     ours.zero_grad()
@@ -829,11 +754,8 @@ def recovers(rank, world):
     same(grads(ours), grads(alone))
 
 
-def test_after_an_exception_a_step_can_be_repeated():
-    run_threads(2, recovers)
-
-
-def misuses(rank, world):
+@on_threads(2)
+def test_misuse_gives_one_clear_sentence(rank, world):
     model = shard_tower(seeded(Tower))
     x = inputs(rank, world)
     with pytest.raises((TypeError, RuntimeError, ValueError, NotImplementedError)) as error:
@@ -875,10 +797,6 @@ def misuses(rank, world):
         busy(x)
 
 
-def test_misuse_gives_one_clear_sentence():
-    run_threads(2, misuses)
-
-
 def test_every_method_of_torchs_fsdpmodule_is_ours():
     theirs = {name for name, value in vars(TorchFSDPModule).items() if callable(value)}
     missing = {name for name in theirs if getattr(FSDPModule, name) is getattr(TorchFSDPModule, name)}
@@ -886,7 +804,8 @@ def test_every_method_of_torchs_fsdpmodule_is_ours():
     assert issubclass(FSDPModule, TorchFSDPModule)
 
 
-def classes(rank, world):
+@on_threads(1)
+def test_the_class_is_both_ours_and_the_original(rank, world):
     model = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     assert isinstance(model, FSDPModule) and isinstance(model, TorchFSDPModule) and isinstance(model, nn.Sequential)
     assert type(model).__name__ == "FSDPSequential"
@@ -894,11 +813,8 @@ def classes(rank, world):
     dist.barrier()
 
 
-def test_the_class_is_both_ours_and_the_original():
-    run_threads(1, classes)
-
-
-def compiled(rank, world):
+@on_processes(2)
+def test_blocks_may_be_compiled(rank, world):
     ours, alone = seeded(Tower), seeded(Tower)
     for layer in ours.layers:
         layer.compile(backend="aot_eager")
@@ -908,10 +824,6 @@ def compiled(rank, world):
             model.zero_grad()
             model(inputs(r, w, step)).square().mean().backward()
         same(grads(ours), grads(alone))
-
-
-def test_blocks_may_be_compiled():
-    run_gloo(2, compiled)
 
 
 # -- several buffers -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.fsdp.test_fsdp_behaviour import Tower, grads, inputs, same, seeded, shard_tower
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_processes, run_gloo, run_threads
 from vescale_ray.fsdp import OrderError, set_debug
 
 
@@ -87,15 +87,12 @@ def test_reading_a_kept_gathered_parameter_raises(debug):
         set_debug(False)
 
 
-def imported_with(rank, world, value):
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("", False)])
+@on_processes(1)
+def test_environment_variable_enables_debug_mode(rank, world, value, expected):
     """Import the module again, in a process that ends with the test."""
     os.environ["VESCALE_RAY_FSDP_DEBUG"] = value
-    return importlib.reload(importlib.import_module("vescale_ray.fsdp.debug")).debugging()
-
-
-@pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("", False)])
-def test_environment_variable_enables_debug_mode(value, expected):
-    assert run_gloo(1, imported_with, value) == [expected]
+    assert importlib.reload(importlib.import_module("vescale_ray.fsdp.debug")).debugging() == expected
 
 
 def test_ranks_exchange_no_checks_without_debug_mode(monkeypatch):

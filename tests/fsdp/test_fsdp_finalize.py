@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from tests.fsdp.test_fsdp_behaviour import Tower, grads, inputs, same, seeded, shard_tower
 from tests.fsdp.transformer import full
 from tests.fsdp.units import unit_of
-from tests.ranks import run_threads
+from tests.ranks import on_threads, run_threads
 from vescale_ray.errors import BadArgument
 from vescale_ray.fsdp import MixedPrecisionPolicy, PhaseError, fully_shard
 
@@ -29,7 +29,10 @@ def whole_step(model: Any, steps: range, world: int) -> None:
         model(inputs(0, 1, step)).square().mean().backward()
 
 
-def by_hand(rank: int, world: int, asynchronous: bool, reduces_at_once: bool) -> None:
+@pytest.mark.parametrize("reduces_at_once", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+@on_threads(2)
+def test_manually_finalized_step_has_the_whole_models_gradients(rank: int, world: int, asynchronous: bool, reduces_at_once: bool) -> None:
     ours, alone = shard_tower(seeded(Tower)), seeded(Tower)
     assert ours.finalize_backward(async_op=True).wait() is None and ours.finalize_backward() is None, "nothing before the first forward"
     for optimizer_step in range(3):
@@ -65,13 +68,8 @@ def by_hand(rank: int, world: int, asynchronous: bool, reduces_at_once: bool) ->
     same(grads(ours), grads(alone))
 
 
-@pytest.mark.parametrize("reduces_at_once", [False, True])
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_manually_finalized_step_has_the_whole_models_gradients(asynchronous: bool, reduces_at_once: bool) -> None:
-    run_threads(2, by_hand, asynchronous, reduces_at_once)
-
-
-def one_layer_assigned(rank: int, world: int) -> None:
+@on_threads(2)
+def test_finalizing_a_step_takes_in_assigned_gradients(rank: int, world: int) -> None:
     """The caller computes weight gradients with autograd.grad and assigns them, as in zero-bubble pipelines."""
     ours, alone = shard_tower(seeded(Tower), reshard_after_forward=False), seeded(Tower)
     ours.set_manual_backward_finalization(True)
@@ -88,12 +86,8 @@ def one_layer_assigned(rank: int, world: int) -> None:
     same(grads(ours), grads(alone))
 
 
-def test_finalizing_a_step_takes_in_assigned_gradients() -> None:
-    run_threads(2, one_layer_assigned)
-
-
 def raised(call: Any) -> str:
-    """"RuntimeError" if the call raises one, of which PhaseError is a kind; otherwise an empty string."""
+    """ "RuntimeError" if the call raises one, of which PhaseError is a kind; otherwise an empty string."""
     try:
         call()
     except RuntimeError:
@@ -173,7 +167,8 @@ def test_torch_refuses_to_leave_out_the_replicas() -> None:
     assert run_threads(4, replicas_left_out, torch_fully_shard)[0] == ["RuntimeError", ""]
 
 
-def kept(rank: int, world: int) -> None:
+@on_threads(2)
+def test_refused_keep_unsharded_storage_names_a_working_remedy(rank: int, world: int) -> None:
     model = shard_tower(seeded(Tower))
     model.set_keep_unsharded_storage(False)
     with pytest.raises(BadArgument, match=r"call set_reshard_after_forward\(False\) and set_reshard_after_backward\(False\)"):
@@ -186,10 +181,6 @@ def kept(rank: int, world: int) -> None:
         places.append([layer[0].weight.data_ptr() for layer in model.layers])
         assert all(unit_of(layer).gathered for layer in model.layers)
     assert places[0] == places[1]
-
-
-def test_refused_keep_unsharded_storage_names_a_working_remedy() -> None:
-    run_threads(2, kept)
 
 
 # -- policies ---------------------------------------------------------------------------------------------------------------
@@ -252,13 +243,10 @@ def test_a_policy_leaves_single_parameters_in_their_dtype(high: Any) -> None:
     assert ours[0] == "refused" if high is torch.float16 else ours[0][0] == (torch.bfloat16, high or torch.bfloat16)
 
 
-def own_gradient_dtype(rank: int, world: int) -> None:
+@on_threads(2)
+def test_parameter_with_another_gradient_dtype_is_refused(rank: int, world: int) -> None:
     model = seeded(Tower)
     model.head.weight.grad_dtype = torch.bfloat16
     with pytest.raises(BadArgument, match=r"'head.weight' is torch.float32 with grad_dtype torch.bfloat16: .* leave grad_dtype alone"):
         fully_shard(model)
     assert type(model) is Tower and type(model.head.weight) is nn.Parameter, "nothing was changed"
-
-
-def test_parameter_with_another_gradient_dtype_is_refused() -> None:
-    run_threads(2, own_gradient_dtype)

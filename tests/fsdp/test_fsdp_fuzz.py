@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.fsdp.test_fsdp_behaviour import grads, inputs, same, seeded
 from tests.fsdp.units import unit_of
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_processes, run_threads
 from vescale_ray.fsdp import Sharding, fully_shard, memory
 
 
@@ -124,18 +124,15 @@ def one_step(model, mode, plans, frozen, x, other):
         model.layers[frozen].requires_grad_(True)
 
 
-def run_programs_in_ranges(rank, world, seeds):
-    memory.MAPPED_BYTES = 0
-    for seed in seeds:
-        run_program(rank, world, seed)
-
-
 @pytest.mark.parametrize(
     ("world", "seeds"),
     [(2, range(20, 23)), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((2, range(23, 28)), (3, range(30, 36))))],
 )
-def test_random_programs_are_right_with_shards_in_gather_buffers(world, seeds):
-    run_gloo(world, run_programs_in_ranges, seeds)
+@on_processes()
+def test_random_programs_are_right_with_shards_in_gather_buffers(rank, world, seeds):
+    memory.MAPPED_BYTES = 0
+    for seed in seeds:
+        run_program(rank, world, seed)
 
 
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 16))])

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from tests.fsdp.transformer import apart, full, part
 from tests.fsdp.units import unit_of
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_processes, on_threads, run_threads
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.fsdp import explain, fully_shard
 from vescale_ray.geometry import Block
@@ -172,7 +172,8 @@ def test_more_random_stacks_and_blocks_train_alike_with_gaps(seed) -> None:
     run_threads(world, trains_alike, sizes, block, "float32", 1, 1e-5)
 
 
-def replicated(rank: int, world: int) -> None:
+@on_threads(8)
+def test_gaps_keep_gradients_with_replicas_and_cpu_offload(rank: int, world: int) -> None:
     sizes, block = (5, 24, 16), Block.rows(10)
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     offload = CPUOffloadPolicy(pin_memory=False)
@@ -185,16 +186,13 @@ def replicated(rank: int, world: int) -> None:
     assert gaps_of(ours)["up"]
 
 
-def test_gaps_keep_gradients_with_replicas_and_cpu_offload() -> None:
-    run_threads(8, replicated)
-
-
-def saved_and_loaded(rank: int, world: int, root: str) -> bool:
+@on_processes(4)
+def test_checkpoints_and_casts_keep_gaps(rank: int, world: int, tmp_path) -> None:
     """A checkpoint does not contain the gaps. ``to`` and ``load_state_dict`` keep them."""
     sizes = (5, 24, 16)
     gapped, plain = shard(seeded(*sizes), Block.rows(10), allow_gaps=True), shard(Stack(2, *sizes), Block.rows(4))
-    ckpt.save({"model": gapped}, root, 1, timeout_s=20)
-    ckpt.load({"model": plain}, root)
+    ckpt.save({"model": gapped}, str(tmp_path), 1, timeout_s=20)
+    ckpt.load({"model": plain}, str(tmp_path))
     for a, b in zip(gapped.parameters(), plain.parameters(), strict=True):
         assert torch.equal(full(a), full(b))
     kept = [full(p) for p in gapped.parameters()]
@@ -202,32 +200,22 @@ def saved_and_loaded(rank: int, world: int, root: str) -> bool:
     with torch.no_grad():
         for p in gapped.parameters():
             p.zero_()
-    ckpt.load({"model": gapped}, root)
+    ckpt.load({"model": gapped}, str(tmp_path))
     assert all(torch.equal(full(p), k) for p, k in zip(gapped.parameters(), kept, strict=True))
     assert torch.equal(gapped(samples(rank, world, 0, 24)), before)
     gapped.double()
     assert apart(gapped(samples(rank, world, 0, 24).double()).float(), before) <= 1e-5
-    return any(gaps_of(gapped).values())
+    assert any(gaps_of(gapped).values())
 
 
-def test_checkpoints_and_casts_keep_gaps(tmp_path) -> None:
-    assert all(run_gloo(4, saved_and_loaded, str(tmp_path)))
-
-
-def alone_with_blocks(rank: int, world: int) -> None:
+@on_threads(1)
+def test_one_rank_needs_no_gaps_if_blocks_do_not_divide_rows(rank: int, world: int) -> None:
     model = shard(seeded(3, 10, 7), Block.rows(4), allow_gaps=True)
     assert not any(gaps_of(model).values())
     model(samples(0, 1, 0, 10)).square().mean().backward()
 
 
-def test_one_rank_needs_no_gaps_if_blocks_do_not_divide_rows() -> None:
-    run_threads(1, alone_with_blocks)
-
-
-def refused(rank: int, world: int) -> None:
+@on_threads(2)
+def test_block_that_does_not_divide_rows_names_gaps_as_remedy(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match=r"'up': Block.rows\(4\) does not fit shape \(3, 10, 7\).* or allow gaps between the matrices"):
         shard(seeded(3, 10, 7), Block.rows(4))
-
-
-def test_block_that_does_not_divide_rows_names_gaps_as_remedy() -> None:
-    run_threads(2, refused)

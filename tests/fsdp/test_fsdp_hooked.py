@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from tests.fsdp.transformer import apart, part
 from tests.fsdp.units import unit_of
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_processes, on_threads, run_gloo, run_threads
 from vescale_ray.fsdp import fully_shard
 
 
@@ -169,7 +169,8 @@ class Scaled(Rounded):
         return super().fsdp_post_all_gather((codes, scales[:1].expand(codes.shape[0], 1)), metadata, *rest, **more)
 
 
-def asks_all_shards(rank: int, world: int) -> None:
+@on_threads(4)
+def test_with_replicas_a_hook_gets_the_mesh_of_the_shards(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     layer = Layer()
     weight = torch.randn(12, 12, generator=torch.Generator().manual_seed(0))
@@ -178,10 +179,6 @@ def asks_all_shards(rank: int, world: int) -> None:
     layer(torch.ones(2, 12))
     scale = weight.abs().amax() / 127
     assert torch.equal(layer.linear.weight.detach(), (weight / scale).round() * scale)
-
-
-def test_with_replicas_a_hook_gets_the_mesh_of_the_shards() -> None:
-    run_threads(4, asks_all_shards)
 
 
 class Eight(Rounded):
@@ -207,7 +204,8 @@ class Eight(Rounded):
         return whole, (whole,)
 
 
-def trains_around_frozen_ones(rank: int, world: int) -> None:
+@on_processes(2)
+def test_frozen_unsliceable_float8_weights_may_be_trained_later(rank: int, world: int) -> None:
     model: Any = Model()
     with torch.no_grad():
         for k, p in enumerate(model.parameters()):
@@ -237,11 +235,8 @@ def trains_around_frozen_ones(rank: int, world: int) -> None:
             m.zero_grad()
 
 
-def test_frozen_unsliceable_float8_weights_may_be_trained_later() -> None:
-    run_gloo(2, trains_around_frozen_ones)
-
-
-def uneven(rank: int, world: int) -> None:
+@on_threads(5)
+def test_unevenly_divided_rows_have_plain_gradients(rank: int, world: int) -> None:
     """12 rows over 5 ranks: 3, 3, 3, 3 and none. The hook sees the rank's rows only; the engine adds the padding."""
     (ours, _), x = models(), torch.randn(10, 12, generator=torch.Generator().manual_seed(3))
     plain: Any = copy.deepcopy(models()[0])
@@ -263,11 +258,8 @@ def uneven(rank: int, world: int) -> None:
             gathered.sum()
 
 
-def test_unevenly_divided_rows_have_plain_gradients() -> None:
-    run_threads(5, uneven)
-
-
-def refused(rank: int, world: int) -> None:
+@on_threads(2)
+def test_blocks_and_other_dimensions_are_refused(rank: int, world: int) -> None:
     from torch.distributed.tensor import Shard
 
     from vescale_ray.geometry import Block
@@ -278,11 +270,8 @@ def refused(rank: int, world: int) -> None:
         fully_shard(models()[0].layers[0], shard_placement_fn=lambda p: Shard(1) if isinstance(p.data, Rounded) else None)
 
 
-def test_blocks_and_other_dimensions_are_refused() -> None:
-    run_threads(2, refused)
-
-
-def written_in_place(rank: int, world: int) -> None:
+@on_threads(2)
+def test_a_write_to_a_gathered_parameter_raises(rank: int, world: int) -> None:
     x = torch.ones(2, 12)
     uses: list[Any] = [lambda model: model(x), lambda model: model.layers[1].reshard()]
     for use in uses:
@@ -296,10 +285,6 @@ def written_in_place(rank: int, world: int) -> None:
         assert torch.equal(model(x), out)
 
 
-def test_a_write_to_a_gathered_parameter_raises() -> None:
-    run_threads(2, written_in_place)
-
-
 class Plain(Rounded):
     """A weight that is sent and used as it is: the gathered parameter is a view of what was received."""
 
@@ -310,7 +295,8 @@ class Plain(Rounded):
         return None if out is not None else (outputs[0], ())
 
 
-def evaluated_first(rank: int, world: int) -> None:
+@on_threads(2)
+def test_training_follows_an_evaluation_in_inference_mode(rank: int, world: int) -> None:
     layer = models()[0].layers[0]
     weight = layer.linear.weight.data_inside
     layer.linear.weight = nn.Parameter(weight.clone())
@@ -323,7 +309,3 @@ def evaluated_first(rank: int, world: int) -> None:
     layer(x).sum().backward()
     plain(x).sum().backward()
     assert apart(bare(layer.linear.weight.grad), plain.linear.weight.grad.chunk(world)[rank]) <= 1e-5
-
-
-def test_training_follows_an_evaluation_in_inference_mode() -> None:
-    run_threads(2, evaluated_first)

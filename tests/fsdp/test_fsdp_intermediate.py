@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from tests.ranks import run_gloo
+from tests.ranks import on_processes, run_gloo
 from vescale_ray import fully_shard
 from vescale_ray.fsdp.marks import kept_tensors
 
@@ -222,7 +222,9 @@ class Hidden(nn.Module):
         return self.inner(x)
 
 
-def out_of_sight(rank: int, world: int, width: int) -> None:
+@pytest.mark.parametrize("width", [6, pytest.param(200, marks=pytest.mark.slow), 300])
+@on_processes(2)
+def test_use_of_an_unseen_tensor_names_its_unit_and_is_recovered(rank: int, world: int, width: int) -> None:
     for use in ("product", "elementwise", "read"):
         KEPT.clear()
         torch.manual_seed(0)
@@ -241,11 +243,6 @@ def out_of_sight(rank: int, world: int, width: int) -> None:
             model(x).square().mean().backward()
         for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("width", [6, pytest.param(200, marks=pytest.mark.slow), 300])
-def test_use_of_an_unseen_tensor_names_its_unit_and_is_recovered(width: int) -> None:
-    run_gloo(2, out_of_sight, width)
 
 
 class Sine(nn.Module):
@@ -270,7 +267,8 @@ class AfterSine(nn.Module):
         return out
 
 
-def read_while_it_is_gathered(rank: int, world: int) -> list[str]:
+@on_processes(2)
+def test_parameters_that_are_being_gathered_are_not_read(rank: int, world: int) -> None:
     """Backward reads the weight of ``sine`` while a prefetch gathers it. Another rank's part may not have arrived yet."""
     told = []
     for width in (6, 200, 600):
@@ -282,9 +280,4 @@ def read_while_it_is_gathered(rank: int, world: int) -> list[str]:
             told.append("no error")
         except RuntimeError as error:
             told.append(str(error))
-    return told
-
-
-def test_parameters_that_are_being_gathered_are_not_read() -> None:
-    for told in run_gloo(2, read_while_it_is_gathered):
-        assert all(text.startswith("the parameters of unit 'sine' (sine.linear.weight, ") for text in told), told
+    assert all(text.startswith("the parameters of unit 'sine' (sine.linear.weight, ") for text in told), told

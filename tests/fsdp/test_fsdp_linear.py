@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.fsdp.transformer import apart, full
 from tests.fsdp.units import unit_of
-from tests.ranks import run_threads
+from tests.ranks import on_threads, run_threads
 from vescale_ray.fsdp import fully_shard, linear
 from vescale_ray.fsdp.gradients import Gradients
 
@@ -53,8 +53,16 @@ class Net(nn.Module):
 
 
 HOWS = [
-    "changed in place", "plain", "twice", "also by hand", "reentrant inside", "recomputed", "broadcast", "one row",
-    "no rows", "detached input",
+    "changed in place",
+    "plain",
+    "twice",
+    "also by hand",
+    "reentrant inside",
+    "recomputed",
+    "broadcast",
+    "one row",
+    "no rows",
+    "detached input",
 ]
 
 
@@ -78,7 +86,9 @@ def agree(ours: nn.Module, alone: nn.Module, scale: float = 1.0) -> None:
             assert apart(full(p.grad), q.grad * scale) <= 1e-5, name
 
 
-def trains(rank: int, world: int, how: str) -> None:
+@pytest.mark.parametrize("how", HOWS)
+@on_threads(2)
+def test_gradients_are_those_of_a_plain_module(rank: int, world: int, how: str) -> None:
     ours, alone = pair()
     for step in range(3):
         for micro in range(2):
@@ -89,11 +99,6 @@ def trains(rank: int, world: int, how: str) -> None:
         agree(ours, alone, 1 / world)
         ours.zero_grad()
         alone.zero_grad()
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_gradients_are_those_of_a_plain_module(how: str) -> None:
-    run_threads(2, trains, how)
 
 
 def written(rank: int, world: int) -> list[bool]:
@@ -126,7 +131,8 @@ def test_a_gradient_is_taken_over_without_a_copy(monkeypatch: pytest.MonkeyPatch
     assert same == [True] * 4, "two weights on each of two ranks"
 
 
-def odd_uses(rank: int, world: int) -> None:
+@on_threads(2)
+def test_autograd_grad_user_hooks_and_autocast_work_as_plain(rank: int, world: int) -> None:
     ours, alone = pair()
     x = samples(rank, world, 1)
     # autograd.grad returns gradients and accumulates none, so nothing may stay in the buffer.
@@ -165,10 +171,6 @@ def odd_uses(rank: int, world: int) -> None:
             assert apart(full(p.grad), q.grad / world) <= 3e-2, name
 
 
-def test_autograd_grad_user_hooks_and_autocast_work_as_plain() -> None:
-    run_threads(2, odd_uses)
-
-
 def test_small_layers_and_other_classes_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mine(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -188,7 +190,8 @@ def test_small_layers_and_other_classes_are_left_alone(monkeypatch: pytest.Monke
     assert plain(torch.ones(2, 3)).grad_fn.name() == "AddmmBackward0"
 
 
-def complex_weights(rank: int, world: int) -> None:
+@on_threads(2)
+def test_complex_weights_have_the_gradients_of_a_plain_module(rank: int, world: int) -> None:
     models: list[Any] = []
     for _ in range(2):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.complex64) for _ in range(2)))
@@ -204,10 +207,6 @@ def complex_weights(rank: int, world: int) -> None:
     agree(models[0], models[1])
 
 
-def test_complex_weights_have_the_gradients_of_a_plain_module() -> None:
-    run_threads(2, complex_weights)
-
-
 def tower() -> tuple[Any, Any]:
     """Three layers as units, and the same layers unsharded."""
     models: list[Any] = [nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(3))) for _ in "ab"]
@@ -217,7 +216,8 @@ def tower() -> tuple[Any, Any]:
     return fully_shard(models[0]), models[1]
 
 
-def frozen_after_forward(rank: int, world: int) -> None:
+@on_threads(2)
+def test_weight_frozen_after_forward_holds_up_no_other_gradient(rank: int, world: int) -> None:
     torch.manual_seed(0)
     ours, alone = tower()
     alone.load_state_dict({name: full(p) for name, p in ours.named_parameters()})
@@ -232,11 +232,8 @@ def frozen_after_forward(rank: int, world: int) -> None:
         alone.zero_grad()
 
 
-def test_weight_frozen_after_forward_holds_up_no_other_gradient() -> None:
-    run_threads(2, frozen_after_forward)
-
-
-def seen_by_a_hook(rank: int, world: int) -> bool:
+@on_threads(2)
+def test_gradient_kept_by_a_user_hook_stays_unchanged(rank: int, world: int) -> None:
     ours, _ = tower()
     seen: list[torch.Tensor] = []
     ours[1].unshard()
@@ -246,14 +243,11 @@ def seen_by_a_hook(rank: int, world: int) -> bool:
     expected = full(ours[1][0].weight.grad) * world
     whole = seen[0].clone()
     torch.distributed.all_reduce(whole)
-    return torch.allclose(whole, expected, atol=1e-5)
+    assert torch.allclose(whole, expected, atol=1e-5)
 
 
-def test_gradient_kept_by_a_user_hook_stays_unchanged() -> None:
-    assert run_threads(2, seen_by_a_hook) == [True] * 2
-
-
-def lost(rank: int, world: int) -> None:
+@on_threads(2)
+def test_a_gradient_that_never_arrives_holds_up_nothing(rank: int, world: int) -> None:
     """A gradient that was written but never arrives, as if autograd had dropped it, blocks nothing."""
     ours, alone = pair()
     grads = unit_of(ours).groups[0].grads
@@ -268,7 +262,3 @@ def lost(rank: int, world: int) -> None:
     for r in range(world):
         alone(samples(r, world, 2)).sum().backward()
     agree(ours, alone, 1 / world)
-
-
-def test_a_gradient_that_never_arrives_holds_up_nothing() -> None:
-    run_threads(2, lost)

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fsdp.transformer import build
-from tests.ranks import join, run_gloo, run_threads
+from tests.ranks import join, on_processes, run_gloo, run_threads
 from vescale_ray.fsdp import explain, fully_shard
 from vescale_ray.fsdp.group import ParameterGroup
 from vescale_ray.fsdp.schedule import Schedule, unit_of
@@ -218,7 +218,9 @@ class CastsOf(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def pool_sizes(rank, world):
+@pytest.mark.parametrize("world", [2, 3])
+@on_processes()
+def test_units_share_three_buffers_and_the_pool_does_not_grow(rank, world):
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model, optimizer)
@@ -228,19 +230,14 @@ def pool_sizes(rank, world):
         pool.peak_bytes = 0
         step(model, optimizer)
         peaks.append(pool.peak_bytes)
-    layer, root = unit_of(model.layers[0]).groups[0], unit_of(model).groups[0]
-    return peaks, layer.gathered.nbytes, root.gathered.nbytes, pool.bytes_held()
+    layer, root = (unit_of(module).groups[0].gathered.nbytes for module in (model.layers[0], model))
+    assert peaks == peaks[:1] * 6
+    assert peaks[0] <= 3 * layer + 2 * root, "gathered: prefetch depth + 1; gradients: one; the root has its own"
+    assert pool.bytes_held() == 0, "on the CPU idle memory goes back"
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_units_share_three_buffers_and_the_pool_does_not_grow(world):
-    for peaks, layer, root, after in run_gloo(world, pool_sizes):
-        assert peaks == peaks[:1] * 6
-        assert peaks[0] <= 3 * layer + 2 * root, "gathered: prefetch depth + 1; gradients: one; the root has its own"
-        assert after == 0, "on the CPU idle memory goes back"
-
-
-def held_at_the_end_of_backward(rank, world):
+@on_processes(2)
+def test_first_unit_frees_its_memory_before_the_last_reduction(rank, world):
     model = sharded()
     layer = unit_of(model.layers[0]).groups[0]
     schedule_end, counted = Schedule.end_backward, []
@@ -252,29 +249,7 @@ def held_at_the_end_of_backward(rank, world):
 
     with patch.object(Schedule, "end_backward", recorded):
         model(torch.ones(2, WIDTH, requires_grad=True)).square().mean().backward()
-    return counted
-
-
-def test_first_unit_frees_its_memory_before_the_last_reduction():
-    for counted in run_gloo(2, held_at_the_end_of_backward):
-        assert counted == [(0, 1)], "nothing is gathered; the gradients on their way are there"
-
-
-def dropped(rank, world):
-    model = sharded()
-    step(model)
-    backward = lambda: model(torch.ones(2, WIDTH)).square().mean().backward()  # noqa: E731
-    backward()
-    once = [p.grad.to_local().clone() for p in model.parameters()]
-    storages = {StorageWeakRef(p.grad.to_local().untyped_storage()) for p in model.parameters()}
-    sizes = Counter(unit_of(unit).groups[0].layout.shard_numel for unit in (*model.layers, model))
-    with AddsOf(set(sizes)) as seen:
-        backward()
-    twice = [p.grad.to_local() for p in model.parameters()]
-    assert all(torch.equal(b, 2 * a) for a, b in zip(once, twice, strict=True))
-    del twice
-    model.zero_grad()
-    return len(storages), sum(ref.expired() for ref in storages), seen.counted == sizes
+    assert counted == [(0, 1)], "nothing is gathered; the gradients on their way are there"
 
 
 class AddsOf(TorchDispatchMode):
@@ -290,9 +265,23 @@ class AddsOf(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_one_kernel_adds_a_groups_gradients_and_drops_free_them():
-    for result in run_gloo(2, dropped):
-        assert result == (LAYERS + 1, LAYERS + 1, True)
+@on_processes(2)
+def test_one_kernel_adds_a_groups_gradients_and_drops_free_them(rank, world):
+    model = sharded()
+    step(model)
+    backward = lambda: model(torch.ones(2, WIDTH)).square().mean().backward()  # noqa: E731
+    backward()
+    once = [p.grad.to_local().clone() for p in model.parameters()]
+    storages = {StorageWeakRef(p.grad.to_local().untyped_storage()) for p in model.parameters()}
+    sizes = Counter(unit_of(unit).groups[0].layout.shard_numel for unit in (*model.layers, model))
+    with AddsOf(set(sizes)) as seen:
+        backward()
+    twice = [p.grad.to_local() for p in model.parameters()]
+    assert all(torch.equal(b, 2 * a) for a, b in zip(once, twice, strict=True))
+    del twice
+    model.zero_grad()
+    assert len(storages) == sum(ref.expired() for ref in storages) == LAYERS + 1
+    assert seen.counted == sizes
 
 
 def released(rank, world):
@@ -314,7 +303,8 @@ def released(rank, world):
         gc.enable()
 
 
-def dropped_in_a_step(rank, world):
+@on_processes(2)
+def test_models_may_end_and_start_during_an_optimizer_step(rank, world):
     """Hooks of an optimizer's step drop one model and start another, as garbage collection and other threads may."""
     models = [sharded() for _ in range(3)]
     for model in models:
@@ -335,10 +325,6 @@ def dropped_in_a_step(rank, world):
     finally:
         for handle in handles:
             handle.remove()
-
-
-def test_models_may_end_and_start_during_an_optimizer_step():
-    run_gloo(2, dropped_in_a_step)
 
 
 def test_deleting_the_model_frees_its_memory_without_gc():

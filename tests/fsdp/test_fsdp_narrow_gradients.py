@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_processes, on_threads, run_gloo, run_threads
 from vescale_ray.compat.fsdp import ReduceScatter
 from vescale_ray.fsdp import MixedPrecisionPolicy, fully_shard, reduction
 from vescale_ray.fsdp.comm import Lane
@@ -42,7 +42,9 @@ def exchange(rank, world, size, arrives, dtype, to, factor, pairwise):
     assert torch.equal(out, summed(rank, world, size, arrives, dtype, to, factor))
 
 
-def exchanges(rank, world):
+@pytest.mark.parametrize("world", [2, 3, 4])
+@on_processes()
+def test_an_exchange_sums_narrow_gradients_like_wide_ones(rank, world):
     for size in (1, 7, 4097, 70001):
         for arrives, dtype, to in (
             (torch.bfloat16, torch.float32, torch.float32),
@@ -52,11 +54,6 @@ def exchanges(rank, world):
             (torch.float32, torch.float32, torch.float32),
         ):
             exchange(rank, world, size, arrives, dtype, to, 1.0 / 3.0, True)
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_an_exchange_sums_narrow_gradients_like_wide_ones(world):
-    run_gloo(world, exchanges)
 
 
 def in_rank_order(target, full, *, op, group, async_op):
@@ -128,7 +125,9 @@ def alone(world):
     return {name: sum((one[name] for one in ranks[1:]), ranks[0][name]) / world for name in ranks[0]}
 
 
-def accumulated(rank, world):
+@pytest.mark.parametrize("world", [2, 4])
+@on_threads()
+def test_gradients_of_several_backwards_add_in_the_reduce_dtype(rank, world):
     model = fully_shard(net(), mp_policy=BF16)
     held = []
     for step in range(STEPS):
@@ -138,13 +137,7 @@ def accumulated(rank, world):
             held.append(unit_of(model).groups[0].grads._flat.tensor.dtype)
     for name, p in model.named_parameters():
         assert torch.equal(p.grad.full_tensor(), alone(world)[name]), name
-    return held
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_gradients_of_several_backwards_add_in_the_reduce_dtype(world):
-    for held in run_threads(world, accumulated):
-        assert held == [torch.float32, torch.float32]
+    assert held == [torch.float32, torch.float32]
 
 
 def peak(rank, world, policy):
@@ -185,7 +178,8 @@ class InFloat32(ReduceScatter):
         return dist.reduce_scatter_single(output_tensor, input_tensor, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
 
 
-def given_late(rank, world):
+@on_threads(2)
+def test_a_reduce_scatter_of_the_users_gets_the_reduce_dtype(rank, world):
     """The user's collective comes after a backward without gradient sync, through another part of the unit."""
     model, custom = fully_shard(net(), mp_policy=BF16), InFloat32()
     model.set_requires_gradient_sync(False)
@@ -196,11 +190,8 @@ def given_late(rank, world):
     assert custom.calls == 1
 
 
-def test_a_reduce_scatter_of_the_users_gets_the_reduce_dtype():
-    run_threads(2, given_late)
-
-
-def reentrant(rank, world):
+@on_threads(2)
+def test_gradients_of_two_graph_tasks_are_both_counted(rank, world):
     """Two graph tasks give gradients of one parameter before the reduction."""
     ours, alone = fully_shard(net(), mp_policy=BF16), net().bfloat16()
     x = batch(rank)
@@ -210,7 +201,3 @@ def reentrant(rank, world):
         mean = q.grad.float()
         dist.all_reduce(mean)
         assert torch.allclose(p.grad.full_tensor(), mean / world, rtol=2e-2, atol=2e-2 * mean.abs().max()), name
-
-
-def test_gradients_of_two_graph_tasks_are_both_counted():
-    run_threads(2, reentrant)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fsdp.units import unit_of
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_processes, on_threads, run_gloo, run_threads
 from vescale_ray import Block, fully_shard
 from vescale_ray.optim import SOAP, AdamW, AdamW8bit, Flat, Muon, OptimizerConfig, Shampoo, build_optimizer, clip_grad_norm_
 
@@ -85,7 +85,9 @@ WHOLE: dict[str, Any] = {"block_policy": lambda name, param: Block.tensor()}
 """Every optimizer accepts matrices that are not cut."""
 
 
-def after_evaluation(rank: int, world: int, names: list[str]) -> None:
+@pytest.mark.parametrize("names", [[n] for n in OPTIMIZERS])
+@on_threads(2)
+def test_optimizer_built_after_an_evaluation_trains_everything(rank: int, world: int, names: list[str]) -> None:
     for name in names:
         for context in (torch.no_grad, torch.inference_mode):
             for options in ({}, {"reshard_after_forward": False}, {"reshard_after_forward": True}):
@@ -98,12 +100,8 @@ def after_evaluation(rank: int, world: int, names: list[str]) -> None:
                 assert_same(ours, alone)
 
 
-@pytest.mark.parametrize("names", [[n] for n in OPTIMIZERS])
-def test_optimizer_built_after_an_evaluation_trains_everything(names: list[str]) -> None:
-    run_threads(2, after_evaluation, names)
-
-
-def in_the_middle(rank: int, world: int) -> None:
+@on_threads(2)
+def test_optimizer_built_mid_step_trains_or_raises(rank: int, world: int) -> None:
     """Gather parameters and then build the optimizers.
 
     The root is gathered between forward and backward, as with FSDP2, or the user gathers all units.
@@ -124,10 +122,6 @@ def in_the_middle(rank: int, world: int) -> None:
             train(ours, optimizer)
             train(alone, build(alone))
             assert_same(ours, alone)
-
-
-def test_optimizer_built_mid_step_trains_or_raises() -> None:
-    run_threads(2, in_the_middle)
 
 
 def too_early(rank: int, world: int) -> None:
@@ -184,7 +178,23 @@ WRITES: dict[str, Callable[[Any, dict[str, torch.Tensor]], object]] = {
 }
 
 
-def averaged(rank: int, world: int) -> None:
+@on_threads(2)
+def test_values_that_are_assigned_through_data_are_trained(rank: int, world: int) -> None:
+    """Values assigned through ``.data`` between steps reach the model, the optimizer and the state dict."""
+    ours, alone = models()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, alone)]
+    for step in range(3):
+        for model, optimizer in zip((ours, alone), optimizers, strict=True):
+            for p in model.parameters():
+                p.data = p.data * (0.5 + step)
+            train(model, optimizer, 1)
+    assert_same(ours, alone)
+    for (name, saved), p in zip(ours.state_dict().items(), alone.parameters(), strict=True):
+        torch.testing.assert_close(saved.full_tensor(), p.detach(), msg=name)
+
+
+@on_processes(2)
+def test_averaged_weights_go_in_and_out_around_evaluations(rank: int, world: int) -> None:
     for width in (6, 300):
         for options in ({}, {"reshard_after_forward": False}):
             for way, write in WRITES.items():
@@ -203,28 +213,6 @@ def averaged(rank: int, world: int) -> None:
                         out = ours(batch(width))
                         torch.testing.assert_close(out, alone(batch(width)), rtol=1e-5, atol=1e-6, msg=f"{way} {width}")
                 assert_same(ours, alone)
-
-
-def assigned_data(rank: int, world: int) -> None:
-    """Values assigned through ``.data`` between steps reach the model, the optimizer and the state dict."""
-    ours, alone = models()
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, alone)]
-    for step in range(3):
-        for model, optimizer in zip((ours, alone), optimizers, strict=True):
-            for p in model.parameters():
-                p.data = p.data * (0.5 + step)
-            train(model, optimizer, 1)
-    assert_same(ours, alone)
-    for (name, saved), p in zip(ours.state_dict().items(), alone.parameters(), strict=True):
-        torch.testing.assert_close(saved.full_tensor(), p.detach(), msg=name)
-
-
-def test_values_that_are_assigned_through_data_are_trained() -> None:
-    run_threads(2, assigned_data)
-
-
-def test_averaged_weights_go_in_and_out_around_evaluations() -> None:
-    run_gloo(2, averaged)
 
 
 def written_while_gathered(rank: int, world: int) -> None:
@@ -260,7 +248,8 @@ def test_write_to_a_gathered_parameter_raises_at_any_size(function: Callable[[in
     run_gloo(2, function)
 
 
-def clipped(rank: int, world: int) -> None:
+@on_threads(2)
+def test_clipping_works_for_parameters_listed_mid_step(rank: int, world: int) -> None:
     """Clipping works with parameters that were listed in the middle of a step, when the root is gathered."""
     ours, alone = models()
     norms = []
@@ -272,11 +261,8 @@ def clipped(rank: int, world: int) -> None:
     torch.testing.assert_close(norms[0], norms[1], rtol=1e-5, atol=0.0)
 
 
-def test_clipping_works_for_parameters_listed_mid_step() -> None:
-    run_threads(2, clipped)
-
-
-def gathered_by_hand(rank: int, world: int) -> None:
+@on_threads(2)
+def test_manually_gathered_parameters_stay_so_over_an_evaluation(rank: int, world: int) -> None:
     """Parameters that the user gathered stay in the modules after a forward that keeps them."""
     for options in ({}, {"reshard_after_forward": False}):
         ours, alone = models(**options)
@@ -290,10 +276,6 @@ def gathered_by_hand(rank: int, world: int) -> None:
         assert_same(ours, alone)
 
 
-def test_manually_gathered_parameters_stay_so_over_an_evaluation() -> None:
-    run_threads(2, gathered_by_hand)
-
-
 class Gathers(TorchDispatchMode):
     """Counts all-gathers."""
 
@@ -304,7 +286,8 @@ class Gathers(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def kept_over_evaluations(rank: int, world: int) -> None:
+@on_processes(2)
+def test_an_evaluation_gathers_the_root_no_more_often_than_fsdp2(rank: int, world: int) -> None:
     ours, theirs = Net(), Net()
     for model, how in ((ours, fully_shard), (theirs, torch_fully_shard)):
         for layer in model.layers:
@@ -321,10 +304,6 @@ def kept_over_evaluations(rank: int, world: int) -> None:
         for _ in range(3):
             ours(batch())
         assert lane.issued - before == theirs_gathers.count == 3 * 2
-
-
-def test_an_evaluation_gathers_the_root_no_more_often_than_fsdp2() -> None:
-    run_gloo(2, kept_over_evaluations)
 
 
 class Adapter(nn.Module):
@@ -358,7 +337,9 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
-def changed(rank: int, world: int, before: bool) -> None:
+@pytest.mark.parametrize("before", [True, False])
+@on_threads(2)
+def test_next_forward_names_a_parameter_changed_after_sharding(rank: int, world: int, before: bool) -> None:
     for what, (change, message) in CHANGES.items():
         for training in (True, False):
             ours, _ = models()
@@ -374,12 +355,8 @@ def changed(rank: int, world: int, before: bool) -> None:
                 raise AssertionError(what)
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_next_forward_names_a_parameter_changed_after_sharding(before: bool) -> None:
-    run_threads(2, changed, before)
-
-
-def remedies(rank: int, world: int) -> None:
+@on_threads(2)
+def test_each_remedy_that_the_refusals_name_works(rank: int, world: int) -> None:
     for before in (True, False):
         # Write into the parameter.
         ours, alone = models()
@@ -446,11 +423,8 @@ def remedies(rank: int, world: int) -> None:
     assert free.head.weight.grad is not None
 
 
-def test_each_remedy_that_the_refusals_name_works() -> None:
-    run_threads(2, remedies)
-
-
-def hooks(rank: int, world: int) -> None:
+@on_processes(2)
+def test_hook_that_is_never_called_causes_a_warning(rank: int, world: int) -> None:
     _, ours = models()
     called: list[str] = []
     ours.head.weight.register_hook(lambda grad: called.append("before") or grad)
@@ -465,7 +439,3 @@ def hooks(rank: int, world: int) -> None:
     with pytest.warns(UserWarning, match=r"'layers.1.weight' has a hook of register_hook\(\)"):
         ours(batch()).sum().backward()
     assert called == ["after True"]
-
-
-def test_hook_that_is_never_called_causes_a_warning() -> None:
-    run_gloo(2, hooks)

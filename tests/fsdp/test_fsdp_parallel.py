@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.fsdp.test_fsdp_behaviour import seeded
 from tests.fsdp.transformer import apart, full
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_processes, on_threads, run_gloo, run_threads
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.fsdp import explain, fully_shard
 from vescale_ray.geometry import Block
@@ -144,7 +144,8 @@ def uneven_ranks(rank, world, shape, names):
     return True
 
 
-def on_gloo(rank, world, folder):
+@on_processes(4)
+def test_checkpoints_above_tp_on_gloo_load_into_other_meshes(rank, world, tmp_path):
     """The same on processes, with rows sharded too, so that gradients of norms are partial sums; then checkpoints across meshes."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     ours, alone = with_tp(fully_shard, mesh, "dp", SEQUENCE_PLAN), seeded(Net)
@@ -153,25 +154,20 @@ def on_gloo(rank, world, folder):
     for name, p in ours.named_parameters():
         if p.requires_grad:
             assert apart(full(p.grad), alone.get_parameter(name).grad) <= 1e-5, name
-    dcp.save({"model": ours.state_dict()}, checkpoint_id=folder)
+    dcp.save({"model": ours.state_dict()}, checkpoint_id=str(tmp_path))
     wide = fully_shard(Net())
     state = {"model": wide.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=str(tmp_path))
     wide.load_state_dict(state["model"])
     back = with_tp(fully_shard, mesh, "dp")
     with torch.no_grad():
         for p in back.parameters():
             p.zero_()
     state = {"model": back.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=str(tmp_path))
     for name, p in alone.named_parameters():
         assert torch.equal(full(wide.get_parameter(name)), p), name
         assert torch.equal(full(back.get_parameter(name)), p), name
-    return True
-
-
-def test_checkpoints_above_tp_on_gloo_load_into_other_meshes(tmp_path):
-    assert all(run_gloo(4, on_gloo, str(tmp_path)))
 
 
 class Global(nn.Module):
@@ -205,13 +201,10 @@ def global_mesh(rank, world, shape, names, dims, **only_ours):
     return True
 
 
-def kept_by_neighbours(rank, world):
+@on_threads(4)
+def test_whole_mesh_parameters_may_stay_with_neighbours(rank, world):
     """FSDP2 does not support an int for ``reshard_after_forward`` together with ``dp_mesh_dims`` yet."""
-    return global_mesh(rank, world, (4, 1), ("dp", "tp"), DataParallelMeshDims(shard="dp"), reshard_after_forward=2)
-
-
-def test_whole_mesh_parameters_may_stay_with_neighbours() -> None:
-    assert all(run_threads(4, kept_by_neighbours))
+    assert global_mesh(rank, world, (4, 1), ("dp", "tp"), DataParallelMeshDims(shard="dp"), reshard_after_forward=2)
 
 
 CASES = [
@@ -291,7 +284,8 @@ def test_tensor_parallelism_that_cuts_unevenly_equals_torch(shape, names, choice
     assert all(run_gloo(math.prod(shape), odd_sizes, shape, names, choice))
 
 
-def misuse(rank, world):
+@on_threads(4)
+def test_parameters_that_do_not_fit_the_mesh_are_refused(rank, world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     whole, dims = [Replicate(), Shard(0)], DataParallelMeshDims(shard="dp")
     with pytest.raises(ValueError, match="does not go with the data-parallel mesh"):
@@ -310,8 +304,3 @@ def misuse(rank, world):
         fully_shard(Global(mesh["tp"], [Shard(0)]), mesh=mesh, dp_mesh_dims=dims)
     with pytest.raises(ValueError, match="must have mesh_dim_names when dp_mesh_dims is provided"):
         fully_shard(Layer(), dp_mesh_dims=dims)
-    return True
-
-
-def test_parameters_that_do_not_fit_the_mesh_are_refused():
-    assert all(run_threads(4, misuse))

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from tests.fsdp.transformer import build, train, values, worst
-from tests.ranks import run_gloo
+from tests.ranks import on_processes, run_gloo
 from vescale_ray.fsdp import fully_shard
 from vescale_ray.geometry import Block
 from vescale_ray.optim import clip_grad_norm_
@@ -170,7 +170,9 @@ def test_on_2_ranks_every_way_to_train_equals_a_single_process(on_two, name):
         check(result[name], CASES[name])
 
 
-def bf16(rank, world):
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
+@on_processes()
+def test_bf16_compute_with_fp32_reduction_matches_torch(rank, world):
     """Train with ours and with torch's fully_shard, with BF16 compute and FP32 reduction."""
     results = {}
     for name, how in (("ours", fully_shard), ("torch", torch_fully_shard)):
@@ -184,15 +186,9 @@ def bf16(rank, world):
         model.blocks[0].norm1.register_forward_hook(lambda m, a, out, seen=seen: seen.append((m.weight.dtype, out.dtype)))
         losses = train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, world, steps=4)
         results[name] = losses, numpy(values(model)), seen[0], {str(p.dtype) for p in model.parameters()}
-    return results
-
-
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_bf16_compute_with_fp32_reduction_matches_torch(world):
-    for result in run_gloo(world, bf16):
-        ours, theirs = result["ours"], result["torch"]
-        assert ours[2] == theirs[2] == (torch.bfloat16, torch.bfloat16)
-        assert ours[3] == {"torch.float32"}
-        assert max(abs(a - b) / abs(b) for a, b in zip(ours[0], theirs[0], strict=True)) < 2**-8
-        difference = worst(*({n: torch.from_numpy(p) for n, p in ps.items()} for ps in (ours[1], theirs[1])))
-        assert difference[0] < 2**-8, difference
+    ours, theirs = results["ours"], results["torch"]
+    assert ours[2] == theirs[2] == (torch.bfloat16, torch.bfloat16)
+    assert ours[3] == {"torch.float32"}
+    assert max(abs(a - b) / abs(b) for a, b in zip(ours[0], theirs[0], strict=True)) < 2**-8
+    difference = worst(*({n: torch.from_numpy(p) for n, p in ps.items()} for ps in (ours[1], theirs[1])))
+    assert difference[0] < 2**-8, difference

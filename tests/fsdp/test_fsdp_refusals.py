@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_processes, on_threads, run_threads
 from vescale_ray import RaggedShard, fully_shard, register_fsdp_forward_method
 from vescale_ray import distribute_tensor as distribute_ragged
 from vescale_ray.fsdp import Sharding, explain, share_comm_ctx
@@ -575,7 +575,9 @@ def refused(call: Callable[[], Any], case: Case) -> None:
     assert "\n" not in said and all(word in said for word in case.words), (case.words, said)
 
 
-def refused_and_mended(rank: int, world: int, what: str) -> None:
+@pytest.mark.parametrize("what", CALLS)
+@on_threads(WORLD)
+def test_a_refused_call_changes_nothing_and_its_remedy_trains(rank: int, world: int, what: str) -> None:
     case = CALLS[what]
     model = fill(case.build())
     before, known = snapshot(model), values(model)
@@ -584,11 +586,6 @@ def refused_and_mended(rank: int, world: int, what: str) -> None:
     for name, value in values(model).items():
         assert torch.equal(value, known[name]), name
     trains_as_plain(rank, case.right(model), fill(case.plain()), case.width)
-
-
-@pytest.mark.parametrize("what", CALLS)
-def test_a_refused_call_changes_nothing_and_its_remedy_trains(what: str) -> None:
-    run_threads(WORLD, refused_and_mended, what)
 
 
 def building_fails_late(rank: int, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -856,7 +853,9 @@ METHODS: dict[str, Case] = {
 }
 
 
-def refused_by_a_sharded_module(rank: int, world: int, what: str) -> None:
+@pytest.mark.parametrize("what", METHODS)
+@on_threads(WORLD)
+def test_a_sharded_module_refuses_and_the_remedy_trains(rank: int, world: int, what: str) -> None:
     case = METHODS[what]
     model = case.build()
     with pytest.raises(case.kind) as error:
@@ -866,12 +865,8 @@ def refused_by_a_sharded_module(rank: int, world: int, what: str) -> None:
     trains_as_plain(rank, case.right(model), fill(Net()))
 
 
-@pytest.mark.parametrize("what", METHODS)
-def test_a_sharded_module_refuses_and_the_remedy_trains(what: str) -> None:
-    run_threads(WORLD, refused_by_a_sharded_module, what)
-
-
-def meshes_of_others(rank: int, world: int) -> None:
+@on_threads(WORLD)
+def test_a_mesh_without_this_process_is_refused(rank: int, world: int) -> None:
     model, mesh = fill(Net()), DeviceMesh("cpu", [0])
     if rank == 0:
         plain = fill(Net())
@@ -884,11 +879,8 @@ def meshes_of_others(rank: int, world: int) -> None:
     assert snapshot(model) == before
 
 
-def test_a_mesh_without_this_process_is_refused() -> None:
-    run_threads(WORLD, meshes_of_others)
-
-
-def mesh_of_a_lost_group(rank: int, world: int) -> None:
+@on_processes(WORLD)
+def test_a_mesh_whose_groups_are_gone_is_refused(rank: int, world: int) -> None:
     model, plain = fill(Net()), fill(Net())
     before, group = snapshot(model), dist.new_group()
     mesh = DeviceMesh.from_group(group, "cpu")
@@ -899,11 +891,8 @@ def mesh_of_a_lost_group(rank: int, world: int) -> None:
     trains_as_plain(rank, fully_shard(model, mesh=init_device_mesh("cpu", (world,))), plain)
 
 
-def test_a_mesh_whose_groups_are_gone_is_refused() -> None:
-    run_gloo(WORLD, mesh_of_a_lost_group)
-
-
-def pending_parameters(rank: int, world: int) -> None:
+@on_threads(WORLD)
+def test_a_pending_parameter_is_refused(rank: int, world: int) -> None:
     mesh = names("dp", "tp")
     model = fill(Net())
     model.head.weight = nn.Parameter(DTensor.from_local(model.head.weight.detach(), mesh["tp"], [Partial()]))
@@ -911,10 +900,6 @@ def pending_parameters(rank: int, world: int) -> None:
         fully_shard(model, mesh=mesh["dp"])
     model.head.weight = nn.Parameter(model.head.weight.detach().redistribute(placements=[Replicate()]))
     fully_shard(model, mesh=mesh["dp"])
-
-
-def test_a_pending_parameter_is_refused() -> None:
-    run_threads(WORLD, pending_parameters)
 
 
 @pytest.mark.parametrize("value", [None, 1, (0,)])
@@ -935,17 +920,14 @@ def test_switch_accepts_any_true_or_false_value(yes: Any) -> None:
     run_threads(WORLD, body)
 
 
-def sources(rank: int, world: int) -> None:
+@on_threads(WORLD)
+def test_a_source_that_is_no_rank_is_refused(rank: int, world: int) -> None:
     mesh, full = names("dp"), torch.arange(4.0)
     for source in (WORLD, -1):
         with pytest.raises(ValueError, match=f"src_data_rank = {source}: give a rank below 2, or None"):
             distribute_ragged(full, mesh, [RaggedShard((0,), (1, 1))], src_data_rank=source)
     for right in (1, None):
         assert torch.equal(distribute_ragged(full, mesh, [RaggedShard((0,), (1, 1))], src_data_rank=right).full_tensor(), full)
-
-
-def test_a_source_that_is_no_rank_is_refused() -> None:
-    run_threads(WORLD, sources)
 
 
 def test_a_plan_takes_specs_and_whole_numbers() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fsdp import test_fsdp_behaviour as behaviour
-from tests.ranks import run_gloo
+from tests.ranks import on_processes, run_gloo
 from vescale_ray.fsdp import fully_shard, memory, set_debug
 from vescale_ray.fsdp.memory import MAPPED_BYTES, Buffer, Pool, may_stay
 from vescale_ray.fsdp.schedule import unit_of
@@ -149,7 +149,9 @@ class CopiesOf(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def gathers(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
+@on_processes()
+def test_training_is_torchs_and_gathering_copies_nothing(rank: int, world: int) -> None:
     ours, theirs = pair()
     assert all(lives_in_its_buffer(layer) for layer in ours.layers)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (ours, theirs)]
@@ -169,12 +171,8 @@ def gathers(rank: int, world: int) -> None:
     ours.layers[1].reshard()
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_training_is_torchs_and_gathering_copies_nothing(world: int) -> None:
-    run_gloo(world, gathers)
-
-
-def steps_between(rank: int, world: int) -> None:
+@on_processes(2)
+def test_the_optimizer_may_step_between_forward_and_backward(rank: int, world: int) -> None:
     """Step the optimizer between the backwards of two forwards: the second backward sees new weights.
 
     autograd does not take the write to the shards for a write to its saved tensors.
@@ -193,11 +191,9 @@ def steps_between(rank: int, world: int) -> None:
         torch.testing.assert_close(p.full_tensor(), q.full_tensor(), rtol=2e-4, atol=1e-6)
 
 
-def test_the_optimizer_may_step_between_forward_and_backward() -> None:
-    run_gloo(2, steps_between)
-
-
-def steps_before_backward(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
+@on_processes()
+def test_backward_after_a_step_uses_only_the_new_weights(rank: int, world: int) -> None:
     """All units stay gathered while a step doubles all weights. The backward then multiplies by the whole new weights."""
     torch.manual_seed(3)
     ours: Any = nn.Sequential(*(nn.Linear(257, 257, bias=False) for _ in range(3)))
@@ -219,12 +215,8 @@ def steps_before_backward(rank: int, world: int) -> None:
     torch.testing.assert_close(x.grad, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_backward_after_a_step_uses_only_the_new_weights(world: int) -> None:
-    run_gloo(world, steps_before_backward)
-
-
-def materialised(rank: int, world: int) -> None:
+@on_processes(3)
+def test_shards_from_meta_or_cast_later_live_in_their_buffers(rank: int, world: int) -> None:
     """Materialise from the meta device, and cast after a step. The pool knows the new buffers and hands on their memory."""
     with torch.device("meta"):
         ours: Any = Blocks()
@@ -244,11 +236,8 @@ def materialised(rank: int, world: int) -> None:
             assert len(group.gathered.pool._users[group.gathered.buffer.key]) == 3  # type: ignore[union-attr]
 
 
-def test_shards_from_meta_or_cast_later_live_in_their_buffers() -> None:
-    run_gloo(3, materialised)
-
-
-def writes(rank: int, world: int) -> str:
+@on_processes(2)
+def test_writing_to_gathered_parameters_is_refused(rank: int, world: int) -> None:
     ours, _ = pair()
     before = ours.layers[1][0].bias.full_tensor()
     ours(given(rank, 0))
@@ -260,14 +249,10 @@ def writes(rank: int, world: int) -> str:
     assert "write to the sharded parameters" in str(caught.value) and "layers.1.0.weight. " in str(caught.value)
     assert torch.equal(ours.layers[1][0].bias.full_tensor(), before)
     ours(given(rank, 0)).sum().backward()  # and training goes on
-    return str(caught.value)
 
 
-def test_writing_to_gathered_parameters_is_refused() -> None:
-    run_gloo(2, writes)
-
-
-def bounds_norms(rank: int, world: int) -> None:
+@on_processes(2)
+def test_embedding_max_norm_writes_are_discarded_as_with_torch(rank: int, world: int) -> None:
     torch.manual_seed(2)
     ours: Any = nn.Sequential(nn.Embedding(700, 128, max_norm=0.5), nn.Linear(128, 2))
     theirs = copy.deepcopy(ours)
@@ -283,11 +268,8 @@ def bounds_norms(rank: int, world: int) -> None:
         torch.testing.assert_close(p.full_tensor(), q.full_tensor(), rtol=1e-5, atol=1e-7)
 
 
-def test_embedding_max_norm_writes_are_discarded_as_with_torch() -> None:
-    run_gloo(2, bounds_norms)
-
-
-def moved(rank: int, world: int) -> None:
+@on_processes(2)
+def test_shards_may_be_cast_written_and_moved_away(rank: int, world: int) -> None:
     """After casts, loads, sharing of memory and debug mode, the values are right wherever the shards are."""
     ours, alone = pair(how=lambda module: module)
     x = given(rank, 0)
@@ -324,20 +306,29 @@ def moved(rank: int, world: int) -> None:
     same()
 
 
-def test_shards_may_be_cast_written_and_moved_away() -> None:
-    run_gloo(2, moved)
-
-
 ROUTES = [
-    behaviour.unused_and_frozen, behaviour.toggled, behaviour.several_calls, behaviour.changing_orders, behaviour.siamese,
-    behaviour.evaluation_between, behaviour.written_by_hand, behaviour.chunked_loss, behaviour.other_method, behaviour.structured,
-    behaviour.recomputed_outside, behaviour.accumulate, behaviour.prefetch_lists, behaviour.unsharding, behaviour.in_backward_optimizer,
-    behaviour.cast_whole, behaviour.recovers,
-]  # fmt: skip
+    behaviour.test_unused_and_frozen_parameters_keep_no_gradient,
+    behaviour.test_requires_grad_may_be_switched_between_steps,
+    behaviour.test_a_model_may_run_several_times_before_backward,
+    behaviour.test_the_order_of_units_may_change_from_step_to_step,
+    behaviour.test_units_with_open_backward_share_no_buffers_with_others,
+    behaviour.test_forward_always_uses_the_newest_parameters,
+    behaviour.test_parameters_may_be_written_or_loaded_between_forwards,
+    behaviour.test_a_list_of_modules_is_one_unit_and_may_run_in_parts,
+    behaviour.test_another_method_can_be_a_forward,
+    behaviour.test_inputs_and_outputs_may_be_nested,
+    behaviour.test_checkpoints_may_span_several_units,
+    behaviour.test_gradients_accumulate_without_communication,
+    behaviour.test_prefetch_lists_change_nothing_but_the_order,
+    behaviour.test_manual_unshard_and_reshard_swap_the_parameters,
+    behaviour.test_hooks_on_sharded_parameters_run_when_gradients_arrive,
+    behaviour.test_casting_the_model_casts_its_shards,
+    behaviour.test_after_an_exception_a_step_can_be_repeated,
+]
 
 
-def with_small_ranges(rank: int, world: int, routes: Sequence[Callable[[int, int], Any]]) -> int:
-    """Make every buffer an address range, regardless of size. Returns the number of shards that lived in one."""
+def with_small_ranges(rank: int, world: int, routes: Sequence[Any]) -> int:
+    """Run these tests' functions with every buffer in an address range, regardless of size. Return how many shards lived in one."""
     resident, count = Buffer.resident, 0
 
     def counted(buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:
@@ -347,10 +338,17 @@ def with_small_ranges(rank: int, world: int, routes: Sequence[Callable[[int, int
 
     with patch.object(Buffer, "resident", counted), patch.object(memory, "MAPPED_BYTES", 0):
         for route in routes:
-            route(rank, world)
+            route.__wrapped__(rank, world)
     return count
 
 
-@pytest.mark.parametrize(("world", "routes"), [(2, ROUTES), (3, [behaviour.state, behaviour.divide_factor]), (4, [behaviour.hsdp])])
-def test_scenarios_of_other_files_pass_with_resident_shards(world: int, routes: list[Callable[[int, int], Any]]) -> None:
+AMONG_THREE = [
+    behaviour.test_state_dicts_are_views_and_load_from_sharded_or_full,
+    behaviour.test_the_divide_factor_is_torchs,
+]
+AMONG_FOUR = [behaviour.test_hsdp_shards_inside_and_sums_over_replicas]
+
+
+@pytest.mark.parametrize(("world", "routes"), [(2, ROUTES), (3, AMONG_THREE), (4, AMONG_FOUR)])
+def test_scenarios_of_other_files_pass_with_resident_shards(world: int, routes: list[Any]) -> None:
     assert min(run_gloo(world, with_small_ranges, routes, timeout=110)) >= len(routes)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from tests.fsdp.test_fsdp_resident import CPU, Blocks, given, pair, pytestmark  # noqa: F401 (marks this file)
 from tests.fsdp.units import unit_of
-from tests.ranks import run_gloo
+from tests.ranks import on_processes, run_gloo
 from vescale_ray.fsdp import memory
 from vescale_ray.fsdp.address_range import protect
 from vescale_ray.fsdp.memory import MAPPED_BYTES, Buffer
@@ -83,6 +83,7 @@ def writes_of_all(rank: int, world: int) -> None:
 
     kinds: list[dict[str, Any]] = [{"foreach": True}, {"foreach": False}, {"fused": True}]
     for options in kinds:
+
         def step(parameters: list[Any], options: dict[str, Any] = options) -> None:
             for parameter in parameters:
                 parameter.grad = torch.sin(parameter.detach() * 100)
@@ -156,21 +157,20 @@ def gathered_writes(rank: int, world: int) -> None:
         torch.autograd.grad(out.sum(), x, create_graph=True)
 
 
-def all_of_them(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@on_processes()
+def test_writes_while_gathered_reach_all_ranks_or_raise(rank: int, world: int) -> None:
     local_writes(rank, world)
     writes_of_all(rank, world)
     gathered_writes(rank, world)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_writes_while_gathered_reach_all_ranks_or_raise(world: int) -> None:
-    run_gloo(world, all_of_them)
-
-
 # -- saving ----------------------------------------------------------------------------------------------------------------
 
 
-def saved_by_torch(rank: int, world: int, folder: str) -> None:
+@pytest.mark.slow
+@on_processes(2)
+def test_background_dcp_save_holds_a_single_step(rank: int, world: int, tmp_path: Path) -> None:
     """DCP saves in the background, beginning while the root is gathered; training goes on meanwhile."""
     ours, _ = pair()
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
@@ -179,27 +179,23 @@ def saved_by_torch(rank: int, world: int, folder: str) -> None:
     expected = _plain(ours)
     with torch.no_grad():
         ours(given(rank, 1))
-    saving = dcp.async_save(ours.state_dict(), checkpoint_id=folder)
+    saving = dcp.async_save(ours.state_dict(), checkpoint_id=str(tmp_path))
     for index in range(3):
         ours(given(rank, index)).sum().backward()
         optimizer.step()
     saving.result()  # type: ignore[union-attr]
     state = ours.state_dict()
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=str(tmp_path))
     for name, value in expected.state_dict().items():
         assert torch.equal(state[name].full_tensor(), value)
     torch.testing.assert_close(ours(given(rank, 2)), expected(given(rank, 2)), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_background_dcp_save_holds_a_single_step(tmp_path: Path) -> None:
-    run_gloo(2, saved_by_torch, str(tmp_path))
-
-
 # -- exceptions ------------------------------------------------------------------------------------------------------------
 
 
-def dropped_in_backward(rank: int, world: int) -> None:
+@on_processes(2, timeout=20)
+def test_model_dropped_mid_backward_does_not_block_the_next(rank: int, world: int) -> None:
     """A backward raises while gathers and reductions are running.
 
     The model is dropped without a reset, and a new one is built.
@@ -230,10 +226,6 @@ def dropped_in_backward(rank: int, world: int) -> None:
     model = build()
     model(x).sum().backward()
     assert model[0].weight.grad is not None
-
-
-def test_model_dropped_mid_backward_does_not_block_the_next() -> None:
-    run_gloo(2, dropped_in_backward, timeout=20)
 
 
 # -- limits of the kernel --------------------------------------------------------------------------------------------------

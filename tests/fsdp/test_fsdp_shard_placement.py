@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.fsdp.transformer import apart, full, part
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_processes, on_threads, run_gloo, run_threads
 from vescale_ray import RaggedDTensor, explain, fully_shard
 from vescale_ray.optim import clip_grad_norm_
 
@@ -150,7 +150,8 @@ class Uneven(nn.Module):
         return self.b(self.a(x).tanh()) + self.empty.sum()
 
 
-def uneven(rank: int, world: int, root: str) -> None:
+@on_processes(3)
+def test_uneven_rows_train_checkpoint_and_cast(rank: int, world: int, tmp_path: Any) -> None:
     base = seeded(Uneven())
     ours, plain = fully_shard(copy.deepcopy(base), shard_placement_fn=first), copy.deepcopy(base)
     x = torch.randn(2 * world, 6, generator=torch.Generator().manual_seed(1))
@@ -162,10 +163,10 @@ def uneven(rank: int, world: int, root: str) -> None:
             assert apart(full(p.grad), q.grad) <= 1e-5, name
     # torch's own DCP and state dicts handle such parameters.
     state = {"model": ours.state_dict()}
-    dcp.save(state, checkpoint_id=root)
+    dcp.save(state, checkpoint_id=str(tmp_path))
     other = fully_shard(Uneven())
     loaded = {"model": other.state_dict()}
-    dcp.load(loaded, checkpoint_id=root)
+    dcp.load(loaded, checkpoint_id=str(tmp_path))
     other.load_state_dict(loaded["model"])
     for p, q in zip(other.parameters(), base.parameters(), strict=True):
         assert torch.equal(full(p), q)
@@ -174,11 +175,8 @@ def uneven(rank: int, world: int, root: str) -> None:
     assert torch.allclose(ours(x.double()).float(), base(x))
 
 
-def test_uneven_rows_train_checkpoint_and_cast(tmp_path: Any) -> None:
-    run_gloo(3, uneven, str(tmp_path))
-
-
-def from_meta(rank: int, world: int) -> None:
+@on_threads(2)
+def test_model_from_the_meta_device_takes_values_and_trains(rank: int, world: int) -> None:
     with torch.device("meta"):
         model = Model()
     shard(model, fully_shard, shard_placement_fn=largest)
@@ -190,10 +188,6 @@ def from_meta(rank: int, world: int) -> None:
     assert all(torch.all(full(p) == torch.tensor(0.01 * i)) for i, p in enumerate(model.parameters()))
 
 
-def test_model_from_the_meta_device_takes_values_and_trains() -> None:
-    run_threads(2, from_meta)
-
-
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +197,11 @@ class Words(nn.Module):
         return self.head(torch.tanh(self.between(self.embed(x))))
 
 
-def tied_later(rank: int, world: int, dtype: torch.dtype | None, reshard: bool, units: int) -> None:
+@pytest.mark.parametrize(("dtype", "reshard", "units"), [(None, True, 3), (None, False, 3), (torch.bfloat16, True, 3), (None, True, 1)])
+@on_threads(2)
+def test_weights_with_uneven_rows_may_be_tied_after_sharding(
+    rank: int, world: int, dtype: torch.dtype | None, reshard: bool, units: int
+) -> None:
     plain, model = seeded(Words()), seeded(Words())
     options: dict[str, Any] = {"shard_placement_fn": lambda p: Shard(0), "reshard_after_forward": reshard}
     if dtype is not None:
@@ -233,8 +231,3 @@ def tied_later(rank: int, world: int, dtype: torch.dtype | None, reshard: bool, 
         assert model.head.weight is model.embed.weight
         if dtype is None:
             assert apart(full(model.embed.weight), plain.embed.weight) <= 1e-4
-
-
-@pytest.mark.parametrize(("dtype", "reshard", "units"), [(None, True, 3), (None, False, 3), (torch.bfloat16, True, 3), (None, True, 1)])
-def test_weights_with_uneven_rows_may_be_tied_after_sharding(dtype: torch.dtype | None, reshard: bool, units: int) -> None:
-    run_threads(2, tied_later, dtype, reshard, units)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from tests.fsdp.test_fsdp_behaviour import Tower, grads, inputs, same, seeded
 from tests.fsdp.transformer import full
 from tests.fsdp.units import unit_of
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_threads, run_gloo, run_threads
 from vescale_ray.fsdp import Sharding, explain, fully_shard
 
 WAYS: dict[str, tuple[tuple[int, ...], tuple[str, ...], Sharding]] = {
@@ -136,7 +136,8 @@ def test_sharding_sets_kept_memory_and_gather_group_size() -> None:
         assert master >= numel
 
 
-def interrupted(rank: int, world: int) -> None:
+@on_threads(4)
+def test_kept_parameters_follow_writes_loads_and_casts(rank: int, world: int) -> None:
     """Kept parameters follow every way of writing them."""
     model = shard(seeded(Tower), "zero2")
     x = inputs(rank, world, 0, rows=24)
@@ -172,11 +173,9 @@ def interrupted(rank: int, world: int) -> None:
     model(x).sum().backward()
 
 
-def test_kept_parameters_follow_writes_loads_and_casts() -> None:
-    run_threads(4, interrupted)
-
-
-def local_writes(rank: int, world: int, way: str) -> None:
+@pytest.mark.parametrize("way", ["zero1", "hsdp, sharded optimizer"])
+@on_threads(4)
+def test_write_to_the_local_tensor_of_kept_parameters_is_refused(rank: int, world: int, way: str) -> None:
     """One rank may write its local tensors alone, so such writes can't make all ranks gather again."""
     model = shard(seeded(Tower), way)
     x = inputs(rank, world, 0, rows=24)
@@ -193,12 +192,8 @@ def local_writes(rank: int, world: int, way: str) -> None:
     assert torch.allclose(model(x), plain(x), atol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["zero1", "hsdp, sharded optimizer"])
-def test_write_to_the_local_tensor_of_kept_parameters_is_refused(way: str) -> None:
-    run_threads(4, local_writes, way)
-
-
-def refusals(rank: int, world: int) -> None:
+@on_threads(2)
+def test_sharding_that_does_not_fit_the_mesh_is_refused(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     with pytest.raises(ValueError, match="the mesh has replicate, shard"):
         fully_shard(Tower(), mesh=mesh, sharding=Sharding.zero3("rows"))
@@ -208,10 +203,6 @@ def refusals(rank: int, world: int) -> None:
         fully_shard(Tower(), mesh=mesh, sharding=Sharding.zero3(), reshard_after_forward=2)
     with pytest.raises(ValueError, match="gradients are sharded over 'shard' but optimizer are not"):
         Sharding((), "shard", ())
-
-
-def test_sharding_that_does_not_fit_the_mesh_is_refused() -> None:
-    run_threads(2, refusals)
 
 
 def beside_others(rank: int, world: int, shape: tuple[int, ...], options: dict[str, Any]) -> None:

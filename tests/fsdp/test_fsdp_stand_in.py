@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from tests.ranks import run_gloo
+from tests.ranks import on_processes
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.fsdp import FSDPModule, stand_in_for_torch
 
@@ -150,7 +150,8 @@ def trainer(_rank: int, _world: int) -> dict[str, Any]:
     }
 
 
-def both(rank: int, world: int) -> bool:
+@on_processes(2)
+def test_fsdp2_trainer_loads_trains_and_saves_alike_on_stand_in(rank: int, world: int) -> None:
     names = [(torch_fsdp, "fully_shard"), (torch_fsdp, "share_comm_ctx"), (torch_tensor, "distribute_tensor")]
     own = [getattr(module, name) for module, name in names] + [_state_dict_utils._distribute_tensors]
     theirs = trainer(rank, world)
@@ -168,8 +169,3 @@ def both(rank: int, world: int) -> bool:
         assert our_states["param_groups"] == states["param_groups"]
         found, expected = (our_parameters, our_states["state"], our_loss), (parameters, states["state"], loss)
         torch.testing.assert_close(found, expected, msg=lambda message, way=way: f"{way}: {message}")  # type: ignore[misc]
-    return True
-
-
-def test_fsdp2_trainer_loads_trains_and_saves_alike_on_stand_in() -> None:
-    assert all(run_gloo(2, both))

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 
 from tests.fsdp.test_fsdp_behaviour import Tower, grads, inputs, same, seeded, shard_tower
 from tests.fsdp.units import unit_of
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_processes, on_threads, run_threads
 from vescale_ray.fsdp import Sharding, comm, memory
 from vescale_ray.fsdp.delivery import Delivery
 from vescale_ray.fsdp.division import Chunks
@@ -241,7 +241,8 @@ def test_the_checker_finds_a_gather_into_unreduced_gradients(streams, monkeypatc
     assert any(races for races, *_ in run_threads(2, train, streams, {}))
 
 
-def train_with_frozen_groups(rank, world, streams):
+@on_threads(2)
+def test_the_gathers_of_a_units_groups_are_one_call(rank, world, streams):
     """Train with two groups in each unit, whose all-gathers are one call."""
     here = streams()
     models = seeded(Tower), seeded(Tower)
@@ -254,16 +255,12 @@ def train_with_frozen_groups(rank, world, streams):
             model.zero_grad()
             model(inputs(r, w, step)).square().mean().backward()
         same(grads(ours), grads(alone))
-    return here.races(), here.together
+    assert here.races() == []
+    assert len(here.together) >= 5 * 3 and set(here.together) == {2}
 
 
-def test_the_gathers_of_a_units_groups_are_one_call(streams):
-    for races, together in run_threads(2, train_with_frozen_groups, streams):
-        assert races == []
-        assert len(together) >= 5 * 3 and set(together) == {2}
-
-
-def many(rank, world):
+@on_processes(2)
+def test_gloo_runs_several_gathers_in_one_call(rank, world):
     inputs = [torch.full((n,), float(rank * 10 + n)) for n in (3, 5)]
     outputs = [torch.empty(world * n) for n in (3, 5)]
     world_group = dist.group.WORLD
@@ -271,7 +268,3 @@ def many(rank, world):
     comm.all_gather_many(list(zip(outputs, inputs, strict=True)), group=world_group)
     for n, out in zip((3, 5), outputs, strict=True):
         assert torch.equal(out, torch.cat([torch.full((n,), float(r * 10 + n)) for r in range(world)]))
-
-
-def test_gloo_runs_several_gathers_in_one_call():
-    run_gloo(2, many)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_processes, run_gloo, run_threads
 from vescale_ray.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 WIDTH = 16
@@ -159,7 +159,8 @@ def test_each_option_trains_as_torchs_fully_shard(case: str) -> None:
     (run_gloo if "group" in case else run_threads)(2, alike, case)
 
 
-def ignores(rank: int, world: int) -> None:
+@on_processes(2)
+def test_ignored_parameters_are_left_alone(rank: int, world: int) -> None:
     """Ignored parameters are not sharded, moved or reduced, both in their own units and in outer ones."""
     for how in (fully_shard, torch_fully_shard):
         model = Adapted()
@@ -175,7 +176,3 @@ def ignores(rank: int, world: int) -> None:
             dist.all_reduce(mean)
             expected = p.grad if q[1] in ignored else mean / world
             torch.testing.assert_close(full(q[1].grad), expected, msg=name)
-
-
-def test_ignored_parameters_are_left_alone() -> None:
-    run_gloo(2, ignores)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
 
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_processes, on_threads, run_gloo, run_threads
 from vescale_ray import fully_shard
 from vescale_ray.fsdp import OrderError, set_debug
 from vescale_ray.optim import Flat, clip_grad_norm_
@@ -259,7 +259,8 @@ def test_gloo_trains_every_other_case_as_one() -> None:
     run_gloo(4, trains_all, ["plain", *(name for name in CASES if "replicas" in name and name not in REPLICAS_ON_GLOO)])
 
 
-def whose_hooks_step(rank: int, world: int) -> None:
+@on_threads(3)
+def test_hooks_are_called_on_all_ranks_once_for_each_gradient(rank: int, world: int) -> None:
     """A hook on each sharded parameter steps its optimizer in backward, also if the gradient comes late."""
     ours, alone = plain(model()), model()
     held = list(ours.parameters())
@@ -287,11 +288,8 @@ def whose_hooks_step(rank: int, world: int) -> None:
             assert torch.allclose(whole(p), q, rtol=1e-7, atol=1e-7), step
 
 
-def test_hooks_are_called_on_all_ranks_once_for_each_gradient() -> None:
-    run_threads(3, whose_hooks_step)
-
-
-def asks(rank: int, world: int) -> None:
+@on_processes(2)
+def test_ranks_ask_once_per_backward_and_wait_only_for_gaps(rank: int, world: int) -> None:
     """Count the exchanges and the waits. A rank waits only if it may receive a gradient."""
     asked: list[list[int]] = []
     waits: list[int] = []
@@ -339,11 +337,8 @@ def asks(rank: int, world: int) -> None:
         assert asked == [[2, 2]], "units of one parameter: some rank may not have used it"
 
 
-def test_ranks_ask_once_per_backward_and_wait_only_for_gaps() -> None:
-    run_gloo(2, asks)
-
-
-def after_an_exception(rank: int, world: int) -> None:
+@on_threads(2)
+def test_a_backward_that_failed_leaves_nothing_behind(rank: int, world: int) -> None:
     ours, alone = plain(model()), model()
     x = data(0, 0, rank).requires_grad_()
     out = ours(x, chosen(0, 0, rank))
@@ -359,11 +354,8 @@ def after_an_exception(rank: int, world: int) -> None:
         assert torch.allclose(whole(p.grad), q.grad, rtol=1e-9, atol=1e-9)
 
 
-def test_a_backward_that_failed_leaves_nothing_behind() -> None:
-    run_threads(2, after_an_exception)
-
-
-def drops_a_gradient(rank: int, world: int) -> None:
+@on_processes(2)
+def test_debug_mode_names_a_gradient_present_on_some_ranks_only(rank: int, world: int) -> None:
     set_debug(True)
     try:
         ours = plain(model())
@@ -380,10 +372,6 @@ def drops_a_gradient(rank: int, world: int) -> None:
         set_debug(False)
 
 
-def test_debug_mode_names_a_gradient_present_on_some_ranks_only() -> None:
-    run_gloo(2, drops_a_gradient)
-
-
 class Partly(Model):
     """A model in which rank 1 uses no parameter of the second block in its forward, and none of the root's own."""
 
@@ -393,7 +381,8 @@ class Partly(Model):
         return x if rank == 1 else torch.stack([self.heads[i](x) for i in which]).sum(0)
 
 
-def uses_nothing_of_units(rank: int, world: int) -> None:
+@on_processes(2)
+def test_rank_that_uses_nothing_of_a_unit_joins_its_reduction(rank: int, world: int) -> None:
     """Run one forward or two before a backward. With two, some gradients come in its second part, and the ranks differ in which."""
     for forwards in (1, 2):
         ours, alone = model(), model()
@@ -416,11 +405,8 @@ def uses_nothing_of_units(rank: int, world: int) -> None:
         assert all(p.grad is None for p in ours.parameters())
 
 
-def test_rank_that_uses_nothing_of_a_unit_joins_its_reduction() -> None:
-    run_gloo(2, uses_nothing_of_units)
-
-
-def leaves_a_unit_out(rank: int, world: int) -> None:
+@on_processes(2)
+def test_debug_mode_names_a_unit_left_out_of_a_ranks_graph(rank: int, world: int) -> None:
     """The one case that still fails; see docs/reference/fully-shard.md."""
     set_debug(True)
     try:
@@ -432,7 +418,3 @@ def leaves_a_unit_out(rank: int, world: int) -> None:
             ours(data(0, 0, rank), (0,)).square().mean().backward()
     finally:
         set_debug(False)
-
-
-def test_debug_mode_names_a_unit_left_out_of_a_ranks_graph() -> None:
-    run_gloo(2, leaves_a_unit_out)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks import run_threads
+from tests.ranks import on_threads
 from vescale_ray.fsdp import MixedPrecisionPolicy, fully_shard
 
 WAYS: dict[str, Callable[[Any], Any]] = {
@@ -25,12 +25,8 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "cast to bfloat16"])
-def test_a_write_to_a_sharded_parameter_reaches_the_next_forward(dtype: torch.dtype | None) -> None:
-    for seen in run_threads(2, _ways_seen, dtype):
-        assert seen == dict.fromkeys(WAYS, True)
-
-
-def _ways_seen(rank: int, world: int, dtype: torch.dtype | None) -> dict[str, bool]:
+@on_threads(2)
+def test_a_write_to_a_sharded_parameter_reaches_the_next_forward(rank: int, world: int, dtype: torch.dtype | None) -> None:
     seen = {}
     for way, write in WAYS.items():
         torch.manual_seed(0)
@@ -44,4 +40,4 @@ def _ways_seen(rank: int, world: int, dtype: torch.dtype | None) -> dict[str, bo
                 write(parameter)
         # Doubling is exact in every floating-point format.
         seen[way] = torch.equal(model(x).detach().float(), 4 * before)
-    return seen
+    assert seen == dict.fromkeys(WAYS, True)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_threads, run_gloo, run_threads
 from vescale_ray.compat.fsdp import ProcessGroupAllocReduceScatter
 from vescale_ray.errors import BadArgument
 from vescale_ray.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -130,7 +130,8 @@ def test_divided_and_kept_gradients_equal_those_of_one_rank():
     same([*run_threads(2, scaled), *run_threads(3, scaled)], expected[0])
 
 
-def refusals(rank, world):
+@on_threads(2)
+def test_ordered_reduction_refuses_replicas_and_custom_scatters(rank, world):
     model = fully_shard(build(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
     with pytest.raises(BadArgument, match="can't be summed in a fixed order with a mesh of replicas"):
         model.set_ordered_reduction()
@@ -143,8 +144,3 @@ def refusals(rank, world):
     with pytest.raises(PhaseError, match="set its order of summation between steps"):
         model(micro_batch(0), True)
     handle.remove()
-    return True
-
-
-def test_ordered_reduction_refuses_replicas_and_custom_scatters():
-    assert all(run_threads(2, refusals))

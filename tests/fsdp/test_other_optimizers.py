@@ -17,7 +17,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tests.ranks import run_gloo
+from tests.ranks import on_processes, run_gloo
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.fsdp import stand_in_for_torch
 
@@ -188,21 +188,15 @@ def compare(rank: int, world: int, make: Make, names: tuple[str, ...], width: in
     assert len(set(expected["one process"])) == STEPS + 1, "it trains"
 
 
-def ours(rank: int, world: int, kind: type[Steps]) -> None:
+@pytest.mark.parametrize("kind", [StatesFromLocal, WholeInPlace, ThereAndBack, PlainAndBack, ThroughRows])
+@on_processes(2, timeout=120)
+def test_third_party_style_optimizer_trains_as_over_fsdp2(rank: int, world: int, kind: type[Steps]) -> None:
     compare(rank, world, kind, ("ours", "plain shards"))
 
 
-@pytest.mark.parametrize("kind", [StatesFromLocal, WholeInPlace, ThereAndBack, PlainAndBack, ThroughRows])
-def test_third_party_style_optimizer_trains_as_over_fsdp2(kind: type[Steps]) -> None:
-    run_gloo(2, ours, kind, timeout=120)
-
-
-def shards(rank: int, world: int) -> None:
+@on_processes(2)
+def test_shard_exchanging_optimizer_trains_over_plain_shards(rank: int, world: int) -> None:
     compare(rank, world, ExchangedShards, ("plain shards",))
-
-
-def test_shard_exchanging_optimizer_trains_over_plain_shards() -> None:
-    run_gloo(2, shards)
 
 
 def packaged(rank: int, world: int, module: str, name: str, width: int) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 from tests.optim.optim_support import Collectives, State, Weights, full_state, give_gradients, noise, same, sharded, straddles, train
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_processes, on_threads, run_threads
 from vescale_ray import Block, RaggedShard, distribute_tensor
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.optim import AdamW8bit
@@ -180,7 +180,8 @@ def test_states_on_2d_meshes_equal_those_of_the_whole_tensor(block: Any) -> None
         assert not same(state, full_state(model, optimizer))
 
 
-def _communication(rank: int, world: int) -> tuple[list[str], list[str]]:
+@on_processes(2)
+def test_a_step_communicates_nothing(rank: int, world: int) -> None:
     model = sharded(SHAPES, world, AdamW8bit.block_policy())
     optimizer = AdamW8bit(model.named_parameters(), **HOW)
     give_gradients(model, 1)
@@ -188,12 +189,7 @@ def _communication(rank: int, world: int) -> tuple[list[str], list[str]]:
         optimizer.step()
     with Collectives() as control:
         dist.all_reduce(torch.ones(2))
-    return stepping.seen, control.seen
-
-
-def test_a_step_communicates_nothing() -> None:
-    for stepping, control in run_gloo(2, _communication):
-        assert not stepping and len(control) == 1
+    assert not stepping.seen and len(control.seen) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------- near FP32's
@@ -337,7 +333,8 @@ def test_nan_gradient_spoils_its_own_block_only() -> None:
 # ------------------------------------------------------------------------------------------------ construction and refusals
 
 
-def _policies(rank: int, world: int) -> None:
+@on_threads(3)
+def test_cut_inside_a_block_is_refused_and_policy_prevents_it(rank: int, world: int) -> None:
     shapes = {"w": (100, 60), "v": (70, 97)}
     uncut = sharded(shapes, world, lambda name, p: Block.rows(1))
     inside = r"parameter w of shape \(100, 60\): a shard boundary lies at element \d+, inside a block \(tile 32x32"
@@ -359,10 +356,6 @@ def _policies(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match="2 of 2 parameters .* build the optimizer after fully_shard"):
         AdamW8bit(early)
     AdamW8bit(original.parameters(), block=500)
-
-
-def test_cut_inside_a_block_is_refused_and_policy_prevents_it() -> None:
-    run_threads(3, _policies)
 
 
 @pytest.mark.parametrize(

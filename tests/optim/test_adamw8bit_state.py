@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from tests.optim.optim_support import State, Weights, full_state, give_gradients, noise, same, sharded, train
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_threads, run_gloo, run_threads
 from vescale_ray import checkpoint
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.optim import SOAP, AdamW8bit, Shampoo, clip_grad_norm_
@@ -166,7 +166,8 @@ def test_copies_and_pickles_step_like_the_original() -> None:
     assert not same(full_state(model, optimizer), full_state(twin, other))
 
 
-def _one_bad_rank(rank: int, world: int) -> None:
+@on_threads(3)
+def test_all_ranks_see_one_ranks_inf_gradient_before_the_step(rank: int, world: int) -> None:
     kinds: list[tuple[Any, dict[str, Any]]] = [(AdamW8bit, {"min_8bit_numel": 1}), (Shampoo, {}), (SOAP, {})]
     for kind, options in kinds:
         model = sharded({"w": (64, 64)}, world, AdamW8bit.block_policy("tile 8x8", 1))
@@ -181,10 +182,6 @@ def _one_bad_rank(rank: int, world: int) -> None:
             clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
             optimizer.step()
         assert not same(full_state(model, optimizer), before)
-
-
-def test_all_ranks_see_one_ranks_inf_gradient_before_the_step() -> None:
-    run_threads(3, _one_bad_rank)
 
 
 def _agreed(rank: int, world: int) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dtensor.layouts import Case, hsdp, one_dim_mesh, ragged
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_threads, run_gloo, run_threads
 from vescale_ray.dtensor import RaggedDTensor, distribute_tensor
 from vescale_ray.optim.agree import Agreement, Decision, DisagreementError
 
@@ -24,14 +24,6 @@ def parameters(rank, world):
     for p in made:
         p.grad = RaggedDTensor.from_spec(torch.ones_like(p._local_tensor), p._spec)
     return made
-
-
-def missing(rank, world, where):
-    made = parameters(rank, world)
-    for r, index in where:
-        if rank == r:
-            made[index].grad = None
-    return Agreement(made).decide()
 
 
 EVERYWHERE = [(r, 1) for r in range(3)]
@@ -49,8 +41,13 @@ EVERYWHERE = [(r, 1) for r in range(3)]
         ([(0, 2), (1, 2)], Decision((True, True, False), (2,), True)),
     ],
 )
-def test_all_ranks_decide_alike_on_a_gradient_missing_on_some(where, expected):
-    assert run_threads(3, missing, where) == [expected] * 3
+@on_threads(3)
+def test_all_ranks_decide_alike_on_a_gradient_missing_on_some(rank, world, where, expected):
+    made = parameters(rank, world)
+    for r, index in where:
+        if rank == r:
+            made[index].grad = None
+    assert Agreement(made).decide() == expected
 
 
 def poisoned(rank, world, who, value):
@@ -84,14 +81,11 @@ def test_agreement_covers_replicas_and_lone_plain_tensors():
     assert Agreement([lonely]).decide() == Decision((True,), (), False)
 
 
-def strays(rank, world):
+@on_threads(3)
+def test_agreement_refuses_ranks_with_different_parameters(rank, world):
     made = parameters(rank, world)
     with pytest.raises(DisagreementError, match="hold different parameters .* on every rank"):
         Agreement(made[: 2 if rank else 3]).decide()
-
-
-def test_agreement_refuses_ranks_with_different_parameters():
-    run_threads(3, strays)
 
 
 def stays_away(rank, world):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from tests.dtensor.layouts import one_dim_mesh, whole
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_threads, run_gloo, run_threads
 from vescale_ray.config import load_config
 from vescale_ray.fsdp import fully_shard
 from vescale_ray.geometry import Block
@@ -117,7 +117,8 @@ def test_each_parameter_gets_the_block_that_its_optimizer_needs(settings: dict[s
         routing.block_policy("w", nn.Parameter(torch.zeros(2, 2)))
 
 
-def whole_matrices(rank: int, world: int) -> tuple[int, bool]:
+@on_threads(3)
+def test_muon_sends_nothing_for_whole_matrices(rank: int, world: int) -> None:
     model = llama()
     config = OptimizerConfig("muon", whole_matrices=True)
     routing = route_parameters(model, config)
@@ -126,11 +127,7 @@ def whole_matrices(rank: int, world: int) -> tuple[int, bool]:
     fully_shard(model, mesh=one_dim_mesh(world), block_policy=routing.block_policy)
     combined: Any = build_optimizer(model, config, log=None)
     (itinerary,) = combined.optimizers[0].itineraries
-    return itinerary.collectives, all(len(job.cuts) == 1 for job in itinerary.jobs)
-
-
-def test_muon_sends_nothing_for_whole_matrices() -> None:
-    assert run_threads(3, whole_matrices) == [(0, True)] * 3
+    assert itinerary.collectives == 0 and all(len(job.cuts) == 1 for job in itinerary.jobs)
 
 
 def test_the_table_is_printed_and_patterns_overrule_roles(capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,7 +220,10 @@ def test_adamw_with_precreated_states_steps_as_torchs(options: dict[str, Any]) -
         assert mine.keys() == its.keys() and all(torch.equal(mine[k], its[k]) for k in mine)
 
 
-def states_of_a_sharded_model(rank: int, world: int, options: dict[str, Any], zeroed: bool) -> None:
+@pytest.mark.parametrize("zeroed", [True, False])
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"foreach": True}], ids=str)
+@on_threads(3)
+def test_states_made_like_the_first_parameters_match_torchs(rank: int, world: int, options: dict[str, Any], zeroed: bool) -> None:
     model: Any = llama()
     mesh = one_dim_mesh(world)
     for layer in model.layers:
@@ -246,12 +246,6 @@ def states_of_a_sharded_model(rank: int, world: int, options: dict[str, Any], ze
                 assert mine[key]._spec == value._spec and mine[key]._local_tensor.shape == value._local_tensor.shape
     steps = [id(built.state[p]["step"]) for p in model.parameters()]
     assert len(set(steps)) == len(steps), "each counts its own steps"
-
-
-@pytest.mark.parametrize("zeroed", [True, False])
-@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"foreach": True}], ids=str)
-def test_states_made_like_the_first_parameters_match_torchs(options: dict[str, Any], zeroed: bool) -> None:
-    run_threads(3, states_of_a_sharded_model, options, zeroed)
 
 
 def test_a_run_s_configuration_says_which_optimizer() -> None:
@@ -442,7 +436,13 @@ def local_agreement(rank: int, world: int, agree: bool) -> list[bool]:
     return [not torch.equal(whole(p.detach()), b) for p, b in zip(model.parameters(), before, strict=True)]
 
 
-def one_asks(rank: int, world: int, policy: str) -> tuple[list[bool], str]:
+EXPECTED = [("skip", (False, "")), ("raise", (False, "NonFiniteGradients")), ("propagate", (True, ""))]
+
+
+@pytest.mark.filterwarnings("ignore:a gradient holds NaN")
+@pytest.mark.parametrize(("policy", "expected"), EXPECTED)
+@on_threads(2)
+def test_nan_policy_of_one_part_holds_for_all_parts(rank: int, world: int, policy: str, expected: tuple[bool, str]) -> None:
     """Only the 8-bit part has a policy for NaN, but the NaN is in the AdamW part, on one rank."""
     model = llama()
     config = OptimizerConfig("adamw8bit", options={"nonfinite": policy, "min_8bit_numel": 1, "block": 8})
@@ -461,17 +461,8 @@ def one_asks(rank: int, world: int, policy: str) -> tuple[list[bool], str]:
         optimizer.step()
     except RuntimeError as error:
         told = type(error).__name__
-    return [not torch.equal(whole(p.detach()), b) for p, b in zip(model.parameters(), before, strict=True)], told
-
-
-EXPECTED = [("skip", (False, "")), ("raise", (False, "NonFiniteGradients")), ("propagate", (True, ""))]
-
-
-@pytest.mark.filterwarnings("ignore:a gradient holds NaN")
-@pytest.mark.parametrize(("policy", "expected"), EXPECTED)
-def test_nan_policy_of_one_part_holds_for_all_parts(policy: str, expected: tuple[bool, str]) -> None:
-    for moved, error in run_threads(2, one_asks, policy):
-        assert set(moved) == {expected[0]} and error == expected[1]
+    moved = {not torch.equal(whole(p.detach()), b) for p, b in zip(model.parameters(), before, strict=True)}
+    assert (moved, told) == ({expected[0]}, expected[1])
 
 
 @pytest.mark.parametrize("agree", [False, True])

@@ -20,7 +20,7 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 from tests.dtensor.layouts import Case, one_dim_mesh, whole
 from tests.optim.test_muon import SHAPES, alone, gradient, random_cases, start, steps_on_shards
-from tests.ranks import run_threads
+from tests.ranks import on_threads, run_threads
 from vescale_ray.dtensor import RaggedDTensor, RaggedShard, distribute_tensor
 from vescale_ray.fsdp import fully_shard
 from vescale_ray.optim import Muon
@@ -118,7 +118,9 @@ class Two(nn.Module):
             setattr(self, f"p{i}", nn.Parameter(start(shape, i)))
 
 
-def on_fsdp2(rank: int, world: int, shard: Any) -> list[Tensor]:
+@pytest.mark.parametrize("shard", [fully_shard, torch_fully_shard], ids=["ours", "torch's"])
+@on_threads(3)
+def test_our_and_torchs_fully_shard_equal_torchs_muon_bitwise(rank: int, world: int, shard: Any) -> None:
     torch.set_num_threads(1)
     model = Two()
     shard(model, mesh=one_dim_mesh(world))
@@ -132,14 +134,9 @@ def on_fsdp2(rank: int, world: int, shard: Any) -> list[Tensor]:
                 else torch_distribute(full, p.device_mesh, p.placements, src_data_rank=None)  # type: ignore[attr-defined]
             )
         muon.step()
-    return [p.full_tensor().detach() for p in model.parameters()]  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("shard", [fully_shard, torch_fully_shard], ids=["ours", "torch's"])
-def test_our_and_torchs_fully_shard_equal_torchs_muon_bitwise(shard: Any) -> None:
-    for got in run_threads(3, on_fsdp2, shard):
-        for g, (e, _) in zip(got, alone(((7, 10), (33, 20)), 3), strict=True):
-            assert torch.equal(g, e)
+    got = [p.full_tensor().detach() for p in model.parameters()]  # type: ignore[attr-defined]
+    for g, (e, _) in zip(got, alone(((7, 10), (33, 20)), 3), strict=True):
+        assert torch.equal(g, e)
 
 
 def test_plain_tensors_work_without_a_process_group() -> None:
@@ -326,7 +323,8 @@ def test_normuon_matches_plain_on_fsdp2_replicas_and_experts(where: str, world: 
             torch.testing.assert_close(g, e, rtol=1e-6, atol=1e-7)
 
 
-def refused(rank: int, world: int) -> None:
+@on_threads(4)
+def test_unsupported_layouts_are_refused_with_the_remedy(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for placements in ([RaggedShard((0,), (1, 1)), Shard(1)], [RaggedShard((0,), (1, 1)), Shard(0)]):
         cut = nn.Parameter(distribute_tensor(torch.zeros(8, 4), mesh, placements))
@@ -349,10 +347,6 @@ def refused(rank: int, world: int) -> None:
     fully_shard(model, mesh=one_dim_mesh(world))
     with pytest.raises(ValueError, match="build the optimizer after fully_shard"):
         Muon(early)
-
-
-def test_unsupported_layouts_are_refused_with_the_remedy() -> None:
-    run_threads(4, refused)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_threads, run_gloo, run_threads
 from vescale_ray.fsdp import fully_shard
 from vescale_ray.optim import AdamW, clip_grad_norm_
 
@@ -83,7 +83,8 @@ def test_omitted_parameters_are_neither_counted_nor_scaled():
     assert len(norms) == 1
 
 
-def mixed(rank, world):
+@on_threads(2)
+def test_sharded_plain_and_torchs_own_dtensors_may_be_mixed(rank, world):
     mesh = init_device_mesh("cpu", (world,))
     sharded = fully_shard(Holder(), mesh=mesh)
     sharded().backward()
@@ -100,10 +101,6 @@ def mixed(rank, world):
         clip_grad_norm_([plain], 1.0, error_if_nonfinite=True)
     assert clip_grad_norm_([without], 1.0) == 0
     dist.barrier()
-
-
-def test_sharded_plain_and_torchs_own_dtensors_may_be_mixed():
-    run_threads(2, mixed)
 
 
 def some_without(rank, world):
@@ -138,7 +135,8 @@ def test_norms_that_make_no_sense_are_refused(arguments, message):
     assert p.grad.tolist() == [1.0] * 3
 
 
-def stale(rank, world):
+@on_threads(1)
+def test_adamw_refuses_parameters_that_fully_shard_has_replaced(rank, world):
     model = nn.Linear(4, 4)
     early = list(model.parameters())
     fully_shard(model)
@@ -147,7 +145,3 @@ def stale(rank, world):
     AdamW(model.parameters())
     groups: list[dict[str, Any]] = [{"params": [model.weight], "weight_decay": 0.0}, {"params": model.bias}]
     AdamW(groups)
-
-
-def test_adamw_refuses_parameters_that_fully_shard_has_replaced():
-    run_threads(1, stale)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import Shard
 
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_processes, on_threads, run_threads
 from vescale_ray import RaggedDTensor, fully_shard
 from vescale_ray.optim import Flat
 
@@ -112,7 +112,12 @@ def test_one_rank_has_a_piece_for_each_buffer() -> None:
     assert run_threads(1, trains_alike, "adamw", "one") == [4]
 
 
-def saved(rank: int, world: int, root: str) -> None:
+def full(value: Any) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, RaggedDTensor) else value
+
+
+@on_processes(2)
+def test_states_go_through_dcp(rank: int, world: int, tmp_path: Any) -> None:
     """Save the states through DCP, and load them into another optimizer of the same kind."""
     net = model()
     flat = Flat(groups(net, "one"), torch.optim.AdamW, lr=1e-2)
@@ -121,28 +126,21 @@ def saved(rank: int, world: int, root: str) -> None:
         flat.step()
         flat.zero_grad()
     expected = [{k: full(v) for k, v in flat.state[p].items()} for p in net.parameters() if p.requires_grad]
-    dcp.save({"model": net.state_dict(), "optimizer": get_optimizer_state_dict(net, flat)}, checkpoint_id=root)
+    dcp.save({"model": net.state_dict(), "optimizer": get_optimizer_state_dict(net, flat)}, checkpoint_id=str(tmp_path))
     other = model()
     into = Flat(groups(other, "one"), torch.optim.AdamW, lr=1e-2)
     backward(other, 9)
     into.step()
     state = {"model": other.state_dict(), "optimizer": get_optimizer_state_dict(other, into)}
-    dcp.load(state, checkpoint_id=root)
+    dcp.load(state, checkpoint_id=str(tmp_path))
     set_optimizer_state_dict(other, into, state["optimizer"])
     got = [{k: full(v) for k, v in into.state[p].items()} for p in other.parameters() if p.requires_grad]
     for a, b in zip(got, expected, strict=True):
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-def full(value: Any) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, RaggedDTensor) else value
-
-
-def test_states_go_through_dcp(tmp_path: Any) -> None:
-    run_gloo(2, saved, str(tmp_path))
-
-
-def accumulated_and_refused(rank: int, world: int) -> None:
+@on_threads(2)
+def test_flat_takes_moved_gradients_and_refuses_cast_parameters(rank: int, world: int) -> None:
     ours, theirs = model(), model()
     flat, plain = Flat(ours.parameters(), torch.optim.SGD, lr=0.1), torch.optim.SGD(theirs.parameters(), lr=0.1)
     for net in (ours, theirs):
@@ -170,11 +168,8 @@ def accumulated_and_refused(rank: int, world: int) -> None:
         flat.step()
 
 
-def test_flat_takes_moved_gradients_and_refuses_cast_parameters() -> None:
-    run_threads(2, accumulated_and_refused)
-
-
-def some_are_left_out(rank: int, world: int) -> None:
+@on_threads(2)
+def test_parameters_of_a_buffer_may_lack_gradients(rank: int, world: int) -> None:
     """The parameters of one buffer then have different states, here and after loading."""
     ours, theirs = model(), model()
     flat, plain = Flat(ours.parameters(), torch.optim.AdamW, lr=0.1), torch.optim.AdamW(theirs.parameters(), lr=0.1)
@@ -194,10 +189,6 @@ def some_are_left_out(rank: int, world: int) -> None:
             same(ours, theirs, flat, plain, exact=True)
 
 
-def test_parameters_of_a_buffer_may_lack_gradients() -> None:
-    run_threads(2, some_are_left_out)
-
-
 def test_flat_refuses_unfit_optimizers_and_parameters() -> None:
     with pytest.raises(ValueError, match="Adafactor is not element-wise"):
         Flat([nn.Parameter(torch.ones(3))], torch.optim.Adafactor)
@@ -207,7 +198,8 @@ def test_flat_refuses_unfit_optimizers_and_parameters() -> None:
         Flat([nn.Parameter(torch.ones(3))], torch.optim.SGD, lr=-1.0)
 
 
-def late_group(rank: int, world: int) -> None:
+@on_threads(2)
+def test_a_group_may_be_added_later(rank: int, world: int) -> None:
     ours, theirs = model(), model()
     first, rest = [groups(net, "two")[0] for net in (ours, theirs)], [groups(net, "two")[1] for net in (ours, theirs)]
     flat, plain = Flat([first[0]], torch.optim.AdamW, lr=0.1), torch.optim.AdamW([first[1]], lr=0.1)
@@ -222,11 +214,9 @@ def late_group(rank: int, world: int) -> None:
         same(ours, theirs, flat, plain, exact=True)
 
 
-def test_a_group_may_be_added_later() -> None:
-    run_threads(2, late_group)
-
-
-def small_parameters_between(rank: int, world: int, others: bool) -> None:
+@pytest.mark.parametrize("others", [False, True])
+@on_threads(2)
+def test_parameters_between_a_groups_own_are_left_alone(rank: int, world: int, others: bool) -> None:
     """Biases of 64 bytes lie between weights in the shard. They belong to another param group or to none."""
     models: list[Any] = [nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))) for _ in "ab"]
     generator = torch.Generator().manual_seed(0)
@@ -246,8 +236,3 @@ def small_parameters_between(rank: int, world: int, others: bool) -> None:
             model.zero_grad()
     for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert torch.allclose(p.full_tensor(), q, atol=1e-5), name
-
-
-@pytest.mark.parametrize("others", [False, True])
-def test_parameters_between_a_groups_own_are_left_alone(others: bool) -> None:
-    run_threads(2, small_parameters_between, others)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
-from tests.ranks import run_threads
+from tests.ranks import on_threads
 from vescale_ray import fully_shard
 from vescale_ray.optim import (
     AdamW,
@@ -185,7 +185,9 @@ OPTIMIZERS: dict[str, Case] = {
 }
 
 
-def optimizer_case(rank: int, world: int, what: str) -> None:
+@pytest.mark.parametrize("what", OPTIMIZERS)
+@on_threads(WORLD)
+def test_an_optimizer_refuses_and_the_remedy_steps(rank: int, world: int, what: str) -> None:
     case = OPTIMIZERS[what]
     model, plain = fully_shard(net()), net()
     refused(lambda: case.wrong(model), case.kind, case.words)
@@ -194,11 +196,6 @@ def optimizer_case(rank: int, world: int, what: str) -> None:
     for optimizer in steps:
         optimizer.step()
     same(model, plain)
-
-
-@pytest.mark.parametrize("what", OPTIMIZERS)
-def test_an_optimizer_refuses_and_the_remedy_steps(what: str) -> None:
-    run_threads(WORLD, optimizer_case, what)
 
 
 CLIPS: dict[str, tuple[Callable[[Any], Any], type[BaseException], tuple[str, ...]]] = {
@@ -215,21 +212,9 @@ CLIPS: dict[str, tuple[Callable[[Any], Any], type[BaseException], tuple[str, ...
 }
 
 
-def clip_case(rank: int, world: int, what: str) -> None:
-    wrong, kind, words = CLIPS[what]
-    model, plain = fully_shard(net()), net()
-    assert clip_grad_norm_(model.parameters(), 1.0) == 0  # no gradients
-    backward(rank, model, plain)
-    refused(lambda: wrong(model), kind, words)
-    for norm_type in (2.0, "inf"):
-        mine = clip_grad_norm_(model.parameters(), 1e-3, norm_type)
-        torch.testing.assert_close(mine, nn.utils.clip_grad_norm_(plain.parameters(), 1e-3, float(norm_type)))
-    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert expected.grad is not None
-        torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
-
-
-def clip_complex(rank: int, world: int, norm_type: float) -> None:
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@on_threads(WORLD)
+def test_complex_gradients_are_clipped_by_their_magnitudes(rank: int, world: int, norm_type: float) -> None:
     model, plain = (nn.Linear(4, 3).to(torch.complex128) for _ in range(2))
     with torch.no_grad():
         for module in (model, plain):
@@ -245,14 +230,20 @@ def clip_complex(rank: int, world: int, norm_type: float) -> None:
         torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-def test_complex_gradients_are_clipped_by_their_magnitudes(norm_type: float) -> None:
-    run_threads(WORLD, clip_complex, norm_type)
-
-
 @pytest.mark.parametrize("what", CLIPS)
-def test_clipping_refuses_before_it_scales(what: str) -> None:
-    run_threads(WORLD, clip_case, what)
+@on_threads(WORLD)
+def test_clipping_refuses_before_it_scales(rank: int, world: int, what: str) -> None:
+    wrong, kind, words = CLIPS[what]
+    model, plain = fully_shard(net()), net()
+    assert clip_grad_norm_(model.parameters(), 1.0) == 0  # no gradients
+    backward(rank, model, plain)
+    refused(lambda: wrong(model), kind, words)
+    for norm_type in (2.0, "inf"):
+        mine = clip_grad_norm_(model.parameters(), 1e-3, norm_type)
+        torch.testing.assert_close(mine, nn.utils.clip_grad_norm_(plain.parameters(), 1e-3, float(norm_type)))
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert expected.grad is not None
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
 
 
 def other() -> dict[str, Any]:
@@ -294,7 +285,9 @@ LOADS: dict[str, tuple[Callable[[Any, Any], Any], type[BaseException], tuple[str
 }
 
 
-def load_case(rank: int, world: int, what: str) -> None:
+@pytest.mark.parametrize("what", LOADS)
+@on_threads(WORLD)
+def test_a_refused_state_dict_writes_nothing(rank: int, world: int, what: str) -> None:
     wrong, kind, words = LOADS[what]
     model = fully_shard(net())
     optimizer = torch.optim.AdamW(model.parameters())
@@ -302,8 +295,3 @@ def load_case(rank: int, world: int, what: str) -> None:
     same(model, net())  # nothing was written
     set_model_state_dict(model, other(), options=FULL)
     same(model, net(0.5))
-
-
-@pytest.mark.parametrize("what", LOADS)
-def test_a_refused_state_dict_writes_nothing(what: str) -> None:
-    run_threads(WORLD, load_case, what)

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from tests.optim.optim_support import Collectives, State, Weights, full_state, give_gradients, noise, same, sharded, straddles, train
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import on_processes, on_threads, run_gloo, run_threads
 from vescale_ray import Block, checkpoint
 from vescale_ray.optim import SOAP, Shampoo, kronecker
 from vescale_ray.optim.kronecker import KroneckerOptimizer, PreconditionerWarning, inverse_root
@@ -157,7 +157,8 @@ def test_cuts_between_blocks_equal_one_process_bit_for_bit(kind: Any, block: Any
     assert block == "tensor" or {"wq_weight", "odd", "experts"} & cut, "no matrix lies on two ranks: this test shows nothing"
 
 
-def _cut_through(rank: int, world: int) -> Any:
+@on_threads(3)
+def test_a_cut_inside_a_block_can_not_be_built(rank: int, world: int) -> None:
     model = sharded({"w": (48, 40), "v": (37, 29)}, world, lambda name, p: Block.rows(1))
     for kind in KINDS:
         inside = r"parameter v of shape \(37, 29\): a shard boundary lies at element \d+, inside a block \(tile 36x8"
@@ -165,11 +166,8 @@ def _cut_through(rank: int, world: int) -> Any:
             kind([("v", model.get_parameter("v"))], block="tile 36x8")
 
 
-def test_a_cut_inside_a_block_can_not_be_built() -> None:
-    run_threads(3, _cut_through)
-
-
-def _communication(rank: int, world: int) -> list[tuple[list[str], list[str]]]:
+@on_processes(2)
+def test_a_step_communicates_nothing(rank: int, world: int) -> None:
     found = []
     for kind in KINDS:
         model = sharded(SHAPES, world, kind.block_policy("tile 8x8"))
@@ -180,12 +178,7 @@ def _communication(rank: int, world: int) -> list[tuple[list[str], list[str]]]:
         with Collectives() as control:
             dist.all_reduce(torch.ones(2))
         found.append((stepping.seen, control.seen))
-    return found
-
-
-def test_a_step_communicates_nothing() -> None:
-    for found in run_gloo(2, _communication):
-        assert all(not stepping and len(control) == 1 for stepping, control in found)
+    assert all(not stepping and len(control) == 1 for stepping, control in found)
 
 
 def build(kind: Any, world: int, saved: bool = True) -> tuple[Weights, KroneckerOptimizer]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks import run_gloo
+from tests.ranks import on_processes
 from vescale_ray import fully_shard
 from vescale_ray.optim import AdamW8bit, Flat, build_optimizer
 from vescale_ray.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
@@ -103,10 +103,7 @@ def gathers(rank: int, world: int, kind: str) -> None:
             assert torch.equal(torch.as_tensor(back["state"][name][key]), torch.as_tensor(value)), (name, key)
 
 
-def gathers_of_each_kind(rank: int, world: int) -> None:
+@on_processes(2)
+def test_whole_states_are_gathered_in_parameter_order(rank: int, world: int) -> None:
     for kind in OPTIMIZERS:
         gathers(rank, world, kind)
-
-
-def test_whole_states_are_gathered_in_parameter_order() -> None:
-    run_gloo(2, gathers_of_each_kind)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.ranks import RankFailed, run_gloo
+from tests.ranks import RankFailed, on_processes, run_gloo
 from tests.workers.tiny import tiny
 from vescale_ray import gloo
 from vescale_ray.communication.point_to_point import is_pairwise
@@ -38,7 +38,8 @@ def default_group() -> dist.ProcessGroup:
     return dist.distributed_c10d._get_default_group()
 
 
-def ways(rank: int, world: int) -> dict[str, list[int]]:
+@on_processes(4)
+def test_groups_derived_from_our_default_group_have_one_thread(rank: int, world: int) -> None:
     def threads(*made: Any) -> list[int]:
         return [gloo.worker_threads(group) for group in made]
 
@@ -62,12 +63,7 @@ def ways(rank: int, world: int) -> dict[str, list[int]]:
         "the groups of a sharding": threads(*(group.place.shard_group for group in unit_of(wide).groups)),
     }
     assert is_pairwise(default_group(), CPU), "the engine exchanges messages between pairs on this back end"
-    return found
-
-
-def test_groups_derived_from_our_default_group_have_one_thread() -> None:
-    for found in run_gloo(4, ways):
-        assert {way: set(threads) for way, threads in found.items()} == {way: {1} for way in found}
+    assert {way: set(threads) for way, threads in found.items()} == {way: {1} for way in found}
 
 
 def named(rank: int, world: int) -> None:
