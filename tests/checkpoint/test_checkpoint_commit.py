@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.checkpoint_support import adam_like, assert_equals, memory_folder, random_bits, random_layout, save_in_process
+from tests.checkpoint.checkpoint_support import memory_folder, random_bits
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint import commits
 from vescale_ray.checkpoint.format import manifest_codec
@@ -235,53 +234,12 @@ def test_bad_arguments_are_refused_before_anything_is_written(root):
     assert ckpt.latest(root) is None
 
 
-def test_six_creators_of_one_commit_have_one_winner(root):
-    for step in range(1, 6):
-        votes = [vote(root, 0, [piece(0, 120)], attempt=f"a{step}-{i}", step=step) for i in range(6)]
-        barrier = threading.Barrier(6)
-        won, lost, odd = [], [], []
-
-        def race(i, votes=votes, barrier=barrier, step=step, won=won, lost=lost, odd=odd):
-            barrier.wait(10)
-            try:
-                won.append(commit(root, [votes[i]], world=1, attempt=f"a{step}-{i}", step=step))
-            except ckpt.CommitExists as error:
-                lost.append(error)
-            except BaseException as error:
-                odd.append(error)
-
-        threads = [threading.Thread(target=race, args=(i,)) for i in range(6)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join(20)
-        assert not odd and len(won) == 1 and len(lost) == 5
-        found = ckpt.latest(root)
-        assert found == won[0] and found.attempt == won[0].attempt
-    assert len(ckpt.ls(root)) == 5 and not list((root / "commits").glob(".tmp*"))
-
-
 def test_repeated_commit_of_one_attempt_returns_the_same_commit(root):
     votes = [vote(root, 0, [piece(0, 120)])]
     first = commit(root, votes, world=1)
     assert commit(root, votes, world=1) == first
     whole(root, 7)
     assert commit(root, votes, world=1) == first  # even though a newer commit exists by now
-
-
-def test_a_zombie_of_an_older_epoch_never_becomes_the_newest(root):
-    zombie = vote(root, 0, [piece(0, 120)], attempt="zombie", step=500, epoch=6)
-    current = whole(root, 100, epoch=7)
-    with pytest.raises(ckpt.CommitRefused, match="older than the commit e0007-s000000000100"):
-        commit(root, [zombie], world=1, attempt="zombie", step=500, epoch=6)
-    assert ckpt.latest(root) == current
-
-
-def test_newer_epoch_overtakes_a_zombie_that_committed_first(root):
-    whole(root, 500, epoch=6)
-    current = whole(root, 100, epoch=7)
-    assert ckpt.latest(root) == current
-    assert [(c.epoch, c.step) for c in ckpt.ls(root)] == [(6, 500), (7, 100)]
 
 
 def test_commits_are_ordered_by_number_not_by_text(root):
@@ -336,29 +294,6 @@ def test_orphan_grace_is_measured_by_the_clock_of_the_store(root, monkeypatch):
     os.utime(stale, (stale.stat().st_mtime - 8000,) * 2)
     assert collect(root, 1, grace=two_hours).swept == ("inflight",)
     assert not (root / "data/inflight").exists()
-
-
-def test_two_collectors_at_once_do_no_harm(root):
-    tensors = adam_like()
-    for step in range(1, 8):
-        save_in_process(root, tensors, random_layout(tensors, 2, seed=step), step=step)
-    errors = []
-
-    def work():
-        try:
-            for _ in range(3):
-                collect(root, 2)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(30)
-    assert not errors
-    assert [c.step for c in ckpt.ls(root) if c.problem is None] == [6, 7]
-    assert_equals(root, tensors)
 
 
 def test_failed_deletion_is_reported_and_the_rest_goes_on(root, monkeypatch):

@@ -7,7 +7,6 @@ import importlib
 import os
 import random
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
@@ -73,12 +72,6 @@ def test_kill_at_any_point_keeps_a_loadable_commit_and_no_debris(root, point):
     assert_equals(root, AFTER if done else BEFORE)
 
 
-def test_after_a_kill_the_same_step_can_be_saved_again(root):
-    assert in_subprocess(save_then_collect, str(root), "commit.tmp_synced") == -9
-    save_in_process(root, AFTER, random_layout(AFTER, 4, seed=9), step=30)
-    assert_equals(root, AFTER)
-
-
 @pytest.mark.parametrize("code", ["ENOSPC", "EIO", "EROFS", "EDQUOT"])
 @pytest.mark.parametrize("point", ["data.created", "data.chunk#1", "data.written", "commit.tmp_written", "commit.tmp_synced"])
 def test_failing_disk_makes_no_commit_and_raises_one_clear_line(root, monkeypatch, point, code):
@@ -96,43 +89,6 @@ def test_failing_disk_makes_no_commit_and_raises_one_clear_line(root, monkeypatc
         assert not list(root.glob("data/*/r00000.safetensors.*")) and not any(p.stat().st_size == 0 for p in root.rglob("*.safetensors"))
 
 
-@pytest.mark.fault("K7")
-def test_a_disk_that_fills_up_at_any_byte_leaves_no_torn_object(root, monkeypatch):
-    real = os.pwrite
-    for room in (0, 100, 4096, 9000, 20000):
-        left, door = [room], threading.Lock()
-
-        def pwrite(fd, data, offset, left=left, door=door):
-            with door:  # two chunks are written at once
-                if not left[0]:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                count = real(fd, bytes(data[: left[0]]), offset)
-                left[0] -= count
-                return count
-
-        before = sorted(root.rglob("*.safetensors"))
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "pwrite", pwrite)
-            with pytest.raises(ckpt.SaveFailed, match="No space left"):
-                save_in_process(root, AFTER, random_layout(AFTER, 1, seed=3), step=30)
-        assert sorted(root.rglob("*.safetensors")) == before
-    assert_equals(root, BEFORE)
-
-
-@pytest.mark.parametrize("call", ["fsync", "posix_fallocate", "link"])
-def test_an_error_of_a_system_call_fails_the_save(root, monkeypatch, call):
-    def broken(*_args):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, call, broken)
-    with pytest.raises(ckpt.SaveFailed, match="Input/output error"):
-        save_in_process(root, AFTER, random_layout(AFTER, 2, seed=3), step=30)
-    monkeypatch.undo()
-    found = ckpt.latest(root)
-    assert found is not None and found.step == 20
-    assert_equals(root, BEFORE)
-
-
 def test_a_folder_that_cannot_be_synced_makes_no_commit(root, monkeypatch):
     """The error is injected, because chmod does not restrict root. The third fsync is the first one of a folder."""
     real, calls = os.fsync, []
@@ -148,48 +104,6 @@ def test_a_folder_that_cannot_be_synced_makes_no_commit(root, monkeypatch):
         save_in_process(root, AFTER, random_layout(AFTER, 2, seed=3), step=30)
     monkeypatch.undo()
     assert calls and ckpt.latest(root).step == 20  # type: ignore[union-attr]
-
-
-def test_a_read_only_root_loads_and_refuses_a_save(root, monkeypatch):
-    real = os.open
-
-    def read_only(path, flags, *args, **kwargs):
-        if flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR) and str(path).startswith(str(root)):
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
-        return real(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", read_only)
-    assert_equals(root, BEFORE)
-    assert ckpt.verify(root).ok
-    with pytest.raises(ckpt.SaveFailed, match="Read-only file system"):
-        save_in_process(root, AFTER, random_layout(AFTER, 2, seed=3), step=30)
-
-
-def test_an_unreadable_object_is_named(root, monkeypatch):
-    def preadv(fd, buffers, offset):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    with pytest.raises(ckpt.CheckpointCorrupt, match=r"r0000\d.safetensors.*can't be read: Input/output error"):
-        ckpt.open(root).read("quantized")
-    report = ckpt.verify(root)
-    assert not report.ok and {p.object.split("/")[0] for p in report.problems} == {"data"}
-
-
-def test_a_transfer_that_failed_once_is_read_again(root, monkeypatch):
-    """Memory or a cable may fail once although the disk is sound."""
-    real, hurt = os.preadv, []
-
-    def preadv(fd, buffers, offset):
-        count = real(fd, buffers, offset)
-        if len(hurt) < 1 and len(buffers[0]) and count:
-            hurt.append(offset)
-            buffers[0][0] ^= 1
-        return count
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    assert_equals(root, BEFORE)
-    assert hurt
 
 
 def test_invalid_root_raises_a_clear_error_and_creates_nothing(tmp_path):

@@ -100,17 +100,6 @@ def test_any_save_fault_leaves_a_loadable_commit_and_no_debris(memory, fault, co
     assert_equals(memory, AFTER)
 
 
-def test_commit_with_a_lost_answer_succeeds_when_repeated(memory):
-    store = ckpt.FaultyStore(memory, [ckpt.Fault("put", "lost", key="commits/*")])
-    held = [("w", "param", 0, 6)]
-    w = torch.arange(6.0)
-    vote = ckpt.write_shard(store, "a", 0, [ckpt.ShardPiece(*held[0], (6,), w.dtype, w)], step=30, epoch=0)
-    with pytest.raises(ckpt.SaveFailed, match="could not commit"):
-        ckpt.commit(store, [vote], step=30, epoch=0, attempt="a", world=1, meta={})
-    made = ckpt.commit(store, [vote], step=30, epoch=0, attempt="a", world=1, meta={})
-    assert made.problem is None and ckpt.latest(memory) == made and len(store.fired) == 1
-
-
 READ_FAULTS = [
     *(ckpt.Fault("read", a, times=1) for a in ("flip", "wrong_range", "delay")),
     ckpt.Fault("get", "error", key="commits/*30.json"),
@@ -147,6 +136,7 @@ def test_persistent_read_fault_is_named_and_load_falls_back(action, caplog):
     target = torch.nn.Linear(700, 3)
     with pytest.raises(ckpt.CheckpointCorrupt, match=made.attempt):
         ckpt.load({"model": target}, faulty, commit=made.name)
+    assert {problem.object.split("/")[1] for problem in ckpt.verify(faulty, made.name).problems} == {made.attempt}
     with caplog.at_level(logging.ERROR):
         loaded = within(20, lambda: ckpt.load({"model": target}, faulty))
     assert loaded.step == 1 and loaded.skipped == (made.name,) and torch.equal(target.weight, good.weight)
@@ -183,10 +173,14 @@ def test_verify_finds_a_truncated_or_overwritten_object(kind):
                 found.write(key, sound[:cut])
                 assert ckpt.latest(found.store) == first, (key, cut)
                 assert key in {p.object for p in ckpt.verify(found.store, second).problems}
+                with pytest.raises(ckpt.CheckpointCorrupt, match=key):
+                    ckpt.open(found.store, second.name)
                 for filler in (bytes(len(sound) - cut), rng.randbytes(len(sound) - cut)):
                     if sound[:cut] + filler != sound:  # the right length with wrong bytes: a hole, or earlier contents of the disk
                         found.write(key, sound[:cut] + filler)
                         assert key in {p.object for p in ckpt.verify(found.store, second).problems}, (key, cut)
+            found.write(key, sound + b"x")
+            assert ckpt.latest(found.store) == first
             found.write(key, sound)
         assert ckpt.verify(found.store).ok
         for victim in sorted(k for k in found.keys() if second.attempt in k):
@@ -220,7 +214,7 @@ def test_a_random_flipped_bit_in_any_object_is_found_and_named(flips):
         # Objects are chosen evenly, so that the small ones are hit too; every 50th flip is at a random byte of the whole checkpoint.
         key = keys[index % len(keys)] if index % 50 else rng.choices(keys, [len(store.objects[k][0]) for k in keys])[0]
         sound, when = store.objects[key]
-        bit = rng.randrange(8 * len(sound))
+        bit = rng.choice((0, 8 * len(sound) - 1, *(rng.randrange(8 * len(sound)) for _ in range(4))))
         harmed = bytearray(sound)
         harmed[bit // 8] ^= 1 << bit % 8
         store.objects[key] = (bytes(harmed), when)

@@ -31,7 +31,7 @@ from vescale_ray.checkpoint.format.pages import aligned_buffer, transfer_buffers
 from vescale_ray.checkpoint.format.shard import new_attempt, write_shard
 from vescale_ray.checkpoint.saving.bounded import DAEMONS, Workers
 from vescale_ray.checkpoint.stores import posix
-from vescale_ray.checkpoint.stores.store import UNDER_WAY, KeyExists, KeyMissing, check_key
+from vescale_ray.checkpoint.stores.store import UNDER_WAY, KeyMissing, check_key
 
 BIG = {("w", "param"): random_bits((3 << 20,), torch.uint8, 1), ("v", "param"): random_bits((70001,), torch.float32, 2)}
 
@@ -113,19 +113,6 @@ def test_short_direct_write_within_a_page_is_continued(tmp_path, monkeypatch):
     assert store.get("data/x/r") == random_bits((16384,), torch.uint8, 0).numpy().tobytes()
 
 
-def test_creation_is_exclusive_and_leaves_the_first_alone(tmp_path):
-    store = ckpt.PosixStore(tmp_path)
-    store.put("commits/a.json", b"1")
-    with pytest.raises(KeyExists):
-        store.put("commits/a.json", b"2")
-    assert store.get("commits/a.json") == b"1"
-    store.put_stream("data/x/r", chunks(10_000), 10_000)
-    with pytest.raises(KeyExists):
-        store.put_stream("data/x/r", chunks(10_000, seed=1), 10_000)
-    assert store.get("data/x/r") == random_bits((10_000,), torch.uint8, 0).numpy().tobytes()
-    assert [p.name for p in (tmp_path / "commits").iterdir()] == ["a.json"]
-
-
 def test_listing_an_unreadable_folder_raises(tmp_path, monkeypatch):
     """A file server gave a folder's attributes but not its names. The run saw no checkpoint and began from its first step."""
     store = ckpt.PosixStore(tmp_path)
@@ -163,20 +150,6 @@ def test_unlistable_attempt_folder_damages_no_checkpoint(tmp_path, monkeypatch):
     (commit,) = ckpt.ls(tmp_path)
     assert commit.problem is None and ckpt.latest(tmp_path) == commit
     assert ckpt.PosixStore(tmp_path).list("data/") == []
-
-
-def test_failed_or_mismeasured_stream_leaves_no_object(tmp_path):
-    store = ckpt.PosixStore(tmp_path)
-    with pytest.raises(ValueError, match="9000 bytes were streamed, 10000 announced"):
-        store.put_stream("data/x/r", chunks(9000), 10_000)
-
-    def failing():
-        yield from chunks(4096)
-        raise RuntimeError("the tensor went away")
-
-    with pytest.raises(RuntimeError, match="went away"):
-        store.put_stream("data/x/r", failing(), 10_000)
-    assert store.size("data/x/r") is None and store.list("data/") == []
 
 
 def test_four_concurrent_writes_never_reuse_unwritten_buffers(tmp_path, monkeypatch):
@@ -431,20 +404,6 @@ def test_store_syncs_each_file_and_its_folders_before_returning(tmp_path, monkey
     assert synced == [] and store.get("attempts/x/r00001.json") == b"1", "what the ranks tell each other is as old as they are"
 
 
-def test_missing_objects_raise_and_listings_name_the_rest(tmp_path):
-    store = ckpt.PosixStore(tmp_path / "not there")
-    assert store.list("data/") == [] and store.size("data/x") is None and not store.delete("data/x") and store.tidy("data/", 0.0) == 0
-    with pytest.raises(KeyMissing):
-        store.get("data/x")
-    with pytest.raises(KeyMissing), store.open_read("data/x"):
-        pass
-    store.put("data/b/2", b"22")
-    store.put("data/a/1", b"1")
-    assert [(e.key, e.bytes) for e in store.list("data/")] == [("data/a/1", 1), ("data/b/2", 2)]
-    assert store.delete("data/a/1") and [e.key for e in store.list("data/")] == ["data/b/2"]
-    assert not (tmp_path / "not there/data/a").exists()
-
-
 @pytest.mark.parametrize("key", ["../x", "/x", "a/../b", "a//b", "", ".hidden", "a/.tmp", "a\0b", "a b", "a/", "..", "a/.."])
 def test_a_key_cannot_leave_the_root(key):
     with pytest.raises(ValueError, match="not an object key"):
@@ -465,22 +424,6 @@ def test_one_ahead_keeps_order_stops_early_and_raises_errors():
     assert next(source) == 1
     with pytest.raises(OSError, match="gone"):
         next(source)
-
-
-def test_no_file_descriptor_or_thread_is_left_behind(tmp_path):
-    import threading
-
-    tensors = {("w", "param"): random_bits((40_000,), torch.uint8, 1)}
-
-    def once(step):
-        save_in_process(tmp_path, tensors, random_layout(tensors, 2, seed=step), step=step)
-        assert_equals(tmp_path, tensors)
-
-    once(1)
-    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
-    for step in range(2, 12):
-        once(step)
-    assert len(os.listdir("/proc/self/fd")) == descriptors and threading.active_count() == threads
 
 
 SMALL = {("w", "param"): random_bits((40_000,), torch.uint8, 1)}
@@ -522,12 +465,12 @@ def test_file_creation_error_fails_the_save_in_one_line(tmp_path, monkeypatch, c
         patch.setattr(os, "open", refused)
         with pytest.raises(ckpt.SaveFailed, match=os.strerror(getattr(errno, code))) as caught:
             save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=2), step=2)
-    assert "\n" not in str(caught.value) and "earlier checkpoints are untouched" in str(caught.value)
-    assert ckpt.latest(tmp_path).step == 1
-    assert_equals(tmp_path, SMALL)
+        assert "\n" not in str(caught.value) and "earlier checkpoints are untouched" in str(caught.value)
+        assert ckpt.latest(tmp_path).step == 1 and ckpt.verify(tmp_path).ok
+        assert_equals(tmp_path, SMALL)
 
 
-@pytest.mark.parametrize("call", ["pwrite", "close", "fsync"])
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "close", "fsync"])
 @pytest.mark.fault("K7")
 def test_an_error_while_writing_leaves_no_file_of_that_name(tmp_path, monkeypatch, call):
     real = getattr(os, call)
@@ -545,7 +488,7 @@ def test_an_error_while_writing_leaves_no_file_of_that_name(tmp_path, monkeypatc
     with pytest.raises(ckpt.SaveFailed, match="Input/output error"):
         save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=2))
     monkeypatch.undo()
-    most = {"pwrite": UNDER_WAY, "close": UNDER_WAY + 1, "fsync": 1}[call]
+    most = {"pwrite": UNDER_WAY, "close": UNDER_WAY + 1}.get(call, 1)
     assert 1 <= len(strikes) <= most, "an fsync that failed must not be repeated"
     assert not list(tmp_path.rglob("*.safetensors"))
 

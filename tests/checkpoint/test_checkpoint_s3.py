@@ -264,12 +264,6 @@ def test_upload_that_the_service_stops_taking_is_sent_again(fake):
     assert store.get("data/x/r") == content(40 << 20)
 
 
-def test_bit_flipped_in_a_download_is_read_again(store, fake):
-    rule = fake.fail("GET", "flip", key="*safetensors", after=1)
-    assert_equals(store, BEFORE)
-    assert rule.done == 1
-
-
 def test_verify_finds_upload_damage_without_s3_checksums(fake):
     store = s3_store(fake, checksums=False)
     fake.fail("PART", "damage", after=1)

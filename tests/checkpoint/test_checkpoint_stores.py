@@ -74,6 +74,7 @@ def test_creation_is_exclusive_and_leaves_the_first_alone(backend):
         with pytest.raises(KeyExists):
             store.put_stream(f"data/x/r{size}", chunks(size, seed=1), size)
         assert store.get(f"data/x/r{size}") == content(size)
+    assert len(backend.keys()) == 4, "no temporary object is left"
 
 
 @pytest.mark.parametrize("size", [9000, (10 << 20) + 9])
@@ -187,6 +188,7 @@ def test_exactly_one_of_six_creators_of_a_commit_wins(kind):
             assert len(won) == 1 and len(lost) == 5
             newest = ckpt.latest(found.store)
             assert newest is not None and newest.step == step and newest.attempt == won[0]
+        assert sum(key.startswith("commits/") for key in found.keys()) == 3, "no temporary object is left"
 
 
 @pytest.mark.parametrize("kind", KINDS)
