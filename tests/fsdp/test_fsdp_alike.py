@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 
 import vescale_ray.fsdp
+from tests.fsdp.transformer import full
 from tests.fsdp.units import unit_of
 from tests.ranks import on_processes, on_threads, run_threads
 from vescale_ray.fsdp import FSDPModule, MixedPrecisionPolicy, PhaseError, fully_shard, share_comm_ctx
@@ -51,10 +52,6 @@ def sharded(model: nn.Module | None = None, how: Any = fully_shard, **options: A
 
 def batch(rank: int, width: int = 24) -> torch.Tensor:
     return torch.randn(4, width, generator=torch.Generator().manual_seed(rank))
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def averaged(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:

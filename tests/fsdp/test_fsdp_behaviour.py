@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import threading
@@ -268,33 +267,6 @@ def test_forward_always_uses_the_newest_parameters(rank, world):
         (a, b), (c, d) = seen
         assert torch.equal(a, c) and torch.equal(b, d)
         assert not torch.equal(a, b)
-
-
-@on_threads(2)
-def test_parameters_may_be_written_or_loaded_between_forwards(rank, world):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model = shard_tower(seeded(Tower), mp_policy=policy)
-    x = inputs(rank, world)
-
-    def output():
-        with torch.no_grad():
-            return model(x).float()
-
-    first = output()
-    model.reshard()  # the root stays gathered after a forward
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(2)
-    second = output()
-    model.reshard()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.to_local().mul_(2)
-    third = output()
-    state = {name: torch.zeros_like(full(p)) for name, p in model.named_parameters()}
-    model.load_state_dict(state)
-    assert not torch.equal(first, second) and not torch.equal(second, third)
-    assert output().count_nonzero() == 0
 
 
 # -- lists of modules, other entry points ----------------------------------------------------------------------------------
@@ -752,49 +724,6 @@ def test_after_an_exception_a_step_can_be_repeated(rank, world):
     ours.zero_grad()
     ours(inputs(rank, world)).square().mean().backward()
     same(grads(ours), grads(alone))
-
-
-@on_threads(2)
-def test_misuse_gives_one_clear_sentence(rank, world):
-    model = shard_tower(seeded(Tower))
-    x = inputs(rank, world)
-    with pytest.raises((TypeError, RuntimeError, ValueError, NotImplementedError)) as error:
-        nn.functional.linear(x, model.head.weight)
-    assert "\n" not in str(error.value).strip()
-    with pytest.raises(RuntimeError, match="meta device"):
-        with torch.device("meta"):
-            lazy = Tower()
-        shard_tower(lazy)(x)
-    with pytest.raises(ValueError, match="already"):
-        fully_shard(model)
-    with pytest.raises(ValueError, match="do not implement forward"):
-        fully_shard(Tower().layers)
-    with pytest.raises(AssertionError, match="does not support deepcopy"):
-        copy.deepcopy(model)
-    with pytest.raises(ValueError, match="should be a factor of"):
-        fully_shard(Tower(), reshard_after_forward=5)
-    with pytest.raises(ValueError, match=r"must return Shard\(dim\), a ShardPlacementResult"):
-        fully_shard(Tower(), shard_placement_fn=lambda p: torch.distributed.tensor.Replicate())
-    with pytest.raises(ValueError, match="Shard dim 3 is invalid for 2D tensor"):
-        fully_shard(Tower(), shard_placement_fn=lambda p: torch.distributed.tensor.Shard(3))
-    with pytest.raises(NotImplementedError, match="only dimension 0 may be uneven"):
-        fully_shard(Tower(width=21), shard_placement_fn=lambda p: torch.distributed.tensor.Shard(p.dim() - 1) if p.dim() > 1 else None)
-    with pytest.raises(ValueError, match="give it one of them"):
-        fully_shard(Tower(), shard_placement_fn=lambda p: torch.distributed.tensor.Shard(0), block_policy=lambda n, p: Block.rows(2))
-    with pytest.raises(ValueError, match="on cpu"):
-        model.set_symm_mem_for_comm()
-    hooked = Tower()
-    hooked.head.weight.fsdp_pre_all_gather = lambda *_: None  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="has no fsdp_post_all_gather: define both all-gather hooks, or none"):
-        fully_shard(hooked)
-    inner = shard_tower(seeded(Tower))
-    inner.layers[0](x)
-    with pytest.raises(RuntimeError, match="root module first"):
-        inner(x)
-    busy = shard_tower(seeded(Tower))
-    busy.layers[1].register_forward_hook(lambda *a: busy.state_dict())
-    with pytest.raises(PhaseError, match="in the middle of a step"):
-        busy(x)
 
 
 def test_every_method_of_torchs_fsdpmodule_is_ours():

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.fsdp.test_fsdp_behaviour import Tower, grads, inputs, same, seeded, shard_tower
-from tests.ranks import on_processes, run_gloo, run_threads
+from tests.ranks import on_processes, run_threads
 from vescale_ray.fsdp import OrderError, set_debug
 
 
@@ -27,7 +27,8 @@ class Forking(Tower):
         return self.head(x)
 
 
-def strays(rank, world):
+@on_processes(2)
+def test_a_rank_that_strays_is_named_on_every_rank(rank, world):
     set_debug(True)
     model = shard_tower(seeded(Forking))
     model(inputs(rank, world)).sum().backward()
@@ -45,10 +46,10 @@ def strays(rank, world):
     model(inputs(rank, world)).square().mean().backward()
     alone(inputs(0, 1)).square().mean().backward()
     same(grads(model), grads(alone))
-    return True
 
 
-def strays_in_backward(rank, world):
+@on_processes(2)
+def test_a_rank_that_strays_in_backward_is_named(rank, world):
     set_debug(True)
     model = shard_tower(seeded(Tower), reshard_after_forward=False)
     out = model(inputs(rank, world))
@@ -56,12 +57,6 @@ def strays_in_backward(rank, world):
         model.layers[3].set_requires_gradient_sync(False)
     with pytest.raises(OrderError, match=r"reduce-scatter of 'layers.3.*reduce-scatter of 'layers.2"):
         out.sum().backward()
-    return True
-
-
-@pytest.mark.parametrize("function", [strays, strays_in_backward])
-def test_a_rank_that_strays_is_named_on_every_rank(function):
-    assert all(run_gloo(2, function))
 
 
 def kept(rank, world):

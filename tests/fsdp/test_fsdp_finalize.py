@@ -95,7 +95,12 @@ def raised(call: Any) -> str:
     return ""
 
 
-def refusals(rank: int, world: int, how: Any) -> list[str]:
+HOWS = pytest.mark.parametrize("how", [fully_shard, pytest.param(torch_fully_shard, marks=since_2_15)], ids=["ours", "torch's"])
+
+
+@HOWS
+@on_threads(2)
+def test_misuse_of_manual_finalization_is_refused(rank: int, world: int, how: Any) -> None:
     model = shard_tower(seeded(Tower), how)
     seen = [raised(lambda: model.set_manual_backward_finalization(False))]
     model(inputs(rank, world)).sum().backward()
@@ -122,26 +127,12 @@ def refusals(rank: int, world: int, how: Any) -> list[str]:
     lost = shard_tower(seeded(Tower), how)
     lost.layers[1].set_manual_backward_finalization(True)
     seen.append(raised(lambda: lost(inputs(rank, world))))
-    return seen
+    assert seen == ["", *["RuntimeError"] * 4, "", *["RuntimeError"] * 4]
 
 
-def refused_alone(rank: int, world: int) -> list[str]:
-    return refusals(rank, world, fully_shard)
-
-
-EXPECTED = ["", *["RuntimeError"] * 3, "RuntimeError", "", *["RuntimeError"] * 4]
-
-
-def test_misuse_of_manual_finalization_is_refused() -> None:
-    assert run_threads(2, refused_alone)[0] == EXPECTED
-
-
-@since_2_15
-def test_torch_refuses_the_same_finalization_misuse() -> None:
-    assert run_threads(2, refusals, torch_fully_shard)[0] == EXPECTED
-
-
-def replicas_left_out(rank: int, world: int, how: Any) -> list[str]:
+@HOWS
+@on_threads(4)
+def test_finalizing_requires_the_sum_over_replicas(rank: int, world: int, how: Any) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = shard_tower(seeded(Tower), how, mesh=mesh)
     model.set_manual_backward_finalization(True)
@@ -152,19 +143,10 @@ def replicas_left_out(rank: int, world: int, how: Any) -> list[str]:
     seen = [raised(lambda: model.finalize_backward())]
     model.set_requires_all_reduce(True)
     seen.append(raised(lambda: model.finalize_backward()))
+    assert seen == ["RuntimeError", ""]
     alone = seeded(Tower)
     alone(inputs(0, 1)).sum().div(world).backward()
     same(grads(model), grads(alone))
-    return seen
-
-
-def test_finalizing_requires_the_sum_over_replicas() -> None:
-    assert run_threads(4, replicas_left_out, fully_shard)[0] == ["RuntimeError", ""]
-
-
-@since_2_15
-def test_torch_refuses_to_leave_out_the_replicas() -> None:
-    assert run_threads(4, replicas_left_out, torch_fully_shard)[0] == ["RuntimeError", ""]
 
 
 @on_threads(2)

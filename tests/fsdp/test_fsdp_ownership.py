@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.fsdp.transformer import full
 from tests.fsdp.units import unit_of
-from tests.ranks import on_processes, on_threads, run_gloo, run_threads
+from tests.ranks import on_processes, on_threads
 from vescale_ray import Block, fully_shard
 from vescale_ray.optim import SOAP, AdamW, AdamW8bit, Flat, Muon, OptimizerConfig, Shampoo, build_optimizer, clip_grad_norm_
 
@@ -49,10 +50,6 @@ def models(width: int = 8, **options: Any) -> tuple[Any, Any]:
 
 def batch(width: int = 8) -> torch.Tensor:
     return torch.randn(4, width, generator=torch.Generator().manual_seed(5))
-
-
-def full(p: Any) -> torch.Tensor:
-    return p.detach().full_tensor()
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
@@ -124,7 +121,8 @@ def test_optimizer_built_mid_step_trains_or_raises(rank: int, world: int) -> Non
             assert_same(ours, alone)
 
 
-def too_early(rank: int, world: int) -> None:
+@on_threads(2)
+def test_optimizer_holding_parameters_not_in_the_model_raises(rank: int, world: int) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fully_shard(model)
@@ -143,7 +141,8 @@ def too_early(rank: int, world: int) -> None:
     assert not torch.equal(before, full(model.head.weight))
 
 
-def exchanged_after_a_step(rank: int, world: int) -> None:
+@on_threads(2)
+def test_optimizer_whose_parameters_are_exchanged_raises(rank: int, world: int) -> None:
     """Replace the parameters after a first step in which the optimizer held the right ones."""
     model = fully_shard(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -161,11 +160,6 @@ def exchanged_after_a_step(rank: int, world: int) -> None:
     loss.backward()
     with pytest.raises(RuntimeError, match="holds the gathered parameter"):
         optimizer.step()
-
-
-@pytest.mark.parametrize("function", [too_early, exchanged_after_a_step])
-def test_optimizer_holding_parameters_not_in_the_model_raises(function: Callable[[int, int], None]) -> None:
-    run_threads(2, function)
 
 
 WRITES: dict[str, Callable[[Any, dict[str, torch.Tensor]], object]] = {
@@ -215,7 +209,8 @@ def test_averaged_weights_go_in_and_out_around_evaluations(rank: int, world: int
                 assert_same(ours, alone)
 
 
-def written_while_gathered(rank: int, world: int) -> None:
+@on_processes(2)
+def test_write_to_a_gathered_parameter_raises_at_any_size(rank: int, world: int) -> None:
     for width in (6, 300):
         for then in ("backward", "forward", "reshard"):
             ours, _ = models(width)
@@ -228,7 +223,8 @@ def written_while_gathered(rank: int, world: int) -> None:
                 loss.backward() if then == "backward" else ours(batch(width)) if then == "forward" else ours.reshard()
 
 
-def written_while_kept(rank: int, world: int) -> None:
+@on_processes(2)
+def test_write_to_a_kept_gathered_parameter_raises(rank: int, world: int) -> None:
     """Write a gathered parameter, taken in the middle of a step, after an evaluation that has kept the parameters gathered."""
     for width in (6, 300):
         for then in ("forward", "reshard"):
@@ -241,11 +237,6 @@ def written_while_kept(rank: int, world: int) -> None:
                 held.mul_(3)
             with pytest.raises(RuntimeError, match="written in place, which is lost.*: head.weight"):
                 ours(batch(width)) if then == "forward" else ours.reshard()
-
-
-@pytest.mark.parametrize("function", [written_while_gathered, written_while_kept])
-def test_write_to_a_gathered_parameter_raises_at_any_size(function: Callable[[int, int], None]) -> None:
-    run_gloo(2, function)
 
 
 @on_threads(2)

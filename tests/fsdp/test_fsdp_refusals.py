@@ -243,6 +243,17 @@ def unscripted(model: Any) -> Any:
     return fully_shard(model)
 
 
+def half_hooked() -> Any:
+    model: Any = Net()
+    model.head.weight.fsdp_pre_all_gather = lambda *_: None
+    return model
+
+
+def unhooked(model: Any) -> Any:
+    del model.head.weight.fsdp_pre_all_gather
+    return fully_shard(model)
+
+
 def wrapped_head() -> Any:
     model: Any = Net()
     model.head = nn.DataParallel(model.head)
@@ -322,6 +333,9 @@ CALLS: dict[str, Case] = {
         ("'table' is a quantized tensor", "ignored_params"),
         ignoring_table,
         with_frozen(lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)),
+    ),
+    "one of the all-gather hooks": Case(
+        fully_shard, ValueError, ("no fsdp_post_all_gather: define both all-gather hooks, or none",), unhooked, half_hooked
     ),
     "distributed": Case(
         fully_shard, ValueError, ("'head.weight' is a DTensor", "full_tensor()"), plain_head, placed(lambda: names("dp"), Shard(0))
@@ -907,6 +921,8 @@ def test_sharding_dimensions_must_be_given_by_name(value: Any) -> None:
     with pytest.raises(TypeError, match=r"Sharding\(parameters=.*: give the name of a mesh dimension"):
         Sharding(value)
     assert Sharding("a", ["a"], ("a", "b")).gradients == ("a",)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="gradients are sharded over 'shard' but optimizer are not"):
+        Sharding((), "shard", ())
 
 
 @pytest.mark.parametrize("yes", [True, 1, torch.tensor(True)])

@@ -313,7 +313,6 @@ ROUTES = [
     behaviour.test_the_order_of_units_may_change_from_step_to_step,
     behaviour.test_units_with_open_backward_share_no_buffers_with_others,
     behaviour.test_forward_always_uses_the_newest_parameters,
-    behaviour.test_parameters_may_be_written_or_loaded_between_forwards,
     behaviour.test_a_list_of_modules_is_one_unit_and_may_run_in_parts,
     behaviour.test_another_method_can_be_a_forward,
     behaviour.test_inputs_and_outputs_may_be_nested,

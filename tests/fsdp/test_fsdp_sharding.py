@@ -192,19 +192,6 @@ def test_write_to_the_local_tensor_of_kept_parameters_is_refused(rank: int, worl
     assert torch.allclose(model(x), plain(x), atol=1e-6)
 
 
-@on_threads(2)
-def test_sharding_that_does_not_fit_the_mesh_is_refused(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    with pytest.raises(ValueError, match="the mesh has replicate, shard"):
-        fully_shard(Tower(), mesh=mesh, sharding=Sharding.zero3("rows"))
-    with pytest.raises(ValueError, match="parameters need the last of these"):
-        fully_shard(Tower(), mesh=mesh, sharding=Sharding("replicate", ("replicate", "shard"), ("replicate", "shard")))
-    with pytest.raises(ValueError, match="leave out reshard_after_forward=2"):
-        fully_shard(Tower(), mesh=mesh, sharding=Sharding.zero3(), reshard_after_forward=2)
-    with pytest.raises(ValueError, match="gradients are sharded over 'shard' but optimizer are not"):
-        Sharding((), "shard", ())
-
-
 def beside_others(rank: int, world: int, shape: tuple[int, ...], options: dict[str, Any]) -> None:
     """Train on a part of a larger mesh while the other ranks do the same."""
     names = ("r", "s", "tp") if len(shape) == 3 else ("s", "tp")

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.fsdp.transformer import full
 from tests.ranks import on_processes, run_gloo, run_threads
 from vescale_ray.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -55,10 +56,6 @@ def sharded(how: Any, model: Any, **options: Any) -> Any:
 
 def tokens(rank: int, step: int) -> torch.Tensor:
     return torch.randint(0, 11, (2, 3), generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 Knob = Callable[[Any, int], None]

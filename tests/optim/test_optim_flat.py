@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import Shard
 
+from tests.fsdp.transformer import full
 from tests.ranks import on_processes, on_threads, run_threads
 from vescale_ray import RaggedDTensor, fully_shard
 from vescale_ray.optim import Flat
@@ -110,10 +111,6 @@ def test_flat_updates_states_and_schedules_match_the_optimizer(kind: str, groupi
 
 def test_one_rank_has_a_piece_for_each_buffer() -> None:
     assert run_threads(1, trains_alike, "adamw", "one") == [4]
-
-
-def full(value: Any) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, RaggedDTensor) else value
 
 
 @on_processes(2)
