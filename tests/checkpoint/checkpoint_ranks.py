@@ -253,19 +253,6 @@ def over_tensor_parallelism(how: Any, mesh: DeviceMesh, root: str) -> None:
         raise AssertionError("of two that differ one was saved")
 
 
-def failing_rank(rank: int, world: int, root: str) -> str:
-    """Rank 1's disk is full. All ranks raise the same error within 20 s."""
-    if rank == 1:
-        os.environ[ckpt.FAULT_ENV] = "data.chunk=ENOSPC"
-    began = time.monotonic()
-    try:
-        ckpt.save({"model": {"w": torch.ones(10)}}, root, 7, timeout_s=30)
-    except ckpt.SaveFailed as error:
-        assert time.monotonic() - began < 20
-        return str(error)
-    return "no error"
-
-
 def mismatched_rank(rank: int, world: int, root: str) -> str:
     """Only rank 1's model differs. All ranks raise an error, and no rank stays in a collective."""
     try:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.checkpoint_support import bits, in_subprocess, memory_folder
+from tests.checkpoint.checkpoint_support import bits, in_subprocess
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint import api as api_module
 from vescale_ray.checkpoint.format.pages import touched_buffer
@@ -26,12 +26,6 @@ from vescale_ray.checkpoint.saving import bounded as bounded_module
 from vescale_ray.checkpoint.saving import saver as saver_module
 from vescale_ray.checkpoint.saving import writer as writer_module
 from vescale_ray.checkpoint.saving.writer import SaveWriter
-
-
-@pytest.fixture
-def root():
-    with memory_folder() as folder:
-        yield folder
 
 
 class Slow(ckpt.PosixStore):

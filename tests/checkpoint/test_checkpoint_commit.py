@@ -11,19 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.checkpoint_support import memory_folder, random_bits
+from tests.checkpoint.checkpoint_support import random_bits
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint import commits
 from vescale_ray.checkpoint.format import manifest_codec
 from vescale_ray.checkpoint.format.digest import RangeDigests, digest_of
 
 W = random_bits((30, 4), torch.float32, 1)
-
-
-@pytest.fixture
-def root():
-    with memory_folder() as folder:
-        yield folder
 
 
 def piece(start, end, *, name="w", kind="param", shape=(30, 4), data=None):

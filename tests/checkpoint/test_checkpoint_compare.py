@@ -14,12 +14,6 @@ from tests.checkpoint.checkpoint_support import DTYPES, in_subprocess, memory_fo
 from vescale_ray import checkpoint as ckpt
 
 
-@pytest.fixture
-def root():
-    with memory_folder() as folder:
-        yield folder
-
-
 @settings(max_examples=60)
 @given(st.sampled_from(DTYPES), st.integers(1, 3000), st.lists(st.integers(0, 2999), max_size=6), st.booleans(), st.integers(0, 1000))
 def test_diff_counts_elements_and_finds_the_largest_difference(dtype, numel, places, alike, seed):

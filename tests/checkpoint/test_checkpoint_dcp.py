@@ -63,12 +63,6 @@ from vescale_ray.checkpoint.bridges.dcp_files import DcpFiles
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
 
 
-@pytest.fixture
-def folder():
-    with memory_folder() as place:
-        yield place
-
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64)
 
 
@@ -114,13 +108,13 @@ def test_stock_dcp_reads_any_tensors_that_any_ranks_wrote(tensors, writers, seed
 
 
 @pytest.mark.parametrize("flatten", [False, True])
-def test_torch_resumes_model_and_optimizer_from_our_checkpoint(folder, flatten):
+def test_torch_resumes_model_and_optimizer_from_our_checkpoint(root, flatten):
     net, optimizer = trained()
-    ckpt.save({"model": net, "optimizer": optimizer, "stream": {"consumed": 7}, "note": "x"}, folder, 2)
+    ckpt.save({"model": net, "optimizer": optimizer, "stream": {"consumed": 7}, "note": "x"}, root, 2)
     other = Net(1)
     fresh = adam(other, lr=9.0)
     state = torch_state(other, fresh, flatten_optimizer_state_dict=flatten) | {"stream": {"consumed": 0}, "note": ""}
-    dcp.load(state, storage_reader=ckpt.DcpReader(folder))
+    dcp.load(state, storage_reader=ckpt.DcpReader(root))
     set_optimizer_state_dict(other, fresh, state["optim"], options=StateDictOptions(flatten_optimizer_state_dict=flatten))
     assert same_module(net, other) and state["stream"] == {"consumed": 7} and state["note"] == "x"
     same_optimizers(optimizer, net, fresh, other)
@@ -128,43 +122,43 @@ def test_torch_resumes_model_and_optimizer_from_our_checkpoint(folder, flatten):
     assert train(net, optimizer, 2, seed=4) == train(other, fresh, 2, seed=4)
 
 
-def test_dcps_converter_makes_one_file_of_ours(folder):
+def test_dcps_converter_makes_one_file_of_ours(root):
     """The converter builds the state dict from the metadata alone, so the metadata must list every key once."""
     net, optimizer = trained()
-    ckpt.save({"model": net, "optimizer": optimizer}, folder / "a", 2)
+    ckpt.save({"model": net, "optimizer": optimizer}, root / "a", 2)
     state: dict[str, Any] = {}
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 
     dcp.state_dict_loader._load_state_dict(
-        state, storage_reader=ckpt.DcpReader(folder / "a"), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+        state, storage_reader=ckpt.DcpReader(root / "a"), planner=_EmptyStateDictLoadPlanner(), no_dist=True
     )
     assert set(state) == {"model", "optim"} and set(state["model"]) == set(net.state_dict())
     assert all(bits(state["model"][name]) == bits(t) for name, t in net.state_dict().items())
 
 
-def test_dcp_reader_refuses_another_dtype_unless_cast(folder):
+def test_dcp_reader_refuses_another_dtype_unless_cast(root):
     values = torch.randn(50) * 1e6
-    ckpt.save({"model": {"w": values}}, folder, 1)
+    ckpt.save({"model": {"w": values}}, root, 1)
     target = {"w": torch.zeros(50, dtype=torch.float16)}
     with pytest.raises(BaseException, match=r"'w' is float32 in checkpoint .*, float16 wanted; DcpReader\(cast=True\) converts"):
-        dcp.load(target, storage_reader=ckpt.DcpReader(folder))
+        dcp.load(target, storage_reader=ckpt.DcpReader(root))
     assert not target["w"].any()
-    dcp.load(target, storage_reader=ckpt.DcpReader(folder, cast=True))
+    dcp.load(target, storage_reader=ckpt.DcpReader(root, cast=True))
     assert torch.equal(target["w"], values.half())
 
 
-def test_damage_and_missing_names_are_errors(folder):
-    commit = ckpt.save({"model": {"w": torch.randn(3000), "v": torch.randn(3000)}}, folder, 1).commit
+def test_damage_and_missing_names_are_errors(root):
+    commit = ckpt.save({"model": {"w": torch.randn(3000), "v": torch.randn(3000)}}, root, 1).commit
     with pytest.raises(BaseException, match="Missing key in checkpoint state_dict: x"):
-        dcp.load({"x": torch.zeros(3)}, storage_reader=ckpt.DcpReader(folder))
+        dcp.load({"x": torch.zeros(3)}, storage_reader=ckpt.DcpReader(root))
     with pytest.raises(BaseException, match="Size mismatch"):
-        dcp.load({"w": torch.zeros(3)}, storage_reader=ckpt.DcpReader(folder))
-    victim = next((folder / "data" / commit.attempt).glob("*.safetensors"))
+        dcp.load({"w": torch.zeros(3)}, storage_reader=ckpt.DcpReader(root))
+    victim = next((root / "data" / commit.attempt).glob("*.safetensors"))
     raw = bytearray(victim.read_bytes())
     raw[5000] ^= 1
     victim.write_bytes(raw)
     with pytest.raises(BaseException, match="checkpoint is damaged: .* block 1 "):
-        dcp.load({"w": torch.zeros(3000)}, storage_reader=ckpt.DcpReader(folder))
+        dcp.load({"w": torch.zeros(3000)}, storage_reader=ckpt.DcpReader(root))
 
 
 @pytest.fixture(scope="module")
@@ -225,18 +219,18 @@ def test_dcp_reader_raises_if_ranks_see_different_newest_commits(tmp_path):
 
 
 @pytest.mark.parametrize("flatten", [False, True])
-def test_training_resumes_from_a_commit_imported_from_dcp(folder, flatten):
+def test_training_resumes_from_a_commit_imported_from_dcp(root, flatten):
     net, optimizer = trained()
     state = torch_state(net, optimizer, flatten_optimizer_state_dict=flatten)
     state |= {"stream": {"consumed": 7, "list": [1, 2, {"a": None}]}, "ema": {"w": torch.randn(3, 3).t()}}
-    dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)
+    dcp.save(state, checkpoint_id=root / "dcp", no_dist=True)
     tied = {"head.weight": "embed.weight"}
-    commit = ckpt.import_dcp(folder / "dcp", folder / "root", step=2, object_bytes=300, tied=tied)
-    assert commit.step == 2 and ckpt.verify(folder / "root").ok and commit.world > 5
+    commit = ckpt.import_dcp(root / "dcp", root / "root", step=2, object_bytes=300, tied=tied)
+    assert commit.step == 2 and ckpt.verify(root / "root").ok and commit.world > 5
     other = Net(1)
     fresh = adam(other, lr=9.0)
     into: dict[str, Any] = {"model": other, "optimizer": fresh, "stream": None, "ema": {"w": torch.zeros(3, 3)}}
-    ckpt.load(into, folder / "root")
+    ckpt.load(into, root / "root")
     assert same_module(net, other) and into["stream"] == state["stream"] and torch.equal(into["ema"]["w"], state["ema"]["w"])
     same_optimizers(optimizer, net, fresh, other)
     if not flatten:  # if flattened, groups with equal hyperparameters can't be told apart; these differ in weight decay
@@ -246,7 +240,7 @@ def test_training_resumes_from_a_commit_imported_from_dcp(folder, flatten):
 
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("meta", [False, True])
-def test_training_resumes_from_a_state_filled_directly_from_dcp(folder, flatten, meta):
+def test_training_resumes_from_a_state_filled_directly_from_dcp(root, flatten, meta):
     """The import goes straight into the state: weights, moments, steps, hyperparameters and plain values.
 
     No commit is made in between, and no other value of the DCP checkpoint is read.
@@ -254,7 +248,7 @@ def test_training_resumes_from_a_state_filled_directly_from_dcp(folder, flatten,
     net, optimizer = trained()
     state = torch_state(net, optimizer, flatten_optimizer_state_dict=flatten)
     state |= {"stream": {"consumed": 7, "list": [1, 2, {"a": None}]}, "unreadable": random.Random(3)}
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    dcp.save(state, checkpoint_id=root, no_dist=True)
     with torch.device("meta" if meta else "cpu"):
         other = Net(1)
         other.scratch = torch.zeros(2, device="cpu")
@@ -262,22 +256,22 @@ def test_training_resumes_from_a_state_filled_directly_from_dcp(folder, flatten,
     fresh.param_groups.reverse()  # nested groups are identified by position, flattened groups by their parameters
     into: dict[str, Any] = {"model": other, "optimizer": fresh, "stream": None}
     with pytest.raises(ckpt.CheckpointMismatch, match="are one tensor in the model, but two in"):
-        ckpt.import_dcp(folder, {"model": other})
+        ckpt.import_dcp(root, {"model": other})
     tied = {"head.weight": "embed.weight"}
     if not flatten:
         with pytest.raises(ckpt.CheckpointMismatch, match="parameter group 0 of optimizer 'optimizer' differs"):
-            ckpt.import_dcp(folder, into, tied=tied)
+            ckpt.import_dcp(root, into, tied=tied)
         fresh.param_groups.reverse()
-    done = ckpt.import_dcp(folder, into, tied=tied)
+    done = ckpt.import_dcp(root, into, tied=tied)
     assert set(done.tensors) == {name for name in net.state_dict() if name != "head.weight"}
     assert same_module(net, other) and into["stream"] == state["stream"]
     same_optimizers(optimizer, net, fresh, other)
     assert train(net, optimizer, 2, seed=4) == train(other, fresh, 2, seed=4)
 
 
-def test_an_import_into_a_state_is_as_strict_as_a_load(folder):
+def test_an_import_into_a_state_is_as_strict_as_a_load(root):
     net, optimizer = trained()
-    dcp.save(torch_state(net, optimizer), checkpoint_id=folder, no_dist=True)
+    dcp.save(torch_state(net, optimizer), checkpoint_id=root, no_dist=True)
     tied = {"head.weight": "embed.weight"}
     other = Net(1)
     before = copy.deepcopy(other.state_dict())
@@ -288,17 +282,17 @@ def test_an_import_into_a_state_is_as_strict_as_a_load(folder):
         ({"model": other, "momentum": adam(other)}, "has no state 'momentum'; it has"),
     ):
         with pytest.raises(ckpt.CheckpointMismatch, match=words):
-            ckpt.import_dcp(folder, state, tied=tied)
+            ckpt.import_dcp(root, state, tied=tied)
     assert all(bits(other.state_dict()[name]) == bits(value) for name, value in before.items()) and not sgd.state
-    ckpt.import_dcp(folder, {"model": other}, tied=tied, include="body.*", rename={"body.*": "body.*"})
+    ckpt.import_dcp(root, {"model": other}, tied=tied, include="body.*", rename={"body.*": "body.*"})
     assert bits(other.get_parameter("body.0.weight")) == bits(net.get_parameter("body.0.weight"))
     assert bits(other.scale) == bits(before["scale"])
 
 
-def test_import_globs_match_our_names_before_renaming(folder):
-    dcp.save({"model": {"layers.0.w": torch.ones(3), "layers.1.w": torch.ones(3), "x": torch.ones(1)}}, checkpoint_id=folder, no_dist=True)
+def test_import_globs_match_our_names_before_renaming(root):
+    dcp.save({"model": {"layers.0.w": torch.ones(3), "layers.1.w": torch.ones(3), "x": torch.ones(1)}}, checkpoint_id=root, no_dist=True)
     target = {"blocks.0.w": torch.zeros(3), "blocks.1.w": torch.zeros(3), "x": torch.zeros(1)}
-    ckpt.import_dcp(folder, target, rename={"blocks.*": "layers.*"}, include="blocks.*", exclude="*.1.*")
+    ckpt.import_dcp(root, target, rename={"blocks.*": "layers.*"}, include="blocks.*", exclude="*.1.*")
     assert [float(t.sum()) for t in target.values()] == [3.0, 0.0, 0.0]
 
 
@@ -318,34 +312,34 @@ def test_dcp_checkpoint_of_n_ranks_fills_shards_of_m_ranks(tmp_path, writers, re
     assert all(np.array_equal(got.read(name).numpy(), value) for name, value in truth.items())
 
 
-def test_import_ties_tensors_that_dcp_stored_twice_only_if_equal(folder):
+def test_import_ties_tensors_that_dcp_stored_twice_only_if_equal(root):
     net, _ = trained()
-    dcp.save({"model": net.state_dict()}, checkpoint_id=folder / "dcp", no_dist=True)
+    dcp.save({"model": net.state_dict()}, checkpoint_id=root / "dcp", no_dist=True)
     with pytest.raises(ckpt.CheckpointMismatch, match="'body.0.weight' and 'embed.weight' differ: they are not tied"):
-        ckpt.import_dcp(folder / "dcp", folder / "root", tied={"body.0.weight": "embed.weight"})
+        ckpt.import_dcp(root / "dcp", root / "root", tied={"body.0.weight": "embed.weight"})
     with pytest.raises(ckpt.CheckpointMismatch, match="has no tensor 'x', which is in tied"):
-        ckpt.import_dcp(folder / "dcp", folder / "root", tied={"x": "embed.weight"})
-    ckpt.import_dcp(folder / "dcp", folder / "root")
+        ckpt.import_dcp(root / "dcp", root / "root", tied={"x": "embed.weight"})
+    ckpt.import_dcp(root / "dcp", root / "root")
     other = Net(1)
     with pytest.raises(ckpt.CheckpointMismatch, match="are one tensor in the model, but two in .*; allow_unexpected='head.weight' takes"):
-        ckpt.load({"model": other}, folder / "root")
-    ckpt.load({"model": other}, folder / "root", allow_unexpected="head.weight")
+        ckpt.load({"model": other}, root / "root")
+    ckpt.load({"model": other}, root / "root", allow_unexpected="head.weight")
     assert same_module(net, other)
 
 
-def test_import_takes_a_bare_state_dict_with_model_dot_names(folder):
+def test_import_takes_a_bare_state_dict_with_model_dot_names(root):
     tensors = {
         "model.embed": torch.randn(4, 3),
         "model.layers.0.w": torch.randn(3),
         "lm_head": torch.randn(2),
         "transposed": torch.randn(4, 6).t(),
     }
-    dcp.save(dict(tensors), checkpoint_id=folder / "dcp", no_dist=True)
-    ckpt.import_dcp(folder / "dcp", folder / "root")
-    got = ckpt.open(folder / "root").to_state_dict()
+    dcp.save(dict(tensors), checkpoint_id=root / "dcp", no_dist=True)
+    ckpt.import_dcp(root / "dcp", root / "root")
+    got = ckpt.open(root / "root").to_state_dict()
     assert got.keys() == tensors.keys() and all(torch.equal(got[n], t) for n, t in tensors.items())
     target = {"embed": torch.zeros(4, 3), "head": torch.zeros(2)}
-    ckpt.import_dcp(folder / "dcp", target, rename={"embed": "model.embed", "head": "lm_head"}, allow_unexpected=["model.layers.*", "tr*"])
+    ckpt.import_dcp(root / "dcp", target, rename={"embed": "model.embed", "head": "lm_head"}, allow_unexpected=["model.layers.*", "tr*"])
     assert torch.equal(target["embed"], tensors["model.embed"]) and torch.equal(target["head"], tensors["lm_head"])
 
 
@@ -366,22 +360,22 @@ def test_any_tensors_go_to_dcp_and_come_back_bit_for_bit(tensors, piece, seed):
 # ----------------------------------------------------------------------------------------------------------------- export
 
 
-def test_torch_resumes_from_a_dcp_export_and_converts_it(folder, monkeypatch):
+def test_torch_resumes_from_a_dcp_export_and_converts_it(root, monkeypatch):
     monkeypatch.setattr(bridge, "_CHUNK_BYTES", 100)  # small chunks, so that rows go to separate archives
     monkeypatch.setattr(bridge, "_FILE_BYTES", 30_000)
     net, optimizer = trained()
-    ckpt.save({"model": net, "optimizer": optimizer, "stream": {"consumed": 7}}, folder / "a", 2)
-    done = ckpt.export_dcp(folder / "a", None, folder / "dcp")
+    ckpt.save({"model": net, "optimizer": optimizer, "stream": {"consumed": 7}}, root / "a", 2)
+    done = ckpt.export_dcp(root / "a", None, root / "dcp")
     assert len(done.files) > 1 and {f"model.{n}" for n in net.state_dict()} <= set(done.keys)
     other = Net(1)
     fresh = adam(other, lr=9.0)
     state = torch_state(other, fresh) | {"stream": {"consumed": 0}}
-    dcp.load(state, checkpoint_id=folder / "dcp")
+    dcp.load(state, checkpoint_id=root / "dcp")
     set_optimizer_state_dict(other, fresh, state["optim"])
     assert same_module(net, other) and state["stream"] == {"consumed": 7}
     same_optimizers(optimizer, net, fresh, other)
-    dcp_to_torch_save(folder / "dcp", folder / "one.pt")
-    one = torch.load(folder / "one.pt", weights_only=True)
+    dcp_to_torch_save(root / "dcp", root / "one.pt")
+    one = torch.load(root / "one.pt", weights_only=True)
     assert all(bits(one["model"][n]) == bits(t) for n, t in net.state_dict().items()) and one["stream"] == {"consumed": 7}
 
 
@@ -395,8 +389,8 @@ def test_ranks_share_an_export(ranks_saved, tmp_path):
     assert all(np.array_equal(t.numpy(), truth["ragged"][n]) for n, t in state["model"].items())
 
 
-def test_dcp_export_verifies_written_bytes_and_removes_a_bad_one(folder, monkeypatch):
-    ckpt.save({"model": {"w": torch.randn(3000)}}, folder / "a", 1)
+def test_dcp_export_verifies_written_bytes_and_removes_a_bad_one(root, monkeypatch):
+    ckpt.save({"model": {"w": torch.randn(3000)}}, root / "a", 1)
     real = os.fsync
 
     def flipping(fd: int) -> None:
@@ -409,20 +403,20 @@ def test_dcp_export_verifies_written_bytes_and_removes_a_bad_one(folder, monkeyp
 
     monkeypatch.setattr(bridge.os, "fsync", flipping)
     with pytest.raises(ckpt.ExportFailed, match="'model.w' was read back with other bytes than were written"):
-        ckpt.export_dcp(folder / "a", None, folder / "dcp")
-    assert not (folder / "dcp").exists()
+        ckpt.export_dcp(root / "a", None, root / "dcp")
+    assert not (root / "dcp").exists()
     monkeypatch.undo()
-    ckpt.export_dcp(folder / "a", None, folder / "dcp")
+    ckpt.export_dcp(root / "a", None, root / "dcp")
     with pytest.raises(ValueError, match="holds .metadata, __0_0.distcp: give an empty folder"):
-        ckpt.export_dcp(folder / "a", None, folder / "dcp")
+        ckpt.export_dcp(root / "a", None, root / "dcp")
 
 
-def test_dcp_export_refuses_a_dtype_that_torch_cannot_save(folder):
-    ckpt.save({"model": {"w": torch.ones(3), "q": torch.ones(3, dtype=torch.uint8).view(torch.int4)}}, folder / "a", 1)
+def test_dcp_export_refuses_a_dtype_that_torch_cannot_save(root):
+    ckpt.save({"model": {"w": torch.ones(3), "q": torch.ones(3, dtype=torch.uint8).view(torch.int4)}}, root / "a", 1)
     with pytest.raises(ckpt.CheckpointMismatch, match="'model.q' is int4, which torch.save.* can't write: exclude it"):
-        ckpt.export_dcp(folder / "a", None, folder / "dcp")
-    assert not (folder / "dcp").exists()
-    ckpt.export_dcp(folder / "a", None, folder / "dcp", exclude="model.q")
+        ckpt.export_dcp(root / "a", None, root / "dcp")
+    assert not (root / "dcp").exists()
+    ckpt.export_dcp(root / "a", None, root / "dcp", exclude="model.q")
 
 
 # ---------------------------------------------------------------------------------------------------------- what is refused
@@ -438,47 +432,47 @@ def stock(place: Path, **more: Any) -> Metadata:
     return dcp_index(place)
 
 
-def test_nothing_but_dcps_own_classes_is_unpickled(folder):
-    described = stock(folder)
+def test_nothing_but_dcps_own_classes_is_unpickled(root):
+    described = stock(root)
     described.planner_data = Evil()
-    rewrite_dcp_index(folder, described)
+    rewrite_dcp_index(root, described)
     with pytest.raises(ckpt.ForeignFileError, match=r"refers to posix.mkdir, which is none of DCP's own classes"):
-        ckpt.import_dcp(folder, {"w": torch.zeros(4, 3)})
+        ckpt.import_dcp(root, {"w": torch.zeros(4, 3)})
     assert not os.path.exists("/tmp/vescale-evil-was-here")
 
 
-def test_import_refuses_a_pickled_object_unless_excluded(folder):
-    stock(folder / "dcp", thing=random.Random(3), other={"n": 3})
+def test_import_refuses_a_pickled_object_unless_excluded(root):
+    stock(root / "dcp", thing=random.Random(3), other={"n": 3})
     with pytest.raises(ckpt.ForeignFileError, match=r"'thing': it refers to random.Random, which only unpickling could make"):
-        ckpt.import_dcp(folder / "dcp", folder / "root")
-    ckpt.import_dcp(folder / "dcp", folder / "root", exclude="thing")
-    assert ckpt.open(folder / "root").meta["state"] == {"other": {"n": 3}}
+        ckpt.import_dcp(root / "dcp", root / "root")
+    ckpt.import_dcp(root / "dcp", root / "root", exclude="thing")
+    assert ckpt.open(root / "root").meta["state"] == {"other": {"n": 3}}
 
 
-def test_import_refuses_a_hyperparameter_of_several_elements(folder):
+def test_import_refuses_a_hyperparameter_of_several_elements(root):
     group = {"lr": torch.tensor([0.5]), "scales": torch.arange(3.0), "params": ["w"]}
-    stock(folder / "dcp", optim={"state": {"w": {"step": torch.tensor(1.0)}}, "param_groups": [group]})
+    stock(root / "dcp", optim={"state": {"w": {"step": torch.tensor(1.0)}}, "param_groups": [group]})
     with pytest.raises(ckpt.ForeignFileError, match=r"scales' is a tensor of shape \(3,\), not of one element: exclude it"):
-        ckpt.import_dcp(folder / "dcp", folder / "root")
+        ckpt.import_dcp(root / "dcp", root / "root")
     group.pop("scales")
-    stock(folder / "dcp2", optim={"state": {"w": {"step": torch.tensor(1.0)}}, "param_groups": [group]})
-    ckpt.import_dcp(folder / "dcp2", folder / "root")
-    (saved,) = ckpt.open(folder / "root").meta["optimizers"]["optimizer"]["groups"]
+    stock(root / "dcp2", optim={"state": {"w": {"step": torch.tensor(1.0)}}, "param_groups": [group]})
+    ckpt.import_dcp(root / "dcp2", root / "root")
+    (saved,) = ckpt.open(root / "root").meta["optimizers"]["optimizer"]["groups"]
     assert saved["hyper"]["lr"] == {"dtype": "float32", "value": [0.5]}
 
 
 @pytest.mark.parametrize("which", ["milestones", "sequence", "plateau"])
-def test_imported_scheduler_state_keeps_milestones_as_numbers(folder, which):
+def test_imported_scheduler_state_keeps_milestones_as_numbers(root, which):
     """DCP stores the members of a dict one by one, with the keys as strings. It stores a list of dicts whole."""
     net, into = nn.Linear(2, 2), nn.Linear(2, 2)
     ours, other = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (net, into))
     scheduler, resumed = SCHEDULERS[which](ours), SCHEDULERS[which](other)
     rates(ours, scheduler, 2)
-    dcp.save({"model": net.state_dict(), "scheduler": scheduler.state_dict()}, checkpoint_id=folder / "dcp", no_dist=True)
+    dcp.save({"model": net.state_dict(), "scheduler": scheduler.state_dict()}, checkpoint_id=root / "dcp", no_dist=True)
     at = ours.param_groups[0]["lr"]
     wanted = rates(ours, scheduler, 8)
-    ckpt.import_dcp(folder / "dcp", folder / "root")
-    for number, take in enumerate((lambda state: ckpt.import_dcp(folder / "dcp", state), lambda state: ckpt.load(state, folder / "root"))):
+    ckpt.import_dcp(root / "dcp", root / "root")
+    for number, take in enumerate((lambda state: ckpt.import_dcp(root / "dcp", state), lambda state: ckpt.load(state, root / "root"))):
         other = torch.optim.SGD(into.parameters(), lr=0.1)
         resumed = SCHEDULERS[which](other)
         take({"model": into, "scheduler": resumed})
@@ -534,36 +528,36 @@ def change_to_bytes(described: Metadata) -> None:
         (change_to_bytes, "it does not say where 'model.w' is stored"),
     ],
 )
-def test_import_refuses_inconsistent_dcp_metadata(folder, change, words):
-    described = stock(folder)
+def test_import_refuses_inconsistent_dcp_metadata(root, change, words):
+    described = stock(root)
     change(described)
-    rewrite_dcp_index(folder, described)
+    rewrite_dcp_index(root, described)
     target = {"w": torch.zeros(4, 3)}
     if words is None:
-        ckpt.import_dcp(folder, target)
+        ckpt.import_dcp(root, target)
         assert torch.equal(target["w"], torch.arange(12.0).view(4, 3))
         return
     with pytest.raises(ckpt.ForeignFileError, match=words) as caught:
-        ckpt.import_dcp(folder, target, cast=True)
+        ckpt.import_dcp(root, target, cast=True)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("raw", [b"", b"junk", pickle.dumps(3), pickle.dumps(None)])
-def test_missing_or_invalid_metadata_file_is_refused(folder, raw):
+def test_missing_or_invalid_metadata_file_is_refused(root, raw):
     with pytest.raises(ckpt.ForeignFileError, match="no DCP checkpoint: it has no .metadata"):
-        DcpFiles(folder)
-    (folder / ".metadata").write_bytes(raw)
+        DcpFiles(root)
+    (root / ".metadata").write_bytes(raw)
     with pytest.raises(ckpt.ForeignFileError, match="no DCP metadata"):
-        DcpFiles(folder)
+        DcpFiles(root)
 
 
-def test_every_range_of_a_tensor_stored_in_boxes_reads_correctly(folder):
+def test_every_range_of_a_tensor_stored_in_boxes_reads_correctly(root):
     """Read all ranges of a 3-D tensor, stored in four boxes and a transposed one. The oracle is torch's own load."""
     full = torch.arange(4 * 3 * 5.0).view(4, 3, 5)
     boxes = [((0, 0, 0), (2, 3, 2)), ((0, 0, 2), (2, 3, 3)), ((2, 0, 0), (2, 1, 5)), ((2, 1, 0), (2, 2, 5))]
-    described = stock(folder)
+    described = stock(root)
     infos = {}
-    with open(folder / "x.distcp", "wb") as file:
+    with open(root / "x.distcp", "wb") as file:
         for i, (offsets, sizes) in enumerate(boxes):
             part = full[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].clone()
             if i == 1:
@@ -575,11 +569,11 @@ def test_every_range_of_a_tensor_stored_in_boxes_reads_correctly(folder):
             infos[MetadataIndex("t", torch.Size(offsets))] = info
     chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in boxes]
     entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), full.shape, chunks)
-    rewrite_dcp_index(folder, Metadata({"t": entry}, {"t": ("t",)}, infos))
+    rewrite_dcp_index(root, Metadata({"t": entry}, {"t": ("t",)}, infos))
     theirs = {"t": torch.zeros(4, 3, 5)}
-    dcp.load(theirs, checkpoint_id=folder, no_dist=True)
+    dcp.load(theirs, checkpoint_id=root, no_dist=True)
     assert torch.equal(theirs["t"], full)
-    files = DcpFiles(folder)
+    files = DcpFiles(root)
     for start in range(60):
         for end in range(start, 61):
             out = torch.zeros(end - start)
@@ -618,12 +612,12 @@ def peak_now() -> int:
     return int(line.split()[1]) * 1024
 
 
-def test_a_trained_mlp_of_plain_dcp_needs_no_process_group(folder):
+def test_a_trained_mlp_of_plain_dcp_needs_no_process_group(root):
     model = Mlp(0)
     optimizer = torch.optim.AdamW(model.parameters())
     one_step(model, optimizer)
-    dcp.save(torch_state(model, optimizer), checkpoint_id=folder / "dcp", no_dist=True)
+    dcp.save(torch_state(model, optimizer), checkpoint_id=root / "dcp", no_dist=True)
     with torch.device("meta"):
         other = Mlp(1)
-    ckpt.import_dcp(folder / "dcp", other)
+    ckpt.import_dcp(root / "dcp", other)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
-from tests.checkpoint.checkpoint_support import bits, dcp_index, memory_folder, rewrite_dcp_index
+from tests.checkpoint.checkpoint_support import bits, dcp_index, rewrite_dcp_index
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.bridges.dcp import ENTRIES
 from vescale_ray.checkpoint.bridges.dcp_pickle import read_pickle
@@ -38,12 +38,6 @@ from vescale_ray.checkpoint.bridges.dcp_state import DcpSource
 from vescale_ray.checkpoint.bridges.torch_archive import read_archive
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with memory_folder() as place:
-        yield place
 
 
 @contextmanager
@@ -163,12 +157,12 @@ ATTACKS = attacks()
 
 @pytest.mark.parametrize("case", ATTACKS)
 @pytest.mark.fault("K34")
-def test_malicious_dcp_index_is_refused_cheaply(folder, case):
+def test_malicious_dcp_index_is_refused_cheaply(root, case):
     raw, words = ATTACKS[case]
     before = dict(vars(metadata.Metadata))
-    (folder / ".metadata").write_bytes(raw)
+    (root / ".metadata").write_bytes(raw)
     with cheap(), pytest.raises(ckpt.ForeignFileError, match=words) as caught:
-        everything(folder)
+        everything(root)
     assert "\n" not in str(caught.value) and len(str(caught.value)) <= 1000
     assert dict(vars(metadata.Metadata)) == before
 
@@ -193,18 +187,18 @@ def changed(raw: bytes, rng: random.Random) -> bytes:
 
 @pytest.mark.parametrize("what", [".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 11))])
-def test_corrupted_dcp_checkpoint_is_refused_or_read_cheaply(folder, what, seed):
+def test_corrupted_dcp_checkpoint_is_refused_or_read_cheaply(root, what, seed):
     """DCP has no checksums, so changed contents may be read as they are. Nothing else happens, and each read is quick."""
-    stock(folder)
-    good, truth = (folder / what).read_bytes(), everything(folder)
+    stock(root)
+    good, truth = (root / what).read_bytes(), everything(root)
     rng = random.Random(seed)
     outcomes = {"refused": 0, "same": 0, "other": 0}
     with cheap(seconds=300, mib=500):
         for index in range(100 if seed == 0 else 500):
-            (folder / what).write_bytes(changed(good, rng))
+            (root / what).write_bytes(changed(good, rng))
             began = time.monotonic()
             try:
-                outcome = "same" if everything(folder) == truth else "other"
+                outcome = "same" if everything(root) == truth else "other"
             except ckpt.CheckpointError as error:
                 outcome = "refused"
                 assert "\n" not in str(error) and len(str(error)) <= 1000, (seed, index)
@@ -215,24 +209,24 @@ def test_corrupted_dcp_checkpoint_is_refused_or_read_cheaply(folder, what, seed)
     assert outcomes["refused"] > 40 and outcomes["same"] > 1, outcomes
 
 
-def test_restricted_unpickler_reads_dcp_metadata_as_pickle_does(folder):
+def test_restricted_unpickler_reads_dcp_metadata_as_pickle_does(root):
     """The test covers all pickle protocols since DCP exists, and both of Python's picklers."""
-    stock(folder)
-    theirs = dcp_index(folder)
-    truth = everything(folder)
+    stock(root)
+    theirs = dcp_index(root)
+    truth = everything(root)
     pure: Callable[..., Any] = pickle._Pickler  # type: ignore[attr-defined]
     for protocol in (2, 3, 4, 5):
         for make in (pickle.Pickler, pure):
             out = io.BytesIO()
             make(out, protocol).dump(theirs)
-            (folder / ".metadata").write_bytes(out.getvalue())
-            assert everything(folder) == truth
+            (root / ".metadata").write_bytes(out.getvalue())
+            assert everything(root) == truth
             read = read_pickle(out.getvalue()).state
             assert read["planner_data"] == theirs.planner_data and len(read["storage_data"]) == len(theirs.storage_data)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_chunks_are_accepted_only_if_they_tile_the_tensor_once(folder, seed):
+def test_chunks_are_accepted_only_if_they_tile_the_tensor_once(root, seed):
     """The oracle counts how many chunks cover each element."""
     rng = random.Random(seed)
     shape = [rng.randint(1, 6) for _ in range(rng.randint(1, 4))]
@@ -254,12 +248,12 @@ def test_chunks_are_accepted_only_if_they_tile_the_tensor_once(folder, seed):
         covered = torch.zeros(shape, dtype=torch.int64)
         for offsets, sizes in chunks:
             covered[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
-        rewrite_dcp_index(folder, index_of(shape, chunks))
+        rewrite_dcp_index(root, index_of(shape, chunks))
         if bool((covered == 1).all()):
-            DcpSource(folder, ENTRIES)
+            DcpSource(root, ENTRIES)
         else:
             with pytest.raises(ckpt.ForeignFileError, match="overlap, or leave a hole"):
-                DcpSource(folder, ENTRIES)
+                DcpSource(root, ENTRIES)
 
 
 # -------------------------------------------------------------------------------------------------------- archives and files
@@ -360,10 +354,10 @@ def laughs() -> list[Any]:
     ],
 )
 @pytest.mark.fault("K34")
-def test_malicious_pickled_object_is_refused_cheaply(folder, value, change, words):
-    put_object(folder, value, change or (lambda raw: raw))
+def test_malicious_pickled_object_is_refused_cheaply(root, value, change, words):
+    put_object(root, value, change or (lambda raw: raw))
     with cheap(mib=400), pytest.raises(ckpt.ForeignFileError, match=words) as caught:
-        everything(folder)
+        everything(root)
     assert "\n" not in str(caught.value) and len(str(caught.value)) <= 1000
 
 
@@ -376,46 +370,46 @@ def test_malicious_pickled_object_is_refused_cheaply(folder, value, change, word
     ],
 )
 @pytest.mark.fault("K34")
-def test_a_small_checkpoint_does_not_become_a_large_commit(folder, what, words):
+def test_a_small_checkpoint_does_not_become_a_large_commit(root, what, words):
     """The index claims a gigabyte, but the files hold a few kilobytes."""
     state = {"w": torch.zeros(1000)} | ({f"v{n}": torch.zeros(1000) for n in range(3)} if what.startswith("one") else {})
-    dcp.save({"model": state}, checkpoint_id=folder / "dcp", no_dist=True)
-    described = dcp_index(folder / "dcp")
+    dcp.save({"model": state}, checkpoint_id=root / "dcp", no_dist=True)
+    described = dcp_index(root / "dcp")
     info = described.storage_data[MetadataIndex("model.w", torch.Size([0]))]
     if what == "expanded":
         raw = io.BytesIO()
         torch.save(torch.zeros(1).expand(1 << 20, 256), raw)
-        (folder / "dcp" / info.relative_path).write_bytes(raw.getvalue())
+        (root / "dcp" / info.relative_path).write_bytes(raw.getvalue())
         described.state_dict_metadata["model.w"] = index_of([1 << 20, 256], [([0, 0], [1 << 20, 256])]).state_dict_metadata["w"]
         described.storage_data = {MetadataIndex("model.w", torch.Size([0, 0])): _StorageInfo(info.relative_path, 0, len(raw.getvalue()))}
     elif what == "one archive for many":
         described.storage_data = dict.fromkeys(described.storage_data, info)
     else:
         info.length = 1 << 40
-    rewrite_dcp_index(folder / "dcp", described)
+    rewrite_dcp_index(root / "dcp", described)
     with cheap(20), pytest.raises(ckpt.ForeignFileError, match=words):
-        ckpt.import_dcp(folder / "dcp", folder / "root")
-    assert not list((folder / "root").rglob("*.safetensors"))
+        ckpt.import_dcp(root / "dcp", root / "root")
+    assert not list((root / "root").rglob("*.safetensors"))
 
 
-def test_impossible_length_is_refused_before_allocating_memory(folder):
-    put_object(folder, {"a": 1})
-    described = dcp_index(folder)
+def test_impossible_length_is_refused_before_allocating_memory(root):
+    put_object(root, {"a": 1})
+    described = dcp_index(root)
     described.storage_data[MetadataIndex("thing")] = _StorageInfo("thing.distcp", 0, 1 << 45)
-    rewrite_dcp_index(folder, described)
+    rewrite_dcp_index(root, described)
     with cheap(), pytest.raises(ckpt.ForeignFileError, match="truncated"):
-        everything(folder)
+        everything(root)
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "link to nothing"])
 @pytest.mark.parametrize("what", ["index", "shard", "dcp index", "dcp file"])
-def test_fifo_folder_or_dangling_link_is_refused_at_once(folder, kind, what):
+def test_fifo_folder_or_dangling_link_is_refused_at_once(root, kind, what):
     """Opening a FIFO would otherwise wait for a writer for ever."""
-    save_file({"a": torch.ones(2)}, folder / "a.safetensors")
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "a.safetensors"}}')
-    stock(folder)
+    save_file({"a": torch.ones(2)}, root / "a.safetensors")
+    (root / "model.safetensors.index.json").write_text('{"weight_map": {"a": "a.safetensors"}}')
+    stock(root)
     victim = (
-        folder
+        root
         / {"index": "model.safetensors.index.json", "shard": "a.safetensors", "dcp index": ".metadata", "dcp file": "__0_0.distcp"}[what]
     )
     victim.unlink()
@@ -424,10 +418,10 @@ def test_fifo_folder_or_dangling_link_is_refused_at_once(folder, kind, what):
     elif kind == "folder":
         victim.mkdir()
     else:
-        victim.symlink_to(folder / "nowhere")
+        victim.symlink_to(root / "nowhere")
     with cheap(), pytest.raises(ckpt.ForeignFileError, match="regular file, but|can't be opened|it has no .metadata|holds no") as caught:
-        ckpt.import_hf(victim if what == "index" else folder, folder / "root") if "dcp" not in what else everything(folder)
-    assert str(folder) in str(caught.value)
+        ckpt.import_hf(victim if what == "index" else root, root / "root") if "dcp" not in what else everything(root)
+    assert str(root) in str(caught.value)
 
 
 def test_archive_reader_matches_torch_for_every_dtype_and_stride():
@@ -514,7 +508,7 @@ COUNTED = b"ccollections\nCounter\n" + b"}" + b"(" + b"".join(b"M" + struct.pack
     ],
 )
 @pytest.mark.fault("K34")
-def test_an_archive_is_believed_only_within_its_bytes(folder, change, words):
+def test_an_archive_is_believed_only_within_its_bytes(root, change, words):
     out = io.BytesIO()
     torch.save(torch.arange(1000.0), out)
     raw = change(out.getvalue())

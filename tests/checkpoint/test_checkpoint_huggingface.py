@@ -46,12 +46,6 @@ DTYPES = (
 )
 
 
-@pytest.fixture
-def folder():
-    with memory_folder() as place:
-        yield place
-
-
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
     assert left.keys() == right.keys()
     for name, tensor in left.items():
@@ -97,18 +91,18 @@ def test_import_reads_files_of_the_safetensors_package(tensors):
         same(tensors, ckpt.open(place / "root").to_state_dict())
 
 
-def test_tied_weights_are_written_once_and_come_back_tied(folder):
+def test_tied_weights_are_written_once_and_come_back_tied(root):
     net = Net(0)
-    ckpt.save({"model": net}, folder / "a", 1)
-    done = ckpt.export_hf(folder / "a", None, folder / "hf")
-    assert done.files == ("model.safetensors",) and "head.weight" not in load_file(folder / "hf" / "model.safetensors")
-    ckpt.import_hf(folder / "hf", folder / "b")
-    back = ckpt.open(folder / "b")
+    ckpt.save({"model": net}, root / "a", 1)
+    done = ckpt.export_hf(root / "a", None, root / "hf")
+    assert done.files == ("model.safetensors",) and "head.weight" not in load_file(root / "hf" / "model.safetensors")
+    ckpt.import_hf(root / "hf", root / "b")
+    back = ckpt.open(root / "b")
     assert back.aliases == {"head.weight": "embed.weight"}
-    same(ckpt.open(folder / "a").to_state_dict(), back.to_state_dict())
+    same(ckpt.open(root / "a").to_state_dict(), back.to_state_dict())
     tied, untied = Net(1), Net(2, tie=False)
-    ckpt.load({"model": tied}, folder / "b")
-    ckpt.import_hf(folder / "hf", untied)
+    ckpt.load({"model": tied}, root / "b")
+    ckpt.import_hf(root / "hf", untied)
     assert bits(tied.head.weight) == bits(net.embed.weight) == bits(untied.head.weight) == bits(untied.embed.weight)
 
 
@@ -122,82 +116,82 @@ def transformers_names(layers: int) -> set[str]:
     return names
 
 
-def test_llama_exports_with_hugging_face_names_and_imports_back(folder):
+def test_llama_exports_with_hugging_face_names_and_imports_back(root):
     model = Llama(CONFIG)
     model.reset_parameters(3)
-    ckpt.save({"model": model}, folder / "a", 1)
-    done = ckpt.export_hf(folder / "a", None, folder / "hf", rename=huggingface.LLAMA, max_shard_bytes=4000, dtype=torch.bfloat16)
+    ckpt.save({"model": model}, root / "a", 1)
+    done = ckpt.export_hf(root / "a", None, root / "hf", rename=huggingface.LLAMA, max_shard_bytes=4000, dtype=torch.bfloat16)
     assert set(done.tensors) == transformers_names(CONFIG.layers) and len(done.files) > 3
     with torch.device("meta"):
         other = Llama(CONFIG)
     with pytest.raises(ckpt.CheckpointMismatch, match="is bfloat16, wanted float32; cast=True converts"):
-        ckpt.import_hf(folder / "hf", other, rename=huggingface.LLAMA)
-    ckpt.import_hf(folder / "hf" / huggingface.INDEX, other, rename=huggingface.LLAMA, cast=True)
+        ckpt.import_hf(root / "hf", other, rename=huggingface.LLAMA)
+    ckpt.import_hf(root / "hf" / huggingface.INDEX, other, rename=huggingface.LLAMA, cast=True)
     same({n: t.bfloat16().float() for n, t in model.state_dict().items()}, dict(other.state_dict()))
-    ckpt.import_hf(folder / "hf", folder / "b", rename=huggingface.LLAMA)
-    same({n: t.bfloat16() for n, t in model.state_dict().items()}, ckpt.open(folder / "b").to_state_dict())
+    ckpt.import_hf(root / "hf", root / "b", rename=huggingface.LLAMA)
+    same({n: t.bfloat16() for n, t in model.state_dict().items()}, ckpt.open(root / "b").to_state_dict())
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_read_their_own_parts_of_sharded_files(folder, world):
+def test_ranks_read_their_own_parts_of_sharded_files(root, world):
     model = Llama(CONFIG)
     model.reset_parameters(5)
-    ckpt.save({"model": model}, folder / "a", 1)
-    ckpt.export_hf(folder / "a", None, folder / "hf", rename=huggingface.LLAMA, max_shard_bytes=9000)
+    ckpt.save({"model": model}, root / "a", 1)
+    ckpt.export_hf(root / "a", None, root / "hf", rename=huggingface.LLAMA, max_shard_bytes=9000)
     whole = sum(p.nbytes for p in model.parameters())
-    results = run_gloo(world, hf_into_model_rank, str(folder / "hf"))
+    results = run_gloo(world, hf_into_model_rank, str(root / "hf"))
     for kind in ("ours", "torch"):
         assert sum(result[kind][1] for result in results) == whole, "no byte is read by two ranks"
         for result in results:
             assert all(np.array_equal(result[kind][0][n], t.numpy()) for n, t in model.state_dict().items())
 
 
-def test_ranks_share_the_writing_of_a_commit_and_of_files(folder):
+def test_ranks_share_the_writing_of_a_commit_and_of_files(root):
     tensors = {f"t{i}": random_bits((50, 40), torch.bfloat16, i) for i in range(9)}
-    save_file(tensors, folder / "x.safetensors")
-    names = run_gloo(3, hf_into_commit_rank, str(folder))
+    save_file(tensors, root / "x.safetensors")
+    names = run_gloo(3, hf_into_commit_rank, str(root))
     assert len(set(names)) == 1
-    same(tensors, ckpt.open(folder / "root").to_state_dict())
-    assert ckpt.open(folder / "root").world == 9
-    back = ckpt.import_hf(folder / "out", dict.fromkeys(tensors, torch.zeros(0)) | {n: torch.zeros_like(t) for n, t in tensors.items()})
+    same(tensors, ckpt.open(root / "root").to_state_dict())
+    assert ckpt.open(root / "root").world == 9
+    back = ckpt.import_hf(root / "out", dict.fromkeys(tensors, torch.zeros(0)) | {n: torch.zeros_like(t) for n, t in tensors.items()})
     assert set(back.tensors) == set(tensors)  # type: ignore[union-attr]
-    assert len(list((folder / "out").glob("*.safetensors"))) == 9
+    assert len(list((root / "out").glob("*.safetensors"))) == 9
 
 
-def test_other_entries_and_optimizer_states_are_left_out(folder):
+def test_other_entries_and_optimizer_states_are_left_out(root):
     net = {"w": torch.randn(3)}
-    ckpt.save({"model": net, "ema": {"w": torch.ones(3)}}, folder / "a", 1)
-    assert ckpt.export_hf(folder / "a", None, folder / "hf").tensors == ("w",)
-    assert ckpt.export_hf(folder / "a", None, folder / "ema", key="ema").tensors == ("w",)
-    assert torch.equal(load_file(folder / "ema" / "model.safetensors")["w"], torch.ones(3))
+    ckpt.save({"model": net, "ema": {"w": torch.ones(3)}}, root / "a", 1)
+    assert ckpt.export_hf(root / "a", None, root / "hf").tensors == ("w",)
+    assert ckpt.export_hf(root / "a", None, root / "ema", key="ema").tensors == ("w",)
+    assert torch.equal(load_file(root / "ema" / "model.safetensors")["w"], torch.ones(3))
 
 
-def test_export_refuses_unsupported_dtypes_and_used_folders(folder):
-    ckpt.save({"model": {"c": torch.zeros(3, dtype=torch.complex128), "w": torch.zeros(2)}}, folder / "a", 1)
+def test_export_refuses_unsupported_dtypes_and_used_folders(root):
+    ckpt.save({"model": {"c": torch.zeros(3, dtype=torch.complex128), "w": torch.zeros(2)}}, root / "a", 1)
     with pytest.raises(ckpt.CheckpointMismatch, match="'c' is complex128, which safetensors has no name for"):
-        ckpt.export_hf(folder / "a", None, folder / "hf")
-    ckpt.export_hf(folder / "a", None, folder / "hf", exclude="c")
+        ckpt.export_hf(root / "a", None, root / "hf")
+    ckpt.export_hf(root / "a", None, root / "hf", exclude="c")
     with pytest.raises(ValueError, match="holds model.safetensors, model.safetensors.index.json: give a folder without model files"):
-        ckpt.export_hf(folder / "a", None, folder / "hf", exclude="c")
+        ckpt.export_hf(root / "a", None, root / "hf", exclude="c")
     with pytest.raises(ckpt.CheckpointMismatch, match="no tensor of 'model' that fits x"):
-        ckpt.export_hf(folder / "a", None, folder / "hf2", include="x")
+        ckpt.export_hf(root / "a", None, root / "hf2", include="x")
 
 
-def test_a_damaged_checkpoint_is_not_exported(folder):
+def test_a_damaged_checkpoint_is_not_exported(root):
     tensors = {("a", "param"): torch.randn(3000), ("b", "param"): torch.randn(3000)}
-    commit = save_in_process(folder / "a", tensors, random_layout(tensors, 1, seed=1))  # blocks of 4096 bytes
-    victim = next((folder / "a" / "data" / commit.attempt).glob("*.safetensors"))
+    commit = save_in_process(root / "a", tensors, random_layout(tensors, 1, seed=1))  # blocks of 4096 bytes
+    victim = next((root / "a" / "data" / commit.attempt).glob("*.safetensors"))
     raw = bytearray(victim.read_bytes())
     raw[-5000] ^= 1
     victim.write_bytes(raw)
     for limit in (100_000, 13_000):  # one file; or two files, of which the first is written without an error
         with pytest.raises(ckpt.CheckpointCorrupt, match="holds b"):
-            ckpt.export_hf(folder / "a", None, folder / "hf", max_shard_bytes=limit)
-        assert not (folder / "hf").exists()
+            ckpt.export_hf(root / "a", None, root / "hf", max_shard_bytes=limit)
+        assert not (root / "hf").exists()
 
 
-def test_export_fails_if_the_disk_stored_other_bytes(folder, monkeypatch):
-    ckpt.save({"model": {"a": torch.randn(3000)}}, folder / "a", 1)
+def test_export_fails_if_the_disk_stored_other_bytes(root, monkeypatch):
+    ckpt.save({"model": {"a": torch.randn(3000)}}, root / "a", 1)
     real = os.write
 
     def flipped(fd: int, data: Any) -> int:
@@ -207,9 +201,9 @@ def test_export_fails_if_the_disk_stored_other_bytes(folder, monkeypatch):
 
     monkeypatch.setattr(huggingface.os, "write", flipped)
     with pytest.raises(ckpt.ExportFailed, match="the data read back differs from the data written"):
-        ckpt.export_hf(folder / "a", None, folder / "hf")
+        ckpt.export_hf(root / "a", None, root / "hf")
     monkeypatch.undo()
-    assert not (folder / "hf").exists()
+    assert not (root / "hf").exists()
 
 
 # ------------------------------------------------------------------------------------------------------------ malformed ones
@@ -254,20 +248,20 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("case", MALFORMED)
-def test_a_malformed_file_is_refused_in_one_line(folder, case):
+def test_a_malformed_file_is_refused_in_one_line(root, case):
     raw, words = MALFORMED[case]
-    (folder / "x.safetensors").write_bytes(raw)
+    (root / "x.safetensors").write_bytes(raw)
     with pytest.raises(ckpt.ForeignFileError, match=words) as caught:
-        ckpt.import_hf(folder / "x.safetensors", folder / "root")
+        ckpt.import_hf(root / "x.safetensors", root / "root")
     assert "\n" not in str(caught.value) and "x.safetensors" in str(caught.value) and len(str(caught.value)) <= 1000
-    assert not (folder / "root").exists()
+    assert not (root / "root").exists()
 
 
-def test_corrupted_header_is_refused_or_read_as_safetensors_does(folder):
+def test_corrupted_header_is_refused_or_read_as_safetensors_does(root):
     """Change random bytes of a header. The file is refused, or our reader and the safetensors package give the same result."""
     tensors = {"a": random_bits((4, 5), torch.float32, 1), "b": random_bits((3,), torch.int64, 2), "c": random_bits((), torch.bfloat16, 3)}
-    save_file(tensors, folder / "good.safetensors")
-    good = (folder / "good.safetensors").read_bytes()
+    save_file(tensors, root / "good.safetensors")
+    good = (root / "good.safetensors").read_bytes()
     length = 8 + int.from_bytes(good[:8], "little")
     rng = random.Random(0)
     refused = 0
@@ -275,13 +269,13 @@ def test_corrupted_header_is_refused_or_read_as_safetensors_does(folder):
         raw = bytearray(good)
         for _ in range(rng.randint(1, 3)):
             raw[rng.randrange(length)] = rng.randrange(256)
-        (folder / "x.safetensors").write_bytes(raw)
+        (root / "x.safetensors").write_bytes(raw)
         try:
-            source = huggingface.HfSource(folder / "x.safetensors")
+            source = huggingface.HfSource(root / "x.safetensors")
         except ckpt.ForeignFileError:
             refused += 1
             continue
-        theirs = load_file(folder / "x.safetensors")
+        theirs = load_file(root / "x.safetensors")
         assert set(source.tensors) == set(theirs)
         for name, tensor in theirs.items():
             out = torch.zeros(tensor.numel(), dtype=tensor.dtype)
@@ -308,29 +302,29 @@ def test_corrupted_header_is_refused_or_read_as_safetensors_does(folder):
         ("[" * 100_000, "no index: no JSON"),
     ],
 )
-def test_import_refuses_a_wrong_or_folder_escaping_index(folder, index, words):
-    place = folder / "hf"
+def test_import_refuses_a_wrong_or_folder_escaping_index(root, index, words):
+    place = root / "hf"
     place.mkdir()
-    for path in (folder / "x.safetensors", place / "x.safetensors"):
+    for path in (root / "x.safetensors", place / "x.safetensors"):
         save_file({"a": torch.ones(2)}, path)
     (place / huggingface.INDEX).write_text(index if isinstance(index, str) else json.dumps(index))
     with pytest.raises(ckpt.ForeignFileError, match=words):
         ckpt.import_hf(place, {"a": torch.zeros(2)})
 
 
-def test_a_tensor_in_two_files_and_an_empty_folder_are_refused(folder):
+def test_a_tensor_in_two_files_and_an_empty_folder_are_refused(root):
     with pytest.raises(ckpt.ForeignFileError, match="holds no model.safetensors.index.json and no"):
-        ckpt.import_hf(folder, folder / "root")
+        ckpt.import_hf(root, root / "root")
     for name in ("x", "y"):
-        save_file({"a": torch.ones(2)}, folder / f"{name}.safetensors")
+        save_file({"a": torch.ones(2)}, root / f"{name}.safetensors")
     with pytest.raises(ckpt.ForeignFileError, match="tensor 'a' is both in x.safetensors and in y.safetensors"):
-        ckpt.import_hf(folder, folder / "root")
+        ckpt.import_hf(root, root / "root")
 
 
 @pytest.mark.fault("K33")
-def test_an_import_that_fails_or_is_interrupted_leaves_no_object(folder):
+def test_an_import_that_fails_or_is_interrupted_leaves_no_object(root):
     """A failed import may have filled the disk. Its objects must not stay until the collection a day later."""
-    save_file({"a": torch.ones(3000), "b": torch.ones(3000)}, folder / "model.safetensors")
+    save_file({"a": torch.ones(3000), "b": torch.ones(3000)}, root / "model.safetensors")
 
     class Stopped(Exception):
         pass
@@ -344,37 +338,37 @@ def test_an_import_that_fails_or_is_interrupted_leaves_no_object(folder):
                 raise error
 
         with pytest.raises(error):
-            ckpt.import_hf(folder, folder / "root", object_bytes=8000, progress=progress)
-        assert calls == [2] and not [path for path in (folder / "root").rglob("*") if path.is_file()]
-    made = ckpt.import_hf(folder, folder / "root", object_bytes=8000, step=5)
+            ckpt.import_hf(root, root / "root", object_bytes=8000, progress=progress)
+        assert calls == [2] and not [path for path in (root / "root").rglob("*") if path.is_file()]
+    made = ckpt.import_hf(root, root / "root", object_bytes=8000, step=5)
     with pytest.raises(ckpt.CommitRefused):
-        huggingface.into_commit(huggingface.HfSource(folder), folder / "root", {"a": "a"}, meta={}, aliases={"x": "y"})
-    lost = ckpt.FaultyStore(ckpt.PosixStore(folder / "root"), [ckpt.Fault("put", "lost", key="commits/*", times=None)])
+        huggingface.into_commit(huggingface.HfSource(root), root / "root", {"a": "a"}, meta={}, aliases={"x": "y"})
+    lost = ckpt.FaultyStore(ckpt.PosixStore(root / "root"), [ckpt.Fault("put", "lost", key="commits/*", times=None)])
     with pytest.raises(ckpt.SaveFailed):
-        ckpt.import_hf(folder, lost, step=9)
-    newest = ckpt.latest(folder / "root")
-    assert newest is not None and newest.step == 9 and ckpt.verify(folder / "root").ok, "the answer was lost, the commit is there"
-    assert isinstance(made, ckpt.Commit) and {p.name for p in (folder / "root" / "data").iterdir() if any(p.iterdir())} == {
+        ckpt.import_hf(root, lost, step=9)
+    newest = ckpt.latest(root / "root")
+    assert newest is not None and newest.step == 9 and ckpt.verify(root / "root").ok, "the answer was lost, the commit is there"
+    assert isinstance(made, ckpt.Commit) and {p.name for p in (root / "root" / "data").iterdir() if any(p.iterdir())} == {
         made.attempt,
         newest.attempt,
     }
 
 
-def test_import_ignores_files_with_a_leading_dot(folder):
-    save_file({"a": torch.ones(2)}, folder / "model.safetensors")
-    (folder / ".tmp-model-2.safetensors").write_bytes(b"half")
-    (folder / "._model.safetensors").write_bytes(b"Mac OS X")
-    assert list(huggingface.HfSource(folder).tensors) == ["a"]
+def test_import_ignores_files_with_a_leading_dot(root):
+    save_file({"a": torch.ones(2)}, root / "model.safetensors")
+    (root / ".tmp-model-2.safetensors").write_bytes(b"half")
+    (root / "._model.safetensors").write_bytes(b"Mac OS X")
+    assert list(huggingface.HfSource(root).tensors) == ["a"]
 
 
 @pytest.mark.parametrize("export", [ckpt.export_hf, ckpt.export_dcp])
 @pytest.mark.fault("K33")
-def test_export_failing_late_leaves_nothing_and_can_be_retried(folder, monkeypatch, export):
+def test_export_failing_late_leaves_nothing_and_can_be_retried(root, monkeypatch, export):
     """Fail each rename and each sync of the folder in turn.
 
     A reader would take an index without its files for a whole export. A leftover temporary folder would make the next try fail.
     """
-    ckpt.save({"model": {"a": torch.arange(5.0), "b": torch.arange(3)}}, folder / "root", 1)
+    ckpt.save({"model": {"a": torch.arange(5.0), "b": torch.arange(3)}}, root / "root", 1)
     for name, holder in (("rename", os), ("sync_folder", foreign), ("sync_folder", huggingface)):
         for nth in range(3):
             calls, real = [0], getattr(holder, name)
@@ -387,26 +381,26 @@ def test_export_failing_late_leaves_nothing_and_can_be_retried(folder, monkeypat
 
             monkeypatch.setattr(holder, name, failing)
             try:
-                export(folder / "root", None, folder / "made" / "out", **({"max_shard_bytes": 1} if export is ckpt.export_hf else {}))
+                export(root / "root", None, root / "made" / "out", **({"max_shard_bytes": 1} if export is ckpt.export_hf else {}))
             except OSError:
-                assert not (folder / "made").exists(), (name, nth)
+                assert not (root / "made").exists(), (name, nth)
             else:
                 assert calls[0] <= nth, "it was not reached"
-                shutil.rmtree(folder / "made")
+                shutil.rmtree(root / "made")
             monkeypatch.undo()
     with pytest.raises(ckpt.CheckpointMismatch, match="that fits nothing"):
-        export(folder / "root", None, folder / "made" / "out", include="nothing")
-    (folder / "theirs").mkdir()
+        export(root / "root", None, root / "made" / "out", include="nothing")
+    (root / "theirs").mkdir()
     with pytest.raises(ckpt.CheckpointMismatch, match="that fits nothing"):
-        export(folder / "root", None, folder / "theirs", include="nothing")
-    assert not (folder / "made").exists() and (folder / "theirs").is_dir(), "a folder that was there stays"
-    export(folder / "root", None, folder / "theirs")
+        export(root / "root", None, root / "theirs", include="nothing")
+    assert not (root / "made").exists() and (root / "theirs").is_dir(), "a folder that was there stays"
+    export(root / "root", None, root / "theirs")
 
 
-def test_a_file_cut_short_after_its_header_was_read_is_named(folder):
-    save_file({"a": torch.ones(20_000)}, folder / "x.safetensors")
-    source = huggingface.HfSource(folder / "x.safetensors")
-    os.truncate(folder / "x.safetensors", 4096)
+def test_a_file_cut_short_after_its_header_was_read_is_named(root):
+    save_file({"a": torch.ones(20_000)}, root / "x.safetensors")
+    source = huggingface.HfSource(root / "x.safetensors")
+    os.truncate(root / "x.safetensors", 4096)
     with pytest.raises(ckpt.ForeignFileError, match="ends at byte 4096, .* truncated"):
         source.read_into("a", "param", 0, torch.zeros(20_000))
 

@@ -13,16 +13,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.checkpoint.checkpoint_support import adam_like, assert_equals, bits, memory_folder, random_bits, random_layout, save_in_process
+from tests.checkpoint.checkpoint_support import adam_like, assert_equals, bits, random_bits, random_layout, save_in_process
 from vescale_ray import checkpoint as ckpt
 
 BLOCK = 4096
-
-
-@pytest.fixture
-def root():
-    with memory_folder() as folder:
-        yield folder
 
 
 def flip(path: Path, bit: int) -> None:

@@ -23,19 +23,13 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.checkpoint.checkpoint_support import memory_folder, random_bits
+from tests.checkpoint.checkpoint_support import random_bits
 from tests.checkpoint.plain_ranks import digest, load_rank, loader_state, save_rank, sharded_inside
 from tests.checkpoint.test_checkpoint_safety import sealed
 from tests.ranks import run_gloo
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.state.plain import INLINE_BYTES
 from vescale_ray.cli import main
-
-
-@pytest.fixture
-def root():
-    with memory_folder() as folder:
-        yield folder
 
 
 def same(left: Any, right: Any) -> bool:

@@ -20,12 +20,6 @@ from vescale_ray.checkpoint.saving import proof
 W = random_bits((30, 4), torch.float32, 1)
 
 
-@pytest.fixture
-def root():
-    with memory_folder() as folder:
-        yield folder
-
-
 def make(root, step, epoch=0, **metrics):
     attempt = f"at-e{epoch}-s{step}"
     piece = ckpt.ShardPiece("w", "param", 0, 120, (30, 4), torch.float32, W.reshape(-1))

@@ -18,16 +18,9 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from tests.checkpoint.checkpoint_support import bits, memory_folder
+from tests.checkpoint.checkpoint_support import bits
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.optim import AdamW8bit, CombinedOptimizer, Flat, Shampoo
-
-
-@pytest.fixture
-def root():
-    with memory_folder() as folder:
-        yield folder
-
 
 LR = torch.optim.lr_scheduler
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -105,12 +98,6 @@ def test_save_refuses_a_numpy_generator_that_is_not_mt19937(root):
         np.random.set_bit_generator(before)
     assert not list(root.iterdir())
     ckpt.save({"model": {"w": torch.ones(1)}}, root, 1)
-
-
-def endless() -> list[Any]:
-    held: list[Any] = []
-    held.append(held)
-    return held
 
 
 class Net(nn.Module):
@@ -216,16 +203,6 @@ def test_load_refuses_two_stored_tensors_for_one_tied_parameter(root):
     assert all(bits(before[k]) == bits(v) for k, v in tied.state_dict().items())
 
 
-def test_weights_alone_are_read_from_a_full_checkpoint(root):
-    net = Net(0)
-    optimizer = adam(net)
-    train(net, optimizer, 2)
-    ckpt.save({"model": net, "optimizer": optimizer, "stream": 3}, root, 2)
-    other = Net(1)
-    ckpt.load({"model": other}, root)
-    assert same_module(net, other)
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -243,19 +220,6 @@ def test_load_of_another_model_raises_and_changes_nothing(root, make, words):
         ckpt.load({"model": other}, root)
     assert "\n" not in str(caught.value) and "of another model" in str(caught.value)
     assert all(bits(before[k]) == bits(v) for k, v in other.state_dict().items())
-
-
-def test_allow_missing_leaves_a_missing_tensor_unchanged(root):
-    net = Net(0)
-    ckpt.save({"model": net}, root, 1)
-    target = {"embed.weight": torch.zeros(11, 6), "new.weight": torch.ones(3)}
-    with pytest.raises(ckpt.CheckpointMismatch, match="lacks 'new.weight'"):
-        ckpt.load({"model": target}, root)
-    with pytest.raises(ckpt.CheckpointMismatch, match="also has 'body.0.bias'"):
-        ckpt.load({"model": target}, root, allow_missing="new.*")
-    loaded = ckpt.load({"model": target}, root, allow_missing="new.*", allow_unexpected="*")
-    assert loaded.missing == ("new.weight",)
-    assert bits(target["embed.weight"]) == bits(net.embed.weight) and bool((target["new.weight"] == 1).all())
 
 
 def test_an_optimizer_with_other_groups_or_states_is_refused(root):
@@ -430,7 +394,6 @@ def test_random_generators_come_back(root):
     [
         ({"model": Net(0), "x": object()}, "state.x is a object, which a checkpoint can't hold; give numbers, .* with state_dict"),
         ({"model": Net(0), "optimizer": {"state": {"w": {"exp_avg": torch.zeros(2)}}}}, "give the objects, .* and not their state_dict"),
-        ({"model": Net(0), "x": {"a": {frozenset({1}): 3}}}, "state.x.a has a frozenset as a key; give texts"),
         ({"model": {"a": torch.zeros(2), "b": 3}}, "'b' of state entry 'model' is a int"),
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(2))])}, "belongs to no module in the state"),
         ({"model": {"a": torch.zeros(2, 2).to_sparse()}}, "only dense tensors"),
@@ -438,7 +401,6 @@ def test_random_generators_come_back(root):
         ({"model": nn.LazyLinear(2)}, "'weight' is a lazy module's, which has no shape yet"),
         ({"model": {"a": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)}}, "'a' is a nested tensor"),
         ({"model": {0: torch.ones(2)}}, "state entry 'model' holds a tensor under the key 0; give texts"),
-        ({"model": {"a": torch.ones(2)}, "x": endless()}, r"state.x\[0\].* is nested more than 100 deep, or holds itself"),
         ({"model": {"ema/w": torch.ones(2)}, "ema": {"v": torch.ones(1)}}, "'ema/w' of .* would be mistaken for one of entry 'ema'"),
     ],
 )
@@ -510,32 +472,6 @@ def test_a_run_that_went_back_saves_into_a_higher_epoch(root):
     names = [ckpt.save({"model": net}, root, step).commit.name for step in (10, 20, 15, 16, 16)]
     assert names == [f"e{e:04d}-s{s:012d}" for e, s in [(0, 10), (0, 20), (1, 15), (1, 16), (2, 16)]]
     assert ckpt.latest(root).name == names[-1]  # type: ignore[union-attr]
-
-
-def test_keep_collects_after_each_save(root):
-    net = Net(0)
-    for step in range(1, 6):
-        ckpt.save({"model": net}, root, step, retention=ckpt.Retention(keep_last=2))
-    assert [c.step for c in ckpt.ls(root)] == [4, 5]
-    assert len(list((root / "data").iterdir())) == 5, "data stays for those who read it now"
-    ckpt.gc(root, ckpt.Retention(keep_last=2), grace=ckpt.NO_GRACE)
-    assert len(list((root / "data").iterdir())) == 2
-
-
-def test_a_damaged_newest_checkpoint_is_passed_over_loudly(root, caplog):
-    good, bad = Net(0), Net(1)
-    ckpt.save({"model": good}, root, 1)
-    damaged = ckpt.save({"model": bad}, root, 2).commit
-    victim = next((root / "data" / damaged.attempt).glob("*.safetensors"))
-    raw = bytearray(victim.read_bytes())
-    raw[4097] ^= 1
-    victim.write_bytes(raw)
-    other = Net(3)
-    loaded = ckpt.load({"model": other}, root)
-    assert loaded.step == 1 and loaded.skipped == (damaged.name,) and same_module(good, other)
-    assert "going back to checkpoint e0000-s000000000001" in caplog.text and "block 1 (" in caplog.text
-    with pytest.raises(ckpt.CheckpointCorrupt, match=r"block 1 \("):
-        ckpt.load({"model": other}, root, commit=damaged.name)
 
 
 def test_load_of_a_missing_checkpoint_or_entry_raises_clearly(root):
