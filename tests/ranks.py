@@ -110,27 +110,36 @@ def run_threads(world: int, function: Callable[..., Any], *args: Any, timeout: f
     return results
 
 
-def on_threads(world: int | None = None, timeout: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+World = int | Callable[..., int] | None
+
+
+def on_threads(world: World = None, timeout: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test of ``function(rank, world, ...)``, which runs on ``world`` threads. Its further parameters are those of the test.
 
-    If the decorator gets no ``world``, the test has that parameter too.
+    ``world`` may be a function of some of these parameters. If the decorator gets no ``world``, the test has that parameter too.
     """
     return functools.partial(_test_on, run_threads, world, timeout)
 
 
-def on_processes(world: int | None = None, timeout: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_processes(world: World = None, timeout: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test as :func:`on_threads` does, but in gloo processes. Arguments of the test have to be picklable."""
     return functools.partial(_test_on, run_gloo, world, timeout)
 
 
-def _test_on(run: Callable[..., Any], world: int | None, timeout: float, function: Callable[..., None]) -> Callable[..., None]:
+def _test_on(run: Callable[..., Any], world: World, timeout: float, function: Callable[..., None]) -> Callable[..., None]:
+    all_parameters = inspect.signature(function).parameters.items()
+    own = inspect.Signature([p for name, p in all_parameters if name != "rank" and (name != "world" or world is None)])
+
     @functools.wraps(function)
-    def test(**arguments: Any) -> None:
-        count = arguments.pop("world") if world is None else world
+    def test(*values: Any, **named: Any) -> None:
+        arguments = dict(own.bind(*values, **named).arguments)
+        if callable(world):
+            count = world(**{name: arguments[name] for name in inspect.signature(world).parameters})
+        else:
+            count = arguments.pop("world") if world is None else world
         run(count, _Body(test), arguments, timeout=timeout)
 
-    parameters = [p for name, p in inspect.signature(function).parameters.items() if name != "rank" and (name != "world" or world is None)]
-    test.__signature__ = inspect.Signature(parameters)  # the names that pytest provides
+    test.__signature__ = own  # what pytest and Hypothesis provide
     return test
 
 

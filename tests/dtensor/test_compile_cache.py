@@ -43,7 +43,6 @@ def model() -> Any:
 
 def compiled_steps(rank: int, world: int, folder: str) -> float:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-    torch.set_num_threads(1)
     nets = model(), model()
     optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01, foreach=True) for net in nets]
     steps = [torch.compile(optimizers[0].step), optimizers[1].step]

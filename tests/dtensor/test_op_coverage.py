@@ -67,7 +67,6 @@ def test_coverage_page_matches_a_repeated_sweep(part: int, warned: Warned) -> No
     if f"with torch {torch.__version__.split('+')[0]}:" not in PAGE.read_text(encoding="utf-8"):
         pytest.skip("the page was made with another torch, whose operations and samples differ")
     table, ops = documented(), database()
-    torch.set_num_threads(1)
     for name in CORE[part::4]:
         row = {"found": {"float32": sweep(ops[name], DTYPES["float32"], SAMPLES, warned)}}
         for variant in VARIANTS:

@@ -65,7 +65,11 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _unary(rank: int, world: int, case: Case) -> None:
+@settings(max_examples=12)
+@given(cases())
+@pytest.mark.filterwarnings("error::vescale_ray.dtensor.RaggedFallbackWarning")
+@on_threads(lambda case: case.world)
+def test_elementwise_operations_stay_ragged_and_equal_plain_ones(rank: int, world: int, case: Case) -> None:
     full = values(case.shape) * 0.25
     x = ragged(case, full, one_dim_mesh(world), rank)
     for name, op in UNARY.items():
@@ -78,20 +82,17 @@ def _unary(rank: int, world: int, case: Case) -> None:
     assert torch.equal(x.full_tensor(), full), "an out-of-place operation changed its operand"
 
 
-@settings(max_examples=12)
-@given(cases())
-def test_elementwise_operations_stay_ragged_and_equal_plain_ones(case: Case) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RaggedFallbackWarning)
-        run_threads(case.world, _unary, case)
-
-
 BINARY: dict[str, Callable[[Any, Any], Any]] = {name: getattr(operator, name) for name in "add sub mul truediv lt ge eq ne".split()} | {
     name: getattr(torch, name) for name in "maximum minimum atan2 fmax logaddexp copysign hypot".split()
 }
 
 
-def _binary(rank: int, world: int, a: Case, b: Case, trail: int) -> None:
+@settings(max_examples=8)
+@given(pairs(), st.integers(0, 15))
+@pytest.mark.filterwarnings("error::vescale_ray.dtensor.RaggedFallbackWarning")
+@on_threads(lambda pair: pair[0].world)
+def test_operands_are_brought_to_the_layout_of_the_first(rank: int, world: int, pair: tuple[Case, Case], trail: int) -> None:
+    a, b = pair
     mesh, left, right = one_dim_mesh(world), values(a.shape, seed=1) + 0.5, values(b.shape, seed=2) + 0.25
     x, y = ragged(a, left, mesh, rank), ragged(b, right, mesh, rank)
     # A third operand that broadcasts: some trailing dimensions, some of them of size 1.
@@ -118,14 +119,6 @@ def _binary(rank: int, world: int, a: Case, b: Case, trail: int) -> None:
         assert torch.allclose(target.full_tensor(), left * plain, rtol=1e-5)
         assert target.copy_(other) is target
         assert torch.allclose(target.full_tensor(), plain.expand(a.shape), rtol=1e-5)
-
-
-@settings(max_examples=8)
-@given(pairs(), st.integers(0, 15))
-def test_operands_are_brought_to_the_layout_of_the_first(pair: tuple[Case, Case], trail: int) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RaggedFallbackWarning)
-        run_threads(pair[0].world, _binary, *pair, trail)
 
 
 @on_threads(3)
@@ -215,7 +208,10 @@ LAST_DIM: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _reduce(rank: int, world: int, case: Case) -> None:
+@settings(max_examples=15)
+@given(cases())
+@on_threads(lambda case: case.world)
+def test_reductions_equal_plain_ones_even_with_empty_ranks(rank: int, world: int, case: Case) -> None:
     full = values(case.shape) * 0.25
     x = ragged(case, full, one_dim_mesh(world), rank)
     if full.numel():
@@ -249,13 +245,11 @@ def _reduce(rank: int, world: int, case: Case) -> None:
                 x.amax()
 
 
-@settings(max_examples=15)
-@given(cases())
-def test_reductions_equal_plain_ones_even_with_empty_ranks(case: Case) -> None:
-    run_threads(case.world, _reduce, case)
-
-
-def _compare(rank: int, world: int, a: Case, b: Case) -> None:
+@settings(max_examples=8)
+@given(pairs())
+@on_threads(lambda pair: pair[0].world)
+def test_comparisons_answer_the_same_on_every_rank(rank: int, world: int, pair: tuple[Case, Case]) -> None:
+    a, b = pair
     mesh, full = one_dim_mesh(world), values(a.shape)
     x, y = ragged(a, full, mesh, rank), ragged(b, full, mesh, rank)
     assert torch.equal(x, y) and torch.equal(x, torch_distribute(full, mesh, [Replicate()], src_data_rank=None))
@@ -270,12 +264,10 @@ def _compare(rank: int, world: int, a: Case, b: Case) -> None:
 
 
 @settings(max_examples=8)
-@given(pairs())
-def test_comparisons_answer_the_same_on_every_rank(pair: tuple[Case, Case]) -> None:
-    run_threads(pair[0].world, _compare, *pair)
-
-
-def _foreach(rank: int, world: int, layouts: list[Case]) -> None:
+@given(st.integers(1, 5).flatmap(lambda world: st.lists(cases(world), min_size=1, max_size=4)))
+@pytest.mark.filterwarnings("error::vescale_ray.dtensor.RaggedFallbackWarning")
+@on_threads(lambda layouts: layouts[0].world)
+def test_foreach_operations_equal_plain_ones_in_every_element(rank: int, world: int, layouts: list[Case]) -> None:
     mesh = one_dim_mesh(world)
     plain = [values(c.shape, seed=i) * 0.25 for i, c in enumerate(layouts)]
     xs: Any = [ragged(c, t, mesh, rank) for c, t in zip(layouts, plain, strict=True)]
@@ -317,14 +309,6 @@ def _foreach(rank: int, world: int, layouts: list[Case]) -> None:
     torch._foreach_add_(xs, replicated)
     for x, p in zip(xs, plain, strict=True):
         assert torch.equal(x.full_tensor(), p + p)
-
-
-@settings(max_examples=8)
-@given(st.integers(1, 5).flatmap(lambda world: st.lists(cases(world), min_size=1, max_size=4)))
-def test_foreach_operations_equal_plain_ones_in_every_element(layouts: list[Case]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RaggedFallbackWarning)
-        run_threads(layouts[0].world, _foreach, layouts)
 
 
 @on_threads(3)
@@ -480,7 +464,10 @@ def test_operands_on_different_meshes_raise(rank: int, world: int) -> None:
         x + y
 
 
-def _autograd(rank: int, world: int, case: Case) -> None:
+@settings(max_examples=8)
+@given(cases())
+@on_threads(lambda case: case.world)
+def test_gradients_flow_through_elementwise_operations_and_sums(rank: int, world: int, case: Case) -> None:
     mesh, full, weight = one_dim_mesh(world), values(case.shape) * 0.25, values(case.shape, seed=5) * 0.25
     x, plain = ragged(case, full, mesh, rank).requires_grad_(), full.clone().requires_grad_()
     w = ragged(case, weight, mesh, rank)
@@ -494,12 +481,6 @@ def _autograd(rank: int, world: int, case: Case) -> None:
     assert isinstance(x.grad, RaggedDTensor) and torch.equal(x.grad.full_tensor(), 2 * weight)
     x.grad = ragged(case, weight, mesh, rank)
     assert torch.equal(x.grad.full_tensor(), weight)
-
-
-@settings(max_examples=8)
-@given(cases())
-def test_gradients_flow_through_elementwise_operations_and_sums(case: Case) -> None:
-    run_threads(case.world, _autograd, case)
 
 
 @on_threads(3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,14 +47,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adagrad fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
     "NAdam decoupled": lambda p: torch.optim.NAdam(p, lr=0.1, weight_decay=0.1, decoupled_weight_decay=True),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 Parameters = list[nn.Parameter]
@@ -99,7 +91,10 @@ def test_optimizers_are_bit_for_bit_those_of_the_whole_tensor(name: str) -> None
         run_threads(3, _steps, layouts, name, OPTIMIZERS[name])
 
 
-def _composed(rank: int, world: int, placements: list[Any]) -> None:
+@pytest.mark.parametrize("placements", [[RaggedShard((0,), (1, 3)), Shard(0)], [Replicate(), RaggedShard((), (0, 1))]], ids=str)
+@pytest.mark.filterwarnings("ignore::vescale_ray.dtensor.RaggedFallbackWarning")
+@on_threads(4, timeout=100)
+def test_optimizers_and_clipping_are_right_with_tp_and_replicas(rank: int, world: int, placements: list[Any]) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     shapes = ((16, 8), (8,), (8, 2, 6))
     for make in (*OPTIMIZERS.values(), lambda p: torch.optim.AdamW(p, lr=0.1, fused=True), lambda p: torch.optim.Adafactor(p, lr=0.1)):
@@ -118,14 +113,10 @@ def _composed(rank: int, world: int, placements: list[Any]) -> None:
             torch.testing.assert_close(whole(p), q.detach(), rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("placements", [[RaggedShard((0,), (1, 3)), Shard(0)], [Replicate(), RaggedShard((), (0, 1))]], ids=str)
-def test_optimizers_and_clipping_are_right_with_tp_and_replicas(placements: list[Any]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RaggedFallbackWarning)
-        run_threads(4, _composed, placements, timeout=100)
-
-
-def _closure(rank: int, world: int) -> None:
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::vescale_ray.dtensor.RaggedFallbackWarning")
+@on_threads(3)
+def test_lbfgs_works_gathering(rank: int, world: int) -> None:
     mesh = one_dim_mesh(world)
     for options in ({}, {"line_search_fn": "strong_wolfe"}):
         sharded, plain = parameters(LAYOUTS, mesh, rank)
@@ -142,13 +133,6 @@ def _closure(rank: int, world: int) -> None:
             optimizer.step(closure)
         for p, q in zip(sharded, plain, strict=True):
             torch.testing.assert_close(whole(p), q.detach())
-
-
-@pytest.mark.slow
-def test_lbfgs_works_gathering() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RaggedFallbackWarning)
-        run_threads(3, _closure)
 
 
 @on_threads(3)
@@ -169,7 +153,9 @@ def test_torchs_muon_is_refused_before_anything_is_changed(rank: int, world: int
     assert bool((plain != 1).any()), "torch's own is left as it was for whole matrices"
 
 
-def _adafactor(rank: int, world: int) -> None:
+@pytest.mark.filterwarnings("ignore::vescale_ray.dtensor.RaggedFallbackWarning")
+@on_threads(3)
+def test_adafactor_works_gathering_where_it_needs_columns(rank: int, world: int) -> None:
     mesh = one_dim_mesh(world)
     for foreach in (True, False):
         sharded, plain = parameters(LAYOUTS[:2], mesh, rank)
@@ -180,12 +166,6 @@ def _adafactor(rank: int, world: int) -> None:
             theirs.step()
         for p, q in zip(sharded, plain, strict=True):
             torch.testing.assert_close(whole(p), q.detach(), rtol=1e-5, atol=1e-6)
-
-
-def test_adafactor_works_gathering_where_it_needs_columns() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RaggedFallbackWarning)
-        run_threads(3, _adafactor)
 
 
 @on_threads(3)
@@ -203,7 +183,9 @@ def test_fused_adam_is_exact_at_16_element_cuts_close_elsewhere(rank: int, world
                 torch.testing.assert_close(p.full_tensor(), q.detach(), rtol=tolerance, atol=tolerance)  # type: ignore[attr-defined]
 
 
-def _clip(rank: int, world: int) -> None:
+@pytest.mark.filterwarnings("error::vescale_ray.dtensor.RaggedFallbackWarning")
+@on_threads(3)
+def test_clip_grad_norm_is_that_of_the_whole_gradients(rank: int, world: int) -> None:
     mesh = one_dim_mesh(world)
     for order in (2.0, 1.0, 3.0, math.inf):
         for foreach in (True, False):
@@ -220,12 +202,6 @@ def _clip(rank: int, world: int) -> None:
     set_gradients(LAYOUTS, sharded, plain, rank, 1)
     torch.nn.utils.clip_grad_value_(sharded, 0.5)
     assert all(p.grad is not None and p.grad.abs().max().item() <= 0.5 for p in sharded)
-
-
-def test_clip_grad_norm_is_that_of_the_whole_gradients() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RaggedFallbackWarning)
-        run_threads(3, _clip)
 
 
 @on_threads(4)

@@ -26,9 +26,7 @@ from vescale_ray.dtensor.placement import RaggedShard
     st.integers(1, 8),
     st.lists(st.integers(0, 2), max_size=2),
 )
-def test_of_blocks_cuts_no_block_and_no_slice_of_a_sharded_dim(
-    shape: tuple[int, ...], block: int, ranks: int, dims: list[int]
-) -> None:
+def test_of_blocks_cuts_no_block_and_no_slice_of_a_sharded_dim(shape: tuple[int, ...], block: int, ranks: int, dims: list[int]) -> None:
     dims = [d for d in dims if d < len(shape)]
     placement, total = RaggedShard.of_blocks(shape, block, ranks, dims), math.prod(shape)
     placement.validate(shape, ranks)

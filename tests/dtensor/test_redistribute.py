@@ -190,7 +190,11 @@ def test_a_pending_reduction_lands_reduced(case: Case, op: str) -> None:
         assert not any(name == "all_reduce" for name, _, _ in seen)
 
 
-def _gradients(rank: int, world: int, source: Case, target: Case) -> None:
+@settings(max_examples=12)
+@given(pairs())
+@on_threads(lambda pair: pair[0].world)
+def test_gradients_flow_back_through_every_conversion(rank: int, world: int, pair: tuple[Case, Case]) -> None:
+    source, target = pair
     mesh, full, weight = one_dim_mesh(world), values(source.shape, seed=1), values(source.shape, seed=2)
     weight_ragged = ragged(target, weight, mesh, rank)
 
@@ -213,12 +217,6 @@ def _gradients(rank: int, world: int, source: Case, target: Case) -> None:
         assert isinstance(leaf.grad, RaggedDTensor) and torch.equal(leaf.grad.to_local(), source.part(weight, rank))
 
 
-@settings(max_examples=12)
-@given(pairs())
-def test_gradients_flow_back_through_every_conversion(pair: tuple[Case, Case]) -> None:
-    run_threads(pair[0].world, _gradients, *pair)
-
-
 @on_threads(3)
 def test_partial_grad_placements_reduce_gradients_over_ranks(rank: int, world: int) -> None:
     """Each rank multiplies the whole by its own weight. The gradient is a sum over ranks, which full_tensor must be told."""
@@ -231,7 +229,10 @@ def test_partial_grad_placements_reduce_gradients_over_ranks(rank: int, world: i
     assert torch.equal(leaf.grad.full_tensor(), expected)  # type: ignore[attr-defined]
 
 
-def _two_dims(rank: int, world: int, case: Case) -> None:
+@settings(max_examples=15)
+@given(st.integers(1, 4).flatmap(lambda world: cases(world)))
+@on_threads(lambda case: 2 * case.world)
+def test_replicas_on_a_second_dimension_redistribute_right(rank: int, world: int, case: Case) -> None:
     mesh = init_device_mesh("cpu", (2, case.world), mesh_dim_names=("replicate", "shard"))
     full, column = values(case.shape), mesh.get_local_rank("shard")
     a = RaggedDTensor.from_local(case.part(full, column).clone(), mesh, hsdp(case), shape=case.shape)
@@ -256,12 +257,6 @@ def _two_dims(rank: int, world: int, case: Case) -> None:
     theirs: list[Any] = [None] * world
     dist.all_gather_object(theirs, a.to_local().tolist())
     assert theirs[: case.world] == theirs[case.world :], "replicas hold the same random numbers"
-
-
-@settings(max_examples=15)
-@given(st.integers(1, 4).flatmap(lambda world: cases(world)))
-def test_replicas_on_a_second_dimension_redistribute_right(case: Case) -> None:
-    run_threads(2 * case.world, _two_dims, case)
 
 
 def _every_dtype_on_gloo(rank: int, world: int) -> list[str]:

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 from tests.dtensor.layouts import Case, cases, hsdp, one_dim_mesh, ragged, values, whole
-from tests.ranks import on_processes, on_threads, run_gloo, run_threads
+from tests.ranks import on_processes, on_threads, run_gloo
 from vescale_ray.dtensor import RaggedDTensor, RaggedShard, distribute_tensor
 
 CASE = Case((6, 5), 2, (4, 0, 26))
@@ -141,7 +141,10 @@ def test_modules_cast_leave_meta_and_load_other_layouts_states(rank: int, world:
     assert torch.equal(whole(empty.get_parameter("inner.bias")), torch.arange(7.0))
 
 
-def _boxes(rank: int, world: int, case: Case) -> None:
+@settings(max_examples=40)
+@given(cases())
+@on_threads(lambda case: case.world)
+def test_checkpoint_chunks_tile_the_tensor_and_none_is_empty(rank: int, world: int, case: Case) -> None:
     full = values(case.shape, torch.int64)
     x = ragged(case, full, one_dim_mesh(world), rank)
     chunks = x.__create_chunk_list__()
@@ -162,12 +165,6 @@ def _boxes(rank: int, world: int, case: Case) -> None:
     assert full.numel() or sum(n for _, n in everyone) == 1, "an empty tensor is named by one writer"
     with pytest.raises(ValueError, match="x: this rank holds no box at offset"):
         x.__get_tensor_shard__(MetadataIndex("x", torch.Size([99] * max(1, len(case.shape)))))
-
-
-@settings(max_examples=40)
-@given(cases())
-def test_checkpoint_chunks_tile_the_tensor_and_none_is_empty(case: Case) -> None:
-    run_threads(case.world, _boxes, case)
 
 
 LAYOUTS: dict[str, list[Case]] = {
@@ -240,7 +237,6 @@ def _model_and_optimizer(rank: int, world: int, folder: str) -> None:
 
 
 def _dcp(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
     _checkpoint(rank, world, folder)
     _model_and_optimizer(rank, world, str(Path(folder) / "training"))
 

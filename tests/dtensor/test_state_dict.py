@@ -123,7 +123,6 @@ def _round_trip(rank: int, world: int, mesh_shape: tuple[int, ...], placements: 
 
 @on_processes(4, timeout=100)
 def test_full_state_dicts_round_trip_through_every_layout(rank: int, world: int) -> None:
-    torch.set_num_threads(1)
     _round_trip(rank, world, (4,), [RaggedShard((0,), (1, 0, 2, 3))])
     _round_trip(rank, world, (2, 2), [RaggedShard((0,), (1, 2)), Shard(0)])
     _round_trip(rank, world, (2, 2), [Replicate(), RaggedShard((), (0, 1))])
@@ -230,7 +229,6 @@ def test_unfit_state_dict_is_refused_on_all_ranks_before_writes(rank: int, world
 
 
 def _with_fsdp2(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
     one, two = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
 
     def fsdp2() -> Net:
