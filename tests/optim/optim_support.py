@@ -40,7 +40,6 @@ def sharded(shapes: Shapes, world: int, policy: Any = None, dtype: torch.dtype =
     """The weights after ``fully_shard``; plain weights if ``world`` is 0."""
     model = Weights(shapes, dtype)
     if world:
-        torch.set_num_threads(1)
         fully_shard(model, mesh=mesh or init_device_mesh("cpu", (world,)), block_policy=policy)
     return model
 

@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
-from tests.optim.optim_support import Collectives, State, Weights, full_state, give_gradients, noise, same, sharded, straddles, train
-from tests.ranks import on_processes, on_threads, run_threads
+from tests.optim.optim_support import State, Weights, full_state, noise, same, sharded, straddles, train
+from tests.ranks import on_threads, run_threads
 from vescale_ray import Block, RaggedShard, distribute_tensor
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.optim import AdamW8bit
@@ -180,18 +179,6 @@ def test_states_on_2d_meshes_equal_those_of_the_whole_tensor(block: Any) -> None
         assert not same(state, full_state(model, optimizer))
 
 
-@on_processes(2)
-def test_a_step_communicates_nothing(rank: int, world: int) -> None:
-    model = sharded(SHAPES, world, AdamW8bit.block_policy())
-    optimizer = AdamW8bit(model.named_parameters(), **HOW)
-    give_gradients(model, 1)
-    with Collectives() as stepping:
-        optimizer.step()
-    with Collectives() as control:
-        dist.all_reduce(torch.ones(2))
-    assert not stepping.seen and len(control.seen) == 1
-
-
 # ---------------------------------------------------------------------------------------------------------- near FP32's
 
 
@@ -307,16 +294,6 @@ def test_fp32_states_are_torchs_adamw_bit_for_bit() -> None:
         assert all(torch.equal(ours.state[param][kind], theirs.state[other][kind]) for kind in ("step", "exp_avg", "exp_avg_sq"))
 
 
-def test_decay_shrinks_zero_gradient_parameters_by_its_factor() -> None:
-    for block in (1024, None):
-        param = nn.Parameter(noise((64, 64), "p", 0))
-        before = param.detach().clone()
-        optimizer = AdamW8bit([param], lr=0.1, weight_decay=0.5, block=block)
-        param.grad = torch.zeros_like(param)
-        optimizer.step()
-        assert torch.equal(param, before * 0.95)
-
-
 def test_nan_gradient_spoils_its_own_block_only() -> None:
     param = nn.Parameter(noise((64, 64), "p", 0))
     optimizer = AdamW8bit([param], block="tile 32x32")
@@ -389,10 +366,6 @@ def test_embeddings_and_heads_alone_keep_fp32_states_by_name() -> None:
 def test_bad_arguments_are_refused_in_a_sentence() -> None:
     param = nn.Parameter(torch.zeros(64, 64))
     for options, message in (
-        ({"lr": -1.0}, "lr = -1.0: give a number of at least 0"),
-        ({"betas": (0.9, 1.0)}, r"betas = \(0.9, 1.0\): give two numbers in"),
-        ({"weight_decay": -0.1}, "weight_decay = -0.1"),
-        ({"eps": math.nan}, "eps = nan"),
         ({"block": 0}, "block = 0: give a number of elements"),
         ({"block": "tile 32"}, "block = 'tile 32'"),
         ({"block": Block.element()}, "block = .*element"),

@@ -5,24 +5,21 @@ Its states are saved, loaded and copied, and all ranks refuse a step together.
 
 from __future__ import annotations
 
-import copy
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from tests.optim.optim_support import State, Weights, full_state, give_gradients, noise, same, sharded, train
-from tests.ranks import on_threads, run_gloo, run_threads
+from tests.optim.optim_support import Weights, full_state, give_gradients, noise, same, sharded, train
+from tests.ranks import on_threads, run_threads
 from vescale_ray import checkpoint
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.optim import SOAP, AdamW8bit, Shampoo, clip_grad_norm_
-from vescale_ray.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 # ------------------------------------------------------------------------------------- torch.optim.Optimizer's own interface
 
@@ -121,24 +118,15 @@ def test_state_dict_restores_fp32_and_bfloat16_runs_bit_for_bit() -> None:
         assert not same(full_state(first, one), full_state(second, two))
 
 
-def test_missing_or_other_block_states_are_refused_unchanged() -> None:
+def test_states_of_another_block_are_refused_unchanged() -> None:
     model = Weights({"w": (96, 64), "v": (96, 64)})
     optimizer = AdamW8bit(model.parameters(), lr=0.1)
     train(model, optimizer, range(1, 3))
     before = full_state(model, optimizer)
-    fresh = torch.optim.AdamW(model.parameters()).state_dict()
     other = AdamW8bit(model.parameters(), block="tile 32x32").state_dict()
-    partly = optimizer.state_dict()
-    partly["state"] = {0: partly["state"][0]}
-    for given, message in (
-        (fresh, "#0.0 has nothing, but AdamW8bit keeps .* would start from zero"),
-        (other, r"\('tile 32x32', 1\), this optimizer's of \('flat 1024', 1\): build it with the same block"),
-        (partly, r"state of parameter #0.1 has nothing, but AdamW8bit keeps \['exp_avg_code'"),
-        ({**optimizer.state_dict(), "param_groups": []}, r"param groups of \[\] parameters, here are \[2\]"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            optimizer.load_state_dict(given)
-        assert not same(full_state(model, optimizer), before)
+    with pytest.raises(ValueError, match=r"\('tile 32x32', 1\), this optimizer's of \('flat 1024', 1\): build it with the same block"):
+        optimizer.load_state_dict(other)
+    assert not same(full_state(model, optimizer), before)
 
 
 def test_step_refuses_other_blocks_with_equally_many_scales(tmp_path: Path) -> None:
@@ -154,16 +142,6 @@ def test_step_refuses_other_blocks_with_equally_many_scales(tmp_path: Path) -> N
     with pytest.raises(RuntimeError, match=r"param group 0 .*\('tile 40x32', 1\).*\('tile 32x32', 1\).*block of the checkpoint"):
         other.step()
     assert not same(full_state(model, other), before)
-
-
-def test_copies_and_pickles_step_like_the_original() -> None:
-    model = Weights({"w": (64, 128), "small": (8, 8)})
-    optimizer = AdamW8bit(model.parameters(), lr=0.1)
-    train(model, optimizer, range(1, 3))
-    twin, other = copy.deepcopy((model, optimizer))
-    train(model, optimizer, range(3, 5))
-    train(twin, other, range(3, 5))
-    assert not same(full_state(model, optimizer), full_state(twin, other))
 
 
 @on_threads(3)
@@ -217,57 +195,3 @@ def test_agreeing_ranks_skip_or_refuse_a_step_together() -> None:
     run_threads(3, _agreed)
     with pytest.raises(ValueError, match="nonfinite = 'maybe': give propagate, skip or raise"):
         AdamW8bit([nn.Parameter(torch.zeros(3))], nonfinite="maybe")
-
-
-SAVED = {"wq_weight": (96, 64), "odd_experts": (3, 33, 50), "embed_weight": (70, 97), "bias": (5000,)}
-
-
-def build_saved(world: int) -> tuple[Weights, AdamW8bit]:
-    model = sharded(SAVED, world, AdamW8bit.block_policy("tile 8x16"))
-    return model, AdamW8bit(model.named_parameters(), lr=0.05, block="tile 8x16")
-
-
-def _save(rank: int, world: int, folder: str) -> State:
-    """Train three steps, save both kinds of checkpoint, and train one step more."""
-    model, optimizer = build_saved(world)
-    train(model, optimizer, range(1, 4))
-    checkpoint.save({"model": model, "optimizer": optimizer}, folder + "/ours", 3)
-    dcp.save({"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder + "/dcp")
-    train(model, optimizer, range(4, 5))
-    return full_state(model, optimizer)
-
-
-def _load(rank: int, world: int, folder: str) -> list[State]:
-    found = []
-    for kind in ("ours", "dcp", "full"):
-        model, optimizer = build_saved(world)
-        with torch.no_grad():
-            for param in model.parameters():
-                param.zero_()
-        if kind == "ours":
-            checkpoint.load({"model": model, "optimizer": optimizer}, folder + "/ours")
-        else:
-            held: dict[str, Any] = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-            dcp.load(held, checkpoint_id=folder + "/dcp")
-            model.load_state_dict(held["model"])
-            if kind == "full":  # from rank 0's whole tensors, into an optimizer without states
-                whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-                set_optimizer_state_dict(model, optimizer, held["optimizer"])
-                held["optimizer"] = get_optimizer_state_dict(model, optimizer, options=whole)
-                optimizer = AdamW8bit(model.named_parameters(), lr=0.05, block="tile 8x16")
-                options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-                set_optimizer_state_dict(model, optimizer, held["optimizer"], options=options)
-            else:
-                set_optimizer_state_dict(model, optimizer, held["optimizer"])
-        train(model, optimizer, range(4, 5))
-        found.append(full_state(model, optimizer))
-    return found
-
-
-def test_resume_on_other_ranks_equals_the_uninterrupted_run(tmp_path: Path) -> None:
-    for saved, loaded in ((1, 2), (3, 1)):
-        folder = str(tmp_path / f"{saved}-{loaded}")
-        uninterrupted = run_gloo(saved, _save, folder)
-        for states in run_gloo(loaded, _load, folder):
-            for state in states:
-                assert not same(state, uninterrupted[0])

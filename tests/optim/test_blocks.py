@@ -77,9 +77,7 @@ def test_regions_tile_a_shard_with_whole_blocks_in_state_order(case: tuple[tuple
 
 @settings(max_examples=200)
 @given(shapes, specs)
-def test_cuts_part_no_block_or_row_of_tiles_and_fit_the_policy(
-    shape: tuple[int, ...], block: Any
-) -> None:
+def test_cuts_part_no_block_or_row_of_tiles_and_fit_the_policy(shape: tuple[int, ...], block: Any) -> None:
     grid = Grid.of(shape, block)
     numbers = block_numbers(shape, Block.rows(block.row_count) if isinstance(block, Block) and block.kind == "tile" else block)
     for cut in range(1, math.prod(shape)):

@@ -341,7 +341,6 @@ def test_combined_state_dict_loads_into_all_parts_or_none() -> None:
 
 
 def trained(rank: int, world: int, folder: str, save: bool) -> list[Any]:
-    torch.set_num_threads(1)
     model = llama()
     routing = route_parameters(model, MUON)
     for layer in model.layers:

@@ -61,7 +61,6 @@ def alone(shapes: tuple[tuple[int, ...], ...], steps: int, **settings: Any) -> l
 
 
 def steps_on_shards(rank: int, world: int, cases: list[Case], steps: int, settings: dict[str, Any]) -> list[tuple[Any, Any]]:
-    torch.set_num_threads(1)
     parameters = sharded(cases, rank, one_dim_mesh(world))
     ours = Muon(parameters, lr=0.02, weight_decay=0.5, **settings)
     for step in range(steps):

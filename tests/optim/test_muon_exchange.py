@@ -60,9 +60,7 @@ def one_step(rank: int, world: int, cases: list[Case], settings: dict[str, Any])
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("limit", [1 << 26, 1500])
-def test_step_sends_ideal_bytes_in_two_collectives_per_bucket(
-    world: int, limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_sends_ideal_bytes_in_two_collectives_per_bucket(world: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted(monkeypatch)
     results = run_threads(world, one_step, [even(shape, world) for shape in EVEN], {"bucket_bytes": limit})
     numel = sum(m * n for m, n in EVEN)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import math
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,6 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def uninterrupted(rank: int, world: int, kind: str, steps: int) -> list[Any]:
-    torch.set_num_threads(1)
     model, optimizer = built(kind, world)
     advance(model, optimizer, range(steps))
     return everything(model, optimizer)
@@ -181,16 +179,6 @@ def test_muon_keeps_the_torch_optimizer_interface() -> None:
     assert calls == ["pre", "closure", "post"] and loss.item() > 0
     assert [g["lr"] for g in muon.param_groups] == [0.25, 0.05]
     assert all(not torch.equal(a, b) for a, b in zip(before, (first, second), strict=True))
-    buffer = io.BytesIO()
-    torch.save(muon, buffer)
-    buffer.seek(0)
-    again = torch.load(buffer, weights_only=False)
-    for optimizer in (muon, again, copy.deepcopy(again)):
-        copies = [p for group in optimizer.param_groups for p in group["params"]]
-        for i, p in enumerate(copies):
-            p.grad = gradient(tuple(p.shape), i, 9)
-        optimizer.step()
-        assert all(torch.equal(p, q) for p, q in zip(copies, (first, second), strict=True))
     named = Muon([("first", nn.Parameter(start((6, 4), 0)))])
     assert named.param_groups[0]["param_names"] == ["first"]
 
@@ -314,17 +302,7 @@ def _alone_on(value: Tensor, grad: Tensor) -> Tensor:
     return p.detach()
 
 
-def test_decay_shrinks_parameters_with_zero_gradient() -> None:
-    p = nn.Parameter(torch.full((4, 4), 2.0))
-    muon = Muon([p], lr=0.1, weight_decay=0.5)
-    for _ in range(3):
-        p.grad = torch.zeros(4, 4)
-        muon.step()
-    torch.testing.assert_close(p.detach(), torch.full((4, 4), 2.0 * 0.95**3), rtol=1e-6, atol=0)
-
-
 def bf16_steps(rank: int, world: int, cases: list[Case]) -> list[Any]:
-    torch.set_num_threads(1)
     mesh = one_dim_mesh(world)
     parameters = [nn.Parameter(ragged(c, start(c.shape, i).bfloat16(), mesh, rank)) for i, c in enumerate(cases)]
     muon = Muon(parameters, lr=0.02, weight_decay=0.5)
