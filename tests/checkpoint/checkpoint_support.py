@@ -8,7 +8,7 @@ import pickle
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -173,6 +173,20 @@ def assert_equals(root: Root, tensors: Tensors, commit: str | None = None) -> No
     load_in_process(checkpoint, tensors, [[(name, kind, 0, full.numel()) for (name, kind), full in tensors.items()]])
 
 
+def flip(path: Path, byte: int, mask: int = 1) -> None:
+    """Flip bits of one byte of a file."""
+    raw = bytearray(path.read_bytes())
+    raw[byte] ^= mask
+    path.write_bytes(raw)
+
+
+def damage(root: Path, commit: ckpt.Commit, byte: int = 5000) -> Path:
+    """Flip a bit in the first data object of a checkpoint. Returns the object's path."""
+    victim = next((root / "data" / commit.attempt).glob("*.safetensors"))
+    flip(victim, byte)
+    return victim
+
+
 def in_subprocess(function, *args, timeout: float = 60.0) -> int:  # type: ignore[no-untyped-def]
     """Run a module-level ``function(*args)`` in its own process, which has torch imported.
 
@@ -189,35 +203,29 @@ def in_subprocess(function, *args, timeout: float = 60.0) -> int:  # type: ignor
     return process.exitcode
 
 
-def peak_growth_of_save_and_load(root: Path, size: int) -> tuple[int, int]:
-    """Growth of the peak resident memory, in bytes, while ``size`` bytes are saved and then loaded in place."""
-    report = Path(root, "rss.txt")
-    assert in_subprocess(_measure_memory, str(root), str(report), size) == 0
-    saved, loaded = (int(text) for text in report.read_text().split())
-    return saved, loaded
+def peak_growths(phases: Callable[..., Iterator[None]], *args: object) -> list[int]:
+    """For each phase, the growth of the peak resident memory in bytes. ``phases(*args)`` runs in its own process.
+
+    The phases end at a ``yield`` each; the first one prepares and is not measured.
+    """
+    receiver, sender = _context().Pipe(duplex=False)
+    assert in_subprocess(_measure, sender, phases, args) == 0
+    found: list[int] = receiver.recv()
+    return found
 
 
-def _measure_memory(root: str, report: str, size: int) -> None:
-    import resource
+def _measure(sender: Any, phases: Callable[..., Iterator[None]], args: tuple[object, ...]) -> None:
+    def peak() -> int:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
 
     torch.set_num_threads(1)
-    data = torch.ones(size // 4)
-    folder = Path(root, "ckpt")
-
-    def peak() -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-    before = peak()
-    attempt = ckpt.new_attempt()
-    piece = ckpt.ShardPiece("w", "param", 0, data.numel(), (data.numel(),), torch.float32, data)
-    vote = ckpt.write_shard(folder, attempt, 0, [piece], step=1, epoch=0)
-    ckpt.commit(folder, [vote], step=1, epoch=0, attempt=attempt, world=1, meta={})
-    middle = peak()
-    data.zero_()
-    ckpt.open(folder).read_ranges([("w", "param", 0, data.numel(), data)])
-    after = peak()
-    assert bool((data == 1).all())
-    Path(report).write_text(f"{middle - before} {after - middle}")
+    parts, found, before = phases(*args), [], 0
+    for _ in parts:
+        found.append(peak() - before)
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+        before = peak()
+    sender.send(found[1:])
 
 
 def dcp_index(place: Path) -> Metadata:

@@ -45,9 +45,11 @@ from tests.checkpoint.checkpoint_bridge_ranks import (
 from tests.checkpoint.checkpoint_ranks import Mlp, one_step, save_rank
 from tests.checkpoint.checkpoint_support import (
     bits,
+    damage,
     dcp_index,
-    in_subprocess,
+    flip,
     memory_folder,
+    peak_growths,
     random_bits,
     random_layout,
     rewrite_dcp_index,
@@ -153,10 +155,7 @@ def test_damage_and_missing_names_are_errors(root):
         dcp.load({"x": torch.zeros(3)}, storage_reader=ckpt.DcpReader(root))
     with pytest.raises(BaseException, match="Size mismatch"):
         dcp.load({"w": torch.zeros(3)}, storage_reader=ckpt.DcpReader(root))
-    victim = next((root / "data" / commit.attempt).glob("*.safetensors"))
-    raw = bytearray(victim.read_bytes())
-    raw[5000] ^= 1
-    victim.write_bytes(raw)
+    damage(root, commit)
     with pytest.raises(BaseException, match="checkpoint is damaged: .* block 1 "):
         dcp.load({"w": torch.zeros(3000)}, storage_reader=ckpt.DcpReader(root))
 
@@ -397,9 +396,7 @@ def test_dcp_export_verifies_written_bytes_and_removes_a_bad_one(root, monkeypat
         real(fd)
         path = Path(os.readlink(f"/proc/self/fd/{fd}"))
         if path.suffix == ".distcp":
-            raw = bytearray(path.read_bytes())
-            raw[len(raw) // 2] ^= 1
-            path.write_bytes(raw)
+            flip(path, path.stat().st_size // 2)
 
     monkeypatch.setattr(bridge.os, "fsync", flipping)
     with pytest.raises(ckpt.ExportFailed, match="'model.w' was read back with other bytes than were written"):
@@ -581,35 +578,20 @@ def test_every_range_of_a_tensor_stored_in_boxes_reads_correctly(root):
             assert torch.equal(out, full.view(-1)[start:end]), (start, end)
 
 
+def export_and_import(root):
+    ckpt.save({"model": {f"t{i}": torch.zeros(16 << 20, dtype=torch.uint8) for i in range(20)}}, root / "ckpt", 1)
+    yield
+    ckpt.export_dcp(root / "ckpt", None, root / "dcp")
+    yield
+    ckpt.import_dcp(root / "dcp", root / "back", object_bytes=32 << 20)
+    yield
+
+
 @pytest.mark.slow
 def test_a_dcp_import_and_export_take_a_bounded_memory(tmp_path):
-    report = tmp_path / "rss"
-    assert in_subprocess(_measure, str(tmp_path), str(report)) == 0
-    exported, imported = (int(text) for text in report.read_text().split())
+    exported, imported = peak_growths(export_and_import, tmp_path)
     assert exported <= (128 << 20) + (40 << 20), "a chunk, its archive's buffer, the reader's budget"
     assert imported <= (32 << 20) + (96 << 20), "an object, the writer's buffers, what the allocator keeps: not the 320 MiB"
-
-
-def _measure(root: str, report: str) -> None:
-    torch.set_num_threads(1)
-    tensors = {f"t{i}": torch.zeros(16 << 20, dtype=torch.uint8) for i in range(20)}
-    ckpt.save({"model": tensors}, Path(root, "ckpt"), 1)
-
-    tensors.clear()
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-    before = peak_now()
-    ckpt.export_dcp(Path(root, "ckpt"), None, Path(root, "dcp"))
-    middle = peak_now()
-    Path("/proc/self/clear_refs").write_text("5")
-    again = peak_now()
-    ckpt.import_dcp(Path(root, "dcp"), Path(root, "back"), object_bytes=32 << 20)
-    after = peak_now()
-    Path(report).write_text(f"{middle - before} {after - again}")
-
-
-def peak_now() -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
 
 
 def test_a_trained_mlp_of_plain_dcp_needs_no_process_group(root):

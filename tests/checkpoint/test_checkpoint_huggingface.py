@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.checkpoint_bridge_ranks import hf_into_commit_rank, hf_into_model_rank
 from tests.checkpoint.checkpoint_load_ranks import CONFIG
-from tests.checkpoint.checkpoint_support import bits, in_subprocess, memory_folder, random_bits, random_layout, save_in_process
+from tests.checkpoint.checkpoint_support import bits, damage, memory_folder, peak_growths, random_bits, random_layout, save_in_process
 from tests.checkpoint.test_checkpoint_state import Net
 from tests.ranks import run_gloo
 from vescale_ray import checkpoint as ckpt
@@ -180,10 +179,7 @@ def test_export_refuses_unsupported_dtypes_and_used_folders(root):
 def test_a_damaged_checkpoint_is_not_exported(root):
     tensors = {("a", "param"): torch.randn(3000), ("b", "param"): torch.randn(3000)}
     commit = save_in_process(root / "a", tensors, random_layout(tensors, 1, seed=1))  # blocks of 4096 bytes
-    victim = next((root / "a" / "data" / commit.attempt).glob("*.safetensors"))
-    raw = bytearray(victim.read_bytes())
-    raw[-5000] ^= 1
-    victim.write_bytes(raw)
+    damage(root / "a", commit, -5000)
     for limit in (100_000, 13_000):  # one file; or two files, of which the first is written without an error
         with pytest.raises(ckpt.CheckpointCorrupt, match="holds b"):
             ckpt.export_hf(root / "a", None, root / "hf", max_shard_bytes=limit)
@@ -405,35 +401,25 @@ def test_a_file_cut_short_after_its_header_was_read_is_named(root):
         source.read_into("a", "param", 0, torch.zeros(20_000))
 
 
-@pytest.mark.slow
-def test_imports_and_exports_take_a_bounded_memory(tmp_path):
-    report = tmp_path / "rss"
-    assert in_subprocess(_measure, str(tmp_path), str(report)) == 0
-    imported, exported = (int(text) for text in report.read_text().split())
-    assert imported <= (32 << 20) + (40 << 20), "an object, the writer's buffers, the threads' stacks"
-    assert exported <= (64 << 20) + (40 << 20)
-
-
-def _measure(root: str, report: str) -> None:
-    import resource
-
-    torch.set_num_threads(1)
+def import_and_export(root):
     piece = np.zeros(8 << 20, dtype=np.uint8)
     header = {f"t{i}": {"dtype": "U8", "shape": [8 << 20], "data_offsets": [i * (8 << 20), (i + 1) * (8 << 20)]} for i in range(32)}
     text = json.dumps(header).encode()
-    with open(Path(root, "x.safetensors"), "wb") as file:
+    with open(root / "x.safetensors", "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _ in range(32):
             file.write(piece.data)
+    yield
+    ckpt.import_hf(root / "x.safetensors", root / "ckpt", object_bytes=32 << 20)
+    yield
+    ckpt.export_hf(root / "ckpt", None, root / "hf", max_shard_bytes=100 << 20)
+    yield
 
-    def peak() -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    before = peak()
-    ckpt.import_hf(Path(root, "x.safetensors"), Path(root, "ckpt"), object_bytes=32 << 20)
-    middle = peak()
-    ckpt.export_hf(Path(root, "ckpt"), None, Path(root, "hf"), max_shard_bytes=100 << 20)
-    after = peak()
-    with safetensors.safe_open(str(Path(root, "hf", "model-00001-of-00003.safetensors")), "pt") as opened:
+@pytest.mark.slow
+def test_imports_and_exports_take_a_bounded_memory(tmp_path):
+    imported, exported = peak_growths(import_and_export, tmp_path)
+    assert imported <= (32 << 20) + (40 << 20), "an object, the writer's buffers, the threads' stacks"
+    assert exported <= (64 << 20) + (40 << 20)
+    with safetensors.safe_open(str(tmp_path / "hf" / "model-00001-of-00003.safetensors"), "pt") as opened:
         assert len(opened.keys()) == 12
-    Path(report).write_text(f"{middle - before} {after - middle}")

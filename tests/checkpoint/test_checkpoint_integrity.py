@@ -13,16 +13,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.checkpoint.checkpoint_support import adam_like, assert_equals, bits, random_bits, random_layout, save_in_process
+from tests.checkpoint.checkpoint_support import adam_like, assert_equals, bits, flip, random_bits, random_layout, save_in_process
 from vescale_ray import checkpoint as ckpt
 
 BLOCK = 4096
-
-
-def flip(path: Path, bit: int) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(raw)
 
 
 def objects_of(root: Path) -> list[Path]:
@@ -44,7 +38,7 @@ def group_of(name: str, tensors) -> int:
 def test_read_of_a_damaged_block_raises_and_fills_nothing(root):
     tensors = {("a", "param"): random_bits((2048,), torch.float32, 1), ("b", "param"): random_bits((2048,), torch.float32, 2)}
     save_in_process(root, tensors, [[("a", "param", 0, 2048), ("b", "param", 0, 2048)]], block_bytes=BLOCK)
-    flip(objects_of(root)[0], (4096 + 2048 * 4 + 100) * 8)  # a byte of b
+    flip(objects_of(root)[0], 4096 + 2048 * 4 + 100)  # a byte of b
     checkpoint = ckpt.open(root)
     assert torch.equal(checkpoint.read("a").view(torch.int32), tensors["a", "param"].view(torch.int32))
     out = torch.full((2048,), 7.0)
@@ -64,13 +58,13 @@ def test_verify_finds_a_flipped_bit_in_a_manifest_or_its_seal(root):
     size = manifest.stat().st_size
     # Flips include the seal's hexadecimal digits, where 'a' and 'A' differ by one bit.
     for byte in [0, *range(size - 66, size), *(rng.randrange(size) for _ in range(25))]:
-        bit = byte * 8 + rng.randrange(8)
-        flip(manifest, bit)
+        mask = 1 << rng.randrange(8)
+        flip(manifest, byte, mask)
         report = ckpt.verify(root)
         assert [p.object for p in report.problems] == [f"commits/{second.name}.json"] and report.problems[0].tensors == ("manifest",)
         found = ckpt.latest(root)
         assert found is not None and found.name == first.name
-        flip(manifest, bit)
+        flip(manifest, byte, mask)
 
 
 def test_objects_swapped_between_ranks_are_found(root):

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.checkpoint.checkpoint_load_ranks import fallback_rank, meta_rank, partial_rank
-from tests.checkpoint.checkpoint_support import bits, in_subprocess, random_bits, random_layout, save_in_process
+from tests.checkpoint.checkpoint_support import bits, damage, flip, peak_growths, random_bits, random_layout, save_in_process
 from tests.checkpoint.test_checkpoint_state import Net, adam, same_module, train
 from tests.ranks import run_gloo
 from vescale_ray import checkpoint as ckpt
@@ -482,10 +482,7 @@ def test_damage_seen_by_one_rank_makes_all_ranks_fall_back(tmp_path):
     bad = {("w", "param"): torch.randn(64, 1024)}
     save_in_process(tmp_path, good, random_layout(good, 2, seed=1), step=1)
     damaged = save_in_process(tmp_path, bad, random_layout(bad, 1, seed=1), step=2)
-    victim = next((tmp_path / "data" / damaged.attempt).glob("*.safetensors"))
-    raw = bytearray(victim.read_bytes())
-    raw[-5000] ^= 1  # in the last rows, which the last rank reads
-    victim.write_bytes(raw)
+    damage(tmp_path, damaged, -5000)  # in the last rows, which the last rank reads
     for step, skipped, values in run_gloo(3, fallback_rank, str(tmp_path)):
         assert step == 1 and skipped == (damaged.name,)
         assert np.array_equal(values, good["w", "param"].numpy())
@@ -504,17 +501,13 @@ def test_load_hitting_damage_reports_a_partly_filled_state(root, caplog):
             ckpt.save({"model": second}, root, 2)
         newest = ckpt.latest(root)
         assert newest is not None
-        victim = next((root / "data" / newest.attempt).glob("*.safetensors"))
-        raw = bytearray(victim.read_bytes())
-        raw[12_000_000] ^= 1
-        victim.write_bytes(raw)
+        victim = damage(root, newest, 12_000_000)
         if step == 1:
             with pytest.raises(
                 ckpt.CheckpointCorrupt, match="another checksum; the state now holds parts of it: load again before using it"
             ):
                 ckpt.load({"model": target}, root)
-            raw[12_000_000] ^= 1
-            victim.write_bytes(raw)
+            flip(victim, 12_000_000)
     loaded = ckpt.load({"model": target}, root)
     assert loaded.step == 1 and len(loaded.skipped) == 1 and "going back to checkpoint" in caplog.text
     assert all(torch.equal(target[name], first[name]) for name in first)
@@ -560,35 +553,25 @@ def test_a_budget_below_one_block_is_refused(root):
         ckpt.load({"model": Net(1)}, root, budget_bytes=100)
 
 
-@pytest.mark.parametrize("budget", [pytest.param(2 << 20, marks=pytest.mark.slow), 32 << 20])
-def test_a_load_takes_its_budget_beside_the_tensors(tmp_path, budget):
-    report = tmp_path / "rss"
-    assert in_subprocess(_measure_load, str(tmp_path / "ckpt"), str(report), 160 << 20, budget) == 0
-    loaded, given = (int(text) for text in report.read_text().split())
-    assert loaded <= budget + (48 << 20), (loaded, "in place: no more than the budget and the threads' stacks")
-    assert given <= (160 << 20) + budget + (48 << 20), (given, "into new tensors: those, and the budget")
-
-
-def _measure_load(root: str, report: str, size: int, budget: int) -> None:
-    import resource
-
-    torch.set_num_threads(1)
-
-    def peak() -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
+def load_twice(root, size, budget):
     target = {f"w{i}": torch.ones(size // 16) for i in range(4)}
     ckpt.save({"model": target}, root, 1)
     for tensor in target.values():
         tensor.zero_()
-    before = peak()
+    yield
     ckpt.load({"model": target}, root, budget_bytes=budget)
-    middle = peak()
     assert all(bool((t == 1).all()) for t in target.values())
+    yield
     other = ckpt.open(root).to_state_dict(budget_bytes=budget)
-    after = peak()
     assert all(bool((t == 1).all()) for t in other.values())
-    Path(report).write_text(f"{middle - before} {after - middle}")
+    yield
+
+
+@pytest.mark.parametrize("budget", [pytest.param(2 << 20, marks=pytest.mark.slow), 32 << 20])
+def test_a_load_takes_its_budget_beside_the_tensors(tmp_path, budget):
+    loaded, given = peak_growths(load_twice, tmp_path, 160 << 20, budget)
+    assert loaded <= budget + (48 << 20), (loaded, "in place: no more than the budget and the threads' stacks")
+    assert given <= (160 << 20) + budget + (48 << 20), (given, "into new tensors: those, and the budget")
 
 
 def test_default_budget_matches_the_documentation():

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.checkpoint.checkpoint_support import random_bits
+from tests.checkpoint.checkpoint_support import flip, random_bits
 from tests.checkpoint.plain_ranks import digest, load_rank, loader_state, save_rank, sharded_inside
 from tests.checkpoint.test_checkpoint_safety import sealed
 from tests.ranks import run_gloo
@@ -302,11 +302,8 @@ def test_damaged_bytes_are_found_named_and_passed_over(root, caplog):
     ckpt.save(state, root, 1)
     made = ckpt.save({**state, "loader": loader_state(1)}, root, 2).wait()
     [path] = root.glob(f"data/{made.attempt}/*.safetensors")
-    raw = bytearray(path.read_bytes())
-    at = bytes(raw).index(loader_state(1)["sampler"]["generator"].numpy().tobytes())
-    raw[at + 17] ^= 4
     path.chmod(0o644)
-    path.write_bytes(raw)
+    flip(path, path.read_bytes().index(loader_state(1)["sampler"]["generator"].numpy().tobytes()) + 17, 4)
     [problem] = ckpt.verify(root, made.name).problems
     assert "state.loader (plain)" in str(problem)
     into: dict[str, Any] = {"model": {"w": torch.zeros(2)}, "loader": None}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.checkpoint_support import memory_folder, random_bits
+from tests.checkpoint.checkpoint_support import damage, memory_folder, random_bits
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint import collection, commits
 from vescale_ray.checkpoint.saving import proof
@@ -145,13 +145,6 @@ def test_orphan_grace_is_a_day_and_an_hour_for_older_epochs(root):
     assert ckpt.gc(root, rule, grace=grace).swept == ("open-2",)
     age(24 * 3600)
     assert ckpt.gc(root, rule, grace=grace).swept == ("open-3", "open-4")
-
-
-def damage(root, commit):
-    victim = next((root / "data" / commit.attempt).glob("*.safetensors"))
-    raw = bytearray(victim.read_bytes())
-    raw[5000] ^= 1
-    victim.write_bytes(raw)
 
 
 class Reads(ckpt.PosixStore):

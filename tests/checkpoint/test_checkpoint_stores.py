@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -155,28 +156,16 @@ def race(store_of_racer, step, racers=6):
     """
     votes = [ckpt.write_shard(store_of_racer(i), f"a{step}-{i}", 0, [], step=step, epoch=0) for i in range(racers)]
     barrier = threading.Barrier(racers)
-    won: list[str] = []
-    lost: list[Exception] = []
-    odd: list[BaseException] = []
 
     def one(i):
-        try:
-            barrier.wait(20)
-            made = ckpt.commit(store_of_racer(i), [votes[i]], step=step, epoch=0, attempt=f"a{step}-{i}", world=1, meta={"i": i})
-            won.append(made.attempt)
-        except ckpt.CommitExists as error:
-            lost.append(error)
-        except BaseException as error:
-            odd.append(error)
+        barrier.wait(20)
+        return ckpt.commit(store_of_racer(i), [votes[i]], step=step, epoch=0, attempt=f"a{step}-{i}", world=1, meta={"i": i}).attempt
 
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(racers)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(60)
-        assert not t.is_alive(), "a committer hangs"
-    assert not odd, odd
-    return won, lost
+    with ThreadPoolExecutor(racers) as pool:
+        errors = {done: done.exception(60) for done in [pool.submit(one, i) for i in range(racers)]}
+    lost = [error for error in errors.values() if error]
+    assert all(isinstance(error, ckpt.CommitExists) for error in lost), lost
+    return [done.result() for done, error in errors.items() if not error], lost
 
 
 @pytest.mark.parametrize("kind", EXCLUSIVE)

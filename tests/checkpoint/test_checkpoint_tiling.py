@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.checkpoint.checkpoint_support import bits, memory_folder, random_bits
+from tests.checkpoint.checkpoint_support import bits, flip, memory_folder, random_bits
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint import compare
 from vescale_ray.checkpoint.compare import diff
@@ -204,9 +204,7 @@ def save_tiled(
 
 @settings(max_examples=30)
 @given(tiled(3), st.data())
-def test_tensor_saved_in_any_order_reads_in_any_other_order(
-    case: tuple[tuple[int, ...], list[Parts]], data: st.DataObject
-) -> None:
+def test_tensor_saved_in_any_order_reads_in_any_other_order(case: tuple[tuple[int, ...], list[Parts]], data: st.DataObject) -> None:
     """If the ranks' orders agree, the tensor is stored in that order; otherwise it is stored by rows."""
     shape, (one, other, third) = case
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.int64]))
@@ -332,9 +330,7 @@ def test_tensor_cut_in_columns_takes_one_interval_per_rank(tmp_path: Path) -> No
     assert [len(list(segment.blocks())) for segment in plan.segments] == [1] * 8
 
 
-def test_planning_memory_is_bounded_for_narrow_columns_and_freed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planning_memory_is_bounded_for_narrow_columns_and_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = random_bits((40_000, 8), torch.bfloat16, 15)
     save_tiled(tmp_path, full, [{1: [2] * 4}] * 4, [k * 80_000 for k in range(1, 4)])
     checkpoint = ckpt.open(tmp_path)
@@ -424,9 +420,7 @@ def test_diff_of_equally_tiled_checkpoints_reads_no_equal_block(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("places", [1, 256])
-def test_diff_of_tiled_checkpoints_reads_a_differing_block_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, places: int
-) -> None:
+def test_diff_of_tiled_checkpoints_reads_a_differing_block_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, places: int) -> None:
     """If compared by rows, a piece of the tensor would touch every tile, and its blocks would be read again for each piece."""
     full = random_bits((256, 64), torch.int32, 16)
     changed = full.clone()
@@ -446,10 +440,7 @@ def test_damage_in_a_tile_is_named_by_its_tensor(tmp_path: Path) -> None:
     full = random_bits((64, 64), torch.int32, 7)
     save_tiled(tmp_path, full, [{1: [32, 32]}] * 2, [2048])
     path = sorted(tmp_path.glob("data/*/r00001.safetensors"))[0]
-    raw = bytearray(path.read_bytes())
-    position = raw.find(full[3, 32:64].numpy().tobytes())
-    raw[position + 5] ^= 4
-    path.write_bytes(raw)
+    flip(path, path.read_bytes().find(full[3, 32:64].numpy().tobytes()) + 5, 4)
     with pytest.raises(ckpt.CheckpointCorrupt, match="holds w"):
         ckpt.open(tmp_path).read("w")
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.checkpoint_support import flip
 from vescale_ray import report
 from vescale_ray.cli import app, main, prometheus
 from vescale_ray.config import RunConfig
@@ -169,9 +170,7 @@ def test_traceback_needs_debug_flag_at_any_position(capsys: pytest.CaptureFixtur
     assert "Traceback" in said(capsys, "train", "none.yaml", "--debug")[2]
 
 
-def test_unexpected_error_is_one_line_with_its_type_and_a_hint(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unexpected_error_is_one_line_with_its_type_and_a_hint(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("by\nzero")
 
@@ -318,9 +317,7 @@ def test_ls_reports_a_damaged_run_and_still_lists_the_others(elsewhere: Path, ca
     assert code == 1 and sorted(json.loads(line)["state"] for line in out.splitlines()) == ["DONE", "DONE", "UNREADABLE"]
 
 
-def test_foreign_run_json_keeps_terminal_and_json_output_clean(
-    elsewhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_foreign_run_json_keeps_terminal_and_json_output_clean(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = made_run(elsewhere / "runs" / "a", state="DONE", step=1)
     (run.path / "run.json").write_text('{"run": "a", "state": "\\u001b]0;x\\u0007DONE", "step": NaN, "started": 1e300}')
     code, out, _ = said(capsys, "ls")
@@ -340,9 +337,7 @@ def test_an_address_that_no_run_has_written_is_bad_input(control: str, elsewhere
 
 
 @pytest.mark.parametrize("there", ["nobody", "another run"])
-def test_run_on_another_hosts_loopback_is_not_called_dead(
-    there: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_on_another_hosts_loopback_is_not_called_dead(there: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run's folder is on a shared file system. Its address is this machine's loopback, where no server or another run's listens."""
     run, other = made_run(elsewhere / "runs" / "x", state="RUNNING", step=3), made_run(elsewhere / "others" / "y", state="RUNNING", step=9)
     controller = Controller(other)
@@ -453,10 +448,8 @@ def test_ckpt_ls_lists_and_verify_names_damage(elsewhere: Path, capsys: pytest.C
     assert code == 0 and "every checksum right" in out
     commit = next((run.checkpoints / "commits").glob("*20.json")).read_text()  # by name, because both may have the same time
     newest = next(path for path in run.checkpoints.rglob("*.safetensors") if path.parent.name in commit)
-    raw = bytearray(newest.read_bytes())
-    raw[-100] ^= 1
     newest.chmod(0o644)
-    newest.write_bytes(raw)
+    flip(newest, -100)
     code, _, err = said(capsys, "ckpt", "verify")
     assert code == 1 and "damaged" in err and "w" in err and len(err.splitlines()) == 1
 
@@ -513,9 +506,7 @@ def test_an_output_folder_that_can_not_be_written_is_refused(elsewhere: Path, ca
     assert kept.read_text() == "mine"
 
 
-def test_other_models_checkpoint_is_refused_and_config_stays(
-    elsewhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_models_checkpoint_is_refused_and_config_stays(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = made_run(elsewhere / "runs" / "x", state="STOPPED", step=2)
     before = run.config_path.read_text()
     saved(run.checkpoints, 2)

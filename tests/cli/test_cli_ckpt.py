@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.checkpoint_load_ranks import CONFIG
+from tests.checkpoint.checkpoint_support import damage
 from tests.checkpoint.s3_fake import fake_s3
 from vescale_ray import checkpoint
 from vescale_ray.checkpoint import S3Store
@@ -122,12 +123,9 @@ def test_refused_rollback_is_one_sentence_and_changes_nothing(run, capsys):
     assert "say which checkpoint" in refused(capsys, "rollback", f"x@{BEFORE}", "10")
     with run.claim():
         assert "a run is going on here" in refused(capsys, "rollback", "x", "10")
-    (piece,) = (run.checkpoints / "data" / checkpoint.open(run.checkpoints, BEFORE).commit.attempt).glob("*.safetensors")
-    raw = bytearray(piece.read_bytes())
-    raw[-7] ^= 1
-    piece.write_bytes(raw)
+    piece = damage(run.checkpoints, checkpoint.open(run.checkpoints, BEFORE).commit, -7)
     assert "is damaged, nothing was changed" in refused(capsys, "rollback", "x", "10", code=1)
-    piece.write_bytes(raw[:-8])
+    piece.write_bytes(piece.read_bytes()[:-8])
     assert f"the checkpoint of step 10, {BEFORE}, can't be loaded: object" in refused(capsys, "rollback", "x", "10")
     assert [one.name for one in checkpoint.ls(run.checkpoints)] == [BEFORE, NEWEST] and not run.read_events()
 
@@ -151,10 +149,7 @@ def test_missing_run_or_checkpoint_is_named_with_the_remedy(run, capsys):
 def test_verify_says_what_it_read_and_names_damage(run, capsys):
     about = json.loads(said(capsys, "verify", "x", "--json")[1])
     assert about["commit"] == NEWEST and about["problems"] == []
-    victim = next((run.checkpoints / "data" / checkpoint.ls(run.checkpoints)[1].attempt).glob("*.safetensors"))
-    raw = bytearray(victim.read_bytes())
-    raw[5000] ^= 1
-    victim.write_bytes(raw)
+    damage(run.checkpoints, checkpoint.ls(run.checkpoints)[1])
     assert said(capsys, "verify", f"x@{BEFORE}")[0] == 0
     assert "block 1 (holds embed.weight" in refused(capsys, "verify", "x", code=1)
     code, out, _ = said(capsys, "verify", "x", "--json")

@@ -140,9 +140,7 @@ def test_json_list_holds_the_documents_of_the_yaml(kind: str, capsys: pytest.Cap
         ([CLUSTER, "train.device=cpu"], "which they would not use: set ray.gpus_per_worker=0"),
     ],
 )
-def test_render_refuses_broken_rules_in_one_sentence(
-    args: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_render_refuses_broken_rules_in_one_sentence(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = said(capsys, *args)
     assert (code, out) == (2, "")
     assert words in err and err.startswith("vescale-ray: ") and err.count("\n") == 1 and "hush" not in err

@@ -39,9 +39,7 @@ def test_a_run_without_a_step_gives_an_empty_table(tmp_path: Path) -> None:
     assert to_parquet(folder, tmp_path / "m.parquet") == 0 and pq.read_table(tmp_path / "m.parquet").num_rows == 0
 
 
-def test_the_command_names_its_file_and_why_it_is_not_written(
-    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_names_its_file_and_why_it_is_not_written(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run.write_state({"run": "r", "state": "DONE"})
     assert main(["export", str(run.path)]) == 0
     assert f"wrote {run.path / 'metrics.parquet'}: 5 steps" in capsys.readouterr().out
