@@ -10,16 +10,11 @@ import numpy as np
 import pytest
 
 from tests.workers.fleet import Fleet, State
-from tests.workers.tiny import FullState, Run, evaluate, same_bits, slow_down, tiny, write_text
+from tests.workers.tiny import FullState, Run, evaluate, same_bits, slow_down, tiny
 from vescale_ray.workers.messages import StepRecord
 from vescale_ray.workers.monitoring import pace
 
 Facts = tuple[list[tuple[float, float]], FullState, tuple[float, int]]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 def numbers(records: list[StepRecord]) -> list[tuple[float, float]]:

@@ -12,17 +12,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.workers.fleet import Fleet, State
-from tests.workers.tiny import Run, slow_down, tiny, write_text
+from tests.workers.tiny import Run, slow_down, tiny
 from vescale_ray.config import RunConfig
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.planner import cost
 from vescale_ray.workers.messages import StepRecord, Usage
 from vescale_ray.workers.monitoring import flops
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")

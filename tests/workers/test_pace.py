@@ -139,9 +139,7 @@ def test_ranks_that_are_not_measured_are_never_judged() -> None:
 @pytest.mark.parametrize(
     ("slots", "slow", "best"), [(12, {1: 3.0}, (6, 1, 5)), (6, {1: 3.0}, (3, 1, 2)), (12, {0: 4.0, 3: 4.0}, (1, 5, 5, 1))]
 )
-def test_relief_shortens_the_step_optimally_and_is_taken_back(
-    slots: int, slow: dict[int, float], best: tuple[int, ...]
-) -> None:
+def test_relief_shortens_the_step_optimally_and_is_taken_back(slots: int, slow: dict[int, float], best: tuple[int, ...]) -> None:
     world = len(best)
     views, walls = cluster(Pace(slots, world, relieve=True), 600, lambda s, r: 0.1 * (slow.get(r, 1.0) if s < 300 else 1.0))
     fair = even(slots, world)

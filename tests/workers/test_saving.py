@@ -13,19 +13,14 @@ from typing import Any
 
 import pytest
 
-from tests.workers.fleet import Fleet, State
-from tests.workers.tiny import Run, same_bits, tiny, write_text
+from tests.workers.fleet import State
+from tests.workers.tiny import running, same_bits, tiny
 from vescale_ray import checkpoint
 from vescale_ray.checkpoint.stores.faulty_store import Fault, FaultyStore
 from vescale_ray.workers.membership import Membership
 from vescale_ray.workers.messages import Damaged, Join, Origin, SavedShard, Seat, Ticket
 from vescale_ray.workers.saving import Writer
 from vescale_ray.workers.worker_state import WorkerState
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 class Gated(checkpoint.PosixStore):
@@ -89,9 +84,7 @@ def give_up(state: State) -> list[SavedShard]:
 @pytest.mark.parametrize("every", [0, 1, 2], ids=["no copies", "every step", "every second step"])
 def test_checkpoint_keeps_its_steps_bits_while_training_goes_on(text: str, tmp_path: Path, every: int) -> None:
     root = str(tmp_path)
-    with Fleet(2) as fleet:
-        run = Run(fleet, tiny(text, elastic_snapshot_every=every))
-        run.fresh([0, 1])
+    with running(tiny(text, elastic_snapshot_every=every), 2) as (fleet, run):
         truth = {}
         for step in (2, 3):
             run.train(step)
@@ -119,9 +112,7 @@ def test_checkpoint_keeps_its_steps_bits_while_training_goes_on(text: str, tmp_p
 
 
 def test_damage_found_on_read_back_is_reported(text: str, tmp_path: Path) -> None:
-    with Fleet(1) as fleet:
-        run = Run(fleet, tiny(text))
-        run.fresh([0])
+    with running(tiny(text), 1) as (fleet, run):
         run.train(1)
         voted, damaged = fleet.run([0], save_with_a_flipped_bit, str(tmp_path))[0]
         assert isinstance(voted, SavedShard) and voted.vote is not None
@@ -130,9 +121,7 @@ def test_damage_found_on_read_back_is_reported(text: str, tmp_path: Path) -> Non
 
 
 def test_abandoned_save_gets_no_vote_and_leaves_no_object(text: str, tmp_path: Path) -> None:
-    with Fleet(1) as fleet:
-        run = Run(fleet, tiny(text))
-        run.fresh([0])
+    with running(tiny(text), 1) as (fleet, run):
         run.train(1)
         for step in (1, 2):
             fleet.run([0], begin_saving, str(tmp_path), f"s{step}")

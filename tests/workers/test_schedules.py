@@ -12,18 +12,13 @@ from collections.abc import Sequence
 import pytest
 
 from tests.workers.fleet import Fleet
-from tests.workers.tiny import FullState, Run, forget, keep_on_leaving, same_bits, text_of, tiny, write_text
+from tests.workers.tiny import FullState, Run, forget, keep_on_leaving, same_bits, text_of, tiny
 from vescale_ray.config import RunConfig
 from vescale_ray.data.stream import SampleStream
 
 STEPS = 9
 MOST = 5
 """The number of slots."""
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 class Play:

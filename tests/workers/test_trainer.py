@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.workers.fleet import Fleet, State
-from tests.workers.tiny import FullState, Run, evaluate, plain_run, text_of, tiny, write_text
+from tests.workers.tiny import FullState, Run, evaluate, plain_run, running, text_of, tiny, write_text
 from vescale_ray import checkpoint
 from vescale_ray.data.stream import SampleStream
 from vescale_ray.workers.messages import StepRecord
@@ -28,11 +28,6 @@ from vescale_ray.workers.resharding.reshard import execute, restore_from_checkpo
 from vescale_ray.workers.resharding.shards import Piece, export_shards
 from vescale_ray.workers.saving import write_checkpoint_shard
 from vescale_ray.workers.trainer import Trainer
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 def _difference(a: FullState, b: FullState) -> float:
@@ -100,9 +95,7 @@ def test_a_record_accounts_for_the_whole_step_on_every_rank(text: str) -> None:
     config = tiny(text)
     corpus = text_of(config)
     stream = SampleStream(corpus.num_samples, config.run.seed)
-    with Fleet(3) as fleet:
-        run = Run(fleet, config)
-        run.fresh([0, 1, 2])
+    with running(config, 3) as (fleet, run):
         per_rank = fleet.run_each({0: (1, 0.0, 0.4), 1: (4, 0.5), 2: (0,)}, _step_with_flags)
         for index in range(2):
             records: list[StepRecord] = [per_rank[w][index] for w in range(3)]

@@ -8,6 +8,8 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -535,3 +537,12 @@ class Run:
 
 def same_bits(a: FullState, b: FullState) -> bool:
     return a.keys() == b.keys() and all(a[key].tobytes() == b[key].tobytes() for key in a)
+
+
+@contextmanager
+def running(config: RunConfig, world: int) -> Iterator[tuple[Fleet, Run]]:
+    """A fleet of its own, with a run that starts on ``world`` workers."""
+    with Fleet(world) as fleet:
+        run = Run(fleet, config)
+        run.fresh(list(range(world)))
+        yield fleet, run
