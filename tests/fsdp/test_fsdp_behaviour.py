@@ -20,58 +20,12 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.utils.checkpoint import checkpoint
 
-from tests.fsdp.transformer import apart, batch, build, full, loss_of, part
+from tests.fsdp.towers import Tower, alike, grads, inputs, same, seeded, shard_tower
+from tests.fsdp.transformer import batch, build, full, loss_of, part
 from tests.fsdp.units import unit_of
 from tests.ranks import on_processes, on_threads, run_gloo, run_threads
 from vescale_ray.fsdp import FSDPModule, PhaseError, comm, explain, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from vescale_ray.geometry import Block
-
-
-def seeded(make, seed=0):
-    """Build the same model on every rank. (All threads share torch's random state.)"""
-    model, generator = make(), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
-    return model
-
-
-def inputs(rank, world, step=0, width=20, rows=12):
-    return part(torch.randn(rows, width, generator=torch.Generator().manual_seed(77 + step)), rank, world)
-
-
-def grads(model):
-    return {name: None if p.grad is None else full(p.grad) for name, p in model.named_parameters()}
-
-
-def same(ours, theirs, bound=1e-5):
-    assert ours.keys() == theirs.keys()
-    for name, expected in theirs.items():
-        got = ours[name]
-        assert (got is None) == (expected is None), name
-        if expected is not None:
-            assert apart(got, expected) <= bound, name
-
-
-class Tower(nn.Module):
-    """Equal layers, so that units can share buffers."""
-
-    def __init__(self, layers=5, width=20):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers))
-        self.head = nn.Linear(width, 3)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def shard_tower(model, how=fully_shard, **options):
-    for layer in model.layers:
-        how(layer, **options)
-    return how(model, **options)
-
 
 # -- parameters with special fates -----------------------------------------------------------------------------------------
 
@@ -94,9 +48,7 @@ class Branches(nn.Module):
 @on_threads(2)
 def test_unused_and_frozen_parameters_keep_no_gradient(rank, world):
     ours, alone = fully_shard(seeded(Branches)), seeded(Branches)
-    ours(inputs(rank, world)).square().mean().backward()
-    alone(inputs(0, 1)).square().mean().backward()
-    same(grads(ours), grads(alone))
+    alike(ours, alone, rank, world)
     assert ours.unused.weight.grad is None and ours.frozen.weight.grad is None
     ours.set_reduce_scatter_unused_params(True)
     ours.zero_grad()
@@ -148,9 +100,7 @@ class TwoDtypes(nn.Module):
 def test_a_unit_may_hold_several_dtypes(rank, world):
     ours, alone = fully_shard(seeded(TwoDtypes)), seeded(TwoDtypes)
     assert len(explain(ours).units[0].groups) == 2
-    ours(inputs(rank, world)).square().mean().backward()
-    alone(inputs(0, 1)).square().mean().backward()
-    same(grads(ours), grads(alone))
+    alike(ours, alone, rank, world)
     assert ours.b.weight.dtype == torch.float64
 
 
@@ -508,11 +458,7 @@ def test_all_gather_input_is_held_until_the_gather_completes(monkeypatch):
 @on_processes(4)
 def test_parameters_may_stay_with_neighbours_on_gloo(rank, world):
     ours, alone = shard_tower(seeded(Tower), reshard_after_forward=2), seeded(Tower)
-    for step in range(2):
-        for model, r, w in ((ours, rank, world), (alone, 0, 1)):
-            model.zero_grad()
-            model(inputs(r, w, step)).square().mean().backward()
-        same(grads(ours), grads(alone))
+    alike(ours, alone, rank, world, range(2))
 
 
 class CustomGather(AllGather):
@@ -592,11 +538,7 @@ def test_prefetch_lists_change_nothing_but_the_order(rank, world):
     for i, layer in enumerate(layers):
         layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 3])
         layer.set_modules_to_backward_prefetch(layers[max(0, i - 2) : i][::-1])
-    for step in range(3):
-        for model, r, w in ((ours, rank, world), (alone, 0, 1)):
-            model.zero_grad()
-            model(inputs(r, w, step)).square().mean().backward()
-        same(grads(ours), grads(alone))
+    alike(ours, alone, rank, world, range(3))
     with pytest.raises(ValueError, match="Expects FSDPModule but got Linear"):
         ours.set_modules_to_forward_prefetch([nn.Linear(1, 1)])
 
@@ -708,9 +650,7 @@ def test_after_an_exception_a_step_can_be_repeated(rank, world):
         ours(inputs(rank, world))
     assert all(hasattr(p, "placements") for p in ours.parameters())
     ours.fail = None
-    ours(inputs(rank, world)).square().mean().backward()
-    alone(inputs(0, 1)).square().mean().backward()
-    same(grads(ours), grads(alone))
+    alike(ours, alone, rank, world)
     ours.zero_grad()
     ours.fail = ("backward", 1)
     with pytest.raises(KeyError):
@@ -748,11 +688,7 @@ def test_blocks_may_be_compiled(rank, world):
     for layer in ours.layers:
         layer.compile(backend="aot_eager")
     shard_tower(ours)
-    for step in range(3):
-        for model, r, w in ((ours, rank, world), (alone, 0, 1)):
-            model.zero_grad()
-            model(inputs(r, w, step)).square().mean().backward()
-        same(grads(ours), grads(alone))
+    alike(ours, alone, rank, world, range(3))
 
 
 # -- several buffers -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.fsdp.test_fsdp_behaviour import Tower, grads, inputs, same, seeded, shard_tower
+from tests.fsdp.towers import Tower, alike, grads, inputs, same, seeded, shard_tower
 from tests.ranks import on_processes, run_threads
 from vescale_ray.fsdp import OrderError, set_debug
 
@@ -43,9 +43,7 @@ def test_a_rank_that_strays_is_named_on_every_rank(rank, world):
     model.reset_iter_state()
     model.zero_grad()
     alone = seeded(Forking)
-    model(inputs(rank, world)).square().mean().backward()
-    alone(inputs(0, 1)).square().mean().backward()
-    same(grads(model), grads(alone))
+    alike(model, alone, rank, world)
 
 
 @on_processes(2)

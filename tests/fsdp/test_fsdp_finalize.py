@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from tests.fsdp.test_fsdp_behaviour import Tower, grads, inputs, same, seeded, shard_tower
+from tests.fsdp.towers import Tower, grads, inputs, same, seeded, shard_tower
 from tests.fsdp.transformer import full
 from tests.fsdp.units import unit_of
 from tests.ranks import on_threads, run_threads

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from tests.fsdp.test_fsdp_behaviour import grads, inputs, same, seeded
+from tests.fsdp.towers import grads, inputs, same, seeded
 from tests.fsdp.units import unit_of
 from tests.ranks import on_processes, run_threads
 from vescale_ray.fsdp import Sharding, fully_shard, memory

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.fsdp.towers import Tower, shard_tower
 from tests.fsdp.transformer import build
 from tests.ranks import join, on_processes, run_gloo, run_threads
 from vescale_ray.fsdp import explain, fully_shard
@@ -29,25 +30,8 @@ WIDTH, LAYERS = 64, 6
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-class Tower(nn.Module):
-    """Equal layers, larger than the head."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
 def sharded(**options):
-    model = Tower()
-    for layer in model.layers:
-        fully_shard(layer, **options)
-    return fully_shard(model, **options)
+    return shard_tower(Tower(LAYERS, WIDTH), **options)
 
 
 def step(model, optimizer=None):

@@ -16,9 +16,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import DataParallelMeshDims
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from tests.fsdp.test_fsdp_behaviour import seeded
+from tests.fsdp.towers import seeded
 from tests.fsdp.transformer import apart, full
-from tests.ranks import on_processes, on_threads, run_gloo, run_threads
+from tests.ranks import on_processes, on_threads, run_threads
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.fsdp import explain, fully_shard
 from vescale_ray.geometry import Block
@@ -241,7 +241,19 @@ def odd_model(how, mesh, names, choose):
     return how(model, mesh=mesh[names[:-1]] if len(names) > 2 else mesh[names[0]], shard_placement_fn=choose)
 
 
-def odd_sizes(rank, world, shape, names, choice):
+CHOICES = {"none": None, "first dimension": lambda p: Shard(0)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "choice"),
+    [
+        ((2, 2), ("dp", "tp"), "none"),
+        pytest.param((2, 2), ("dp", "tp"), "first dimension", marks=pytest.mark.slow),
+        pytest.param((2, 2, 2), ("replicate", "shard", "tp"), "none", marks=pytest.mark.slow),
+    ],
+)
+@on_processes(lambda shape: math.prod(shape))
+def test_tensor_parallelism_that_cuts_unevenly_equals_torch(rank, world, shape, names, choice):
     choose = CHOICES[choice]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     built = [odd_model(how, mesh, names, choose) for how in (fully_shard, torch_fully_shard)]
@@ -266,22 +278,6 @@ def odd_sizes(rank, world, shape, names, choice):
         assert apart(fresh(x), theirs(x)) <= 1e-4
         for name, expected in whole.items():
             assert apart(full(fresh.get_parameter(name)), expected) <= 1e-4, name
-    return True
-
-
-CHOICES = {"none": None, "first dimension": lambda p: Shard(0)}
-
-
-@pytest.mark.parametrize(
-    ("shape", "names", "choice"),
-    [
-        ((2, 2), ("dp", "tp"), "none"),
-        pytest.param((2, 2), ("dp", "tp"), "first dimension", marks=pytest.mark.slow),
-        pytest.param((2, 2, 2), ("replicate", "shard", "tp"), "none", marks=pytest.mark.slow),
-    ],
-)
-def test_tensor_parallelism_that_cuts_unevenly_equals_torch(shape, names, choice):
-    assert all(run_gloo(math.prod(shape), odd_sizes, shape, names, choice))
 
 
 @on_threads(4)

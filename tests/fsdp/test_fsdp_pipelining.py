@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
-from tests.fsdp.test_fsdp_behaviour import grads, same, seeded
+from tests.fsdp.towers import grads, same, seeded
 from tests.ranks import run_gloo
 from vescale_ray.fsdp import fully_shard
 

@@ -163,16 +163,21 @@ def unnamed() -> DeviceMesh:
     return init_device_mesh("cpu", (1, WORLD))
 
 
-def argument(
-    kind: type[BaseException], *words: str, right: dict[str, Any] | None = None, build: Callable[[], Any] = Net, **wrong: Any
-) -> Case:
-    """A call with other keyword arguments. Values marked lazy are made on the ranks."""
+NOTHING = object()
+
+
+def argument(kind: type[BaseException], *words: str, right: Any = NOTHING, build: Callable[[], Any] = Net, **wrong: Any) -> Case:
+    """A call with other keyword arguments. Values marked lazy are made on the ranks.
+
+    ``right`` has the arguments of the remedy, or the right value of the one that is wrong. Without it, the remedy has no arguments.
+    """
+    remedy = {} if right is NOTHING else right if isinstance(right, dict) else dict.fromkeys(wrong, right)
 
     def given(options: dict[str, Any]) -> dict[str, Any]:
         return {k: v() if getattr(v, "__name__", "") == "lazy" else v for k, v in options.items()}
 
     return Case(
-        lambda model: fully_shard(model, **given(wrong)), kind, words, lambda model: fully_shard(model, **given(right or {})), build, build
+        lambda model: fully_shard(model, **given(wrong)), kind, words, lambda model: fully_shard(model, **given(remedy)), build, build
     )
 
 
@@ -348,8 +353,8 @@ CALLS: dict[str, Case] = {
         placed(lambda: names("dp"), RaggedShard((0,), (1, 1)), distribute_ragged),
     ),
     # -- meshes
-    "mesh: a string": argument(TypeError, "mesh must be a DeviceMesh", ONE_DIM, "'cpu'", mesh="cpu", right={"mesh": lazy(names, "dp")}),
-    "mesh: its shape": argument(TypeError, "mesh must be a DeviceMesh", "(2,)", mesh=(2,), right={"mesh": lazy(names, "dp")}),
+    "mesh: a string": argument(TypeError, "mesh must be a DeviceMesh", ONE_DIM, "'cpu'", mesh="cpu", right=lazy(names, "dp")),
+    "mesh: its shape": argument(TypeError, "mesh must be a DeviceMesh", "(2,)", mesh=(2,), right=lazy(names, "dp")),
     "mesh: three dimensions": argument(
         ValueError,
         "1D or 2D",
@@ -358,10 +363,10 @@ CALLS: dict[str, Case] = {
         right={"mesh": lazy(names, "a", "b", "dp"), "sharding": Sharding.zero3("dp")},
     ),
     "mesh: three dimensions, one taken": argument(
-        ValueError, "1D or 2D", "mesh['dp']", mesh=lazy(names, "a", "b", "dp"), right={"mesh": lazy(lambda: names("a", "b", "dp")["dp"])}
+        ValueError, "1D or 2D", "mesh['dp']", mesh=lazy(names, "a", "b", "dp"), right=lazy(lambda: names("a", "b", "dp")["dp"])
     ),
     "mesh: no names": argument(
-        ValueError, "mesh_dim_names", "('replicate', 'shard')", mesh=lazy(unnamed), right={"mesh": lazy(names, "replicate", "shard")}
+        ValueError, "mesh_dim_names", "('replicate', 'shard')", mesh=lazy(unnamed), right=lazy(names, "replicate", "shard")
     ),
     "mesh: meta": argument(ValueError, "devices of type 'meta'", "'cpu'", mesh=lazy(init_device_mesh, "meta", (WORLD,))),
     "dp_mesh_dims: a string": argument(
@@ -376,9 +381,7 @@ CALLS: dict[str, Case] = {
         right={"mesh": lazy(names, "dp")},
     ),
     "dp_mesh_dims: unknown": argument(ValueError, "'x'", "('dp',)", mesh=lazy(names, "dp"), dp_mesh_dims=DataParallelMeshDims("x")),
-    "sharding: a string": argument(
-        TypeError, "sharding must be a Sharding", "'zero3'", sharding="zero3", right={"sharding": Sharding.zero3("shard")}
-    ),
+    "sharding: a string": argument(TypeError, "sharding must be a Sharding", "'zero3'", sharding="zero3", right=Sharding.zero3("shard")),
     "sharding: unknown": argument(
         ValueError,
         "'shard'; the mesh has a, dp",
@@ -410,20 +413,16 @@ CALLS: dict[str, Case] = {
         right={"sharding": Sharding.zero3()},
     ),
     # -- the other arguments
-    "reshard_after_forward: a string": argument(
-        ValueError, "a bool or an int", "'yes'", reshard_after_forward="yes", right={"reshard_after_forward": True}
-    ),
+    "reshard_after_forward: a string": argument(ValueError, "a bool or an int", "'yes'", reshard_after_forward="yes", right=True),
     "reshard_after_forward: a string beside sharding": argument(
         ValueError, "'yes'", sharding=Sharding.zero3(), reshard_after_forward="yes"
     ),
-    "reshard_after_forward: no divisor": argument(
-        ValueError, "a factor of 2, not 3", reshard_after_forward=3, right={"reshard_after_forward": 2}
-    ),
+    "reshard_after_forward: no divisor": argument(ValueError, "a factor of 2, not 3", reshard_after_forward=3, right=2),
     "mp_policy: a dict": argument(
         TypeError,
         "mp_policy must be a MixedPrecisionPolicy",
         mp_policy={"param_dtype": torch.float64},
-        right={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float64)},
+        right=MixedPrecisionPolicy(param_dtype=torch.float64),
     ),
     "mp_policy: None": argument(TypeError, "mp_policy must be a MixedPrecisionPolicy", "not None", mp_policy=None),
     "mp_policy: a dtype's name": argument(
@@ -432,7 +431,7 @@ CALLS: dict[str, Case] = {
         "torch.bfloat16",
         "'float64'",
         mp_policy=NAMED_DTYPE,
-        right={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float64)},
+        right=MixedPrecisionPolicy(param_dtype=torch.float64),
     ),
     "mp_policy: whole numbers": argument(
         ValueError, "reduce_dtype of mp_policy is torch.int32", mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.int32)
@@ -445,9 +444,7 @@ CALLS: dict[str, Case] = {
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.float8_e4m3fn),
     ),
     "mp_policy: float8 gradients": argument(
-        ValueError,
-        "reduce_dtype of mp_policy is torch.float8_e5m2",
-        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float8_e5m2),
+        ValueError, "reduce_dtype of mp_policy is torch.float8_e5m2", mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float8_e5m2)
     ),
     "mp_policy: a switch as a string": argument(
         TypeError,
@@ -457,7 +454,7 @@ CALLS: dict[str, Case] = {
         right={"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)},
     ),
     "mesh: of a device that is not here": argument(
-        ValueError, "devices of type", "and this process has none", "'cpu'", mesh=lazy(elsewhere), right={"mesh": lazy(names, "dp")}
+        ValueError, "devices of type", "and this process has none", "'cpu'", mesh=lazy(elsewhere), right=lazy(names, "dp")
     ),
     "inference mode": Case(
         torch.inference_mode()(fully_shard),
@@ -466,11 +463,7 @@ CALLS: dict[str, Case] = {
         lambda m: inferring(fully_shard(m)),
     ),
     "offload_policy: True": argument(
-        TypeError,
-        "offload_policy must be a OffloadPolicy",
-        "CPUOffloadPolicy()",
-        offload_policy=True,
-        right={"offload_policy": CPUOffloadPolicy()},
+        TypeError, "offload_policy must be a OffloadPolicy", "CPUOffloadPolicy()", offload_policy=True, right=CPUOffloadPolicy()
     ),
     "offload_policy: the class": argument(TypeError, "offload_policy", "the class CPUOffloadPolicy", offload_policy=CPUOffloadPolicy),
     "ignored_params: names": argument(
@@ -493,32 +486,20 @@ CALLS: dict[str, Case] = {
         half_frozen,
     ),
     "shard_placement_fn: Replicate": argument(
-        ValueError,
-        "Replicate() for 'layers.0.weight'",
-        "None",
-        shard_placement_fn=lambda p: Replicate(),
-        right={"shard_placement_fn": lambda p: None},
+        ValueError, "Replicate() for 'layers.0.weight'", "None", shard_placement_fn=lambda p: Replicate(), right=lambda p: None
     ),
     "shard_placement_fn: an int": argument(
-        ValueError,
-        "0 for 'layers.0.weight'",
-        "Shard(dim)",
-        shard_placement_fn=lambda p: 0,
-        right={"shard_placement_fn": lambda p: Shard(0)},
+        ValueError, "0 for 'layers.0.weight'", "Shard(dim)", shard_placement_fn=lambda p: 0, right=lambda p: Shard(0)
     ),
     "shard_placement_fn: a placement": argument(
-        TypeError,
-        "shard_placement_fn",
-        "function of (parameter)",
-        shard_placement_fn=Shard(0),
-        right={"shard_placement_fn": lambda p: Shard(0)},
+        TypeError, "shard_placement_fn", "function of (parameter)", shard_placement_fn=Shard(0), right=lambda p: Shard(0)
     ),
     "shard_placement_fn: names": argument(
         TypeError,
         "shard_placement_fn takes (n, p)",
         "function of (parameter)",
         shard_placement_fn=lambda n, p: Shard(0),
-        right={"shard_placement_fn": lambda p: Shard(0)},
+        right=lambda p: Shard(0),
     ),
     "shard_placement_fn: a dimension too many": argument(
         ValueError,
@@ -526,14 +507,14 @@ CALLS: dict[str, Case] = {
         "'layers.0.weight'",
         "from 0 to 1",
         shard_placement_fn=lambda p: Shard(2),
-        right={"shard_placement_fn": lambda p: Shard(p.dim() - 1) if p.shape[-1] % 2 == 0 else None},
+        right=lambda p: Shard(p.dim() - 1) if p.shape[-1] % 2 == 0 else None,
     ),
     "shard_placement_fn: of the frozen ones": argument(
         ValueError,
         "Shard dim 7",
         "'head.weight'",
         shard_placement_fn=lambda p: None if p.requires_grad else Shard(7),
-        right={"shard_placement_fn": lambda p: None},
+        right=lambda p: None,
         build=half_frozen,
     ),
     "shard_placement_fn: uneven": Case(
@@ -550,17 +531,13 @@ CALLS: dict[str, Case] = {
         "block_policy gave 4 for 'layers.0.weight'",
         "Block.rows(4)",
         block_policy=lambda n, p: 4,
-        right={"block_policy": lambda n, p: Block.rows(4)},
+        right=lambda n, p: Block.rows(4),
     ),
     "block_policy: a block": argument(
-        TypeError,
-        "block_policy",
-        "function of (name, parameter)",
-        block_policy=Block.rows(4),
-        right={"block_policy": lambda n, p: Block.rows(4)},
+        TypeError, "block_policy", "function of (name, parameter)", block_policy=Block.rows(4), right=lambda n, p: Block.rows(4)
     ),
     "block_policy: without names": argument(
-        TypeError, "block_policy takes (p)", "(name, parameter)", block_policy=lambda p: None, right={"block_policy": lambda n, p: None}
+        TypeError, "block_policy takes (p)", "(name, parameter)", block_policy=lambda p: None, right=lambda n, p: None
     ),
     "block_policy: beside a placement": argument(
         ValueError,
@@ -571,8 +548,8 @@ CALLS: dict[str, Case] = {
         shard_placement_fn=lambda p: Shard(0),
         right={"block_policy": lambda n, p: Block.rows(2)},
     ),
-    "allow_gaps: a string": argument(TypeError, "allow_gaps = 'yes'", "True, False", allow_gaps="yes", right={"allow_gaps": True}),
-    "to_empty: a device": argument(TypeError, "to_empty = 'cpu'", "True or False", to_empty="cpu", right={"to_empty": True}),
+    "allow_gaps: a string": argument(TypeError, "allow_gaps = 'yes'", "True, False", allow_gaps="yes", right=True),
+    "to_empty: a device": argument(TypeError, "to_empty = 'cpu'", "True or False", to_empty="cpu", right=True),
 }
 
 

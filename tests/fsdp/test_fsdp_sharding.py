@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from tests.fsdp.test_fsdp_behaviour import Tower, grads, inputs, same, seeded
+from tests.fsdp.towers import Tower, grads, inputs, same, seeded
 from tests.fsdp.transformer import full
 from tests.fsdp.units import unit_of
-from tests.ranks import on_threads, run_gloo, run_threads
+from tests.ranks import on_processes, on_threads, run_gloo, run_threads
 from vescale_ray.fsdp import Sharding, explain, fully_shard
 
 WAYS: dict[str, tuple[tuple[int, ...], tuple[str, ...], Sharding]] = {
@@ -192,7 +192,17 @@ def test_write_to_the_local_tensor_of_kept_parameters_is_refused(rank: int, worl
     assert torch.allclose(model(x), plain(x), atol=1e-6)
 
 
-def beside_others(rank: int, world: int, shape: tuple[int, ...], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((2, 2), {"sharding": Sharding.ddp()}),
+        ((2, 2, 2), {"sharding": Sharding("s", ("r", "s"), ("r", "s"))}),
+        ((4, 2), {"reshard_after_forward": 2}),
+    ],
+    ids=["ddp", "sharded optimizer", "int"],
+)
+@on_processes(lambda shape: 8 if len(shape) == 3 or 4 in shape else 4, timeout=40)
+def test_training_on_a_submesh_is_that_of_one_process(rank: int, world: int, shape: tuple[int, ...], options: dict[str, Any]) -> None:
     """Train on a part of a larger mesh while the other ranks do the same."""
     names = ("r", "s", "tp") if len(shape) == 3 else ("s", "tp")
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)[names[:-1]]
@@ -205,16 +215,3 @@ def beside_others(rank: int, world: int, shape: tuple[int, ...], options: dict[s
         ours(inputs(position, size, step, rows=24)).square().mean().backward()
         alone(inputs(0, 1, step, rows=24)).square().mean().backward()
     same(grads(ours), grads(alone), 1e-5)
-
-
-@pytest.mark.parametrize(
-    ("shape", "options"),
-    [
-        ((2, 2), {"sharding": Sharding.ddp()}),
-        ((2, 2, 2), {"sharding": Sharding("s", ("r", "s"), ("r", "s"))}),
-        ((4, 2), {"reshard_after_forward": 2}),
-    ],
-    ids=["ddp", "sharded optimizer", "int"],
-)
-def test_training_on_a_submesh_is_that_of_one_process(shape: tuple[int, ...], options: dict[str, Any]) -> None:
-    run_gloo(8 if len(shape) == 3 or 4 in shape else 4, beside_others, shape, options, timeout=40)

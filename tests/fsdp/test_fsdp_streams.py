@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
-from tests.fsdp.test_fsdp_behaviour import Tower, grads, inputs, same, seeded, shard_tower
+from tests.fsdp.towers import Tower, alike, grads, inputs, same, seeded, shard_tower
 from tests.fsdp.units import unit_of
 from tests.ranks import on_processes, on_threads, run_threads
 from vescale_ray.fsdp import Sharding, comm, memory
@@ -250,11 +250,7 @@ def test_the_gathers_of_a_units_groups_are_one_call(rank, world, streams):
         for layer in model.layers:
             layer[0].bias.requires_grad_(False)
     ours, alone = shard_tower(models[0]), models[1]
-    for step in range(3):
-        for model, r, w in ((ours, rank, world), (alone, 0, 1)):
-            model.zero_grad()
-            model(inputs(r, w, step)).square().mean().backward()
-        same(grads(ours), grads(alone))
+    alike(ours, alone, rank, world, range(3))
     assert here.races() == []
     assert len(here.together) >= 5 * 3 and set(here.together) == {2}
 
