@@ -67,9 +67,7 @@ tensors = st.tuples(st.integers(1, 24), st.sampled_from([1, 2, 3, 5, 8, 12, 33])
 
 @settings(max_examples=150)
 @given(st.lists(tensors, min_size=1, max_size=4), st.integers(1, 6))
-def test_given_order_is_exact_and_the_bound_holds_for_any_order(
-    shapes: list[tuple[int, int]], shards: int
-) -> None:
+def test_given_order_is_exact_and_the_bound_holds_for_any_order(shapes: list[tuple[int, int]], shards: int) -> None:
     specs = [TensorSpec(f"t{i}", shape, Block.rows(1)) for i, shape in enumerate(shapes)]
     sizes, blocks = [math.prod(s) for s in shapes], [s[1] for s in shapes]
     given_order = plan_layout(specs, shards, order="given")

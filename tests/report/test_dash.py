@@ -168,9 +168,7 @@ def test_charts_without_data_in_a_run_are_left_out(folder: RunFolder, tmp_path: 
     assert len(dash.from_folder(other).charts) == 6 and len(dash.from_folder(folder).charts) == 9
 
 
-def test_long_run_is_thinned_in_memory_with_all_extremes_kept(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_run_is_thinned_in_memory_with_all_extremes_kept(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the head's pod, a page that takes as much memory as the file would end the run."""
     random = Random(7)
     keys = ("bpb", "tokens_per_second", "world", "step_seconds", "grad_norm", "model_flops_utilization")

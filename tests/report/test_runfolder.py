@@ -94,9 +94,7 @@ def test_lines_of_several_writers_never_mix(run: RunFolder) -> None:
         ([], []),
     ],
 )
-def test_last_line_of_each_step_counts_after_a_rollback(
-    written: list[int], kept: list[tuple[int, int]]
-) -> None:
+def test_last_line_of_each_step_counts_after_a_rollback(written: list[int], kept: list[tuple[int, int]]) -> None:
     lines = [{"step": step, "line": number} for number, step in enumerate(written)]
     assert [(line["step"], line["line"]) for line in committed(lines)] == kept
 
