@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.fsdp.towers import filled
 from tests.ranks import run_gloo
 from vescale_ray import RaggedShard, distribute_tensor, fully_shard
 
@@ -32,10 +33,7 @@ def test_keys_differ_from_rank_to_rank_and_from_layout_to_layout() -> None:
 
 
 def model() -> Any:
-    net, generator = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in net.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator))
+    net = filled(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)), 0, 1.0)
     for layer in (net[0], net[2]):
         fully_shard(layer)
     return fully_shard(net)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 
 import vescale_ray.fsdp
+from tests.fsdp.towers import filled
 from tests.fsdp.transformer import full
 from tests.fsdp.units import unit_of
 from tests.ranks import on_processes, on_threads, run_threads
@@ -31,11 +32,8 @@ from vescale_ray.fsdp import FSDPModule, MixedPrecisionPolicy, PhaseError, fully
 class Net(nn.Module):
     def __init__(self, width: int = 24, layers: int = 3) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(5)
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-        with torch.no_grad():
-            for p in self.parameters():
-                p.copy_(torch.randn(p.shape, generator=generator) / 5)
+        filled(self, 5, 0.2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+from tests.fsdp.towers import filled
 from tests.fsdp.transformer import apart, full, part
 from tests.fsdp.units import unit_of
 from tests.ranks import on_processes, on_threads, run_threads
@@ -53,11 +54,7 @@ class Stack(nn.Module):
 
 
 def seeded(*sizes: int, layers: int = 2) -> Stack:
-    model, generator = Stack(layers, *sizes), torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
-    return model
+    return filled(Stack(layers, *sizes), 1, 0.1)
 
 
 def shard(model: Stack, block: Block, **options: Any) -> Stack:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+from tests.fsdp.towers import filled
 from tests.fsdp.transformer import apart, part
 from tests.fsdp.units import unit_of
 from tests.ranks import on_processes, on_threads, run_gloo, run_threads
@@ -97,10 +98,7 @@ class Model(nn.Module):
 
 
 def models() -> tuple[Any, Any]:
-    base, generator = Model(), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in base.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+    base = filled(Model())
     pair: tuple[Any, Any] = (copy.deepcopy(base), copy.deepcopy(base))
     for model in pair:
         for layer in model.layers:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.fsdp.towers import filled
 from tests.fsdp.transformer import apart, full
 from tests.fsdp.units import unit_of
 from tests.ranks import on_threads, run_threads
@@ -67,12 +68,7 @@ HOWS = [
 
 
 def pair() -> tuple[Any, Net]:
-    models = Net(), Net()
-    generator = torch.Generator().manual_seed(3)
-    for p, q in zip(*(m.parameters() for m in models), strict=True):
-        with torch.no_grad():
-            q.copy_(p.copy_(torch.randn(p.shape, generator=generator) * 0.4))
-    return fully_shard(models[0]), models[1]
+    return fully_shard(filled(Net(), 3, 0.4)), filled(Net(), 3, 0.4)
 
 
 def samples(rank: int, world: int, step: int) -> torch.Tensor:
@@ -194,12 +190,7 @@ def test_small_layers_and_other_classes_are_left_alone(monkeypatch: pytest.Monke
 def test_complex_weights_have_the_gradients_of_a_plain_module(rank: int, world: int) -> None:
     models: list[Any] = []
     for _ in range(2):
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.complex64) for _ in range(2)))
-        generator = torch.Generator().manual_seed(3)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.copy_(torch.randn(p.shape, dtype=p.dtype, generator=generator))
-        models.append(model)
+        models.append(filled(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.complex64) for _ in range(2))), 3, 1.0))
     fully_shard(models[0])
     x = torch.randn(4, WIDTH, dtype=torch.complex64, generator=torch.Generator().manual_seed(1))
     for model in models:

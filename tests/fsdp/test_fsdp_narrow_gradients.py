@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.fsdp.towers import filled
 from tests.ranks import on_processes, on_threads, run_gloo, run_threads
 from vescale_ray.compat.fsdp import ReduceScatter
 from vescale_ray.fsdp import MixedPrecisionPolicy, fully_shard, reduction
@@ -99,11 +100,7 @@ class Net(nn.Module):
 
 
 def net():
-    model, generator = Net(), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) / 4)
-    return model
+    return filled(Net(), 0, 0.25)
 
 
 def batch(k):

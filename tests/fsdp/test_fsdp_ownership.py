@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.fsdp.towers import filled
 from tests.fsdp.transformer import full
 from tests.fsdp.units import unit_of
 from tests.ranks import on_processes, on_threads
@@ -37,11 +38,7 @@ class Net(nn.Module):
 
 def models(width: int = 8, **options: Any) -> tuple[Any, Any]:
     """A sharded model, and the same model unsharded."""
-    generator = torch.Generator().manual_seed(3)
-    alone = Net(width)
-    with torch.no_grad():
-        for p in alone.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) / width**0.5)
+    alone = filled(Net(width), 3, width**-0.5)
     ours = copy.deepcopy(alone)
     for layer in ours.layers:
         fully_shard(layer, **options)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import DataParallelMeshDims
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from tests.fsdp.towers import seeded
+from tests.fsdp.towers import filled, seeded
 from tests.fsdp.transformer import apart, full
 from tests.ranks import on_processes, on_threads, run_threads
 from vescale_ray.dtensor import RaggedDTensor
@@ -227,10 +227,7 @@ class Odd(nn.Module):
     def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(5, 9), nn.Linear(9, 5)
-        generator = torch.Generator().manual_seed(3)
-        with torch.no_grad():
-            for p in self.parameters():
-                p.copy_(torch.randn(p.shape, generator=generator) / 3)
+        filled(self, 3, 1 / 3)
 
     def forward(self, x):
         return self.down(torch.tanh(self.up(x)))

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.fsdp.towers import filled
 from tests.fsdp.transformer import apart, full, part
 from tests.ranks import on_processes, on_threads, run_gloo, run_threads
 from vescale_ray import RaggedDTensor, explain, fully_shard
@@ -44,15 +45,6 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
-
-
-def seeded(model: Any) -> Any:
-    """Build the same model on every rank. (All threads share torch's random state.)"""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
-    return model
 
 
 def batch(step: int) -> torch.Tensor:
@@ -87,7 +79,7 @@ def shard(model: Any, how: Callable[..., Any], **options: Any) -> Any:
 def trains_as_torchs(rank: int, world: int, choice: str, shape: tuple[int, ...], dtype: str, foreach: bool) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     precision = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
-    base = seeded(Model())
+    base = filled(Model())
     pick = CHOICES[choice]
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": precision}
     ours = shard(copy.deepcopy(base), fully_shard, shard_placement_fn=pick, **options)
@@ -152,7 +144,7 @@ class Uneven(nn.Module):
 
 @on_processes(3)
 def test_uneven_rows_train_checkpoint_and_cast(rank: int, world: int, tmp_path: Any) -> None:
-    base = seeded(Uneven())
+    base = filled(Uneven())
     ours, plain = fully_shard(copy.deepcopy(base), shard_placement_fn=first), copy.deepcopy(base)
     x = torch.randn(2 * world, 6, generator=torch.Generator().manual_seed(1))
     ours(part(x, rank, world)).square().mean().backward()
@@ -202,7 +194,7 @@ class Words(nn.Module):
 def test_weights_with_uneven_rows_may_be_tied_after_sharding(
     rank: int, world: int, dtype: torch.dtype | None, reshard: bool, units: int
 ) -> None:
-    plain, model = seeded(Words()), seeded(Words())
+    plain, model = filled(Words()), filled(Words())
     options: dict[str, Any] = {"shard_placement_fn": lambda p: Shard(0), "reshard_after_forward": reshard}
     if dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

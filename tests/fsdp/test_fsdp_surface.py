@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.fsdp.towers import filled
 from tests.fsdp.transformer import full
 from tests.ranks import on_processes, run_gloo, run_threads
 from vescale_ray.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -36,10 +37,7 @@ class Adapted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.blocks, self.head = nn.Embedding(11, WIDTH), nn.ModuleList(Block() for _ in range(3)), nn.Linear(WIDTH, 11)
-        generator = torch.Generator().manual_seed(4)
-        with torch.no_grad():
-            for p in self.parameters():
-                p.copy_(torch.randn(p.shape, generator=generator) / 4)
+        filled(self, 4, 0.25)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
 
+from tests.fsdp.towers import filled
 from tests.ranks import on_processes, on_threads, run_gloo, run_threads
 from vescale_ray import fully_shard
 from vescale_ray.fsdp import OrderError, set_debug
@@ -54,10 +55,7 @@ class Model(nn.Module):
 
 
 def model(twice: bool = False) -> Any:
-    made, generator = Model().double(), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in made.parameters():
-            p.copy_(torch.randn(p.shape, dtype=p.dtype, generator=generator) * 0.4)
+    made = filled(Model().double(), 0, 0.4)
     made.twice = twice
     return made
 

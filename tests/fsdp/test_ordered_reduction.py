@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.fsdp.towers import filled
 from tests.ranks import on_threads, run_gloo, run_threads
 from vescale_ray.compat.fsdp import ProcessGroupAllocReduceScatter
 from vescale_ray.errors import BadArgument
@@ -29,11 +30,7 @@ class Net(nn.Module):
 
 
 def build():
-    model, generator = Net(), torch.Generator().manual_seed(0)  # its own generator, because ranks on threads share torch's
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) / 4)
-    return model
+    return filled(Net(), 0, 0.25)
 
 
 def micro_batch(k):

@@ -9,13 +9,17 @@ from tests.fsdp.transformer import apart, full, part
 from vescale_ray.fsdp import fully_shard
 
 
-def seeded(make, seed=0):
-    """Build the same model on every rank. (All threads share torch's random state.)"""
-    model, generator = make(), torch.Generator().manual_seed(seed)
+def filled(model, seed=0, scale=0.3):
+    """The model with the same parameters on every rank. (All threads share torch's random state.)"""
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+            p.copy_(torch.randn(p.shape, dtype=p.dtype, generator=generator) * scale)
     return model
+
+
+def seeded(make, seed=0):
+    return filled(make(), seed)
 
 
 class Tower(nn.Module):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import Shard
 
+from tests.fsdp.towers import filled
 from tests.fsdp.transformer import full
 from tests.ranks import on_processes, on_threads, run_threads
 from vescale_ray import RaggedDTensor, fully_shard
@@ -41,10 +42,7 @@ class Net(nn.Module):
 
 
 def model() -> Any:
-    net, generator = Net(), torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in net.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) * 0.4)
+    net = filled(Net(), 1, 0.4)
     for layer in net.layers:
         fully_shard(layer)
     return fully_shard(net)
@@ -215,13 +213,9 @@ def test_a_group_may_be_added_later(rank: int, world: int) -> None:
 @on_threads(2)
 def test_parameters_between_a_groups_own_are_left_alone(rank: int, world: int, others: bool) -> None:
     """Biases of 64 bytes lie between weights in the shard. They belong to another param group or to none."""
-    models: list[Any] = [nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))) for _ in "ab"]
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p, q in zip(*(m.parameters() for m in models), strict=True):
-            q.copy_(p.copy_(torch.randn(p.shape, generator=generator) * 0.3))
+    models: list[Any] = [filled(nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))) for _ in "ab"]
     fully_shard(models[0], shard_placement_fn=lambda _: Shard(0))
-    x = torch.randn(4, 16, generator=generator)
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
     for model, kind in zip(models, (Flat, torch.optim.AdamW), strict=True):
         groups: list[dict[str, Any]] = [{"params": [layer.weight for layer in model], "weight_decay": 0.5}]
         if others:
