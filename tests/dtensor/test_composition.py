@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from tests.dtensor.layouts import values
 from tests.dtensor.test_redistribute import spy
-from tests.ranks import on_processes, on_threads, run_gloo, run_threads
+from tests.ranks import on_processes, on_threads, run_threads
 from vescale_ray.dtensor import RaggedDTensor, distribute_tensor, redistribute
 from vescale_ray.dtensor.placement import RaggedShard
 
@@ -338,7 +339,8 @@ def test_gloo_processes_redistribute_over_two_mesh_dimensions(rank: int, world: 
         assert again.placements == a.placements and torch.equal(again.to_local(), a.to_local())
 
 
-def _asynchronous(rank: int, world: int) -> tuple[bool, bool]:
+@on_processes(3)
+def test_asynchronous_redistribution_returns_before_late_ranks(rank: int, world: int) -> None:
     """Rank 1 is late. The others' calls must return before it comes, and the result must be right when used."""
     import time
 
@@ -358,17 +360,23 @@ def _asynchronous(rank: int, world: int) -> tuple[bool, bool]:
         assert torch.equal(c.full_tensor(), full)
         torch._foreach_mul_([d := a.redistribute(placements=target, async_op=True)], 3.0)
         assert torch.equal(d.full_tensor(), full * 3)
-    return all(early), True
+    assert all(early)
 
 
-def test_asynchronous_redistribution_returns_before_late_ranks() -> None:
-    assert all(early for early, _ in run_gloo(3, _asynchronous))
-
-
-def _move_on_a_part(rank: int, world: int, shape: tuple[int, ...], pairs: list[tuple[Layout, Layout]]) -> None:
+@on_threads(8)
+def test_several_dimensions_can_change_on_a_submesh(rank: int, world: int) -> None:
     """A mesh that is part of the world has no process group of all its ranks. A change on two dimensions takes one step for each."""
+    shape = (12, 6)
     mesh, full = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))["dp", "tp"], values(shape)
-    for source, target in pairs:
+    kinds: list[tuple[Placement, ...]] = [
+        (RaggedShard((0,), (1, 2)), Shard(1)),
+        (Shard(0), RaggedShard((0,), (2, 1))),
+        (RaggedShard((0, 1), (1, 3)), Shard(0)),
+        (Replicate(), RaggedShard((0,), (1, 0))),
+        (RaggedShard((0,), (1, 1)), Replicate()),
+        (Shard(1), Shard(0)),
+    ]
+    for source, target in itertools.permutations([Layout((2, 2), kind) for kind in kinds], 2):
         for async_op in (False, True):
             moved = redistribute(make(full, source, mesh), target.placements, async_op=async_op)
             assert moved.placements == target.placements
@@ -378,18 +386,3 @@ def _move_on_a_part(rank: int, world: int, shape: tuple[int, ...], pairs: list[t
         (redistribute(leaf, target.placements).to_local() * target.part(weight, here(mesh))).sum().backward()
         assert isinstance(leaf.grad, DTensor)
         assert torch.equal(leaf.grad.to_local(), source.part(weight, here(mesh)))
-
-
-def test_several_dimensions_can_change_on_a_submesh() -> None:
-    shape = (12, 6)
-    kinds: list[tuple[Placement, ...]] = [
-        (RaggedShard((0,), (1, 2)), Shard(1)),
-        (Shard(0), RaggedShard((0,), (2, 1))),
-        (RaggedShard((0, 1), (1, 3)), Shard(0)),
-        (Replicate(), RaggedShard((0,), (1, 0))),
-        (RaggedShard((0,), (1, 1)), Replicate()),
-        (Shard(1), Shard(0)),
-    ]
-    layouts = [Layout((2, 2), kind) for kind in kinds]
-    pairs = [(a, b) for a in layouts for b in layouts if a != b]
-    run_threads(8, _move_on_a_part, shape, pairs)
