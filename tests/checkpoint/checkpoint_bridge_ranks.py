@@ -12,25 +12,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.checkpoint.checkpoint_load_ranks import sharded_llama, whole
-from tests.checkpoint.checkpoint_ranks import Mlp, fsdp2, one_step, ragged
+from tests.checkpoint.checkpoint_ranks import Mlp, fsdp2, gathered, one_step, ragged
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint import huggingface
-
-
-def hf_into_model_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
-    found = {}
-    for kind in ("ours", "torch"):
-        model = sharded_llama(kind, world, "meta")
-        done = ckpt.import_hf(folder, model, rename=huggingface.LLAMA)
-        found[kind] = whole(model), done.bytes
-    return found
-
-
-def hf_into_commit_rank(rank: int, world: int, folder: str) -> str:
-    commit = ckpt.import_hf(Path(folder, "x.safetensors"), Path(folder, "root"), object_bytes=4000)
-    ckpt.export_hf(Path(folder, "root"), None, Path(folder, "out"), max_shard_bytes=4000)
-    return commit.name
 
 
 def placed(kind: str, world: int) -> tuple[dict[str, torch.Tensor], int]:
@@ -54,11 +37,6 @@ def placed(kind: str, world: int) -> tuple[dict[str, torch.Tensor], int]:
     return tensors, held
 
 
-def gathered(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    with torch.no_grad():
-        return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone().numpy() for n, t in tensors.items()}
-
-
 def dcp_load_rank(rank: int, world: int, roots: dict[str, str]) -> Any:
     found = {}
     for builder, root in roots.items():
@@ -68,14 +46,6 @@ def dcp_load_rank(rank: int, world: int, roots: dict[str, str]) -> Any:
             dcp.load({"model": tensors}, storage_reader=reader)
             found[builder, kind] = gathered(tensors), held, reader.bytes_read
     return found
-
-
-def disagreeing_rank(rank: int, world: int, folder: str) -> str:
-    try:
-        dcp.load({"w": torch.zeros(3)}, storage_reader=ckpt.DcpReader(Path(folder, "ab"[rank])))
-    except BaseException as error:  # CheckpointException does not derive from Exception
-        return str(error)
-    return "no error"
 
 
 def dcp_foreign_save_rank(rank: int, world: int, folder: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:

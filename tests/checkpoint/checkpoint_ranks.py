@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.ranks import join
 from vescale_ray import checkpoint as ckpt
 from vescale_ray import fsdp
+from vescale_ray.models.llama import Llama, LlamaConfig
 
 
 class Mlp(nn.Module):
@@ -73,19 +74,15 @@ def ragged(seed: int, world: int) -> tuple[Mlp, torch.optim.AdamW]:
 BUILDERS = {"fsdp2": fsdp2, "ragged": ragged}
 
 
+def gathered(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    with torch.no_grad():
+        return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone().numpy() for n, t in tensors.items()}
+
+
 def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
     """Gather every tensor with its own full_tensor(): the oracle."""
-
-    def whole(t: torch.Tensor) -> np.ndarray:
-        with torch.no_grad():
-            plain = t.full_tensor() if isinstance(t, DTensor) else t
-            return plain.detach().clone().numpy()
-
-    state = {name: whole(t) for name, t in model.state_dict().items()}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            state[f"{name}/{key}"] = whole(value)
-    return state
+    states = {name: optimizer.state.get(parameter, {}) for name, parameter in model.named_parameters()}
+    return gathered({**model.state_dict(), **{f"{name}/{key}": value for name, held in states.items() for key, value in held.items()}})
 
 
 def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -251,15 +248,6 @@ def over_tensor_parallelism(how: Any, mesh: DeviceMesh, root: str) -> None:
         assert re.search(r"'gain': ranks \d and \d both hold elements .* and they differ", str(error)), error
     else:
         raise AssertionError("of two that differ one was saved")
-
-
-def mismatched_rank(rank: int, world: int, root: str) -> str:
-    """Only rank 1's model differs. All ranks raise an error, and no rank stays in a collective."""
-    try:
-        ckpt.load({"model": {"w": torch.ones(10 + rank)}}, root)
-    except ckpt.CheckpointMismatch as error:
-        return str(error)
-    return "no error"
 
 
 def killed_rank(rank: int, world: int, store: str, root: str, point: str, report: str) -> None:
@@ -486,3 +474,46 @@ def async_killed_rank(rank: int, world: int, store: str, root: str, report: str,
         file.write(f"{time.monotonic() - began} {outcome}")
     saver.close()
     os._exit(0)  # the other member of the group is gone, so leave without a shutdown
+
+
+CONFIG = LlamaConfig(dim=24, layers=2, heads=2, kv_heads=1, ffn=40, vocab=31)
+
+
+def sharded_llama(kind: str, world: int, device: str) -> Llama:
+    shard: Any = fsdp.fully_shard if kind == "ours" else fully_shard
+    mesh = init_device_mesh("cpu", (world,))
+    with torch.device(device):
+        model = Llama(CONFIG)
+    for layer in model.layers:
+        shard(layer, mesh=mesh)
+    shard(model, mesh=mesh)
+    return model
+
+
+def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    tokens = torch.randint(0, 31, (2, 9), generator=torch.Generator().manual_seed(3))
+    losses = []
+    for _ in range(steps):
+        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def meta_rank(rank: int, world: int, root: str, save: bool) -> dict[str, Any]:
+    """Save a trained model of each kind, or load it into a model that was built and sharded on the meta device; then train on."""
+    found = {}
+    for kind in ("ours", "torch"):
+        torch.manual_seed(0)
+        model = sharded_llama(kind, world, "cpu" if save else "meta")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+        if save:
+            losses_of(model, optimizer, 2)
+            ckpt.save(state, f"{root}/{kind}", 2, timeout_s=20)
+        else:
+            ckpt.load(state, f"{root}/{kind}")
+        found[kind] = gathered(model.state_dict()), losses_of(model, optimizer, 2)
+    return found

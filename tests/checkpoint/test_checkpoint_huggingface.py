@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoint.checkpoint_bridge_ranks import hf_into_commit_rank, hf_into_model_rank
-from tests.checkpoint.checkpoint_load_ranks import CONFIG
+from tests.checkpoint.checkpoint_ranks import CONFIG, gathered, sharded_llama
 from tests.checkpoint.checkpoint_support import bits, damage, memory_folder, peak_growths, random_bits, random_layout, save_in_process
 from tests.checkpoint.test_checkpoint_state import Net
 from tests.ranks import run_gloo
@@ -129,6 +129,21 @@ def test_llama_exports_with_hugging_face_names_and_imports_back(root):
     same({n: t.bfloat16().float() for n, t in model.state_dict().items()}, dict(other.state_dict()))
     ckpt.import_hf(root / "hf", root / "b", rename=huggingface.LLAMA)
     same({n: t.bfloat16() for n, t in model.state_dict().items()}, ckpt.open(root / "b").to_state_dict())
+
+
+def hf_into_model_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
+    found = {}
+    for kind in ("ours", "torch"):
+        model = sharded_llama(kind, world, "meta")
+        done = ckpt.import_hf(folder, model, rename=huggingface.LLAMA)
+        found[kind] = gathered(model.state_dict()), done.bytes
+    return found
+
+
+def hf_into_commit_rank(rank: int, world: int, folder: str) -> str:
+    commit = ckpt.import_hf(Path(folder, "x.safetensors"), Path(folder, "root"), object_bytes=4000)
+    ckpt.export_hf(Path(folder, "root"), None, Path(folder, "out"), max_shard_bytes=4000)
+    return commit.name
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])

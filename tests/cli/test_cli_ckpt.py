@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoint.checkpoint_load_ranks import CONFIG
+from tests.checkpoint.checkpoint_ranks import CONFIG
 from tests.checkpoint.checkpoint_support import damage
 from tests.checkpoint.s3_fake import fake_s3
 from vescale_ray import checkpoint

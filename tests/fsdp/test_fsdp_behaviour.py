@@ -18,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.utils.checkpoint import checkpoint
 
 from tests.fsdp.towers import Tower, alike, grads, inputs, same, seeded, shard_tower
 from tests.fsdp.transformer import batch, build, full, loss_of, part
@@ -75,18 +74,6 @@ def test_ranks_may_use_different_parameters_if_all_are_reduced(rank, world):
     same(grads(model), grads(alone))
 
 
-@on_threads(2)
-def test_requires_grad_may_be_switched_between_steps(rank, world):
-    ours, alone = shard_tower(seeded(Tower)), seeded(Tower)
-    for model, r, w in ((ours, rank, world), (alone, 0, 1)):
-        model.layers[1].requires_grad_(False)
-        model(inputs(r, w)).square().mean().backward()
-        model.layers[1].requires_grad_(True)
-        model.layers[2].requires_grad_(False)
-        model(inputs(r, w, 1)).square().mean().backward()
-    same(grads(ours), grads(alone))
-
-
 class TwoDtypes(nn.Module):
     def __init__(self):
         super().__init__()
@@ -140,31 +127,6 @@ def test_a_model_may_run_several_times_before_backward(rank, world):
             second.square().mean().backward(retain_graph=True)
             first.square().mean().backward()
             second.square().mean().backward()
-        same(grads(ours), grads(alone))
-
-
-class Wandering(nn.Module):
-    """A model that runs its layers in an order that changes from call to call, some of them twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(20, 20), nn.Tanh()) for _ in range(5))
-        self.order = [0, 1, 2, 3, 4]
-
-    def forward(self, x):
-        for index in self.order:
-            x = self.layers[index](x)
-        return x
-
-
-@on_threads(2)
-def test_the_order_of_units_may_change_from_step_to_step(rank, world):
-    ours, alone = shard_tower(seeded(Wandering)), seeded(Wandering)
-    for order in ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [4, 2, 0], [1, 1, 3, 1], [3, 4, 0, 1, 2], [0, 2, 0, 2], [2]):
-        for model, r, w in ((ours, rank, world), (alone, 0, 1)):
-            model.order = order
-            model.zero_grad()
-            model(inputs(r, w)).square().mean().backward()
         same(grads(ours), grads(alone))
 
 
@@ -307,26 +269,6 @@ def test_inputs_and_outputs_may_be_nested(rank, world):
         (out.value.square().mean() + out.extra["aux"][0].square().mean()).backward()
         assert x.grad is not None and out.extra["note"] == "text"
     same(grads(ours), grads(alone))
-
-
-@on_threads(2)
-def test_checkpoints_may_span_several_units(rank, world):
-    """Activation checkpoints, reentrant and not, each around several units."""
-    for reentrant in (False, True):
-        ours, alone = shard_tower(seeded(Tower)), seeded(Tower)
-
-        def forward(model, x, reentrant=reentrant):
-            x = checkpoint(lambda y: model.layers[1](model.layers[0](y)), x, use_reentrant=reentrant)
-            x = checkpoint(lambda y: model.layers[4](model.layers[3](model.layers[2](y))), x, use_reentrant=reentrant)
-            return model.head(x)
-
-        for model in (ours, alone):
-            model.forward = forward.__get__(model)
-        for step in range(3):
-            for model, r, w in ((ours, rank, world), (alone, 0, 1)):
-                model.zero_grad()
-                model(inputs(r, w, step).requires_grad_()).square().mean().backward()
-            same(grads(ours), grads(alone))
 
 
 # -- switches --------------------------------------------------------------------------------------------------------------

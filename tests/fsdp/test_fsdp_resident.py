@@ -308,15 +308,12 @@ def test_shards_may_be_cast_written_and_moved_away(rank: int, world: int) -> Non
 
 ROUTES = [
     behaviour.test_unused_and_frozen_parameters_keep_no_gradient,
-    behaviour.test_requires_grad_may_be_switched_between_steps,
     behaviour.test_a_model_may_run_several_times_before_backward,
-    behaviour.test_the_order_of_units_may_change_from_step_to_step,
     behaviour.test_units_with_open_backward_share_no_buffers_with_others,
     behaviour.test_forward_always_uses_the_newest_parameters,
     behaviour.test_a_list_of_modules_is_one_unit_and_may_run_in_parts,
     behaviour.test_another_method_can_be_a_forward,
     behaviour.test_inputs_and_outputs_may_be_nested,
-    behaviour.test_checkpoints_may_span_several_units,
     behaviour.test_gradients_accumulate_without_communication,
     behaviour.test_prefetch_lists_change_nothing_but_the_order,
     behaviour.test_manual_unshard_and_reshard_swap_the_parameters,
