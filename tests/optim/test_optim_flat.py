@@ -185,8 +185,6 @@ def test_parameters_of_a_buffer_may_lack_gradients(rank: int, world: int) -> Non
 
 
 def test_flat_refuses_unfit_optimizers_and_parameters() -> None:
-    with pytest.raises(ValueError, match="Adafactor is not element-wise"):
-        Flat([nn.Parameter(torch.ones(3))], torch.optim.Adafactor)
     with pytest.raises(ValueError, match="not contiguous in memory"):
         Flat([nn.Parameter(torch.ones(3, 4).t())], torch.optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match="Invalid learning rate"):

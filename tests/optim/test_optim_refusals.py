@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +15,16 @@ from torch.distributed.tensor import DTensor
 
 from tests.ranks import on_threads
 from vescale_ray import fully_shard
+from vescale_ray.geometry import Block
 from vescale_ray.optim import (
+    SOAP,
     AdamW,
     AdamW8bit,
     CombinedOptimizer,
     Flat,
     Muon,
     OptimizerConfig,
+    Shampoo,
     build_optimizer,
     clip_grad_norm_,
     route_parameters,
@@ -205,8 +209,11 @@ CLIPS: dict[str, tuple[Callable[[Any], Any], type[BaseException], tuple[str, ...
     "names": (lambda m: clip_grad_norm_(dict(m.named_parameters()), 1.0), TypeError, ("a list with a str",)),  # type: ignore[arg-type]
     "max_norm: a string": (lambda m: clip_grad_norm_(m.parameters(), "1"), ValueError, ("max_norm = '1'",)),  # type: ignore[arg-type]
     "max_norm: None": (lambda m: clip_grad_norm_(m.parameters(), None), ValueError, ("max_norm = None",)),  # type: ignore[arg-type]
+    "max_norm: NaN": (lambda m: clip_grad_norm_(m.parameters(), math.nan), ValueError, ("max_norm = nan",)),
     "max_norm: negative": (lambda m: clip_grad_norm_(m.parameters(), -1.0), ValueError, ("max_norm = -1.0", "at least 0")),
     "norm_type: a string": (lambda m: clip_grad_norm_(m.parameters(), 1.0, "fro"), ValueError, ("norm_type = 'fro'", "above 0")),  # type: ignore[arg-type]
+    "norm_type: negative": (lambda m: clip_grad_norm_(m.parameters(), 1.0, -math.inf), ValueError, ("norm_type = -inf",)),
+    "norm_type: NaN": (lambda m: clip_grad_norm_(m.parameters(), 1.0, math.nan), ValueError, ("norm_type = nan",)),
     "norm_type: 0": (lambda m: clip_grad_norm_(m.parameters(), 1.0, 0), ValueError, ("norm_type = 0", "above 0")),
     "norm_type: 1, exact": (lambda m: clip_grad_norm_(m.parameters(), 1.0, 1.0, exact=True), ValueError, ("norm_type = 1.0", "2 or inf")),
 }
@@ -295,3 +302,14 @@ def test_a_refused_state_dict_writes_nothing(rank: int, world: int, what: str) -
     same(model, net())  # nothing was written
     set_model_state_dict(model, other(), options=FULL)
     same(model, net(0.5))
+
+
+@pytest.mark.parametrize("kind", [AdamW, AdamW8bit, Muon, Shampoo, SOAP])
+@on_threads(WORLD)
+def test_parameters_that_fully_shard_has_replaced_are_refused(rank: int, world: int, kind: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    early = list(model.parameters())
+    fully_shard(model, block_policy=lambda name, param: Block.tensor())
+    with pytest.raises(ValueError, match="2 of 2 parameters .* build the optimizer after fully_shard"):
+        kind(early)
+    kind(model.parameters())
