@@ -295,7 +295,7 @@ def test_parts_under_other_names_load_on_any_number_of_ranks(rank, world, tmp_pa
     ckpt.save({"model": net | {"head": torch.ones(11)}}, tmp_path, 1, timeout_s=20)
     mesh = init_device_mesh("cpu", (world,))
     target: dict[str, Any] = {f"blocks.{i}.w": distribute_tensor(torch.zeros(7, 5), mesh, [Shard(i % 2)]) for i in range(3)}
-    others = {"exclude": "blocks.1.*", "allow_missing": "new", "allow_unexpected": "head"}
+    others: dict[str, Any] = {"exclude": "blocks.1.*", "allow_missing": "new", "allow_unexpected": "head"}
     ckpt.load({"model": target | {"new": torch.zeros(2)}}, tmp_path, rename={"blocks.*": "layers.*"}, **others)
     for i in range(3):
         assert torch.equal(target[f"blocks.{i}.w"].full_tensor(), net[f"layers.{i}.w"] * (i != 1))
