@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fsdp.towers import Tower, shard_tower
 from tests.fsdp.transformer import build
+from tests.operations import Operations
 from tests.ranks import join, on_processes, run_gloo, run_threads
 from vescale_ray.fsdp import explain, fully_shard
 from vescale_ray.fsdp.group import ParameterGroup
@@ -183,23 +184,16 @@ def test_shard_is_cast_in_the_gathered_buffer_at_each_gather(one_of_two):
     model = sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     group = unit_of(model.layers[0]).groups[0]
     step(model)
-    with CastsOf(group.layout.shard_numel) as seen:
+
+    def cast(name, args):
+        if name == "aten::copy_" and args[0].shape == (group.layout.shard_numel,) and args[0].dtype == torch.bfloat16:
+            return args[0].untyped_storage()._cdata
+
+    with Operations(cast) as seen:
         model(torch.ones(2, WIDTH)).float().square().mean().backward()
-    assert seen.count == 2 * LAYERS
+    assert len(seen.seen) == 2 * LAYERS
     gathered = group.gathered.buffer._storage.untyped_storage()._cdata
-    assert gathered in seen.storages and len(seen.storages) == LAYERS, "there is no other copy of a shard"
-
-
-class CastsOf(TorchDispatchMode):
-    def __init__(self, numel):
-        super().__init__()
-        self.numel, self.count, self.storages = numel, 0, set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.name == "aten::copy_" and args[0].shape == (self.numel,) and args[0].dtype == torch.bfloat16:
-            self.count += 1
-            self.storages.add(args[0].untyped_storage()._cdata)
-        return func(*args, **(kwargs or {}))
+    assert gathered in seen.seen and len(set(seen.seen)) == LAYERS, "there is no other copy of a shard"
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -236,19 +230,6 @@ def test_first_unit_frees_its_memory_before_the_last_reduction(rank, world):
     assert counted == [(0, 1)], "nothing is gathered; the gradients on their way are there"
 
 
-class AddsOf(TorchDispatchMode):
-    """Counts in-place additions of flat tensors with one of the given sizes."""
-
-    def __init__(self, sizes):
-        super().__init__()
-        self.sizes, self.counted = sizes, Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.name == "aten::add_" and args[0].dim() == 1 and args[0].numel() in self.sizes:
-            self.counted[args[0].numel()] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @on_processes(2)
 def test_one_kernel_adds_a_groups_gradients_and_drops_free_them(rank, world):
     model = sharded()
@@ -258,14 +239,18 @@ def test_one_kernel_adds_a_groups_gradients_and_drops_free_them(rank, world):
     once = [p.grad.to_local().clone() for p in model.parameters()]
     storages = {StorageWeakRef(p.grad.to_local().untyped_storage()) for p in model.parameters()}
     sizes = Counter(unit_of(unit).groups[0].layout.shard_numel for unit in (*model.layers, model))
-    with AddsOf(set(sizes)) as seen:
+
+    def added(name, args):
+        return args[0].numel() if name == "aten::add_" and args[0].dim() == 1 and args[0].numel() in sizes else None
+
+    with Operations(added) as seen:
         backward()
     twice = [p.grad.to_local() for p in model.parameters()]
     assert all(torch.equal(b, 2 * a) for a, b in zip(once, twice, strict=True))
     del twice
     model.zero_grad()
     assert len(storages) == sum(ref.expired() for ref in storages) == LAYERS + 1
-    assert seen.counted == sizes
+    assert Counter(seen.seen) == sizes
 
 
 def released(rank, world):

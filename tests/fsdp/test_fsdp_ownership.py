@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fsdp.towers import filled
 from tests.fsdp.transformer import full
 from tests.fsdp.units import unit_of
+from tests.operations import Operations, collective
 from tests.ranks import on_processes, on_threads
 from vescale_ray import Block, fully_shard
 from vescale_ray.optim import SOAP, AdamW, AdamW8bit, Flat, Muon, OptimizerConfig, Shampoo, build_optimizer, clip_grad_norm_
@@ -264,16 +264,6 @@ def test_manually_gathered_parameters_stay_so_over_an_evaluation(rank: int, worl
         assert_same(ours, alone)
 
 
-class Gathers(TorchDispatchMode):
-    """Counts all-gathers."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "allgather" in str(func)
-        return func(*args, **kwargs or {})
-
-
 @on_processes(2)
 def test_an_evaluation_gathers_the_root_no_more_often_than_fsdp2(rank: int, world: int) -> None:
     ours, theirs = Net(), Net()
@@ -286,12 +276,12 @@ def test_an_evaluation_gathers_the_root_no_more_often_than_fsdp2(rank: int, worl
         theirs(batch())
         lane = unit_of(ours).lanes.gather  # type: ignore[union-attr]
         before = lane.issued
-        with Gathers() as theirs_gathers:
+        with Operations(collective) as seen:
             for _ in range(3):
                 theirs(batch())
         for _ in range(3):
             ours(batch())
-        assert lane.issued - before == theirs_gathers.count == 3 * 2
+        assert lane.issued - before == sum("allgather" in name for name in seen.seen) == 3 * 2
 
 
 class Adapter(nn.Module):

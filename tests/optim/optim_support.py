@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale_ray.dtensor import RaggedDTensor, distribute_tensor
 from vescale_ray.fsdp import fully_shard
@@ -94,16 +93,3 @@ def straddles(model: nn.Module) -> set[str]:
             if 0 < end - start < math.prod(param.shape):
                 found.add(name)
     return found
-
-
-class Collectives(TorchDispatchMode):
-    """Records the names of all collectives that run inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
-            self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))

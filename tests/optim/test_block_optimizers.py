@@ -11,7 +11,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from tests.optim.optim_support import Collectives, State, Weights, full_state, give_gradients, noise, same, sharded, train
+from tests.operations import Operations, collective
+from tests.optim.optim_support import State, Weights, full_state, give_gradients, noise, same, sharded, train
 from tests.ranks import on_processes, run_gloo
 from vescale_ray import checkpoint
 from vescale_ray.optim import SOAP, AdamW8bit, Muon, Shampoo
@@ -37,10 +38,10 @@ def test_a_step_communicates_nothing(rank: int, world: int, name: str) -> None:
     model, optimizer = build(name, world)
     for step in (1, 2):
         give_gradients(model, step)
-        with Collectives() as stepping:
+        with Operations(collective) as stepping:
             optimizer.step()
         assert not stepping.seen
-    with Collectives() as control:
+    with Operations(collective) as control:
         dist.all_reduce(torch.ones(2))
     assert len(control.seen) == 1
 

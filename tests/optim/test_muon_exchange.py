@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.dtensor.layouts import Case, one_dim_mesh
-from tests.optim.optim_support import Collectives
+from tests.operations import Operations, collective
 from tests.optim.test_muon import SHAPES, alone, equal, give_gradients, random_cases, sharded, steps_on_shards
 from tests.ranks import run_gloo, run_threads
 from vescale_ray.geometry import Block
@@ -78,9 +78,9 @@ def second_step(rank: int, world: int, cases: list[Case]) -> tuple[dict[str, int
     ours = Muon(parameters, bucket_bytes=1500)
     for step in range(2):
         give_gradients(cases, parameters, rank, step)
-        with Collectives() as collectives:
+        with Operations(collective) as collectives:
             ours.step()
-    return dict(Counter(name.split(".")[1] for name in collectives.seen)), len(ours.itineraries[0].buckets)
+    return dict(Counter(collectives.seen)), len(ours.itineraries[0].buckets)
 
 
 def test_step_adds_one_all_reduce_and_no_barrier_to_its_exchange() -> None:
