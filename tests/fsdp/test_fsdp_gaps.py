@@ -156,15 +156,8 @@ def random_case(seed: int) -> tuple[int, tuple[int, int, int], Block]:
     return chance.randint(2, 8), (chance.randint(1, 9), rows, columns), Block.rows(chance.randint(1, 48))
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 6))])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in (*range(3, 6), *range(100, 200)))])
 def test_random_stacks_and_blocks_train_alike_with_gaps(seed) -> None:
-    world, sizes, block = random_case(seed)
-    run_threads(world, trains_alike, sizes, block, "float32", 1, 1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 200))
-def test_more_random_stacks_and_blocks_train_alike_with_gaps(seed) -> None:
     world, sizes, block = random_case(seed)
     run_threads(world, trains_alike, sizes, block, "float32", 1, 1e-5)
 

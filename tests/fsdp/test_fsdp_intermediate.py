@@ -123,18 +123,22 @@ def losses(rank: int, world: int, width: int, options: dict[str, Any], recompute
             ours.zero_grad()
 
 
-@pytest.mark.parametrize("width", [6, pytest.param(200, marks=pytest.mark.slow), 300, pytest.param(600, marks=pytest.mark.slow)])
-def test_loss_of_a_kept_tensor_trains_as_one_process(width: int) -> None:
-    run_gloo(2, losses, width, {}, False, 1e-9)
+BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 
 
-def test_loss_of_a_kept_tensor_trains_in_bf16_on_three_ranks() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    run_gloo(3, losses, 90, {"mp_policy": policy}, False, 5e-2)
-
-
-def test_loss_of_a_kept_tensor_trains_with_recomputed_forward() -> None:
-    run_gloo(2, losses, 64, {}, True, 1e-9)
+@pytest.mark.parametrize(
+    ("world", "width", "options", "recomputed", "bound"),
+    [
+        *((2, width, {}, False, 1e-9) for width in (6, 300)),
+        *(pytest.param(2, width, {}, False, 1e-9, marks=pytest.mark.slow) for width in (200, 600)),
+        (3, 90, BF16, False, 5e-2),
+        (2, 64, {}, True, 1e-9),
+    ],
+)
+def test_loss_of_a_kept_tensor_trains_as_one_process(
+    world: int, width: int, options: dict[str, Any], recomputed: bool, bound: float
+) -> None:
+    run_gloo(world, losses, width, options, recomputed, bound)
 
 
 class Collecting(nn.Module):

@@ -224,14 +224,9 @@ def trains(rank: int, world: int, name: str) -> None:
         set_debug(False)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "replicas" not in name])
+@pytest.mark.parametrize("name", CASES)
 def test_ranks_with_different_used_parameters_train_as_one(name: str) -> None:
-    run_threads(3, trains, name)
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if "replicas" in name])
-def test_replicas_with_different_used_parameters_train_as_one(name: str) -> None:
-    run_threads(4, trains, name)
+    run_threads(4 if "replicas" in name else 3, trains, name)
 
 
 def trains_all(rank: int, world: int, names: list[str]) -> None:
@@ -241,20 +236,21 @@ def trains_all(rank: int, world: int, names: list[str]) -> None:
 
 ON_GLOO = ["plain", "in order", "groups in debug mode", "own reduce-scatter"]  # the cases with different exchanges
 REPLICAS_ON_GLOO = ["replicas, all-reduce later", "experts elsewhere, beside replicas"]
+OTHERS = [name for name in CASES if name not in ON_GLOO + REPLICAS_ON_GLOO]
 
 
-def test_gloo_ranks_with_different_used_parameters_train_as_one() -> None:
-    run_gloo(2, trains_all, ON_GLOO)
-
-
-def test_gloo_replicas_with_different_parameters_train_as_one() -> None:
-    run_gloo(4, trains_all, REPLICAS_ON_GLOO)
-
-
-@pytest.mark.slow
-def test_gloo_trains_every_other_case_as_one() -> None:
-    run_gloo(2, trains_all, [name for name in CASES if "replicas" not in name and name not in ON_GLOO])
-    run_gloo(4, trains_all, ["plain", *(name for name in CASES if "replicas" in name and name not in REPLICAS_ON_GLOO)])
+@pytest.mark.parametrize(
+    ("world", "names"),
+    [
+        (2, ON_GLOO),
+        (4, REPLICAS_ON_GLOO),
+        pytest.param(2, [name for name in OTHERS if "replicas" not in name], marks=pytest.mark.slow),
+        pytest.param(4, ["plain", *(name for name in OTHERS if "replicas" in name)], marks=pytest.mark.slow),
+    ],
+    ids=["ranks", "replicas", "others", "other replicas"],
+)
+def test_gloo_ranks_with_different_used_parameters_train_as_one(world: int, names: list[str]) -> None:
+    run_gloo(world, trains_all, names)
 
 
 @on_threads(3)

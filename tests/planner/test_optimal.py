@@ -139,16 +139,12 @@ def optimality(seed: int, most: int) -> None:
     assert plan_layout(specs, shards, order="given").lower_bound <= best, seed
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_plans_of_up_to_seven_tensors_match_brute_force(part: int) -> None:
-    for seed in range(part * 50, part * 50 + 50):
-        optimality(seed, 7)
+MORE = pytest.param(range(1000, 3000), marks=[pytest.mark.slow, pytest.mark.timeout(900)])
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_two_thousand_more_plans_match_brute_force() -> None:
-    for seed in range(1000, 3000):
+@pytest.mark.parametrize("seeds", [*(range(first, first + 50) for first in range(0, 200, 50)), MORE], ids=str)
+def test_plans_of_up_to_seven_tensors_match_brute_force(seeds: range) -> None:
+    for seed in seeds:
         optimality(seed, 7)
 
 
