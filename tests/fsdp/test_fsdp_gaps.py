@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from tests.fsdp.towers import filled
-from tests.fsdp.transformer import apart, full, part
+from tests.fsdp.towers import filled, grads, same
+from tests.fsdp.transformer import apart, full, part, values
 from tests.fsdp.units import unit_of
 from tests.ranks import on_processes, on_threads, run_threads
 from vescale_ray import checkpoint as ckpt
@@ -101,15 +101,11 @@ def trains_alike(
                     model(data).float().square().mean().backward()
                 else:
                     (model(data).square().mean()).backward()
-        for (name, a), b in zip(ours.named_parameters(), alone.parameters(), strict=True):
-            if b.grad is not None:
-                assert a.grad is not None
-                assert apart(full(a.grad), b.grad) <= bound, f"gradient of {name} in step {step}"
+        same(grads(ours), grads(alone), bound)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for (name, a), b in zip(ours.named_parameters(), alone.parameters(), strict=True):
-        assert apart(full(a), b) <= (1e-4 if dtype == "float32" else 0.1), name
+    same(values(ours), values(alone), 1e-4 if dtype == "float32" else 0.1)
     layer: Any = ours.layers[0]
     whole = full(layer.up)
     layer.unshard()
@@ -170,9 +166,7 @@ def test_gaps_keep_gradients_with_replicas_and_cpu_offload(rank: int, world: int
     ours, alone = shard(seeded(*sizes), block, allow_gaps=True, mesh=mesh, offload_policy=offload), seeded(*sizes)
     for r, w, model in ((rank, world, ours), (0, 1, alone)):
         model(samples(r, w, 0, 24)).square().mean().backward()
-    for (name, a), b in zip(ours.named_parameters(), alone.parameters(), strict=True):
-        if b.grad is not None:
-            assert apart(full(a.grad), b.grad) <= 1e-5, name
+    same(grads(ours), grads(alone))
     assert gaps_of(ours)["up"]
 
 

@@ -62,6 +62,12 @@ def assert_same(ours: Any, alone: Any) -> None:
         torch.testing.assert_close(full(p), q.detach(), rtol=1e-5, atol=1e-6, msg=name)
 
 
+def trains_alike(ours: Any, alone: Any, steps: int = 2) -> None:
+    for model in (ours, alone):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps)
+    assert_same(ours, alone)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "torch SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
     "torch AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=0.1),
@@ -344,16 +350,12 @@ def test_each_remedy_that_the_refusals_name_works(rank: int, world: int) -> None
         with torch.no_grad():
             ours.head.weight.copy_(torch.full((8, 8), 0.5))
             alone.head.weight.fill_(0.5)
-        for model in (ours, alone):
-            train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        assert_same(ours, alone)
+        trains_alike(ours, alone)
         # Load the new values.
         ours, alone = models()
         ours.load_state_dict({k: p.detach() * 0.5 for k, p in ours.named_parameters()}, assign=True)
         alone.load_state_dict({k: p.detach() * 0.5 for k, p in alone.named_parameters()})
-        for model in (ours, alone):
-            train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        assert_same(ours, alone)
+        trains_alike(ours, alone)
         # Shard the added module.
         ours, alone = models()
         if not before:
@@ -369,9 +371,7 @@ def test_each_remedy_that_the_refusals_name_works(rank: int, world: int) -> None
             model.layers[0] = mine
             if model is ours:
                 fully_shard(mine)
-        for model in (ours, alone):
-            train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=3)
-        assert_same(ours, alone)
+        trains_alike(ours, alone, steps=3)
         # An adapter around a layer of an outer unit: each of its new modules is sharded separately.
         _, alone = models()
         ours = fully_shard(copy.deepcopy(alone))
@@ -384,9 +384,7 @@ def test_each_remedy_that_the_refusals_name_works(rank: int, world: int) -> None
                     fully_shard(mine)
                 fully_shard(mine.up)
                 fully_shard(mine.down)
-        for model in (ours, alone):
-            train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=3)
-        assert_same(ours, alone)
+        trains_alike(ours, alone, steps=3)
         # Frozen added parameters stay the same on every rank.
         ours, alone = models()
         for model in (ours, alone):

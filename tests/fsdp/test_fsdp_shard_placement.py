@@ -15,8 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.fsdp.towers import filled
-from tests.fsdp.transformer import apart, full, part
+from tests.fsdp.towers import filled, grads, same
+from tests.fsdp.transformer import apart, full, part, values
 from tests.ranks import on_processes, on_threads, run_gloo, run_threads
 from vescale_ray import RaggedDTensor, explain, fully_shard
 from vescale_ray.optim import clip_grad_norm_
@@ -97,15 +97,13 @@ def trains_as_torchs(rank: int, world: int, choice: str, shape: tuple[int, ...],
             for micro in range(2):
                 model.set_requires_gradient_sync(micro == 1)
                 model(part(batch(10 * step + micro), rank, world)).float().square().mean().backward()
-        for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-            assert apart(full(p.grad), full(q.grad)) <= (1e-5 if dtype == "float32" else 2e-2), name
+        same(grads(ours), grads(theirs), 1e-5 if dtype == "float32" else 2e-2)
         norms = [float(clip_grad_norm_(m.parameters(), 0.5)) for m in (ours, theirs)]
         assert norms[0] == pytest.approx(norms[1], rel=1e-5 if dtype == "float32" else 2e-2)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert apart(full(p), full(q)) <= (1e-4 if dtype == "float32" else 3e-2), name
+    same(values(ours), values(theirs), 1e-4 if dtype == "float32" else 3e-2)
     assert "S(" in str(explain(ours)) or "Shard" in str(explain(ours))
 
 
