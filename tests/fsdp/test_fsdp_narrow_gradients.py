@@ -80,7 +80,7 @@ def test_a_reduction_in_chunks_gives_the_bits_of_a_whole_one(staging, monkeypatc
         sizes.append(full.nbytes)
         return in_rank_order(target, full, **options)
 
-    monkeypatch.setattr(reduction, "STAGING_BYTES", staging)
+    monkeypatch.setattr(reduction, "staging_bytes", lambda cast: staging)
     monkeypatch.setattr(dist, "reduce_scatter_single", scatter)
     for world, size in ((2, 5), (3, 1000), (4, 3001)):
         sizes.clear()

@@ -103,7 +103,7 @@ class Gradients:
         self.on_first: Callable[[], None] | None = None
         """Called before the first gradient of a backward arrives in the buffer."""
         self.on_most: Callable[[], None] | None = None
-        """Called when gradients of three quarters of the elements have arrived."""
+        """Called when gradients of five sixths of the elements have arrived."""
 
     @property
     def awaits_claimed(self) -> bool:
@@ -221,7 +221,7 @@ class Gradients:
         if not self._seen[index]:
             self._seen[index] = True
             self.seen_count += 1
-            before, most = self._seen_numel, self.layout.numel * 3 // 4
+            before, most = self._seen_numel, self.layout.numel * 5 // 6
             self._seen_numel += leaf.numel()
             if self.on_most is not None and before < most <= self._seen_numel:
                 self.on_most()

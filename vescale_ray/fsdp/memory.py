@@ -197,7 +197,7 @@ class Pool:
         self.device, self.lane = device, lane or comm.Lane(device)
         self._lent_until: list[Any] = []
         """Events at which memory that :meth:`lend` freed is no longer used. All-gathers wait for them anyway."""
-        self.keep = _malloc_keeps()
+        self.keep = _malloc_keeps() if self.hands_on else 0
         self._released: defaultdict[Key, list[Buffer]] = defaultdict(list)
         """Released buffers of gathered parameters, whose memory waits for the next buffer with that key."""
         self._idle: defaultdict[Key, list[Buffer]] = defaultdict(list)

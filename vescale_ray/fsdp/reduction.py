@@ -19,7 +19,7 @@ from vescale_ray.communication.point_to_point import Messages
 from vescale_ray.compat.fsdp import ReduceScatter
 from vescale_ray.fsdp.comm import Done, Lane, Pending, Works, allocate
 from vescale_ray.fsdp.memory import NOWHERE, Buffer, Pool, may_stay
-from vescale_ray.planner.step_buffers import STAGING_BYTES
+from vescale_ray.planner.step_buffers import staging_bytes
 
 _TAG = 0x56530002
 """Tag that keeps these messages apart from a user's on the same process group."""
@@ -107,7 +107,8 @@ def _sum_in_chunks(target: torch.Tensor, full: torch.Tensor, group: dist.Process
     world, size = group.size(), target.numel()
     rows = full.view(world, size)
     aligned = max(1, _ALIGNED_BYTES // target.element_size())
-    chunk = max(aligned, STAGING_BYTES // (world * target.element_size()) // aligned * aligned)
+    most = staging_bytes(full.numel() * target.element_size()) // (world * target.element_size())
+    chunk = max(aligned, most // aligned * aligned)
     staging = [target.new_empty(world * min(chunk, size)) for _ in range(1 if size <= chunk else 2)]
     works: list[Any] = []
     for index, start in enumerate(range(0, size, chunk)):

@@ -282,9 +282,9 @@ class Unit:
     def prefetch_backward(self) -> None:
         """Prefetch the unit that backward reaches next, in any case before this unit's own reduce-scatter.
 
-        It starts at the first gradient: until then the last reduce-scatter may use the memory that the all-gather writes to. On the CPU, in
-        the first unit below the root, it starts when three quarters of the gradients have arrived: all activations are alive at its
-        start, and enough of them are free by then to make room for the next unit.
+        It starts at the first gradient: until then the last reduce-scatter may use the memory that the all-gather writes to. In the first
+        unit below the root, it starts when five sixths of the gradients have arrived: all activations are alive at its start, and
+        enough of them are free by then to make room for the next unit.
         """
         call, self._prefetch_after = self._prefetch_after, None
         if call is not None and self.schedule is not None:

@@ -17,10 +17,20 @@ from dataclasses import dataclass
 
 import torch
 
-STAGING_BYTES = 64 << 20
-"""Most bytes of each of the two staging buffers in which a reduction casts gradients."""
+STAGING_BYTES = 64 << 20, 384 << 20
+"""Least and most bytes of each of the two staging buffers in which a reduction casts gradients."""
+STAGING_CHUNKS = 8
+"""Number of chunks in which a reduction casts gradients, between these limits. A cast waits for a free part of the device, which a large
+matrix product of the backward leaves after milliseconds. With 52 chunks of 64 MiB, a step of emulated Llama-70B layers took 1.11 times as
+long as FSDP2's on an H200."""
 HOST_MAPPED_BYTES = 1 << 18
 """Size in bytes from which buffers in host memory are address ranges of their own; a rank's shard may live in such a range."""
+
+
+def staging_bytes(cast: int) -> int:
+    """Return the bytes of each of the two staging buffers of a reduction of ``cast`` bytes."""
+    least, most = STAGING_BYTES
+    return min(max(cast // STAGING_CHUNKS, least), most)
 
 
 def arrival_dtype(compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
@@ -46,7 +56,7 @@ class Travel:
     @property
     def staging(self) -> int:
         """Bytes of the buffers in which a reduction on an accelerator casts the gradients."""
-        return min(self.cast, 2 * STAGING_BYTES)
+        return min(self.cast, 2 * staging_bytes(self.cast))
 
     @property
     def moving(self) -> _Size:
