@@ -353,8 +353,8 @@ def main() -> int:
                     traceback.print_exc()
             rows[title] = {"state": state, "seconds": time.perf_counter() - start, "text": text}
             print(f"{title:<28}{state:<9}{rows[title]['seconds']:>6.1f} s  {text}", flush=True)
+            write(options.json, {}, rows=rows)  # after each row: a machine that is lent for minutes may go before the last one
         dist.destroy_process_group()
-    write(options.json, {}, rows=rows)
     return 1 if any(row["state"] == "FAILED" for row in rows.values()) else 0
 
 
