@@ -10,6 +10,7 @@ buffer: 44 MiB more memory and 3x the CPU time for 44 MiB on two ranks.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -178,8 +179,17 @@ def all_gather(
             work = custom(out, shard, group, async_op=lane.stream is None)
             return Works(lane, work) if work is not None else lane.mark()
     if pairwise:
-        rank, world, size = group.rank(), group.size(), shard.numel()
-        messages = Messages(group, _TAG, lane)
+        return all_gather_pairwise([(out, shard)], group, lane)
+    if lane.stream is None:
+        return Works(lane, dist.all_gather_single(out, shard, group=group, async_op=True))
+    return together.add(out, shard, group, out.device)
+
+
+def all_gather_pairwise(outputs_and_shards: Iterable[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup, lane: Lane) -> Messages:
+    """Gather every rank's shard of each pair into the output, by messages between all pairs of ranks."""
+    rank, world, messages = group.rank(), group.size(), Messages(group, _TAG, lane)
+    for out, shard in outputs_and_shards:
+        size = shard.numel()
         for distance in range(1, world):
             source, target = (rank - distance) % world, (rank + distance) % world
             messages.receive(out[source * size : (source + 1) * size], source)
@@ -187,7 +197,4 @@ def all_gather(
         own = out[rank * size : (rank + 1) * size]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        return messages
-    if lane.stream is None:
-        return Works(lane, dist.all_gather_single(out, shard, group=group, async_op=True))
-    return together.add(out, shard, group, out.device)
+    return messages

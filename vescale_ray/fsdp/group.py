@@ -229,6 +229,10 @@ class ParameterGroup:
             self.gathered.start(out, source, group, lane, together, pairwise=pairwise, fqn=self.fqn)
         self._gathered_of, self._local_of = version, self.master.flat._version
 
+    def hide(self) -> None:
+        """Make torch refuse reads of the parameters that are being gathered, until :meth:`wait`."""
+        self.gathered.hide()
+
     def drop_torn(self) -> None:
         """Reshard before backward if an optimizer has stepped since forward: only this rank's part of the buffer has the new values then.
 

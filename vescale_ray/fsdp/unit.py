@@ -391,7 +391,7 @@ class Unit:
                     group.unshard(self.lanes.gather, together, fresh=fresh)
             together.start()
             for group in self.groups:
-                group.gathered.hide()
+                group.hide()
 
     def reshard(self) -> None:
         self._each(lambda group: group.reshard())
