@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from tests.fsdp.test_fsdp_hooked import Plain
+from tests.fsdp.test_fsdp_hooked import Plain, bare
 from tests.ranks import run_gloo
 from vescale_ray import fully_shard
 from vescale_ray.compat.fsdp import AllGather
@@ -335,3 +336,33 @@ def trains_after_a_refusal(rank: int, world: int) -> None:
 
 def test_resharded_memory_of_the_users_is_not_read() -> None:
     run_gloo(2, trains_after_a_refusal)
+
+
+def kept_as_arrays(rank: int, world: int, width: int, hooked: bool) -> None:
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(3)))
+    ours: Any = copy.deepcopy(plain)
+    for layer in ours:
+        if hooked:
+            layer.weight = nn.Parameter(Plain(layer.weight.detach()))
+        fully_shard(layer)
+    fully_shard(ours)
+    kept: list[np.ndarray] = []
+    for layer in ours:
+        layer.register_forward_pre_hook(lambda module, _: kept.append(module.weight.detach()[1:].numpy()))
+    x = torch.randn(2, width)
+    for _ in range(3):
+        kept.clear()
+        for model in (ours, plain):
+            model.zero_grad()
+            model(x).square().sum().backward()
+        for array, p, q in zip(kept, ours.parameters(), plain.parameters(), strict=True):
+            assert np.array_equal(array, q.detach()[1:].numpy())
+            found, wanted = (bare(p.grad), q.grad.chunk(world)[rank]) if hooked else (p.grad.full_tensor(), q.grad)
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("width", [6, 300])
+def test_a_numpy_array_of_a_gathered_parameter_keeps_its_memory(width: int, hooked: bool) -> None:
+    run_gloo(2, kept_as_arrays, width, hooked)

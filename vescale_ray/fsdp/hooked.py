@@ -86,7 +86,8 @@ class _GatheredTensors:
         for tensor in (*self.outputs, *self.inner):
             guard = self._guard(tensor)
             guard.validate()
-            tensor.untyped_storage().resize_(0)
+            if not guard.exported:
+                tensor.untyped_storage().resize_(0)
             guard.invalidate()
 
     def _guard(self, tensor: torch.Tensor) -> Guard:

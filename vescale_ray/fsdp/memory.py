@@ -113,6 +113,11 @@ class Buffer:
         return self.given is not None
 
     @property
+    def exported(self) -> bool:
+        """Whether a NumPy array shares the memory, which then stays: it is neither freed nor moved to another buffer."""
+        return self._guard is not None and self._guard.exported
+
+    @property
     def key(self) -> Key:
         return self.nbytes, self.stays
 
@@ -149,7 +154,8 @@ class Buffer:
             donor.allocated, donor.clean_for, donor.unwritten = False, None, 0
         self.validate()
         if self._range is None:
-            self._storage.untyped_storage().resize_(self.nbytes)
+            if not self.exported:
+                self._storage.untyped_storage().resize_(self.nbytes)
         elif not moved:
             self._range.open()
         self.allocated, self.clean_for = True, None
@@ -159,7 +165,7 @@ class Buffer:
         """Free the memory. Views stay, and are valid again after :meth:`allocate`."""
         if not self.allocated or self._guard is None:
             return
-        if self.fixed:
+        if self.fixed or self.exported:
             pass
         elif self._range is None:
             self.validate()
@@ -245,7 +251,7 @@ class Pool:
         self._gathered[buffer.key].discard(buffer)
         self.released_event = event
         buffer.invalidate()
-        if self.hands_on and len(self._users[buffer.key]) >= 2 and not buffer.fixed:
+        if self.hands_on and len(self._users[buffer.key]) >= 2 and not (buffer.fixed or buffer.exported):
             self._released[buffer.key].append(buffer)
         else:
             buffer.free()
@@ -346,7 +352,7 @@ class Pool:
         released = self._released[key]
         if released:
             return released.pop()
-        return min((b for b in self._idle[key] if b.allocated), key=lambda b: b.clean_for is not None, default=None)
+        return min((b for b in self._idle[key] if b.allocated and not b.exported), key=lambda b: b.clean_for is not None, default=None)
 
     # -- figures --
 
