@@ -15,12 +15,14 @@ from torch.distributed.tensor import DTensor
 from tests.ranks import run_threads
 from vescale_ray import fully_shard
 from vescale_ray.optim import (
+    SOAP,
     AdamW,
     AdamW8bit,
     CombinedOptimizer,
     Flat,
     Muon,
     OptimizerConfig,
+    Shampoo,
     build_optimizer,
     clip_grad_norm_,
     route_parameters,
@@ -199,6 +201,40 @@ def optimizer_case(rank: int, world: int, what: str) -> None:
 @pytest.mark.parametrize("what", OPTIMIZERS)
 def test_an_optimizer_refuses_and_the_remedy_steps(what: str) -> None:
     run_threads(WORLD, optimizer_case, what)
+
+
+def given_twice(rank: int, world: int, make: Any) -> None:
+    model: Any = fully_shard(net())
+    weight, other = model[0].weight, model[2].weight
+    model.unshard()
+    gathered = model[0].weight
+    assert gathered is not weight
+    words = "of shape (8, 8), is in the same group, too, so each step would change it twice: give it once"
+    refused(lambda: make([other, weight, weight]), ValueError, (f"parameter 2 of param group 0, {words}",))
+    refused(lambda: make([gathered, weight]), ValueError, (f"parameter 1 of param group 0, {words}",))
+    refused(lambda: make([("0.weight", weight)] * 2), ValueError, (f"0.weight of param group 0, {words}",))
+    there = "parameter 0 of param group 2, of shape (8, 8), is in param group 1, too"
+    refused(lambda: make([{"params": [one]} for one in (other, weight, gathered)]), ValueError, (there,))
+    made = make([other])
+    refused(lambda: made.add_param_group({"params": [other]}), ValueError, ("parameter 0 of param group 1",))
+    assert len(made.param_groups) == 1
+
+
+@pytest.mark.parametrize("make", [AdamW, AdamW8bit, Flat, Muon, Shampoo, SOAP])
+def test_a_parameter_given_twice_is_refused(make: Any) -> None:
+    run_threads(WORLD, given_twice, make)
+
+
+def integers_in_flat(rank: int, world: int) -> None:
+    model: Any = net()
+    model[0].table = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+    fully_shard(model)
+    refused(lambda: Flat(model.named_parameters()), ValueError, ("0.table of shape (3,) is torch.int8", "leave it out"))
+    refused(lambda: Flat(model.parameters()), ValueError, ("parameter 2 of shape (3,) is torch.int8",))
+
+
+def test_flat_refuses_integers_by_name() -> None:
+    run_threads(WORLD, integers_in_flat)
 
 
 CLIPS: dict[str, tuple[Callable[[Any], Any], type[BaseException], tuple[str, ...]]] = {

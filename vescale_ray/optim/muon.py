@@ -112,7 +112,7 @@ class Muon(InPlaceLoading):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; checks the parameters and creates their states."""
-        take_sharded(param_group)
+        take_sharded(param_group, self.param_groups)
         group = {**self.defaults, **param_group}
         refuse_switches(group, "Muon")
         _check_numbers(group)
