@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_ray.dtensor.spec import contiguous_stride
 from vescale_ray.dtensor.transfer import movable
+from vescale_ray.errors import noted
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.debug import agree
 from vescale_ray.fsdp.group import ParameterGroup
@@ -175,15 +176,14 @@ class HookedGroup(ParameterGroup):
         hook = local.fsdp_pre_all_gather
         count = len(inspect.signature(hook).parameters)
         mesh, shape = self._shard_mesh, torch.Size(param.shape)
-        if count == 1:
-            inputs, gathered.metadata = hook(mesh)
-        elif count == 5:
-            inputs, gathered.metadata = hook(mesh, shape, contiguous_stride(shape), param.owners[0][0](), self.policy)
-        else:
+        arguments = (mesh, shape, contiguous_stride(shape), param.owners[0][0](), self.policy)
+        if count not in (1, 5):
             raise ValueError(
                 f"fsdp_pre_all_gather of {type(local).__name__} takes {count} arguments: it must take (mesh), or (mesh, outer_size, "
                 f"outer_stride, module, mp_policy)"
             )
+        with noted(f"fsdp_pre_all_gather raised this for parameter {param.fqn!r}"):
+            inputs, gathered.metadata = hook(*arguments[:count])
         if not param.shape[0] % self.place.world:
             return tuple(inputs)
         # An uneven cut: ranks with fewer rows, or none, must send as much as the others.
@@ -199,7 +199,8 @@ class HookedGroup(ParameterGroup):
     def _fill_leaves(self) -> None:
         with torch.no_grad():
             for index, (param, gathered) in enumerate(zip(self.params, self._tensors, strict=True)):
-                self._after(param, gathered, index)
+                with noted(f"fsdp_post_all_gather raised this for parameter {param.fqn!r}"):
+                    self._after(param, gathered, index)
 
     def _after(self, param: GroupParam, gathered: _GatheredTensors, index: int) -> None:
         """Call ``fsdp_post_all_gather``, which makes the unsharded parameter or refills it."""

@@ -17,6 +17,7 @@ from torch.autograd import Variable
 from vescale_ray.compat.core import disable_current_modes, disable_dynamo, global_optimizer_post_hooks
 from vescale_ray.fsdp.arrivals import will_come
 from vescale_ray.fsdp.checks import (
+    check_all_ignored,
     check_hooks,
     check_materialized,
     check_parameters,
@@ -111,6 +112,7 @@ class Schedule:
         schedule = cls(root.lanes or Lanes(root.device))
         root.is_root, schedule.ending = True, root.ending
         schedule._take_in(found, fqns)
+        check_all_ignored(schedule.units, modules[0])
         _SCHEDULES.append(weakref.ref(schedule, _SCHEDULES.remove))
         return schedule
 
