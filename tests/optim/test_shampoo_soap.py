@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from tests.optim.optim_support import Collectives, State, Weights, full_state, give_gradients, noise, same, sharded, straddles, train
 from tests.ranks import run_gloo, run_threads
 from vescale_ray import Block, checkpoint
-from vescale_ray.optim import SOAP, Shampoo, kronecker
-from vescale_ray.optim.kronecker import KroneckerOptimizer, PreconditionerWarning, inverse_root
+from vescale_ray.optim import SOAP, Shampoo
+from vescale_ray.optim.matrix import kronecker
+from vescale_ray.optim.matrix.kronecker import KroneckerOptimizer, PreconditionerWarning, inverse_root
 from vescale_ray.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 KINDS: list[Any] = [Shampoo, SOAP]

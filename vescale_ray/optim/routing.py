@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from vescale_ray.compat.core import ConvNd
 from vescale_ray.geometry import Block
-from vescale_ray.optim.matrices import RowBlocks
+from vescale_ray.optim.matrix.matrices import RowBlocks
 from vescale_ray.optim.parameters import check_betas, check_number
 
 if TYPE_CHECKING:
@@ -222,19 +222,8 @@ def _block(name: str, parameter: nn.Parameter, optimizer: Name, config: Optimize
 
 
 def optimizer_class(name: Name) -> Any:
-    """Return the class of optimizer ``name``.
-
-    Raises:
-        ValueError: this installation lacks it.
-    """
-    if name == "sgd":
-        return torch.optim.SGD
-    try:
-        return getattr(importlib.import_module(f"vescale_ray.optim.{name}"), CLASSES[name])
-    except ModuleNotFoundError as error:
-        if error.name != f"vescale_ray.optim.{name}":
-            raise
-        raise ValueError(f"this installation of vescale_ray has no optimizer {name}: update it, or use adamw or muon") from None
+    """Return the class of optimizer ``name``."""
+    return torch.optim.SGD if name == "sgd" else getattr(importlib.import_module("vescale_ray.optim"), CLASSES[name])
 
 
 def _roles(model: nn.Module) -> dict[str, Role]:
