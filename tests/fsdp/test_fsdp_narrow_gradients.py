@@ -38,7 +38,10 @@ def exchange(rank, world, size, arrives, dtype, to, factor, pairwise):
     out, full = torch.empty(size, dtype=to), gradients_of(rank, size, world, arrives)
     lane, pool, group = Lane(CPU), Pool(CPU), dist.group.WORLD
     assert group is not None
-    reduction.reduce_scatter(out, full, group, lane, pool, factor, dtype, pairwise=pairwise).wait()
+    together = reduction.Sums(lane)
+    pending = reduction.reduce_scatter(out, full, group, lane, pool, factor, dtype, together=together, pairwise=pairwise)
+    together.start()
+    pending.wait()
     assert torch.equal(out, summed(rank, world, size, arrives, dtype, to, factor))
 
 

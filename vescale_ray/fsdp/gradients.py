@@ -28,7 +28,7 @@ from vescale_ray.fsdp.flat_gradient import FlatGradient, give_back
 from vescale_ray.fsdp.linear import offer_sink
 from vescale_ray.fsdp.memory import Buffer, Pool
 from vescale_ray.fsdp.parameters import GroupParam, Place
-from vescale_ray.fsdp.reduction import InOrder, reduce_scatter
+from vescale_ray.fsdp.reduction import InOrder, Sums, reduce_scatter
 from vescale_ray.planner.step_buffers import arrival_dtype
 
 
@@ -277,8 +277,10 @@ class Gradients:
                     flat.views[index].zero_()
                 self._arrives(index)
 
-    def reduce(self, lane: comm.Lane, *, asks: bool) -> None:
-        """Start the reduce-scatter into this rank's shard, with zeros for gradients that have not arrived.
+    def reduce(self, lane: comm.Lane, together: Sums, *, asks: bool) -> None:
+        """Start the reduce-scatter into this rank's shard, or add it to those that ``together`` starts.
+
+        Gradients that have not arrived are zero.
 
         ``asks``: whether the ranks will exchange which parameters they used; if not, all of them count as used.
         """
@@ -311,6 +313,7 @@ class Gradients:
             self.pool,
             factor,
             self.reduce_dtype,
+            together=together,
             pairwise=self.place.pairwise,
             leaves_out=self.leaves_out,
             sum_only=self.sum_only,

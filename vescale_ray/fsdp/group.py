@@ -27,7 +27,7 @@ from vescale_ray.fsdp.phases import Residency, Retain
 
 
 class ParameterGroup:
-    """Parameters that share one DBuffer layout, one all-gather and one reduce-scatter.
+    """Parameters that share one DBuffer layout. A unit's groups share its all-gather and its reduce-scatter.
 
     Args:
         name: the name in error messages.

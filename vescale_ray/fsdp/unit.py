@@ -342,12 +342,12 @@ class Unit:
         owes, self._owes = self._owes, False
         if not owes and not any(group.grads.arrived_count for group in self.groups):
             return
-        for group in reversed(self.groups):
-            # Include a group of which this rank used nothing: another rank may have used it.
-            if (group.grads.arrived_count or group.grads.trainable_count) and not group.grads.awaits_claimed:
-                with span("post_backward_reduce", self.fqn):
-                    self.schedule.reduce(group, asks=not self.options.reduce_unused)
-                self.reduced = True
+        # Include groups of which this rank used nothing: another rank may have used them.
+        due = [g for g in reversed(self.groups) if (g.grads.arrived_count or g.grads.trainable_count) and not g.grads.awaits_claimed]
+        if due:
+            with span("post_backward_reduce", self.fqn):
+                self.schedule.reduce(due, asks=not self.options.reduce_unused)
+            self.reduced = True
 
     def end_backward(self, *, creates_graph: bool) -> None:
         """Close the unit at the end of the whole backward. ``creates_graph``: another backward may follow through its graph."""
@@ -386,10 +386,12 @@ class Unit:
         assert self.lanes is not None
         together = comm.Together(self.lanes.gather)
         with outside_transforms():
-            for group in self.groups:
-                if group.unshard_in_backward or not backward:
-                    group.unshard(self.lanes.gather, together, fresh=fresh)
-            together.start()
+            try:
+                for group in self.groups:
+                    if group.unshard_in_backward or not backward:
+                        group.unshard(self.lanes.gather, together, fresh=fresh)
+            finally:
+                together.start()
             for group in self.groups:
                 group.hide()
 

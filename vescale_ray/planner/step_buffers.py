@@ -4,9 +4,9 @@ On an accelerator, the buffers share memory of torch's allocator (:func:`device_
 of ``vescale_ray/fsdp/memory.py``. If several groups use buffers of one size, the pool keeps a released buffer for the next group,
 until the pass needs no further unit. If only one group uses a size, its buffer is freed.
 
-The next unit is gathered while one computes. On the CPU a gradient buffer is filled and reduced before the next one is opened. The root's
-gradient buffer stays open during the whole backward. With more than two ranks, the exchange that replaces gloo's missing
-reduce-scatter needs a second buffer of the same size.
+The next unit is gathered while one computes. On the CPU a unit's gradient buffers are filled and reduced before the next unit's are opened.
+The root's gradient buffer stays open during the whole backward. With more than two ranks, the exchange that replaces gloo's missing
+reduce-scatter needs a second buffer of the same size. The groups of a unit are gathered together, and reduced together.
 """
 
 from __future__ import annotations
@@ -52,11 +52,6 @@ class Travel:
     gradient: int
     stays: int = 0
     cast: int = 0
-
-    @property
-    def staging(self) -> int:
-        """Bytes of the buffers in which a reduction on an accelerator casts the gradients."""
-        return min(self.cast, 2 * staging_bytes(self.cast))
 
     @property
     def moving(self) -> _Size:
@@ -113,7 +108,8 @@ def device_buffers(units: Sequence[Unit], root: Unit) -> tuple[int, int]:
         moments.append((parameters + (gathered[i - 1] if i else 0), gradients))
         moments.append((parameters, gradients + (trained[i + 1] if i + 1 < len(units) else 0)))
     parameters, gradients = max(moments, key=lambda moment: (sum(moment), moment[0]))
-    staging = max((group.staging for unit in [*units, root] for group in unit), default=0)
+    cast = max(sum(group.cast for group in unit) for unit in [*units, root])
+    staging = min(cast, 2 * staging_bytes(cast))
     return sum(group.gathered for group in root) + parameters, sum(group.gradient for group in root) + gradients + staging
 
 
@@ -157,7 +153,7 @@ def _gathered(units: Sequence[Unit], root: Unit, users: Counter[_Size]) -> int:
 def _gradients(units: Sequence[Unit], root: Unit, users: Counter[_Size], ranks: int) -> int:
     held = _Held(users, sum(group.gradient for group in root))
     for unit in reversed(units):
-        for group in unit:
-            held.take(group.scratch(ranks))
-            held.give(group.scratch(ranks))
+        scratch = [size for group in unit for size in group.scratch(ranks)]
+        held.take(scratch)
+        held.give(scratch)
     return max(held.peak, sum(size.nbytes for group in root for size in group.scratch(ranks)) + held.now)

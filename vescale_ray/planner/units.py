@@ -6,7 +6,7 @@ leave every block whole:
 
 - **several layers per unit** (``layers``): twice the layers are twice the blocks; costs memory for the gathered parameters;
 - **one buffer per row length** (``buffers="per block"``): tensors whose blocks differ no longer force a common multiple on one shard;
-  costs one more collective, which the engine can coalesce with the first;
+  costs no more calls, since the engine runs a unit's collectives as one;
 - **strided experts** (``strided=True``): a constant gap behind each expert ``[n, m]`` of a stack ``[E, n, m]``. Experts then fall on
   shard boundaries, and a shorter last block stays in its expert. The parameter becomes a strided view, which the model must tolerate.
   The planner decides tensor by tensor;
@@ -97,7 +97,7 @@ class Lever:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """A unit's buffers: one collective each, which may be coalesced into one call.
+    """A unit's buffers, whose collectives run as one call.
 
     Attributes:
         buffers: layouts over the same ranks. Tensors have their names in the unit; with several layers, the prefix ``0.``, ``1.``, ..
