@@ -63,8 +63,8 @@ def fully_shard(
 
     Every argument of ``torch.distributed.fsdp.fully_shard`` keeps its meaning. Apply it bottom-up, and build the optimizer afterwards.
     Each call makes one *unit* of the parameters that no earlier call took. Parameters of a unit with one dtype and one ``requires_grad``
-    form one *group*: one buffer, one all-gather, one reduce-scatter. If one group needs more than 3 % and 1 MiB of padding, and several
-    need less, the unit splits it by length of block.
+    form one *group* with one buffer. If one buffer needs more than 3 % and 1 MiB of padding, and several need less, the unit splits the
+    group. The unit's groups are gathered in one call, and reduced in one.
 
     A parameter that is a DTensor already (tensor or expert parallelism on another dimension of the same mesh) stays one in the module's
     forward; data parallelism shards each rank's local part of it.
