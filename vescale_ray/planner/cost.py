@@ -17,7 +17,7 @@ import torch
 from vescale_ray.errors import BadInput
 from vescale_ray.planner.layout import Layout
 from vescale_ray.planner.shapes import ModelShapes, UnitShape
-from vescale_ray.planner.step_buffers import HOST_MAPPED_BYTES, Travel, arrival_dtype, device_buffers, host_buffers
+from vescale_ray.planner.step_buffers import HOST_MAPPED_BYTES, Travel, arrival_dtype, device_buffers, host_buffers, reduction_calls
 from vescale_ray.planner.units import Blocks, Lever, UnitPlan, plan_unit
 
 Optimizer = Literal["adamw", "adamw8bit", "muon", "sgd"]
@@ -373,7 +373,8 @@ def predict_time(plan: ModelPlan, policy: Policy, hardware: Hardware, replicas: 
         if u.trainable:
             wide, stride = policy.reduce_dtype.itemsize, min(plan.group, hardware.node)
             part = u.plan.shard_numel * wide
-            reductions = collective_time(part * plan.group, plan.group, hardware, rank_bytes=part)
+            calls = reduction_calls(part * plan.group, policy.compute_dtype, policy.reduce_dtype)
+            reductions = calls * collective_time(part * plan.group / calls, plan.group, hardware, rank_bytes=part)
             across = sum(2 * collective_time(b.shard_numel * wide, replicas, hardware, stride=stride) for b in u.plan.buffers)
             sent += u.count * (part * (plan.group - 1) + 2 * part * (replicas - 1) // replicas)
         again = 0.0 if u.resident else gathers

@@ -40,6 +40,11 @@ def arrival_dtype(compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
     return compute if torch.promote_types(compute, reduce) == reduce else reduce
 
 
+def reduction_calls(nbytes: int, compute: torch.dtype, reduce: torch.dtype) -> int:
+    """Collective calls that reduce a unit's gradients of ``nbytes`` in the reduce dtype: one, or one per chunk if they are cast."""
+    return 1 if arrival_dtype(compute, reduce) == reduce else max(1, -(-nbytes // STAGING_BYTES))
+
+
 @dataclass(frozen=True)
 class Travel:
     """Bytes of a group's collectives: gathered parameters, and gradients before they are reduced (0: frozen).
