@@ -139,7 +139,10 @@ class Lane:
         """Let ``handles`` wait for everything on the lane so far; on the CPU for ``works``."""
         event = None if self.stream is None else self.stream.record_event()
         for handle in handles:
-            handle.follow(works if isinstance(handle, Works) else event)
+            if isinstance(handle, Works):
+                handle.follow(works)
+            else:
+                handle.follow(event)
 
     def mark(self) -> Pending:
         """A handle that waits for everything on the lane so far."""
