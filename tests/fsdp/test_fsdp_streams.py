@@ -319,7 +319,7 @@ def uneven_calls(rank, world, streams, mixed):
 def test_a_unit_of_several_buffers_is_one_call_in_each_direction(streams, monkeypatch, mixed, staging):
     one = run_threads(2, uneven_calls, streams, mixed)
     monkeypatch.setattr(units, "plan_buffers", a_buffer_for_each_matrix)
-    monkeypatch.setattr(reduction, "STAGING_BYTES", staging)
+    monkeypatch.setattr(reduction, "staging_bytes", lambda cast: staging)
     several = run_threads(2, uneven_calls, streams, mixed)
     for (groups, expected, *_), (more, values, races, gathers, sums) in zip(one, several, strict=True):
         assert (groups, more) == (1, 2)

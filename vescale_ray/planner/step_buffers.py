@@ -42,7 +42,7 @@ def arrival_dtype(compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
 
 def reduction_calls(nbytes: int, compute: torch.dtype, reduce: torch.dtype) -> int:
     """Collective calls that reduce a unit's gradients of ``nbytes`` in the reduce dtype: one, or one per chunk if they are cast."""
-    return 1 if arrival_dtype(compute, reduce) == reduce else max(1, -(-nbytes // STAGING_BYTES))
+    return 1 if arrival_dtype(compute, reduce) == reduce else max(1, -(-nbytes // staging_bytes(nbytes)))
 
 
 @dataclass(frozen=True)
