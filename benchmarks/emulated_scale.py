@@ -51,7 +51,7 @@ from vescale_ray.geometry import Block
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.planner import Layout, Lever, TensorSpec, plan_buffers, units
 from vescale_ray.planner.advice import advise
-from vescale_ray.planner.model_shapes import from_module
+from vescale_ray.planner.models.model_shapes import from_module
 from vescale_ray.planner.units import Blocks
 
 ROWS = {"llama": {"cuda": 128, "cpu": 4}, "gpt-oss": {"cuda": 64, "cpu": 1}}

@@ -230,7 +230,7 @@ def plans() -> dict[str, Any]:
     from vescale_ray.optim.matrix.matrices import matrices
     from vescale_ray.optim.matrix.newton_schulz import coefficients
     from vescale_ray.planner import TensorSpec, plan_layout
-    from vescale_ray.planner.model_shapes import model_shapes
+    from vescale_ray.planner.models.model_shapes import model_shapes
 
     rounds, figures = coefficients("keller-jordan", 5), {}
     print(f"\n{'Muon plan':<16}{'ranks':>6}{'matrices':>10}{'max/mean':>10}{'bound':>8}{'bytes/ideal':>13}{'buckets':>9}")

@@ -17,8 +17,8 @@ from vescale_ray.cli import main
 from vescale_ray.errors import BadInput
 from vescale_ray.planner import HARDWARE, Blocks, Lever, Policy, choose_sharding, plan_layout
 from vescale_ray.planner.cost import MISALIGNED, collective_time, plan_model, predict_memory, predict_time
-from vescale_ray.planner.layout import TensorSpec
-from vescale_ray.planner.model_shapes import model_shapes
+from vescale_ray.planner.models.model_shapes import model_shapes
+from vescale_ray.planner.placement.layout import TensorSpec
 from vescale_ray.planner.request import size_of
 
 H100 = HARDWARE["h100"]
@@ -188,7 +188,7 @@ def test_plan_command_reports_bad_input_in_one_line(capsys: pytest.CaptureFixtur
 
 SAME = """
 import json
-from vescale_ray.planner import choose_sharding, Policy, Blocks, plan_unit, Lever, model_shapes
+from vescale_ray.planner import choose_sharding, model_shapes, Policy, Blocks, plan_unit, Lever
 from vescale_ray.planner.choice_report import as_json
 policy = Policy(optimizer="adamw8bit", blocks=Blocks(128, "experts"), strided=True)
 told = as_json(choose_sharding("qwen3-30b-a3b", 96, "h200", policy))

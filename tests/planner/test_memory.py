@@ -13,7 +13,7 @@ from tests.ranks import run_gloo
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.planner import plan_layout, units
 from vescale_ray.planner.cost import Policy, plan_model, predict_memory
-from vescale_ray.planner.model_shapes import model_shapes
+from vescale_ray.planner.models.model_shapes import model_shapes
 from vescale_ray.planner.units import Blocks
 
 CONFIG = LlamaConfig(dim=192, layers=4, heads=6, kv_heads=2, ffn=512, vocab=384)

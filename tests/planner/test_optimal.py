@@ -146,7 +146,7 @@ def test_two_thousand_more_plans_match_brute_force() -> None:
 
 def test_heuristic_bound_never_exceeds_the_brute_force_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search over all orders is switched off, which leaves best fit and the bound."""
-    from vescale_ray.planner.orders import Kinds
+    from vescale_ray.planner.placement.orders import Kinds
 
     monkeypatch.setattr(Kinds, "MOST_STATES", 0)
     met = 0

@@ -9,10 +9,11 @@ import torch
 
 from tests.planner.oracle import check
 from vescale_ray.geometry import Block
-from vescale_ray.planner import TensorSpec, buffers, plan_buffers, plan_layout
+from vescale_ray.planner import TensorSpec, plan_buffers, plan_layout
 from vescale_ray.planner.advice import advise
-from vescale_ray.planner.model_shapes import model_shapes
-from vescale_ray.planner.shapes import ParamShape, UnitShape
+from vescale_ray.planner.models.model_shapes import model_shapes
+from vescale_ray.planner.models.shapes import ParamShape, UnitShape
+from vescale_ray.planner.placement import buffers
 from vescale_ray.planner.units import Blocks, Lever, UnitPlan, plan_unit
 
 PLAIN, PER_BLOCK, STRIDED = Lever(), Lever(buffers="per block"), Lever(strided=True)

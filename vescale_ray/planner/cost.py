@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 
 from vescale_ray.errors import BadInput
-from vescale_ray.planner.layout import Layout
-from vescale_ray.planner.shapes import ModelShapes, UnitShape
+from vescale_ray.planner.models.shapes import ModelShapes, UnitShape
+from vescale_ray.planner.placement.layout import Layout
 from vescale_ray.planner.step_buffers import HOST_MAPPED_BYTES, Travel, arrival_dtype, device_buffers, host_buffers, reduction_calls
 from vescale_ray.planner.units import Blocks, Lever, UnitPlan, plan_unit
 

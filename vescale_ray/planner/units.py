@@ -26,10 +26,10 @@ from typing import Literal
 import torch
 
 from vescale_ray.geometry import Block
-from vescale_ray.planner.buffers import bound_with_gaps, per_block, with_gaps
-from vescale_ray.planner.layout import Layout, TensorSpec
-from vescale_ray.planner.search import plan_layout
-from vescale_ray.planner.shapes import ParamShape, UnitShape
+from vescale_ray.planner.models.shapes import ParamShape, UnitShape
+from vescale_ray.planner.placement.buffers import bound_with_gaps, per_block, with_gaps
+from vescale_ray.planner.placement.layout import Layout, TensorSpec
+from vescale_ray.planner.placement.search import plan_layout
 
 Buffers = Literal["one", "per block"]
 

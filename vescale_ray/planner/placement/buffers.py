@@ -9,10 +9,10 @@ from dataclasses import replace
 from functools import lru_cache
 
 from vescale_ray.geometry import Block
-from vescale_ray.planner.bounds import lower_bound
-from vescale_ray.planner.layout import START_BYTES, Layout, TensorSpec
-from vescale_ray.planner.place import PlacementProblem
-from vescale_ray.planner.search import plan_layout
+from vescale_ray.planner.placement.bounds import lower_bound
+from vescale_ray.planner.placement.layout import START_BYTES, Layout, TensorSpec
+from vescale_ray.planner.placement.place import PlacementProblem
+from vescale_ray.planner.placement.search import plan_layout
 
 SETTLED = 0.01
 """Padding up to which the buffers of a unit are left as they are; up to a quarter of it, a move saves too little."""
