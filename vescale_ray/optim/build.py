@@ -97,6 +97,9 @@ def _made(
     elif name == "sgd":
         optimizer = made(pairs, **common, **{"momentum": config.betas[0], **options})
     else:
+        if name == "adamw" and config.fused and not options.keys() & {"fused", "foreach", "differentiable"}:
+            # None, not False: torch then chooses its foreach form.
+            options["fused"] = all(p.device.type != "cpu" for _, p in pairs) or None
         optimizer = made(pairs, betas=config.betas, eps=config.eps, **common, **options)
     return optimizer
 

@@ -60,6 +60,8 @@ class OptimizerConfig:
         routes: optimizer by pattern of parameter names, with precedence over roles: ``{"*.router.weight": "adamw"}``.
         row_blocks: Muon's row blocks by pattern of parameter names: rows of each head, or of the parts of a fused projection.
         whole_matrices: keep each matrix (and each expert) whole on a rank. Muon then sends nothing; costs padding.
+        fused: let AdamW step in torch's fused kernel on accelerators, unless ``options`` choose an implementation for it. A run with
+            ``elastic.deterministic`` does not, since equal bits at every cut are known of the foreach form only.
     """
 
     name: Name = "adamw"
@@ -72,6 +74,7 @@ class OptimizerConfig:
     routes: Mapping[str, Name] = field(default_factory=dict)
     row_blocks: Mapping[str, RowBlocks] = field(default_factory=dict)
     whole_matrices: bool = False
+    fused: bool = True
 
     def __post_init__(self) -> None:
         for given in (self.name, *self.routes.values()):
@@ -108,6 +111,7 @@ class OptimizerConfig:
             betas=train.betas,
             eps=train.eps,
             options=train.optimizer_options,
+            fused=not (hasattr(given, "elastic") and given.elastic.deterministic),
         )
 
 
