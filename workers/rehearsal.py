@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from vescale_ray import gloo
 from vescale_ray.data.corpus import Corpus
+from vescale_ray.workers.compile_ahead import compile_units
 from vescale_ray.workers.network import process_groups
 from vescale_ray.workers.resharding.memory_snapshots import Snapshots
 from vescale_ray.workers.resharding.reshard import execute
@@ -22,21 +23,24 @@ from vescale_ray.workers.trainer import Trainer
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
+    from vescale_ray.workers.model_building import NextModel
 
 _log = logging.getLogger(__name__)
 
 _SEQ_LEN = 8
 
 
-def rehearse(config: RunConfig, device: torch.device) -> None:
+def rehearse(config: RunConfig, device: torch.device, next_model: NextModel) -> None:
     """Build a trainer, take a step, copy it, and build another trainer from the copy. Only torch's initialised state remains.
 
-    The model is always a small Llama, since only the run's factory knows the needs of its own model. Never raises: the first order meets
-    the same error and reports it.
+    The model is always a small Llama, since only the run's factory knows the needs of its own model. With ``train.compile``, the units of
+    ``next_model`` are compiled as well. Never raises: the first order meets the same error and reports it.
     """
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             _rehearse(_small(config), device)
+            if config.train.compile and (blank := next_model.prepare()) is not None:
+                compile_units(config, device, blank)
     except Exception as error:
         _log.info("the warm-up before the first order failed: %s", process_groups.describe(error))
     finally:
@@ -50,7 +54,7 @@ def _small(config: RunConfig) -> RunConfig:
         update={
             "model": config.model.model_copy(update=sizes),
             "data": config.data.model_copy(update={"seq_len": _SEQ_LEN, "eval_samples": 0}),
-            "train": config.train.model_copy(update={"slots": 1, "slot_batch": 1}),
+            "train": config.train.model_copy(update={"slots": 1, "slot_batch": 1, "compile": False}),
         }
     )
 

@@ -78,6 +78,7 @@ class Trainer:
         pace: watches the ranks' speed and assigns the slots.
         beat: heartbeat callback; called several times in a step and in an evaluation, and while values are loaded.
         usage: time and memory that the last step took on this rank.
+        take_problems: returns the problems of ``train.compile`` since its last call (:meth:`UnitCompiler.take_problems`).
         views: cached views of the model's and the optimizer's tensors, for export.
 
     Raises:
@@ -105,7 +106,9 @@ class Trainer:
         self.completed = 0
         self._stream = SampleStream(corpus.num_samples, config.run.seed)
         torch.set_num_threads(config.train.threads)
-        self.model, self.optimizer = build_sharded(config, self.device, world, blank or Blank(config), filled=filled)
+        blank = blank or Blank(config)
+        self.take_problems = blank.compiler.take_problems
+        self.model, self.optimizer = build_sharded(config, self.device, world, blank, filled=filled)
         self.parameters = tuple(self.model.named_parameters())
         """Sharded parameters with their names, listed once. Listing takes 2 ms per hundred parameters, several times in a rescale's
         pause."""
@@ -116,9 +119,11 @@ class Trainer:
         self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.usage = Usage()
         self.views = Views()
-        # A rank without a slot in a round must still call the units, on the smallest input that the model takes.
+        # A rank without a slot in a round must still call the units, on the smallest input that the model takes. Compiled units would be
+        # compiled for that shape, too, in the first step after a rescale; they get the shape of a slot.
         shortest = int(getattr(self.model, "shortest_input", config.data.seq_len))
-        self._filler = (torch.zeros(1, shortest, dtype=torch.int64),) * 2
+        filler = (config.train.slot_batch, config.data.seq_len) if config.train.compile else (1, shortest)
+        self._filler = (torch.zeros(filler, dtype=torch.int64),) * 2
         self._meter = Meter(config, self.model, self.optimizer, self.device)
         self._proves = self.device.type == "cuda"
         from vescale_ray.optim import Muon
