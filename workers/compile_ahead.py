@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only
 
+from vescale_ray.compat.core import tree_leaves, tree_map_only
 from vescale_ray.workers.model_building import Blank, select_units, sharding_of
 from vescale_ray.workers.unit_forward import set_forward
 
@@ -77,6 +77,6 @@ def _run_alone(config: RunConfig, device: torch.device, blank: Blank, unit: Any,
         for tensor in (*unit.parameters(), *unit.buffers()):
             tensor.zero_()
     args, kwargs = tree_map_only(Tensor, lambda t: torch.zeros_like(t, device=device).requires_grad_(t.requires_grad), (args, kwargs))
-    results = [one for one in tree_flatten(unit(*args, **kwargs))[0] if isinstance(one, Tensor) and one.requires_grad]
+    results = [one for one in tree_leaves(unit(*args, **kwargs)) if isinstance(one, Tensor) and one.requires_grad]
     if results:
         torch.autograd.backward(results, [torch.zeros_like(one) for one in results])

@@ -33,6 +33,7 @@ from vescale_ray.workers.messages import (
     RESCALE,
     Evaluated,
     FaultKind,
+    Noticed,
     Origin,
     SavedShard,
     Stepped,
@@ -364,6 +365,15 @@ def test_pause_of_a_lost_lone_worker_includes_its_replacement(tmp_path: Path, ke
     # The new generation's first step began at 23.5 s. Step 5 ended at 4 s, and step 2 at 1 s.
     assert event["pause_seconds"] == pytest.approx(23.5 - (1.0 if kept else 4.0))
     assert stage.run.stats.rescales.pauses.sum == pytest.approx(event["pause_seconds"])
+
+
+def test_notice_of_several_workers_is_one_warning(tmp_path: Path) -> None:
+    about = [replace(report(worker, WorkerPhase.TRAINING), items=((1, Noticed(TICKET, "Layer breaks the graph")),)) for worker in "ab"]
+    stage = Stage(WorkerGroup(*about), tmp_path, filled=True, state=RunState.RUNNING)
+    for _ in range(2):
+        stage.loop.step()
+    assert [event["text"] for event in stage.of("warning")] == ["Layer breaks the graph"]
+    assert stage.run.snapshot.warnings == ("Layer breaks the graph",)
 
 
 def test_hung_lone_worker_without_replacement_gets_more_time(tmp_path: Path) -> None:
