@@ -52,7 +52,7 @@ def set_forward(unit: nn.Module, config: RunConfig, compiler: UnitCompiler) -> N
 
 
 def _recomputed(forward: Forward, *, selective: bool) -> Forward:
-    options = {"context_fn": functools.partial(create_selective_checkpoint_contexts, KEPT)} if selective else {}
+    options: dict[str, Any] = {"context_fn": functools.partial(create_selective_checkpoint_contexts, KEPT)} if selective else {}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
