@@ -36,7 +36,7 @@ def compile_units(config: RunConfig, device: torch.device, blank: Blank) -> None
     calls = calls_of(config, blank.model)
     for unit, args, kwargs in calls:
         _run_alone(config, device, blank, copy.deepcopy(unit), args, kwargs)
-    _log.info("compiled %d kinds of units in %.1f s", len(calls), time.perf_counter() - began)
+    _log.info("kinds of units compiled: %d, in %.1f s", len(calls), time.perf_counter() - began)
 
 
 def calls_of(config: RunConfig, model: nn.Module) -> list[Call]:

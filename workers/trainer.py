@@ -25,7 +25,7 @@ A step writes parameters and optimizer states only after its last collective. A 
 passes it has complete gradients of ``s + 1``. This also holds for Muon, whose optimizer step communicates.
 
 On an accelerator the host enqueues forward, backward and clipping without waiting for the device. It then waits once, in
-:meth:`Trainer._fetch`, for the few numbers that the ranks exchange.
+:meth:`Trainer._fetch`, for the few numbers that the ranks exchange. The exact norm of ``elastic.deterministic`` waits for its sums, too.
 """
 
 from __future__ import annotations

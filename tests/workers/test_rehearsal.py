@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from vescale_ray.workers.rehearsal import rehearse
 
 def warm_up(config: RunConfig) -> None:
     rehearse(config, torch.device("cpu"), NextModel(config))
+
+
+EXPERTS = {"model_factory": "tests.workers.tiny:ExpertsModel", "model_units": ["body"]}
 
 
 def _sockets() -> int:
@@ -53,6 +57,21 @@ def test_failed_rehearsal_is_logged_and_leaves_no_group(caplog: pytest.LogCaptur
     caplog.set_level(logging.INFO, "vescale_ray")
     warm_up(tiny("stdlib", train_optimizer="adamw", train_optimizer_options={"no_such_option": 1}))
     assert "the warm-up before the first order failed" in caplog.text and not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("model", "says"), [({}, "kinds of units compiled: 1"), (EXPERTS, "the warm-up before the first order failed")], ids=["", "experts"]
+)
+def test_warm_up_compiles_units_that_run_on_meta_tensors(
+    model: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The experts read their tokens' values. Such units are compiled in the first step."""
+    compiled: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda forward, **how: lambda *args: compiled.append(how) or forward(*args))
+    caplog.set_level(logging.INFO, "vescale_ray")
+    warm_up(tiny("stdlib", train_compile=True, **model))
+    assert says in caplog.text and len(caplog.records) == 1 and not dist.is_initialized()
+    assert [how["fullgraph"] for how in compiled] == ([] if model else [True])
 
 
 def test_a_model_of_the_users_own_is_not_touched() -> None:
