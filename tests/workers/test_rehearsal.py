@@ -60,7 +60,7 @@ def test_failed_rehearsal_is_logged_and_leaves_no_group(caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize(
-    ("model", "says"), [({}, "kinds of units compiled: 1"), (EXPERTS, "the warm-up before the first order failed")], ids=["", "experts"]
+    ("model", "says"), [({}, "kinds of units compiled: 1"), (EXPERTS, "the compilation before the first order failed")], ids=["", "experts"]
 )
 def test_warm_up_compiles_units_that_run_on_meta_tensors(
     model: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
