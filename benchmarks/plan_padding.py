@@ -6,7 +6,8 @@ The input is one layer of each model, blocks of k rows, and groups of 8 to 16384
 same tensors (``vescale_ray/planner/placement/baselines.py``). FSDP1 and DeepSpeed cut blocks anywhere. FSDP2, and unmodified
 Megatron-FSDP ("rows"), cut at rows of dimension 0, which for a stack of experts is a whole expert. "FSDP2, blocks" and "Megatron" are
 the same rules with blocks for rows and a stack as one matrix. They keep blocks whole, as do the others. "bound" is proven: no order of
-the tensors in one buffer needs less. "levers" is the simplest that stays below 3 % of: several buffers, strided experts, and up to four layers per unit.
+the tensors in one buffer needs less. "levers" is the simplest that stays below 3 % of: several buffers, strided experts, and up to four
+layers per unit.
 
 Plan times are process times of one run of each plan with Python's garbage collection off, as in ``timeit``: a full collection of torch's
 objects takes 80 ms here.
