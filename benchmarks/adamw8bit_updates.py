@@ -29,8 +29,9 @@ from torch import Tensor, nn
 
 from benchmarks.reporting import write
 from vescale_ray import Block
-from vescale_ray.optim import AdamW8bit, adamw8bit
-from vescale_ray.optim.codec import dynamic_values, root_codebook, signed_codebook
+from vescale_ray.optim import AdamW8bit
+from vescale_ray.optim.eight_bit import adamw8bit
+from vescale_ray.optim.eight_bit.codec import dynamic_values, root_codebook, signed_codebook
 
 ROWS, COLS = 256, 256
 BLOCKS: dict[str, Any] = {"256": 256, "1024": 1024, "tile 32x32": Block.tile(32, 32), "rows 32": Block.rows(32)}

@@ -137,7 +137,7 @@ def check_memory(device: torch.device) -> str:
 def check_muon(device: torch.device) -> str:
     """Newton-Schulz and steps against the CPU's. On a GPU also the speed of batched Newton-Schulz, as a share of a matrix product's."""
     from vescale_ray.optim import Muon
-    from vescale_ray.optim.newton_schulz import coefficients, flops, orthogonalize, orthogonalize_batch
+    from vescale_ray.optim.matrix.newton_schulz import coefficients, flops, orthogonalize, orthogonalize_batch
 
     rounds, furthest = coefficients("keller-jordan", 5), 0.0
     for shape in ((256, 512), (512, 128), (333, 257), (64, 64)):
@@ -248,7 +248,7 @@ def check_adamw8bit(device: torch.device) -> str:
     """The Triton kernel against the CPU reference, for block kinds and tails; and its time against the time to move its bytes."""
     from vescale_ray import Block
     from vescale_ray.optim import AdamW8bit
-    from vescale_ray.optim.adamw8bit import has_triton
+    from vescale_ray.optim.eight_bit.adamw8bit import has_triton
 
     if device.type == "cpu" or not has_triton():
         raise Skip("needs a GPU and Triton")
@@ -353,8 +353,8 @@ def main() -> int:
                     traceback.print_exc()
             rows[title] = {"state": state, "seconds": time.perf_counter() - start, "text": text}
             print(f"{title:<28}{state:<9}{rows[title]['seconds']:>6.1f} s  {text}", flush=True)
+            write(options.json, {}, rows=rows)  # after each row: a machine that is lent for minutes may go before the last one
         dist.destroy_process_group()
-    write(options.json, {}, rows=rows)
     return 1 if any(row["state"] == "FAILED" for row in rows.values()) else 0
 
 

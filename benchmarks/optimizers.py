@@ -226,11 +226,11 @@ def plans() -> dict[str, Any]:
     """Balance and traffic of Muon's plan for published models, laid out by our planner; nothing is run."""
     import torch
 
-    from vescale_ray.optim.exchange import Job, plan
-    from vescale_ray.optim.matrices import matrices
-    from vescale_ray.optim.newton_schulz import coefficients
+    from vescale_ray.optim.matrix.exchange import Job, plan
+    from vescale_ray.optim.matrix.matrices import matrices
+    from vescale_ray.optim.matrix.newton_schulz import coefficients
     from vescale_ray.planner import TensorSpec, plan_layout
-    from vescale_ray.planner.model_shapes import model_shapes
+    from vescale_ray.planner.models.model_shapes import model_shapes
 
     rounds, figures = coefficients("keller-jordan", 5), {}
     print(f"\n{'Muon plan':<16}{'ranks':>6}{'matrices':>10}{'max/mean':>10}{'bound':>8}{'bytes/ideal':>13}{'buckets':>9}")
@@ -268,7 +268,7 @@ def batching(quick: bool) -> dict[str, Any]:
     """Newton-Schulz of many equal matrices on one thread: a loop against one batch, and whether the bits are the same."""
     import torch
 
-    from vescale_ray.optim.newton_schulz import coefficients, orthogonalize, orthogonalize_batch
+    from vescale_ray.optim.matrix.newton_schulz import coefficients, orthogonalize, orthogonalize_batch
 
     torch.set_num_threads(1)
     rounds, figures = coefficients("keller-jordan", 5), {}

@@ -35,7 +35,18 @@ from vescale_ray.controller.transitions.run_begin import RunBegin
 from vescale_ray.controller.transitions.run_end import RunEnd
 from vescale_ray.controller.worker_group.worker_group import WorkerGroup
 from vescale_ray.controller.worker_group.worker_news import Heard, Lost, Ready, Told
-from vescale_ray.workers.messages import Damaged, Evaluated, Filled, Outlined, SavedShard, Skipped, Stepped, WorkerPhase, WorkerReport
+from vescale_ray.workers.messages import (
+    Damaged,
+    Evaluated,
+    Filled,
+    Noticed,
+    Outlined,
+    SavedShard,
+    Skipped,
+    Stepped,
+    WorkerPhase,
+    WorkerReport,
+)
 
 TICK_S = 0.1
 """Longest wait for news in one round."""
@@ -168,6 +179,9 @@ class ControlLoop:
                     self._parts.coordinator.damaged(item.attempt)
                     about = {"attempt": item.attempt, "step": item.step, "worker": report.worker, "problem": item.problem}
                     self._parts.log.record("checkpoint_damaged", **about)
+                case Noticed():
+                    if item.text not in self._parts.log.journal.warnings:
+                        self._parts.log.journal.warn(item.text)
                 case Skipped():
                     self._parts.log.record("checkpoint_skipped", step=item.step, reason="some rank still writes the ones before")
         world = generation.world

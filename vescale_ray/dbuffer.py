@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 
 from vescale_ray.planner import Layout
-from vescale_ray.planner.layout import KeptElements
+from vescale_ray.planner.placement.layout import KeptElements
 
 
 class DBuffer:

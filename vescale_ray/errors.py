@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class BadInput(ValueError):
     """A value, file, folder or port from the user can't be used. The message is one line: the item, its value, the remedy."""
@@ -9,3 +12,13 @@ class BadInput(ValueError):
 
 class BadArgument(ValueError, AssertionError):
     """An invalid argument. It is also an ``AssertionError``, because torch's function of the same name raises one."""
+
+
+@contextmanager
+def noted(text: str) -> Iterator[None]:
+    """Add ``text`` as a note to an error of the user's code that the block calls."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(text)
+        raise

@@ -23,6 +23,7 @@ from vescale_ray.workers.messages import (
     Evaluated,
     Filled,
     Join,
+    Noticed,
     Origin,
     Outlined,
     SavedShard,
@@ -270,6 +271,8 @@ class Membership:
                 self._closing = None
             usage = replace(trainer.usage, memory={**trainer.usage.memory, "copies": self._snapshots.nbytes})
             self._state.publish(Stepped(self._order.ticket, record, time.time(), between, usage), completed=record.step)
+            for problem in trainer.take_problems():
+                self._state.publish(Noticed(self._order.ticket, problem))
             self._outline(trainer)  # a joiner reports its outline only now; earlier the other ranks would have waited for it
             # After the last step, and at a stop, the copies stay: the last checkpoint is made from them.
             rescale = bool(record.flags & RESCALE) and not record.flags & STOP and record.step < config.train.steps

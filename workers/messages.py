@@ -349,7 +349,15 @@ class Skipped:
     step: int
 
 
-Item = Stepped | Evaluated | Filled | SavedShard | Damaged | Skipped
+@dataclass(frozen=True)
+class Noticed:
+    """A problem that does not stop training. Other workers may report it in the same words."""
+
+    ticket: Ticket
+    text: str
+
+
+Item = Stepped | Evaluated | Filled | SavedShard | Damaged | Skipped | Noticed
 
 
 @dataclass(frozen=True)

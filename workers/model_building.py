@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-import functools
 import importlib
 import logging
 import time
@@ -17,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint as recompute
 
 from vescale_ray.models.llama import Llama, LlamaConfig
+from vescale_ray.workers.unit_forward import UnitCompiler, set_forward
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
@@ -118,44 +117,47 @@ class Blank:
 
     Args:
         model: result of :func:`build_model`; None builds it now.
+        compiler: compiles the units; None makes one, without the knowledge of an earlier blank's.
 
     Raises:
         ValueError: as :func:`build_model`, or the optimizer fits no parameter.
     """
 
-    def __init__(self, config: RunConfig, model: nn.Module | None = None) -> None:
+    def __init__(self, config: RunConfig, model: nn.Module | None = None, compiler: UnitCompiler | None = None) -> None:
         from vescale_ray.optim import OptimizerConfig, route_parameters
 
         self._config = config
+        self.compiler = compiler or UnitCompiler(config)
         self.model = build_model(config) if model is None else model
-        self.chosen = OptimizerConfig.of(config.train)
+        self.chosen = OptimizerConfig.of(config)
         self.routing = route_parameters(self.model, self.chosen)
 
     def copied(self) -> Blank:
         """Another blank with a copy of the model. If the model cannot be copied, raises the error of :func:`copy.deepcopy`."""
-        return Blank(self._config, copy.deepcopy(self.model))
+        return Blank(self._config, copy.deepcopy(self.model), self.compiler)
 
 
 class NextModel:
     """The blank of a worker's next generation, built while the controller plans; later all ranks would wait for it."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._config = config
+        self._config, self._compiler = config, UnitCompiler(config)
         self._ready: Blank | None = None
         self._original: Blank | None = None
         """A model that is slow to build; the blanks are copies of it."""
 
-    def prepare(self) -> None:
-        """Build the blank, if there is none. Never raises: the generation that needs the model meets the error again, and reports it."""
+    def prepare(self) -> Blank | None:
+        """Build the blank, if there is none, and return it; :meth:`take` still gives it away. Never raises: it returns None, and the
+        generation that needs the model meets the error again, and reports it."""
         if self._ready is not None:
-            return
+            return self._ready
         try:
             if self._original is None:
                 began = time.perf_counter()
-                made = Blank(self._config)
+                made = Blank(self._config, compiler=self._compiler)
                 if time.perf_counter() - began < COPIED_SECONDS:
                     self._ready = made
-                    return
+                    return made
                 self._original = made
             try:
                 self._ready = self._original.copied()
@@ -163,6 +165,7 @@ class NextModel:
                 self._ready, self._original = self._original, None
         except BaseException:  # a factory may also call sys.exit()
             _log.debug("the model cannot be built ahead", exc_info=True)
+        return self._ready
 
     def take(self) -> Blank | None:
         """The blank, for one trainer; None if there is none."""
@@ -170,28 +173,31 @@ class NextModel:
         return taken
 
 
-def build_sharded(config: RunConfig, device: torch.device, world: int, blank: Blank, *, filled: bool) -> tuple[Any, torch.optim.Optimizer]:
-    """The sharded model, without values, and its optimizer. All optimizer states exist, so they can be loaded or given away before a
-    step."""
-    from vescale_ray.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-    from vescale_ray.optim import build_optimizer
+def sharding_of(config: RunConfig, device: torch.device, world: int) -> dict[str, Any]:
+    """Arguments of ``fully_shard`` that are the same for all units. Collective."""
+    from vescale_ray.fsdp import MixedPrecisionPolicy
 
     train = config.train
-    model: Any = blank.model
-    routing = blank.routing
-    mesh = init_device_mesh(device.type, (world,))
     dtypes = {name: getattr(torch, name) for name in ("float32", "bfloat16")}
     policy = MixedPrecisionPolicy(
         param_dtype=None if train.param_dtype == "float32" else dtypes[train.param_dtype],
         reduce_dtype=None if train.reduce_dtype == train.param_dtype else dtypes[train.reduce_dtype],
     )
-    shared: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "block_policy": routing.block_policy, "to_empty": True}
-    units = select_units(model, config.model.units)
-    for unit in units:
-        if train.activation_checkpointing:
-            # Set on the instance, inside the sharding hooks: names stay the same, and backward recomputes while the unit is unsharded.
-            unit.forward = functools.partial(recompute, unit.forward, use_reentrant=False)
-        fully_shard(unit, reshard_after_forward=train.reshard_after_forward, **shared)
+    return {"mesh": init_device_mesh(device.type, (world,)), "mp_policy": policy, "to_empty": True}
+
+
+def build_sharded(config: RunConfig, device: torch.device, world: int, blank: Blank, *, filled: bool) -> tuple[Any, torch.optim.Optimizer]:
+    """The sharded model, without values, and its optimizer. All optimizer states exist, so they can be loaded or given away before a
+    step."""
+    from vescale_ray.fsdp import FSDPModule, fully_shard
+    from vescale_ray.optim import build_optimizer
+
+    model: Any = blank.model
+    routing = blank.routing
+    shared = {**sharding_of(config, device, world), "block_policy": routing.block_policy}
+    for unit in select_units(model, config.model.units):
+        set_forward(unit, config, blank.compiler)
+        fully_shard(unit, reshard_after_forward=config.train.reshard_after_forward, **shared)
     # The root stays unsharded between forward and backward, since its backward begins at once.
     fully_shard(model, reshard_after_forward=False, **shared)
     for module in model.modules():

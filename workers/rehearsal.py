@@ -7,6 +7,7 @@ that while all others wait.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from vescale_ray import gloo
 from vescale_ray.data.corpus import Corpus
+from vescale_ray.workers.compile_ahead import compile_units
 from vescale_ray.workers.network import process_groups
 from vescale_ray.workers.resharding.memory_snapshots import Snapshots
 from vescale_ray.workers.resharding.reshard import execute
@@ -22,23 +24,32 @@ from vescale_ray.workers.trainer import Trainer
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
+    from vescale_ray.workers.model_building import NextModel
 
 _log = logging.getLogger(__name__)
 
 _SEQ_LEN = 8
 
 
-def rehearse(config: RunConfig, device: torch.device) -> None:
+def rehearse(config: RunConfig, device: torch.device, next_model: NextModel) -> None:
     """Build a trainer, take a step, copy it, and build another trainer from the copy. Only torch's initialised state remains.
 
-    The model is always a small Llama, since only the run's factory knows the needs of its own model. Never raises: the first order meets
-    the same error and reports it.
+    The model is always a small Llama, since only the run's factory knows the needs of its own model. With ``train.compile``, the units of
+    ``next_model`` are compiled as well. Never raises: the first order meets the same error and reports it.
     """
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        _attempt("the warm-up", lambda: _rehearse(_small(config), device))
+        if config.train.compile and (blank := next_model.prepare()) is not None:
+            _attempt("the compilation", lambda: compile_units(config, device, blank))
+
+
+def _attempt(what: str, work: Callable[[], None]) -> None:
+    """Do ``work`` in a group of one rank. The group has a store in this process, and gloo, which needs no device setup."""
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            _rehearse(_small(config), device)
+        gloo.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        work()
     except Exception as error:
-        _log.info("the warm-up before the first order failed: %s", process_groups.describe(error))
+        _log.info("%s before the first order failed: %s", what, process_groups.describe(error))
     finally:
         process_groups.dissolve()
 
@@ -50,14 +61,12 @@ def _small(config: RunConfig) -> RunConfig:
         update={
             "model": config.model.model_copy(update=sizes),
             "data": config.data.model_copy(update={"seq_len": _SEQ_LEN, "eval_samples": 0}),
-            "train": config.train.model_copy(update={"slots": 1, "slot_batch": 1}),
+            "train": config.train.model_copy(update={"slots": 1, "slot_batch": 1, "compile": False}),
         }
     )
 
 
 def _rehearse(config: RunConfig, device: torch.device) -> None:
-    # A store in this process, and gloo, which needs no device setup.
-    gloo.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     text = np.arange(4 * _SEQ_LEN, dtype=np.uint8)
     corpus = Corpus(text, text[:0], _SEQ_LEN, "rehearsal", 1, len(text), "", 0)
     copies = Snapshots(1)

@@ -23,6 +23,9 @@ matrix that an optimizer needs whole is whole on one rank.
 
 A step writes parameters and optimizer states only after its last collective. A rank that fails before it still has step ``s``. A rank that
 passes it has complete gradients of ``s + 1``. This also holds for Muon, whose optimizer step communicates.
+
+On an accelerator the host enqueues forward, backward and clipping without waiting for the device. It then waits once, in
+:meth:`Trainer._fetch`, for the few numbers that the ranks exchange. The exact norm of ``elastic.deterministic`` waits for its sums, too.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,14 +50,12 @@ from vescale_ray.workers.messages import StepRecord, Usage
 from vescale_ray.workers.model_building import Blank, build_sharded
 from vescale_ray.workers.monitoring.meter import Meter
 from vescale_ray.workers.monitoring.pace import Pace, deal
-from vescale_ray.workers.monitoring.process import resident_bytes
 from vescale_ray.workers.resharding.shards import Views, formats_of
+from vescale_ray.workers.step_exchange import RankStep, Seconds, exchange
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
     from vescale_ray.data.corpus import Corpus
-
-_HEADER = 7  # flags, memory, number of slots; then seconds: whole step, slots, own mean per slot, until the gradient norm
 
 
 class Trainer:
@@ -77,6 +78,7 @@ class Trainer:
         pace: watches the ranks' speed and assigns the slots.
         beat: heartbeat callback; called several times in a step and in an evaluation, and while values are loaded.
         usage: time and memory that the last step took on this rank.
+        take_problems: returns the problems of ``train.compile`` since its last call (:meth:`UnitCompiler.take_problems`).
         views: cached views of the model's and the optimizer's tensors, for export.
 
     Raises:
@@ -104,7 +106,9 @@ class Trainer:
         self.completed = 0
         self._stream = SampleStream(corpus.num_samples, config.run.seed)
         torch.set_num_threads(config.train.threads)
-        self.model, self.optimizer = build_sharded(config, self.device, world, blank or Blank(config), filled=filled)
+        blank = blank or Blank(config)
+        self.take_problems = blank.compiler.take_problems
+        self.model, self.optimizer = build_sharded(config, self.device, world, blank, filled=filled)
         self.parameters = tuple(self.model.named_parameters())
         """Sharded parameters with their names, listed once. Listing takes 2 ms per hundred parameters, several times in a rescale's
         pause."""
@@ -115,11 +119,19 @@ class Trainer:
         self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.usage = Usage()
         self.views = Views()
-        # A rank without a slot in a round must still call the units, on the smallest input that the model takes.
+        # A rank without a slot in a round must still call the units, on the smallest input that the model takes. Compiled units would be
+        # compiled for that shape, too, in the first step after a rescale; they get the shape of a slot.
         shortest = int(getattr(self.model, "shortest_input", config.data.seq_len))
-        self._filler = (torch.zeros(1, shortest, dtype=torch.int64),) * 2
+        filler = (config.train.slot_batch, config.data.seq_len) if config.train.compile else (1, shortest)
+        self._filler = (torch.zeros(filler, dtype=torch.int64),) * 2
         self._meter = Meter(config, self.model, self.optimizer, self.device)
         self._proves = self.device.type == "cuda"
+        from vescale_ray.optim import Muon
+        from vescale_ray.optim.base import BlockOptimizer
+
+        parts = getattr(self.optimizer, "optimizers", (self.optimizer,))
+        self._communicates = any(isinstance(part, Muon | BlockOptimizer) for part in parts)
+        """Whether the optimizer's step may run collectives."""
 
     @property
     def consumed(self) -> int:
@@ -151,23 +163,22 @@ class Trainer:
         computed = self._compute(index, tokens, table)
         loop = time.perf_counter() - begin
         meter.computed(loop)
-        norm, clipped = self._clip()
-        if self._proves:
-            self._prove()
+        fetched = self._fetch(computed.nlls, self._clip())
         # the norm is a sum over all ranks, so all ranks are at the same point here, but not after settle
         together = time.perf_counter() - begin
         if settle is not None:
             with wait_notes.counted("peer_copy"):
                 settle()
-        told = self._exchange(flags, computed, (time.perf_counter() - begin, loop, computed.per_slot_s, together), table)
+        seconds = Seconds(time.perf_counter() - begin, loop, computed.per_slot_s, together)
+        told = exchange(RankStep(flags, fetched.nlls, computed.ids, seconds), table, train.slot_batch)
         self.beat()
         lr = lr_at(index, train)
         for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = lr * (base / self.config.train.lr)
         meter.stepping()
         self.optimizer.step()
-        if self._proves:
-            self._prove()  # Muon's step runs collectives of its own
+        if self._proves and self._communicates:
+            self._check(float(self._proof()))
         meter.stepped()
         self.optimizer.zero_grad(set_to_none=True)
         self.completed = index + 1
@@ -176,19 +187,19 @@ class Trainer:
             loss=sum(told.nlls) / tokens,
             tokens=tokens,
             ids=told.ids,
-            grad_norm=norm,
+            grad_norm=fetched.norm,
             lr=lr,
             seconds=time.perf_counter() - begin,
             flags=told.flags,
             world=self.world,
             generation=self.generation,
-            rank_seconds=told.seconds,
+            rank_seconds=told.seconds.whole,
             memory=told.memory,
-            slot_seconds=told.per_slot,
-            pace=self.pace.stepped(index, told.per_slot, max(told.loops), max(told.seconds)),
-            clipped=clipped,
+            slot_seconds=told.seconds.per_slot,
+            pace=self.pace.stepped(index, told.seconds.per_slot, max(told.seconds.loop), max(told.seconds.whole)),
+            clipped=fetched.clipped,
             skipped=meter.skipped,
-            alone_seconds=told.together[self.rank] - min(told.together),
+            alone_seconds=told.seconds.together[self.rank] - min(told.seconds.together),
         )
         self.usage = meter.end(record.seconds)
         return record
@@ -207,18 +218,19 @@ class Trainer:
         batch = self.config.train.slot_batch
         mine = [windows[i : i + batch] for i in range(0, count, batch)]
         share = range(self.rank, len(mine), self.world)
-        total = torch.zeros(1, dtype=torch.float64)
+        total = torch.zeros(1, dtype=torch.float64, device=self.device)
         self.model.eval()
         for turn in range(-(-len(mine) // self.world)):
             inputs, targets = self.corpus.heldout_batch(mine[share[turn]]) if turn < len(share) else self._filler
             nll = self._nll(inputs, targets)
             if turn < len(share):
-                total += nll.double().cpu()
+                total += nll.double()
             self.beat()
         self.model.train()
         self._reshard()
         if self._proves:
-            self._prove()
+            self._check(float(self._proof()))
+        total = total.cpu()
         dist.all_reduce(total)
         return float(total) / (count * self.config.data.seq_len), count
 
@@ -283,25 +295,34 @@ class Trainer:
 
     def _nll(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Summed negative log-likelihood of a batch, float32 0-d."""
-        logits = self.model(inputs.to(self.device, non_blocking=True))
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.to(self.device, non_blocking=True).flatten(), reduction="sum")
+        logits = self.model(self._sent(inputs))
+        return F.cross_entropy(logits.flatten(0, 1).float(), self._sent(targets).flatten(), reduction="sum")
 
-    def _prove(self) -> None:
-        """Verify that all collectives so far completed. Waits for the device.
+    def _sent(self, batch: Tensor) -> Tensor:
+        """The batch on the device. Only a copy from page-locked memory does not wait for the device's earlier work."""
+        return batch.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else batch.to(self.device)
+
+    def _proof(self) -> Tensor:
+        """The number of ranks, summed up by an all-reduce. Its value shows whether all collectives before it were completed.
 
         If a fence, or torch after an error, aborts an NCCL collective, its waiters see no error and its output is invalid. A communicator
         runs collectives in order. So if this later all-reduce gives the right sum, no earlier collective was aborted.
+        """
+        word = torch.ones(1, device=self.device)
+        dist.all_reduce(word)
+        return word
+
+    def _check(self, ranks: float) -> None:
+        """Check the value of :meth:`_proof`.
 
         Raises:
             RuntimeError: a collective was aborted.
         """
-        word = torch.ones(1, device=self.device)
-        dist.all_reduce(word)
-        if (ranks := float(word)) != self.world:
+        if ranks != self.world:
             raise RuntimeError(f"NCCL: a collective of step {self.completed + 1} was aborted: {ranks:g} of {self.world} ranks contributed")
 
-    def _clip(self) -> tuple[float, bool]:
-        """Clip the gradients that AdamW or SGD use. Returns the norm of the whole gradient before that, and whether it was clipped.
+    def _clip(self) -> list[Tensor]:
+        """Clip the gradients that AdamW or SGD use. Returns their norm before that, and the norm of Muon's gradients if there are any.
 
         Muon's gradients are not clipped: its update does not depend on their size, and very small ones would vanish in Newton-Schulz.
         """
@@ -312,49 +333,23 @@ class Trainer:
         parts = getattr(self.optimizer, "optimizers", (self.optimizer,))
         muons = [p for part in parts if isinstance(part, Muon) for group in part.param_groups for p in group["params"]]
         exact = self.config.elastic.deterministic
-        norm = float(clip_grad_norm_(trained, limit, leave_out=muons, exact=exact))
-        clipped = norm > limit
+        norm = clip_grad_norm_(trained, limit, leave_out=muons, exact=exact)
         grads = [p.grad for p in muons if p.grad is not None]
-        return (math.hypot(norm, float(total_norm(grads, exact=exact))) if grads else norm), clipped
+        return [norm, total_norm(grads, exact=exact)] if grads else [norm]
 
-    def _exchange(
-        self, flags: int, computed: _Computed, seconds: tuple[float, float, float, float], table: tuple[tuple[int, ...], ...]
-    ) -> _Told:
-        """One all-gather of a few int64 words per rank (floats as their bits): losses and ids by slot, flags, seconds, memory.
+    def _fetch(self, nlls: Sequence[Tensor], norms: Sequence[Tensor]) -> _Fetched:
+        """Copy the losses of this rank's slots and the gradient norms to the host. No other call of a step waits for the device.
 
-        It is also the step's commit point: no rank passes it before every rank has all of its gradients.
-
-        Args:
-            seconds: of this rank: whole step, slots, own mean per slot, and until the gradient norm.
-            table: each rank's slots.
+        Raises:
+            RuntimeError: a collective of this step was aborted.
         """
-        batch, rounds = self.config.train.slot_batch, max(map(len, table))
-        nlls, fed = computed.nlls, computed.ids
-        words = torch.zeros(_HEADER + rounds * (1 + batch), dtype=torch.int64)
-        words[0], words[1], words[2] = flags, resident_bytes(), len(nlls)
-        floats = words.view(torch.float64)
-        floats[3:_HEADER] = torch.tensor(seconds, dtype=torch.float64)
-        if nlls:
-            floats[_HEADER : _HEADER + len(nlls)] = torch.stack(nlls).double().cpu()
-        words[_HEADER + rounds : _HEADER + rounds + len(fed)] = torch.tensor(fed, dtype=torch.int64)
-        everyone = [torch.empty_like(words) for _ in range(self.world)]
-        with wait_notes.counted("step_end"):
-            dist.all_gather(everyone, words)
-        losses = [0.0] * self.config.train.slots
-        samples: list[list[int]] = [[] for _ in losses]
-        clocks: list[list[float]] = []
-        merged = 0
-        for row, slots in zip(everyone, table, strict=True):
-            count = int(row[2])
-            merged |= int(row[0])
-            real = row.view(torch.float64)
-            clocks.append(real[3:_HEADER].tolist())
-            ids = row[_HEADER + rounds : _HEADER + rounds + count * batch].view(count, batch).tolist()
-            for slot, loss, batch_ids in zip(slots, real[_HEADER : _HEADER + count].tolist(), ids, strict=True):
-                losses[slot], samples[slot] = loss, batch_ids
-        whole, loops, per_slot, together = zip(*clocks, strict=True)
-        memory = tuple(int(row[1]) for row in everyone)
-        return _Told(losses, tuple(sample for one in samples for sample in one), merged, whole, loops, per_slot, together, memory)
+        proofs = [self._proof()] if self._proves else []
+        values = torch.stack([one.detach().reshape(()).double() for one in (*proofs, *norms, *nlls)]).tolist()
+        if proofs:
+            self._check(values.pop(0))
+        clipped = values[0] > (self.config.train.grad_clip or float("inf"))
+        norm = math.hypot(*values[: len(norms)]) if len(norms) > 1 else values[0]
+        return _Fetched(tuple(values[len(norms) :]), norm, clipped)
 
 
 @dataclass(frozen=True)
@@ -367,17 +362,13 @@ class _Computed:
 
 
 @dataclass(frozen=True)
-class _Told:
-    """Data that all ranks exchange at the end of a step: by slot, merged, and by rank."""
+class _Fetched:
+    """Results of a step that were computed on the device: losses of this rank's slots, the norm of the whole gradient before clipping, and
+    whether it was clipped."""
 
-    nlls: list[float]
-    ids: tuple[int, ...]
-    flags: int
-    seconds: tuple[float, ...]
-    loops: tuple[float, ...]
-    per_slot: tuple[float, ...]
-    together: tuple[float, ...]
-    memory: tuple[int, ...]
+    nlls: tuple[float, ...]
+    norm: float
+    clipped: bool
 
 
 def _seed(*parts: int | str) -> int:

@@ -178,7 +178,8 @@ class Worker:
         choose_interface(host)
         snapshots = Snapshots(config.elastic.snapshot_every, pin=device.type == "cuda", node=node)
         writer = Writer(config.checkpoint_root, self._state.publish, read_back=config.checkpoint.keep_verified)
-        rehearse(config, device)
+        next_model = NextModel(config)
+        rehearse(config, device, next_model)
         process_groups.prepare()
         info = WorkerInfo(
             worker=self._worker,
@@ -193,7 +194,7 @@ class Worker:
             thread=threading.get_native_id(),
             address=Door(group_address(host)).address,
         )
-        return info, Resources(config, device, corpus, snapshots, writer, heartbeat, NextModel(config))
+        return info, Resources(config, device, corpus, snapshots, writer, heartbeat, next_model)
 
 
 def _device(config: RunConfig) -> torch.device:

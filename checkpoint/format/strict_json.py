@@ -17,7 +17,7 @@ def check_meta(meta: Mapping[str, Any], what: str = "meta") -> None:
     for path, value in _leaves(meta, what):
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{path} is {value}, which JSON has no number for; store it as a string")
-        if value is not None and not isinstance(value, (str, bool, int, float)):
+        if value is not None and type(value) not in (str, bool, int) and not isinstance(value, float):  # numpy.float64 is a float
             raise ValueError(f"{path} is a {type(value).__name__}, which JSON can't hold; give Python's numbers, strings, lists and dicts")
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import base64
 import datetime
+import enum
 import json
 import math
 import random
 import re
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,11 +89,11 @@ class _Packer:
     def pack(self, what: str, value: Any, depth: int) -> Any:
         if depth > _MOST_DEEP:
             raise ValueError(f"{what[:80]}.. is nested more than {_MOST_DEEP} deep, or holds itself; give flatter values")
-        if isinstance(value, Mapping):
+        if type(value) in (dict, OrderedDict, Counter):
             return self._mapping(what, value, depth)
-        if isinstance(value, (list, tuple)):
+        if type(value) in (list, tuple, torch.Size):
             items = [self.pack(f"{what}[{index}]", item, depth + 1) for index, item in enumerate(value)]
-            return self._tag("$tuple", items) if isinstance(value, tuple) else items
+            return items if type(value) is list else self._tag("$tuple" if type(value) is tuple else "$size", items)
         if isinstance(value, torch.Tensor):
             return self._tensor(what, value)
         if isinstance(value, np.ndarray):
@@ -106,15 +107,16 @@ class _Packer:
         return self._leaf(what, value)
 
     def _leaf(self, what: str, value: Any) -> Any:
-        if isinstance(value, bytes):
+        kind = type(value)  # a value of a subclass would load as its base type
+        if kind is bytes:
             return self._tag("$bytes", self._bytes(value))
-        if isinstance(value, complex):
+        if kind is complex:
             return self._tag("$complex", [self._leaf(what, value.real), self._leaf(what, value.imag)])
-        if isinstance(value, float) and not math.isfinite(value):
-            return self._tag("float", repr(float(value)))
-        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        if kind is float and not math.isfinite(value):
+            return self._tag("float", repr(value))
+        if kind is int and value.bit_length() > _MOST_BITS:
             return self._tag("$int", hex(value))
-        if value is None or isinstance(value, (str, bool, int, float)):
+        if value is None or kind in (str, bool, int, float):
             return value
         raise ValueError(f"{what} is a {type(value).__name__}, which a checkpoint can't hold; {_remedy(value)}")
 
@@ -125,8 +127,8 @@ class _Packer:
                 '{"model": model, "optimizer": optimizer}, and not their state_dict(): each rank then stores its own part of the states'
             )
         pairs = [(self._key(what, key, depth), self.pack(f"{what}.{key}", item, depth + 1)) for key, item in value.items()]
-        if isinstance(value, Counter):
-            return self._tag("counter", [list(pair) for pair in pairs])
+        if type(value) is not dict:
+            return self._tag("counter" if type(value) is Counter else "$ordered", [list(pair) for pair in pairs])
         texts = all(isinstance(key, str) for key, _ in pairs)
         if not texts or (len(pairs) == 1 and (pairs[0][0] in _TAGS or pairs[0][0].startswith("$"))):
             return self._tag("items", [list(pair) for pair in pairs])
@@ -200,7 +202,17 @@ def _check_dtype(what: str, dtype: np.dtype[Any]) -> None:
         )
 
 
+_BASES = (Mapping, list, tuple, str, bytes, int, float, complex)
+
+
 def _remedy(value: Any) -> str:
+    if isinstance(value, enum.Enum):
+        return "give its value, and make the member from it after the load"
+    base = next((base for base in _BASES if isinstance(value, base)), None)
+    if base is not None:
+        return f"give {'dict' if base is Mapping else base.__name__}() of it, and make the {type(value).__name__} from it after the load"
+    if isinstance(value, torch.dtype | torch.device):
+        return "give str() of it"
     if isinstance(value, (set, frozenset)):
         return "give a sorted list, and make the set from it after the load"
     if isinstance(value, (datetime.date, datetime.time, datetime.timedelta)):
@@ -278,6 +290,10 @@ def _tuple(items: Any, data: EntryBytes) -> tuple[Any, ...]:
     return tuple(_unpack(item, data) for item in items)
 
 
+def _ordered(pairs: Any, data: EntryBytes) -> OrderedDict[Any, Any]:
+    return OrderedDict((_unpack(key, data), _unpack(item, data)) for key, item in pairs)
+
+
 def _complex(parts: Any, data: EntryBytes) -> complex:
     real, imag = (float(_unpack(part, data)) for part in parts)
     return complex(real, imag)
@@ -321,6 +337,8 @@ def _torch(about: Any, data: EntryBytes) -> torch.Tensor:
 
 _READ: Mapping[str, Callable[[Any, EntryBytes], Any]] = {
     "$tuple": _tuple,
+    "$size": lambda items, data: torch.Size(_tuple(items, data)),
+    "$ordered": _ordered,
     "$bytes": lambda where, data: bytes(data.take(where)),
     "$int": lambda text, data: int(text, 16),
     "$complex": _complex,

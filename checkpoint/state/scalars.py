@@ -23,11 +23,11 @@ def encode(what: str, value: Any) -> Any:
         return {"dtype": dtype_name(value.dtype), "value": number}
     if isinstance(value, (np.bool_, np.integer, np.floating)):  # as Python's own types, which are equal
         value = float(value) if isinstance(value, np.floating) else value.item()
-    if isinstance(value, float) and not math.isfinite(value):
+    if type(value) is float and not math.isfinite(value):
         return {"float": repr(value)}
-    if isinstance(value, (list, tuple)):
+    if type(value) in (list, tuple):
         return [encode(what, item) for item in value]
-    if value is None or isinstance(value, (str, bool, int, float)):
+    if value is None or type(value) in (str, bool, int, float):  # a value of a subclass would load as its base type
         return value
     raise ValueError(f"{what} is a {type(value).__name__}, which JSON can't hold; give numbers, texts, lists or tensors of one element")
 
@@ -41,7 +41,8 @@ def decode(value: Any, like: Any = None) -> Any:
         device = like.device if isinstance(like, torch.Tensor) else "cpu"
         return torch.tensor(number, dtype=dtype_of(value["dtype"]), device=device)
     if isinstance(value, list):
-        items = [decode(item) for item in value]
+        likes = like if isinstance(like, list | tuple) and len(like) == len(value) else [None] * len(value)
+        items = [decode(item, one) for item, one in zip(value, likes, strict=True)]
         return tuple(items) if isinstance(like, tuple) or like is None else items
     if isinstance(like, torch.Tensor) and isinstance(value, (int, float)):
         return torch.tensor(value, dtype=like.dtype, device=like.device)

@@ -127,7 +127,8 @@ class GenerationLog:
         """Record the end of the rescale: training has gone on at ``resumed``. If the generation is still the one before the rescale, the
         run ended first. Then the rescale, to ``target`` workers, is abandoned.
 
-        The pause counts from the end of the step that training went back to, so that it includes replayed steps.
+        The pause counts from the end of the step that training went back to, so that it includes replayed steps. If that time is unknown,
+        as for a fresh state, the pause counts from the end of the last completed step.
         """
         stats, world = self._log.stats, self.world
         rescale = stats.rescale
@@ -136,8 +137,9 @@ class GenerationLog:
         if rescale.generation == world.ticket.generation:
             self._log.record("rescale_abandoned", **{"from": rescale.before, "to": target, "error": "the run was over before it"})
             return
-        ended = stats.ended(world.source.step)
-        about = rescale.outcome(world, self._filled.values(), max(0.0, resumed - (rescale.noticed if ended is None else ended)))
+        before = (stats.ended(world.source.step), stats.steps.last.get("time"), rescale.noticed)
+        ended = next(float(end) for end in before if end is not None)
+        about = rescale.outcome(world, self._filled.values(), max(0.0, resumed - ended))
         if about["moved_bytes"]:
             about["numbered_by"] = stats.numbered_by
         self._log.record("rescaled", **about)

@@ -231,6 +231,11 @@ def test_rates_and_times_must_be_positive_and_finite(key: str, value: str) -> No
         (["elastic.max_workers=7"], "elastic.max_workers = 7 is more than train.slots = 6"),
         (["elastic.max_workers=2"], "elastic.workers = 3 is more than elastic.max_workers = 2"),
         (
+            ["train.activation_checkpointing=true"],
+            "train.activation_checkpointing = true: give one of none, full or selective",
+        ),
+        (["train.compile=blocks"], "train.compile = blocks: give true or false"),
+        (
             ["elastic.deterministic=true", "train.optimizer_options={fused: true}"],
             "elastic.deterministic = true with train.optimizer_options.fused = true: its kernel rounds the last elements of a shard",
         ),

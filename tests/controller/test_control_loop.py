@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from vescale_ray.controller.control_loop import TICK_S
 from vescale_ray.controller.failures.budget import Cause
 from vescale_ray.controller.failures.hang import LEAST_S
 from vescale_ray.controller.policy import CommittedCheckpoint
-from vescale_ray.controller.protocol import Bounds, Ending, RunState, StateSource
+from vescale_ray.controller.protocol import Bounds, Ending, RunState, StateSource, World
 from vescale_ray.controller.scaling.autoscaling import PLACE_S
 from vescale_ray.controller.scaling.scaling import PLANNED_S
 from vescale_ray.controller.state.durable_state import DurableState, LaunchedGeneration
@@ -32,9 +33,11 @@ from vescale_ray.workers.messages import (
     RESCALE,
     Evaluated,
     FaultKind,
+    Noticed,
     Origin,
     SavedShard,
     Stepped,
+    StepRecord,
     Ticket,
     WorkerFault,
     WorkerPhase,
@@ -334,6 +337,43 @@ def test_dying_replacement_is_rehired_up_to_the_start_limit(
     assert awaited(stage, Ending(("a",)), 2, 1 if elastic else 0) is comes
     limit = ElasticSection(workers=2).max_recoveries_without_progress
     assert worker_group.hired == (deaths + 1 if comes else limit + 1 if elastic else 0)
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+def test_pause_of_a_lost_lone_worker_includes_its_replacement(tmp_path: Path, kept: int) -> None:
+    """Nobody notices the loss before the replacement is warm. Without a checkpoint, the state is fresh, and no step ends it."""
+    worker_group = WorkerGroup(report("a", WorkerPhase.TRAINING))
+    alone, began = World(TICKET, ("a",), StateSource(Origin.FRESH, 0)), time.time() - 100.0
+    stage = Stage(worker_group, tmp_path, (), True, RunState.RUNNING, step=0, world=alone, workers=1, replace_lost=True)
+    generation = stage.loop._parts.generation
+
+    def step(world: World, index: int, ended: float) -> None:
+        about = (1, world.ticket.generation, (0.5,), (1,))
+        generation.stepped(world.members[0], Stepped(world.ticket, StepRecord(index, 2.0, 64, (), 1.0, 1e-3, 0.5, 0, *about), ended))
+
+    for index in range(5):
+        step(alone, index, began + index)
+    newest = CommittedCheckpoint("c2", "/c2", kept) if kept else None
+    stage.loop._parts.coordinator.newer = lambda holders: newest
+    stage.lose("a", Cause.KILLED)
+    worker_group.each_round = lambda passed: stage.warm("new1") if worker_group.hired and "new1" not in worker_group.reports else None
+    while (following := stage.loop._parts.generation.world) == alone:
+        stage.loop.step()
+    assert following.members == ("new1",) and following.source.step == kept
+    step(following, kept, began + 24.0)
+    (event,) = stage.of("rescaled")
+    # The new generation's first step began at 23.5 s. Step 5 ended at 4 s, and step 2 at 1 s.
+    assert event["pause_seconds"] == pytest.approx(23.5 - (1.0 if kept else 4.0))
+    assert stage.run.stats.rescales.pauses.sum == pytest.approx(event["pause_seconds"])
+
+
+def test_notice_of_several_workers_is_one_warning(tmp_path: Path) -> None:
+    about = [replace(report(worker, WorkerPhase.TRAINING), items=((1, Noticed(TICKET, "Layer breaks the graph")),)) for worker in "ab"]
+    stage = Stage(WorkerGroup(*about), tmp_path, filled=True, state=RunState.RUNNING)
+    for _ in range(2):
+        stage.loop.step()
+    assert [event["text"] for event in stage.of("warning")] == ["Layer breaks the graph"]
+    assert stage.run.snapshot.warnings == ("Layer breaks the graph",)
 
 
 def test_hung_lone_worker_without_replacement_gets_more_time(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 from vescale_ray import fully_shard
 from vescale_ray.emulation import emulated_world
 from vescale_ray.optim import clip_grad_norm_
+from vescale_ray.planner import plan_layout, units
 from vescale_ray.planner.cost import HARDWARE, collective_time
 
 
@@ -56,6 +59,21 @@ def test_both_engines_train_in_a_claimed_world(how: Any, world: int) -> None:
         assert names.count("reduce-scatter") == 4 * 3
         clip_grad_norm_(model.parameters(), 1.0)
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_units_of_several_buffers_make_as_many_calls_as_torchs(compute: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+
+    def calls(how: Any) -> Counter[str]:
+        with emulated_world(64) as wire:
+            model = train(how, mp_policy=precision)
+            wire.log.clear()
+            model(torch.ones(2, 32)).sum().backward()
+            return Counter(name for name, *_ in wire.log if name != "all-reduce")
+
+    monkeypatch.setattr(units, "plan_buffers", lambda specs, ranks, **_: tuple(plan_layout([spec], ranks) for spec in specs))
+    assert calls(fully_shard) == calls(torch_fully_shard) == {"all-gather": 8, "reduce-scatter": 4}
 
 
 def test_hybrid_sharding_reduces_over_claimed_replicas() -> None:

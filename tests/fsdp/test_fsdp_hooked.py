@@ -307,3 +307,25 @@ def test_training_follows_an_evaluation_in_inference_mode(rank: int, world: int)
     layer(x).sum().backward()
     plain(x).sum().backward()
     assert apart(bare(layer.linear.weight.grad), plain.linear.weight.grad.chunk(world)[rank]) <= 1e-5
+
+
+def views_of_outputs(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    ours = copy.deepcopy(plain)
+    for layer in ours:
+        layer.weight = nn.Parameter(Plain(layer.weight.detach().clone()))
+        fully_shard(layer)
+    fully_shard(ours)
+    x = torch.randn(2, 8)
+    for _ in range(3):
+        for model in (ours, plain):
+            model.zero_grad()
+            model(x).square().sum().backward()
+        for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+            own = q.grad.chunk(world)[rank] if q.dim() == 2 else q.grad
+            torch.testing.assert_close(bare(p.grad) if q.dim() == 2 else p.grad.full_tensor(), own)
+
+
+def test_parameters_may_be_views_of_the_gathered_tensors() -> None:
+    run_gloo(2, views_of_outputs)

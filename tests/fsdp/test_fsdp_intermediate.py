@@ -6,15 +6,19 @@ import copy
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
+from tests.fsdp.test_fsdp_hooked import Plain, bare
 from tests.ranks import on_processes, run_gloo
 from vescale_ray import fully_shard
+from vescale_ray.compat.fsdp import AllGather
 from vescale_ray.fsdp.marks import kept_tensors
 
 KEPT: list[torch.Tensor] = []
@@ -271,17 +275,95 @@ class AfterSine(nn.Module):
         return out
 
 
-@on_processes(2)
-def test_parameters_that_are_being_gathered_are_not_read(rank: int, world: int) -> None:
+class ThreadGather(AllGather):
+    """A user's all-gather, which a thread of the process group runs later."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def read_while_it_is_gathered(rank: int, world: int, by: str) -> list[str]:
     """Backward reads the weight of ``sine`` while a prefetch gathers it. Another rank's part may not have arrived yet."""
     told = []
     for width in (6, 200, 600):
-        model = AfterSine(width)
+        model: Any = AfterSine(width)
+        if by == "hooks":
+            model.sine.linear.weight = nn.Parameter(Plain(model.sine.linear.weight.detach()))
         for unit in (model.sine, model.last, model):
             fully_shard(unit)
+            if by == "a custom all-gather":
+                unit.set_custom_all_gather(ThreadGather())
         try:
             model(torch.ones(4, width)).backward()
             told.append("no error")
         except RuntimeError as error:
             told.append(str(error))
-    assert all(text.startswith("the parameters of unit 'sine' (sine.linear.weight, ") for text in told), told
+    return told
+
+
+@pytest.mark.parametrize("by", ["the unit", "hooks", "a custom all-gather"])
+def test_parameters_that_are_being_gathered_are_not_read(by: str) -> None:
+    for told in run_gloo(2, read_while_it_is_gathered, by):
+        assert all(text.startswith("the parameters of unit 'sine' (sine.linear.weight") for text in told), told
+
+
+def trains_after_a_refusal(rank: int, world: int) -> None:
+    """A user's all-gather in its own memory: a read of resharded parameters raises, and the next steps have the right gradients."""
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+    ours: Any = copy.deepcopy(plain)
+    for unit in (*ours, ours):
+        fully_shard(unit)
+        unit.set_custom_all_gather(ThreadGather())
+    x = torch.ones(2, 6)
+    for step in range(3):
+        for model in (ours, plain):
+            model.zero_grad()
+            model(x).square().sum().backward()
+        for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+        kept = []
+        handle = ours[0].register_forward_pre_hook(lambda module, _, kept=kept: kept.append(module.weight))
+        ours(x)
+        handle.remove()
+        with pytest.raises(RuntimeError, match=r"the parameters of unit '0' \(0\.weight, 0\.bias\) are resharded"):
+            kept[0].sum()
+        if step == 1:
+            ours[0].set_custom_all_gather(None)
+
+
+def test_resharded_memory_of_the_users_is_not_read() -> None:
+    run_gloo(2, trains_after_a_refusal)
+
+
+def kept_as_arrays(rank: int, world: int, width: int, hooked: bool) -> None:
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(3)))
+    ours: Any = copy.deepcopy(plain)
+    for layer in ours:
+        if hooked:
+            layer.weight = nn.Parameter(Plain(layer.weight.detach()))
+        fully_shard(layer)
+    fully_shard(ours)
+    kept: list[np.ndarray] = []
+    for layer in ours:
+        layer.register_forward_pre_hook(lambda module, _: kept.append(module.weight.detach()[1:].numpy()))
+    x = torch.randn(2, width)
+    for _ in range(3):
+        kept.clear()
+        for model in (ours, plain):
+            model.zero_grad()
+            model(x).square().sum().backward()
+        for array, p, q in zip(kept, ours.parameters(), plain.parameters(), strict=True):
+            assert np.array_equal(array, q.detach()[1:].numpy())
+            found, wanted = (bare(p.grad), q.grad.chunk(world)[rank]) if hooked else (p.grad.full_tensor(), q.grad)
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("width", [6, 300])
+def test_a_numpy_array_of_a_gathered_parameter_keeps_its_memory(width: int, hooked: bool) -> None:
+    run_gloo(2, kept_as_arrays, width, hooked)

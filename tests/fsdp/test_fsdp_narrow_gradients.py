@@ -39,7 +39,10 @@ def exchange(rank, world, size, arrives, dtype, to, factor, pairwise):
     out, full = torch.empty(size, dtype=to), gradients_of(rank, size, world, arrives)
     lane, pool, group = Lane(CPU), Pool(CPU), dist.group.WORLD
     assert group is not None
-    reduction.reduce_scatter(out, full, group, lane, pool, factor, dtype, pairwise=pairwise).wait()
+    together = reduction.Sums(lane)
+    pending = reduction.reduce_scatter(out, full, group, lane, pool, factor, dtype, together=together, pairwise=pairwise)
+    together.start()
+    pending.wait()
     assert torch.equal(out, summed(rank, world, size, arrives, dtype, to, factor))
 
 
@@ -78,7 +81,7 @@ def test_a_reduction_in_chunks_gives_the_bits_of_a_whole_one(staging, monkeypatc
         sizes.append(full.nbytes)
         return in_rank_order(target, full, **options)
 
-    monkeypatch.setattr(reduction, "STAGING_BYTES", staging)
+    monkeypatch.setattr(reduction, "staging_bytes", lambda cast: staging)
     monkeypatch.setattr(dist, "reduce_scatter_single", scatter)
     for world, size in ((2, 5), (3, 1000), (4, 3001)):
         sizes.clear()

@@ -279,6 +279,9 @@ CALLS: dict[str, Case] = {
     "a dict": Case(lambda m: fully_shard({"a": m}), TypeError, ("fully_shard got", "give a module, or a list")),
     "an empty list": Case(lambda m: fully_shard([]), ValueError, ("empty list", "give a module")),
     "None in a list": Case(lambda m: fully_shard([m, None]), TypeError, ("a list with None", "modules only")),
+    "a layer twice in a list": Case(
+        lambda m: fully_shard([*m.layers, m.layers[1]]), ValueError, ("only be applied to a module once", "Linear twice, at 1 and 2")
+    ),
     "a ModuleList": Case(lambda m: fully_shard(m.layers), ValueError, ("as ModuleList", "each module that is in it"), each_layer),
     "torch's on it": Case(
         fully_shard, ValueError, ("'head.weight'", "by torch's fully_shard"), lambda m: fully_shard(fill(Net())), lambda: torch_head(Net())
@@ -616,6 +619,13 @@ def units() -> Any:
     return each_layer(fill(Net()))
 
 
+def running_units() -> Any:
+    model = units()
+    model(batch(0, 0))
+    model.reshard()
+    return model
+
+
 def one_unit() -> Any:
     return fully_shard(fill(Net()))
 
@@ -699,6 +709,12 @@ def switch(method: str, flag: str) -> Case:
 
 
 METHODS: dict[str, Case] = {
+    "a layer twice": Case(
+        lambda m: fully_shard(m.layers[1]), ValueError, ("applied to this Linear 'layers.1' already", "leave out"), ignore, running_units
+    ),
+    "no such method": Case(
+        lambda m: register_fsdp_forward_method(m.layers[0], "encode"), ValueError, ("Linear 'layers.0' does not",), ignore, running_units
+    ),
     "twice": Case(fully_shard, ValueError, ("only be applied to a module once", "this Net", "leave out the second call"), ignore, one_unit),
     "root first": Case(
         lambda m: fully_shard(m.layers[0]),

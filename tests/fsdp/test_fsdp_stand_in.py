@@ -5,7 +5,10 @@ It shards, loads whole state dicts, trains and saves as with torch's.
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,9 +28,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+import vescale_ray
 from tests.ranks import on_processes
 from vescale_ray.dtensor import RaggedDTensor
-from vescale_ray.fsdp import FSDPModule, stand_in_for_torch
+from vescale_ray.fsdp import FSDPModule, stand_in_for_torch, torch_state
 
 WHOLE = StateDictOptions(full_state_dict=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -169,3 +173,16 @@ def test_fsdp2_trainer_loads_trains_and_saves_alike_on_stand_in(rank: int, world
         assert our_states["param_groups"] == states["param_groups"]
         found, expected = (our_parameters, our_states["state"], our_loss), (parameters, states["state"], loss)
         torch.testing.assert_close(found, expected, msg=lambda message, way=way: f"{way}: {message}")  # type: ignore[misc]
+
+
+def test_names_of_earlier_imports_are_replaced_and_restored() -> None:
+    """``from .. import x as y`` before the call; vescale_ray itself keeps torch's functions."""
+    script = types.ModuleType("earlier_script")
+    exec("from torch.distributed.fsdp import fully_shard, fully_shard as shard", script.__dict__)
+    exec("from torch.distributed.tensor import distribute_tensor as cut", script.__dict__)
+    before, kept = dict(script.__dict__), torch_state.torch_fully_shard
+    with patch.dict(sys.modules, {"earlier_script": script}):
+        with stand_in_for_torch():
+            assert script.shard is script.fully_shard is vescale_ray.fully_shard and script.cut is vescale_ray.distribute_tensor
+            assert torch_state.torch_fully_shard is kept
+        assert script.__dict__ == before

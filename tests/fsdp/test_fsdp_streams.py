@@ -22,12 +22,15 @@ from torch.distributed.tensor import Shard
 
 from tests.fsdp.towers import Tower, alike, grads, inputs, same, seeded, shard_tower
 from tests.fsdp.units import unit_of
-from tests.ranks import on_processes, on_threads, run_threads
-from vescale_ray.fsdp import Sharding, comm, memory
+from tests.ranks import on_processes, on_threads, run_gloo, run_threads
+from vescale_ray.compat.distributed import all_gather_many
+from vescale_ray.fsdp import Sharding, comm, fully_shard, memory, reduction
 from vescale_ray.fsdp.delivery import Delivery
 from vescale_ray.fsdp.division import Chunks
 from vescale_ray.fsdp.gradients import Gradients
 from vescale_ray.fsdp.memory import Buffer, Pool
+from vescale_ray.geometry import Block
+from vescale_ray.planner import plan_layout, units
 
 
 class Stream:
@@ -57,7 +60,8 @@ class World:
         self.current = self.compute
         self.lanes = 0
         self.accesses = []
-        self.together = []
+        self.together, self.reduced_together = [], []
+        """Number of buffers of each call."""
         self.blocks, self.freed, self.count = {}, defaultdict(list), 0
 
     def allocate(self, buffer):
@@ -115,10 +119,13 @@ def streams(monkeypatch):
         here().note("all-gather writes", output, True)
         return original_gather(output, input, group=group, async_op=async_op)
 
-    def gather_many(pairs, *, group):
+    def gather_many(pairs, *, group, async_op=False):
         here().together.append(len(pairs))
-        for output, input in pairs:
-            gather(output, input, group=group)
+        return [gather(output, input, group=group, async_op=async_op) for output, input in pairs]
+
+    def scatter_many(pairs, *, op, group, async_op=False):
+        here().reduced_together.append(len(pairs))
+        return [work for pair in pairs if (work := scatter(*pair, op=op, group=group, async_op=async_op)) is not None]
 
     def scatter(output, input, *, op=dist.ReduceOp.SUM, group, async_op=False):
         here().note("reduce-scatter reads", input, False)
@@ -176,6 +183,7 @@ def streams(monkeypatch):
     monkeypatch.setattr(dist, "all_gather_single", gather)
     monkeypatch.setattr(comm, "all_gather_many", gather_many)
     monkeypatch.setattr(dist, "reduce_scatter_single", scatter)
+    monkeypatch.setattr(reduction, "reduce_scatter_many", scatter_many)
     monkeypatch.setattr(Gradients, "accumulate", accumulate)
     monkeypatch.setattr(Delivery, "deliver", deliver)
     return here
@@ -255,12 +263,90 @@ def test_the_gathers_of_a_units_groups_are_one_call(rank, world, streams):
     assert len(here.together) >= 5 * 3 and set(here.together) == {2}
 
 
+class Uneven(nn.Module):
+    """Layers whose two matrices have rows of different lengths."""
+
+    def __init__(self, layers=4):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(20, 28), nn.Tanh(), nn.Linear(28, 20)) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def a_buffer_for_each_matrix(specs, num_shards, **_):
+    matrices = [spec for spec in specs if len(spec.shape) == 2]
+    rest = [spec for spec in specs if len(spec.shape) != 2]
+    return tuple(plan_layout([spec, *others], num_shards) for spec, others in zip(matrices, [rest, []], strict=True))
+
+
+def train_uneven(rank, world, mixed):
+    """Train with blocks of 4 rows. Returns the number of groups of a layer, and all gradients and parameters."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()
+    model = seeded(Uneven)
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=policy, block_policy=lambda name, p: Block.rows(4) if p.dim() == 2 else None)
+    fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    values = []
+    for step in range(3):
+        model(inputs(rank, world, step)).float().square().mean().backward()
+        values += [p.grad.full_tensor() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    values += [p.full_tensor() for p in model.parameters()]
+    return len(unit_of(model.layers[0]).groups), values
+
+
+def uneven_calls(rank, world, streams, mixed):
+    here = streams()
+    groups, values = train_uneven(rank, world, mixed)
+    return groups, values, here.races(), here.together, here.reduced_together
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("staging", [1 << 20, 1 << 11])
+def test_a_unit_of_several_buffers_is_one_call_in_each_direction(streams, monkeypatch, mixed, staging):
+    one = run_threads(2, uneven_calls, streams, mixed)
+    monkeypatch.setattr(units, "plan_buffers", a_buffer_for_each_matrix)
+    monkeypatch.setattr(reduction, "staging_bytes", lambda cast: staging)
+    several = run_threads(2, uneven_calls, streams, mixed)
+    for (groups, expected, *_), (more, values, races, gathers, sums) in zip(one, several, strict=True):
+        assert (groups, more) == (1, 2)
+        assert races == []
+        assert all(torch.equal(a, b) for a, b in zip(expected, values, strict=True)), "to the bit"
+        assert gathers == [2] * (2 * 4) * 3, "forward and backward gather each of four layers"
+        if mixed and staging < 1 << 20:
+            numel = 2 * (320 + 336) + 2 * 32
+            chunks = -(-4 * numel // staging)
+            assert len(sums) <= (chunks + 1) * 4 * 3 and sums.count(2) == 4 * 3, "one chunk has parts of both buffers"
+        else:
+            assert sums == [2] * 4 * 3
+
+
+def test_gloo_trains_several_buffers_like_one():
+    for several, one in zip(run_gloo(2, uneven_on_gloo, True), run_gloo(2, uneven_on_gloo, False), strict=True):
+        assert (several[0], one[0]) == (2, 1)
+        assert all((a == b).all() for a, b in zip(several[1], one[1], strict=True))
+
+
+def uneven_on_gloo(rank, world, several):
+    with pytest.MonkeyPatch.context() as patch:
+        if several:
+            patch.setattr(units, "plan_buffers", a_buffer_for_each_matrix)
+        groups, values = train_uneven(rank, world, False)
+    return groups, [value.detach().numpy() for value in values]
+
+
 @on_processes(2)
 def test_gloo_runs_several_gathers_in_one_call(rank, world):
     inputs = [torch.full((n,), float(rank * 10 + n)) for n in (3, 5)]
     outputs = [torch.empty(world * n) for n in (3, 5)]
     world_group = dist.group.WORLD
     assert world_group is not None
-    comm.all_gather_many(list(zip(outputs, inputs, strict=True)), group=world_group)
+    for work in all_gather_many(list(zip(outputs, inputs, strict=True)), group=world_group, async_op=True):
+        work.wait()
     for n, out in zip((3, 5), outputs, strict=True):
         assert torch.equal(out, torch.cat([torch.full((n,), float(r * 10 + n)) for r in range(world)]))

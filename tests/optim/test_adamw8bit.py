@@ -21,8 +21,8 @@ from tests.ranks import on_threads, run_threads
 from vescale_ray import Block, RaggedShard, distribute_tensor
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.optim import AdamW8bit
-from vescale_ray.optim.adamw8bit import block_of
-from vescale_ray.optim.codec import Codebook, dynamic_values, root_values
+from vescale_ray.optim.eight_bit.adamw8bit import block_of
+from vescale_ray.optim.eight_bit.codec import Codebook, dynamic_values, root_values
 
 # Tails in rows and columns, experts and a convolution's filter; FP32 states for an embedding, a vector and a small matrix.
 SHAPES = {
@@ -231,7 +231,7 @@ def test_nearest_code_for_m_makes_updates_too_large(monkeypatch: pytest.MonkeyPa
 
     The dynamic map's lower decades are so coarse that the nearest value may be twice as large.
     """
-    from vescale_ray.optim import adamw8bit
+    from vescale_ray.optim.eight_bit import adamw8bit
 
     monkeypatch.setattr(adamw8bit, "signed_codebook", lambda device: Codebook(dynamic_values(True), device))
     assert largest_updates((256, 256), Block.tile(32, 32), 4.0, False)[0] > 2.2
@@ -239,7 +239,7 @@ def test_nearest_code_for_m_makes_updates_too_large(monkeypatch: pytest.MonkeyPa
 
 def test_plain_dynamic_map_for_v_makes_updates_explode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that the experiment above tells a wrong map from a right one."""
-    from vescale_ray.optim import adamw8bit
+    from vescale_ray.optim.eight_bit import adamw8bit
 
     class Plain:
         values = dynamic_values(False)

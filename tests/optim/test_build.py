@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from tests.dtensor.layouts import one_dim_mesh, whole
 from tests.ranks import on_threads, run_gloo, run_threads
-from vescale_ray.config import load_config
+from vescale_ray.config import load_config, parse_config
 from vescale_ray.fsdp import fully_shard
 from vescale_ray.geometry import Block
 from vescale_ray.models.llama import Llama, LlamaConfig
@@ -198,6 +199,32 @@ def test_single_optimizer_is_built_plain_with_zeroed_states() -> None:
         assert not any(bool(v.any()) for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor))
         assert all(torch.equal(before[n], p) and p.grad is None for n, p in model.named_parameters())
         assert all(group["lr"] == 1e-3 for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("choice", "fused", "foreach"),
+    [
+        ({}, True, None),
+        ({"fused": False}, None, None),
+        ({"options": {"foreach": True}}, None, True),
+        ({"options": {"fused": False}}, False, None),
+    ],
+    ids=str,
+)
+def test_adamw_is_fused_on_an_accelerator_unless_told_otherwise(choice: dict[str, Any], fused: Any, foreach: Any) -> None:
+    with FakeTensorMode():  # tensors without memory, which need no GPU
+        for device, expected in (("cuda", fused), ("cpu", None if fused else fused)):
+            model = nn.Module()
+            model.weight = nn.Parameter(torch.empty(8, 4, device=device))
+            built = build_optimizer(model, {"name": "adamw", **choice}, log=None)
+            (group,), (state,) = built.param_groups, built.state.values()
+            assert (group["fused"], group["foreach"]) == (expected, foreach)
+            assert state["step"].device.type == (device if expected else "cpu"), "a fused kernel reads its step on the device"
+
+
+def test_adamw_of_a_deterministic_run_is_not_fused() -> None:
+    chosen = [OptimizerConfig.of(parse_config({"elastic": {"deterministic": value}})).fused for value in (False, True)]
+    assert chosen == [True, False]
 
 
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"foreach": True}, {"fused": True}], ids=str)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vescale_ray.optim.codec import Codebook, dynamic_values, root_codebook, root_values, signed_codebook
+from vescale_ray.optim.eight_bit.codec import Codebook, dynamic_values, root_codebook, root_values, signed_codebook
 
 CPU = torch.device("cpu")
 

@@ -18,12 +18,12 @@ from tests.optim.test_muon import SHAPES, alone, equal, give_gradients, random_c
 from tests.ranks import run_gloo, run_threads
 from vescale_ray.geometry import Block
 from vescale_ray.optim import Muon
-from vescale_ray.optim.exchange import Job, plan
-from vescale_ray.optim.matrices import matrices
-from vescale_ray.optim.newton_schulz import coefficients, flops
-from vescale_ray.optim.roots import assign_buckets, assign_roots
+from vescale_ray.optim.matrix.exchange import Job, plan
+from vescale_ray.optim.matrix.matrices import matrices
+from vescale_ray.optim.matrix.newton_schulz import coefficients, flops
+from vescale_ray.optim.matrix.roots import assign_buckets, assign_roots
 from vescale_ray.planner import TensorSpec, plan_layout
-from vescale_ray.planner.model_shapes import model_shapes
+from vescale_ray.planner.models.model_shapes import model_shapes
 
 ROUNDS = coefficients("keller-jordan", 5)
 EVEN = tuple((12 * k, 8) for k in (1, 2, 3, 5)) * 6

@@ -24,8 +24,8 @@ from tests.ranks import on_threads, run_threads
 from vescale_ray.dtensor import RaggedDTensor, RaggedShard, distribute_tensor
 from vescale_ray.fsdp import fully_shard
 from vescale_ray.optim import Muon
-from vescale_ray.optim.muon import SCALES
-from vescale_ray.optim.newton_schulz import NewtonSchulz, coefficients, orthogonalize, orthogonalize_batch
+from vescale_ray.optim.matrix.muon import SCALES
+from vescale_ray.optim.matrix.newton_schulz import NewtonSchulz, coefficients, orthogonalize, orthogonalize_batch
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.5}
 
@@ -214,7 +214,7 @@ def test_batch_is_used_only_if_bitwise_equal_to_single_matrices(shape: tuple[int
     always = NewtonSchulz(batched=True)(many, rounds, 1e-7)
     assert all((a - b).float().abs().max() <= 2e-2 for a, b in zip(always, expected, strict=True))
     # A device whose batched kernels round differently.
-    import vescale_ray.optim.newton_schulz as module
+    import vescale_ray.optim.matrix.newton_schulz as module
 
     monkeypatch.setattr(module, "orthogonalize_batch", lambda *a: orthogonalize_batch(*a) * 1.01)
     fresh = NewtonSchulz()
@@ -225,7 +225,7 @@ def test_batch_is_used_only_if_bitwise_equal_to_single_matrices(shape: tuple[int
 @pytest.mark.parametrize("rarely", [2, 40])
 def test_a_batch_that_differs_only_now_and_then_is_not_used(rarely: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of 16 x 16 matrices differ now and then on CPUs, so one equal batch proves nothing."""
-    import vescale_ray.optim.newton_schulz as module
+    import vescale_ray.optim.matrix.newton_schulz as module
 
     calls = iter(range(1, 1 << 20))
 
@@ -244,7 +244,7 @@ def test_a_batch_that_differs_only_now_and_then_is_not_used(rarely: int, monkeyp
 @pytest.mark.parametrize("shape", [(16, 16), (2, 64), (12, 12), (16, 300), (7, 10)])
 def test_batches_of_small_matrices_give_the_bits_of_each_alone(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """If batched, about one batch of fifty differs (torch 2.13 on CPUs with oneDNN's BF16)."""
-    import vescale_ray.optim.newton_schulz as module
+    import vescale_ray.optim.matrix.newton_schulz as module
 
     clock = itertools.cycle([0.0, 1.0, 3.0])  # batches are faster
     monkeypatch.setattr(module, "_now", lambda device: next(clock))

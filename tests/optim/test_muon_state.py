@@ -22,7 +22,7 @@ from vescale_ray.dtensor import distribute_tensor
 from vescale_ray.fsdp import fully_shard
 from vescale_ray.optim import AdamW, CombinedOptimizer, Muon
 from vescale_ray.optim.agree import DisagreementError
-from vescale_ray.optim.muon import NonFiniteGradients
+from vescale_ray.optim.matrix.muon import NonFiniteGradients
 from vescale_ray.state_dict import get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
 
 STACKS = ((33, 20), (7, 40), (3, 8, 6), (24, 24))

@@ -202,6 +202,34 @@ def test_an_optimizer_refuses_and_the_remedy_steps(rank: int, world: int, what: 
     same(model, plain)
 
 
+@pytest.mark.parametrize("make", [AdamW, AdamW8bit, Flat, Muon, Shampoo, SOAP])
+@on_threads(WORLD)
+def test_a_parameter_given_twice_is_refused(rank: int, world: int, make: Any) -> None:
+    model: Any = fully_shard(net())
+    weight, other = model[0].weight, model[2].weight
+    model.unshard()
+    gathered = model[0].weight
+    assert gathered is not weight
+    words = "of shape (8, 8), is in the same group, too, so each step would change it twice: give it once"
+    refused(lambda: make([other, weight, weight]), ValueError, (f"parameter 2 of param group 0, {words}",))
+    refused(lambda: make([gathered, weight]), ValueError, (f"parameter 1 of param group 0, {words}",))
+    refused(lambda: make([("0.weight", weight)] * 2), ValueError, (f"0.weight of param group 0, {words}",))
+    there = "parameter 0 of param group 2, of shape (8, 8), is in param group 1, too"
+    refused(lambda: make([{"params": [one]} for one in (other, weight, gathered)]), ValueError, (there,))
+    made = make([other])
+    refused(lambda: made.add_param_group({"params": [other]}), ValueError, ("parameter 0 of param group 1",))
+    assert len(made.param_groups) == 1
+
+
+@on_threads(WORLD)
+def test_flat_refuses_integers_by_name(rank: int, world: int) -> None:
+    model: Any = net()
+    model[0].table = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+    fully_shard(model)
+    refused(lambda: Flat(model.named_parameters()), ValueError, ("0.table of shape (3,) is torch.int8", "leave it out"))
+    refused(lambda: Flat(model.parameters()), ValueError, ("parameter 2 of shape (3,) is torch.int8",))
+
+
 CLIPS: dict[str, tuple[Callable[[Any], Any], type[BaseException], tuple[str, ...]]] = {
     "a model": (lambda m: clip_grad_norm_(m, 1.0), TypeError, ("got a Sequential", "model.parameters()")),
     "None": (lambda m: clip_grad_norm_(None, 1.0), TypeError, ("got a NoneType",)),  # type: ignore[arg-type]

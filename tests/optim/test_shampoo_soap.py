@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from tests.optim.optim_support import State, Weights, full_state, give_gradients, noise, same, sharded, straddles, train
 from tests.ranks import on_threads, run_threads
 from vescale_ray import Block
-from vescale_ray.optim import SOAP, Shampoo, kronecker
-from vescale_ray.optim.kronecker import KroneckerOptimizer, PreconditionerWarning, inverse_root
+from vescale_ray.optim import SOAP, Shampoo
+from vescale_ray.optim.matrix import kronecker
+from vescale_ray.optim.matrix.kronecker import KroneckerOptimizer, PreconditionerWarning, inverse_root
 
 KINDS: list[Any] = [Shampoo, SOAP]
 SHAPES = {"wq_weight": (48, 40), "odd": (37, 29), "experts": (3, 16, 20), "odd_experts": (2, 13, 9), "bias": (70,), "filters": (6, 4, 3, 3)}

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from vescale_ray import Block
-from vescale_ray.optim import AdamW8bit, adamw8bit
-from vescale_ray.optim.adamw8bit_triton import step_region_triton
+from vescale_ray.optim import AdamW8bit
+from vescale_ray.optim.eight_bit import adamw8bit
+from vescale_ray.optim.eight_bit.adamw8bit_triton import step_region_triton
 
 BLOCKS: list[Any] = [256, 100, Block.tile(32, 32), Block.tile(7, 30), Block.rows(8)]
 

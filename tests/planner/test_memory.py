@@ -11,8 +11,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.ranks import run_gloo
 from vescale_ray.models.llama import Llama, LlamaConfig
+from vescale_ray.planner import plan_layout, units
 from vescale_ray.planner.cost import Policy, plan_model, predict_memory
-from vescale_ray.planner.model_shapes import model_shapes
+from vescale_ray.planner.models.model_shapes import model_shapes
 from vescale_ray.planner.units import Blocks
 
 CONFIG = LlamaConfig(dim=192, layers=4, heads=6, kv_heads=2, ffn=512, vocab=384)
@@ -47,6 +48,11 @@ def build(kind: str) -> nn.Module:
     return model
 
 
+def a_buffer_for_each_width(specs: Any, num_shards: int, **_: Any) -> Any:
+    widths = dict.fromkeys(spec.shape[-1] for spec in specs)
+    return tuple(plan_layout([spec for spec in specs if spec.shape[-1] == width], num_shards) for width in widths)
+
+
 def measure(rank: int, world: int, compute: str, optimizer: str, kind: str, rows: int | None) -> dict[str, int]:
     """Train three steps. Returns the bytes of the engine's tensors by kind, as maximum for temporary ones."""
     from vescale_ray import Block, explain, fully_shard
@@ -63,6 +69,8 @@ def measure(rank: int, world: int, compute: str, optimizer: str, kind: str, rows
         most["gradient_buffers"] = max(most["gradient_buffers"], sum(n * lent for n, (_, lent) in count.items()))
 
     setattr(Pool, "_note_peak", note)  # noqa: B010 # only in this rank's process
+    if kind == "several buffers":
+        setattr(units, "plan_buffers", a_buffer_for_each_width)  # noqa: B010 # only in this rank's process
     model = build(kind)
     dtype = getattr(torch, compute)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype != torch.float32 else MixedPrecisionPolicy()
@@ -78,8 +86,9 @@ def measure(rank: int, world: int, compute: str, optimizer: str, kind: str, rows
         tokens = torch.randint(0, CONFIG.vocab, (2, 16))
         model(tokens).float().logsumexp(-1).mean().backward()
         step.step()
-    units = {id(u): u for m in model.modules() if (u := unit_of(m)) is not None}
-    groups = [group for unit in units.values() for group in unit.groups]
+    sharded = {id(u): u for m in model.modules() if (u := unit_of(m)) is not None}
+    groups = [group for unit in sharded.values() for group in unit.groups]
+    assert (max(len(unit.groups) for unit in sharded.values()) > 1) == (kind in ("frozen", "several buffers"))
 
     def storages(tensors: list[torch.Tensor]) -> int:
         return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
@@ -117,3 +126,8 @@ def test_each_kind_of_memory_is_predicted_within_5_percent(world, compute, optim
         predicted = predict_memory(plan, policy, backend="gloo", rank=rank).by_kind()
         for what in EXACT:
             assert abs(predicted[what] - held[what]) <= 0.05 * held[what], (rank, what, predicted[what], held[what])
+
+
+@pytest.mark.parametrize(("world", "compute"), [(2, "bfloat16"), (3, "float32"), (4, "bfloat16")])
+def test_memory_of_units_with_several_buffers_is_predicted(world: int, compute: str) -> None:
+    run_gloo(world, measure, compute, "adamw", "several buffers", None, timeout=60)  # compares with explain

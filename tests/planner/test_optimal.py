@@ -150,7 +150,7 @@ def test_plans_of_up_to_seven_tensors_match_brute_force(seeds: range) -> None:
 
 def test_heuristic_bound_never_exceeds_the_brute_force_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search over all orders is switched off, which leaves best fit and the bound."""
-    from vescale_ray.planner.orders import Kinds
+    from vescale_ray.planner.placement.orders import Kinds
 
     monkeypatch.setattr(Kinds, "MOST_STATES", 0)
     met = 0

@@ -9,7 +9,7 @@ import torch
 
 from vescale_ray.geometry import Block
 from vescale_ray.planner import TensorSpec, plan_layout
-from vescale_ray.planner.scales import ScaleShards
+from vescale_ray.planner.placement.scales import ScaleShards
 
 FP8 = torch.float8_e4m3fn
 

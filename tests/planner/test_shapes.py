@@ -12,8 +12,8 @@ from torch import nn
 
 from vescale_ray.errors import BadInput
 from vescale_ray.models.llama import Llama, LlamaConfig
-from vescale_ray.planner.architectures import PUBLISHED
-from vescale_ray.planner.model_shapes import model_shapes
+from vescale_ray.planner.models.architectures import PUBLISHED
+from vescale_ray.planner.models.model_shapes import model_shapes
 
 # Total and active parameters, as published. Exact counts come from the released safetensors files (Hugging Face model pages). Rounded
 # counts come from the reports: gpt-oss arXiv 2508.10925 table 1 (its active counts leave the embedding out), DeepSeek-V3 arXiv 2412.19437,

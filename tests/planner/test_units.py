@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
 from tests.planner.oracle import check
 from vescale_ray.geometry import Block
-from vescale_ray.planner import TensorSpec, plan_layout
+from vescale_ray.planner import TensorSpec, plan_buffers, plan_layout
 from vescale_ray.planner.advice import advise
-from vescale_ray.planner.model_shapes import model_shapes
-from vescale_ray.planner.shapes import ParamShape, UnitShape
+from vescale_ray.planner.models.model_shapes import model_shapes
+from vescale_ray.planner.models.shapes import ParamShape, UnitShape
+from vescale_ray.planner.placement import buffers
 from vescale_ray.planner.units import Blocks, Lever, UnitPlan, plan_unit
 
 PLAIN, PER_BLOCK, STRIDED = Lever(), Lever(buffers="per block"), Lever(strided=True)
@@ -76,12 +79,12 @@ def test_remedies_past_the_levers_reach_are_named_and_hold() -> None:
     found = advise(unit, 4096, Blocks(128, "experts"))
     assert not found.reached
     hsdp, larger, smaller = found.remedies
-    assert hsdp.startswith("HSDP: shard over 1024 ranks, replicate 4 times")
-    assert advise(unit, 1024, Blocks(128, "experts")).reached and not advise(unit, 2048, Blocks(128, "experts")).reached
-    assert larger.startswith("larger units") and "12 layers per unit" in larger and "73 GiB" in larger
-    assert plan_unit(unit, 4096, Blocks(128, "experts"), lever=Lever(12)).padding_ratio < 0.03
-    assert smaller.startswith("smaller blocks: 32 rows")
-    assert advise(unit, 4096, Blocks(32, "experts")).reached
+    assert hsdp.startswith("HSDP: shard over 2048 ranks, replicate 2 times")
+    assert advise(unit, 2048, Blocks(128, "experts")).reached
+    assert larger.startswith("larger units") and "6 layers per unit" in larger and "37 GiB" in larger
+    assert plan_unit(unit, 4096, Blocks(128, "experts"), lever=Lever(6, "per block")).padding_ratio < 0.03
+    assert smaller.startswith("smaller blocks: 64 rows")
+    assert advise(unit, 4096, Blocks(64, "experts")).reached
 
 
 def test_one_buffer_per_row_length_avoids_the_common_multiple() -> None:
@@ -90,6 +93,34 @@ def test_one_buffer_per_row_length_avoids_the_common_multiple() -> None:
     assert plain.padding_ratio > 0.06 and apart.padding_ratio < 0.0001
     lengths = [{s.granularity for s in layout.specs if s.block} for layout in apart.buffers]
     assert all(len(one) <= 1 for one in lengths) and len(apart.buffers) in (2, 3)
+
+
+def test_tensors_move_to_the_buffer_whose_shard_they_fill() -> None:
+    """64 blocks of 3.5 and 592 of 1 on 64 ranks: 3.5 + 10 each by row length. A rank with one of 3.5 and less than 13 has at most 12.5."""
+    (layer,) = [unit for unit in model_shapes("llama-3-70b").units if unit.count > 1]
+    block = 128 * 8192
+    plan = plan_unit(layer, 64, Blocks(128), lever=PER_BLOCK)
+    judge(layer, plan, 64, Blocks(128))
+    assert sorted(layout.shard_numel / block for layout in plan.buffers) == [6, 7]
+    specs = tuple(s for layout in plan.buffers for s in layout.specs)
+    assert sum(layout.shard_numel for layout in plan_buffers(specs, 64)) == 13 * block, "the engine has the same"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_moves_between_buffers_never_add_padding(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    shapes = [(rng.randrange(1, 400), rng.choice([24, 56, 64, 96])) for _ in range(rng.randrange(2, 9))]
+    unit = UnitShape("layer", tuple(ParamShape(f"w{i}", shape, "matrix") for i, shape in enumerate(shapes)))
+    for group in (2, 7, 16, 61):
+        blocks = Blocks(rng.choice([1, 4, 16]))
+        moved = plan_unit(unit, group, blocks, lever=PER_BLOCK)
+        judge(unit, moved, group, blocks)
+        with monkeypatch.context() as patch:
+            patch.setattr(buffers, "_balanced", lambda layouts, align: layouts)
+            buffers.per_block.cache_clear()
+            fixed = plan_unit(unit, group, blocks, lever=PER_BLOCK)
+        buffers.per_block.cache_clear()
+        assert moved.shard_numel <= fixed.shard_numel
 
 
 def test_strided_experts_pad_less_when_whole_experts_do_not_fit() -> None:

@@ -19,9 +19,9 @@ from tests.workers.fleet import Fleet, State
 from vescale_ray import gloo
 from vescale_ray.communication import abortable_waits
 from vescale_ray.communication.point_to_point import Messages
-from vescale_ray.optim import newton_schulz
-from vescale_ray.optim.exchange import Exchange, Job, plan
-from vescale_ray.optim.matrices import Holding, MatrixSpan
+from vescale_ray.optim.matrix import newton_schulz
+from vescale_ray.optim.matrix.exchange import Exchange, Job, plan
+from vescale_ray.optim.matrix.matrices import Holding, MatrixSpan
 from vescale_ray.workers.network import process_groups
 from vescale_ray.workers.network.process_groups import GroupFailed
 

@@ -39,7 +39,7 @@ CLIP = {"train_grad_clip": 0.2}
 MUON = {"train_optimizer": "muon", "train_lr": 0.01, **CLIP}
 # This model's matrices have 512 to 1792 elements. With default options all of them would keep FP32 states.
 ADAM8 = {"train_optimizer": "adamw8bit", "train_optimizer_options": {"min_8bit_numel": 512, "block": 64}, **CLIP}
-ADAM8_AGAIN = {**ADAM8, "train_activation_checkpointing": True}
+ADAM8_AGAIN = {**ADAM8, "train_activation_checkpointing": "full"}
 BF16 = {"train_param_dtype": "bfloat16", "train_reduce_dtype": "bfloat16", "model_tie": True}
 SHAMPOO, SOAP = {"train_optimizer": "shampoo"}, {"train_optimizer": "soap", "train_threads": 2}
 DROPOUT = {"model_factory": "tests.workers.tiny:DropoutModel", "model_units": ["body"], "train_grad_clip": 0}

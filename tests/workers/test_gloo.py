@@ -28,6 +28,7 @@ from vescale_ray.communication.point_to_point import is_pairwise
 from vescale_ray.fsdp import CPUOffloadPolicy, Sharding, fully_shard
 from vescale_ray.fsdp.schedule import unit_of
 from vescale_ray.workers import rehearsal
+from vescale_ray.workers.model_building import NextModel
 from vescale_ray.workers.network import process_groups
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,7 +131,8 @@ def test_the_group_of_a_rehearsal_has_one_thread(monkeypatch: pytest.MonkeyPatch
         dissolve()
 
     monkeypatch.setattr(process_groups, "dissolve", looks)
-    rehearsal.rehearse(tiny("stdlib", train_optimizer="adamw"), CPU)
+    config = tiny("stdlib", train_optimizer="adamw")
+    rehearsal.rehearse(config, CPU, NextModel(config))
     assert found == [1]
 
 

@@ -250,7 +250,7 @@ def test_worker_building_a_model_reports_forming_once_ordered(monkeypatch: pytes
     makes, made = threading.Event(), threading.Event()
     slow = False
 
-    def build(config: Any) -> None:
+    def build(config: Any, compiler: Any) -> None:
         if slow:
             makes.set()
             made.wait(10)

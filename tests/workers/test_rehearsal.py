@@ -5,15 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.workers.tiny import tiny
+from vescale_ray.config import RunConfig
+from vescale_ray.workers.model_building import NextModel
 from vescale_ray.workers.rehearsal import rehearse
 
-CPU = torch.device("cpu")
+
+def warm_up(config: RunConfig) -> None:
+    rehearse(config, torch.device("cpu"), NextModel(config))
+
+
+EXPERTS = {"model_factory": "tests.workers.tiny:ExpertsModel", "model_units": ["body"]}
 
 
 def _sockets() -> int:
@@ -30,16 +38,16 @@ def _sockets() -> int:
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon", "shampoo", "soap", "sgd"])
 def test_every_optimizer_is_rehearsed_to_the_end(optimizer: str, deterministic: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vescale_ray")
-    rehearse(tiny("stdlib", train_optimizer=optimizer, elastic_deterministic=deterministic), CPU)
+    warm_up(tiny("stdlib", train_optimizer=optimizer, elastic_deterministic=deterministic))
     assert not caplog.records
 
 
 def test_rehearsal_leaves_no_thread_socket_or_rng_change() -> None:
     config = tiny("stdlib", train_optimizer="adamw")
-    rehearse(config, CPU)  # starts torch's own threads, and opens the files that torch opens once
+    warm_up(config)  # starts torch's own threads, and opens the files that torch opens once
     state, threads, sockets = torch.get_rng_state(), threading.active_count(), _sockets()
     for _ in range(3):
-        rehearse(config, CPU)
+        warm_up(config)
     assert not dist.is_initialized()
     assert torch.equal(torch.get_rng_state(), state)
     assert threading.active_count() <= threads and _sockets() <= sockets
@@ -47,10 +55,25 @@ def test_rehearsal_leaves_no_thread_socket_or_rng_change() -> None:
 
 def test_failed_rehearsal_is_logged_and_leaves_no_group(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vescale_ray")
-    rehearse(tiny("stdlib", train_optimizer="adamw", train_optimizer_options={"no_such_option": 1}), CPU)
+    warm_up(tiny("stdlib", train_optimizer="adamw", train_optimizer_options={"no_such_option": 1}))
     assert "the warm-up before the first order failed" in caplog.text and not dist.is_initialized()
 
 
+@pytest.mark.parametrize(
+    ("model", "says"), [({}, "kinds of units compiled: 1"), (EXPERTS, "the compilation before the first order failed")], ids=["", "experts"]
+)
+def test_warm_up_compiles_units_that_run_on_meta_tensors(
+    model: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The experts read their tokens' values. Such units are compiled in the first step."""
+    compiled: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda forward, **how: lambda *args: compiled.append(how) or forward(*args))
+    caplog.set_level(logging.INFO, "vescale_ray")
+    warm_up(tiny("stdlib", train_compile=True, **model))
+    assert says in caplog.text and len(caplog.records) == 1 and not dist.is_initialized()
+    assert [how["fullgraph"] for how in compiled] == ([] if model else [True])
+
+
 def test_a_model_of_the_users_own_is_not_touched() -> None:
-    rehearse(tiny("stdlib", model_factory="no.such_module:model", model_units=["blocks.*"]), CPU)
+    warm_up(tiny("stdlib", model_factory="no.such_module:model", model_units=["blocks.*"]))
     assert not dist.is_initialized()

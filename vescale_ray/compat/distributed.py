@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,11 +39,28 @@ with private_names():
     need("torch.distributed.device_mesh.DeviceMesh", "_flatten", "_unflatten", "_concatenate")  # meshes of several parallelisms
 
 
-def all_gather_many(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, group: dist.ProcessGroup) -> None:
-    """Run several all-gathers of ``(output, input)`` as one call of the back end (NCCL: one launch)."""
-    with coalescing_manager(group=group):
+def all_gather_many(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, group: dist.ProcessGroup, async_op: bool = False) -> list[Any]:
+    """Run all-gathers of ``(output, input)`` as one call of the back end (NCCL: one launch). Returns the work to wait for."""
+    if len(pairs) == 1:
+        work = dist.all_gather_single(*pairs[0], group=group, async_op=async_op)
+        return [] if work is None else [work]
+    with coalescing_manager(group=group, async_ops=async_op) as running:
         for output, input in pairs:
-            dist.all_gather_single(output, input, group=group)
+            dist.all_gather_single(output, input, group=group, async_op=async_op)
+    return list(running.works)
+
+
+def reduce_scatter_many(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, op: Any, group: dist.ProcessGroup, async_op: bool = False
+) -> list[Any]:
+    """Run reduce-scatters of ``(output, input)`` as one call of the back end (NCCL: one launch). Returns the work to wait for."""
+    if len(pairs) == 1:
+        work = dist.reduce_scatter_single(*pairs[0], op=op, group=group, async_op=async_op)
+        return [] if work is None else [work]
+    with coalescing_manager(group=group, async_ops=async_op) as running:
+        for output, input in pairs:
+            dist.reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)
+    return list(running.works)
 
 
 def count_groups_anew() -> None:

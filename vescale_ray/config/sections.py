@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
@@ -29,7 +29,8 @@ class Section(BaseModel):
     @classmethod
     def _no_bool_as_number(cls, value: Any, info: Any) -> Any:
         # YAML reads yes/on/true as a boolean, and Python would accept it as the number 1.
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+        annotation = cls.model_fields[info.field_name].annotation
+        if isinstance(value, bool) and annotation is not bool and get_origin(annotation) is not Literal:
             raise ValueError("give a value of its own type, not a boolean")
         return value
 
@@ -79,7 +80,9 @@ class TrainSection(Section):
     slots: Count = Field(default=6, description="logical data-parallel positions, spread over the present workers")
     slot_batch: Count = Field(default=2, description="sequences per slot and step")
     optimizer: Literal["adamw", "adamw8bit", "muon", "shampoo", "soap", "sgd"] = Field(
-        default="adamw", description="optimizer; muon, shampoo and soap step matrices, adamw the rest beside them"
+        default="adamw",
+        description="optimizer; muon, shampoo and soap step matrices, adamw the rest beside them. On accelerators adamw steps in torch's "
+        "fused kernel, unless optimizer_options choose foreach or elastic.deterministic is set",
     )
     optimizer_options: dict[str, Any] = Field(
         default={}, description="further arguments of the optimizer, as its docstring names them: {nesterov: false}"
@@ -99,7 +102,16 @@ class TrainSection(Section):
     param_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of compute and of the all-gather")
     reduce_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of the gradients' reduce-scatter")
     reshard_after_forward: bool = Field(default=True, description="free the full parameters between forward and backward")
-    activation_checkpointing: bool = Field(default=False, description="recompute the units' activations in backward")
+    activation_checkpointing: Literal["none", "full", "selective"] = Field(
+        default="none",
+        description="what backward recomputes of each unit. full: all activations; selective: all but the results of matrix products and "
+        "attention",
+    )
+    compile: bool = Field(
+        default=False,
+        description="compile each unit with torch.compile, in each worker before it joins. A unit that breaks the graph gives a warning "
+        "and is compiled in pieces. Evaluations run uncompiled",
+    )
     eval_every: CountOrZero = Field(default=0, description="steps between evaluations; 0: before the first step and after the last")
     threads: Count = Field(default=1, description="CPU threads per worker")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda if the worker has a GPU")
@@ -123,7 +135,8 @@ class ElasticSection(Section):
     snapshot_every: CountOrZero = Field(default=1, description="steps between copies of each shard in another worker's memory; 0: none")
     start_timeout_s: Positive = Field(
         default=180.0,
-        description="seconds for workers to be placed and warmed up: at the start (the run then continues with those that are ready), for "
+        description="seconds for workers to be placed and warmed up, including compilation with train.compile: at the start (the run "
+        "then continues with those that are ready), for "
         "joiners and spares, and for a replacement without which the run can't train; more if nodes must be started for them",
     )
     collective_timeout_s: Positive = Field(default=30.0, description="seconds after which an unfinished collective counts as failed")

@@ -32,7 +32,7 @@ P: elements of the group's parameters. W: ranks. S: elements of a rank's shard; 
 | autograd's gradient, except weights of large ``nn.Linear``s | its own, compute | until its hook has run | autograd |
 | gradient buffer (scratch) | W*S, arrival (below) | first gradient to the end of the reduce-scatter | hooks |
 | exchange buffer (scratch), gloo with W > 2 | W*S, arrival | during the reduce-scatter | memory just released, if sizes match |
-| two staging buffers, not gloo, if arrival is not reduce | <= 64 MiB each, reduce | during the reduce-scatter | casts, chunk by chunk |
+| two staging buffers, not gloo, if arrival is not reduce | W*S/8 each, reduce | during the reduce-scatter | casts, chunk by chunk |
 | gradient shard (flat); ``param.grad`` are views | S, orig | until ``zero_grad`` | reduce-scatter, directly if reduce is orig |
 | partial gradient shard, HSDP without all-reduce | S, orig | until the next backward with it | reduce-scatter |
 | optimizer states | the shards' | the optimizer's | the optimizer, on sharded parameters |
@@ -44,8 +44,8 @@ they are summed. If a second gradient of a parameter arrives before a reduction 
 Number of buffers, for units of one size: the gathered buffers are prefetch depth + 1 = 2, and there is 1 gradient buffer. An accelerator
 fills a second one while it reduces the first; the next unit is gathered into the memory of the first. So there are 3 buffers in all, in a
 rotation that does not wait: collectives of one process group run one after the other anyway. On the CPU the pool frees all of them once a
-pass needs no further unit. There the first unit of a backward prefetches late, since all activations of the step are still alive. New host
-memory of a gradient buffer is allocated page by page as gradients are written.
+pass needs no further unit. The first unit of a backward prefetches late, since all activations of the step are still alive. New host memory
+of a gradient buffer is allocated page by page as gradients are written.
 
 Gaps: with ``allow_gaps`` a stack of matrices may be gathered with a gap behind each matrix. The shard is stored without the gaps if a rank
 has elements of several matrices. Then the master shard, gradient shard and states are smaller than S, and the shard is copied tensor by

@@ -24,7 +24,7 @@ from vescale_ray.fsdp.arguments import (
     unit_modules,
 )
 from vescale_ray.fsdp.arrivals import listen
-from vescale_ray.fsdp.checks import remember_parameters
+from vescale_ray.fsdp.checks import check_ignored, remember_parameters
 from vescale_ray.fsdp.collect import collect
 from vescale_ray.fsdp.data_parallel import data_parallel_ranks
 from vescale_ray.fsdp.group import ParameterGroup
@@ -33,6 +33,7 @@ from vescale_ray.fsdp.hooked import HookedGroup
 from vescale_ray.fsdp.lanes import Lanes
 from vescale_ray.fsdp.marks import watch_modules
 from vescale_ray.fsdp.module import FSDPModule, sharded_class
+from vescale_ray.fsdp.module_path import described
 from vescale_ray.fsdp.parameters import REPLACED, GroupPlan
 from vescale_ray.fsdp.phases import Phase, PhaseError
 from vescale_ray.fsdp.schedule import Schedule, unit_of
@@ -62,8 +63,8 @@ def fully_shard(
 
     Every argument of ``torch.distributed.fsdp.fully_shard`` keeps its meaning. Apply it bottom-up, and build the optimizer afterwards.
     Each call makes one *unit* of the parameters that no earlier call took. Parameters of a unit with one dtype and one ``requires_grad``
-    form one *group*: one buffer, one all-gather, one reduce-scatter. If one group needs more than 3 % and 1 MiB of padding, and several
-    need less, the unit splits it by length of block.
+    form one *group* with one buffer. If one buffer needs more than 3 % and 1 MiB of padding, and several need less, the unit splits the
+    group. The unit's groups are gathered in one call, and reduced in one.
 
     A parameter that is a DTensor already (tensor or expert parallelism on another dimension of the same mesh) stays one in the module's
     forward; data parallelism shards each rank's local part of it.
@@ -103,14 +104,15 @@ def fully_shard(
 
     A call that raises leaves the module as it was.
     """
-    roots = unit_modules(module)
+    roots, ignored = unit_modules(module), ignored_of(ignored_params)
+    check_ignored(roots, ignored)
     given = Arguments(
         mesh=mesh,
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement_fn,
         mp_policy=mp_policy,
         offload_policy=offload_policy,
-        ignored_params=ignored_of(ignored_params),
+        ignored_params=ignored,
         dp_mesh_dims=dp_mesh_dims,
         block_policy=block_policy,
         allow_gaps=allow_gaps,
@@ -144,7 +146,9 @@ def _build(
         # The model no longer uses the original. The mark lets optimizers and tied modules that still hold it raise a clear error.
         source.param.__dict__[REPLACED] = True
 
-    options = UnitOptions(given.resharding(axes.mesh)[0], hold_gradients=axes.hold)
+    inside = {id(param) for root in roots for param in root.parameters()}
+    ignored = {param: id(param) in inside for param in given.ignored_params}
+    options = UnitOptions(given.resharding(axes.mesh)[0], hold_gradients=axes.hold, ignored=ignored)
     unit = Unit(roots, groups, given.mp_policy, options, device, Schedule.start)
     listen(unit)
     for root, sharded in zip(roots, classes, strict=True):
@@ -180,7 +184,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not isinstance(module, FSDPModule):
         return
     if isinstance(getattr(module, method_name, None), nn.Module) or not callable(getattr(module, method_name, None)):
-        raise ValueError(f"{type(module).__name__.removeprefix('FSDP')} does not have a method {method_name!r}: give the name of one")
+        raise ValueError(f"{described(module)} does not have a method {method_name!r}: give the name of one")
     original = getattr(module, method_name)
 
     @functools.wraps(original)
@@ -210,7 +214,7 @@ def share_comm_ctx(modules: list[Any]) -> None:
     for module in modules:
         unit = unit_of(module) if isinstance(module, nn.Module) else None
         if unit is None:
-            raise ValueError(f"Expects list of FSDPModules but got {type(module).__name__}: apply fully_shard to it before share_comm_ctx")
+            raise ValueError(f"Expects list of FSDPModules but got {described(module)}: apply fully_shard to it before share_comm_ctx")
         if unit.phase is not Phase.RESTING or (unit.schedule is not None and unit.schedule.running):
             raise PhaseError(f"unit {unit.name!r} is in the middle of a step: call share_comm_ctx before or after it")
         units.append(unit)

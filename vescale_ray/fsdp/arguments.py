@@ -19,12 +19,14 @@ from vescale_ray.compat.fsdp import DataParallelMeshDims
 from vescale_ray.errors import BadArgument
 from vescale_ray.fsdp.checks import is_managed, is_replicated
 from vescale_ray.fsdp.hooked import has_gather_hooks
+from vescale_ray.fsdp.module_path import described
 from vescale_ray.fsdp.schedule import unit_of
 from vescale_ray.fsdp.sharding import Sharding
 from vescale_ray.geometry import Block
 
 BlockPolicy = Callable[[str, nn.Parameter], Block | None]
 
+_ONCE = "Each distinct composable distributed API can only be applied to a module once."
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
 
 
@@ -237,7 +239,7 @@ def unit_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     if isinstance(module, nn.Module):
         modules = [module]
     elif isinstance(module, Iterable) and not isinstance(module, torch.Tensor | str | dict):
-        modules = list(dict.fromkeys(module))
+        modules = list(module)
     else:
         raise TypeError(f"fully_shard got {_shown(module)}: give a module, or a list of modules")
     if not modules:
@@ -247,19 +249,21 @@ def unit_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
             raise TypeError(f"fully_shard got a list with {_shown(one)}: give modules only")
         if isinstance(one, nn.ModuleList | nn.ModuleDict) and type(one).forward is nn.Module.forward:
             raise ValueError(
-                f"fully_shard does not support containers that do not implement forward, as {type(one).__name__}: apply it to each module "
-                f"that is in it"
+                f"fully_shard does not support containers that do not implement forward, as {described(one)}: apply it to each module that "
+                f"is in it"
             )
         if unit_of(one) is not None:
             raise BadArgument(
-                f"Each distinct composable distributed API can only be applied to a module once. fully_shard was applied to this "
-                f"{type(one).__name__.removeprefix('FSDP')} already: leave out the second call"
+                f"{_ONCE} fully_shard was applied to this {described(one)} already: leave out the second call"
             )
         if is_replicated(one):
             raise BadArgument(
-                f"torch's replicate was applied to this {type(one).__name__} already: use one of the two; fully_shard has replicas on a "
-                f"mesh of two dimensions, ('replicate', 'shard')"
+                f"torch's replicate was applied to this {described(one)} already: use one of the two; fully_shard has replicas on a mesh "
+                f"of two dimensions, ('replicate', 'shard')"
             )
+        places = [place for place, other in enumerate(modules) if other is one]
+        if len(places) > 1:
+            raise BadArgument(f"{_ONCE} The list of modules holds the {described(one)} twice, at {places[0]} and {places[1]}: give it once")
     inside = {id(sub) for one in modules for sub in one.modules() if sub is not one}
     return [one for one in modules if id(one) not in inside]
 
@@ -292,13 +296,13 @@ def check_parameter(fqn: str, module: nn.Module, attribute: str, param: nn.Param
     """Raise ValueError for a parameter that is sharded already or has no dense storage; warn if it has gradient hooks."""
     if is_managed(module, attribute):
         raise ValueError(
-            f"parameter {fqn!r} is sharded already, with a module around this {type(module).__name__}: apply fully_shard to inner modules "
+            f"parameter {fqn!r} is sharded already, with a module around this {described(module)}: apply fully_shard to inner modules "
             f"first, to the whole model last, and to modules that were added afterwards (adapters) each by itself"
         )
     if getattr(module, "_is_fsdp_managed_module", False) and isinstance(param, DTensor):
         raise ValueError(
             f"parameter {fqn!r} is sharded already, by torch's fully_shard: use one of the two for all modules of a model, as "
-            f"vescale_ray.fully_shard for this {type(module).__name__.removeprefix('FSDP')}"
+            f"vescale_ray.fully_shard for this {described(module)}"
         )
     if nn.parameter.is_lazy(param):
         raise ValueError(

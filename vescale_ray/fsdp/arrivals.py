@@ -42,13 +42,12 @@ def _prefetch_at_first_gradient(unit_ref: weakref.ref[Unit]) -> None:
             if group.grads.trainable_count:
                 group.grads.open()
         unit.schedule.lend_reduced()
-        unit.prefetch_backward()
     else:
         unit.schedule.finish_reductions()
-        if not unit._prefetches_late:
-            unit.prefetch_backward()
-        if unit.open_call is not None and unit.open_call.previous is None:
-            unit.schedule.trim(scratch=False)
+    if not unit._prefetches_late:
+        unit.prefetch_backward()
+    if not unit.schedule.overlaps and unit.open_call is not None and unit.open_call.previous is None:
+        unit.schedule.trim(scratch=False)
 
 
 def _prefetch_at_most_gradients(unit_ref: weakref.ref[Unit]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,45 @@ def remember_parameters(managed: Iterable[nn.Module], ignored: Collection[nn.Par
     """Record the modules' parameters, and whether a unit manages each. The user asked to ignore the others."""
     for module in managed:
         module.__dict__[_NAMES] = {name: param not in ignored for name, param in module._parameters.items() if param is not None}
+
+
+def check_ignored(roots: Iterable[nn.Module], ignored: Collection[nn.Parameter]) -> None:
+    """Warn about ignored parameters that an earlier call has sharded already."""
+    sharded = {
+        id(param): f"{path}.{name}" if path else name
+        for root in roots
+        for path, module in (root.named_modules() if ignored else ())
+        for name, param in module._parameters.items()
+        if is_managed(module, name)
+    }
+    for param in ignored:
+        if id(param) in sharded or REPLACED in param.__dict__:
+            warnings.warn(
+                f"ignored_params holds {_told(param, sharded.get(id(param)))}, which an earlier fully_shard has sharded already: give it "
+                f"to that call, too",
+                UserWarning,
+                stacklevel=3,
+            )
+
+
+def check_all_ignored(units: Sequence[Unit], root: nn.Module) -> None:
+    """Warn about ignored parameters that are not in the model, and were not when ``fully_shard`` was called."""
+    held = {id(param) for param in root.parameters()}
+    held.update(id(param) for unit in units for param, inside in unit.options.ignored.items() if inside)
+    for unit in units:
+        ignored, unit.options.ignored = unit.options.ignored, {}
+        for param in ignored:
+            if id(param) not in held and REPLACED not in param.__dict__:
+                warnings.warn(
+                    f"ignored_params of unit {unit.name!r} holds {_told(param)}, which is not in the model: give parameters that the "
+                    f"model has when fully_shard is called",
+                    UserWarning,
+                    stacklevel=2,
+                )
+
+
+def _told(param: nn.Parameter, name: str | None = None) -> str:
+    return f"parameter {name!r}" if name else f"a parameter of shape {tuple(param.shape)} and {param.dtype}"
 
 
 def is_managed(module: nn.Module, name: str) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from torch import nn
 
+from vescale_ray.errors import noted
 from vescale_ray.fsdp.arguments import Arguments, check_block, check_parameter, has_hooks
 from vescale_ray.fsdp.data_parallel import DataParallelRanks, parallel_of, placed
 from vescale_ray.fsdp.parameters import REPLACED, OriginalParameter, Owner
@@ -55,10 +56,13 @@ def _held(roots: Sequence[nn.Module], managed: Collection[nn.Module]) -> Iterato
 def _original(fqn: str, param: nn.Parameter, owners: tuple[Owner, ...], given: Arguments, ranks: DataParallelRanks) -> OriginalParameter:
     shard_dim, data = placed(fqn, param, given, ranks)
     parallel = parallel_of(fqn, param, data)
-    block = given.block_policy(fqn, param) if given.block_policy is not None else None
+    block, may = None, given.allow_gaps
+    if given.block_policy is not None:
+        with noted(f"block_policy raised this for parameter {fqn!r}; fully_shard changed nothing"):
+            block = given.block_policy(fqn, param)
     check_block(fqn, block)
-    may = given.allow_gaps
-    gaps = param.dim() >= 3 and bool(may(fqn, param) if callable(may) else may)
+    with noted(f"allow_gaps raised this for parameter {fqn!r}; fully_shard changed nothing"):
+        gaps = param.dim() >= 3 and bool(may(fqn, param) if callable(may) else may)
     uneven = parallel is not None and not parallel.even
     if uneven and shard_dim is None:
         shard_dim = 0

@@ -10,6 +10,7 @@ buffer: 44 MiB more memory and 3x the CPU time for 44 MiB on two ranks.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -38,12 +39,16 @@ class Done:
 
 
 class Works:
-    """Running operations of ``lane`` in a process group. In a CPU process group the group's timeout bounds each wait."""
+    """Operations of ``lane`` in a process group. In a CPU process group the group's timeout bounds each wait."""
 
     __slots__ = ("_lane", "_works")
 
     def __init__(self, lane: Lane, *works: Any) -> None:
         self._lane, self._works = lane, works
+
+    def follow(self, works: Sequence[Any]) -> None:
+        """Wait for ``works``, which have started now."""
+        self._works = tuple(works)
 
     def wait(self) -> None:
         # Drop the works first: a failed one keeps its exception, and with it frames, alive.
@@ -65,8 +70,12 @@ class EventPending:
 
     @property
     def event(self) -> Any:
-        """The event, or None if it has been waited for."""
+        """The event, or None if the work has not started or has been waited for."""
         return self._event
+
+    def follow(self, event: Any) -> None:
+        """Wait for ``event``, which marks work that has started now."""
+        self._event = event
 
     def wait(self) -> None:
         event, self._event = self._event, None
@@ -75,16 +84,16 @@ class EventPending:
 
 
 class Together:
-    """All-gathers that are collected and then started in one call per process group, on an accelerator."""
+    """All-gathers that are collected and then started in one call per process group."""
 
     __slots__ = ("_asked", "_lane")
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
-        self._asked: dict[dist.ProcessGroup, list[tuple[torch.Tensor, torch.Tensor, EventPending]]] = {}
+        self._asked: dict[dist.ProcessGroup, list[tuple[torch.Tensor, torch.Tensor, Works | EventPending]]] = {}
 
-    def add(self, out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> Pending:
-        pending = EventPending(None, device)
+    def add(self, out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+        pending = self._lane.later()
         self._asked.setdefault(group, []).append((out, shard, pending))
         return pending
 
@@ -92,13 +101,8 @@ class Together:
         asked, self._asked = self._asked, {}
         for group, members in asked.items():
             with self._lane.context():
-                if len(members) == 1:
-                    dist.all_gather_single(members[0][0], members[0][1], group=group)
-                else:
-                    all_gather_many([(out, shard) for out, shard, _ in members], group=group)
-                event = self._lane.stream.record_event()
-            for _, _, pending in members:
-                pending._event = event
+                works = all_gather_many([(out, shard) for out, shard, _ in members], group=group, async_op=self._lane.stream is None)
+            self._lane.started([pending for _, _, pending in members], works)
 
 
 class Lane:
@@ -126,6 +130,19 @@ class Lane:
     def context(self) -> Any:
         """A context that puts work on the lane; on the CPU the work just runs."""
         return nullcontext() if self.stream is None else torch.get_device_module(self._device).stream(self.stream)
+
+    def later(self) -> Works | EventPending:
+        """A handle of an operation that starts later; :meth:`started` tells when."""
+        return Works(self) if self.stream is None else EventPending(None, self._device)
+
+    def started(self, handles: Sequence[Works | EventPending], works: Sequence[Any]) -> None:
+        """Let ``handles`` wait for everything on the lane so far; on the CPU for ``works``."""
+        event = None if self.stream is None else self.stream.record_event()
+        for handle in handles:
+            if isinstance(handle, Works):
+                handle.follow(works)
+            else:
+                handle.follow(event)
 
     def mark(self) -> Pending:
         """A handle that waits for everything on the lane so far."""
@@ -170,7 +187,7 @@ def all_gather(
 ) -> Pending:
     """Gather every rank's ``shard`` into ``out``, with the ``custom`` collective if there is one.
 
-    With a stream, the all-gather may start as late as ``together.start``; on the CPU it starts at once.
+    The process group's own all-gather starts with ``together.start``; the others start at once.
     """
     lane.issued += 1
     if custom is not None:
@@ -178,8 +195,15 @@ def all_gather(
             work = custom(out, shard, group, async_op=lane.stream is None)
             return Works(lane, work) if work is not None else lane.mark()
     if pairwise:
-        rank, world, size = group.rank(), group.size(), shard.numel()
-        messages = Messages(group, _TAG, lane)
+        return all_gather_pairwise([(out, shard)], group, lane)
+    return together.add(out, shard, group)
+
+
+def all_gather_pairwise(outputs_and_shards: Iterable[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup, lane: Lane) -> Messages:
+    """Gather every rank's shard of each pair into the output, by messages between all pairs of ranks."""
+    rank, world, messages = group.rank(), group.size(), Messages(group, _TAG, lane)
+    for out, shard in outputs_and_shards:
+        size = shard.numel()
         for distance in range(1, world):
             source, target = (rank - distance) % world, (rank + distance) % world
             messages.receive(out[source * size : (source + 1) * size], source)
@@ -187,7 +211,4 @@ def all_gather(
         own = out[rank * size : (rank + 1) * size]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        return messages
-    if lane.stream is None:
-        return Works(lane, dist.all_gather_single(out, shard, group=group, async_op=True))
-    return together.add(out, shard, group, out.device)
+    return messages

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from vescale_ray import gloo
 from vescale_ray.compat.fsdp import DataParallelMeshDims, FSDPMeshInfo, ShardPlacementResult
-from vescale_ray.errors import BadArgument
+from vescale_ray.errors import BadArgument, noted
 from vescale_ray.fsdp.arguments import Arguments
 from vescale_ray.fsdp.parameters import Parallel
 from vescale_ray.fsdp.sharding import ShardingPlan, data_parallel_part, default_mesh, plan_sharding
@@ -62,8 +62,10 @@ def placed(fqn: str, param: nn.Parameter, given: Arguments, default: DataParalle
         ValueError: the result is not a ``Shard``, ``ShardPlacementResult`` or None; its mesh is not (shard,) or (replicate, shard), or not
             that of ``sharding``.
     """
-    placement = given.shard_placement_fn(param) if given.shard_placement_fn is not None else None
-    data = default
+    placement, data = None, default
+    if given.shard_placement_fn is not None:
+        with noted(f"shard_placement_fn raised this for parameter {fqn!r}; fully_shard changed nothing"):
+            placement = given.shard_placement_fn(param)
     if isinstance(placement, ShardPlacementResult):
         data, placement = _data_of(fqn, placement.mesh_info, default), placement.placement
     if placement is not None and type(placement) is not Shard:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_ray.dbuffer import KeptShard
 from vescale_ray.fsdp.parameters import GroupParam, as_dtensor, local_of
-from vescale_ray.planner.layout import KeptElements
+from vescale_ray.planner.placement.layout import KeptElements
 
 
 class Delivery:

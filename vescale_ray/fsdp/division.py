@@ -19,7 +19,7 @@ from vescale_ray.dbuffer import DBuffer
 from vescale_ray.dtensor.placement import RaggedShard
 from vescale_ray.errors import BadArgument
 from vescale_ray.planner import START_BYTES, Bundle, Layout
-from vescale_ray.planner.layout import KeptElements
+from vescale_ray.planner.placement.layout import KeptElements
 
 
 class Division(Protocol):

@@ -12,9 +12,9 @@ import torch.distributed.fsdp
 
 from vescale_ray.errors import BadArgument
 from vescale_ray.fsdp.interfaces import UnitSchedule
+from vescale_ray.fsdp.lookup import sharded_unit
 from vescale_ray.fsdp.phases import PhaseError
 from vescale_ray.fsdp.running_backward import in_backward
-from vescale_ray.fsdp.schedule import unit_of
 from vescale_ray.fsdp.unit import Unit
 
 _Base: Any = getattr(torch.distributed.fsdp, "GradientReductionHandle", object)  # isinstance checks need torch's class if there is one
@@ -102,9 +102,7 @@ class FinalizesBackward:
 
 
 def _root(module: Any, method: str) -> Unit:
-    unit = unit_of(module)
-    if unit is None:
-        raise AssertionError(f"{type(module).__name__} has lost its sharding state: was it copied?")
+    unit = sharded_unit(module)
     if unit.schedule is not None and not unit.is_root:
         raise PhaseError(f"{method} must be called on the root FSDP module, not on unit {unit.name!r}")
     return unit

@@ -82,7 +82,7 @@ class GatheredBuffer:
             with torch.no_grad(), lane.context():
                 self.pool.provide(self.buffer)
         if not self.division.copies:
-            return self.flat
+            return self.flat if self.buffer.given is None else self.buffer.given.view(self.dtype)
         self._parts = self._new_parts()
         lane.after_current()  # the last copy out of this buffer
         return self._parts.flat(self.dtype)
@@ -108,16 +108,21 @@ class GatheredBuffer:
         self._pending, self._source = pending, source
 
     def hide(self) -> None:
-        """Make torch refuse reads of the parameters until :meth:`finish`: the all-gather that is under way fills them meanwhile.
-
-        It has its pointers by now, unless it runs later on a thread: a collective of a CPU process group that is not pairwise, or a user's.
-        """
+        """Make torch refuse reads of the parameters until :meth:`finish`: the all-gather that is under way fills them meanwhile."""
         if self._pending is None or self.buffer is None:
             return
-        if isinstance(self._pending, Messages):
-            self._pending.keep(self.buffer)
-        if isinstance(self._pending, Messages) or self._parts is not None or self.place.device.type != "cpu":
+        if self.may_hide(self.buffer) or self._parts is not None or self.buffer.fixed:
             self.buffer.invalidate()
+
+    def may_hide(self, memory: object) -> bool:
+        """Whether the all-gather under way has its pointers, so that the storages of ``memory`` may become invalid. It keeps ``memory``.
+
+        It lacks them if it runs later on a thread: a collective of a CPU process group that is not pairwise.
+        """
+        if isinstance(self._pending, Messages):
+            self._pending.keep(memory)
+            return True
+        return self._pending is not None and self.place.device.type != "cpu"
 
     def finish(self, fqn: str, *, join: bool) -> None:
         """Wait for the all-gather. ``join``: the parameters are used, so copy them to their places if they were received elsewhere."""

@@ -28,7 +28,7 @@ from vescale_ray.fsdp.flat_gradient import FlatGradient, give_back
 from vescale_ray.fsdp.linear import offer_sink
 from vescale_ray.fsdp.memory import Buffer, Pool
 from vescale_ray.fsdp.parameters import GroupParam, Place
-from vescale_ray.fsdp.reduction import InOrder, reduce_scatter
+from vescale_ray.fsdp.reduction import InOrder, Sums, reduce_scatter
 from vescale_ray.planner.step_buffers import arrival_dtype
 
 
@@ -103,7 +103,7 @@ class Gradients:
         self.on_first: Callable[[], None] | None = None
         """Called before the first gradient of a backward arrives in the buffer."""
         self.on_most: Callable[[], None] | None = None
-        """Called when gradients of three quarters of the elements have arrived."""
+        """Called when gradients of five sixths of the elements have arrived."""
 
     @property
     def awaits_claimed(self) -> bool:
@@ -221,7 +221,7 @@ class Gradients:
         if not self._seen[index]:
             self._seen[index] = True
             self.seen_count += 1
-            before, most = self._seen_numel, self.layout.numel * 3 // 4
+            before, most = self._seen_numel, self.layout.numel * 5 // 6
             self._seen_numel += leaf.numel()
             if self.on_most is not None and before < most <= self._seen_numel:
                 self.on_most()
@@ -277,8 +277,10 @@ class Gradients:
                     flat.views[index].zero_()
                 self._arrives(index)
 
-    def reduce(self, lane: comm.Lane, *, asks: bool) -> None:
-        """Start the reduce-scatter into this rank's shard, with zeros for gradients that have not arrived.
+    def reduce(self, lane: comm.Lane, together: Sums, *, asks: bool) -> None:
+        """Start the reduce-scatter into this rank's shard, or add it to those that ``together`` starts.
+
+        Gradients that have not arrived are zero.
 
         ``asks``: whether the ranks will exchange which parameters they used; if not, all of them count as used.
         """
@@ -311,6 +313,7 @@ class Gradients:
             self.pool,
             factor,
             self.reduce_dtype,
+            together=together,
             pairwise=self.place.pairwise,
             leaves_out=self.leaves_out,
             sum_only=self.sum_only,

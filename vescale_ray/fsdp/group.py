@@ -27,7 +27,7 @@ from vescale_ray.fsdp.phases import Residency, Retain
 
 
 class ParameterGroup:
-    """Parameters that share one DBuffer layout, one all-gather and one reduce-scatter.
+    """Parameters that share one DBuffer layout. A unit's groups share its all-gather and its reduce-scatter.
 
     Args:
         name: the name in error messages.
@@ -228,6 +228,10 @@ class ParameterGroup:
             source = self.master.flat if part is None else part
             self.gathered.start(out, source, group, lane, together, pairwise=pairwise, fqn=self.fqn)
         self._gathered_of, self._local_of = version, self.master.flat._version
+
+    def hide(self) -> None:
+        """Make torch refuse reads of the parameters that are being gathered, until :meth:`wait`."""
+        self.gathered.hide()
 
     def drop_torn(self) -> None:
         """Reshard before backward if an optimizer has stepped since forward: only this rank's part of the buffer has the new values then.

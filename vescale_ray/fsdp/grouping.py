@@ -1,4 +1,4 @@
-"""Division of a unit's parameters into groups, each with one buffer, one all-gather and one reduce-scatter."""
+"""Division of a unit's parameters into groups, each with one buffer. The groups' collectives run together, in one call per direction."""
 
 from __future__ import annotations
 

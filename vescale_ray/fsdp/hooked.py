@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_ray.dtensor.spec import contiguous_stride
 from vescale_ray.dtensor.transfer import movable
+from vescale_ray.errors import noted
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.debug import agree
 from vescale_ray.fsdp.group import ParameterGroup
@@ -77,15 +78,25 @@ class _GatheredTensors:
         if storage.nbytes() < nbytes:
             storage.resize_(nbytes)
 
+    def hide(self) -> None:
+        """Make torch refuse reads of the outputs until :meth:`allocate`."""
+        for tensor in self.outputs:
+            self._guard(tensor).invalidate()
+
     def free(self) -> None:
         for tensor in (*self.outputs, *self.inner):
-            storage = tensor.untyped_storage()
-            guard = self._guards.get(storage._cdata)
-            if guard is None:
-                guard = self._guards[storage._cdata] = Guard(storage, storage.nbytes(), self._because)
-            if guard.valid:
-                storage.resize_(0)
-                guard.invalidate()
+            guard = self._guard(tensor)
+            guard.validate()
+            if not guard.exported:
+                tensor.untyped_storage().resize_(0)
+            guard.invalidate()
+
+    def _guard(self, tensor: torch.Tensor) -> Guard:
+        storage = tensor.untyped_storage()
+        guard = self._guards.get(storage._cdata)
+        if guard is None:
+            guard = self._guards[storage._cdata] = Guard(storage, storage.nbytes(), self._because)
+        return guard
 
 
 class HookedGroup(ParameterGroup):
@@ -131,20 +142,27 @@ class HookedGroup(ParameterGroup):
         assert self.gathered.pool is not None
         agree(f"all-gather of {self.name!r}", self.place.shard_group, self.place.device)
         lane.after(self.gathered.pool.released_event)
-        works: list[Any] = []
-        sent: list[torch.Tensor] = []
+        sent: list[tuple[torch.Tensor, torch.Tensor]] = []
         with torch.no_grad(), lane.context(), span("all_gather", self.fqn):
             for param, gathered in zip(self.params, self._tensors, strict=True):
                 inputs = self._before(param, gathered)
                 gathered.receive(inputs, self.place.world)
-                for output, one in zip(gathered.outputs, inputs, strict=True):
-                    flat = one.contiguous().view(-1)
-                    sent.append(flat)
-                    to, what, group = movable(output), movable(flat), self.place.shard_group
-                    works.append(dist.all_gather_single(to, what, group=group, async_op=lane.stream is None))
-                    lane.issued += 1
-        self.gathered.follow(comm.Works(lane, *works) if lane.stream is None else lane.mark(), sent)
+                # Through .data: a version counter that changes would make autograd refuse parameters that are views of the outputs.
+                sent += [(movable(o.data), movable(one.contiguous().view(-1))) for o, one in zip(gathered.outputs, inputs, strict=True)]
+            lane.issued += len(sent)
+            group = self.place.shard_group
+            if self.place.pairwise:
+                pending: comm.Pending = comm.all_gather_pairwise(sent, group, lane)
+            else:
+                works = [dist.all_gather_single(to, what, group=group, async_op=lane.stream is None) for to, what in sent]
+                pending = comm.Works(lane, *works) if lane.stream is None else lane.mark()
+        self.gathered.follow(pending, sent)
         self._gathered_of = self.spmd_version()
+
+    def hide(self) -> None:
+        if self.gathered.may_hide(self._tensors):
+            for gathered in self._tensors:
+                gathered.hide()
 
     def _before(self, param: GroupParam, gathered: _GatheredTensors) -> tuple[torch.Tensor, ...]:
         """Call ``fsdp_pre_all_gather``.
@@ -158,15 +176,14 @@ class HookedGroup(ParameterGroup):
         hook = local.fsdp_pre_all_gather
         count = len(inspect.signature(hook).parameters)
         mesh, shape = self._shard_mesh, torch.Size(param.shape)
-        if count == 1:
-            inputs, gathered.metadata = hook(mesh)
-        elif count == 5:
-            inputs, gathered.metadata = hook(mesh, shape, contiguous_stride(shape), param.owners[0][0](), self.policy)
-        else:
+        arguments = (mesh, shape, contiguous_stride(shape), param.owners[0][0](), self.policy)
+        if count not in (1, 5):
             raise ValueError(
                 f"fsdp_pre_all_gather of {type(local).__name__} takes {count} arguments: it must take (mesh), or (mesh, outer_size, "
                 f"outer_stride, module, mp_policy)"
             )
+        with noted(f"fsdp_pre_all_gather raised this for parameter {param.fqn!r}"):
+            inputs, gathered.metadata = hook(*arguments[:count])
         if not param.shape[0] % self.place.world:
             return tuple(inputs)
         # An uneven cut: ranks with fewer rows, or none, must send as much as the others.
@@ -182,12 +199,15 @@ class HookedGroup(ParameterGroup):
     def _fill_leaves(self) -> None:
         with torch.no_grad():
             for index, (param, gathered) in enumerate(zip(self.params, self._tensors, strict=True)):
-                self._after(param, gathered, index)
+                with noted(f"fsdp_post_all_gather raised this for parameter {param.fqn!r}"):
+                    self._after(param, gathered, index)
 
     def _after(self, param: GroupParam, gathered: _GatheredTensors, index: int) -> None:
         """Call ``fsdp_post_all_gather``, which makes the unsharded parameter or refills it."""
         local: Any = local_of(param.sharded)
         metadata, gathered.metadata = gathered.metadata, None
+        for tensor in gathered.outputs:
+            gathered.allocate(tensor)
         if param.unsharded is not None:
             for tensor in gathered.inner:
                 gathered.allocate(tensor)

@@ -35,10 +35,16 @@ class Guard:
             again. None, or on a system other than Linux: torch's text, "Cannot access data pointer of Storage that is invalid".
     """
 
-    __slots__ = ("_aside", "_because", "_storage", "valid")
+    __slots__ = ("_aside", "_because", "_storage", "_watched", "valid")
 
     def __init__(self, storage: torch.UntypedStorage, nbytes: int, because: weakref.WeakMethod[Callable[[], str]] | None = None) -> None:
         self._storage, self._aside, self._because, self.valid = storage, _invalid_storage(nbytes, storage.device), because, True
+        self._watched = storage.resizable() or _make_resizable(storage)
+
+    @property
+    def exported(self) -> bool:
+        """Whether a NumPy array shares the storage. Its memory must stay then, since NumPy reads it without asking torch."""
+        return self._watched and not (self._storage if self.valid else self._aside).resizable()
 
     def invalidate(self) -> None:
         """Let torch refuse every read and write until :meth:`validate`. The memory stays where it is."""
@@ -66,6 +72,14 @@ def _invalid_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
     return invalid
 
 
+def _make_resizable(storage: torch.UntypedStorage) -> bool:
+    """Set the flag that torch clears when a tensor becomes a NumPy array. Returns False if this torch has another layout."""
+    offsets = _changed_by(torch.Tensor.numpy)
+    if len(offsets) == 1:
+        ctypes.c_uint8.from_address(storage._cdata + max(offsets)).value = 1
+    return storage.resizable()
+
+
 @cache
 def _flag_offsets() -> tuple[int, int]:
     """Offsets of the flags "check before access" and "raise on access" in torch's ``StorageImpl``.
@@ -91,6 +105,7 @@ def _flag_offsets() -> tuple[int, int]:
     raise RuntimeError(f"torch {torch.__version__} has no storage flags as vescale_ray knows them: install a torch that the README names")
 
 
+@cache
 def _changed_by(setter: object) -> set[int]:
     """Offsets of the bytes of a storage that ``setter`` changes."""
     probe = torch.zeros(16)

@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch import nn
 
 from vescale_ray.fsdp.arguments import check_modules
+from vescale_ray.fsdp.module_path import described
 from vescale_ray.fsdp.phases import Phase, PhaseError
 from vescale_ray.fsdp.schedule import unit_of
 from vescale_ray.fsdp.unit import Unit
@@ -17,7 +18,7 @@ from vescale_ray.fsdp.unit import Unit
 def sharded_unit(module: Any) -> Unit:
     unit = unit_of(module)
     if unit is None:
-        raise AssertionError(f"{type(module).__name__} has lost its sharding state: was it copied?")
+        raise AssertionError(f"{described(module)} has lost its sharding state: was it copied?")
     return unit
 
 
@@ -42,7 +43,7 @@ def prefetched(method: str, modules: Any) -> list[weakref.ref[Unit]]:
     for module in modules:
         unit = unit_of(module) if isinstance(module, nn.Module) else None
         if unit is None:
-            raise ValueError(f"Expects FSDPModule but got {type(module).__name__}: only what fully_shard was applied to can be prefetched")
+            raise ValueError(f"Expects FSDPModule but got {described(module)}: only what fully_shard was applied to can be prefetched")
         units.append(unit)
     return [weakref.ref(unit) for unit in units]
 

@@ -32,6 +32,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.address_range import LARGE_IN_PIECES, AddressRange
@@ -53,7 +54,8 @@ class Buffer:
     While the memory is gone, and from :meth:`invalidate` on, torch operations on the storage raise ``RuntimeError``.
 
     Args:
-        memory: a 1-D uint8 tensor to use instead of own memory; it is never freed.
+        memory: a 1-D uint8 tensor to use instead of own memory; it is never freed. With ``invalid_because`` the buffer has another storage
+            of this memory, so that the giver's own one stays valid.
         stays: bytes ``[start, end)`` whose memory is permanent (:meth:`resident`); only if :func:`may_stay` allows it.
         in_pieces: whether the buffer is written piece by piece. New memory is then allocated as it is written, with small pages if it is
             short.
@@ -61,7 +63,7 @@ class Buffer:
     """
 
     __slots__ = (
-        "__weakref__", "_flats", "_guard", "_range", "_storage", "allocated", "clean_for", "device", "fixed", "in_pieces", "nbytes",
+        "__weakref__", "_flats", "_guard", "_range", "_storage", "allocated", "clean_for", "device", "given", "in_pieces", "nbytes",
         "stays", "unwritten", "used", "views"
     )  # fmt: skip
 
@@ -78,11 +80,11 @@ class Buffer:
         self.nbytes, self.device, self.stays, self.in_pieces = nbytes, device, stays, in_pieces
         self.unwritten = 0
         """Bytes of new memory that were never written, for which the kernel has allocated no pages yet."""
-        self.fixed = memory is not None
+        self.given = memory
         self._range: AddressRange | None = None
         with torch.inference_mode(False):
             if memory is not None:
-                self._storage = memory
+                self._storage = memory if invalid_because is None else from_dlpack(to_dlpack(memory))
             elif may_stay(nbytes, device):
                 self._range = AddressRange(nbytes, stays, huge=not in_pieces or nbytes >= LARGE_IN_PIECES)
                 lent = self._range.memory
@@ -93,7 +95,8 @@ class Buffer:
             else:
                 self._storage = torch.empty(nbytes, dtype=torch.uint8, device=device)
                 self._storage.untyped_storage().resize_(0)
-            self._guard = None if self.fixed else Guard(self._storage.untyped_storage(), nbytes, invalid_because)
+            guarded = memory is None or invalid_because is not None
+            self._guard = Guard(self._storage.untyped_storage(), nbytes, invalid_because) if guarded else None
             self.invalidate()
         self._flats: dict[torch.dtype, torch.Tensor] = {}
         self.allocated = False
@@ -103,6 +106,16 @@ class Buffer:
         """Views of this buffer's tensors, by layout and dtype, so that they are made once."""
         self.used = False
         """Whether a backward has used the buffer since the last one ended."""
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the memory was given, and so is never freed."""
+        return self.given is not None
+
+    @property
+    def exported(self) -> bool:
+        """Whether a NumPy array shares the memory, which then stays: it is neither freed nor moved to another buffer."""
+        return self._guard is not None and self._guard.exported
 
     @property
     def key(self) -> Key:
@@ -129,6 +142,7 @@ class Buffer:
     def allocate(self, donor: Buffer | None = None) -> None:
         """Make the memory usable: take over the pages of ``donor`` (same key, allocated, contents not needed), else allocate new memory."""
         if self.fixed:
+            self.validate()
             self.allocated = True
             return
         moved = False
@@ -140,7 +154,8 @@ class Buffer:
             donor.allocated, donor.clean_for, donor.unwritten = False, None, 0
         self.validate()
         if self._range is None:
-            self._storage.untyped_storage().resize_(self.nbytes)
+            if not self.exported:
+                self._storage.untyped_storage().resize_(self.nbytes)
         elif not moved:
             self._range.open()
         self.allocated, self.clean_for = True, None
@@ -148,9 +163,11 @@ class Buffer:
 
     def free(self) -> None:
         """Free the memory. Views stay, and are valid again after :meth:`allocate`."""
-        if not self.allocated or self.fixed:
+        if not self.allocated or self._guard is None:
             return
-        if self._range is None:
+        if self.fixed or self.exported:
+            pass
+        elif self._range is None:
             self.validate()
             self._storage.untyped_storage().resize_(0)
         else:
@@ -197,7 +214,7 @@ class Pool:
         self.device, self.lane = device, lane or comm.Lane(device)
         self._lent_until: list[Any] = []
         """Events at which memory that :meth:`lend` freed is no longer used. All-gathers wait for them anyway."""
-        self.keep = _malloc_keeps()
+        self.keep = _malloc_keeps() if self.hands_on else 0
         self._released: defaultdict[Key, list[Buffer]] = defaultdict(list)
         """Released buffers of gathered parameters, whose memory waits for the next buffer with that key."""
         self._idle: defaultdict[Key, list[Buffer]] = defaultdict(list)
@@ -234,7 +251,7 @@ class Pool:
         self._gathered[buffer.key].discard(buffer)
         self.released_event = event
         buffer.invalidate()
-        if self.hands_on and len(self._users[buffer.key]) >= 2 and not buffer.fixed:
+        if self.hands_on and len(self._users[buffer.key]) >= 2 and not (buffer.fixed or buffer.exported):
             self._released[buffer.key].append(buffer)
         else:
             buffer.free()
@@ -335,7 +352,7 @@ class Pool:
         released = self._released[key]
         if released:
             return released.pop()
-        return min((b for b in self._idle[key] if b.allocated), key=lambda b: b.clean_for is not None, default=None)
+        return min((b for b in self._idle[key] if b.allocated and not b.exported), key=lambda b: b.clean_for is not None, default=None)
 
     # -- figures --
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_ray.compat import installed_release
-from vescale_ray.errors import BadArgument
+from vescale_ray.errors import BadArgument, noted
 
 REDUCES_IN_OWN_DTYPE = installed_release() >= (2, 15)
 """Whether a policy without ``reduce_dtype`` reduces in the parameter's dtype, as torch does since 2.15. Older torch reduces in the compute
@@ -39,7 +39,8 @@ def policy_of(fqn: str, param: nn.Parameter, policy: MixedPrecisionPolicy) -> Mi
     override: Any = getattr(policy, "param_dtype_override_fn", None)
     if override is None:
         return policy
-    chosen = override(param)
+    with noted(f"param_dtype_override_fn raised this for parameter {fqn!r}; fully_shard changed nothing"):
+        chosen = override(param)
     if chosen not in (None, policy.param_dtype, param.dtype):
         raise BadArgument(
             f"param_dtype_override_fn gave {chosen} for {fqn!r}: return None or {policy.param_dtype} (the policy's param_dtype), or "

@@ -192,7 +192,10 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
             unit.options.reduce_unused = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Set how many reduce-scatters may run while backward goes on; each holds a gradient buffer. The root uses the largest value."""
+        """Set of how many units the reduce-scatters may run while backward goes on; each unit holds its gradient buffers meanwhile.
+
+        The root uses the largest value.
+        """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:

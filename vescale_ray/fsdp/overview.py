@@ -9,6 +9,7 @@ from torch import nn
 
 from vescale_ray.fsdp.arguments import check_type
 from vescale_ray.fsdp.group import ParameterGroup
+from vescale_ray.fsdp.module_path import described
 from vescale_ray.fsdp.phases import Retain
 from vescale_ray.fsdp.schedule import unit_of
 from vescale_ray.fsdp.unit import Unit
@@ -129,7 +130,7 @@ def explain(module: nn.Module, *, state_bytes: float | None = None) -> Explanati
             subgroup = next((g.subgroup.size for g in unit.groups if g.subgroup is not None), None)
             units.append(UnitReport(name or "(root)", unit.options.reshard_after_forward, subgroup, tuple(_group(g) for g in unit.groups)))
     if not units:
-        raise ValueError(f"{type(module).__name__} is not sharded: apply fully_shard first")
+        raise ValueError(f"{described(module)} is not sharded: apply fully_shard first")
     return Explanation(tuple(units), _memory(own, unit_of(module), state_bytes))
 
 

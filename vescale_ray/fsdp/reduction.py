@@ -2,7 +2,7 @@
 
 Gradients may arrive in a narrower dtype than the one that sums them (BF16 gradients, FP32 sums). Each value is then cast once, exactly.
 On gloo the ranks exchange the narrow values and sum them locally. Elsewhere the cast goes through two staging buffers of a bounded size,
-chunk by chunk, so that no rank holds all gradients in the wide dtype.
+chunk by chunk, so that no rank holds all gradients in the wide dtype. The reductions of a unit's groups share the calls and the staging.
 
 gloo has no reduce-scatter: torch emulates it by a clone and an all-reduce of everything, with twice the bytes on the wire. So the ranks
 exchange their parts pairwise. Sums are local, in rank order, in FP32 or better, so the result depends on the values alone.
@@ -10,16 +10,19 @@ exchange their parts pairwise. Sums are local, in rank order, in FP32 or better,
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from vescale_ray.communication.point_to_point import Messages
+from vescale_ray.compat.distributed import reduce_scatter_many
 from vescale_ray.compat.fsdp import ReduceScatter
-from vescale_ray.fsdp.comm import Done, Lane, Pending, Works, allocate
+from vescale_ray.fsdp.comm import Done, EventPending, Lane, Pending, Works, allocate
 from vescale_ray.fsdp.memory import NOWHERE, Buffer, Pool, may_stay
-from vescale_ray.planner.step_buffers import STAGING_BYTES
+from vescale_ray.planner.step_buffers import staging_bytes
 
 _TAG = 0x56530002
 """Tag that keeps these messages apart from a user's on the same process group."""
@@ -37,6 +40,7 @@ def reduce_scatter(
     factor: float,
     dtype: torch.dtype,
     *,
+    together: Sums,
     pairwise: bool,
     leaves_out: bool = False,
     sum_only: bool = False,
@@ -44,6 +48,8 @@ def reduce_scatter(
     custom: ReduceScatter | None = None,
 ) -> Pending:
     """Sum every rank's ``full`` in ``dtype`` and write this rank's part, times ``factor``, to ``out``, which may have another dtype.
+
+    The process group's own reduce-scatter starts with ``together.start``; the others start at once.
 
     ``full`` belongs to the operation until the result's ``wait`` has returned. ``leaves_out``: buffers of gathered parameters have no
     memory for this rank's part. An exchange does not need that part either, so it can use such a buffer. ``sum_only``: never use AVG.
@@ -60,64 +66,130 @@ def reduce_scatter(
             average = not sum_only and full.dtype != torch.float16 and abs(factor * world - 1.0) < 1e-12
             target = allocate(custom, out.numel(), full.dtype, out.device).view(full.dtype)
             work = custom(target, full, group, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, async_op=lane.stream is None)
-            rest = _CastAndScale([] if work is None else [work], lane, out, target, 1.0 if average else factor)
+            rest = _CastAndScale(lane, out, target, 1.0 if average else factor, [] if work is None else [work])
             if lane.stream is None:
                 return rest
             rest.wait()
             return lane.mark()
     if pairwise:
         return _ExchangeAndSum(out, full, group, lane, pool, factor, dtype, leaves_out)
-    if lane.stream is None:
-        target, works = _sum(out, full, group, dist.ReduceOp.SUM, dtype, lane)
-        return _CastAndScale(works, lane, out, target, factor)
-    lane.after_current()
-    with lane.context():
-        op: Any = dist.ReduceOp.SUM
-        if full.dtype == dtype == torch.float16 and factor != 1.0:
-            # A sum over many ranks can leave FP16's range: divide by a part of the divisor before, by the rest after (as FSDP2).
-            before = float(world) ** -0.5
-            full.mul_(before)
-            factor /= before
-        elif not sum_only and abs(factor * world - 1.0) < 1e-12 and dist.get_backend(group) == "nccl":
-            op, factor = dist.ReduceOp.AVG, 1.0
-        target, works = _sum(out, full, group, op, dtype, lane)
-        _CastAndScale(works, lane, out, target, factor).wait()
-        return lane.mark()
+    return together.add(out, full, group, factor, dtype, sum_only=sum_only)
 
 
-def _sum(
-    out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, op: Any, dtype: torch.dtype, lane: Lane
-) -> tuple[torch.Tensor, list[Any]]:
-    """Start the sum of ``full`` in ``dtype``. Returns its target, which is ``out`` if the dtypes allow it, and the work to wait for."""
-    target = out if out.dtype == dtype else torch.empty_like(out, dtype=dtype)
-    if group.size() == 1:
-        target.copy_(full)
-        return target, []
-    if full.dtype == dtype:
-        work = dist.reduce_scatter_single(target, full, op=op, group=group, async_op=lane.stream is None)
-        return target, [work] if work is not None else []
-    return target, _sum_in_chunks(target, full, group, op)
+@dataclass(eq=False)
+class _Sum:
+    """One reduce-scatter of a :class:`Sums`. ``target``: the sum, which is ``out`` if the dtypes allow it."""
+
+    out: torch.Tensor
+    full: torch.Tensor
+    factor: float
+    target: torch.Tensor
+    pending: Pending
 
 
-def _sum_in_chunks(target: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, op: Any) -> list[Any]:
+class Sums:
+    """Reduce-scatters that are collected and then started in one call per process group, or in one call per chunk if they are cast."""
+
+    __slots__ = ("_asked", "_lane")
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._asked: dict[tuple[dist.ProcessGroup, torch.dtype, torch.dtype, Any], list[_Sum]] = {}
+
+    def add(
+        self, out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, factor: float, dtype: torch.dtype, *, sum_only: bool
+    ) -> Pending:
+        lane, op, world = self._lane, dist.ReduceOp.SUM, group.size()
+        with lane.context():
+            target = out if out.dtype == dtype else torch.empty_like(out, dtype=dtype)
+        if lane.stream is None:
+            pending: Pending = _CastAndScale(lane, out, target, factor)
+        else:
+            pending = lane.later()
+            halved = full.dtype == dtype == torch.float16
+            if not (sum_only or halved) and abs(factor * world - 1.0) < 1e-12 and dist.get_backend(group) == "nccl":
+                op, factor = dist.ReduceOp.AVG, 1.0
+        self._asked.setdefault((group, full.dtype, dtype, op), []).append(_Sum(out, full, factor, target, pending))
+        return pending
+
+    def start(self) -> None:
+        asked, self._asked = self._asked, {}
+        if asked:
+            self._lane.after_current()
+        for (group, arrives, dtype, op), sums in asked.items():
+            with self._lane.context():
+                self._start(sums, group, op, casts=arrives != dtype)
+
+    def _start(self, sums: list[_Sum], group: dist.ProcessGroup, op: Any, *, casts: bool) -> None:
+        lane, works = self._lane, []
+        if group.size() == 1:
+            for one in sums:
+                one.target.copy_(one.full)
+        elif casts:
+            works = _sum_in_chunks([(one.target, one.full) for one in sums], group, op)
+        else:
+            for one in sums if lane.stream is not None else []:
+                if one.full.dtype == torch.float16 and one.factor != 1.0:
+                    # A sum over many ranks can leave FP16's range: divide by a part of the divisor before, by the rest after (as FSDP2).
+                    before = float(group.size()) ** -0.5
+                    one.full.mul_(before)
+                    one.factor /= before
+            works = reduce_scatter_many([(one.target, one.full) for one in sums], op=op, group=group, async_op=lane.stream is None)
+        for one in sums:
+            if isinstance(one.pending, _CastAndScale):
+                one.pending.follow(works)
+            else:
+                rest = _CastAndScale(lane, one.out, one.target, one.factor)
+                rest.follow(works)
+                rest.wait()
+        lane.started([one.pending for one in sums if isinstance(one.pending, EventPending)], works)
+
+
+def _sum_in_chunks(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup, op: Any) -> list[Any]:
     """Cast and reduce one chunk of every rank's part after the other. While one chunk is reduced, the next one is cast.
+
+    ``pairs``: targets and gradients. A chunk may have the end of one pair and the beginning of the next; it is one call all the same.
 
     Returns the work of the last two chunks. Earlier work has been waited for.
     """
-    world, size = group.size(), target.numel()
-    rows = full.view(world, size)
-    aligned = max(1, _ALIGNED_BYTES // target.element_size())
-    chunk = max(aligned, STAGING_BYTES // (world * target.element_size()) // aligned * aligned)
-    staging = [target.new_empty(world * min(chunk, size)) for _ in range(1 if size <= chunk else 2)]
-    works: list[Any] = []
-    for index, start in enumerate(range(0, size, chunk)):
-        part = target[start : start + chunk]
+    world, wide = group.size(), pairs[0][0]
+    aligned = max(1, _ALIGNED_BYTES // wide.element_size())
+    size = sum(target.numel() for target, _ in pairs)
+    most = staging_bytes(world * size * wide.element_size()) // (world * wide.element_size())
+    chunk = max(aligned, most // aligned * aligned)
+    staging = [wide.new_empty(world * min(chunk, size)) for _ in range(1 if size <= chunk else 2)]
+    works: list[list[Any]] = []
+    for index, pieces in enumerate(_chunks([target.numel() for target, _ in pairs], chunk)):
         if len(works) == 2:
-            works.pop(0).wait()
-        wide = staging[index % 2][: world * part.numel()]
-        wide.view(world, -1).copy_(rows[:, start : start + chunk])
-        works.append(dist.reduce_scatter_single(part, wide, op=op, group=group, async_op=True))
-    return works
+            for work in works.pop(0):
+                work.wait()
+        call, used = [], 0
+        for which, start, stop in pieces:
+            target, full = pairs[which]
+            cast = staging[index % 2][used : used + world * (stop - start)]
+            cast.view(world, -1).copy_(full.view(world, -1)[:, start:stop])
+            call.append((target[start:stop], cast))
+            used += cast.numel()
+        works.append(reduce_scatter_many(call, op=op, group=group, async_op=True))
+    return [work for call in works for work in call]
+
+
+def _chunks(sizes: Sequence[int], chunk: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Cut ranges of ``sizes`` elements into chunks of ``chunk`` elements: lists of ``(range, start, stop)``."""
+    pieces: list[tuple[int, int, int]] = []
+    room = chunk
+    for which, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            stop = min(size, start + room)
+            pieces.append((which, start, stop))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield pieces
+                pieces, room = [], chunk
+    if pieces:
+        yield pieces
 
 
 class _CastAndScale:
@@ -125,13 +197,17 @@ class _CastAndScale:
 
     __slots__ = ("_factor", "_lane", "_out", "_target", "_works")
 
-    def __init__(self, works: list[Any], lane: Lane, out: torch.Tensor, target: torch.Tensor, factor: float) -> None:
+    def __init__(self, lane: Lane, out: torch.Tensor, target: torch.Tensor, factor: float, works: Sequence[Any] = ()) -> None:
         self._works, self._lane, self._factor = works, lane, factor
         self._out: torch.Tensor = out
         self._target: torch.Tensor | None = target
 
+    def follow(self, works: Sequence[Any]) -> None:
+        """Wait for ``works``, which have started now."""
+        self._works = works
+
     def wait(self) -> None:
-        target, works, self._target, self._works = self._target, self._works, None, []
+        target, works, self._target, self._works = self._target, self._works, None, ()
         if target is None:
             return
         Works(self._lane, *works).wait()

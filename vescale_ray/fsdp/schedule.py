@@ -8,6 +8,7 @@ Collectives start in an order that follows from the order of forwards alone, so 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.autograd import Variable
 from vescale_ray.compat.core import disable_current_modes, disable_dynamo, global_optimizer_post_hooks
 from vescale_ray.fsdp.arrivals import will_come
 from vescale_ray.fsdp.checks import (
+    check_all_ignored,
     check_hooks,
     check_materialized,
     check_parameters,
@@ -30,6 +32,7 @@ from vescale_ray.fsdp.labels import log, span
 from vescale_ray.fsdp.lanes import Lanes
 from vescale_ray.fsdp.marks import Call
 from vescale_ray.fsdp.phases import Phase, PhaseError, StepEnd
+from vescale_ray.fsdp.reduction import Sums
 from vescale_ray.fsdp.same_plan import check_same_plan
 from vescale_ray.fsdp.tree import to_device
 from vescale_ray.fsdp.unit import Unit
@@ -48,7 +51,8 @@ class Schedule:
         """The last call of the running forward."""
         self.ending = StepEnd()
         self.max_reductions = 1
-        self._reducing: list[ParameterGroup] = []
+        self._reducing: list[list[ParameterGroup]] = []
+        """Groups whose reduce-scatters are under way, by the unit that started them."""
         self._uses = Uses()
         self._orders: dict[tuple[int, bool], list[weakref.ref[Unit]]] = {}
         """Units in the order of the last forward, by the outermost unit and whether that forward made a graph."""
@@ -111,6 +115,7 @@ class Schedule:
         schedule = cls(root.lanes or Lanes(root.device))
         root.is_root, schedule.ending = True, root.ending
         schedule._take_in(found, fqns)
+        check_all_ignored(schedule.units, modules[0])
         _SCHEDULES.append(weakref.ref(schedule, _SCHEDULES.remove))
         return schedule
 
@@ -279,24 +284,37 @@ class Schedule:
         self.lanes.pool.trim(scratch=scratch)
 
     def finish_reductions(self) -> None:
-        """Wait until fewer than ``max_reductions`` reduce-scatters are under way."""
+        """Wait until the reduce-scatters of fewer than ``max_reductions`` units are under way."""
         while len(self._reducing) >= self.max_reductions:
-            self._reducing.pop(0).grads.finish()
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        groups = self._reducing[0]
+        while groups:
+            groups.pop(0).grads.finish()
+        self._reducing.pop(0)
 
     def lend_reduced(self) -> None:
         """Let the next all-gather use the memory of the gradients that are being reduced, after their reduction."""
-        for group in self._reducing:
+        for group in (group for groups in self._reducing for group in groups):
             group.grads.lend()
 
-    def reduce(self, group: ParameterGroup, *, asks: bool) -> None:
-        """Start a group's reduce-scatter, with at most ``max_reductions`` under way. ``asks``: ranks may have used different parameters."""
+    def reduce(self, groups: Sequence[ParameterGroup], *, asks: bool) -> None:
+        """Start the reduce-scatters of a unit's groups, with those of at most ``max_reductions`` units under way.
+
+        ``asks``: ranks may have used different parameters.
+        """
         self.finish_reductions()
-        agree(f"reduce-scatter of {group.name!r}", group.grads.group, group.place.device)
         asks = asks or debugging()
-        group.grads.reduce(self.lanes.reduce, asks=asks)
-        self._reducing.append(group)
-        if asks and group.grads.delivers:
-            self._uses.add(group)
+        together = Sums(self.lanes.reduce)
+        for group in groups:
+            agree(f"reduce-scatter of {group.name!r}", group.grads.group, group.place.device)
+            group.grads.reduce(self.lanes.reduce, together, asks=asks)
+        together.start()
+        self._reducing.append([*groups])
+        for group in groups:
+            if asks and group.grads.delivers:
+                self._uses.add(group)
 
     @disable_dynamo  # type: ignore[untyped-decorator]
     def end_backward(self) -> None:
@@ -312,7 +330,7 @@ class Schedule:
         if wait:
             self._uses.ask(self.lanes.reduce)
             while self._reducing:
-                self._reducing.pop(0).grads.finish()
+                self._finish_oldest()
             self._uses.deliver(self.lanes.reduce)
             self.ending.over()
         for unit in self.units:

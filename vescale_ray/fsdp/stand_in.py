@@ -2,7 +2,7 @@
 
     from vescale_ray.fsdp import stand_in_for_torch
 
-    stand_in_for_torch()                      # once, before the model is sharded; or: with stand_in_for_torch(): ...
+    stand_in_for_torch()                      # once, at the beginning of the program; or: with stand_in_for_torch(): ...
     trainer = Trainer(.., fsdp_version=2)     # shards with vescale_ray now
 
 ``import vescale_ray`` leaves torch as it is. Only this call changes torch, until it is undone:
@@ -13,7 +13,8 @@
 - ``set_model_state_dict`` and ``set_optimizer_state_dict`` of ``torch.distributed.checkpoint`` load full state dicts into ragged tensors:
   each rank takes its part.
 
-The call replaces a name in every module that has imported it, and where later imports find it.
+The call replaces these functions in every module that has imported them, under any name, and where later imports find them. It can't
+reach one that is held elsewhere: in a class, a closure, a ``functools.partial``, or a variable of a running function. Call it first.
 
 Some code cuts checkpoints by a parameter's ``placements`` itself and knows no ragged placements, for example
 ``from_pretrained(.., distributed_config=..)`` of transformers 5. Use ``stand_in_for_torch(plain_shards=True)`` with it.
@@ -51,12 +52,14 @@ class StandIn:
         while self._replaced:
             self._replaced.pop()()
 
-    def _replace(self, name: str, original: Any, ours: Any) -> None:
+    def _replace(self, original: Any, ours: Any) -> None:
         if original is ours:  # replaced already
             return
-        for module in list(sys.modules.values()):
+        for where, module in list(sys.modules.items()):
             namespace = getattr(module, "__dict__", None)
-            if isinstance(namespace, dict) and namespace.get(name) is original:
+            if not isinstance(namespace, dict) or where.partition(".")[0] == "vescale_ray":  # ours call torch's functions
+                continue
+            for name in [name for name, value in namespace.items() if value is original]:
                 self._replaced.append(functools.partial(namespace.__setitem__, name, original))
                 namespace[name] = ours
 
@@ -79,13 +82,13 @@ def stand_in_for_torch(*, plain_shards: bool = False) -> StandIn:
     ``plain_shards``: give ``Shard(0)``, with FSDP2's copies around collectives, to parameters for which the caller names no placement.
     """
     stand_in = StandIn()
-    stand_in._replace("fully_shard", torch.distributed.fsdp.fully_shard, _with_plain_shards if plain_shards else fully_shard)
-    stand_in._replace("register_fsdp_forward_method", torch.distributed.fsdp.register_fsdp_forward_method, register_fsdp_forward_method)
-    stand_in._replace("share_comm_ctx", torch.distributed.fsdp.share_comm_ctx, share_comm_ctx)
-    stand_in._replace("distribute_tensor", torch.distributed.tensor.distribute_tensor, distribute_tensor)
+    stand_in._replace(torch.distributed.fsdp.fully_shard, _with_plain_shards if plain_shards else fully_shard)
+    stand_in._replace(torch.distributed.fsdp.register_fsdp_forward_method, register_fsdp_forward_method)
+    stand_in._replace(torch.distributed.fsdp.share_comm_ctx, share_comm_ctx)
+    stand_in._replace(torch.distributed.tensor.distribute_tensor, distribute_tensor)
     stand_in._replace_method("from_local", _OUR_FROM_LOCAL)
     stand_in._replace_method("redistribute", _redistribute)
-    stand_in._replace("_distribute_tensors", distribute_tensors, _distribute_tensors)
+    stand_in._replace(distribute_tensors, _distribute_tensors)
     return stand_in
 
 

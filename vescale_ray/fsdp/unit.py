@@ -282,9 +282,9 @@ class Unit:
     def prefetch_backward(self) -> None:
         """Prefetch the unit that backward reaches next, in any case before this unit's own reduce-scatter.
 
-        It starts at the first gradient: until then the last reduce-scatter may use the memory that the all-gather writes to. On the CPU, in
-        the first unit below the root, it starts when three quarters of the gradients have arrived: all activations are alive at its
-        start, and enough of them are free by then to make room for the next unit.
+        It starts at the first gradient: until then the last reduce-scatter may use the memory that the all-gather writes to. In the first
+        unit below the root, it starts when five sixths of the gradients have arrived: all activations are alive at its start, and
+        enough of them are free by then to make room for the next unit.
         """
         call, self._prefetch_after = self._prefetch_after, None
         if call is not None and self.schedule is not None:
@@ -342,12 +342,12 @@ class Unit:
         owes, self._owes = self._owes, False
         if not owes and not any(group.grads.arrived_count for group in self.groups):
             return
-        for group in reversed(self.groups):
-            # Include a group of which this rank used nothing: another rank may have used it.
-            if (group.grads.arrived_count or group.grads.trainable_count) and not group.grads.awaits_claimed:
-                with span("post_backward_reduce", self.fqn):
-                    self.schedule.reduce(group, asks=not self.options.reduce_unused)
-                self.reduced = True
+        # Include groups of which this rank used nothing: another rank may have used them.
+        due = [g for g in reversed(self.groups) if (g.grads.arrived_count or g.grads.trainable_count) and not g.grads.awaits_claimed]
+        if due:
+            with span("post_backward_reduce", self.fqn):
+                self.schedule.reduce(due, asks=not self.options.reduce_unused)
+            self.reduced = True
 
     def end_backward(self, *, creates_graph: bool) -> None:
         """Close the unit at the end of the whole backward. ``creates_graph``: another backward may follow through its graph."""
@@ -386,12 +386,14 @@ class Unit:
         assert self.lanes is not None
         together = comm.Together(self.lanes.gather)
         with outside_transforms():
+            try:
+                for group in self.groups:
+                    if group.unshard_in_backward or not backward:
+                        group.unshard(self.lanes.gather, together, fresh=fresh)
+            finally:
+                together.start()
             for group in self.groups:
-                if group.unshard_in_backward or not backward:
-                    group.unshard(self.lanes.gather, together, fresh=fresh)
-            together.start()
-            for group in self.groups:
-                group.gathered.hide()
+                group.hide()
 
     def reshard(self) -> None:
         self._each(lambda group: group.reshard())

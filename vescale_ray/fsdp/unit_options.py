@@ -6,6 +6,8 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 
 @dataclass
 class UnitOptions:
@@ -16,13 +18,15 @@ class UnitOptions:
         gradient_sync: whether the user wants backward to reduce gradients.
         hold_gradients: whether gradients add up unsharded without gradient sync. If not, they are reduced and add up as shards.
         reduce_unused: whether parameters that no rank used get zero gradients.
-        max_reductions: reduce-scatters that may run while backward goes on.
+        max_reductions: units whose reduce-scatters may run while backward goes on.
         forward_prefetch: units to prefetch when this one's forward starts; empty: the unit that ran next in the last forward.
         backward_prefetch: units to prefetch when this one's backward starts; empty: the unit that ran before it.
+        ignored: the parameters to ignore, and whether the unit's modules held each, until the first forward.
     """
 
     reshard_after_forward: bool | None
     hold_gradients: bool
+    ignored: dict[nn.Parameter, bool] = field(default_factory=dict)
     reshard_after_backward: bool = True
     gradient_sync: bool = True
     reduce_unused: bool = False

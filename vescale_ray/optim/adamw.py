@@ -21,5 +21,5 @@ class AdamW(StrictLoading, torch.optim.AdamW):
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        take_sharded(param_group)
+        take_sharded(param_group, self.param_groups)
         super().add_param_group(param_group)

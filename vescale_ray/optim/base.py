@@ -61,7 +61,7 @@ class BlockOptimizer(InPlaceLoading, ABC):
         Raises:
             ValueError: a parameter can't be stepped by this optimizer; no group was added.
         """
-        take_sharded(param_group)
+        take_sharded(param_group, self.param_groups)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_ray.optim.agree import Agreement, Decision, goes_on
 from vescale_ray.optim.base import BlockOptimizer
-from vescale_ray.optim.muon import Muon
+from vescale_ray.optim.matrix.muon import Muon
 from vescale_ray.optim.parameters import sharded_of
 from vescale_ray.optim.routing import Name, OptimizerConfig, ParameterRoute, Routing, optimizer_class, route_parameters
 from vescale_ray.optim.state_loading import completed
@@ -97,6 +97,9 @@ def _made(
     elif name == "sgd":
         optimizer = made(pairs, **common, **{"momentum": config.betas[0], **options})
     else:
+        if name == "adamw" and config.fused and not options.keys() & {"fused", "foreach", "differentiable"}:
+            # None, not False: torch then chooses its foreach form.
+            options["fused"] = all(p.device.type != "cpu" for _, p in pairs) or None
         optimizer = made(pairs, betas=config.betas, eps=config.eps, **common, **options)
     return optimizer
 

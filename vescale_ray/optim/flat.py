@@ -118,7 +118,11 @@ class Flat(StrictLoading):
         self._build()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        take_sharded(param_group)
+        take_sharded(param_group, self.param_groups)
+        for position, one in enumerate(param_group["params"]):
+            name, param = one[:2] if isinstance(one, tuple) else (f"parameter {position}", one)
+            if isinstance(param, torch.Tensor) and not (param.is_floating_point() or param.is_complex()):
+                raise ValueError(f"{name} of shape {tuple(param.shape)} is {param.dtype}, which Flat can't step: leave it out")
         super().add_param_group(param_group)
         if self._inner is not None:
             states = self.state_dict()["state"]

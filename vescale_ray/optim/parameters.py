@@ -54,14 +54,17 @@ def parameter_list(what: str, params: Any) -> list[Tensor]:
     return found
 
 
-def take_sharded(param_group: dict[str, Any]) -> None:
+def take_sharded(param_group: dict[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
     """Make ``param_group["params"]`` a list, with gathered parameters replaced by their sharded ones.
 
     Parameters that ``fully_shard`` has replaced are refused, because training them has no effect.
 
+    Args:
+        others: the optimizer's other groups.
+
     Raises:
         TypeError: the group has no parameters, or a set of them.
-        ValueError: some parameters are such originals; the message gives their number.
+        ValueError: some parameters are such originals; the message gives their number. A parameter is there twice.
     """
     if "params" not in param_group:
         raise TypeError(f"a param group has no 'params', only {', '.join(map(repr, param_group))}: give its parameters under that key")
@@ -75,6 +78,15 @@ def take_sharded(param_group: dict[str, Any]) -> None:
             f"build the optimizer after fully_shard, from model.parameters()"
         )
     param_group["params"] = [(p[0], sharded_of(p[1]), *p[2:]) if isinstance(p, tuple) else sharded_of(p) for p in params]
+    seen = {id(p): f"param group {index}" for index, group in enumerate(others) for p in group["params"]}
+    for position, one in enumerate(param_group["params"]):
+        name, param = one[:2] if isinstance(one, tuple) else (f"parameter {position}", one)
+        if id(param) in seen and isinstance(param, Tensor):
+            raise ValueError(
+                f"{name} of param group {len(others)}, of shape {tuple(param.shape)}, is in {seen[id(param)]}, too, so each step would "
+                f"change it twice: give it once"
+            )
+        seen[id(param)] = "the same group"
 
 
 def named_of(group: Mapping[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:

@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from vescale_ray.compat.core import ConvNd
 from vescale_ray.geometry import Block
-from vescale_ray.optim.matrices import RowBlocks
+from vescale_ray.optim.matrix.matrices import RowBlocks
 from vescale_ray.optim.parameters import check_betas, check_number
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class OptimizerConfig:
         routes: optimizer by pattern of parameter names, with precedence over roles: ``{"*.router.weight": "adamw"}``.
         row_blocks: Muon's row blocks by pattern of parameter names: rows of each head, or of the parts of a fused projection.
         whole_matrices: keep each matrix (and each expert) whole on a rank. Muon then sends nothing; costs padding.
+        fused: let AdamW step in torch's fused kernel on accelerators, unless ``options`` choose an implementation for it. A run with
+            ``elastic.deterministic`` does not, since equal bits at every cut are known of the foreach form only.
     """
 
     name: Name = "adamw"
@@ -72,6 +74,7 @@ class OptimizerConfig:
     routes: Mapping[str, Name] = field(default_factory=dict)
     row_blocks: Mapping[str, RowBlocks] = field(default_factory=dict)
     whole_matrices: bool = False
+    fused: bool = True
 
     def __post_init__(self) -> None:
         for given in (self.name, *self.routes.values()):
@@ -108,6 +111,7 @@ class OptimizerConfig:
             betas=train.betas,
             eps=train.eps,
             options=train.optimizer_options,
+            fused=not (hasattr(given, "elastic") and given.elastic.deterministic),
         )
 
 
@@ -222,19 +226,8 @@ def _block(name: str, parameter: nn.Parameter, optimizer: Name, config: Optimize
 
 
 def optimizer_class(name: Name) -> Any:
-    """Return the class of optimizer ``name``.
-
-    Raises:
-        ValueError: this installation lacks it.
-    """
-    if name == "sgd":
-        return torch.optim.SGD
-    try:
-        return getattr(importlib.import_module(f"vescale_ray.optim.{name}"), CLASSES[name])
-    except ModuleNotFoundError as error:
-        if error.name != f"vescale_ray.optim.{name}":
-            raise
-        raise ValueError(f"this installation of vescale_ray has no optimizer {name}: update it, or use adamw or muon") from None
+    """Return the class of optimizer ``name``."""
+    return torch.optim.SGD if name == "sgd" else getattr(importlib.import_module("vescale_ray.optim"), CLASSES[name])
 
 
 def _roles(model: nn.Module) -> dict[str, Role]:

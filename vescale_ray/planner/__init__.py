@@ -6,20 +6,21 @@ tensors or at the end, and no shard boundary cuts a block:
     tensors  |--- q_proj ---|--- o_proj ---| |-------- up_proj --------|..|
     ranks    |      0      |      1      |      2      |      3      |       boundaries at multiples of shard_numel
 
-Layouts: ``layout`` defines the result and ``search`` finds the smallest one. ``place`` handles one fixed order, ``orders`` handles
-all orders, and ``bounds`` proves lower bounds. The search is a pure function: every rank and process gets the same layout.
+``placement/``: ``layout`` defines the result and ``search`` finds the smallest one. ``place`` handles one fixed order, ``orders`` handles
+all orders, and ``bounds`` proves lower bounds; ``buffers`` divides tensors among several buffers. The search is a pure function: every rank
+and process gets the same layout. ``baselines`` models other systems for comparison.
 
-Models: ``shapes`` and ``architectures`` describe a model's tensors. ``units`` plans a unit's buffers, with levers against padding;
+``models/``: ``shapes`` and ``architectures`` describe a model's tensors. ``units`` plans a unit's buffers, with levers against padding;
 ``advice`` picks the lever. ``cost`` predicts memory and time, and ``choose`` picks the sharding. ``request`` and ``choice_report`` serve
-the command line; ``baselines`` models other systems for comparison. Imports torch, ``errors`` and ``geometry`` only.
+the command line. Imports torch, ``errors`` and ``geometry`` only.
 """
 
 from vescale_ray.planner.choose import Choice, Option, choose_sharding
 from vescale_ray.planner.cost import HARDWARE, Hardware, Memory, Policy
-from vescale_ray.planner.layout import START_BYTES, Layout, TensorSpec
-from vescale_ray.planner.model_shapes import model_shapes
-from vescale_ray.planner.search import plan_layout
-from vescale_ray.planner.shapes import ModelShapes
+from vescale_ray.planner.models.model_shapes import model_shapes
+from vescale_ray.planner.models.shapes import ModelShapes
+from vescale_ray.planner.placement.layout import START_BYTES, Layout, TensorSpec
+from vescale_ray.planner.placement.search import plan_layout
 from vescale_ray.planner.units import Blocks, Bundle, Lever, UnitPlan, plan_buffers, plan_unit
 
 __all__ = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vescale_ray.planner.shapes import UnitShape
+from vescale_ray.planner.models.shapes import UnitShape
 from vescale_ray.planner.units import Blocks, Lever, UnitPlan, plan_unit
 
 GOAL = 0.03

@@ -7,7 +7,7 @@ import io
 from typing import Any
 
 from vescale_ray.planner.choose import Choice, Option
-from vescale_ray.planner.layout import Layout
+from vescale_ray.planner.placement.layout import Layout
 
 SHOWN = 8
 """Options in the text's table; the JSON lists all."""

@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 
 from vescale_ray.errors import BadInput
-from vescale_ray.planner.layout import Layout
-from vescale_ray.planner.shapes import ModelShapes, UnitShape
-from vescale_ray.planner.step_buffers import HOST_MAPPED_BYTES, Travel, arrival_dtype, device_buffers, host_buffers
+from vescale_ray.planner.models.shapes import ModelShapes, UnitShape
+from vescale_ray.planner.placement.layout import Layout
+from vescale_ray.planner.step_buffers import HOST_MAPPED_BYTES, Travel, arrival_dtype, device_buffers, host_buffers, reduction_calls
 from vescale_ray.planner.units import Blocks, Lever, UnitPlan, plan_unit
 
 Optimizer = Literal["adamw", "adamw8bit", "muon", "sgd"]
@@ -366,18 +366,17 @@ def predict_time(plan: ModelPlan, policy: Policy, hardware: Hardware, replicas: 
             own = 0
         forward = 2 * own * policy.tokens / rate
         backward = (2 if u.trainable else 1) * forward + (forward if policy.recompute else 0.0)
-        gathers = reductions = across = 0.0
-        for layout in u.plan.buffers:
-            cast, wide = policy.compute_dtype.itemsize, policy.reduce_dtype.itemsize
-            part = layout.shard_numel * cast
-            gathers += collective_time(layout.numel * cast, plan.group, hardware, rank_bytes=part)
-            sent += u.count * (1 if u.resident else 2) * part * (plan.group - 1)
-            if u.trainable:
-                part = layout.shard_numel * wide
-                reductions += collective_time(layout.numel * wide, plan.group, hardware, rank_bytes=part)
-                stride = min(plan.group, hardware.node)
-                across += 2 * collective_time(part, replicas, hardware, stride=stride)
-                sent += u.count * (part * (plan.group - 1) + 2 * part * (replicas - 1) // replicas)
+        reductions = across = 0.0
+        part = u.plan.shard_numel * policy.compute_dtype.itemsize  # the unit's buffers are gathered together, and reduced together
+        gathers = collective_time(part * plan.group, plan.group, hardware, rank_bytes=part)
+        sent += u.count * (1 if u.resident else 2) * part * (plan.group - 1)
+        if u.trainable:
+            wide, stride = policy.reduce_dtype.itemsize, min(plan.group, hardware.node)
+            part = u.plan.shard_numel * wide
+            calls = reduction_calls(part * plan.group, policy.compute_dtype, policy.reduce_dtype)
+            reductions = calls * collective_time(part * plan.group / calls, plan.group, hardware, rank_bytes=part)
+            across = sum(2 * collective_time(b.shard_numel * wide, replicas, hardware, stride=stride) for b in u.plan.buffers)
+            sent += u.count * (part * (plan.group - 1) + 2 * part * (replicas - 1) // replicas)
         again = 0.0 if u.resident else gathers
         compute += u.count * (forward + backward)
         gather += u.count * (gathers + again)

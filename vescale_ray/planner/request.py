@@ -13,7 +13,7 @@ import torch
 from vescale_ray.errors import BadInput
 from vescale_ray.planner.choose import Choice, choose_sharding
 from vescale_ray.planner.cost import HARDWARE, OPTIMIZERS, Policy
-from vescale_ray.planner.model_shapes import model_shapes
+from vescale_ray.planner.models.model_shapes import model_shapes
 from vescale_ray.planner.units import Blocks
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}

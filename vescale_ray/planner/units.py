@@ -5,8 +5,8 @@ is a multiple of ``g``. Padding is a few percent at 30 blocks per rank, and 20 %
 leave every block whole:
 
 - **several layers per unit** (``layers``): twice the layers are twice the blocks; costs memory for the gathered parameters;
-- **one buffer per row length** (``buffers="per block"``): tensors whose blocks differ no longer force a common multiple on one shard;
-  costs one more collective, which the engine can coalesce with the first;
+- **several buffers** (``buffers="per block"``): one per row length, between which tensors move. Tensors whose blocks differ no longer
+  force a common multiple on one shard. It costs no more calls, since the engine runs a unit's collectives as one;
 - **strided experts** (``strided=True``): a constant gap behind each expert ``[n, m]`` of a stack ``[E, n, m]``. Experts then fall on
   shard boundaries, and a shorter last block stays in its expert. The parameter becomes a strided view, which the model must tolerate.
   The planner decides tensor by tensor;
@@ -26,11 +26,10 @@ from typing import Literal
 import torch
 
 from vescale_ray.geometry import Block
-from vescale_ray.planner.bounds import lower_bound
-from vescale_ray.planner.layout import START_BYTES, Layout, TensorSpec
-from vescale_ray.planner.place import PlacementProblem
-from vescale_ray.planner.search import plan_layout
-from vescale_ray.planner.shapes import ParamShape, UnitShape
+from vescale_ray.planner.models.shapes import ParamShape, UnitShape
+from vescale_ray.planner.placement.buffers import bound_with_gaps, per_block, with_gaps
+from vescale_ray.planner.placement.layout import Layout, TensorSpec
+from vescale_ray.planner.placement.search import plan_layout
 
 Buffers = Literal["one", "per block"]
 
@@ -90,14 +89,14 @@ class Lever:
 
     def __str__(self) -> str:
         parts = [f"{self.layers} layers per unit"] if self.layers > 1 else []
-        parts += ["one buffer per row length"] if self.buffers == "per block" else []
+        parts += ["several buffers"] if self.buffers == "per block" else []
         parts += ["strided experts"] if self.strided else []
         return ", ".join(parts) or "plain"
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """A unit's buffers: one collective each, which may be coalesced into one call.
+    """A unit's buffers, whose collectives run as one call.
 
     Attributes:
         buffers: layouts over the same ranks. Tensors have their names in the unit; with several layers, the prefix ``0.``, ``1.``, ..
@@ -168,13 +167,13 @@ def plan_unit(
         raise ValueError(f"a unit of {lever.layers} layers: give at least 1")
     specs, across = _specs(unit, blocks, dtype, lever)
     if lever.buffers == "per block":
-        buffers = _per_block(specs, num_shards, align, None if lever.strided else ())
+        buffers = per_block(tuple(specs), num_shards, align, None if lever.strided else frozenset())
         return UnitPlan(unit.name, lever, buffers, _evenly(specs, num_shards), across)
     if not lever.strided:
         layout = plan_layout(specs, num_shards, align=align)
         return UnitPlan(unit.name, lever, (layout,), layout.lower_bound, across)
-    layout = plan_layout(_strided(specs, num_shards, align), num_shards, align=align)
-    return UnitPlan(unit.name, lever, (layout,), _bound_with_gaps(specs, num_shards, align), across)
+    layout = plan_layout(with_gaps(specs, num_shards, align), num_shards, align=align)
+    return UnitPlan(unit.name, lever, (layout,), bound_with_gaps(specs, num_shards, align), across)
 
 
 def plan_buffers(
@@ -188,8 +187,8 @@ def plan_buffers(
 ) -> tuple[Layout, ...]:
     """Plan one buffer; if it pads more than a few percent, return the plan with the least padding.
 
-    The alternatives are gaps behind the matrices of stacks in ``allow_gaps``, one buffer for each length of block, or both. Of plans
-    with equal padding, the simplest wins.
+    The alternatives are gaps behind the matrices of stacks in ``allow_gaps``, several buffers, or both. Of plans with equal padding, the
+    simplest wins.
 
     Args:
         padding_limit: ratio of padding to tensors up to which one buffer is kept.
@@ -207,10 +206,10 @@ def plan_buffers(
         return (one,)
     plans: list[tuple[Layout, ...]] = [(one,)]
     if any(s.name in allow_gaps for s in specs):
-        plans.append((plan_layout(_strided(specs, num_shards, align, allow_gaps), num_shards, align=align),))
-    plans.append(_per_block(specs, num_shards, align))
+        plans.append((plan_layout(with_gaps(specs, num_shards, align, allow_gaps), num_shards, align=align),))
+    plans.append(per_block(tuple(specs), num_shards, align))
     if len(plans) > 2:
-        plans.append(_per_block(specs, num_shards, align, allow_gaps))
+        plans.append(per_block(tuple(specs), num_shards, align, frozenset(allow_gaps)))
     return min(plans, key=lambda layouts: sum(layout.shard_numel for layout in layouts))
 
 
@@ -266,125 +265,5 @@ def _specs(unit: UnitShape, blocks: Blocks, dtype: torch.dtype, lever: Lever) ->
     return specs, tuple(across)
 
 
-def _bound_with_gaps(specs: Sequence[TensorSpec], num_shards: int, align: int) -> int:
-    """Return the bound with each matrix of a stack as a separate tensor, which allows any gaps between matrices."""
-    sizes: list[int] = []
-    cuts: list[int] = []
-    for spec in specs:
-        matrix, count = spec, 1
-        if len(spec.shape) >= 3 and spec.block is not None:
-            matrix, count = TensorSpec(spec.name, spec.shape[-2:], spec.block, spec.dtype), math.prod(spec.shape[:-2])
-        sizes += [matrix.numel] * count
-        cuts += [matrix.granularity] * count
-    itemsize = min(s.dtype.itemsize for s in specs)
-    problem = PlacementProblem.of(sizes, cuts, num_shards, align // itemsize, START_BYTES // itemsize)
-    return lower_bound(problem) if problem.total else 0
-
-
 def _evenly(specs: Sequence[TensorSpec], num_shards: int) -> int:
     return -(-sum(math.prod(s.shape) for s in specs) // num_shards)
-
-
-def _strided(specs: Sequence[TensorSpec], num_shards: int, align: int, only: Collection[str] | None = None) -> list[TensorSpec]:
-    """Choose the stored rows of each stack's experts; the smallest shard wins.
-
-    A stack keeps its rows, or a whole number of experts fills a rank, or one expert fills a whole number of ranks.
-
-    ``only``: names of the stacks that may have gaps; None: all.
-    """
-    specs = list(specs)
-    stacks = [
-        i
-        for i, s in enumerate(specs)
-        if len(s.shape) >= 3 and s.block is not None and s.block.kind != "tensor" and s.numel and (only is None or s.name in only)
-    ]
-    if not stacks or num_shards == 1:
-        return specs
-    bound = _bound_with_gaps(specs, num_shards, align)
-    quantum = align // min(s.dtype.itemsize for s in specs)
-    plain = list(specs)
-    best = plan_layout(plain, num_shards, align=align)
-    best_specs = plain
-    for modes in itertools.product(("as it is", "experts per rank", "ranks per expert"), repeat=len(_alike(specs, stacks))):
-        if all(mode == "as it is" for mode in modes):
-            continue
-        by_kind = dict(zip(_alike(specs, stacks), modes, strict=True))
-        step = quantum
-        counts: dict[int, int] = {}
-        for i in stacks:
-            spec = specs[i]
-            matrix, row = spec.shape[-2] * spec.shape[-1], spec.shape[-1]
-            mode = by_kind[spec.shape, spec.block]
-            if mode == "experts per rank":
-                counts[i] = max(1, bound // matrix)
-                step = math.lcm(step, counts[i] * row)
-            elif mode == "ranks per expert":
-                counts[i] = -(-matrix // max(bound, 1))
-                step = math.lcm(step, plain[i].granularity)
-            elif plain[i].numel > 2 * bound:
-                step = math.lcm(step, plain[i].granularity)
-        first = -(-bound // step)
-        for shard in (step * k for k in range(first, first + 4)):
-            if shard >= best.shard_numel:
-                break
-            attempt = list(plain)
-            for i, count in counts.items():
-                spec = specs[i]
-                mode = by_kind[spec.shape, spec.block]
-                stored = shard // count if mode == "experts per rank" else shard * count
-                rows, rest = divmod(stored, spec.shape[-1])
-                if rest or rows < spec.shape[-2]:
-                    break
-                block = Block.rows(rows) if mode == "experts per rank" else spec.block
-                if block is not None and mode != "experts per rank" and rows % block.row_count:
-                    break
-                attempt[i] = replace(spec, stored_rows=rows if rows > spec.shape[-2] else None, block=block)
-            else:
-                layout = plan_layout(attempt, num_shards, align=align)
-                if layout.shard_numel < best.shard_numel:
-                    best, best_specs = layout, attempt
-    return best_specs
-
-
-def _alike(specs: Sequence[TensorSpec], stacks: Sequence[int]) -> list[tuple[tuple[int, ...], Block | None]]:
-    return list(dict.fromkeys((specs[i].shape, specs[i].block) for i in stacks))
-
-
-def _per_block(specs: Sequence[TensorSpec], num_shards: int, align: int, gaps: Collection[str] | None = ()) -> tuple[Layout, ...]:
-    """Plan one buffer for each length of block.
-
-    Tensors without a requirement fill the padding of these buffers; the rest gets another buffer.
-
-    ``gaps``: names of the stacks that may have gaps; None: all.
-    """
-    quantum = align // min(s.dtype.itemsize for s in specs)
-    groups: dict[int, list[TensorSpec]] = {}
-    free: list[TensorSpec] = []
-    for spec in specs:
-        if spec.granularity > 1 and spec.numel:
-            groups.setdefault(spec.granularity, []).append(spec)
-        else:
-            free.append(spec)
-    if gaps is None or gaps:
-        groups = {g: _strided(members, num_shards, align, gaps) for g, members in groups.items()}
-    layouts = [plan_layout(groups[g], num_shards, align=align) for g in sorted(groups, reverse=True)]
-    left: list[TensorSpec] = []
-    for spec in sorted(free, key=lambda s: (-s.numel, s.name)):
-        for k in sorted(range(len(layouts)), key=lambda k: (layouts[k].tensor_numel - layouts[k].numel, k)):
-            if layouts[k].numel - layouts[k].tensor_numel < spec.numel:
-                left.append(spec)
-                break
-            filled = plan_layout([*layouts[k].specs, spec], num_shards, align=align)
-            if filled.shard_numel == layouts[k].shard_numel:
-                layouts[k] = filled
-                break
-        else:
-            left.append(spec)
-    if left:
-        own = plan_layout(left, num_shards, align=align)
-        if layouts and own.tensor_numel < num_shards * quantum:
-            # This is too little for a separate collective.
-            layouts[-1] = plan_layout([*layouts[-1].specs, *left], num_shards, align=align)
-        else:
-            layouts.append(own)
-    return tuple(layouts)

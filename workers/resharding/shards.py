@@ -255,6 +255,7 @@ def collect(
     """
     pieces: list[Piece] = []
     scalars: dict[str, dict[str, float]] = {}
+    numbers: dict[tuple[torch.device, torch.dtype], list[tuple[str, str, Tensor]]] = {}
     for name, parameter in parameters:
         pieces.append(views.piece(name, PARAM, parameter))
         for kind, value in optimizer.state.get(parameter, {}).items():
@@ -269,8 +270,14 @@ def collect(
                     f"optimizer state {kind!r} of {name} is {what}, which cannot move to other workers: "
                     "make it a number, or a RaggedDTensor (of any shape) on the parameter's mesh"
                 )
+            elif isinstance(value, Tensor):
+                numbers.setdefault((value.device, value.dtype), []).append((name, kind, value))
             else:
-                scalars.setdefault(name, {})[kind] = value.item() if isinstance(value, Tensor) else value
+                scalars.setdefault(name, {})[kind] = value
+    # A fused optimizer has one step counter per parameter on the device. One copy waits for the device once.
+    for found in numbers.values():
+        for (name, kind, _), number in zip(found, torch.stack([value.reshape(()) for *_, value in found]).tolist(), strict=True):
+            scalars.setdefault(name, {})[kind] = number
     return tuple(pieces), scalars
 
 

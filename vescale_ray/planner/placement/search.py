@@ -22,10 +22,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from vescale_ray.planner.bounds import candidates, is_possible, likely_sizes, lower_bound
-from vescale_ray.planner.layout import START_BYTES, Layout, TensorSpec
-from vescale_ray.planner.orders import Kinds, best_fit, smallest_over_all_orders
-from vescale_ray.planner.place import PlacementProblem, fits, place, smallest_for_ordered_pieces
+from vescale_ray.planner.placement.bounds import candidates, is_possible, likely_sizes, lower_bound
+from vescale_ray.planner.placement.layout import START_BYTES, Layout, TensorSpec
+from vescale_ray.planner.placement.orders import Kinds, best_fit, smallest_over_all_orders
+from vescale_ray.planner.placement.place import PlacementProblem, fits, place, smallest_for_ordered_pieces
 
 REFINEMENTS = 6
 """Number of bisections between the likely sizes; one costs 0.3 to 3 ms for a DeepSeek-V3 layer of 782 tensors."""

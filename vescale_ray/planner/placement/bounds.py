@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from vescale_ray.planner.place import PlacementProblem
+from vescale_ray.planner.placement.place import PlacementProblem
 
 _FIRST_CHUNK, _LAST_CHUNK = 64, 16384
 LIKELY = 64

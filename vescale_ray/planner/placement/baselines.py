@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from vescale_ray.planner.layout import START_BYTES, TensorSpec
-from vescale_ray.planner.place import PlacementProblem, place
+from vescale_ray.planner.placement.layout import START_BYTES, TensorSpec
+from vescale_ray.planner.placement.place import PlacementProblem, place
 
 
 def fsdp1(specs: Sequence[TensorSpec], num_shards: int) -> int:

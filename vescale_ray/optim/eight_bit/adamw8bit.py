@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from vescale_ray.geometry import Block
-from vescale_ray.optim.adamw8bit_values import Held, Hyper
 from vescale_ray.optim.base import BlockOptimizer, check_common, is_embedding_or_head, sqrt_, step_adamw
 from vescale_ray.optim.blocks import (
     BlockSpec,
@@ -38,7 +37,8 @@ from vescale_ray.optim.blocks import (
     parse_block,
     section_grid,
 )
-from vescale_ray.optim.codec import FORMAT_VERSION, root_codebook, signed_codebook
+from vescale_ray.optim.eight_bit.adamw8bit_values import Held, Hyper
+from vescale_ray.optim.eight_bit.codec import FORMAT_VERSION, root_codebook, signed_codebook
 from vescale_ray.optim.parameters import check_number, local_of
 
 DEFAULT_BLOCK = 1024
@@ -186,7 +186,7 @@ def step_blocks(held: Held, regions: Sequence[Region], hyper: Hyper) -> None:
     """Step the elements of ``held``; ``regions`` describes their blocks."""
     step_region: Callable[[Held, Region, Hyper], None] = step_region_torch
     if held.param.is_cuda and has_triton():
-        from vescale_ray.optim.adamw8bit_triton import step_region_triton
+        from vescale_ray.optim.eight_bit.adamw8bit_triton import step_region_triton
 
         step_region = step_region_triton
     with torch.cuda.device(held.param.device) if held.param.is_cuda else nullcontext():  # Triton launches on the current device

@@ -14,9 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vescale_ray.optim.adamw8bit_values import Held, Hyper
 from vescale_ray.optim.blocks import Region
-from vescale_ray.optim.codec import CELL_SHIFT, root_codebook, signed_codebook
+from vescale_ray.optim.eight_bit.adamw8bit_values import Held, Hyper
+from vescale_ray.optim.eight_bit.codec import CELL_SHIFT, root_codebook, signed_codebook
 
 ONE_PASS = 4096
 """Elements of the largest block that is handled in one pass, and of one piece of a larger block."""
@@ -92,7 +92,7 @@ def _step(
 
 
 def step_region_triton(held: Held, region: Region, hyper: Hyper) -> None:
-    """:func:`vescale_ray.optim.adamw8bit.step_region_torch` for CUDA tensors."""
+    """:func:`vescale_ray.optim.eight_bit.adamw8bit.step_region_torch` for CUDA tensors."""
     signed, root = signed_codebook(held.param.device), root_codebook(held.param.device)
     numel = region.rows * region.block_cols
     piece = min(triton.next_power_of_2(numel), ONE_PASS)

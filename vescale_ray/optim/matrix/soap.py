@@ -25,7 +25,7 @@ from torch import Tensor
 
 from vescale_ray.geometry import Block
 from vescale_ray.optim.base import sqrt_
-from vescale_ray.optim.kronecker import DEFAULT_BLOCK, BlockView, Factors, KroneckerOptimizer, eigenbasis, own, refined_basis
+from vescale_ray.optim.matrix.kronecker import DEFAULT_BLOCK, BlockView, Factors, KroneckerOptimizer, eigenbasis, own, refined_basis
 
 
 class SOAP(KroneckerOptimizer):

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from vescale_ray.planner.place import PlacementProblem, earliest_many
+from vescale_ray.planner.placement.place import PlacementProblem, earliest_many
 
 
 @dataclass(frozen=True)

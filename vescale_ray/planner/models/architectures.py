@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vescale_ray.errors import BadInput
-from vescale_ray.planner.shapes import Kind, ModelShapes, ParamShape, UnitShape
+from vescale_ray.planner.models.shapes import Kind, ModelShapes, ParamShape, UnitShape
 
 # The published config.json of each model, as of its release, with its sources. tests/planner/test_shapes.py checks the totals against
 # the publishers' parameter counts.

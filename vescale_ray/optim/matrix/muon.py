@@ -20,10 +20,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.optim.agree import Agreement, Decision, NonFiniteGradients, goes_on
-from vescale_ray.optim.exchange import BUCKET_BYTES, Exchange, Itinerary, Job, domains, plan
-from vescale_ray.optim.matrices import Holding, MatrixSpan, RowBlocks, check_gradient, flat_local, flat_values, holding, matrices, wide
-from vescale_ray.optim.newton_schulz import KELLER_JORDAN, NewtonSchulz, coefficients
-from vescale_ray.optim.normuon import RowMoments
+from vescale_ray.optim.matrix.exchange import BUCKET_BYTES, Exchange, Itinerary, Job, domains, plan
+from vescale_ray.optim.matrix.matrices import (
+    Holding,
+    MatrixSpan,
+    RowBlocks,
+    check_gradient,
+    flat_local,
+    flat_values,
+    holding,
+    matrices,
+    wide,
+)
+from vescale_ray.optim.matrix.newton_schulz import KELLER_JORDAN, NewtonSchulz, coefficients
+from vescale_ray.optim.matrix.normuon import RowMoments
 from vescale_ray.optim.parameters import check_number, in_order, named_of, refuse_switches, take_sharded
 from vescale_ray.optim.state_loading import InPlaceLoading
 
@@ -49,7 +59,7 @@ class Muon(InPlaceLoading):
             DTensors under Shard(0), or plain tensors.
         lr, weight_decay, momentum, nesterov: per group. The decay is decoupled: ``lr * weight_decay``, without the scaling rule.
         ns_coefficients, ns_steps, eps: settings of Newton-Schulz, per group; coefficients are a set's name, one triple or several
-            (:func:`~vescale_ray.optim.newton_schulz.coefficients`).
+            (:func:`~vescale_ray.optim.matrix.newton_schulz.coefficients`).
         adjust_lr_fn: per group: a rule of :data:`SCALES`; None: ``original``. Rows and columns are those of the orthogonalized
             matrix: an expert or a row block, never a shard.
         row_blocks: per group: sizes of row blocks that are orthogonalized alone: the rows of each head (a number), or of each part of
@@ -60,7 +70,7 @@ class Muon(InPlaceLoading):
             :class:`NonFiniteGradients`; or ``propagate`` it, as torch does (this saves one pass over the gradients).
         share_replicas: with replicated shards (HSDP), let each replica do a part of the Newton-Schulz, at the cost of one more
             exchange between replicas.
-        batched: see :class:`~vescale_ray.optim.newton_schulz.NewtonSchulz`.
+        batched: see :class:`~vescale_ray.optim.matrix.newton_schulz.NewtonSchulz`.
         bucket_bytes: approximate BF16 bytes that a root receives in one bucket.
 
     Every rank of the parameters' meshes must call :meth:`step` equally often. All states exist from the start.
@@ -112,7 +122,7 @@ class Muon(InPlaceLoading):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; checks the parameters and creates their states."""
-        take_sharded(param_group)
+        take_sharded(param_group, self.param_groups)
         group = {**self.defaults, **param_group}
         refuse_switches(group, "Muon")
         _check_numbers(group)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from vescale_ray.errors import BadInput
-from vescale_ray.planner import architectures
-from vescale_ray.planner.shapes import ModelShapes, from_module
+from vescale_ray.planner.models import architectures
+from vescale_ray.planner.models.shapes import ModelShapes, from_module
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,6 +1,6 @@
 """Shapes of a model for the planner: repeated units of named tensors, from a name, a config.json or a module.
 
-Nothing is allocated. :mod:`vescale_ray.planner.architectures` turns the figures of a ``config.json`` into these shapes.
+Nothing is allocated. :mod:`vescale_ray.planner.models.architectures` turns the figures of a ``config.json`` into these shapes.
 """
 
 from __future__ import annotations

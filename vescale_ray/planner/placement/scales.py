@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from vescale_ray.planner.layout import Layout
+from vescale_ray.planner.placement.layout import Layout
 
 SCALE_BYTES = 4
 """Bytes of one scale (FP32)."""

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from vescale_ray.communication import wait_notes
 from vescale_ray.communication.point_to_point import all_to_all, is_pairwise
-from vescale_ray.optim.matrices import Holding, MatrixSpan, held_numel
-from vescale_ray.optim.newton_schulz import Coefficients, NewtonSchulz, flops
-from vescale_ray.optim.roots import Roots, assign_buckets, assign_roots
+from vescale_ray.optim.matrix.matrices import Holding, MatrixSpan, held_numel
+from vescale_ray.optim.matrix.newton_schulz import Coefficients, NewtonSchulz, flops
+from vescale_ray.optim.matrix.roots import Roots, assign_buckets, assign_roots
 
 WIRE = torch.bfloat16
 _TAG = 0x56530003

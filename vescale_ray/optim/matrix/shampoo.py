@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vescale_ray.geometry import Block
 from vescale_ray.optim.base import sqrt_
-from vescale_ray.optim.kronecker import DEFAULT_BLOCK, BlockView, Factors, KroneckerOptimizer, inverse_root, own
+from vescale_ray.optim.matrix.kronecker import DEFAULT_BLOCK, BlockView, Factors, KroneckerOptimizer, inverse_root, own
 from vescale_ray.optim.parameters import check_number
 
 GRAFTING = ("adamw", "rmsprop", "sgd", None)

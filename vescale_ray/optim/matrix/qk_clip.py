@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.optim.agree import largest_of_ranks
-from vescale_ray.optim.matrices import flat_local, holding
+from vescale_ray.optim.matrix.matrices import flat_local, holding
 
 
 @torch.no_grad()

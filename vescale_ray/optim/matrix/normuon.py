@@ -20,8 +20,8 @@ from vescale_ray.communication import wait_notes
 from vescale_ray.dtensor.placement import RaggedShard
 from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_ray.dtensor.spec import sharding_of
-from vescale_ray.optim.exchange import Exchange
-from vescale_ray.optim.matrices import Holding, MatrixSpan
+from vescale_ray.optim.matrix.exchange import Exchange
+from vescale_ray.optim.matrix.matrices import Holding, MatrixSpan
 
 _EPS = 1e-8
 

@@ -1,0 +1,123 @@
+"""The forward of a unit: recomputed in backward, compiled, or both. It is set on the module before the module is sharded.
+
+``forward`` is replaced on the instance, inside the sharding hooks. So the names of modules, parameters and checkpoints stay the same, the
+hooks are no part of a compiled graph, and backward recomputes while the unit is unsharded.
+
+torch keeps compiled code by the code of the class, for the life of the process. Units of one class with equal sizes share it, and so do the
+units of the next generation. It does not depend on the world size, because a unit computes on whole parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+if TYPE_CHECKING:
+    from vescale_ray.config import RunConfig
+
+Forward = Callable[..., Any]
+
+KEPT: list[Any] = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten._grouped_mm.default,
+    torch.ops.aten.convolution.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
+"""Operations whose results selective checkpointing keeps: matrix products and attention, which take most of the time of a forward. The rest
+is recomputed."""
+
+
+def set_forward(unit: nn.Module, config: RunConfig, compiler: UnitCompiler) -> None:
+    """Set the unit's forward as ``train.activation_checkpointing`` and ``train.compile`` say."""
+    how = config.train.activation_checkpointing
+    forward: Forward = unit.forward
+    if how != "none":
+        # The recomputation is a part of the compiled graph.
+        forward = _recomputed(forward, selective=how == "selective")
+    if config.train.compile:
+        forward = compiler.compiled(type(unit), forward)
+    if forward != unit.forward:
+        unit.forward = forward  # type: ignore[method-assign]
+
+
+def _recomputed(forward: Forward, *, selective: bool) -> Forward:
+    options: dict[str, Any] = {"context_fn": functools.partial(create_selective_checkpoint_contexts, KEPT)} if selective else {}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+    return run
+
+
+class UnitCompiler:
+    """Compiles the forward of units. It belongs to a worker's process and outlives its generations.
+
+    A unit is compiled as one graph, for each shape of its inputs. If its class breaks the graph, units of this class are compiled in
+    pieces. If that fails, too, they run as they are. Without gradients, in an evaluation, all units run as they are.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._ways: dict[type, int] = {}
+        """Position, among the ways of :class:`_CompiledForward`, of the one that units of a class take; a class that is missing takes the
+        first one."""
+        self._problems: list[str] = []
+
+    def compiled(self, kind: type, forward: Forward) -> Forward:
+        """A forward of a unit of class ``kind``, to be compiled in its first call."""
+        # By default inductor measures kernels and takes the fastest. Processes may then differ in the order of a sum.
+        options: Any = {"deterministic": True} if self._config.elastic.deterministic else None
+        whole, pieces = (torch.compile(forward, fullgraph=graph, dynamic=False, options=options) for graph in (True, False))
+        return _CompiledForward(self, kind, (whole, pieces, forward))
+
+    def way(self, kind: type) -> int:
+        return self._ways.get(kind, 0)
+
+    def give_up(self, kind: type, way: int, problem: str) -> None:
+        """Let units of ``kind`` take the way after ``way``, which has failed."""
+        if self.way(kind) > way:
+            return
+        self._ways[kind] = way + 1
+        what = "breaks the graph and is compiled in pieces" if way == 0 else "cannot be compiled and runs uncompiled"
+        remedy = f"change {kind.__name__}.forward, or set train.compile=false"
+        self._problems.append(f"train.compile = true: {kind.__name__} {what}, which is slower: {remedy} ({problem})")
+
+    def take_problems(self) -> list[str]:
+        """The problems since the last call, one for each class."""
+        problems, self._problems = self._problems, []
+        return problems
+
+
+class _CompiledForward:
+    """The forward of one unit in three ways: compiled as one graph, compiled in pieces, and uncompiled."""
+
+    def __init__(self, compiler: UnitCompiler, kind: type, ways: tuple[Forward, Forward, Forward]) -> None:
+        self._compiler, self._kind, self._ways = compiler, kind, ways
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._compiler.way(self._kind) if torch.is_grad_enabled() else 2, args, kwargs)
+
+    def _run(self, way: int, args: Any, kwargs: Any) -> Any:
+        if way == 2:
+            return self._ways[way](*args, **kwargs)
+        try:
+            return self._ways[way](*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            problem = " ".join(str(error).split())[:300] or type(error).__name__
+        # The model's own errors are raised again here.
+        result = self._run(way + 1, args, kwargs)
+        self._compiler.give_up(self._kind, way, problem)
+        return result
