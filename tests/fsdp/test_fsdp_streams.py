@@ -260,7 +260,7 @@ def test_the_gathers_of_a_units_groups_are_one_call(rank, world, streams):
     ours, alone = shard_tower(models[0]), models[1]
     alike(ours, alone, rank, world, range(3))
     assert here.races() == []
-    assert len(here.together) >= 5 * 3 and set(here.together) == {2}
+    assert here.together.count(2) >= 5 * 3
 
 
 class Uneven(nn.Module):
