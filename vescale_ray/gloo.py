@@ -10,11 +10,15 @@ whose groups are torch's ``ProcessGroupGloo`` with other options. Every group of
 
 from __future__ import annotations
 
+import atexit
 import os
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +30,10 @@ BACKEND = "vescale_gloo"
 """The back end's name in torch, as in ``new_group(backend=..)``. The first :func:`init_process_group` registers it."""
 
 _TORCHS = "gloo"
+_THREAD = "pt_gloo_runloop"
+"""The name that torch gives to the worker threads."""
+_REST_S = 5.0
+"""Longest wait for worker threads at the end of the process."""
 _TORCHS_TIMEOUT = timedelta(minutes=30)
 
 
@@ -63,6 +71,7 @@ def create(store: Any, rank: int, size: int, timeout: timedelta = _TORCHS_TIMEOU
     devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in names]
     options._devices = devices or [dist.ProcessGroupGloo.create_default_device()]
     options._timeout, options._threads = timeout, 1
+    _rest_at_exit()
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
@@ -113,6 +122,32 @@ def warn_of_threads(groups: Sequence[dist.ProcessGroup]) -> None:
             RuntimeWarning,
             stacklevel=1,  # one place for all calls of fully_shard, so that Python shows the warning once
         )
+
+
+@cache
+def _rest_at_exit() -> None:
+    """Let the worker threads come to rest before the interpreter ends.
+
+    A worker needs the interpreter's lock to free a tensor that Python has dropped. If it waits for the lock when the interpreter ends,
+    Python ends the thread, which aborts the process. The group of a sharded model has its worker even after ``destroy_process_group``.
+    """
+    atexit.register(_rest)
+
+
+def _rest() -> None:
+    calm, end = 0, time.monotonic() + _REST_S
+    while calm < 3 and time.monotonic() < end:
+        time.sleep(0.001)  # gives the lock to a worker that waits for it
+        calm = 0 if any(_runs(task) for task in Path("/proc/self/task").glob("*")) else calm + 1
+
+
+def _runs(task: Path) -> bool:
+    """Whether a thread is a gloo worker that does not sleep."""
+    try:
+        _, _, rest = (task / "stat").read_text().partition(f"({_THREAD}) ")
+    except OSError:  # the thread has ended
+        return False
+    return rest[:1] not in ("", "S")
 
 
 def _register() -> None:
