@@ -174,7 +174,7 @@ def references(name: str, rank: int, world: int) -> dict[str, Callable[[int], fl
     import torch.distributed as dist
     import torch.nn.functional as F
 
-    from vescale_ray.fsdp.memory import MAPPED_BYTES
+    from vescale_ray.fsdp.buffers.memory import MAPPED_BYTES
 
     _, _, _, vocab, _, batch, sequence = MODELS[name]
     model = shard(name, "local")
@@ -245,7 +245,7 @@ def _written_in_place(module: Any) -> int:
     """Number of gradient elements that need no copy."""
     from torch import nn
 
-    from vescale_ray.fsdp.linear import LEAST_NUMEL
+    from vescale_ray.fsdp.groups.linear import LEAST_NUMEL
 
     weights = [m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear)]
     return sum(numel for numel in weights if numel >= LEAST_NUMEL)
@@ -330,7 +330,7 @@ def _peak_of_live_tensors(step: Callable[[], Any]) -> int:
     """Peak of the live bytes in a step, beyond those before it: parameters, and AdamW's two states of them."""
     from torch.profiler import ProfilerActivity, profile
 
-    from vescale_ray.fsdp.memory import MAPPED_BYTES, Pool
+    from vescale_ray.fsdp.buffers.memory import MAPPED_BYTES, Pool
 
     mapped: list[tuple[int, int]] = [(0, 0)]
 

@@ -59,7 +59,7 @@ def shard(model: Any, how: Callable[..., Any], **options: Any) -> Any:
 
 def with_collectives(model: Any) -> Any:
     """Switch off the shortcut for one rank."""
-    from vescale_ray.fsdp.schedule import unit_of
+    from vescale_ray.fsdp.units.schedule import unit_of
 
     for unit in {id(unit): unit for m in model.modules() if (unit := unit_of(m)) is not None}.values():
         for group in unit.groups:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from vescale_ray.fsdp import linear
+from vescale_ray.fsdp.groups import linear
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vescale_ray.fsdp import address_range, memory
-from vescale_ray.fsdp.memory import Buffer, Pool
+from vescale_ray.fsdp.buffers import address_range, memory
+from vescale_ray.fsdp.buffers.memory import Buffer, Pool
 
 CPU = torch.device("cpu")
 LARGE = 4 * memory.MAPPED_BYTES

@@ -23,7 +23,8 @@ from tests.fsdp.towers import Tower, alike, grads, inputs, same, seeded, shard_t
 from tests.fsdp.transformer import batch, build, full, loss_of, part
 from tests.fsdp.units import unit_of
 from tests.ranks import on_processes, on_threads, run_gloo, run_threads
-from vescale_ray.fsdp import FSDPModule, PhaseError, comm, explain, fully_shard, register_fsdp_forward_method, share_comm_ctx
+from vescale_ray.fsdp import FSDPModule, PhaseError, explain, fully_shard, register_fsdp_forward_method, share_comm_ctx
+from vescale_ray.fsdp.communication import comm
 from vescale_ray.geometry import Block
 
 # -- parameters with special fates -----------------------------------------------------------------------------------------

@@ -85,11 +85,11 @@ def test_reading_a_kept_gathered_parameter_raises(debug):
 def test_environment_variable_enables_debug_mode(rank, world, value, expected):
     """Import the module again, in a process that ends with the test."""
     os.environ["VESCALE_RAY_FSDP_DEBUG"] = value
-    assert importlib.reload(importlib.import_module("vescale_ray.fsdp.debug")).debugging() == expected
+    assert importlib.reload(importlib.import_module("vescale_ray.fsdp.communication.debug")).debugging() == expected
 
 
 def test_ranks_exchange_no_checks_without_debug_mode(monkeypatch):
-    from vescale_ray.fsdp.debug import agree
+    from vescale_ray.fsdp.communication.debug import agree
 
     monkeypatch.setattr(dist, "all_gather_single", None)
     agree("all-gather of nothing", None, torch.device("cpu"))  # type: ignore[arg-type]

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.fsdp.towers import grads, inputs, same, seeded
 from tests.fsdp.units import unit_of
 from tests.ranks import on_processes, run_threads
-from vescale_ray.fsdp import Sharding, fully_shard, memory
+from vescale_ray.fsdp import Sharding, fully_shard
+from vescale_ray.fsdp.buffers import memory
 
 
 class Program(nn.Module):

@@ -19,7 +19,7 @@ from tests.fsdp.test_fsdp_hooked import Plain, bare
 from tests.ranks import on_processes, run_gloo
 from vescale_ray import fully_shard
 from vescale_ray.compat.fsdp import AllGather
-from vescale_ray.fsdp.marks import kept_tensors
+from vescale_ray.fsdp.units.marks import kept_tensors
 
 KEPT: list[torch.Tensor] = []
 

@@ -15,8 +15,9 @@ from tests.fsdp.towers import filled
 from tests.fsdp.transformer import apart, full
 from tests.fsdp.units import unit_of
 from tests.ranks import on_threads, run_threads
-from vescale_ray.fsdp import fully_shard, linear
-from vescale_ray.fsdp.gradients import Gradients
+from vescale_ray.fsdp import fully_shard
+from vescale_ray.fsdp.groups import linear
+from vescale_ray.fsdp.groups.gradients import Gradients
 
 WIDTH = 12
 
@@ -113,7 +114,7 @@ def test_backward_leaves_no_gradient_in_flight() -> None:
 
 
 def test_a_gradient_is_taken_over_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vescale_ray.fsdp import gradients
+    from vescale_ray.fsdp.groups import gradients
 
     same: list[bool] = []
 

@@ -22,9 +22,9 @@ from tests.fsdp.transformer import build
 from tests.operations import Operations
 from tests.ranks import join, on_processes, run_gloo, run_threads
 from vescale_ray.fsdp import explain, fully_shard
-from vescale_ray.fsdp.group import ParameterGroup
-from vescale_ray.fsdp.schedule import Schedule, unit_of
-from vescale_ray.fsdp.unit import Unit
+from vescale_ray.fsdp.groups.group import ParameterGroup
+from vescale_ray.fsdp.units.schedule import Schedule, unit_of
+from vescale_ray.fsdp.units.unit import Unit
 from vescale_ray.planner.step_buffers import Travel, device_buffers
 
 WIDTH, LAYERS = 64, 6

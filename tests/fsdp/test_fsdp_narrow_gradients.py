@@ -11,10 +11,11 @@ from torch.utils.checkpoint import checkpoint
 from tests.fsdp.towers import filled
 from tests.ranks import on_processes, on_threads, run_gloo, run_threads
 from vescale_ray.compat.fsdp import ReduceScatter
-from vescale_ray.fsdp import MixedPrecisionPolicy, fully_shard, reduction
-from vescale_ray.fsdp.comm import Lane
-from vescale_ray.fsdp.memory import Pool
-from vescale_ray.fsdp.schedule import unit_of
+from vescale_ray.fsdp import MixedPrecisionPolicy, fully_shard
+from vescale_ray.fsdp.buffers.memory import Pool
+from vescale_ray.fsdp.communication.comm import Lane
+from vescale_ray.fsdp.groups import reduction
+from vescale_ray.fsdp.units.schedule import unit_of
 
 CPU = torch.device("cpu")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

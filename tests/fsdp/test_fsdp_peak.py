@@ -9,8 +9,8 @@ from torch import nn
 
 from tests.ranks import run_gloo
 from vescale_ray.fsdp import explain, fully_shard
-from vescale_ray.fsdp.memory import Pool, may_stay
-from vescale_ray.fsdp.schedule import unit_of
+from vescale_ray.fsdp.buffers.memory import Pool, may_stay
+from vescale_ray.fsdp.units.schedule import unit_of
 
 SIDE = 256
 Q = SIDE * SIDE * 4

@@ -27,7 +27,7 @@ from tests.ranks import on_processes, on_threads, run_threads
 from vescale_ray import RaggedShard, fully_shard, register_fsdp_forward_method
 from vescale_ray import distribute_tensor as distribute_ragged
 from vescale_ray.fsdp import Sharding, explain, share_comm_ctx
-from vescale_ray.fsdp.phases import PhaseError
+from vescale_ray.fsdp.layouts.phases import PhaseError
 from vescale_ray.geometry import Block
 from vescale_ray.planner import TensorSpec, plan_layout
 
@@ -583,7 +583,7 @@ def test_a_refused_call_changes_nothing_and_its_remedy_trains(rank: int, world: 
 
 
 def building_fails_late(rank: int, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vescale_ray.fsdp import group
+    from vescale_ray.fsdp.groups import group
 
     built = []
     original = group.ParameterGroup._new_master

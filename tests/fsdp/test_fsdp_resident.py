@@ -16,9 +16,10 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from tests.fsdp import test_fsdp_behaviour as behaviour
 from tests.operations import Operations
 from tests.ranks import on_processes, run_gloo
-from vescale_ray.fsdp import fully_shard, memory, set_debug
-from vescale_ray.fsdp.memory import MAPPED_BYTES, Buffer, Pool, may_stay
-from vescale_ray.fsdp.schedule import unit_of
+from vescale_ray.fsdp import fully_shard, set_debug
+from vescale_ray.fsdp.buffers import memory
+from vescale_ray.fsdp.buffers.memory import MAPPED_BYTES, Buffer, Pool, may_stay
+from vescale_ray.fsdp.units.schedule import unit_of
 
 CPU = torch.device("cpu")
 PAGE = 4096

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from tests.fsdp.test_fsdp_resident import CPU, Blocks, given, pair, pytestmark  # noqa: F401 (marks this file)
 from tests.fsdp.units import unit_of
 from tests.ranks import on_processes, run_gloo
-from vescale_ray.fsdp import memory
-from vescale_ray.fsdp.address_range import protect
-from vescale_ray.fsdp.memory import MAPPED_BYTES, Buffer
-from vescale_ray.fsdp.phases import Residency
+from vescale_ray.fsdp.buffers import memory
+from vescale_ray.fsdp.buffers.address_range import protect
+from vescale_ray.fsdp.buffers.memory import MAPPED_BYTES, Buffer
+from vescale_ray.fsdp.layouts.phases import Residency
 
 LOCAL = r"'layers.1 .*written through their local tensors.*reshard\(\)"
 

@@ -31,7 +31,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import vescale_ray
 from tests.ranks import on_processes
 from vescale_ray.dtensor import RaggedDTensor
-from vescale_ray.fsdp import FSDPModule, stand_in_for_torch, torch_state
+from vescale_ray.fsdp import FSDPModule, stand_in_for_torch
+from vescale_ray.fsdp.surface import torch_state
 
 WHOLE = StateDictOptions(full_state_dict=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

@@ -24,11 +24,14 @@ from tests.fsdp.towers import Tower, alike, grads, inputs, same, seeded, shard_t
 from tests.fsdp.units import unit_of
 from tests.ranks import on_processes, on_threads, run_gloo, run_threads
 from vescale_ray.compat.distributed import all_gather_many
-from vescale_ray.fsdp import Sharding, comm, fully_shard, memory, reduction
-from vescale_ray.fsdp.delivery import Delivery
-from vescale_ray.fsdp.division import Chunks
-from vescale_ray.fsdp.gradients import Gradients
-from vescale_ray.fsdp.memory import Buffer, Pool
+from vescale_ray.fsdp import Sharding, fully_shard
+from vescale_ray.fsdp.buffers import memory
+from vescale_ray.fsdp.buffers.memory import Buffer, Pool
+from vescale_ray.fsdp.communication import comm
+from vescale_ray.fsdp.groups import reduction
+from vescale_ray.fsdp.groups.delivery import Delivery
+from vescale_ray.fsdp.groups.gradients import Gradients
+from vescale_ray.fsdp.layouts.division import Chunks
 from vescale_ray.geometry import Block
 from vescale_ray.planner import plan_layout, units
 

@@ -12,7 +12,7 @@ from tests.ranks import on_threads, run_gloo, run_threads
 from vescale_ray.compat.fsdp import ProcessGroupAllocReduceScatter
 from vescale_ray.errors import BadArgument
 from vescale_ray.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from vescale_ray.fsdp.phases import PhaseError
+from vescale_ray.fsdp.layouts.phases import PhaseError
 
 BATCHES = 7
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vescale_ray.fsdp import schedule
+from vescale_ray.fsdp.units import schedule
 
 
 def unit_of(module: Any) -> Any:

@@ -56,8 +56,8 @@ def a_buffer_for_each_width(specs: Any, num_shards: int, **_: Any) -> Any:
 def measure(rank: int, world: int, compute: str, optimizer: str, kind: str, rows: int | None) -> dict[str, int]:
     """Train three steps. Returns the bytes of the engine's tensors by kind, as maximum for temporary ones."""
     from vescale_ray import Block, explain, fully_shard
-    from vescale_ray.fsdp.memory import Pool
-    from vescale_ray.fsdp.schedule import unit_of
+    from vescale_ray.fsdp.buffers.memory import Pool
+    from vescale_ray.fsdp.units.schedule import unit_of
 
     most = {"gathered": 0, "gradient_buffers": 0}
     noted = Pool._note_peak

@@ -26,7 +26,7 @@ from tests.workers.tiny import tiny
 from vescale_ray import gloo
 from vescale_ray.communication.point_to_point import is_pairwise
 from vescale_ray.fsdp import CPUOffloadPolicy, Sharding, fully_shard
-from vescale_ray.fsdp.schedule import unit_of
+from vescale_ray.fsdp.units.schedule import unit_of
 from vescale_ray.workers import rehearsal
 from vescale_ray.workers.model_building import NextModel
 from vescale_ray.workers.network import process_groups

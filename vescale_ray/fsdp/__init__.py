@@ -1,24 +1,16 @@
 """Fully sharded data parallelism without copies, behind torch's ``fully_shard`` API ([veScale-FSDP], DBuffer and system parts).
 
-The package imports torch, :mod:`vescale_ray.planner`, ``dbuffer`` and ``dtensor``, and never Ray. Its main modules:
+The package imports torch, :mod:`vescale_ray.planner`, ``dbuffer`` and ``dtensor``, and never Ray. Its folders:
 
-| module | what it holds |
+| folder | what it holds |
 |---|---|
-| ``api``, ``arguments`` | ``fully_shard``, checks of its arguments |
-| ``collect``, ``data_parallel``, ``grouping`` | its stages: the model's parameters, the ranks that shard them, their groups |
-| ``module``, ``state_dict_hooks`` | the methods and the hooks that it adds to a module |
-| ``unit``, ``unit_options`` | the hooks of one ``fully_shard`` call in forward and backward; what the user sets for it |
-| ``marks``, ``arrivals``, ``running_backward`` | how backward tells a unit where it is |
-| ``group``, ``gradients``, ``delivery`` | one parameter group: its life in a step, its gradients, their way to ``.grad`` |
-| ``master_shard``, ``gathered``, ``flat_gradient`` | the memory of a group's sharded and gathered parameters, and of its gradients |
-| ``schedule``, ``phases``, ``finalize`` | order of units, allowed phases, the end of a backward |
-| ``lanes``, ``interfaces`` | the side streams and the buffer pool of a root; what a unit uses of its schedule |
-| ``comm``, ``reduction``, ``memory`` | the all-gather; the reduce-scatter; the buffer pool |
-| ``parameters``, ``division``, ``sharding`` | one parameter; the ranks' parts of a buffer; mesh dimensions (ZeRO, HSDP) |
-| ``linear``, ``hooked`` | weight gradients without a copy; tensor classes with all-gather hooks |
-| ``uses``, ``same_plan``, ``debug`` | agreement of the ranks on used parameters, layouts and collectives |
-| ``torch_state``, ``stand_in``, ``labels`` | torch's internal state object, torch's import names, torch's profiler labels |
-| ``overview`` | ``explain``: a report of layouts and memory |
+| ``construction`` | stages of ``fully_shard``: ``arguments`` checks, ``collect`` collects, ``grouping`` plans, ``api`` builds |
+| ``surface`` | what users call on a module: ``module``, state dicts, torch's state of a module, ``overview`` (``explain``), ``finalize`` |
+| ``units`` | the hooks of one call in forward and backward, the schedule of a root, how backward tells a unit where it is, checks |
+| ``groups`` | one buffer in a step: its master shard, its gathered parameters, its gradients and their reduction |
+| ``layouts`` | one parameter, the ranks' parts of a buffer, mesh dimensions (ZeRO, HSDP), dtypes, allowed phases |
+| ``buffers`` | ``memory``: the buffer pool; ``lanes``: the side streams and the pool of a root; storages that torch refuses to read |
+| ``communication`` | the all-gather, the check of the order of collectives, labels for profiles |
 
 [Note: the tensors of a group]
 P: elements of the group's parameters. W: ranks. S: elements of a rank's shard; W * S >= P, the difference is padding.
@@ -65,13 +57,13 @@ Gathered parameters then take (W - 1) / W of the table's bytes, and so does an e
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
-from vescale_ray.fsdp.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
-from vescale_ray.fsdp.debug import OrderError, set_debug
-from vescale_ray.fsdp.module import FSDPModule
-from vescale_ray.fsdp.overview import explain, held_bytes
-from vescale_ray.fsdp.phases import PhaseError
-from vescale_ray.fsdp.sharding import Sharding
-from vescale_ray.fsdp.stand_in import stand_in_for_torch
+from vescale_ray.fsdp.communication.debug import OrderError, set_debug
+from vescale_ray.fsdp.construction.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from vescale_ray.fsdp.construction.stand_in import stand_in_for_torch
+from vescale_ray.fsdp.layouts.phases import PhaseError
+from vescale_ray.fsdp.layouts.sharding import Sharding
+from vescale_ray.fsdp.surface.module import FSDPModule
+from vescale_ray.fsdp.surface.overview import explain, held_bytes
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from vescale_ray.dtensor.redistribution import arrived
-from vescale_ray.fsdp.parameters import GATHERED_OF, REPLACED
+from vescale_ray.fsdp.layouts.parameters import GATHERED_OF, REPLACED
 
 
 def local_of(tensor: Tensor) -> Tensor:

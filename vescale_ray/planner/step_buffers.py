@@ -1,7 +1,7 @@
 """Memory of the temporary buffers of a step, followed through forward and backward.
 
 On an accelerator, the buffers share memory of torch's allocator (:func:`device_buffers`). On the CPU, :func:`host_buffers` follows the pool
-of ``vescale_ray/fsdp/memory.py``. If several groups use buffers of one size, the pool keeps a released buffer for the next group,
+of ``vescale_ray/fsdp/buffers/memory.py``. If several groups use buffers of one size, the pool keeps a released buffer for the next group,
 until the pass needs no further unit. If only one group uses a size, its buffer is freed.
 
 The next unit is gathered while one computes. On the CPU a unit's gradient buffers are filled and reduced before the next unit's are opened.

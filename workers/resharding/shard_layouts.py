@@ -61,8 +61,8 @@ class Parts:
 
 def outline_of(trainer: Trainer) -> Outline | None:
     """The inputs that ``trainer``'s engine plans from; None if the planner does not cut every tensor (a plain ``Shard`` placement)."""
-    from vescale_ray.fsdp.division import Cuts
-    from vescale_ray.fsdp.schedule import unit_of
+    from vescale_ray.fsdp.layouts.division import Cuts
+    from vescale_ray.fsdp.units.schedule import unit_of
     from vescale_ray.workers.resharding.shards import collect_sizes
 
     sizes = collect_sizes(trainer.model.parameters(), trainer.optimizer)

@@ -1,0 +1,1 @@
+"""Collectives on side streams, the check of their order, and labels for profiles and logs."""

@@ -1,0 +1,1 @@
+"""What ``fully_shard`` does: check the arguments, collect the parameters, plan the groups, build the unit."""

@@ -1,0 +1,61 @@
+"""Division of a unit's parameters into groups, each with one buffer. The groups' collectives run together, in one call per direction."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from vescale_ray.fsdp.construction.arguments import Arguments
+from vescale_ray.fsdp.construction.data_parallel import group_ids
+from vescale_ray.fsdp.layouts.division import Chunks, Cuts, Division
+from vescale_ray.fsdp.layouts.mixed_precision import dtypes, policy_of
+from vescale_ray.fsdp.layouts.parameters import GroupPlan, OriginalParameter
+from vescale_ray.fsdp.layouts.sharding import ShardingPlan
+from vescale_ray.planner import Bundle, TensorSpec, plan_layout
+
+
+def plan_groups(parameters: Sequence[OriginalParameter], given: Arguments, axes: ShardingPlan) -> list[GroupPlan]:
+    """Divide a unit's parameters into groups.
+
+    Raises:
+        ValueError: a block, a mesh or a precision does not fit a parameter, or a dimension does not exist.
+        NotImplementedError: the ranks can't divide a dimension evenly.
+    """
+    kinds: dict[tuple[MixedPrecisionPolicy, Hashable], list[OriginalParameter]] = {}
+    for one in parameters:
+        alike = (one.param.dtype, one.param.requires_grad, one.hooked, group_ids(one.mesh))
+        kinds.setdefault((policy_of(one.name, one.param, given.mp_policy), alike), []).append(one)
+    plans = []
+    for (policy, _), sources in kinds.items():
+        mesh = sources[0].mesh
+        neighbours = axes.neighbours or given.resharding(mesh)[1]
+        for members, division in _divided(sources, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1), policy):
+            plans.append(GroupPlan(members, division, mesh, policy, axes.retain, neighbours))
+    return plans
+
+
+def _divided(
+    sources: Sequence[OriginalParameter], rank: int, world: int, policy: MixedPrecisionPolicy
+) -> list[tuple[list[OriginalParameter], Division]]:
+    """Divide parameters of one kind into groups: one, or several if that saves much padding.
+
+    A stack of matrices gets gaps behind them if it may and if they save padding. Parameters with a ``Shard`` dimension form a
+    separate group.
+
+    Raises:
+        ValueError: a block does not fit its parameter, or a dimension does not exist.
+        NotImplementedError: the ranks can't divide a dimension evenly.
+    """
+    orig = sources[0].param.dtype
+    narrowest = min((orig, *dtypes(orig, policy)), key=lambda d: d.itemsize)
+    by_name = {source.name: source for source in sources}
+    free = [s for s in sources if s.shard_dim is None]
+    specs = tuple(TensorSpec(s.name, s.shape, s.block, narrowest) for s in free)
+    bundle = Bundle(specs, frozenset(s.name for s in free if s.gaps))
+    divisions: list[Division] = [Cuts(layout, rank, bundle) for layout in bundle.layouts(world)]
+    dims = {s.name: s.shard_dim for s in sources if s.shard_dim is not None}
+    if dims:
+        whole = plan_layout([TensorSpec(name, by_name[name].shape, None, narrowest) for name in dims], 1, order="given")
+        divisions.append(Chunks(whole, dims, rank, world))
+    return [([by_name[spec.name] for spec in division.layout.specs], division) for division in divisions]

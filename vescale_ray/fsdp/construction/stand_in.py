@@ -1,0 +1,171 @@
+"""A stand-in for torch's ``fully_shard`` in programs that import it, such as trainers whose code can't be changed.
+
+    from vescale_ray.fsdp import stand_in_for_torch
+
+    stand_in_for_torch()                      # once, at the beginning of the program; or: with stand_in_for_torch(): ...
+    trainer = Trainer(.., fsdp_version=2)     # shards with vescale_ray now
+
+``import vescale_ray`` leaves torch as it is. Only this call changes torch, until it is undone:
+
+- ``fully_shard``, ``register_fsdp_forward_method`` and ``share_comm_ctx`` become those of vescale_ray;
+- ``distribute_tensor``, ``DTensor.from_local`` and ``DTensor.redistribute`` also accept ragged placements, as in
+  ``distribute_tensor(full, param.device_mesh, param.placements)``;
+- ``set_model_state_dict`` and ``set_optimizer_state_dict`` of ``torch.distributed.checkpoint`` load full state dicts into ragged tensors:
+  each rank takes its part.
+
+The call replaces these functions in every module that has imported them, under any name, and where later imports find them. It can't
+reach one that is held elsewhere: in a class, a closure, a ``functools.partial``, or a variable of a running function. Call it first.
+
+Some code cuts checkpoints by a parameter's ``placements`` itself and knows no ragged placements, for example
+``from_pretrained(.., distributed_config=..)`` of transformers 5. Use ``stand_in_for_torch(plain_shards=True)`` with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed.fsdp
+import torch.distributed.tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from vescale_ray.compat.fsdp import distribute_tensors
+from vescale_ray.dtensor.placement import RaggedShard
+from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, redistribute
+from vescale_ray.dtensor.spec import ragged_mesh_dim
+from vescale_ray.fsdp.construction.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
+
+
+class StandIn:
+    """The result of :func:`stand_in_for_torch`: call :meth:`undo`, or use it as a context that calls it at the end."""
+
+    def __init__(self) -> None:
+        self._replaced: list[Callable[[], object]] = []
+
+    def undo(self) -> None:
+        """Restore torch's functions. Modules that are sharded stay sharded."""
+        while self._replaced:
+            self._replaced.pop()()
+
+    def _replace(self, original: Any, ours: Any) -> None:
+        if original is ours:  # replaced already
+            return
+        for where, module in list(sys.modules.items()):
+            namespace = getattr(module, "__dict__", None)
+            if not isinstance(namespace, dict) or where.partition(".")[0] == "vescale_ray":  # ours call torch's functions
+                continue
+            for name in [name for name, value in namespace.items() if value is original]:
+                self._replaced.append(functools.partial(namespace.__setitem__, name, original))
+                namespace[name] = ours
+
+    def _replace_method(self, name: str, ours: Any) -> None:
+        original = DTensor.__dict__[name]
+        if original is not ours:
+            self._replaced.append(functools.partial(setattr, DTensor, name, original))
+            setattr(DTensor, name, ours)
+
+    def __enter__(self) -> StandIn:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.undo()
+
+
+def stand_in_for_torch(*, plain_shards: bool = False) -> StandIn:
+    """Replace torch's ``fully_shard`` and the functions that load into it in this process, until :meth:`StandIn.undo`.
+
+    ``plain_shards``: give ``Shard(0)``, with FSDP2's copies around collectives, to parameters for which the caller names no placement.
+    """
+    stand_in = StandIn()
+    stand_in._replace(torch.distributed.fsdp.fully_shard, _with_plain_shards if plain_shards else fully_shard)
+    stand_in._replace(torch.distributed.fsdp.register_fsdp_forward_method, register_fsdp_forward_method)
+    stand_in._replace(torch.distributed.fsdp.share_comm_ctx, share_comm_ctx)
+    stand_in._replace(torch.distributed.tensor.distribute_tensor, distribute_tensor)
+    stand_in._replace_method("from_local", _OUR_FROM_LOCAL)
+    stand_in._replace_method("redistribute", _redistribute)
+    stand_in._replace(distribute_tensors, _distribute_tensors)
+    return stand_in
+
+
+@functools.wraps(fully_shard)
+def _with_plain_shards(module: Any, *, shard_placement_fn: Callable[[nn.Parameter], Any] | None = None, **options: Any) -> Any:
+    def placed(param: nn.Parameter) -> Any:
+        chosen = shard_placement_fn(param) if shard_placement_fn is not None else None
+        return Shard(0) if chosen is None and param.dim() else chosen
+
+    return fully_shard(module, shard_placement_fn=placed, **options)
+
+
+_torchs_from_local, _torchs_redistribute = DTensor.from_local, DTensor.redistribute
+
+
+@functools.wraps(_torchs_from_local)
+def _from_local(
+    local_tensor: Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    run_check: bool = False,
+    shape: torch.Size | None = None,
+    stride: tuple[int, ...] | None = None,
+    **how: Any,
+) -> DTensor:
+    if placements is None or ragged_mesh_dim(placements) is None:
+        return _torchs_from_local(local_tensor, device_mesh, placements, run_check=run_check, shape=shape, stride=stride, **how)
+    if any(value is not None for value in how.values()):
+        raise ValueError(f"DTensor.from_local with placements {list(placements)} takes no {', '.join(how)}: leave it out")
+    mesh = _torchs_from_local(torch.empty(0)).device_mesh if device_mesh is None else device_mesh
+    shape = _whole_shape(local_tensor, mesh, placements) if shape is None else shape
+    return RaggedDTensor.from_local(local_tensor, mesh, placements, shape=shape, stride=stride, run_check=run_check)
+
+
+_OUR_FROM_LOCAL = staticmethod(_from_local)
+
+
+def _whole_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Size:
+    """The shape of the whole tensor, computed from this rank's part ``local`` if it can be; otherwise all ranks raise ValueError."""
+    dim = ragged_mesh_dim(placements)
+    assert dim is not None
+    ragged = cast(RaggedShard, placements[dim])
+    others = [p for i, p in enumerate(placements) if i != dim]
+    if ragged.dims != (0,) or not all(ragged.local_units) or any(p.is_shard() for p in others):
+        raise ValueError(
+            f"DTensor.from_local of a local tensor {tuple(local.shape)} with placements {list(placements)}: give shape=, the shape of the "
+            "whole tensor, which this part does not tell"
+        )
+    rows = local.shape[0] * sum(ragged.local_units) // ragged.local_units[mesh.get_local_rank(dim)]
+    return torch.Size((rows, *local.shape[1:]))
+
+
+@functools.wraps(_torchs_redistribute)
+def _redistribute(
+    self: DTensor, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **how: Any
+) -> DTensor:
+    if placements is None or ragged_mesh_dim(placements) is None:
+        return _torchs_redistribute(self, device_mesh, placements, **how)
+    if device_mesh is not None and device_mesh != self.device_mesh:
+        raise ValueError(f"can't redistribute from {self.device_mesh} to {device_mesh}: only placements on the same mesh can change")
+    return redistribute(self, placements, **how)
+
+
+def _distribute_tensors(local_state_dict: dict[str, Any], keys: list[str], device: torch.device, pg: Any = None) -> None:
+    """Torch's function, extended: replace each pair ``(sharded, full)`` by the sharded tensor with this rank's part of ``full``."""
+    others = []
+    for key in keys:
+        pair = local_state_dict.get(key)
+        if not isinstance(pair, tuple) or not isinstance(pair[0], RaggedDTensor):
+            others.append(key)
+            continue
+        sharded, full = pair
+        mine = distribute_tensor(full.detach(), sharded.device_mesh, sharded.placements, src_data_rank=None)
+        if sharded.is_meta:
+            local_state_dict[key] = mine.clone()  # without the clone, the part as a view would keep the full tensor
+        else:
+            sharded.to_local().copy_(mine.to_local())
+            local_state_dict[key] = sharded
+    distribute_tensors(local_state_dict, others, device, pg)

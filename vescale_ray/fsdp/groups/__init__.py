@@ -1,0 +1,1 @@
+"""Groups of parameters with one buffer: master shard, gathered parameters, gradients and their reduction."""

@@ -1,0 +1,150 @@
+"""Delivery: hands reduced gradients of one group to ``.grad`` of the sharded parameters.
+
+If any rank used a parameter, every rank delivers its gradient; otherwise no rank does. If this rank used the parameter itself, it delivers
+the gradient at once. Otherwise it waits until the ranks have exchanged their uses, at the end of the backward
+(:mod:`vescale_ray.fsdp.groups.uses`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from vescale_ray.dbuffer import KeptShard
+from vescale_ray.fsdp.layouts.parameters import GroupParam, as_dtensor, local_of
+from vescale_ray.planner.placement.layout import KeptElements
+
+
+class Delivery:
+    """The delivered and the undelivered gradients of one group.
+
+    Args:
+        params: the parameters, in the order of the layout.
+        kept: the place of each parameter in a shard.
+        offload: whether gradients are delivered in host memory.
+    """
+
+    def __init__(self, params: Sequence[GroupParam], kept: KeptElements, *, offload: bool) -> None:
+        self.params, self.kept, self.offload = params, kept, offload
+        self._rest: dict[int, torch.Tensor] = {}
+        """Gradients of parameters that this rank did not use, by index: views of the shards that the reductions filled."""
+
+    def deliver(self, part: torch.Tensor, used: Sequence[int], *, replaces: bool = False) -> None:
+        """Deliver the gradients of the parameters ``used``, and keep those of the other trainable parameters.
+
+        ``replaces``: whether ``part`` includes the earlier gradients.
+        """
+        shard = self._shard_of(part.to("cpu") if self.offload else part)
+        unused = self._trainable_but(used)
+        for index in unused:
+            self._put_aside(index, self._local_view(shard, index), replaces=replaces)
+        if replaces:
+            for index in used:
+                self.params[index].sharded.grad = None
+        elif len(used) == len(self.params):
+            earlier = self.delivered()
+            if earlier is not None:
+                earlier.add_(shard.flat)  # one kernel for the whole group
+                return
+        self._add([(index, self._local_view(shard, index)) for index in used])
+
+    def added(self, flat: torch.Tensor, used: Sequence[int]) -> None:
+        """Note that a reduction was added to ``flat``. Keep its gradients that this rank did not use: their hooks may have to run."""
+        shard = KeptShard(self.kept, flat)
+        for index in self._trainable_but(used):
+            self._rest[index] = self._local_view(shard, index)
+
+    def deliver_rest(self, used: Sequence[bool], *, replaces: bool) -> None:
+        """Deliver the kept gradients of parameters that any rank ``used``, and drop the others."""
+        rest, self._rest = self._rest, {}
+        late = [index for index in sorted(rest) if used[index]]
+        with torch.no_grad():
+            if replaces:
+                for index in late:
+                    self.params[index].sharded.grad = None
+            self._add([(index, rest[index]) for index in late])
+        rest.clear()
+        self.call_hooks(late)
+
+    def delivered(self) -> torch.Tensor | None:
+        """The flat shard of an earlier delivery if all gradients are still views of it, else None.
+
+        Only the gradients hold the flat shard, so it is freed when the user drops them.
+        """
+        flat: torch.Tensor | None = None
+        for param in self.params:
+            grad = param.sharded.grad
+            local = local_of(grad) if isinstance(grad, DTensor) else None
+            base = local._base if local is not None else None
+            if local is None or base is None or base.shape != (self.kept.numel,) or (flat is not None and base is not flat):
+                return None
+            flat = base
+            start = flat.storage_offset() + self.kept.offsets[param.name]
+            if local.storage_offset() != start or local.shape != param.local.shape or not local.is_contiguous():
+                return None
+        return flat
+
+    def gather_up(self, out: torch.Tensor) -> torch.Tensor:
+        """Fill ``out`` with the sum of earlier reductions, delivered or kept, and with -0.0 for parameters that have none."""
+        out.fill_(-0.0)
+        shard = KeptShard(self.kept, out)
+        for index, param in enumerate(self.params):
+            earlier = self._rest.get(index)
+            if earlier is None and param.sharded.grad is not None:
+                earlier = local_of(param.sharded.grad)
+            if earlier is not None:
+                self._local_view(shard, index).copy_(earlier)
+        return out
+
+    def call_hooks(self, used: Sequence[int]) -> None:
+        """Call the user's post-accumulate-grad hooks of the sharded parameters; warn about hooks on tensors, which can't be called."""
+        for index in used:
+            sharded = self.params[index].sharded
+            if sharded._backward_hooks:
+                warnings.warn(
+                    f"parameter {self.params[index].fqn!r} has a hook of register_hook(), which sharded parameters do not call: use "
+                    f"register_post_accumulate_grad_hook(), which gets the parameter with its gradient",
+                    UserWarning,
+                    stacklevel=2,
+                )
+            hooks: dict[int, Any] = getattr(sharded, "_post_accumulate_grad_hooks", None) or {}
+            for hook in hooks.values():
+                hook(sharded)
+
+    def discard(self) -> None:
+        """Drop the gradients that were not delivered."""
+        self._rest = {}
+
+    def _trainable_but(self, used: Sequence[int]) -> list[int]:
+        if len(used) == len(self.params):
+            return []
+        there = set(used)
+        return [index for index, param in enumerate(self.params) if index not in there and param.sharded.requires_grad]
+
+    def _put_aside(self, index: int, view: torch.Tensor, *, replaces: bool) -> None:
+        earlier = None if replaces else self._rest.get(index)
+        self._rest[index] = view if earlier is None else earlier.add_(view)
+
+    def _add(self, views: Sequence[tuple[int, torch.Tensor]]) -> None:
+        for index, view in views:
+            param = self.params[index]
+            if param.sharded.grad is None:
+                param.sharded.grad = as_dtensor(view, param.spec)
+            else:  # the gradient is from an earlier reduction, or from a parameter tied to this one after sharding
+                local_of(param.sharded.grad).add_(view)
+
+    def _shard_of(self, part: torch.Tensor) -> KeptShard:
+        """``part`` as the shard stores it: without the gaps inside tensors."""
+        if self.kept.in_place:
+            return KeptShard(self.kept, part)
+        shard = KeptShard(self.kept, part.new_zeros(self.kept.numel))
+        shard.collect(part)
+        return shard
+
+    def _local_view(self, shard: KeptShard, index: int) -> torch.Tensor:
+        param = self.params[index]
+        return shard.tensor(param.name).view(param.local.shape)

@@ -1,0 +1,118 @@
+"""Master shard: this rank's elements of a group's parameters between steps, in the parameters' own dtype.
+
+The sharded parameters are views of it. The all-gather sends it, or its cast to the compute dtype, which is made in the gathered buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from vescale_ray.dbuffer import KeptShard
+from vescale_ray.dtensor.ragged_dtensor import distribute_tensor
+from vescale_ray.fsdp.communication.comm import Lane
+from vescale_ray.fsdp.layouts.division import Division
+from vescale_ray.fsdp.layouts.parameters import GroupParam, Place, is_view_of, local_of, sharded_parameter
+
+
+class MasterShard:
+    """The memory of one group's sharded parameters. If the user replaces the parameters, the group gets a new one.
+
+    Args:
+        params: the group's parameters.
+        memory: the shard, of the parameters' own dtype.
+        pinned: whether ``memory`` is pinned host memory, from which copies to the device are asynchronous.
+    """
+
+    def __init__(self, place: Place, division: Division, params: Sequence[GroupParam], memory: KeptShard, *, pinned: bool) -> None:
+        self.place, self.division, self.params = place, division, params
+        self._memory, self.flat, self._pinned = memory, memory.flat, pinned
+        self._cast_of: tuple[int, ...] | None = None
+        self._tied_of: tuple[int, ...] | None = None
+
+    def view(self, name: str) -> torch.Tensor:
+        """This rank's elements of a parameter."""
+        return self._memory.tensor(name).view(self.division.local_shape(name))
+
+    def cast_to(self, part: torch.Tensor, version: tuple[int, ...], lane: Lane) -> None:
+        """Copy the shard to ``part``, this rank's part of the gathered buffer, on ``lane``.
+
+        ``version``: that of the sharded parameters. The lane waits for the current stream's writes to them only if it has changed.
+        """
+        # The flat buffer's own counter also counts writes to local tensors.
+        version = (*version, self.flat._version)
+        if self._cast_of != version:
+            lane.after_current()
+            self._cast_of = version
+        with torch.no_grad(), lane.context():
+            self._memory.spread(part, non_blocking=self._pinned)
+
+    def copy_tied(self, version: tuple[int, ...], lane: Lane) -> None:
+        """Copy tied parameters from the groups that own them, if they have changed."""
+        tied = [param for param in self.params if param.home is not None]
+        if not tied:
+            return
+        version = (*version, *(param.local._version for param in tied))
+        if self._tied_of != version:
+            with torch.no_grad(), lane.context():
+                lane.after_current()
+                for param in tied:
+                    self.view(param.name).copy_(param.local, non_blocking=self._pinned)
+            self._tied_of = version
+
+    # -- parameters replaced from outside: .to(), to_empty(), load_state_dict(assign=True) --------------------------------
+
+    def replaced(self) -> list[nn.Parameter] | None:
+        """The parameters that the modules hold now, if some of them are not views of this shard and all have one dtype and device.
+
+        None while only some of the parameters have been moved or cast.
+        """
+        installed = [param.installed() for param in self.params]
+        current = [c for c in installed if c is not None]
+        if len(current) < len(installed):
+            return None
+        for param, new in zip(self.params, current, strict=True):
+            if param.home is not None and new is not param.home.installed():
+                param.home = None  # both were replaced, each by its own parameter
+        if all(c is p.sharded and self._has(c, p) for c, p in zip(current, self.params, strict=True)):
+            return None
+        return current if len({(c.dtype, c.device.type) for c in current}) == 1 else None
+
+    def adopt(self, current: Sequence[nn.Parameter], *, values: bool) -> None:
+        """Make ``current`` the group's sharded parameters, as views of this shard; copy their values if ``values``.
+
+        Raises:
+            ValueError: a parameter was replaced by one of another shape.
+        """
+        for param, new in zip(self.params, current, strict=True):
+            view = self.view(param.name)
+            if values and not new.is_meta:
+                with torch.no_grad():
+                    view.copy_(self._part_of(param, new))
+            param.spec = self.place.spec(param.placement, param.shape, self.flat.dtype, param.parallel)
+            if param.home is not None:
+                param.replace(new)  # the home group keeps it a view of its own shard
+            elif isinstance(new, DTensor) and type(new) is type(param.sharded):
+                new._local_tensor, new._spec = view, param.spec
+                param.replace(new)
+            else:
+                param.replace(sharded_parameter(view, param.spec, new))
+            param.install(param.sharded)
+
+    def _has(self, current: nn.Parameter, param: GroupParam) -> bool:
+        """Whether a parameter is unchanged: still a view of the shard, or, if tied, of the same dtype and device."""
+        if param.home is None:
+            return is_view_of(current, self.flat)
+        return (current.dtype, current.device) == (self.flat.dtype, self.flat.device)
+
+    def _part_of(self, param: GroupParam, new: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the value that replaced a parameter, for any placement of that value."""
+        if new.shape != param.spec.shape:
+            raise ValueError(f"parameter {param.fqn!r} of shape {tuple(param.spec.shape)} was replaced by one of shape {tuple(new.shape)}")
+        if isinstance(new, DTensor) and new.placements == param.spec.placements:
+            return local_of(new).view(self.division.local_shape(param.name))
+        whole = new.full_tensor() if isinstance(new, DTensor) else new.detach()
+        return local_of(distribute_tensor(whole.detach(), param.spec.mesh, param.spec.placements, src_data_rank=None))

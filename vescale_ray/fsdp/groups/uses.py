@@ -1,0 +1,135 @@
+"""Uses: the ranks exchange which parameters they used, so that all of them deliver the same gradients.
+
+Ranks may use different parameters of a unit, for example the experts that their tokens chose. Every rank joins the reduction of all of
+them, and contributes zeros for parameters that it did not use. So a rank knows a part of the answer from its own graph::
+
+    ranks that used a parameter    this rank delivers its gradient ..
+    this rank, maybe others        as soon as its reduction has finished
+    other ranks only               at the end of the backward
+    none                           never: ``.grad`` stays as it is
+
+At the end of a backward the ranks exchange one byte per parameter of the reduced groups. This takes one all-reduce per shard group and one
+per replicate group. A rank that used every parameter knows the answer, so it sends its bytes without waiting. On an accelerator the host
+does not wait either.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vescale_ray import gloo
+from vescale_ray.communication import wait_notes
+from vescale_ray.compat.core import disable_current_modes
+from vescale_ray.fsdp.communication.comm import Lane
+from vescale_ray.fsdp.communication.debug import agree, agree_on_gradients
+from vescale_ray.fsdp.groups.group import ParameterGroup
+
+
+class Uses:
+    """The open questions of a backward, and the exchanges whose result this rank did not need."""
+
+    def __init__(self) -> None:
+        self._questions: dict[tuple[int, int], _Question] = {}
+        self._under_way: list[Any] = []
+
+    def add(self, group: ParameterGroup) -> None:
+        """Add ``group``, whose reduction has started and will be delivered. Every rank adds the groups in the same order."""
+        key = id(group.grads.group), id(group.place.replicate_group)
+        self._questions.setdefault(key, _Question()).groups.setdefault(group)
+
+    def ask(self, lane: Lane) -> None:
+        """Send this rank's bytes over the shard groups, once all reductions of the backward have started. Collective."""
+        under_way, self._under_way = self._under_way, []
+        for work in under_way:  # from the last backward: every rank has joined this exchange by now
+            work.wait()
+        for question in self._questions.values():
+            question.ask(lane)
+
+    def deliver(self, lane: Lane) -> None:
+        """Ask the replicas, and deliver the gradients that only other ranks used, once all reductions have finished. Collective."""
+        questions, self._questions = [*self._questions.values()], {}
+        for question in questions:
+            question.ask_replicas(lane)
+        for question in questions:
+            used = question.answer(lane)
+            self._under_way += question.works
+            for group in question.groups:
+                group.grads.deliver_rest(used[: len(group.params)])
+                used = used[len(group.params) :]
+        for question in questions:
+            question.check()
+
+    def discard(self) -> None:
+        """Drop the questions of a step that is given up."""
+        self._questions.clear()
+        self._under_way.clear()
+
+
+class _Question:
+    """One exchange, for the groups that have the same shard group and the same replicate group."""
+
+    def __init__(self) -> None:
+        self.groups: dict[ParameterGroup, None] = {}
+        self.works: list[Any] = []
+        """Running all-reduces; empty if an accelerator's stream runs them."""
+        self._own: list[bool] = []
+        self._bytes: torch.Tensor | None = None
+
+    @property
+    def _place(self) -> Any:
+        return next(iter(self.groups)).place
+
+    def ask(self, lane: Lane) -> None:
+        group = next(iter(self.groups)).grads.group
+        agree(f"end of a backward that reduced {', '.join(repr(one.name) for one in self.groups)}", group, self._place.device)
+        self._own = [bit for one in self.groups for bit in one.grads.uses()]
+        if group.size() > 1:
+            self._send(group, lane)
+
+    def ask_replicas(self, lane: Lane) -> None:
+        place = self._place
+        if place.replicate_group is None or place.replicas == 1:
+            return
+        if all(self._own):
+            self._bytes = None  # this rank knows the shard group's answer, and its bytes may still be on the way
+        else:
+            self._wait()
+        self._send(place.replicate_group, lane)
+
+    def answer(self, lane: Lane) -> list[bool]:
+        if self._bytes is None or all(self._own):
+            return self._own
+        self._wait()
+        with lane.context(), disable_current_modes():
+            told: list[bool] = self._bytes.bool().tolist()
+        return told
+
+    def check(self) -> None:
+        """In debug mode: check that every rank has the same gradients."""
+        place, params = self._place, [param for group in self.groups for param in group.params]
+        for group in (place.shard_group, place.replicate_group):
+            if group is not None:
+                agree_on_gradients([(param.fqn, param.sharded) for param in params], group, place.device)
+
+    def _send(self, group: dist.ProcessGroup, lane: Lane) -> None:
+        device = self._place.device
+        # Modes that count, record or fake a step's operations must not see this one.
+        with lane.context(), disable_current_modes(), wait_notes.counted("all_reduce"):
+            if self._bytes is None:
+                complete = all(self._own)  # a complete answer needs no copy from the host
+                made = torch.ones(len(self._own), dtype=torch.uint8, device=device) if complete else None
+                self._bytes = torch.tensor(self._own, dtype=torch.uint8, device=device) if made is None else made
+            with gloo.unrecorded() if lane.stream is None else nullcontext():
+                work = dist.all_reduce(self._bytes, op=dist.ReduceOp.MAX, group=group, async_op=lane.stream is None)
+        if work is not None:
+            self.works.append(work)
+
+    def _wait(self) -> None:
+        works, self.works = self.works, []
+        with wait_notes.counted("all_reduce"):
+            for work in works:
+                work.wait()

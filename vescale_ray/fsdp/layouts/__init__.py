@@ -1,0 +1,1 @@
+"""What is sharded and how: shardings, dtypes, parameters, and their division over ranks."""

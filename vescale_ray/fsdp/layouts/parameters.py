@@ -1,0 +1,288 @@
+"""One parameter in its sharded and unsharded form, and the ranks and devices of its group."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from vescale_ray.communication.point_to_point import is_pairwise
+from vescale_ray.compat.distributed import AsyncCollectiveTensor
+from vescale_ray.compat.tensor import DTensorSpec, StridedShard, TensorMeta
+from vescale_ray.dtensor.placement import RaggedShard
+from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_ray.dtensor.redistribution import plain_spec
+from vescale_ray.dtensor.spec import contiguous_stride, make_spec
+from vescale_ray.fsdp.layouts.division import Division
+from vescale_ray.fsdp.layouts.phases import Retain
+from vescale_ray.geometry import Block
+
+Owner = tuple["weakref.ref[nn.Module]", str]
+"""A module and the name of the parameter in it. The reference is weak, so that units do not keep their model alive."""
+
+
+REPLACED = "_vescale_replaced"
+"""Attribute of parameters that a sharded parameter has replaced in the model."""
+GATHERED_OF = "_vescale_gathered_of"
+"""Attribute of gathered parameters: a weak reference to their :class:`GroupParam`."""
+
+
+@dataclass(frozen=True)
+class OriginalParameter:
+    """A parameter as :func:`fully_shard` finds it in the model."""
+
+    name: str
+    param: nn.Parameter
+    owners: tuple[Owner, ...]
+    mesh: DeviceMesh
+    """The ranks that shard the parameter: (shard,) or (replicate, shard)."""
+    block: Block | None
+    parallel: Parallel | None = None
+    gaps: bool = False
+    """Whether the parameter is a stack of matrices that may have a gap after each matrix."""
+    shard_dim: int | None = None
+    """Dimension of a plain ``Shard`` placement; None: the planner cuts the parameter."""
+    hooked: bool = False
+    """Whether the parameter's tensor class defines the all-gather."""
+    tied: bool = False
+    """Whether an earlier unit holds the parameter, too. This unit shards a copy, which must be replaced before the first forward."""
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The tensor to shard: the parameter, or this rank's local part of it under tensor or expert parallelism."""
+        return self.param.detach() if self.parallel is None else local_of(self.param)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.value.shape)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Tensor or expert parallelism of a parameter that is a DTensor already. Data parallelism shards each rank's local part.
+
+    Args:
+        spec: the DTensor's spec, which the module's forward expects.
+        data_dims: data-parallel dimensions of its mesh (``dp_mesh_dims``): Replicate, with sums of gradients possibly pending.
+        model_mesh: its mesh without these dimensions; None if none is left.
+        even: whether every rank has the same number of elements. If not, the ranks can't share one ragged placement, so it needs ``Shard``.
+    """
+
+    spec: DTensorSpec
+    data_dims: frozenset[int]
+    model_mesh: DeviceMesh | None
+    even: bool = True
+
+    @property
+    def model_placements(self) -> tuple[Placement, ...]:
+        return tuple(p for i, p in enumerate(self.spec.placements) if i not in self.data_dims)
+
+    def parts_along(self, dim: int) -> int:
+        """Number of parts into which tensor or expert parallelism cuts dimension ``dim``."""
+        cut = [type(p) is Shard and p.dim % len(self.spec.shape) == dim for p in self.spec.placements]
+        return math.prod(size for size, here in zip(self.spec.mesh.shape, cut, strict=True) if here)
+
+    def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a gradient in the parameter's placements; sums over data-parallel dimensions stay pending."""
+        if not isinstance(grad, DTensor):
+            raise TypeError(f"the gradient of a DTensor parameter is a {type(grad).__name__}, not a DTensor")
+        wanted = tuple(g if i in self.data_dims else p for i, (g, p) in enumerate(zip(grad.placements, self.spec.placements, strict=True)))
+        local = local_of(grad if grad.placements == wanted else grad.redistribute(placements=wanted))
+        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """A group that is to be built.
+
+    Attributes:
+        sources: parameters of one dtype and one ``requires_grad``, in the order of ``division.layout.specs``.
+        mesh: 1-D (shard) or 2-D (replicate, shard).
+        retain: the gathered parameters that stay until the next optimizer step.
+        neighbours: size of the subgroup that keeps all parameters between forward and backward; None: no subgroup.
+    """
+
+    sources: Sequence[OriginalParameter]
+    division: Division
+    mesh: DeviceMesh
+    policy: MixedPrecisionPolicy
+    retain: Retain
+    neighbours: int | None
+
+
+class Place:
+    """The ranks and the device of a group, and this rank's position."""
+
+    __slots__ = ("_joint", "device", "mesh", "pairwise", "rank", "replicas", "replicate_group", "shard_group", "world")
+
+    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
+        shard_dim = mesh.ndim - 1
+        self.mesh, self.device = mesh, device
+        self.shard_group: dist.ProcessGroup = mesh.get_group(shard_dim)
+        self.replicate_group: dist.ProcessGroup | None = mesh.get_group(0) if mesh.ndim == 2 else None
+        self.world, self.rank = mesh.size(shard_dim), mesh.get_local_rank(shard_dim)
+        self.replicas = mesh.size(0) if mesh.ndim == 2 else 1
+        self.pairwise = is_pairwise(self.shard_group, device)
+        self._joint: dict[int, DeviceMesh] = {}
+
+    def spec(self, own: Placement, shape: tuple[int, ...], dtype: torch.dtype, parallel: Parallel | None) -> DTensorSpec:
+        """The spec of a sharded parameter: ``own`` on the data-parallel mesh, with the placements of tensor or expert parallelism."""
+        ragged = isinstance(own, RaggedShard)
+        if parallel is not None and isinstance(own, Shard) and (split := parallel.parts_along(own.dim)) > 1:
+            own = StridedShard(own.dim, split_factor=split)  # it comes first in the mesh, but cuts the part that the others leave
+        placements: tuple[Placement, ...] = (own,) if self.replicate_group is None else (Replicate(), own)
+        if parallel is None:
+            if ragged:
+                return make_spec(self.mesh, placements, shape, dtype)
+            return plain_spec(self.mesh, placements, shape, dtype)
+        mesh, shape = self.mesh, tuple(parallel.spec.shape)
+        if parallel.model_mesh is not None:
+            key = id(parallel.model_mesh)
+            if key not in self._joint:
+                self._joint[key] = DeviceMesh._concatenate([self.mesh, parallel.model_mesh])
+            mesh = self._joint[key]
+        placements = (*placements, *parallel.model_placements)
+        if ragged:
+            return make_spec(mesh, placements, shape, dtype)
+        return plain_spec(mesh, placements, shape, dtype)
+
+
+class Subgroup:
+    """``size`` neighbours of a shard group that keep all parameters between forward and backward, each ``1 / size`` of them.
+
+    All ranks of the mesh create it together. It is cached, since every unit of a model uses the same one.
+    """
+
+    __slots__ = ("group", "pairwise", "rank", "size")
+
+    def __init__(self, mesh: DeviceMesh, size: int, device: torch.device) -> None:
+        # The key is the process group: meshes of the same ranks compare equal even if the ranks have new groups by now.
+        known = _SUBGROUPS.setdefault(mesh.get_group(mesh.ndim - 1), {})
+        if size not in known:
+            names = ("across", "neighbours")
+            if mesh.size() == dist.get_world_size() or mesh.mesh_dim_names is None:
+                known[size] = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=names)
+            else:  # the ranks outside this mesh create groups at the same time, and every rank must know all of them
+                known[size] = mesh._unflatten(mesh.ndim - 1, (mesh.size(mesh.ndim - 1) // size, size), names)
+        self.size, self.rank = size, known[size].get_local_rank("neighbours")
+        self.group: dist.ProcessGroup = known[size].get_group("neighbours")
+        self.pairwise = is_pairwise(self.group, device)
+
+
+_SUBGROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]] = weakref.WeakKeyDictionary()
+
+
+class GroupParam:
+    """One parameter: the sharded ``nn.Parameter`` (a RaggedDTensor or DTensor), and the unsharded leaf once it was gathered."""
+
+    __slots__ = (
+        "__weakref__", "fqn", "home", "kept", "name", "owners", "parallel", "placement", "shape", "sharded", "slots", "spec", "tied",
+        "unsharded"
+    )  # fmt: skip
+
+    def __init__(self, source: OriginalParameter, sharded: nn.Parameter, placement: Placement, spec: DTensorSpec) -> None:
+        self.name, self.fqn, self.owners, self.parallel = source.name, source.name, source.owners, source.parallel
+        self.sharded, self.placement, self.spec = sharded, placement, spec
+        self.tied = sharded if source.tied else None
+        self.shape = source.shape
+        """Shape of the tensor that is sharded: the parameter's, or that of its local part under tensor or expert parallelism."""
+        self.unsharded: nn.Parameter | None = None
+        self.kept = local_of(sharded)
+        """The local tensor, a view of the master shard. After ``.data`` is assigned, the sharded parameter has another one."""
+        self.slots = [(module._parameters, attribute) for ref, attribute in source.owners if (module := ref()) is not None]
+        """The dicts and names under which the modules hold the parameter."""
+        self.home: GroupParam | None = None
+        """The parameter of another group to which this one was tied after sharding. The sharded parameter is a view of that group's shard.
+        This group keeps a copy, refreshed when it gathers."""
+
+    def new_unsharded(self, view: torch.Tensor) -> nn.Parameter:
+        """A leaf parameter on ``view`` of the gathered buffer."""
+        differentiable = view.is_floating_point() or view.is_complex()
+        # A tensor assigned through .data does not share the buffer's version counter, so autograd does not take a refill for an in-place
+        # write. The expanded scalar only lends its shape.
+        local = torch.empty((), dtype=view.dtype, device=view.device).expand(view.shape)
+        if self.parallel is None:
+            self.unsharded = nn.Parameter(local, requires_grad=differentiable)
+        else:
+            given = self.parallel.spec
+            meta = TensorMeta(given.shape, contiguous_stride(given.shape), view.dtype)
+            whole = DTensor(local, DTensorSpec(given.mesh, given.placements, tensor_meta=meta), requires_grad=False)
+            self.unsharded = nn.Parameter(whole, requires_grad=differentiable)
+        self.point_to(view)
+        self.unsharded.__dict__[GATHERED_OF] = weakref.ref(self)
+        return self.unsharded
+
+    def replace(self, sharded: nn.Parameter) -> None:
+        """Use ``sharded`` as the sharded parameter, and mark the previous one as replaced."""
+        if sharded is not self.sharded:
+            self.sharded.__dict__[REPLACED] = True
+            sharded.__dict__.pop(REPLACED, None)
+            self.sharded = sharded
+        self.kept = local_of(sharded)
+
+    def point_to(self, view: torch.Tensor) -> None:
+        """Make the unsharded parameter a view of ``view``."""
+        assert self.unsharded is not None
+        (self.unsharded if self.parallel is None else local_of(self.unsharded)).data = view
+
+    def tie_to(self, home: GroupParam) -> bool:
+        """Tie this parameter to ``home`` of another group. Returns False if the ranks hold different parts of the two."""
+        same = isinstance(self.placement, Shard) and self.placement == home.placement and self.spec.mesh == home.spec.mesh
+        if not same or self.spec.shape != home.spec.shape or self.sharded.dtype != home.sharded.dtype:
+            return False
+        self.home = home
+        return True
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's part of the parameter: a view of the master shard."""
+        return local_of(self.sharded)
+
+    def install(self, parameter: nn.Parameter) -> None:
+        """Put ``parameter`` into the modules."""
+        for module_ref, attribute in self.owners:
+            module = module_ref()
+            if module is not None:
+                module._parameters[attribute] = parameter
+
+    def installed(self) -> nn.Parameter | None:
+        """The parameter that the first module holds now."""
+        module = self.owners[0][0]()
+        return None if module is None else module._parameters.get(self.owners[0][1])
+
+
+def sharded_parameter(local: torch.Tensor, spec: DTensorSpec, like: nn.Parameter) -> nn.Parameter:
+    """A sharded parameter on ``local``, which it shares with its version counter. It is trained if ``like`` is, and has its marks."""
+    sharded = nn.Parameter(as_dtensor(local, spec), requires_grad=like.requires_grad)
+    sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter detached it, and with it the version counter
+    for key, value in like.__dict__.items():  # marks that users and optimizers put on parameters
+        if key not in ("_local_tensor", "_spec", REPLACED):  # the first two of a DTensor
+            sharded.__dict__.setdefault(key, value)
+    return sharded
+
+
+def local_of(param: torch.Tensor) -> torch.Tensor:
+    """The local part of a DTensor, without autograd."""
+    local: torch.Tensor = param._local_tensor  # type: ignore[attr-defined]
+    return local
+
+
+def is_view_of(param: nn.Parameter, flat: torch.Tensor) -> bool:
+    """Whether the local part of ``param`` lies in the storage of ``flat``."""
+    return isinstance(param, DTensor) and local_of(param).untyped_storage()._cdata == flat.untyped_storage()._cdata
+
+
+def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """``local`` as a RaggedDTensor for a ragged placement, else as torch's DTensor. It is built as ``torch.compile`` builds its traced
+    stand-in, since both must start at the same offset."""
+    if any(isinstance(placement, RaggedShard) for placement in spec.placements):
+        return RaggedDTensor.from_spec(local, spec)
+    return DTensor(local, spec, requires_grad=False)

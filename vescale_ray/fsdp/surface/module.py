@@ -1,0 +1,422 @@
+"""FSDPModule: the methods that ``fully_shard`` adds to a module. They have torch's names and meanings, so FSDP2 scripts keep working."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle
+
+from vescale_ray.compat.fsdp import (
+    AllGather,
+    ProcessGroupAllocAllGather,
+    ProcessGroupAllocReduceScatter,
+    ReduceScatter,
+    SymmMemAllGather,
+    SymmMemReduceScatter,
+)
+from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_ray.errors import BadArgument
+from vescale_ray.fsdp.buffers.lanes import Lanes
+from vescale_ray.fsdp.construction.arguments import check_call, check_comm, check_flag, finite
+from vescale_ray.fsdp.layouts.phases import Phase, PhaseError
+from vescale_ray.fsdp.surface.finalize import FinalizesBackward
+from vescale_ray.fsdp.surface.lookup import check_resting, prefetched, resting_unit, sharded_unit, units_below
+from vescale_ray.fsdp.surface.torch_state import state_of_unit
+from vescale_ray.fsdp.units.unit import Unit
+
+
+class FSDPModule(FinalizesBackward, TorchFSDPModule):
+    """Mixed into the class of every module to which :func:`fully_shard` was applied.
+
+    It subclasses torch's class, so that ``isinstance`` checks elsewhere (pipelining, Hugging Face) hold, and replaces all its methods.
+    A method that is not supported raises and names the alternative.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Build the original class: some containers construct their own type again, for example when they are sliced."""
+        original: Any = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]
+        self = original.__new__(original)
+        self.__init__(*args, **kwargs)  # type: ignore[misc]
+        return self
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters and give the sharded ones to the module. Not recursive."""
+        sharded_unit(self).reshard()
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the parameters in the compute dtype and give them to the module. Not recursive.
+
+        With ``async_op`` the all-gather only starts. Wait on the handle, or run the module's forward, which waits itself.
+        """
+        unit = sharded_unit(self)
+        if unit.lanes is None:
+            unit.lanes = Lanes(unit.device)
+        for group in unit.groups:
+            if unit.schedule is None:
+                group.adopt()
+                if any(p.sharded.is_meta for p in group.params):
+                    raise RuntimeError(f"unit {unit.name!r} is still on the meta device: call to_empty(device=...) first")
+                group.attach(unit.lanes.pool)
+        unit.lanes.gather.after_current()  # the all-gather must see earlier writes to the sharded parameters
+        unit.start_unshard(fresh=unit.phase is Phase.RESTING)
+        for group in unit.groups:
+            group.requested = True
+        handle = _Handle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reset_iter_state(self) -> None:
+        """After an exception in forward or backward: bring every unit to rest and drop the step's gradients. Call it on the root.
+
+        Raises:
+            RuntimeError: the module is not the root.
+        """
+        unit = sharded_unit(self)
+        if unit.schedule is None:
+            return
+        if not unit.is_root:
+            raise RuntimeError(
+                f"reset_iter_state must be called on the root FSDP module, not on unit {unit.name!r}: use the outermost module"
+            )
+        unit.schedule.reset()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which this rank's thread has waited for collectives of this module's root so far. A wait means that a collective was
+        not overlapped or that another rank was late. 0 before the first forward, and on an accelerator, where a stream waits."""
+        return sum(self.waited_by_collective.values())
+
+    @property
+    def waited_by_collective(self) -> dict[str, float]:
+        """Seconds as in :attr:`waited_s`, by collective: ``all_gather`` (of parameters) and ``reduce_scatter`` (of gradients)."""
+        schedule = sharded_unit(self).schedule
+        lanes = None if schedule is None else schedule.lanes
+        return {
+            "all_gather": 0.0 if lanes is None else lanes.gather.waited_s,
+            "reduce_scatter": 0.0 if lanes is None else lanes.reduce.waited_s,
+        }
+
+    @property
+    def peak_buffer_bytes(self) -> int:
+        """Peak bytes of gathered parameters and gradient buffers on this rank, for this module's root."""
+        lanes = sharded_unit(self).lanes
+        return 0 if lanes is None else lanes.pool.peak_bytes
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Set whether the next backward is the last of the step. The last one waits for all reductions."""
+        sharded_unit(self).ending.is_last = check_flag("is_last_backward", is_last_backward)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Set whether backward reduces gradients. Without sync, they add up in the unsharded buffers, in the reduce dtype."""
+        requires_gradient_sync = check_flag("requires_gradient_sync", requires_gradient_sync)
+        for unit in units_below(self, recurse):
+            unit.options.gradient_sync = requires_gradient_sync
+            for group in unit.groups:
+                group.grads.all_reduce = requires_gradient_sync
+                group.grads.holds = not unit.options.reduces
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """HSDP: set whether backward also sums over the replicas. If not, the reduce-scattered sum is kept for a later backward."""
+        requires_all_reduce = check_flag("requires_all_reduce", requires_all_reduce)
+        for unit in units_below(self, recurse):
+            for group in unit.groups:
+                group.grads.all_reduce = requires_all_reduce
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks; 1.0 gives the plain sum. Not recursive."""
+        factor = finite("gradient divide factor", factor)
+        for group in sharded_unit(self).groups:
+            group.grads.divide_factor = factor
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Torch's deprecated name of :meth:`set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Always use SUM in collectives, and scale separately. By default NCCL and custom collectives use AVG if it fits."""
+        enable = check_flag("enable", enable)
+        for group in sharded_unit(self).groups:
+            group.grads.sum_only = enable
+
+    def set_ordered_reduction(self, ordered: bool = True, *, recurse: bool = True) -> None:
+        """Sum gradients in a fixed order: rank 0's first, and each reduction of a step continues the sum of the one before.
+
+        Assume that micro-batch k of a step is rank ``k % W``'s in its backward ``k // W``, and that every backward reduces
+        (``set_requires_gradient_sync(True)``). If the divide factor does not depend on W, the sum is ``((g0 + g1) + g2) + ..`` for every
+        number of ranks W, bit for bit. This costs one reduction per backward instead of one per step, and on an accelerator an all-to-all
+        instead of the reduce-scatter. A rank whose turn has no micro-batch calls :meth:`set_contributes`.
+
+        Raises:
+            PhaseError: a step is under way.
+            BadArgument: the unit has several replicas (HSDP), tensors laid out with gaps, or a custom reduce-scatter.
+        """
+        ordered = check_flag("ordered", ordered)
+        units = list(units_below(self, recurse))
+        for unit in units:
+            check_resting(unit, "order of summation")
+            hindrance = next(filter(None, (group.grads.why_unordered for group in unit.groups)), None) if ordered else None
+            if hindrance is not None:
+                raise BadArgument(f"unit {unit.name!r}: its gradients can't be summed in a fixed order with {hindrance}")
+        for unit in units:
+            for group in unit.groups:
+                group.grads.ordered = ordered
+
+    def set_contributes(self, contributes: bool, *, recurse: bool = True) -> None:
+        """Set whether this rank's gradients in the next backwards count. If not, it joins the reductions with zeros, for example when its
+        batch is a stand-in. Gradients that earlier backwards have added up without sync stay."""
+        contributes = check_flag("contributes", contributes)
+        for unit in units_below(self, recurse):
+            for group in unit.groups:
+                group.grads.contributes = contributes
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Give zero gradients to parameters that no rank used. Without it their ``grad`` stays None on all ranks, as in one process.
+
+        It is needed only if a rank uses no parameter at all of a unit that other ranks use.
+        """
+        reduce_scatter_unused_params = check_flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        for unit in units_below(self, recurse):
+            unit.options.reduce_unused = reduce_scatter_unused_params
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Set of how many units the reduce-scatters may run while backward goes on; each unit holds its gradient buffers meanwhile.
+
+        The root uses the largest value.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        for unit in units_below(self, recurse):
+            unit.options.max_reductions = max_input_buffers
+            if unit.schedule is not None:
+                unit.schedule.max_reductions = max(other.options.max_reductions for other in unit.schedule.units)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Run reduce-scatters on a separate process group, so that they can overlap with all-gathers on the wire. Collective."""
+        enable = check_flag("enable", enable)
+        created: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for unit in units_below(self, recurse):
+            for group in unit.groups:
+                shared = group.place.shard_group
+                if not enable:
+                    group.grads.group = shared
+                    continue
+                ranks = tuple(dist.get_process_group_ranks(shared))
+                if group.grads.group is not shared:
+                    created.setdefault(ranks, group.grads.group)
+                if ranks not in created:
+                    created[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter")
+                group.grads.group = created[ranks]
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Call ``hook(flat gradient shard)`` on ``stream`` (or the current one) after the reduction, before the shard becomes ``.grad``.
+
+        Raises:
+            ValueError: the unit has several groups, or ``stream`` is set although the unit does the all-reduce itself (HSDP).
+        """
+        unit = sharded_unit(self)
+        if hook is not None:
+            check_call("hook", hook, "gradient")
+        if len(unit.groups) > 1:
+            kinds = ", ".join(str(group.orig_dtype).removeprefix("torch.") for group in unit.groups)
+            raise ValueError(
+                f"unit {unit.name!r} has {len(unit.groups)} groups ({kinds}): an all-reduce hook would not know which one it gets. Apply "
+                f"fully_shard to modules of one dtype and one requires_grad each"
+            )
+        for group in unit.groups:
+            if stream is not None and group.place.replicate_group is not None:
+                raise ValueError("stream cannot be set when using native HSDP: leave it out")
+            group.grads.all_reduce_hook, group.grads.all_reduce_stream = hook, stream
+
+    # -- resharding --------------------------------------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Set whether parameters are freed after forward and gathered again in backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}: {reshard_after_forward!r}")
+        for unit in units_below(self, recurse):
+            unit.options.reshard_after_forward = reshard_after_forward
+            for group in unit.groups:
+                group.subgroup = None
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Set whether parameters are freed after backward. If not, further micro-batches of the step need no all-gather."""
+        reshard_after_backward = check_flag("reshard_after_backward", reshard_after_backward)
+        for unit in units_below(self, recurse):
+            unit.options.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Set whether backward needs the parameters. Use False only if it does not (an embedding that nothing else uses)."""
+        unshard_in_backward = check_flag("unshard_in_backward", unshard_in_backward)
+        for group in sharded_unit(self).groups:
+            group.unshard_in_backward = unshard_in_backward
+
+    # -- schedule ----------------------------------------------------------------------------------------------------
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
+        """Prefetch these modules' parameters when this module's forward starts, instead of the next module's."""
+        sharded_unit(self).options.forward_prefetch = prefetched("set_modules_to_forward_prefetch", modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
+        """Prefetch these modules' parameters when this module's backward starts, instead of the previous module's."""
+        sharded_unit(self).options.backward_prefetch = prefetched("set_modules_to_backward_prefetch", modules)
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Let the next forward's all-gathers wait for ``event`` instead of the whole current stream. Call it on the root in each step."""
+        sharded_unit(self).post_optim_event = event
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Torch's switch to allocate all-gather buffers on the compute stream. It has no effect: these buffers keep their addresses."""
+
+    # -- custom collectives ------------------------------------------------------------------------------------------
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather with ``comm``, into memory that ``comm.allocate`` returns once and that stays allocated. Not recursive.
+
+        ``comm(output, input, group, async_op)`` receives this rank's shard as ``input``, which is not a part of ``output``.
+
+        Raises:
+            PhaseError: a step is under way.
+        """
+        check_comm("all-gather", comm)
+        for group in resting_unit(self, "all-gather").groups:
+            group.set_custom_gather(comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce gradients with ``comm``, from memory that ``comm.allocate`` returns. Not recursive.
+
+        Raises:
+            PhaseError: a step is under way.
+            BadArgument: gradients are summed in a fixed order (:meth:`set_ordered_reduction`).
+        """
+        check_comm("reduce-scatter", comm)
+        unit = resting_unit(self, "reduce-scatter")
+        if any(group.grads.ordered for group in unit.groups):
+            raise BadArgument(f"unit {unit.name!r} sums gradients in a fixed order: call set_ordered_reduction(False) first")
+        for group in unit.groups:
+            group.grads.custom_scatter = comm
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Let the process group's back end allocate the buffers if it can (NCCL: registered memory). Not recursive.
+
+        Raises:
+            BadArgument: the unit has custom collectives, which allocate their own buffers.
+        """
+        enable = check_flag("enable", enable)
+        unit = resting_unit(self, "allocator")
+        for group in unit.groups:
+            for own in (group.gathered.custom, group.grads.custom_scatter):
+                if own is not None and not isinstance(own, ProcessGroupAllocAllGather | ProcessGroupAllocReduceScatter):
+                    raise BadArgument(
+                        f"unit {unit.name!r} has a {type(own).__name__} as a custom collective, whose allocate() makes the buffers: "
+                        f"set it to None first"
+                    )
+        for group in unit.groups:
+            shard_group = group.place.shard_group
+            group.set_custom_gather(ProcessGroupAllocAllGather(shard_group) if enable else None)
+            group.grads.custom_scatter = ProcessGroupAllocReduceScatter(shard_group) if enable else None
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Use buffers in symmetric memory, so that NCCL can use copy engines or symmetric kernels. CUDA only; not recursive.
+
+        Raises:
+            ValueError: ``backend`` is not "NCCL", or the device has no symmetric memory.
+        """
+        unit = resting_unit(self, "allocator")
+        if backend != "NCCL" or unit.device.type != "cuda":
+            raise ValueError(f"symmetric memory needs backend 'NCCL' and CUDA, not {backend!r} on {unit.device.type}: leave it out")
+        for group in unit.groups:
+            group.set_custom_gather(SymmMemAllGather(group.place.shard_group))
+            group.grads.custom_scatter = SymmMemReduceScatter(group.place.shard_group)
+
+    # -- torch's internals that other code calls -----------------------------------------------------------------------
+
+    def _get_fsdp_state(self) -> Any:
+        return state_of_unit(sharded_unit(self))
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
+        """Like ``nn.Module.to_empty``: allocate storage on ``device`` without values. It copies nothing, to leave that memory untouched."""
+        before = _without_values.on
+        _without_values.on = True
+        try:
+            inherited = super(TorchFSDPModule, self).to_empty  # type: ignore[misc]
+            if getattr(inherited, "__func__", None) is not nn.Module.to_empty:  # the original class overrides it
+                return inherited(device=device, recurse=recurse)
+            return self._apply(lambda tensor: _empty(tensor, device), recurse=recurse)
+        finally:
+            _without_values.on = before
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Move or cast the sharded parameters (``.to()``, ``to_empty()``, ..), then make them one master shard again."""
+        unit = sharded_unit(self)
+        if unit.phase is not Phase.RESTING:
+            raise PhaseError(
+                f"unit {unit.name!r} is in phase {unit.phase.value}: its parameters can't be moved or cast now: do it between steps"
+            )
+        unit.reshard()
+        result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]  # not torch's FSDPModule's
+        for group in unit.groups:
+            group.adopt(values=not _without_values.on)
+        return result
+
+
+def _empty(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+    """A fast ``torch.empty_like(tensor, device=device)``: for a local part on the meta device torch decomposes the call in Python, which
+    takes ten times as long."""
+    if device is None or not isinstance(tensor, RaggedDTensor) or not tensor._local_tensor.is_meta:
+        return torch.empty_like(tensor, device=device)
+    local = tensor._local_tensor
+    return RaggedDTensor.from_spec(torch.empty(local.shape, dtype=local.dtype, device=device), tensor._spec)
+
+
+class _WithoutValues(threading.local):
+    """A flag of the thread that is inside ``to_empty()``, whose ``_apply`` reaches the units one by one."""
+
+    on = False
+
+
+_without_values = _WithoutValues()
+
+
+class _Handle(UnshardHandle):
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            for group in unit.groups:
+                group.wait()
+
+
+def _no_pickle(self: Any, _protocol: Any) -> NoReturn:
+    name = type(self).__name__.removeprefix("FSDP")
+    raise TypeError(f"a sharded {name} can't be pickled or copied: save its state_dict(), and load that into a module built anew")
+
+
+def _no_deepcopy(self: Any, memo: Any) -> NoReturn:
+    raise AssertionError(
+        "FSDP does not support deepcopy. Please use state dict for serialization: build a second module, shard it and load the first "
+        "one's state_dict into it"
+    )
+
+
+@cache
+def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of a module of class ``cls`` after ``fully_shard``; the same for every module of ``cls``."""
+    attributes = {"__deepcopy__": _no_deepcopy, "__reduce_ex__": _no_pickle, "__module__": cls.__module__}
+    return cast(type[nn.Module], type(f"FSDP{cls.__name__}", (FSDPModule, cls), attributes))

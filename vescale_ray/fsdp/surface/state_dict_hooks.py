@@ -1,0 +1,64 @@
+"""Hooks of a unit's modules that save and load sharded parameters, and rebuild the master shard after loading."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from vescale_ray.dtensor.spec import enclose
+from vescale_ray.fsdp.layouts.parameters import local_of
+from vescale_ray.fsdp.layouts.phases import Phase, PhaseError
+from vescale_ray.fsdp.units.unit import Unit
+
+
+def watch_state_dicts(unit: Unit) -> None:
+    """Register the hooks with the modules that hold the unit's parameters."""
+    unit_ref = weakref.ref(unit)
+    holders = {id(m): m for group in unit.groups for param in group.params for ref, _ in param.owners if (m := ref()) is not None}
+
+    def to_sharded(what: str) -> Unit | None:
+        owner = unit_ref()
+        if owner is None:
+            return None
+        if owner.phase is not Phase.RESTING:
+            raise PhaseError(
+                f"unit {owner.name!r} is in phase {owner.phase.value}: its state can't be {what} in the middle of a step: do it between "
+                f"steps; after an exception, call reset_iter_state() on the root"
+            )
+        owner.reshard()
+        return owner
+
+    def before_save(*_: Any) -> None:
+        to_sharded("saved")
+
+    def after_save(module: nn.Module, saved: dict[str, Any], prefix: str, *_: Any) -> None:
+        # detach() of a DTensor whose local part is a view of a buffer reports storage at that part's offset: make it anew.
+        for name in module._parameters:
+            value = saved.get(prefix + name)
+            if type(value) is DTensor and value.storage_offset():
+                saved[prefix + name] = enclose(DTensor, local_of(value), value._spec)
+
+    def before_load(*_: Any) -> None:
+        owner = to_sharded("loaded")
+        if owner is not None and owner.schedule is not None and owner.schedule.running:
+            raise PhaseError(
+                f"a forward or backward around unit {owner.name!r} is under way: its state can't be loaded in the middle of a step: do "
+                f"it between steps; after an exception, call reset_iter_state() on the root"
+            )
+
+    def after_load(*_: Any) -> None:
+        owner = unit_ref()
+        if owner is not None:
+            owner.loads += 1
+            for group in owner.groups:
+                group.adopt()
+                group.refresh()
+
+    for holder in holders.values():
+        holder.register_state_dict_pre_hook(before_save)
+        holder.register_state_dict_post_hook(after_save)
+        holder.register_load_state_dict_pre_hook(before_load)
+        holder.register_load_state_dict_post_hook(after_load)
