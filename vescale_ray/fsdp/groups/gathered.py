@@ -169,6 +169,8 @@ class Leaves:
     def __init__(self, params: Sequence[GroupParam], grads: Gradients, *, checked: bool) -> None:
         self.params, self.grads, self._checked = params, grads, checked
         self._bound_to: torch.Tensor | None = None
+        self._trained: list[bool] = []
+        """``requires_grad`` of the leaves at the time the modules received them."""
         self._versions: list[int] = []
         """Version counters at the time the modules received the leaves."""
 
@@ -207,8 +209,16 @@ class Leaves:
                 leaf.requires_grad = requires_grad
             trainable += requires_grad
             param.install(leaf)
+        self._trained = [leaf.requires_grad for param in self.params if (leaf := param.unsharded) is not None]
         self.accept_writes()
         return trainable
+
+    def hand_over_flags(self) -> None:
+        """Give ``requires_grad`` of leaves to the sharded parameters where the user has changed it since :meth:`install`."""
+        for param, trained in zip(self.params, self._trained, strict=True):
+            leaf = param.unsharded
+            if leaf is not None and leaf.requires_grad != trained and param.sharded.requires_grad == trained:
+                param.sharded.requires_grad_(leaf.requires_grad)
 
     def accept_writes(self) -> None:
         """Let :meth:`check` count writes from now on only."""

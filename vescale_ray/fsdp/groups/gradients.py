@@ -286,7 +286,7 @@ class Gradients:
         """
         gradients = self.open()
         gradients.writes_all()
-        used = sorted(self._counts) if asks else [i for i, param in enumerate(self.params) if param.sharded.requires_grad]
+        used = [i for i in (sorted(self._counts) if asks else range(len(self.params))) if self.params[i].sharded.requires_grad]
         self._used.update(used if asks else ())
         # In a fixed order use -0.0, since adding it changes no number, while adding 0.0 changes -0.0.
         nothing = -0.0 if self.ordered else 0.0

@@ -343,6 +343,8 @@ class ParameterGroup:
             self.leaves.check(self.name)
 
     def _give_back_sharded(self) -> None:
+        if self.residency is Residency.UNSHARDED:
+            self.leaves.hand_over_flags()
         self.install()
         self.residency, self.requested = Residency.SHARDED, False
 

@@ -26,13 +26,15 @@ from vescale_ray.errors import BadArgument
 from vescale_ray.fsdp.buffers.lanes import Lanes
 from vescale_ray.fsdp.construction.arguments import check_call, check_comm, check_flag, finite
 from vescale_ray.fsdp.layouts.phases import Phase, PhaseError
+from vescale_ray.fsdp.surface.changes import ChangesParameters
+from vescale_ray.fsdp.surface.figures import Figures
 from vescale_ray.fsdp.surface.finalize import FinalizesBackward
 from vescale_ray.fsdp.surface.lookup import check_resting, prefetched, resting_unit, sharded_unit, units_below
 from vescale_ray.fsdp.surface.torch_state import state_of_unit
 from vescale_ray.fsdp.units.unit import Unit
 
 
-class FSDPModule(FinalizesBackward, TorchFSDPModule):
+class FSDPModule(ChangesParameters, Figures, FinalizesBackward, TorchFSDPModule):
     """Mixed into the class of every module to which :func:`fully_shard` was applied.
 
     It subclasses torch's class, so that ``isinstance`` checks elsewhere (pipelining, Hugging Face) hold, and replaces all its methods.
@@ -90,28 +92,6 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
                 f"reset_iter_state must be called on the root FSDP module, not on unit {unit.name!r}: use the outermost module"
             )
         unit.schedule.reset()
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds for which this rank's thread has waited for collectives of this module's root so far. A wait means that a collective was
-        not overlapped or that another rank was late. 0 before the first forward, and on an accelerator, where a stream waits."""
-        return sum(self.waited_by_collective.values())
-
-    @property
-    def waited_by_collective(self) -> dict[str, float]:
-        """Seconds as in :attr:`waited_s`, by collective: ``all_gather`` (of parameters) and ``reduce_scatter`` (of gradients)."""
-        schedule = sharded_unit(self).schedule
-        lanes = None if schedule is None else schedule.lanes
-        return {
-            "all_gather": 0.0 if lanes is None else lanes.gather.waited_s,
-            "reduce_scatter": 0.0 if lanes is None else lanes.reduce.waited_s,
-        }
-
-    @property
-    def peak_buffer_bytes(self) -> int:
-        """Peak bytes of gathered parameters and gradient buffers on this rank, for this module's root."""
-        lanes = sharded_unit(self).lanes
-        return 0 if lanes is None else lanes.pool.peak_bytes
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
