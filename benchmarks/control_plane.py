@@ -123,7 +123,7 @@ def measure(world: int, rounds: int) -> dict[str, float]:
         stage.loop.commands.want(world, "manual")
         for info in worker_group.infos.values():
             assert info is not None
-            stage.loop._parts.generation.worker_started(info)
+            stage.executor.generation.worker_started(info)
         loop = stage.loop
         for _ in range(2 * TENTHS):
             loop.step()

@@ -133,10 +133,6 @@ class Commands:
         """Change the number of workers wanted."""
         self._durable.update(target=workers, reason=reason)
 
-    def explain(self, reason: str) -> None:
-        """Change the reason why the number of workers wanted differs from the present number."""
-        self._durable.note(reason=reason)
-
     def end(self, reason: str, *, durable: bool = True) -> None:
         """Stop the run. The first reason stays. Unless ``durable``, a restarted controller does not know of the stop."""
         self.stop = self.stop or reason

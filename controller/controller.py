@@ -27,6 +27,7 @@ from vescale_ray.controller.bounded_io import BoundedIO, begun
 from vescale_ray.controller.checkpointing.committer import Committer, retention_of
 from vescale_ray.controller.commands import ANSWER_S
 from vescale_ray.controller.control_loop import ControlLoop
+from vescale_ray.controller.executor import Executor
 from vescale_ray.controller.failures.budget import Budget, Limits
 from vescale_ray.controller.http.metrics import MetricsServer, PortInUse
 from vescale_ray.controller.protocol import NAMESPACE, Bounds, Outcome, RequestRefused, RunSpec
@@ -201,7 +202,7 @@ class Controller:
                 config.checkpoint_root, lambda: retention_of(config), self._meta, done, max(Bounds.save, spec.bounds.save)
             )
             worker_group = WorkerGroup(supervisor, spec.bounds.call, state.epoch)
-            self._loop = ControlLoop(spec, config, worker_group, log, publisher, committer, StateWriter(state, store))
+            self._loop = ControlLoop(Executor(spec, config, worker_group, log, publisher, committer, StateWriter(state, store)))
             self._begun.set()
             return self._loop.run()
 

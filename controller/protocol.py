@@ -175,6 +175,7 @@ class Ending:
         lost: members that died or had to be killed, each with the reason; ``causes``: the same in a word (``budget.Cause``).
         faults: faults of living members, by worker.
         finished: every member that lives has completed the last step of the run.
+        seconds: time from the first sign of the end; 0 if no rescale was under way.
     """
 
     living: tuple[str, ...]
@@ -182,6 +183,7 @@ class Ending:
     faults: Mapping[str, WorkerFault] = field(default_factory=dict)
     finished: bool = False
     causes: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
 
     @property
     def clean(self) -> bool:

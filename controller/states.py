@@ -5,9 +5,11 @@ Times are those of ``time.monotonic``, except ``first_sign`` and ``missing_since
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from vescale_ray.controller.actions import Action
 from vescale_ray.controller.checkpointing.committer import SaveResult
 from vescale_ray.controller.protocol import Ending, Outcome, World
 
@@ -70,12 +72,14 @@ class Partitioned:
         living: members that have left the generation.
         leavers: workers that were to give shards to it.
         until: the wait ends at this time. Without a result by then, no worker counts as cut off.
+        ended: the workers that are cut off were ended.
     """
 
     generation: Running
     living: tuple[str, ...]
     leavers: tuple[str, ...]
     until: float
+    ended: bool = False
 
 
 @dataclass(frozen=True)
@@ -206,3 +210,5 @@ State = (
     | Concluding
     | Finished
 )
+Step = tuple[State, Sequence[Action]]
+"""The state that follows, and the actions on the way."""

@@ -1,4 +1,4 @@
-"""Choose the state that a generation starts from, and write checkpoints of the state that parked workers hold.
+"""Find the newest checkpoint, and write checkpoints of the state that parked workers hold.
 
 The checkpoints after the last step, after a stop, and of a failing run are made in the same way: from the newest state that the living
 workers hold together. Each shard is written by its owner, or by a worker that has its copy. So the loss of a worker meanwhile costs
@@ -20,15 +20,14 @@ from vescale_ray.controller import policy
 from vescale_ray.controller.bounded_io import BoundedIO
 from vescale_ray.controller.checkpointing.cadence import Cadence
 from vescale_ray.controller.checkpointing.committer import Committer, SaveResult, newest_kept
-from vescale_ray.controller.protocol import StateSource
+from vescale_ray.controller.checkpointing.parked import held, held_step, writes
 from vescale_ray.controller.state.checkpoint_stats import saved_event
 from vescale_ray.controller.state.durable_state import StateWriter
 from vescale_ray.controller.state.generation_log import GenerationLog
 from vescale_ray.controller.state.run_log import RunLog
 from vescale_ray.controller.worker_group.worker_group import WorkerGroup
-from vescale_ray.workers.messages import Save, WorkerPhase
+from vescale_ray.workers.messages import Save
 from vescale_ray.workers.resharding.held_state import HeldState, Resume, choose_resume
-from vescale_ray.workers.resharding.shard_layouts import Layouts
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +89,7 @@ class _Lookup:
 
 
 class CheckpointCoordinator:
-    """Chooses states to start from, and writes states to checkpoints.
+    """Finds checkpoints, and writes states to new ones.
 
     Args:
         root: folder of the checkpoints.
@@ -98,13 +97,7 @@ class CheckpointCoordinator:
         durable: gives the numbers that serve as epochs of checkpoints.
         save_s: longest time for a checkpoint, in seconds.
         cadence: receives the result of each checkpoint.
-        most: largest possible world size.
         oldest: generation of the oldest checkpoint to go back to.
-
-    Attributes:
-        layouts: the owner of every element at each world size.
-        numbered_by: basis of the last rank assignment: the planned layouts, or equal intervals if the layouts were not known yet. In the
-            second case another assignment might have moved fewer bytes.
     """
 
     def __init__(
@@ -118,11 +111,8 @@ class CheckpointCoordinator:
         durable: StateWriter,
         save_s: float,
         cadence: Cadence,
-        most: int,
         oldest: int = 0,
     ) -> None:
-        self.layouts = Layouts(most)
-        self.numbered_by = "layouts"
         self._cadence = cadence
         self._root, self._run_id, self._save_s, self._oldest = root, run_id, save_s, oldest
         self._worker_group, self._log, self._generation, self._committer = worker_group, log, generation, committer
@@ -169,7 +159,7 @@ class CheckpointCoordinator:
             OSError: no state is held, and the storage is out of reach, or shows none of the checkpoints that must exist (for example
                 because it is not mounted). A fresh start would be wrong.
         """
-        step = self.held_step(holders)
+        step = held_step(self._worker_group, holders)
         if step >= (self._log.stats.checkpoints.step or 0):
             self._lookup = None  # its answer would be old when the storage is asked again
             return None
@@ -180,10 +170,6 @@ class CheckpointCoordinator:
                 raise
             _log.warning("%s is out of reach: going on from step %d in memory: %s", self._root, step, error)
             return None
-
-    def source(self, members: Sequence[str], holders: Iterable[str], newest: policy.CommittedCheckpoint | None) -> StateSource:
-        """The state that ``members`` start from, given what ``holders`` hold and the ``newest`` checkpoint (:meth:`newer`)."""
-        return policy.choose_source(self._held(holders), members, newest, self._generation.world)
 
     def _ask_storage(self) -> policy.CommittedCheckpoint | None:
         """The newest checkpoint.
@@ -204,45 +190,6 @@ class CheckpointCoordinator:
             self._lookup = lookup
             raise Unanswered from None
         return found
-
-    def held_step(self, workers: Iterable[str]) -> int:
-        """The step of the newest state that the parked ``workers`` hold together; -1 if none. Does not ask the storage."""
-        resume = choose_resume(self._held(workers))
-        return -1 if resume is None else resume.step
-
-    def seated(self, members: Sequence[str], source: StateSource, holders: Iterable[str]) -> tuple[str, ...]:
-        """``members`` in the order of their ranks, so that the fewest bytes move."""
-        from vescale_ray.workers.resharding.rank_assignment import seated
-
-        resume = source.resume
-        if resume is None:
-            return tuple(members)
-        overlap = self.layouts.overlap(resume.world, len(members))
-        self.numbered_by = "layouts" if self.layouts.exact else "equal intervals"
-        return seated(members, self._parts(resume, holders), overlap)
-
-    def staying(self, candidates: Sequence[str], count: int, source: StateSource, holders: Sequence[str]) -> tuple[str, ...]:
-        """The ``count`` of ``candidates`` that stay, so that the fewest bytes move from ``source``. Among equal choices, copies lie on
-        other nodes, and whole nodes become free."""
-        from vescale_ray.workers.resharding.rank_assignment import staying
-
-        resume = source.resume
-        if resume is None:
-            return tuple(candidates[:count])
-        there: dict[str, list[str]] = {}
-        for worker in (*self._worker_group.ready(), *self._worker_group.warming()):
-            info = self._worker_group.info(worker)
-            there.setdefault(info.node if info is not None else "", []).append(worker)
-        overlap = self.layouts.overlap(resume.world, count)
-        return tuple(staying(candidates, self._parts(resume, holders), overlap, list(there.values())))
-
-    def _parts(self, resume: Resume, holders: Iterable[str]) -> dict[str, list[int]]:
-        """For each worker, the ranks of the state ``resume`` whose shards it has."""
-        state = (resume.generation, resume.step, resume.world)
-        return {
-            worker: [rank for one in held_states if (one.generation, one.step, one.world) == state for rank in one.ranks]
-            for worker, held_states in self._held(holders).items()
-        }
 
     def collect(self) -> None:
         """Record checkpoints that were committed or have failed."""
@@ -276,14 +223,14 @@ class CheckpointCoordinator:
     def _advance(self, saving: _Saving) -> SaveResult | None:
         while saving.tries < TRIES:
             if saving.attempt is None and saving.settle_until is None:
-                held = self._held(saving.workers)
-                resume = choose_resume(held)
+                states = held(self._worker_group, saving.workers)
+                resume = choose_resume(states)
                 if resume is None or self._is_superseded(resume, only_newer=saving.only_newer):
                     return None
                 last = self._last
                 if last is not None and last.step == resume.step and last.epoch >= resume.generation:
                     return last
-                self._order(saving, resume, held)
+                self._order(saving, resume, states)
             if saving.settle_until is None:
                 assert saving.attempt is not None
                 if not self._decided(saving.attempt, saving.writers) and time.monotonic() < saving.until:
@@ -296,7 +243,7 @@ class CheckpointCoordinator:
                     break
                 self.abandon()
                 saving.settle(time.monotonic() + self._save_s)
-            if self.writes(saving.workers) and saving.settles():
+            if writes(self._worker_group, saving.workers) and saving.settles():
                 raise Unanswered
             saving.again()
         return SaveResult("", self._log.stats.step, 0, 0.0, error=saving.problem)
@@ -313,10 +260,10 @@ class CheckpointCoordinator:
         step = kept.step if kept is not None else 0
         return resume.step <= step if only_newer else resume.step < step
 
-    def _order(self, saving: _Saving, resume: Resume, held: Mapping[str, Sequence[HeldState]]) -> None:
+    def _order(self, saving: _Saving, resume: Resume, states: Mapping[str, Sequence[HeldState]]) -> None:
         """Order an attempt to write this state."""
         holders: dict[int, list[str]] = {}
-        for worker, held_states in held.items():
+        for worker, held_states in states.items():
             for held_state in held_states:
                 if (held_state.generation, held_state.step) == (resume.generation, resume.step):
                     for rank in held_state.ranks:
@@ -340,15 +287,6 @@ class CheckpointCoordinator:
         if attempt in self._results:
             return True
         return not all(self._worker_group.alive(w) for w in writers) and not self._committer.committing(attempt)
-
-    def writes(self, workers: Iterable[str]) -> bool:
-        """Return whether one of ``workers`` writes an ordered checkpoint, or may do so because its report is out of date."""
-        reports = {w: self._worker_group.report(w) for w in workers}
-        return any(one is not None and (one.phase is WorkerPhase.SAVING or self._worker_group.stale(w)) for w, one in reports.items())
-
-    def _held(self, workers: Iterable[str]) -> Mapping[str, Sequence[HeldState]]:
-        reports = {w: self._worker_group.report(w) for w in workers if self._worker_group.alive(w)}
-        return {w: report.held for w, report in reports.items() if report is not None and report.out}
 
     def _note(self, result: SaveResult) -> None:
         self._results[result.attempt] = result

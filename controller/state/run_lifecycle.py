@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.failures.budget import Budget, Cause, Limits
-from vescale_ray.controller.protocol import FINAL, Outcome, RunState, check_transition
-from vescale_ray.controller.state.durable_state import DurableState
+from vescale_ray.controller.protocol import FINAL, Outcome, RunState
+from vescale_ray.controller.state.durable_state import DurableState, StateWriter
 from vescale_ray.controller.state.generation_log import GenerationLog
 from vescale_ray.controller.state.publisher import Observed, Publisher
 from vescale_ray.controller.state.run_log import RunLog
@@ -26,24 +27,35 @@ def enter(log: RunLog, publisher: Publisher, state: RunState) -> None:
     publisher.write_record(now=True)
 
 
-class Lifecycle:
-    """The state of the run that its operators see (``protocol.RunState``)."""
+class BudgetAccount:
+    """The failure budget of a run, which its durable state keeps.
 
-    def __init__(self, log: RunLog, publisher: Publisher) -> None:
-        self._log, self._publisher = log, publisher
+    Attributes:
+        budget: the present budget.
+        given_up: why the run is given up; None if it is not. The budget was spent before this controller process began. Progress in this
+            process does not refill the budget for the next one.
+    """
 
-    @property
-    def state(self) -> RunState:
-        return self._log.stats.state
+    def __init__(self, config: RunConfig, durable: StateWriter, step: int) -> None:
+        self.budget, self._durable = budget_of(config, durable.state, step), durable
+        self.given_up = self.budget.verdict if self.budget.controllers else None
+        self.spend(self.budget)
 
-    def enter(self, state: RunState) -> None:
-        """Move the run to another state.
+    def spend(self, budget: Budget) -> None:
+        """Replace the budget. The next write of the durable state keeps it."""
+        self.budget = budget
+        self._durable.note(
+            highest_step=budget.high,
+            crashes=budget.crashes,
+            node_losses=budget.nodes,
+            controller_restarts=budget.controllers,
+            failures={str(cause): count for cause, count in budget.total.items()},
+        )
 
-        Raises:
-            ValueError: the state may not follow the present one; this is a bug of the controller.
-        """
-        if state is not self.state:
-            enter(self._log, self._publisher, check_transition(self.state, state))
+    def progressed(self, step: int) -> None:
+        """A step was completed, which ends the streaks of failures unless the run is given up."""
+        progressed = self.budget.progressed(step)
+        self.spend(replace(self.budget, high=progressed.high) if self.given_up else progressed)
 
 
 def budget_of(config: RunConfig, state: DurableState, step: int) -> Budget:

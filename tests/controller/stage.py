@@ -12,15 +12,15 @@ from typing import Any
 from tests.controller.recorded import Recorded
 from tests.controller.runs import tiny
 from vescale_ray.controller import states
-from vescale_ray.controller.checkpointing.committer import Committer
+from vescale_ray.controller.actions import Action, FindCheckpoint, Question, SaveParked, TakeOver
+from vescale_ray.controller.checkpointing.committer import Committer, SaveResult
 from vescale_ray.controller.control_loop import TICK_S, ControlLoop
-from vescale_ray.controller.failures.budget import Cause
+from vescale_ray.controller.executor import Executor
+from vescale_ray.controller.failures.budget import Budget, Cause
+from vescale_ray.controller.observations import Observations
+from vescale_ray.controller.policy import CommittedCheckpoint
 from vescale_ray.controller.protocol import Bounds, Ending, Places, RunSpec, RunState, StateSource, World
 from vescale_ray.controller.state.durable_state import DurableState, LaunchedGeneration, StateWriter
-from vescale_ray.controller.transitions.generation import Generations
-from vescale_ray.controller.transitions.recovery import Recovery
-from vescale_ray.controller.transitions.run_begin import RunBegin
-from vescale_ray.controller.transitions.run_end import RunEnd
 from vescale_ray.controller.worker_group.worker_news import Heard, Lost, News, Ready
 from vescale_ray.workers.messages import FaultKind, Filled, Origin, Ticket, WorkerFault, WorkerInfo, WorkerPhase, WorkerReport
 
@@ -167,6 +167,31 @@ class WorkerGroup:
         pass
 
 
+class Scripted(Executor):
+    """An executor that records what it performs, and takes answers from the test.
+
+    Attributes:
+        performed: the actions so far.
+        answers: functions of the test that answer questions, by the question's class.
+    """
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.performed: list[Action] = []
+        self.answers: dict[type[Question], Callable[[Any], Any]] = {}
+
+    def perform(self, actions: Iterable[Action]) -> dict[Question, Any]:
+        self.performed += (actions := tuple(actions))
+        return super().perform(actions)
+
+    def answer(self, question: Question) -> Any:
+        scripted = self.answers.get(type(question))
+        try:
+            return super().answer(question) if scripted is None else scripted(question)
+        except OSError as problem:
+            return problem
+
+
 class Stage:
     """A control loop with a running generation of two workers. Everything but the workers is real.
 
@@ -205,11 +230,9 @@ class Stage:
         spec = RunSpec("r", self.config.model_dump(mode="json"), str(self.run.folder.path), "t", source, 1, None, 1, {}, bounds=bounds)
         self.committer = Committer(self.config.checkpoint_root, None, lambda step: {}, None)  # type: ignore[arg-type]
         workers: Any = worker_group
-        self.loop: Any = ControlLoop(spec, self.config, workers, self.run.log, self.run.publisher, self.committer, self.durable)
+        self.executor: Any = Scripted(spec, self.config, workers, self.run.log, self.run.publisher, self.committer, self.durable)
+        self.loop: Any = ControlLoop(self.executor)
         self.loop.state = states.Running(self.world)
-        parts = self.loop._parts
-        self.end, generations = RunEnd(parts), Generations(parts)
-        self.begin, self.recovery = RunBegin(parts, generations, self.end), Recovery(parts, generations, self.end)
         for worker in self.world.members if filled else ():
             self.fill(worker)
 
@@ -219,7 +242,34 @@ class Stage:
 
     def fill(self, worker: str) -> None:
         """Report that a member has its state."""
-        self.loop._parts.generation.filled(worker, Filled(self.world.ticket, self.world.source.step, self.world.source.origin, {}))
+        self.executor.generation.filled(worker, Filled(self.world.ticket, self.world.source.step, self.world.source.origin, {}))
+
+    @property
+    def seen(self) -> Observations:
+        """What a transition would see now."""
+        seen: Observations = self.executor.observations(self.worker_group.now, {})
+        return seen
+
+    @property
+    def budget(self) -> Budget:
+        return self.seen.budget
+
+    def inherit(self) -> None:
+        """An earlier controller has launched the generation."""
+        self.executor.perform([TakeOver(self.world)])
+
+    def saves(self, save: Callable[[tuple[str, ...]], SaveResult | None]) -> None:
+        """Have ``save`` make the checkpoints of parked workers."""
+        self.executor.answers[SaveParked] = lambda question: save(question.workers)
+
+    def has(self, newest: CommittedCheckpoint | None, newer: Callable[[], CommittedCheckpoint | None] | None = None) -> None:
+        """The storage has ``newest``. ``newer`` answers when workers may hold a state that is newer."""
+        self.executor.answers[FindCheckpoint] = lambda question: newest if question.holders is None or newer is None else newer()
+
+    def step(self, state: states.State, **changes: Any) -> states.Step:
+        """The transition of ``state``. ``changes``: observations that differ from those of now."""
+        step: states.Step = self.loop.transition(state, replace(self.seen, **changes))
+        return step
 
     @property
     def events(self) -> list[str]:
@@ -230,13 +280,14 @@ class Stage:
 
     def rounds(self, *ends: type, begin: Any = None) -> Any:
         """Step the loop until its state is one of ``ends``, and return that state. ``begin``: the state to begin with."""
-        stays = {end: lambda state: state for end in ends}
-        self.loop._transitions = {**self.loop._transitions, **stays}
+        transition = self.loop.transition
+        self.loop.transition = lambda state, seen: (state, ()) if isinstance(state, ends) else transition(state, seen)
         if begin is not None:
             self.loop.state = begin
-            self.loop._follow()
+            self.loop.follow()
         while not isinstance(self.loop.state, (*ends, states.Finished)):
             self.loop.step()
+        self.loop.transition = transition
         return self.loop.state
 
     def watch(self) -> Ending:
@@ -252,7 +303,7 @@ class Stage:
     def drain(self, *workers: str) -> None:
         """Announce that the nodes of these workers will go in 60 s."""
         self.worker_group.infos |= {worker: node_of(worker) for worker in workers}
-        self.loop._parts.scaling.nodes._draining = {node_of(worker).node: time.time() + 60.0 for worker in workers}
+        self.executor.nodes._draining = {node_of(worker).node: time.time() + 60.0 for worker in workers}
 
     def warm(self, worker: str) -> None:
         self.worker_group.reports[worker] = report(worker, WorkerPhase.IDLE, Ticket(0, 0))

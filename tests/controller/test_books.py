@@ -35,16 +35,17 @@ from vescale_ray.cli import client
 from vescale_ray.config import CheckpointSection
 from vescale_ray.controller import controller
 from vescale_ray.controller.bounded_io import BoundedIO
-from vescale_ray.controller.checkpointing import coordinator
+from vescale_ray.controller.checkpointing import coordinator, parked
 from vescale_ray.controller.checkpointing.cadence import Cadence
 from vescale_ray.controller.checkpointing.committer import Committer, SaveResult, newest_kept
 from vescale_ray.controller.checkpointing.coordinator import CheckpointCoordinator, Unanswered
 from vescale_ray.controller.commands import ANSWER_S, DONE_S, Commands
 from vescale_ray.controller.control_loop import ControlLoop
 from vescale_ray.controller.driver import driver, watchdog
+from vescale_ray.controller.executor import Executor
 from vescale_ray.controller.failures.budget import Budget, Limits
 from vescale_ray.controller.failures.hang import PERIOD
-from vescale_ray.controller.policy import CommittedCheckpoint
+from vescale_ray.controller.policy import CommittedCheckpoint, choose_source
 from vescale_ray.controller.protocol import (
     FINAL,
     TRANSITIONS,
@@ -62,7 +63,6 @@ from vescale_ray.controller.state.checkpoint_stats import CheckpointStats, saved
 from vescale_ray.controller.state.durable_state import NAME, VERSION, DurableState, LaunchedGeneration, StateStore, StateWriter, read_state
 from vescale_ray.controller.state.publisher import Observed
 from vescale_ray.controller.state.step_stats import StepStats
-from vescale_ray.controller.transitions import run_begin
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Evaluated, Filled, Origin, Save, SavedShard, Stepped, StepRecord, Ticket, WorkerPhase, WorkerReport
 from vescale_ray.workers.resharding.held_state import HeldState
@@ -505,27 +505,28 @@ class _Ended(Exception):
     pass
 
 
-def test_controller_restarts_are_counted_until_a_step_is_done(
-    run: Recorded, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_controller_restarts_are_counted_until_a_step_is_done(run: Recorded) -> None:
     """A crash loop of the controller must end the run; restarts weeks apart, with steps between them, must not."""
     run.started()
     world, begin = generation(1, 0, "a", "b", origin=Origin.FRESH), time.time()
     config = tiny(run.folder.path.parent, "books")
     where: Any = run.folder.path
     spec = RunSpec("r1", config.model_dump(mode="json"), str(where), "t", world.source, 1, None, 1, {})
-    monkeypatch.setattr(run_begin, "begun", lambda importing: (_ for _ in ()).throw(_Ended))
     run.open(world)
     written(where, DurableState("r1", 1, LaunchedGeneration.of(world), epoch=1))
+
+    def ended(known: Any) -> None:
+        raise _Ended
 
     def life(steps: range) -> DurableState:
         state = read_state(where)
         assert state is not None
         state = replace(state, epoch=state.epoch + 1)
         one = run.restarted(world)
-        nobody: Any = SimpleNamespace()
+        nobody: Any = SimpleNamespace(clock=time.monotonic, busy=False, fence=lambda number: None, adopt=ended)
+        executor = Executor(spec, config, nobody, one.log, one.publisher, nobody, StateWriter(state, StateStore(where, nobody)))
         with pytest.raises(_Ended):
-            ControlLoop(spec, config, nobody, one.log, one.publisher, nobody, StateWriter(state, StateStore(where, nobody))).run()
+            ControlLoop(executor).run()
         for i in steps:
             assert one.stepped(stepped(world, i, begin + i))
         after = read_state(where)
@@ -729,7 +730,7 @@ def test_silent_storage_counts_as_out_of_reach(tmp_path: Path, monkeypatch: pyte
     log: Any = SimpleNamespace(stats=SimpleNamespace(checkpoints=known))
     nobody: Any = SimpleNamespace(alive=lambda worker: False)
     nothing: Any = None
-    keeps = coordinator.CheckpointCoordinator(str(tmp_path), "r1", nobody, log, nothing, nothing, nothing, 1.0, nothing, 4)
+    keeps = coordinator.CheckpointCoordinator(str(tmp_path), "r1", nobody, log, nothing, nothing, nothing, 1.0, nothing)
     rounds: list[float] = []
     assert answered(keeps.newest, lambda: rounds.append(time.monotonic())) == CommittedCheckpoint(
         "commit-3", "/runs/checkpoints/commit-3", 20
@@ -1077,7 +1078,7 @@ def test_checkpoint_reported_damaged_at_any_time_is_not_resumed(tmp_path: Path) 
         committer = SimpleNamespace(results=lambda: [SaveResult("bad", 7, 1, 0.1, CommittedCheckpoint("c7", "/c7", 7))])
         build: Any = CheckpointCoordinator
         coordinator = build(
-            str(tmp_path), "run", None, log, None, committer, None, 1.0, SimpleNamespace(saved=lambda _: None), 8
+            str(tmp_path), "run", None, log, None, committer, None, 1.0, SimpleNamespace(saved=lambda _: None)
         )
         if order == "told before":
             coordinator.damaged("bad")
@@ -1091,6 +1092,11 @@ def log_of(kept: int | None, path: str | None = None, world: World | None = None
     """The log and the generation of a run whose newest checkpoint is of step ``kept``."""
     about = SimpleNamespace(checkpoints=CheckpointStats(kept, path), ended=lambda step: None, **stats)
     return SimpleNamespace(stats=about, record=lambda name, **fields: None), SimpleNamespace(world=world or generation(4, 0, "a"))
+
+
+def source(worker_group: Any, coordinator: CheckpointCoordinator) -> StateSource:
+    """What worker ``a`` starts from, given what it holds and the newest checkpoint."""
+    return choose_source(parked.held(worker_group, "a"), "a", coordinator.newer("a"))
 
 
 @pytest.mark.parametrize("in_memory", [41, 30, None], ids=["as new as any", "older", "nothing"])
@@ -1108,17 +1114,17 @@ def test_recovery_needs_no_storage_if_workers_hold_a_state(
 
     monkeypatch.setattr(commits, "_listed", refuse)
     held = () if in_memory is None else (HeldState(4, 1, in_memory, (0,)),)
-    worker_group = SimpleNamespace(
+    worker_group: Any = SimpleNamespace(
         alive=lambda w: True, report=lambda w: WorkerReport(w, Ticket(4, 1), WorkerPhase.PARKED, 41, (), held, None, 0)
     )
-    coordinator = CheckpointCoordinator(str(tmp_path), "run", worker_group, *log_of(40, "/c/e4-s40"), None, None, 1.0, None, 8)  # type: ignore[arg-type]
-    assert coordinator.held_step("a") == (-1 if in_memory is None else in_memory) and not asked
+    coordinator = CheckpointCoordinator(str(tmp_path), "run", worker_group, *log_of(40, "/c/e4-s40"), None, None, 1.0, None)  # type: ignore[arg-type]
+    assert parked.held_step(worker_group, "a") == (-1 if in_memory is None else in_memory) and not asked
     if in_memory is None:
         with pytest.raises(OSError, match="out of reach"):
             coordinator.newer("a")
         return
-    source = coordinator.source("a", "a", coordinator.newer("a"))
-    assert (source.origin, source.step) == (Origin.MEMORY, in_memory)
+    begins = source(worker_group, coordinator)
+    assert (begins.origin, begins.step) == (Origin.MEMORY, in_memory)
     assert len(asked) == (in_memory < 40), "only where a checkpoint may be newer"
     newest = coordinator.newest()
     assert newest is not None and newest.path == "/c/e4-s40", "what the end of the run tells is not worth failing for"
@@ -1127,9 +1133,9 @@ def test_recovery_needs_no_storage_if_workers_hold_a_state(
 @pytest.mark.fault("S6")
 def test_vanished_checkpoints_are_no_reason_to_begin_anew(tmp_path: Path) -> None:
     """If the mount is gone, a run must not begin from its first step, and a stopped run must not announce that it will."""
-    worker_group = SimpleNamespace(alive=lambda w: True, report=lambda w: None)
+    worker_group: Any = SimpleNamespace(alive=lambda w: True, report=lambda w: None)
     log, newest = log_of(40, "/c/e4-s40")
-    coordinator = CheckpointCoordinator(str(tmp_path / "not mounted"), "run", worker_group, log, newest, None, None, 1.0, None, 8)  # type: ignore[arg-type]
+    coordinator = CheckpointCoordinator(str(tmp_path / "not mounted"), "run", worker_group, log, newest, None, None, 1.0, None)  # type: ignore[arg-type]
     with pytest.raises(OSError, match="not mounted has no checkpoint any more, though there was one of step 40: is it mounted"):
         coordinator.newer("a")
     assert coordinator.newest() == CommittedCheckpoint("e4-s40", "/c/e4-s40", 40)
@@ -1137,7 +1143,7 @@ def test_vanished_checkpoints_are_no_reason_to_begin_anew(tmp_path: Path) -> Non
     with pytest.raises(OSError, match="is it mounted"):
         coordinator.newer("a")
     log.stats.checkpoints.step = None
-    assert coordinator.newest() is None and coordinator.source("a", "a", coordinator.newer("a")).origin is Origin.FRESH, (
+    assert coordinator.newest() is None and source(worker_group, coordinator).origin is Origin.FRESH, (
         "there was none yet"
     )
 
@@ -1147,19 +1153,19 @@ def test_run_with_only_damaged_checkpoints_begins_anew(tmp_path: Path) -> None:
     committer.heed(vote(tmp_path, "t1", 0, 1, 40))
     (result,) = ended(committer)
     assert result.kept is not None
-    worker_group = SimpleNamespace(alive=lambda w: True, report=lambda w: None)
+    worker_group: Any = SimpleNamespace(alive=lambda w: True, report=lambda w: None)
     log, newest = log_of(40, result.kept.path)
-    coordinator = CheckpointCoordinator(str(tmp_path), "run", worker_group, log, newest, None, None, 1.0, None, 8)  # type: ignore[arg-type]
-    assert coordinator.source("a", "a", coordinator.newer("a")).commit == result.kept.name
+    coordinator = CheckpointCoordinator(str(tmp_path), "run", worker_group, log, newest, None, None, 1.0, None)  # type: ignore[arg-type]
+    assert source(worker_group, coordinator).commit == result.kept.name
     coordinator.distrust(result.kept.name)
-    assert coordinator.newest() is None and coordinator.source("a", "a", coordinator.newer("a")).origin is Origin.FRESH, (
+    assert coordinator.newest() is None and source(worker_group, coordinator).origin is Origin.FRESH, (
         "its data is damaged"
     )
-    again = CheckpointCoordinator(str(tmp_path), "run", worker_group, log, newest, None, None, 1.0, None, 8)  # type: ignore[arg-type]
+    again = CheckpointCoordinator(str(tmp_path), "run", worker_group, log, newest, None, None, 1.0, None)  # type: ignore[arg-type]
     for piece in (tmp_path / "data").rglob("*"):
         if piece.is_file():
             piece.write_bytes(b"")
-    assert again.newest() is None and again.source("a", "a", again.newer("a")).origin is Origin.FRESH, "it is cut short"
+    assert again.newest() is None and source(worker_group, again).origin is Origin.FRESH, "it is cut short"
 
 
 @pytest.mark.parametrize("kept", [None, "/runs/c/commits/e4-s40.json"])
@@ -1242,12 +1248,12 @@ def test_loss_while_silent_storage_is_asked_does_not_begin_anew(
     def report(worker: str) -> WorkerReport:
         return WorkerReport(worker, Ticket(4, 1), WorkerPhase.PARKED, 30, (), (HeldState(4, 2, 30, ("ab".index(worker),)),), None, 0)
 
-    worker_group = SimpleNamespace(alive=lambda w: w in living, report=report)
+    worker_group: Any = SimpleNamespace(alive=lambda w: w in living, report=report)
     log, newest = log_of(40, "/c/e4-s40", generation(4, 0, "a", "b"))
     nothing: Any = None
 
-    keeps = CheckpointCoordinator(str(tmp_path), "run", worker_group, log, newest, nothing, nothing, 1.0, nothing, 8)  # type: ignore[arg-type]
-    assert keeps.held_step("ab") == 30
+    keeps = CheckpointCoordinator(str(tmp_path), "run", worker_group, log, newest, nothing, nothing, 1.0, nothing)  # type: ignore[arg-type]
+    assert parked.held_step(worker_group, "ab") == 30
     with pytest.raises(OSError, match="does not answer"):
         answered(lambda: keeps.newer("ab"), lambda: living.discard("b"))
     back.set()
@@ -1305,7 +1311,7 @@ def test_survivor_writes_last_checkpoint_after_its_broken_save(tmp_path: Path) -
         results=lambda: [worker_group.results.pop()] if worker_group.results else [], abandon=lambda _: [], committing=lambda _: False
     )
     cadence: Any = SimpleNamespace(saved=lambda _: None)
-    worker_group.coordinator = CheckpointCoordinator(str(tmp_path), "run", worker_group, log, current, committer, numbers, 30.0, cadence, 8)  # type: ignore[arg-type]
+    worker_group.coordinator = CheckpointCoordinator(str(tmp_path), "run", worker_group, log, current, committer, numbers, 30.0, cadence)  # type: ignore[arg-type]
     result = worker_group.save()
     assert result is not None and result.kept is not None and result.error is None
     assert worker_group.refused == 0 and worker_group.living == {"a"}
@@ -1322,7 +1328,7 @@ def test_held_state_is_not_saved_over_a_newer_checkpoint(tmp_path: Path, monkeyp
         results=lambda: [worker_group.results.pop()] if worker_group.results else [], abandon=lambda _: [], committing=lambda _: False
     )
     cadence: Any = SimpleNamespace(saved=lambda _: None)
-    worker_group.coordinator = CheckpointCoordinator(str(tmp_path), "run", worker_group, log, current, committer, numbers, 30.0, cadence, 8)  # type: ignore[arg-type]
+    worker_group.coordinator = CheckpointCoordinator(str(tmp_path), "run", worker_group, log, current, committer, numbers, 30.0, cadence)  # type: ignore[arg-type]
     assert worker_group.save() is None and worker_group.ordered == 0
     newest[0] = CommittedCheckpoint("c40", "/c40", 40)  # the checkpoint of step 45 is damaged
     result = worker_group.save()
@@ -1342,7 +1348,7 @@ def test_hung_last_checkpoint_is_given_up_at_its_time_limit(
         alive=lambda w: True, stale=lambda w: bool(ordered), report=lambda w: busy, order=lambda o: ordered.append(o)
     )
     numbers: Any = SimpleNamespace(take_number=lambda: 8)
-    coordinator = CheckpointCoordinator(str(tmp_path), "run", stuck, log, current, committer, numbers, 600.0, None, 8)  # type: ignore[arg-type]
+    coordinator = CheckpointCoordinator(str(tmp_path), "run", stuck, log, current, committer, numbers, 600.0, None)  # type: ignore[arg-type]
     result = answered(lambda: coordinator.save(["a"]), lambda: now.__setitem__(0, now[0] + 10.0))
     assert result is not None and result.kept is None and result.error == "it was not written within 600 s (checkpoint.last_timeout_s)"
     assert now == [650.0] and len(ordered) == 1
@@ -1616,8 +1622,10 @@ def test_new_checkpoint_interval_is_recorded_over_a_restart(run: Recorded) -> No
     run.started()
     cadence = auto()
     cadence.saved(kept(0.5, 3.0))
-    scaling: Any = SimpleNamespace(_cadence=cadence, _log=run.log, _committer=SimpleNamespace(busy=True))
-    Scaling._save_if_due(scaling, generation(1, 0, "a"))
+    spec, seen, nothing = SimpleNamespace(capacity=None, bounds=Bounds()), SimpleNamespace(now=0.0, stats=run.stats, saving=True), None
+    scaling: Any = Scaling(spec, run.config, DurableState("r1", 0), nothing, cadence, nothing)  # type: ignore[arg-type]
+    (event,) = scaling._save_if_due(generation(1, 0, "a"), seen)
+    run.log.record(event.name, **event.about)
     text = str(cadence.interval)
     for one in (run, run.restarted(None)):
         told = one.snapshot

@@ -30,6 +30,7 @@ from vescale_ray.controller.failures.connectivity import (
     Probe,
     fewest,
 )
+from vescale_ray.controller.failures.failure_detector import network
 from vescale_ray.controller.failures.hang import FIRST_S, LEAST_S, HangWatch
 from vescale_ray.controller.protocol import Bounds, Ending, Event, Places, RunState
 from vescale_ray.controller.scaling.nodes import FORGET_S, LONGEST_SHUN_S, SHUN_S, Nodes
@@ -354,9 +355,10 @@ class Cut:
         self.found: CutOff | None
         self.found = CutOff(dict.fromkeys(cut, "n2"), {"n2": ("n1",)}, {"n1": "10.0.0.1", "n2": "10.0.0.2"}, 3.0)
         worker_group.infos |= {"spare": replace(node_of("spare"), node="n2"), "other": replace(node_of("other"), node="n1")}
-        self.detector, self.scaling = self.stage.loop._parts.detector, self.stage.loop._parts.scaling
-        self.scaling.cut_off = lambda members, leavers: self.found
-        self.detector._hangs = SimpleNamespace(stalled=lambda members, now: True, heard=lambda *about: None, forming_s=1e9, bound_s=1e9)
+        self.detector = self.stage.executor.detector
+        self.connectivity = self.stage.executor.connectivity
+        self.connectivity.cut_off = lambda members, leavers, network: self.found
+        self.detector.hangs = SimpleNamespace(stalled=lambda members, now: True, heard=lambda *about: None, forming_s=1e9, bound_s=1e9)
 
     def beside(self, *workers: str) -> None:
         """Add these workers beside the members. ``warming`` is not warm."""
@@ -365,12 +367,11 @@ class Cut:
 
     @property
     def shunned(self) -> frozenset[str]:
-        nodes: frozenset[str] = self.scaling.nodes.avoided
-        return nodes
+        return self.stage.seen.avoided
 
     def acts(self) -> bool:
         before = len(self.stage.of("cut_off"))
-        self.detector.end_cut_off(self.stage.world)
+        self.stage.executor.perform(self.detector.cut_off(self.stage.world, self.stage.seen))
         return len(self.stage.of("cut_off")) > before
 
     def fail(self, kind: FaultKind = FaultKind.PEER) -> Ending:
@@ -384,10 +385,10 @@ def test_a_worker_that_is_cut_off_is_ended_and_its_node_shunned(tmp_path: Path) 
     cut = Cut(tmp_path, replace_lost=True)
     cut.beside("spare", "warming")
     moved: list[bool] = []
-    cut.scaling.connectivity.progressed = lambda: moved.append(True)
-    cut.detector._hangs.stalled = lambda members, now: False
+    cut.connectivity.progressed = lambda: moved.append(True)
+    cut.detector.hangs.stalled = lambda members, now: False
     assert not cut.acts() and moved
-    cut.detector._hangs.stalled = lambda members, now: True
+    cut.detector.hangs.stalled = lambda members, now: True
     assert cut.acts() and len(moved) == 1
     assert cut.shunned == {"n2"} and cut.worker_group.dismissed == ["spare"]
     (event,) = cut.stage.of("cut_off")
@@ -442,30 +443,30 @@ def test_a_cut_off_node_is_found_before_the_next_group_is_formed(tmp_path: Path,
     if kind is FaultKind.PEER:
         assert ending.living == ("a",) and set(ending.lost) == {"b"} and ending.causes == {"b": "node"}
         assert "do not reach each other" in ending.lost["b"]
-        assert (cut.stage.loop._parts.account.budget.crashes, cut.stage.loop._parts.account.budget.nodes) == (0, 1)
+        assert (cut.stage.budget.crashes, cut.stage.budget.nodes) == (0, 1)
     else:
-        assert ending.living == ("a", "b") and not cut.worker_group.ended and cut.stage.loop._parts.account.budget.crashes == 1
+        assert ending.living == ("a", "b") and not cut.worker_group.ended and cut.stage.budget.crashes == 1
 
 
 def test_a_leaver_that_alone_is_cut_off_counts_as_a_lost_node(tmp_path: Path) -> None:
     cut = Cut(tmp_path, cut="l", leavers=("l",), filled=False)
     cut.worker_group.reports["l"] = report("l", WorkerPhase.GIVING)
     ending = cut.fail()
-    assert ending.living == ("a", "b") and not ending.lost and not cut.scaling.leavers
-    budget = cut.stage.loop._parts.account.budget
+    assert ending.living == ("a", "b") and not ending.lost and not cut.stage.seen.leavers
+    budget = cut.stage.budget
     assert (budget.crashes, budget.nodes) == (0, 1) and "do not reach each other" in budget.errors[-1]
 
 
 def test_generation_ends_at_once_if_all_nodes_reach_each_other(tmp_path: Path) -> None:
     cut = Cut(tmp_path / "1")
     answers: list[CutOff | None] = [None, None, NOBODY]
-    cut.scaling.cut_off = lambda members, leavers: answers.pop(0)
+    cut.connectivity.cut_off = lambda members, leavers, network: answers.pop(0)
     ending = cut.fail()
     assert (
         ending.living == ("a", "b")
         and not answers
         and cut.worker_group.now < BEGAN + 1.0
-        and cut.stage.loop._parts.account.budget.crashes == 1
+        and cut.stage.budget.crashes == 1
     )
     # If a probe is never answered, the wait still ends.
     other = Cut(tmp_path / "2")
@@ -490,12 +491,37 @@ class Steered:
         )
         worker_group.infos |= {w: node_of(w) for w in "abcdefg"}
         self.stage = Stage(worker_group, folder, filled=True, state=RunState.RUNNING, config={"elastic_max_workers": 6})
-        self.scaling: Any = self.stage.loop._parts.scaling
+        self.scaling = self.stage.executor.scaling
+        self.connectivity = self.stage.executor.connectivity
         self.wished: list[int] = []
         worker_group.wish = self._wish  # type: ignore[method-assign]
 
     def admits(self, admit: Callable[[Sequence[str]], Admission]) -> None:
-        self.scaling.connectivity = SimpleNamespace(admit=lambda ready, members, network: admit(ready))
+        self.connectivity.admit = lambda ready, members, network: admit(ready)
+
+    def admitted(self, *ready: str) -> list[str]:
+        """Those of ``ready`` that may join, in the next round."""
+        self.stage.executor.collect()
+        fine, do = self.scaling._admitted(list(ready), WORLD, self.stage.seen)
+        self.stage.executor.perform(do)
+        return list(fine)
+
+    def cut_off(self) -> CutOff | None:
+        """The members that are cut off, in the next round."""
+        self.stage.executor.collect()
+        found = self.connectivity.cut_off(WORLD.members, [], network(self.stage.seen, WORLD.members))
+        self.stage.executor.perform([found] if isinstance(found, Probe) else [])
+        return found if isinstance(found, CutOff) else None
+
+    def gives_up(self) -> bool:
+        """Whether it is found that the workers on their way do not come."""
+        durable = self.stage.seen.durable
+        do = self.scaling._cannot_grow(WORLD, ["g"], durable.target, durable.reason, self.stage.seen)
+        self.stage.executor.perform(do)
+        return bool(do)
+
+    def frees(self) -> None:
+        self.stage.executor.perform(self.scaling.free_hemmed(self.stage.seen.avoided, self.stage.seen))
 
     def _wish(self, count: int, avoid: Collection[str] = ()) -> None:
         self.wished.append(count)
@@ -512,16 +538,16 @@ def test_workers_run_the_probes_and_their_answers_are_used(tmp_path: Path) -> No
 
     table.worker_group.ask_reachability = ask  # type: ignore[method-assign]
     for _ in range(3):
-        assert scaling._admitted(["c"], WORLD) == [] and scaling.untried == {"c"}
+        assert table.admitted("c") == [] and scaling.untried == {"c"}
     assert asked == [({"a": ["c"], "b": ["c"], "c": ["a", "b"]}, TRY_S)], "once, as long as nobody answers"
     answers.append({"a": frozenset(), "b": frozenset(), "c": frozenset()})
-    assert scaling._admitted(["c"], WORLD) == [] and scaling._admitted(["c"], WORLD) == ["c"] and not table.worker_group.dismissed
+    assert table.admitted("c") == [] and table.admitted("c") == ["c"] and not table.worker_group.dismissed
     for looks in (2, 3):
         for _ in range(3):
-            assert scaling.cut_off(["a", "b"], []) is None
+            assert table.cut_off() is None
         assert len(asked) == looks and asked[-1] == ({"a": ["b"], "b": ["a"]}, TRY_S)
         answers.append({"a": frozenset("b")})
-        found = scaling.cut_off(["a", "b"], [])
+        found = table.cut_off()
     assert found is not None and found.workers == {"b": "n-b"} and found.hosts == {"n-a": "host-a", "n-b": "host-b"}
 
 
@@ -531,56 +557,56 @@ def test_refused_joiners_are_dismissed_and_the_node_shunned_once(tmp_path: Path)
     scaling = table.scaling
     cut = CutOff({"c": "n2", "d": "n2"}, {"n2": ("n1",)}, {"n1": "10.0.0.1", "n2": "10.0.0.2"})
     table.admits(lambda ready: Admission((), cut))
-    assert scaling._admitted(["c", "d", "e"], WORLD) == [] and table.worker_group.dismissed == ["c", "d"]
-    assert scaling.nodes._shunned["n2"][1] == 1 and scaling.nodes.avoided == {"n2"}
+    assert table.admitted("c", "d", "e") == [] and table.worker_group.dismissed == ["c", "d"]
+    assert table.stage.executor.nodes._shunned["n2"][1] == 1 and table.stage.seen.avoided == {"n2"}
     assert [(event["worker"], event["node"]) for event in table.stage.of("joiner_refused")] == [("c", "n2"), ("d", "n2")]
     assert scaling.untried == {"c", "d", "e"}, "and e is the last to be taken, should one be needed now"
     assert len(scaling.refusals) == len(scaling.hire_failures) == scaling.failed_hires == 1, "the node"
-    scaling.hire_failures.clear()  # as each worker that becomes warm does
+    scaling.forget_hires()  # as each worker that becomes warm does
     assert len(scaling.refusals) == 1
     table.admits(lambda ready: Admission(tuple(ready)))
-    assert scaling._admitted(["e"], WORLD) == ["e"] and not scaling.untried and not scaling.refusals, "one is let in"
+    assert table.admitted("e") == ["e"] and not scaling.untried and not scaling.refusals, "one is let in"
     scaling.refusals.append("of another")
     for fine in ([], ["e"]):
         table.admits(lambda ready, fine=fine: Admission(tuple(fine)))  # type: ignore[misc]
-        assert scaling._admitted(["e"], WORLD) == fine
+        assert table.admitted("e") == fine
         assert scaling.refusals == ["of another"], "a spare that is tried again, and does: else it was hired and refused for ever"
     table.admits(lambda ready: Admission(tuple(ready)))
-    assert scaling._admitted(["e", "f"], WORLD) and not scaling.refusals, "another"
+    assert table.admitted("e", "f") and not scaling.refusals, "another"
 
 
 def test_growth_goes_on_with_the_admitted_joiners(tmp_path: Path) -> None:
     """Four refusals are more than the limit. The growth must not be abandoned in each round without ever admitting the good joiner."""
     table = Steered(tmp_path, "cdefg")
-    scaling, commands = table.scaling, table.stage.loop.commands
+    commands = table.stage.loop.commands
     commands.want(7, "growth")
     hosts = {f"n{n}": f"10.0.0.{n}" for n in range(1, 6)}
     table.admits(lambda ready: Admission(("g",), CutOff(dict.fromkeys("cdef", "n2"), {"n2": ("n1",)}, hosts)))
-    scaling._admitted(list("cdefg"), WORLD)
-    assert len(table.worker_group.dismissed) == 4 and not scaling._cannot_grow(WORLD, ["g"]), "all on one node: others are yet to be tried"
+    table.admitted(*"cdefg")
+    assert len(table.worker_group.dismissed) == 4 and not table.gives_up(), "all on one node: others are yet to be tried"
     for n in (3, 4, 5):
         cut = CutOff({"c": f"n{n}"}, {f"n{n}": ("n1",)}, hosts)
         table.admits(lambda ready, cut=cut: Admission(("g",), cut))  # type: ignore[misc]
-        scaling._admitted(["c", "g"], WORLD)
-    assert scaling._cannot_grow(WORLD, ["g"]) and commands.target == 3
+        table.admitted("c", "g")
+    assert table.gives_up() and commands.target == 3
     commands.want(7, "growth")
-    assert not scaling._cannot_grow(WORLD, ["g"]) and commands.target == 7, "it is acted on once"
+    assert not table.gives_up() and commands.target == 7, "it is acted on once"
 
 
 def test_worker_barred_from_a_restored_node_is_hired_anew(tmp_path: Path) -> None:
     table = Steered(tmp_path)
-    worker_group, scaling = table.worker_group, table.scaling
+    worker_group = table.worker_group
     avoided: list[Any] = []
     worker_group.hemmed = lambda nodes: ["new1", "new2"] if not nodes else []  # type: ignore[method-assign, assignment]
     worker_group.hire = lambda nodes=(): avoided.append(nodes)  # type: ignore[method-assign, assignment]
-    scaling.nodes.shun("n2")
-    scaling.free_hemmed(scaling.nodes.avoided)
+    table.stage.executor.nodes.shun("n2")
+    table.frees()
     assert not table.wished and not avoided, "nothing is asked while all are where they may be"
     worker_group.now += 1e9
-    scaling.free_hemmed(scaling.nodes.avoided)
+    table.frees()
     assert len(table.wished) == 1 and not avoided, "of none it is known that it has no place"
     worker_group.places = Places((None,), frozenset({"new2", "new3"}))
-    scaling.free_hemmed(scaling.nodes.avoided)
+    table.frees()
     assert worker_group.dismissed == ["new2"] and avoided == [frozenset()]
 
 

@@ -43,6 +43,7 @@ from vescale_ray.workers.messages import (
     WorkerPhase,
     WorkerReport,
 )
+from vescale_ray.workers.resharding.held_state import HeldState
 
 pytestmark = pytest.mark.usefixtures("clock")
 
@@ -64,7 +65,7 @@ def test_leaver_on_a_lost_node_is_not_awaited_before_it_gives(tmp_path: Path) ->
     ((when, inside),) = worker_group.fenced
     assert when - BEGAN - 1.0 == pytest.approx(GIVER_S, abs=3 * TICK_S) and inside == ("a", "b")
     assert not ending.lost and set(ending.faults) == {"a", "b"}
-    assert (stage.loop._parts.account.budget.nodes, stage.loop._parts.account.budget.crashes) == (1, 0), "it was a node, and nobody's crash"
+    assert (stage.budget.nodes, stage.budget.crashes) == (1, 0), "it was a node, and nobody's crash"
 
 
 def test_a_leaver_that_fails_before_it_gives_is_not_awaited(tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ def test_a_leaver_that_fails_before_it_gives_is_not_awaited(tmp_path: Path) -> N
     ((when, _),) = worker_group.fenced
     assert when - BEGAN - 1.0 == pytest.approx(GIVER_S, abs=3 * TICK_S)
     assert (
-        stage.loop._parts.account.budget.total == {Cause.ERROR: 1} and "no room for a batch" in stage.loop._parts.account.budget.errors[0]
+        stage.budget.total == {Cause.ERROR: 1} and "no room for a batch" in stage.budget.errors[0]
     )
 
 
@@ -106,14 +107,14 @@ def test_leaver_lost_after_it_gave_its_shard_is_not_missed(told: bool, tmp_path:
             worker_group.reports |= {w: report(w, WorkerPhase.PARKED) for w in "ab"}
 
     worker_group.each_round = play
-    assert stage.watch().clean and not worker_group.fenced and stage.loop._parts.account.budget.tries == 0
+    assert stage.watch().clean and not worker_group.fenced and stage.budget.tries == 0
 
 
 def test_a_worker_without_a_processor_is_given_as_much_more_time(tmp_path: Path) -> None:
     """The worker had no processor for 3 s, so its time limit is 3 s longer."""
     worker_group = WorkerGroup(report("a", WorkerPhase.TRAINING), report("b", WorkerPhase.TRAINING))
     stage = Stage(worker_group, tmp_path, filled=True, state=RunState.RUNNING)
-    hangs = stage.loop._parts.detector._hangs
+    hangs = stage.executor.detector.hangs
     hangs.begin(TICKET, 2)
     for step in range(1, 20):
         for _ in WORLD.members:
@@ -138,7 +139,7 @@ def test_hang_is_reported_once_while_its_worker_dies_slowly(tmp_path: Path) -> N
     """If the node does not report the worker's death, ten reports of one hang would stop the controller for half a second each."""
     worker_group = WorkerGroup(report("a", WorkerPhase.TRAINING), report("b", WorkerPhase.TRAINING))
     stage = Stage(worker_group, tmp_path, filled=True, state=RunState.RUNNING)
-    stage.loop._parts.detector._hangs = SimpleNamespace(
+    stage.executor.detector.hangs = SimpleNamespace(
         verdict=lambda *about: {"b": "it stands"}, ended=lambda hung: None, heard=lambda *about: None, forming_s=5.0, bound_s=5.0
     )
 
@@ -175,7 +176,7 @@ def test_restarted_controller_keeps_the_last_checkpoint_bound(tmp_path: Path, en
     ever."""
     worker_group = WorkerGroup(report("a", WorkerPhase.SAVING), report("b", WorkerPhase.SAVING))
     stage = Stage(worker_group, tmp_path, filled=True, bounds=Bounds(save=30.0))
-    stage.loop._parts.detector.adopt(WORLD)
+    stage.inherit()
 
     def play(passed: float) -> None:
         if ends:
@@ -204,7 +205,7 @@ def test_restarted_controller_names_the_purpose_of_a_save(tmp_path: Path, stop: 
     """The state must not be RESCALING during a last checkpoint. A save of what is left of a failed run is no last checkpoint."""
     worker_group = WorkerGroup(report("a", WorkerPhase.SAVING), report("b", WorkerPhase.SAVING))
     stage, seen = Stage(worker_group, tmp_path, step=step), list[RunState]()
-    stage.loop._parts.detector.adopt(stage.world)
+    stage.inherit()
     if stop:
         stage.loop.commands.end(stop)
 
@@ -220,7 +221,8 @@ def test_restarted_controller_names_the_purpose_of_a_save(tmp_path: Path, stop: 
 
 def adopted(stage: Stage) -> states.Running:
     """Have a restarted controller take up the generation."""
-    stage.loop.state = stage.begin.adopt()
+    stage.loop.state = states.Starting()
+    stage.loop.follow()
     running: states.Running = stage.rounds(states.Running)
     assert running.world == stage.world
     return running
@@ -254,7 +256,7 @@ def test_restarted_controller_drops_leavers_of_a_finished_move(
     """The durable state names the leavers until it is written the next time."""
     stage = Stage(WorkerGroup(report("a", a), report("b", b)), tmp_path, ("gone",))
     adopted(stage)
-    assert stage.loop._parts.scaling.leavers == (() if moved else ("gone",))
+    assert stage.seen.leavers == (() if moved else ("gone",))
 
 
 @pytest.mark.parametrize("b", [report("b", WorkerPhase.PARKED, fault=PEER), None], ids=["failed", "says nothing"])
@@ -266,7 +268,7 @@ def test_a_step_of_the_generation_says_that_the_move_is_over(b: WorkerReport | N
     if stepped:
         stage.run.stats.steps.last["generation"] = TICKET.generation
     adopted(stage)
-    assert stage.loop._parts.scaling.leavers == (() if stepped else ("gone",))
+    assert stage.seen.leavers == (() if stepped else ("gone",))
 
 
 def test_outline_is_asked_of_the_next_worker_if_one_lacks_it(tmp_path: Path) -> None:
@@ -301,8 +303,7 @@ def test_restarted_controller_awaits_no_old_generations_save(generation: int, tm
 def awaited(stage: Stage, ended: Ending, workers: int, hire: int) -> bool:
     """Whether the awaited workers come in time."""
     waiting = states.Waiting(ended, workers, hire, stage.worker_group.now)
-    stage.loop._parts.scaling.hire_failures.clear()
-    recovering: states.Recovering = stage.rounds(states.Recovering, begin=stage.recovery._hire_awaited(waiting))
+    recovering: states.Recovering = stage.rounds(states.Recovering, begin=waiting)
     return not recovering.waited
 
 
@@ -345,7 +346,7 @@ def test_pause_of_a_lost_lone_worker_includes_its_replacement(tmp_path: Path, ke
     worker_group = WorkerGroup(report("a", WorkerPhase.TRAINING))
     alone, began = World(TICKET, ("a",), StateSource(Origin.FRESH, 0)), time.time() - 100.0
     stage = Stage(worker_group, tmp_path, (), True, RunState.RUNNING, step=0, world=alone, workers=1, replace_lost=True)
-    generation = stage.loop._parts.generation
+    generation = stage.executor.generation
 
     def step(world: World, index: int, ended: float) -> None:
         about = (1, world.ticket.generation, (0.5,), (1,))
@@ -354,10 +355,10 @@ def test_pause_of_a_lost_lone_worker_includes_its_replacement(tmp_path: Path, ke
     for index in range(5):
         step(alone, index, began + index)
     newest = CommittedCheckpoint("c2", "/c2", kept) if kept else None
-    stage.loop._parts.coordinator.newer = lambda holders: newest
+    stage.has(newest)
     stage.lose("a", Cause.KILLED)
     worker_group.each_round = lambda passed: stage.warm("new1") if worker_group.hired and "new1" not in worker_group.reports else None
-    while (following := stage.loop._parts.generation.world) == alone:
+    while (following := stage.executor.generation.world) == alone:
         stage.loop.step()
     assert following.members == ("new1",) and following.source.step == kept
     step(following, kept, began + 24.0)
@@ -379,7 +380,7 @@ def test_notice_of_several_workers_is_one_warning(tmp_path: Path) -> None:
 def test_hung_lone_worker_without_replacement_gets_more_time(tmp_path: Path) -> None:
     def replaced(name: str, **changes: Any) -> bool:
         config = {"elastic_workers": 1, "run_name": name, **changes}
-        return bool(Stage(WorkerGroup(), tmp_path / name, config=config).loop._parts.detector._hangs.replaced)
+        return bool(Stage(WorkerGroup(), tmp_path / name, config=config).executor.detector.hangs.replaced)
 
     assert not replaced("alone")
     for name, changes in (("lost", {"elastic_replace_lost": True}), ("grow", {"elastic_grow": True})):
@@ -409,12 +410,17 @@ def committer(stage: Stage, result: SaveResult | None) -> list[tuple[str, ...]]:
     """Give each checkpoint of parked workers this result, and return the list of the workers of each."""
     made: list[tuple[str, ...]] = []
 
-    def save(workers: Any, *, only_newer: bool = False) -> SaveResult | None:
-        made.append(tuple(workers))
+    def save(workers: tuple[str, ...]) -> SaveResult | None:
+        made.append(workers)
         return result
 
-    stage.loop._parts.coordinator.save = save
+    stage.saves(save)
     return made
+
+
+def completed() -> states.Recovering:
+    """All steps are done."""
+    return states.Recovering(Ending(("a", "b"), finished=True))
 
 
 LAST = SaveResult("r-h8-s60", 60, 8, 0.1, CommittedCheckpoint("c60", "/c60", 60))
@@ -425,16 +431,16 @@ def test_a_run_is_done_after_its_last_step_from_every_state(tmp_path: Path, stat
     """A stop may come during the last step. If a run has one step left, its first report may be that it is done."""
     stage = Stage(WorkerGroup(report("a", WorkerPhase.FINISHED), report("b", WorkerPhase.FINISHED)), tmp_path, state=state, step=60)
     committer(stage, LAST)
-    outcome = stage.rounds(begin=stage.end.complete(Ending(("a", "b"), finished=True))).outcome
+    outcome = stage.rounds(begin=completed()).outcome
     assert (outcome.state, outcome.step, outcome.checkpoint) == ("DONE", 60, "/c60")
     assert stage.run.stats.state is RunState.DONE
 
 
 def test_rescale_overtaken_by_the_last_step_is_abandoned(tmp_path: Path) -> None:
     stage = Stage(WorkerGroup(report("a", WorkerPhase.FINISHED), report("b", WorkerPhase.FINISHED)), tmp_path)
-    stage.loop._parts.generation.begin_rescale("manual", 2)
+    stage.executor.generation.begin_rescale("manual", 2)
     committer(stage, LAST)
-    stage.rounds(begin=stage.end.complete(Ending(("a", "b"), finished=True)))
+    stage.rounds(begin=completed())
     assert "rescale_abandoned" in stage.events and "rescaled" not in stage.events
 
 
@@ -449,46 +455,39 @@ def completing(folder: Path, kept: int | None, *living: str) -> tuple[Stage, Any
         WorkerGroup(report("a", WorkerPhase.FINISHED), report("b", WorkerPhase.FINISHED)), folder, state=RunState.RUNNING, step=60
     )
 
-    def save(workers: Any, *, only_newer: bool = False) -> SaveResult | None:
+    def save(workers: tuple[str, ...]) -> SaveResult | None:
         for worker in {"a", "b"} - set(living):
             stage.loop._lose(Lost(worker, node_of(worker), "its process died"))
             del stage.worker_group.reports[worker]
         return None if kept is None else SaveResult("r-h8", kept, 8, 0.1, CommittedCheckpoint(f"c{kept}", f"/c{kept}", kept))
 
-    stage.loop._parts.coordinator.save = save
-    return stage, stage.rounds(states.Recovering, begin=stage.end.complete(Ending(("a", "b"), finished=True)))
+    stage.saves(save)
+    return stage, stage.rounds(states.Locating, begin=completed())
 
 
 def test_a_run_is_not_done_with_a_checkpoint_of_an_earlier_step(tmp_path: Path) -> None:
     """With a copy every third step, a worker that dies in the last checkpoint takes the only shard of the last step with it."""
     stage, state = completing(tmp_path, 59, "a")
-    assert isinstance(state, states.Recovering), "training goes back to what is left"
-    assert stage.loop._parts.account.budget.crashes == 1 and stage.loop.commands.target == 1, "those that are left go on"
+    assert isinstance(state, states.Locating) and state.members == ("a",), "training goes back to what is left"
+    assert stage.budget.crashes == 1 and stage.loop.commands.target == 1, "those that are left go on"
 
 
 def test_incomplete_state_after_last_step_is_no_further_failure(tmp_path: Path) -> None:
     """The loss that caused this was counted when the generation ended."""
     stage, state = completing(tmp_path, None, "a", "b")
-    assert isinstance(state, states.Recovering) and stage.loop._parts.account.budget.tries == 0
+    assert isinstance(state, states.Locating) and stage.budget.tries == 0
 
 
 def decided(stage: Stage) -> list[type | tuple[str, ...]]:
     """The states after the loss of b until a generation begins, and then its members."""
-    made: list[Any] = []
-    transitions = dict(stage.loop._transitions)
-
-    def locating(state: states.Locating) -> states.Concluding:
-        made.append(state.members)
-        return states.Concluding(error="enough")
-
-    def waiting(state: states.Waiting) -> Any:
-        made.append(states.Waiting) if states.Waiting not in made[-1:] else None
-        return transitions[states.Waiting](state)
-
-    stage.loop._transitions = {**transitions, states.Locating: locating, states.Waiting: waiting}
     living = tuple(w for w in WORLD.members if stage.worker_group.alive(w))
-    stage.rounds(begin=states.Recovering(Ending(living, {"b": "its process died"}, {}, False, {"b": "killed"})))
-    return made
+    began = states.Recovering(Ending(living, {"b": "its process died"}, {}, False, {"b": "killed"}))
+    state = stage.rounds(states.Locating, states.Waiting, begin=began)
+    made: list[Any] = []
+    if isinstance(state, states.Waiting):
+        made.append(states.Waiting)
+        state = stage.rounds(states.Locating)
+    return [*made, state.members]
 
 
 @pytest.mark.fault("W8")
@@ -503,9 +502,7 @@ def test_living_leaver_rejoins_after_a_loss_in_the_move(tmp_path: Path) -> None:
             worker_group.reports |= {w: report(w, WorkerPhase.PARKED, fault=PEER) for w in "al"}
 
     worker_group.each_round = play
-    stage.loop._transitions, transitions = {**stage.loop._transitions}, stage.loop._transitions
     stage.watch()
-    stage.loop._transitions = transitions
     assert stage.loop.commands.target == 2
     assert decided(stage) == [("a", "l")]
     assert worker_group.hired == 0
@@ -516,9 +513,7 @@ def test_draining_leaver_rejoins_only_if_it_is_needed(fewest: int, members: tupl
     worker_group = WorkerGroup(report("a", WorkerPhase.PARKED, fault=PEER), report("l", WorkerPhase.PARKED, fault=PEER))
     stage = Stage(worker_group, tmp_path, ("l",), min_workers=fewest)
     stage.drain("l")
-    transitions = stage.loop._transitions
     stage.watch()
-    stage.loop._transitions = transitions
     assert stage.loop.commands.target == fewest
     assert decided(stage) == [members]
 
@@ -530,9 +525,7 @@ def test_a_growing_run_hires_one_worker_where_one_is_missing(tmp_path: Path) -> 
     worker_group.each_round = lambda passed: worker_group.reports.update(
         {w: report(w, WorkerPhase.IDLE, Ticket(0, 0)) for w in worker_group.on_the_way}
     )
-    transitions = stage.loop._transitions
     stage.watch()
-    stage.loop._transitions = transitions
     made = decided(stage)
     assert worker_group.hired == 1 and made == [states.Waiting, ("a", "new1")]
 
@@ -551,14 +544,13 @@ def test_unreachable_storage_is_awaited_if_no_worker_holds_state(out_s: float, e
     """The loss of two neighbours during an outage must not end the run at once. The error must name the lost state, not only a socket."""
     worker_group = WorkerGroup(report("a", WorkerPhase.PARKED))
     stage = Stage(worker_group, tmp_path, bounds=Bounds(storage=60.0))
-    coordinator = stage.loop._parts.coordinator
 
-    def newer(holders: Any) -> CommittedCheckpoint:
+    def newer() -> CommittedCheckpoint:
         if worker_group.now - BEGAN < out_s:
             raise OSError(5, f"s3://bucket: no answer to request {worker_group.now}")
         return CommittedCheckpoint("c30", "/c30", 30)
 
-    coordinator.newer, coordinator.newest = newer, lambda: CommittedCheckpoint("c30", "/c30", 30)
+    stage.has(CommittedCheckpoint("c30", "/c30", 30), newer)
     if ends == "STOPPED":
         worker_group.each_round = lambda passed: stage.loop.commands.end("asked to") if passed > 10.0 else None
     state = stage.rounds(states.Running, begin=states.Recovering(Ending(("a",), {"b": "its process died"})))
@@ -576,29 +568,28 @@ def test_silent_storage_blocks_neither_the_loop_nor_a_stop(tmp_path: Path) -> No
     """The loop waits in its rounds, so that a command reaches it. A worker that dies meanwhile is no member of the next generation."""
     worker_group = WorkerGroup(report("a", WorkerPhase.PARKED), report("b", WorkerPhase.PARKED))
     stage = Stage(worker_group, tmp_path)
-    coordinator, died = stage.loop._parts.coordinator, [False]
-    coordinator.newest = lambda: CommittedCheckpoint("c30", "/c30", 30)
+    died, c30 = [False], CommittedCheckpoint("c30", "/c30", 30)
 
-    def newer(holders: Any) -> CommittedCheckpoint:
+    def newer() -> CommittedCheckpoint:
         if worker_group.now - BEGAN < 5.0:
             raise Unanswered
-        return CommittedCheckpoint("c30", "/c30", 30)
+        return c30
 
     def play(passed: float) -> None:
         if passed > 2.0 and not died[0]:
             died[0] = True
             stage.lose("b", Cause.KILLED)
 
-    coordinator.newer, worker_group.each_round = newer, play
+    stage.has(c30, newer)
+    worker_group.each_round = play
     state = stage.rounds(states.Running, begin=states.Recovering(Ending(("a", "b"))))
     assert state.world.members == ("a",) and 5.0 <= worker_group.now - BEGAN < 5.5
     again = Stage(WorkerGroup(report("a", WorkerPhase.PARKED)), tmp_path / "again")
-    again.loop._parts.coordinator.newest = coordinator.newest
 
-    def never(holders: Any) -> CommittedCheckpoint:
+    def never() -> CommittedCheckpoint:
         raise Unanswered
 
-    again.loop._parts.coordinator.newer = never
+    again.has(c30, never)
     again.loop.commands.end("asked to")
     began = states.Locating(Ending(("a",)), ("a",), ())
     assert again.rounds(begin=began).outcome.state == "STOPPED" and again.worker_group.now - BEGAN < 1.0
@@ -609,11 +600,10 @@ def test_storage_timeout_keeps_counting_over_waits_for_workers(tmp_path: Path) -
     group = WorkerGroup(report("a", WorkerPhase.PARKED), report("b", WorkerPhase.PARKED))
     stage = Stage(group, tmp_path, bounds=Bounds(storage=60.0, replace=600.0), min_workers=2, replace_lost=True)
 
-    def newer(holders: Any) -> CommittedCheckpoint:
+    def newer() -> CommittedCheckpoint:
         raise OSError(5, "out of reach")
 
-    coordinator = stage.loop._parts.coordinator
-    coordinator.newer, coordinator.newest = newer, lambda: CommittedCheckpoint("c30", "/c30", 30)
+    stage.has(CommittedCheckpoint("c30", "/c30", 30), newer)
 
     def play(passed: float) -> None:
         if passed % 20 < 0.1 and passed > 1 and len(group.reports) == 2:
@@ -631,7 +621,7 @@ def test_a_run_that_its_input_fails_names_its_checkpoint(tmp_path: Path) -> None
     bad = WorkerFault(FaultKind.INPUT, "bad data")
     group = WorkerGroup(report("a", WorkerPhase.PARKED, fault=bad), report("b", WorkerPhase.PARKED, fault=PEER))
     stage = Stage(group, tmp_path)
-    stage.loop._parts.coordinator.newest = lambda: CommittedCheckpoint("c30", "/c30", 30)
+    stage.has(CommittedCheckpoint("c30", "/c30", 30))
     outcome = stage.rounds().outcome
     assert outcome.refused and outcome.error == "bad data; it can be resumed from step 30 (/c30)"
 
@@ -640,7 +630,7 @@ def test_lost_evaluation_is_made_up_and_none_is_made_twice(tmp_path: Path) -> No
     config = {"train_eval_every": 20, "data_eval_samples": 8}
     stage = Stage(WorkerGroup(report("a", WorkerPhase.PARKED)), tmp_path, config=config)
     spec: Any = SimpleNamespace(source=StateSource(Origin.CHECKPOINT, 20))
-    stage.loop._parts.generation.evaluated(Evaluated(TICKET, 40, 1.5, 8))
+    stage.executor.generation.evaluated(Evaluated(TICKET, 40, 1.5, 8))
     heldout = stage.run.stats.heldout
     due = [step for step in (0, 1, 20, 21, 40, 60) if evaluation_due(step, stage.config, spec, heldout)]
     assert due == [0, 60], "that of step 20 was made before the checkpoint that the run has begun with, that of 40 is there"
@@ -674,7 +664,7 @@ def test_rescale_awaits_a_checkpoint_write_but_a_drain_does_not(
     if took_s is not None:
         stage.run.stats.checkpoints.seconds = took_s
     planned = {"plans": lambda: worker_group.now > 53.0, "no plans": lambda: False}.get(writes, lambda: True)
-    monkeypatch.setattr(type(stage.loop._parts.coordinator.layouts), "planned", lambda self, *worlds: planned())
+    monkeypatch.setattr(type(stage.executor.layouts), "planned", lambda self, *worlds: planned())
     monkeypatch.setattr(type(stage.committer), "busy", property(lambda self: writes == "a commit"))
     stage.loop.commands.want(1, "manual")
     while not worker_group.asked:
@@ -729,7 +719,7 @@ def test_warm_workers_that_die_before_they_join_are_counted(tmp_path: Path) -> N
     for worker, about in (("s", node_of("s")), ("a", node_of("a")), ("x", None)):
         worker_group.news = [Lost(worker, about, f"{worker} died")]
         stage.loop.observe()
-    scaling = stage.loop._parts.scaling
+    scaling = stage.executor.scaling
     assert scaling.fleeting == ["s died"] and scaling.hire_failures == ["x died"], "a member that is lost says nothing of spares"
     assert stage.run.stats.lost == 2, "who never came up is not lost: checkpoints are made no more often for that"
 
@@ -763,7 +753,7 @@ def test_a_stop_waits_for_no_large_state_to_be_read(origin: Origin, phase: Worke
     assert ended.living == ("a", "b")
     assert [who for _, who in worker_group.fenced][:1] == ([("a", "b")] if cut else [])
     assert (stage.run.stats.state is RunState.STOPPING) is cut
-    assert (stage.loop._parts.account.budget.tries == 0) is cut, "a stop is no failure"
+    assert (stage.budget.tries == 0) is cut, "a stop is no failure"
     assert "checkpoint_load_failed" not in stage.events
 
 
@@ -774,13 +764,13 @@ def test_parked_workers_save_their_state_where_a_node_is_to_go(tmp_path: Path) -
     worker_group.infos |= {w: node_of(w) for w in "ab"}
     stage = Stage(worker_group, tmp_path, config={"elastic_workers": 3}, min_workers=3, replace_lost=True)
     stage.run.stats.checkpoints.step = 30
-    coordinator, writes, made = stage.loop._parts.coordinator, [False], committer(stage, None)
-    coordinator.held_step, coordinator.writes = lambda workers: 41, lambda workers: writes[0]
+    made, held = committer(stage, None), HeldState(TICKET.generation, 2, 41, (0, 1))
 
     def play(passed: float) -> None:
         if passed > 2:
             stage.drain("b")
-        writes[0] = 2 < passed < 6
+        phase = WorkerPhase.SAVING if 2 < passed < 6 else WorkerPhase.PARKED
+        worker_group.reports |= {w: replace(report(w, phase if w == "a" else WorkerPhase.PARKED), held=(held,)) for w in "ab"}
         if passed > 4:
             worker_group.reports["c"] = report("c", WorkerPhase.IDLE)
 
@@ -798,12 +788,10 @@ def test_run_with_failing_controllers_saves_its_workers_state(tmp_path: Path, co
         "r", 7, LaunchedGeneration.of(WORLD), target=2, highest_step=40, epoch=2, controller_restarts=controllers, failures={}
     )
     stage = Stage(worker_group, tmp_path, durable=durable, config={"elastic_max_controller_restarts_without_progress": 20})
-    stage.loop._parts.scaling.nodes.start = lambda: None
-    stepped = Stepped(TICKET, SimpleNamespace(step=41, seconds=0.1, alone_seconds=0.0), 0.0, {}, None)  # type: ignore[arg-type]
-    coordinator, made = stage.loop._parts.coordinator, committer(stage, None)
-    coordinator.newest = lambda: CommittedCheckpoint("c30", "/c30", 30)
-    stage.loop._parts.generation.stepped = lambda worker, item: item is stepped
-    stage.loop._parts.scaling.stepped = lambda record: None
+    record = StepRecord(40, 2.0, 192, (1,), 1.0, 1e-3, 0.1, 0, 2, TICKET.generation, (0.1,) * 2, (1,) * 2)
+    stepped = Stepped(TICKET, record, time.time())
+    made = committer(stage, None)
+    stage.has(CommittedCheckpoint("c30", "/c30", 30))
     asked: list[float] = []
 
     def ask(workers: Any, ticket: Ticket, flags: int) -> bool:
@@ -837,10 +825,10 @@ def test_leavers_stay_until_the_next_generation_has_made_a_step(tmp_path: Path) 
     for worker in "ab":
         stage.fill(worker)
     stage.loop.step()
-    assert stage.loop._parts.scaling.leavers == ("l", "m") and not worker_group.dismissed
+    assert stage.seen.leavers == ("l", "m") and not worker_group.dismissed
     stage.run.stats.steps.last["generation"] = TICKET.generation
     stage.loop.step()
-    assert stage.loop._parts.scaling.leavers == () and worker_group.dismissed == ["l", "m"]
+    assert not stage.seen.leavers and worker_group.dismissed == ["l", "m"]
 
 
 def test_failure_counted_by_an_earlier_controller_counts_once(tmp_path: Path) -> None:
@@ -854,26 +842,26 @@ def test_failure_counted_by_an_earlier_controller_counts_once(tmp_path: Path) ->
     again = Stage(worker_group, tmp_path / "again", durable=first.written[-1])
     ending = again.watch()
     assert set(ending.lost) == {"b"}
-    assert (again.loop._parts.account.budget.nodes, again.loop._parts.account.budget.crashes) == (
+    assert (again.budget.nodes, again.budget.crashes) == (
         1,
         0,
-    ) and again.loop._parts.account.budget.total == {Cause.NODE: 1}
+    ) and again.budget.total == {Cause.NODE: 1}
     other = replace(WORLD, ticket=Ticket(8, 1))
     third = Stage(
         WorkerGroup(report("a", WorkerPhase.PARKED, other.ticket, PEER)), tmp_path / "third", durable=first.written[-1], world=other
     )
-    third.loop._parts.generation.adopt(other)
+    third.executor.generation.adopt(other)
     third.watch()
-    assert third.loop._parts.account.budget.crashes == 1, "of another generation"
+    assert third.budget.crashes == 1, "of another generation"
 
 
 @pytest.mark.parametrize("heard", [True, False], ids=["the answer came", "the answer came late"])
 def test_requested_change_is_no_failure_if_its_answer_is_late(tmp_path: Path, heard: bool) -> None:
     stage = Stage(WorkerGroup(report("a", WorkerPhase.PARKED), report("b", WorkerPhase.PARKED)), tmp_path, state=RunState.RUNNING)
-    stage.loop.commands.explain("manual")
+    stage.durable.note(reason="manual")
     if heard:
-        stage.loop._parts.generation.begin_rescale("drain", 2)
-        stage.loop._parts.lifecycle.enter(RunState.RESCALING)
+        stage.executor.generation.begin_rescale("drain", 2)
+        stage.run.enter(RunState.RESCALING)
     assert stage.watch().clean
     assert stage.run.stats.rescale is not None and stage.run.stats.rescale.reason == ("drain" if heard else "manual")
 
@@ -881,8 +869,8 @@ def test_requested_change_is_no_failure_if_its_answer_is_late(tmp_path: Path, he
 def test_change_during_a_controller_kill_is_no_failure(tmp_path: Path) -> None:
     """The workers stop at the boundary as they were asked to. Neither the next controller nor the alerts may take that for a failure."""
     stage = Stage(WorkerGroup(report("a", WorkerPhase.PARKED), report("b", WorkerPhase.PARKED)), tmp_path)
-    stage.loop._parts.detector.adopt(stage.world)
-    stage.loop.commands.explain("manual")
+    stage.inherit()
+    stage.durable.note(reason="manual")
     assert stage.watch().clean
     assert stage.run.stats.rescale is not None and stage.run.stats.rescale.reason == "manual"
 
@@ -909,7 +897,7 @@ def test_a_rescale_is_heeded_while_the_first_workers_are_awaited(asked: int, hir
 def test_cut_off_node_is_reused_if_no_other_has_a_place(tmp_path: Path) -> None:
     worker_group = WorkerGroup(report("a", WorkerPhase.PARKED))
     stage = Stage(worker_group, tmp_path, replace_lost=True, min_workers=2)
-    nodes = stage.loop._parts.scaling.nodes
+    nodes = stage.executor.nodes
     nodes.shun("n2")
     nodes._draining = {"n3": 1.0}
     freed: list[tuple[float, frozenset[str]]] = []

@@ -11,6 +11,7 @@ import pytest
 
 from tests.controller.stage import BEGAN, PEER, TICKET, WORLD, Stage, WorkerGroup, node_of, report
 from vescale_ray.controller import states
+from vescale_ray.controller.checkpointing import coordinator
 from vescale_ray.controller.checkpointing.committer import SaveResult
 from vescale_ray.controller.failures.budget import Cause
 from vescale_ray.controller.policy import CommittedCheckpoint
@@ -78,7 +79,6 @@ def test_a_lost_worker_is_replaced_if_that_is_wanted(tmp_path: Path) -> None:
     park(worker_group, "ac")
     stage.rounds(states.Waiting)
     assert worker_group.hired == 1
-    stage.loop._transitions = {**stage.loop._transitions, states.Waiting: stage.recovery.waiting}
     stage.warm("new1")
     assert next_generation(stage) == (("a", "c", "new1"), Origin.MEMORY, 40)
 
@@ -86,7 +86,7 @@ def test_a_lost_worker_is_replaced_if_that_is_wanted(tmp_path: Path) -> None:
 @pytest.mark.fault("W2")
 def test_silent_worker_is_ended_and_the_others_go_on(tmp_path: Path) -> None:
     worker_group, stage = running(tmp_path)
-    hangs = stage.loop._parts.detector._hangs
+    hangs = stage.executor.detector.hangs
     hangs.begin(TICKET, 3)
     for step in range(1, 20):
         for _ in "abc":
@@ -101,7 +101,7 @@ def test_silent_worker_is_ended_and_the_others_go_on(tmp_path: Path) -> None:
     stage.lose("b", Cause.HANG)
     park(worker_group, "ac")
     assert next_generation(stage) == (("a", "c"), Origin.MEMORY, 40)
-    assert stage.loop._parts.account.budget.total == {Cause.HANG: 1}
+    assert stage.budget.total == {Cause.HANG: 1}
 
 
 @pytest.mark.fault("W4")
@@ -118,8 +118,7 @@ def test_a_worker_that_hangs_as_its_group_forms_is_ended(tmp_path: Path) -> None
 def test_without_a_copy_the_run_goes_back_to_its_checkpoint(tmp_path: Path) -> None:
     worker_group, stage = running(tmp_path)
     stage.run.stats.checkpoints.step = 30
-    coordinator = stage.loop._parts.coordinator
-    coordinator._ask_storage = lambda: CommittedCheckpoint("c30", "/c30", 30)
+    stage.has(CommittedCheckpoint("c30", "/c30", 30))
     stage.lose("b", Cause.KILLED)
     stage.lose("c", Cause.KILLED)
     park(worker_group, "a")
@@ -155,7 +154,7 @@ def test_leavers_serve_a_recovery_until_the_first_step_is_done(tmp_path: Path) -
     members, _, _ = next_generation(stage)
     (leaver,) = set("abc") - set(members)
     orders = worker_group.orders[-1]
-    assert isinstance(orders[leaver], Give) and stage.loop._parts.scaling.leavers == (leaver,)
+    assert isinstance(orders[leaver], Give) and stage.seen.leavers == (leaver,)
     world = stage.loop.state.world
     lost, left = members
     ranks = {w: "abc".index(w) for w in "abc"}
@@ -215,7 +214,7 @@ def test_a_lost_node_with_several_workers_counts_as_one_failure(tmp_path: Path) 
     held = (HeldState(TICKET.generation, 3, 40, (0, 1, 2)),)
     worker_group.reports["a"] = replace(worker_group.reports["a"], held=held)
     assert next_generation(stage) == (("a",), Origin.MEMORY, 40)
-    budget = stage.loop._parts.account.budget
+    budget = stage.budget
     assert (budget.nodes, budget.crashes) == (1, 0)
 
 
@@ -241,7 +240,7 @@ def test_draining_node_leaves_at_a_boundary_and_gives_its_shard(tmp_path: Path) 
     assert worker_group.asked == [RESCALE] and stage.run.stats.state is RunState.RESCALING
     park(worker_group, "abc", fault=None)
     assert next_generation(stage) == (("a", "b"), Origin.MEMORY, 40)
-    assert isinstance(worker_group.orders[-1].get("c"), Give | None) and stage.loop._parts.account.budget.total == {}
+    assert isinstance(worker_group.orders[-1].get("c"), Give | None) and stage.budget.total == {}
 
 
 @pytest.mark.fault("C1", "C3")
@@ -250,9 +249,8 @@ def test_new_controller_adopts_the_generation_and_its_loss(tmp_path: Path) -> No
     worker_group.infos |= {w: node_of(w) for w in "abc"}
     durable = DurableState("r", 7, LaunchedGeneration.of(replace(THREE, source=replace(THREE.source, step=40))), target=3, epoch=2)
     stage = Stage(worker_group, tmp_path, world=THREE, durable=durable, config={"elastic_workers": 3})
-    stage.loop._parts.scaling.nodes.start = lambda: None
     stage.loop.state = states.Starting()
-    stage.loop._follow()
+    stage.loop.follow()
     assert isinstance(stage.loop.state, states.Adopting) and stage.written[-1].controller_restarts == 1
     del worker_group.reports["b"]  # killed together with the controller, so that its death is not reported
     park(worker_group, "ac")
@@ -275,26 +273,22 @@ def test_workers_train_on_while_a_place_for_another_is_awaited(tmp_path: Path) -
 
 
 @pytest.mark.fault("S5")
-def test_a_recovery_from_memory_asks_no_storage(tmp_path: Path) -> None:
+def test_a_recovery_from_memory_asks_no_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker_group, stage = running(tmp_path)
     stage.run.stats.checkpoints.step = 40
-
-    def asked() -> None:
-        raise AssertionError("the storage was asked")
-
-    stage.loop._parts.coordinator._ask_storage = asked
+    asked: list[Any] = []
+    monkeypatch.setattr(coordinator, "newest_kept", lambda *about: asked.append(about))
     stage.lose("b", Cause.KILLED)
     park(worker_group, "ac")
-    assert next_generation(stage) == (("a", "c"), Origin.MEMORY, 40)
+    assert next_generation(stage) == (("a", "c"), Origin.MEMORY, 40) and not asked
 
 
 @pytest.mark.fault("W1", "B1")
 def test_a_worker_that_raises_again_and_again_ends_the_run(tmp_path: Path) -> None:
     """A bug in the step: after the last allowed recovery without a new step, the run is FAILED with the error and where to resume."""
     worker_group, stage = running(tmp_path, config={"elastic_max_recoveries_without_progress": 1})
-    coordinator = stage.loop._parts.coordinator
-    coordinator.newest = lambda: CommittedCheckpoint("c30", "/c30", 30)
-    coordinator.save = lambda workers, only_newer=False: None
+    stage.has(CommittedCheckpoint("c30", "/c30", 30), lambda: None)
+    stage.saves(lambda workers: None)
     own = WorkerFault(FaultKind.OWN, "ValueError: a bad batch")
     for _ in range(2):
         world = stage.loop.state.world
@@ -329,7 +323,7 @@ def test_loss_while_a_checkpoint_is_read_fences_the_readers(tmp_path: Path) -> N
     worker_group.infos |= {w: node_of(w) for w in "abc"}
     world = replace(THREE, source=replace(THREE.source, origin=Origin.CHECKPOINT, commit="c30", path="/c30"))
     stage = Stage(worker_group, tmp_path, world=world, step=30, config={"elastic_workers": 3})
-    stage.loop._parts.coordinator._ask_storage = lambda: CommittedCheckpoint("c30", "/c30", 30)
+    stage.has(CommittedCheckpoint("c30", "/c30", 30))
     stage.run.stats.checkpoints.step = 30
     stage.lose("b", Cause.KILLED)
     stage.loop.step()
@@ -349,7 +343,7 @@ def test_silent_nodes_cost_their_workers_and_no_crash(tmp_path: Path) -> None:
     held = (HeldState(TICKET.generation, 3, 40, (0, 1, 2)),)
     worker_group.reports["a"] = replace(worker_group.reports["a"], held=held)
     assert next_generation(stage) == (("a",), Origin.MEMORY, 40)
-    assert stage.loop._parts.account.budget.total == {Cause.NODE: 1}
+    assert stage.budget.total == {Cause.NODE: 1}
     assert [event["cause"] for event in stage.of("worker_lost")] == ["node", "node"]
 
 
@@ -365,7 +359,7 @@ def test_rescale_hires_first_and_stops_all_ranks_at_one_boundary(tmp_path: Path)
         stage.loop.step()
     park(worker_group, "abc", fault=None)
     assert next_generation(stage) == (("a", "b", "c", "new1"), Origin.MEMORY, 40)
-    assert stage.loop._parts.account.budget.total == {} and not worker_group.ended
+    assert stage.budget.total == {} and not worker_group.ended
 
 
 @pytest.mark.fault("E1")
@@ -374,12 +368,12 @@ def test_stop_beside_a_lost_worker_saves_what_the_others_hold(tmp_path: Path) ->
     saved: list[tuple[str, ...]] = []
     kept = CommittedCheckpoint("c40", "/c40", 40)
 
-    def save(workers: tuple[str, ...], *, only_newer: bool = False) -> SaveResult:
+    def save(workers: tuple[str, ...]) -> SaveResult:
         saved.append(tuple(sorted(workers)))
         return SaveResult("r-h9-s40", 40, 9, 1.0, kept)
 
-    stage.loop._parts.coordinator.save = save
-    stage.loop._parts.coordinator.newest = lambda: kept
+    stage.saves(save)
+    stage.has(kept)
     stage.loop.commands.end("asked to")
     stage.lose("b", Cause.KILLED)
     park(worker_group, "ac")

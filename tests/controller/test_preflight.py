@@ -16,6 +16,7 @@ from vescale_ray import checkpoint
 from vescale_ray.config import ConfigError, RunConfig
 from vescale_ray.controller.checkpointing.coordinator import CheckpointCoordinator
 from vescale_ray.controller.driver import driver, preflight
+from vescale_ray.controller.policy import choose_source
 from vescale_ray.controller.protocol import ScheduledAction
 from vescale_ray.controller.state.checkpoint_stats import CheckpointStats
 from vescale_ray.data.corpus import load_corpus
@@ -142,13 +143,13 @@ def test_resume_never_run_returns_only_to_its_own_checkpoints(tmp_path: Path) ->
     generation: Any = SimpleNamespace(world=None)
     nothing: Any = None
     coordinator = CheckpointCoordinator(
-        config.checkpoint_root, "r", worker_group, log, generation, nothing, nothing, 1.0, nothing, 8, first.oldest
+        config.checkpoint_root, "r", worker_group, log, generation, nothing, nothing, 1.0, nothing, first.oldest
     )
-    assert coordinator.newest() is None and coordinator.source("a", "a", coordinator.newer("a")).origin is Origin.FRESH
+    assert coordinator.newest() is None and choose_source({}, "a", coordinator.newer("a")).origin is Origin.FRESH
     again = preflight.check(config, oldest=first.oldest)
     assert (again.source.origin, again.first_generation, again.oldest) == (Origin.FRESH, 6, 6)
     save(config, 7, epoch=6)
-    assert coordinator.source("a", "a", coordinator.newer("a")).step == 7
+    assert choose_source({}, "a", coordinator.newer("a")).step == 7
     again = preflight.check(config, oldest=first.oldest)
     assert (again.source.origin, again.source.step, again.first_generation, again.oldest) == (Origin.CHECKPOINT, 7, 7, 6)
     assert preflight.check(config).source.origin is Origin.FRESH, "whoever starts it once more begins anew"

@@ -1,0 +1,267 @@
+"""The executor of the control loop: performs the actions of transitions, and collects what they observe.
+
+It owns the parts of a running controller. Transitions see none of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from vescale_ray.config import RunConfig
+from vescale_ray.controller import actions
+from vescale_ray.controller.actions import Action, Question
+from vescale_ray.controller.bounded_io import begun
+from vescale_ray.controller.checkpointing.cadence import Cadence
+from vescale_ray.controller.checkpointing.committer import Committer
+from vescale_ray.controller.checkpointing.coordinator import CheckpointCoordinator, Unanswered
+from vescale_ray.controller.commands import Commands
+from vescale_ray.controller.failures.connectivity import TRY_S, Connectivity, Probe
+from vescale_ray.controller.failures.evidence import Evidence
+from vescale_ray.controller.failures.failure_detector import FailureDetector
+from vescale_ray.controller.failures.hang_report import end_hung
+from vescale_ray.controller.observations import Observations
+from vescale_ray.controller.protocol import Event, RunSpec, World, check_transition
+from vescale_ray.controller.scaling.nodes import Nodes
+from vescale_ray.controller.scaling.scaling import Scaling
+from vescale_ray.controller.state.durable_state import LaunchedGeneration, StateWriter
+from vescale_ray.controller.state.generation_log import GenerationLog
+from vescale_ray.controller.state.publisher import Observed, Publisher
+from vescale_ray.controller.state.run_lifecycle import BudgetAccount, enter
+from vescale_ray.controller.state.run_log import RunLog
+from vescale_ray.controller.transitions.launch import orders_of
+from vescale_ray.controller.worker_group.ray_answers import Reaching
+from vescale_ray.controller.worker_group.worker_group import WorkerGroup
+from vescale_ray.workers.resharding.shard_layouts import Layouts
+
+AHEAD = 4
+"""Layouts are planned for up to this many workers more or fewer than there are."""
+
+
+class Executor:
+    """The parts of one controller, and what is done with them.
+
+    Args:
+        spec: the driver's order.
+        publisher: receives the figures of each round.
+        durable: the state that an earlier controller process left, and that the next one gets.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        config: RunConfig,
+        worker_group: WorkerGroup,
+        log: RunLog,
+        publisher: Publisher,
+        committer: Committer,
+        durable: StateWriter,
+    ) -> None:
+        self.spec, self.config, self.worker_group, self.log = spec, config, worker_group, log
+        self.publisher, self.committer, self.durable = publisher, committer, durable
+        self.generation = GenerationLog(log, config)
+        if durable.state.generation is not None:
+            self.generation.adopt(durable.state.generation.world())
+        self.account = BudgetAccount(config, durable, log.stats.step)
+        self.commands = Commands(spec, config, worker_group, log, durable)
+        if self.account.given_up is not None:
+            self.commands.end("it is given up", durable=False)
+        self.nodes, self.layouts = Nodes(config.resources_per_worker if config.watches_room else None), Layouts(config.max_workers)
+        self.evidence, self.connectivity = Evidence(), Connectivity(config.elastic)
+        cadence = Cadence(config.checkpoint, time.monotonic(), max(0.0, time.time() - log.stats.started))
+        self.detector = FailureDetector(config, spec.bounds, self.connectivity)
+        self.scaling = Scaling(spec, config, durable.state, self.connectivity, cadence, self.layouts)
+        about = (worker_group, log, self.generation, committer, durable, spec.bounds.save, cadence, spec.oldest)
+        self.coordinator = CheckpointCoordinator(config.checkpoint_root, spec.run_id, *about)
+        self._probes: dict[Probe, Reaching] = {}
+
+    def begin(self) -> None:
+        """Begin what runs beside the control loop."""
+        begun(import_heavy)
+        self.nodes.start()
+        if self.durable.state.generation is None:
+            self.worker_group.prepare_store()
+
+    def close(self) -> None:
+        """End what runs beside the control loop."""
+        self.commands.close()
+        self.layouts.close()
+
+    # ------------------------------------------------------------------------------------------------------- observations
+
+    def observations(self, now: float, answers: dict[Question, Any]) -> Observations:
+        """What a transition sees, at the time ``now``."""
+        return Observations(
+            now=now,
+            clock=self.worker_group.clock(),
+            workers=self.worker_group,
+            stats=self.log.stats,
+            durable=self.durable.state,
+            budget=self.account.budget,
+            stop=self.commands.stop,
+            given_up=self.account.given_up,
+            world=self.generation.world,
+            filled=self.generation.all_filled,
+            inherited=self.detector.inherited,
+            losses=self.detector.losses,
+            draining=self.nodes.draining,
+            avoided=self.nodes.avoided,
+            free=self.nodes.free,
+            saving=self.committer.busy,
+            answers=answers,
+        )
+
+    def figures(self) -> Observed:
+        """What the publisher sees."""
+        leaving = self.observations(0.0, {}).leaving(self.log.stats.members)
+        return Observed(
+            target=self.commands.target,
+            budget=self.account.budget,
+            spares=self.scaling.spares,
+            places_wanted=self.scaling.places_wanted,
+            draining=len(leaving),
+            saves_pending=self.committer.pending,
+            figures=self.generation.workers.figures(),
+            newest=self.generation.newest,
+        )
+
+    def collect(self) -> None:
+        """Record what has ended since the last round: checkpoints, and probes of connections."""
+        self.coordinator.collect()
+        for probe, asked in tuple(self._probes.items()):
+            if (answers := asked.unreached()) is not None:
+                del self._probes[probe]
+                self.connectivity.answered(probe, answers)
+
+    # ------------------------------------------------------------------------------------------------------------ actions
+
+    def perform(self, actions: Iterable[Action]) -> dict[Question, Any]:
+        """Perform the actions, and return the answers to the questions among them. A question without an answer is asked again in the next
+        round."""
+        answers: dict[Question, Any] = {}
+        for action in actions:
+            if not isinstance(action, Question):
+                self._do(action)
+                continue
+            try:
+                answers[action] = self.answer(action)
+            except Unanswered:
+                pass
+        return answers
+
+    def answer(self, question: Question) -> Any:
+        """Raises ``Unanswered`` if there is no answer yet."""
+        match question:
+            case actions.AskStarved(workers):
+                excused = self.worker_group.starved(workers)
+                self.detector.starved(excused)
+                return {**dict.fromkeys(workers, 0.0), **excused}
+            case actions.SaveParked(workers, only_newer):
+                return self.coordinator.save(workers, only_newer=only_newer)
+            case actions.FindCheckpoint(None):
+                return self.coordinator.newest()
+            case actions.FindCheckpoint(tuple() as holders):
+                try:
+                    return self.coordinator.newer(holders)
+                except OSError as problem:
+                    return problem
+            case actions.WriteEvidence():
+                return self.evidence.write(self.worker_group, self.log)
+
+    def _do(self, action: Action) -> None:
+        workers = self.worker_group
+        match action:
+            case actions.Hire(avoid):
+                workers.hire(avoid)
+            case actions.Wish(None):
+                workers.unwish()
+            case actions.Wish(int() as count, avoid):
+                workers.wish(count, avoid)
+            case actions.Dismiss(worker, tell):
+                info = workers.info(worker)
+                workers.dismiss(worker)
+                if tell:
+                    self.log.record("worker_left", worker=worker, pid=info.pid if info else None)
+            case actions.End(reasons, None):
+                workers.kill(reasons)
+            case actions.End(hung, World() as world, cut):
+                self.evidence.hung(end_hung(workers, self.log, world, hung, cut))
+            case actions.Fence(fenced, ticket):
+                workers.fence(fenced, ticket)
+            case actions.Ask(world, flags, then):
+                if workers.ask(world.members, world.ticket, flags):
+                    self.scaling.taken(action)
+                    self.perform(then)
+            case Probe(tries):
+                self._probes[action] = workers.ask_reachability(tries, TRY_S)
+            case actions.Launch():
+                self._launch(action)
+            case actions.TakeOver(world):
+                self._take_over(world)
+            case actions.PlanAhead(world):
+                if self.layouts.told:
+                    self.layouts.ahead(worlds_ahead(world.size, self.commands.target))
+                else:
+                    workers.ask_outline(world.members)
+            case _:
+                self._record(action)
+
+    def _record(self, action: Action) -> None:
+        match action:
+            case Event(name, about):
+                self.log.record(name, **about)
+            case actions.Enter(state):
+                if state is not self.log.stats.state:
+                    enter(self.log, self.publisher, check_transition(self.log.stats.state, state))
+            case actions.BeginRescale(reason, before):
+                self.generation.begin_rescale(reason, before)
+            case actions.EndRescale():
+                self.generation.end_rescale(time.time(), self.commands.target)
+            case actions.Note(fields, write):
+                self.durable.update(**fields) if write else self.durable.note(**fields)
+            case actions.Spend(budget):
+                self.account.spend(budget)
+            case actions.Conclude(world, ending, failed, damaged):
+                self.coordinator.abandon()
+                if failed:
+                    self.evidence.failed(world, ending, self.log)
+                if damaged is not None:
+                    self.coordinator.distrust(damaged)
+            case actions.Shun(node):
+                self.nodes.shun(node)
+            case _:
+                raise AssertionError(f"no such action: {action}")
+
+    def _launch(self, launch: actions.Launch) -> None:
+        began, world, workers = time.monotonic(), launch.world, self.worker_group
+        self.coordinator.abandon("the next generation began before it was written")
+        self.committer.fence(world.ticket.generation)
+        self.detector.begin(world)
+        self.durable.note(last_number=world.ticket.generation, generation=LaunchedGeneration.of(world))
+        self.durable.write()
+        orders = orders_of(world, launch.givers, workers.store(), self.spec.run_id, evaluate=launch.evaluate)
+        self.generation.open(world, {"fence": launch.fence_s, "plan": time.monotonic() - began}, launch.numbered_by)
+        refused = workers.order(orders)
+        workers.kill({worker: f"killed: {problem}" for worker, problem in refused.items() if workers.alive(worker)})
+
+    def _take_over(self, world: World | None) -> None:
+        stats = self.log.stats
+        if world is not None:
+            self.detector.adopt(world, stats.steps.last_seconds, stats.steps.paces)
+            # Each worker sends its last vote again. Attempts of older generations were given up.
+            self.committer.fence(world.ticket.generation)
+        self.worker_group.adopt(stats.workers)
+
+
+def import_heavy() -> None:
+    """Import modules that a recovery needs and that take seconds, while no worker waits. An import error is raised again, and reported,
+    where the module is needed."""
+    for module in ("checkpoint", "workers.resharding.memory_snapshots", "workers.trainer"):
+        importlib.import_module(f"vescale_ray.{module}")
+
+
+def worlds_ahead(size: int, target: int) -> tuple[int, ...]:
+    """The world sizes that may come next, the likely ones first: the target, then a few workers lost or joined."""
+    return (size, target, *(size + step * sign for step in range(1, AHEAD + 1) for sign in (-1, 1)))
