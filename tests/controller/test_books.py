@@ -1070,6 +1070,26 @@ def test_checkpoint_is_committed_only_after_the_last_vote(tmp_path: Path) -> Non
     assert checkpoint.open(tmp_path).meta["at"] == 5 and not committer.busy
 
 
+@pytest.mark.fault("S7")
+def test_new_controller_gets_its_state_though_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder has an older state. With that one, numbers of generations would be given out twice."""
+    kept = [""]
+    supervisor: Any = SimpleNamespace(kept=SimpleNamespace(remote=lambda: kept[0]))
+    supervisor.keep = SimpleNamespace(remote=lambda text: kept.__setitem__(0, text))
+    monkeypatch.setattr("vescale_ray.controller.state.durable_state.ray.get", lambda answer, timeout: answer)
+    store = StateStore(tmp_path, supervisor)
+    state = store.write(DurableState("r1", 7))
+
+    def full(*about: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(durable_state, "_replace", full)
+    store.write(replace(state, last_number=8))
+    newest, written = StateStore(tmp_path, supervisor).newest("r1"), read_state(tmp_path)
+    assert newest is not None and written is not None and (newest.last_number, written.last_number) == (8, 7)
+
+
+@pytest.mark.fault("S1")
 def test_checkpoint_reported_damaged_at_any_time_is_not_resumed(tmp_path: Path) -> None:
     for order in ("told after the commit", "told before"):
         noted: list[str] = []

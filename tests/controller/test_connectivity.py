@@ -381,6 +381,7 @@ class Cut:
         return self.stage.watch()
 
 
+@pytest.mark.fault("N4")
 def test_a_worker_that_is_cut_off_is_ended_and_its_node_shunned(tmp_path: Path) -> None:
     cut = Cut(tmp_path, replace_lost=True)
     cut.beside("spare", "warming")
@@ -436,6 +437,7 @@ def test_detector_ends_no_worker_if_most_of_a_run_is_cut_off(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", [FaultKind.PEER, FaultKind.OWN])
+@pytest.mark.fault("N4")
 def test_a_cut_off_node_is_found_before_the_next_group_is_formed(tmp_path: Path, kind: FaultKind) -> None:
     """A refused connection or an unreachable host fails at once. After three such generations, the run would have failed."""
     cut = Cut(tmp_path, replace_lost=True)

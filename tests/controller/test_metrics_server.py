@@ -508,6 +508,7 @@ def test_close_frees_the_port_despite_an_open_connection(box: Box) -> None:
     second.close()
 
 
+@pytest.mark.fault("S10")
 def test_slow_connections_neither_block_others_nor_pile_up(
     server: MetricsServer, box: Box, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -122,6 +122,7 @@ def test_unknown_scheduled_action_is_refused() -> None:
         ScheduledAction(1, "explode", 0)  # type: ignore[arg-type]
 
 
+@pytest.mark.fault("E3", "E4")
 def test_resume_uses_newest_checkpoint_and_a_higher_generation(tmp_path: Path) -> None:
     config = tiny(tmp_path, "r")
     save(config, 30, epoch=2)
