@@ -22,12 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.controller.hanging import act
-from tests.controller.runs import parents
 from tests.workers.tiny import DropoutModel
 
 CONTROLLER = b"ray::Controller"
-FOLDER = "VESCALE_TEST_CUES"
-"""Environment variable with the folder of the cues. Workers of a Ray cluster with a session of its own need it."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +50,13 @@ class Cue:
 
 def _folder() -> Path:
     # Ray's workers leave the process group of the process that started Ray, but not its session.
-    return Path(os.environ.get(FOLDER) or Path(tempfile.gettempdir()) / f"vescale-test-cues-{os.getsid(0)}")
+    return Path(tempfile.gettempdir()) / f"vescale-test-cues-{os.getsid(0)}"
 
 
 @contextmanager
-def cues(*parts: Cue, folder: Path | None = None) -> Iterator[None]:
-    """Write the cues for a run of :func:`model`. ``folder`` is what its workers have as :data:`FOLDER`."""
-    folder = folder or _folder()
+def cues(*parts: Cue) -> Iterator[None]:
+    """Write the cues for a run of :func:`model`."""
+    folder = _folder()
     folder.mkdir()
     (folder / "director").write_text(str(os.getpid()))
     for number, part in enumerate(parts):
@@ -70,9 +67,9 @@ def cues(*parts: Cue, folder: Path | None = None) -> Iterator[None]:
         shutil.rmtree(folder)
 
 
-def played(folder: Path | None = None) -> int:
+def played() -> int:
     """Number of cues whose moment has come."""
-    return len(list((folder or _folder()).glob("played-*")))
+    return len(list(_folder().glob("played-*")))
 
 
 class _Player:
@@ -107,13 +104,11 @@ class _Player:
         self._gather(cue)
         if "controller" in cue.way:
             _end_controller()
-        if cue.way == "node":
-            _end_node()
         if cue.way in ("kill", "controller and worker"):
             os.kill(os.getpid(), signal.SIGKILL)
         elif cue.way == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif cue.way != "controller":
+        else:
             act(cue.way)
 
     def _now(self, cue: Cue, forward: int, save: bool) -> bool:
@@ -184,16 +179,6 @@ def _end_controller() -> None:
             continue
         if title.startswith(CONTROLLER) and parent == os.getppid():
             os.kill(int(name), signal.SIGKILL)
-
-
-def _end_node() -> None:
-    """SIGKILL this process' node: all that its raylet has started, the raylet, and this process last."""
-    raylet = os.getppid()
-    for pid in [*(pid for pid, its in parents().items() if its == raylet and pid != os.getpid()), raylet, os.getpid()]:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 class CuedModel(DropoutModel):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.controller.clusters import cluster
-from tests.controller.runs import Finished, carry_out, environment, print_figures, tiny, until
+from tests.controller.runs import Finished, environment, print_figures, tiny, until
 from vescale_ray.cli import client
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.controller import controller_name
@@ -177,65 +177,3 @@ def test_killed_controller_or_driver_leaks_no_requested_places(tmp_path: Path) -
         os.kill(run.driver.pid, signal.SIGKILL)
         run.driver.communicate(timeout=10)
         until(lambda: {state for _, state, _ in nodes.groups()} == {"REMOVED"}, 20, "the end of all placement groups")
-
-
-@pytest.mark.slow
-@pytest.mark.fault("N9")
-def test_lost_node_counts_as_one_failure_and_a_spare_steps_in(tmp_path: Path) -> None:
-    with cluster(2, 2) as nodes:
-        changes: dict[str, Any] = {"ray_address": nodes.address, "ray_cpus_per_worker": 1.0, "train_steps": 100_000}
-        elastic = {"elastic_workers": 3, "elastic_spares": 1, "elastic_max_kills": 0, "elastic_max_hangs": 0, "elastic_max_errors": 0}
-        run = Driven(tiny(tmp_path, "node", **changes, **elastic), tmp_path)
-        run.wait(lambda: len(run.folder.read_metrics()) >= 20, 120, "step 20")
-        run.wait(lambda: run.status()["spares"] == 1, 120, "the spare")
-        workers = {event["worker"]: event for event in run.of("worker_started")}
-        members = [workers[w]["node"] for w in run.of("generation")[-1]["workers"]]
-        node = max(set(members), key=members.count)  # the node with two members; the third member and the spare are on the other
-        began = time.time()
-        nodes.end(node)
-        run.wait(lambda: bool(run.rescales()), 120, "the recovery")
-        assert run.rescales() == [(3, 2, "failure")]
-        print(f"\nnode lost: first step {run.of('rescaled')[0]['time'] - began:.2f} s after the kill", end="")
-        lost = run.of("worker_lost")
-        assert {event["cause"] for event in lost} == {"node"} and {event["node"] for event in lost} == {node}, lost
-        run.wait(lambda: run.status()["failures"] == {"node": 1}, 20, "the count")
-        before = run.status()["step"]
-        run.wait(lambda: run.status()["step"] > before + 10 and run.status()["failures_in_a_row"]["node"] == 0, 60, "progress")
-        finished = run.stop()
-        assert finished.accounting().exact
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("ray_here")
-@pytest.mark.fault("W13")
-def test_spare_replaces_lost_worker_at_once_and_is_refilled(tmp_path: Path) -> None:
-    import ray
-
-    config = tiny(tmp_path, "spared", elastic_workers=2, elastic_spares=1, elastic_grow_after_s=1, train_steps=100_000, checkpoint_every=0)
-    folder = RunFolder(config.run_folder)
-    seen: dict[str, Any] = {"kills": [], "before": {}}
-
-    def watch(status: Mapping[str, Any]) -> None:
-        assert status["world"] in (0, 2), "a spare is not counted"
-        if status["state"] != "RUNNING" or status["spares"] < 1 or status["step"] < 20:
-            return
-        events = folder.read_events()
-        pids = {event["worker"]: event["pid"] for event in events if event["event"] == "worker_started"}
-        if len(seen["kills"]) < 2 and sum(event["event"] == "rescaled" for event in events) == len(seen["kills"]):
-            victim = [event for event in events if event["event"] == "generation"][-1]["workers"][len(seen["kills"])]
-            seen["kills"].append(victim)
-            seen["before"][victim] = set(pids)
-            os.kill(pids[victim], signal.SIGKILL)
-        elif len(seen["kills"]) == 2 and "replace/failure" in status["rescales"] and status["rescales"]["replace/failure"] == 2:
-            client.request(folder, "stop", {})
-
-    finished = carry_out(config, watch=watch)
-    print_figures("spare", finished.of("rescaled"))
-    assert finished.result.state == "STOPPED", finished.result
-    rescales = [(e["from"], e["to"], e["direction"], e["reason"], e["source"]) for e in finished.of("rescaled")]
-    assert rescales == [(2, 2, "replace", "failure", "peer")] * 2
-    for victim, members in zip(seen["kills"], finished.generations()[1:], strict=True):
-        assert set(members) <= seen["before"][victim] - {victim}, "it was warm before the loss"
-    assert len(finished.pids) >= 4 and all(e["steps_replayed"] <= 1 for e in finished.of("rescaled"))
-    assert finished.accounting().exact and not finished.left_behind
-    assert not ray.util.list_named_actors(all_namespaces=True)

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from tests.controller.clusters import cluster
-from tests.controller.runs import alive, environment, lives, tiny, until
-from vescale_ray.cli import client
+from tests.controller.runs import alive, environment, tiny, until
 from vescale_ray.runfolder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -98,66 +97,4 @@ def test_draining_node_is_left_in_time_without_lost_steps(tmp_path: Path) -> Non
         gone = [workers[w]["pid"] for w in notice["workers"]]
         until(lambda: not any(alive(pid) for pid in gone), 10, "the end of the leavers")
         nodes.end(node)
-        goes_on_and_stops(driver, folder)
-
-
-@pytest.mark.fault("N8")
-def test_drain_of_a_needed_node_saves_and_awaits_a_replacement(tmp_path: Path) -> None:
-    with cluster(2, 2) as nodes:
-        elastic = {"elastic_workers": 2, "elastic_min_workers": 2, "elastic_replace_lost": True}
-        folder, driver = start(tmp_path, nodes.address, train_steps=100_000, ray_cpus_per_worker=1.0, checkpoint_every=0, **elastic)
-
-        def events(kind: str) -> list[dict[str, Any]]:
-            return [event for event in folder.read_events() if event["event"] == kind]
-
-        until(lambda: len(folder.read_metrics()) >= 20, 120, "step 20")
-        node = events("worker_started")[0]["node"]
-        nodes.drain(node, 60.0)
-        until(lambda: bool(events("rescaled")), 60, "the replacement")
-        (event,) = events("rescaled")
-        assert (event["to"], event["source"], event["steps_replayed"]) == (2, "memory", 0)
-        (saved,) = events("checkpoint_saved")
-        assert saved["time"] < event["time"]
-        started = {e["worker"]: e["node"] for e in events("worker_started")}
-        assert all(started[w] != node for w in events("generation")[-1]["workers"])
-        os.kill(driver.pid, signal.SIGTERM)
-        driver.communicate(timeout=100)
-
-
-def test_two_drains_during_two_rescales_lose_no_step(tmp_path: Path) -> None:
-    with cluster(2, 2, 2) as nodes:
-        folder, driver = start(tmp_path, nodes.address, elastic_workers=4, train_steps=100_000, ray_cpus_per_worker=1.0, checkpoint_every=0)
-
-        def steps() -> int:
-            return max((int(line["step"]) for line in folder.read_metrics()), default=0)
-
-        def events(kind: str) -> list[dict[str, Any]]:
-            return [event for event in folder.read_events() if event["event"] == kind]
-
-        until(lambda: steps() >= 20, 150, "step 20")
-        places = {event["worker"]: event["node"] for event in events("worker_started")}
-        stays = max(nodes.raylets, key=list(places.values()).count)
-        going = [node for node in nodes.raylets if node != stays]
-        # A rescale to more and one to fewer workers at the same moment: the last one counts, and no worker hired for the first is left.
-        client.request(folder, "rescale", {"workers": 6})
-        for node in going:
-            nodes.drain(node, 20.0)
-        client.request(folder, "rescale", {"workers": 5})
-        until(lambda: {event["node"] for event in events("node_draining")} == set(going), 10, "the notices")
-
-        def here() -> list[str]:
-            started = {event["worker"]: event["node"] for event in events("worker_started")}
-            return [started[worker] for worker in events("generation")[-1]["workers"]]
-
-        until(lambda: set(here()) == {stays}, 20, "that nobody is on the nodes that go")
-        time.sleep(2)
-        told = events("rescaled")
-        print(f"\n{[(e['from'], e['to'], e['reason'], round(e['pause_seconds'], 2)) for e in told]}", end="")
-        assert all(e["steps_replayed"] == 0 and e["source"] == "memory" for e in told) and told[-1]["reason"] == "drain"
-        assert all(e["moved_bytes"] <= 1.02 * e["lower_bound_bytes"] for e in told)
-        assert len(here()) == 2, "as many as there is room for"
-        alive_now = {e["worker"] for e in events("worker_started") if lives(e)}
-        assert alive_now == set(events("generation")[-1]["workers"]), "nobody who was hired meanwhile waits for nothing"
-        for node in going:
-            nodes.end(node)
         goes_on_and_stops(driver, folder)

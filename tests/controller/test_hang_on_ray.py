@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from tests.controller.cues import Cue, cues, played
 from tests.controller.hanging import LATE_S, work_more
 from tests.controller.runs import Finished, carry_out, parents, print_figures, tiny
 from tests.controller.test_fault_matrix import controller_process
@@ -89,72 +88,6 @@ def test_ranks_wait_for_each_others_late_initial_values(tmp_path: Path) -> None:
     play.act(3, lambda pids: None)
     finished = play.finished()
     assert not finished.of("worker_lost", "hang", "generation_failed", "cut_off") and len(finished.generations()) == 1
-
-
-@pytest.mark.fault("W12")
-def test_worker_lost_while_values_are_filled_is_not_awaited(tmp_path: Path) -> None:
-    """The rank that still fills its values does not wait either: it leaves at its next piece, here the last but one."""
-    play = Play(tmp_path, 3, elastic_collective_timeout_s=LATE_S / 4, model_factory="tests.controller.hanging:late_model")
-    killed: list[float] = []
-
-    def formed() -> float:
-        return min((float(e["time"]) for e in play.folder.read_events() if e["event"] == "generation"), default=float("inf"))
-
-    def watch(status: Mapping[str, Any]) -> None:
-        if not killed and status["state"] == "STARTING" and time.time() > formed() + LATE_S / 2:
-            os.kill(pid_of(play.config, status, 1), signal.SIGKILL)
-            killed.append(time.time())
-        play.watch(status)
-
-    play.act(2, lambda pids: None)
-    finished = carry_out(play.config, watch=watch)
-    assert finished.result.state == "STOPPED" and finished.accounting().exact, finished.result
-    nothing_left(finished)
-    assert [set(e["lost"]) for e in finished.of("generation_failed")] == [{finished.generations()[0][1]}] and not finished.of("hang")
-    assert [len(members) for members in finished.generations()] == [3, 2]
-
-
-@pytest.mark.fault("W3")
-def test_hang_beside_a_rescale_or_a_kill_is_found_within_2_5_s(tmp_path: Path) -> None:
-    """Rank 0 is the worker that the controller would ask to carry a request to the others."""
-    play = Play(tmp_path, 5)
-
-    def stopped_and_asked(pids: list[int]) -> None:
-        os.kill(pids[0], signal.SIGSTOP)
-        client.request(play.folder, "rescale", {"workers": 4})
-
-    def one_stopped_one_killed(pids: list[int]) -> None:
-        os.kill(pids[0], signal.SIGSTOP)
-        os.kill(pids[2], signal.SIGKILL)
-
-    play.act(5, stopped_and_asked)
-    play.act(4, one_stopped_one_killed)
-    finished = play.finished()
-    lost = finished.of("worker_lost")
-    (asked,) = [e["time"] - play.began[0] for e in lost if e["time"] < play.began[1]]
-    both = [e["time"] - play.began[1] for e in lost if e["time"] > play.began[1]]
-    print(f"\nended {asked:.2f} s after it hung and a rescale was asked for, {max(both):.2f} s after another was killed", end="")
-    assert asked < 2.5 and len(both) == 2 and max(both) < 2.5
-    assert [(e["from"], e["to"], e["source"]) for e in finished.of("rescaled")] == [(5, 4, "peer"), (4, 2, "peer")]
-    assert all(e["steps_replayed"] <= 1 for e in finished.of("rescaled"))
-    assert not finished.left_behind
-
-
-@pytest.mark.fault("W3")
-def test_worker_stopped_during_forming_delays_it_only_seconds(tmp_path: Path) -> None:
-    """The worker appears to form a group, which may take long, and all others wait for it. Only its silence shows the hang."""
-    fixed: dict[str, Any] = {"train_steps": 60, "checkpoint_every": 0, "data_eval_samples": 0}
-    model = {"model_factory": "tests.controller.cues:model", "model_units": ["body"]}
-    config = tiny(tmp_path, "forming", elastic_workers=4, elastic_collective_timeout_s=COLLECTIVE_S, **fixed, **model)
-    with cues(Cue("kill", 1, 40), Cue("stop", 2, 0)):
-        finished = carry_out(config)
-        assert played() == 2
-    print_figures("forming", finished.of("rescaled"))
-    assert finished.result.state == "DONE" and finished.accounting().exact
-    (event,) = finished.of("rescaled")
-    assert (event["from"], event["to"]) == (4, 2), "the two may have been neighbours: then it begins anew"
-    assert event["pause_seconds"] < 10.0
-    nothing_left(finished)
 
 
 def test_overloaded_machine_ends_only_the_hung_worker(tmp_path: Path) -> None:

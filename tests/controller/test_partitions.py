@@ -90,11 +90,8 @@ def told(run: Parted, began: float) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("others", [(0, 1), (0,)], ids=["one from two", "two from each other"])
 @pytest.mark.fault("N4")
-def test_unreached_host_is_left_though_it_answers_controller(
-    others: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_unreached_host_is_left_though_it_answers_controller(tmp_path: Path) -> None:
     three: dict[str, Any] = {"elastic_workers": 3, "elastic_max_workers": 3}
     with network(3) as net, cluster(1, 1, 1, system=TUNED, net=net) as nodes:
         with parted(net, nodes, tmp_path, "calm", **three) as calm:
@@ -103,18 +100,18 @@ def test_unreached_host_is_left_though_it_answers_controller(
         with parted(net, nodes, tmp_path, "parted", **three) as run:
             until(lambda: run.steps() >= 20, 150, "step 20")
             began = time.time()
-            part(net, 2, *others)
+            part(net, 2, 0, 1)
             until(lambda: bool(run.of("rescaled")), 30, "the rescale")
             print("\n" + told(run, began), end="")
             (event,) = run.of("rescaled")
             assert (event["from"], event["to"], event["source"]) == (3, 2, "peer") and event["steps_replayed"] <= 1
             (cut,) = run.of("cut_off")
             gone = run.hosts_of(cut["workers"])
-            assert gone == [net.hosts[2].ip] if len(others) == 2 else gone in ([net.hosts[0].ip], [net.hosts[2].ip])
+            assert gone == [net.hosts[2].ip]
             assert all("do not reach each other" in why and gone[0] in why for why in cut["workers"].values())
             assert {event["cause"] for event in run.of("worker_lost")} == {"node"}
             run.trains()
-            join(net, 2, *others)
+            join(net, 2, 0, 1)
             run.trains()
             finished = run.stop()
             assert finished.accounting().exact and len(finished.generations()) == 2
@@ -148,50 +145,11 @@ def test_host_without_network_is_left_and_not_readmitted(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.fault("N4")
-def test_workers_lost_to_a_partition_are_replaced_elsewhere(tmp_path: Path) -> None:
-    with network(4) as net, cluster(2, 2, 2, 2, system=TUNED, net=net) as nodes:
-        with parted(net, nodes, tmp_path, "replaced", elastic_replace_lost=True) as run:
-            until(lambda: run.steps() >= 20, 150, "step 20")
-            used = run.hosts_of(run.of("generation")[-1]["workers"])
-            bad = next(i for i, host in enumerate(net.hosts) if host.ip in used)
-            others = [i for i, host in enumerate(net.hosts) if i != bad]
-            part(net, bad, *others)
-            until(lambda: [(e["from"], e["to"]) for e in run.of("rescaled")][1:] != [], 90, "the replacement")
-            run.trains()
-            assert [(e["from"], e["to"]) for e in run.of("rescaled")][-1][1] == 6
-            assert net.hosts[bad].ip not in run.hosts_of(run.of("generation")[-1]["workers"])
-            assert len(run.of("cut_off")) == 1 and not run.of("joiner_refused")
-            assert run.stop().accounting().exact
-
-
-@pytest.mark.slow
-@pytest.mark.fault("N5")
-def test_unreached_joiner_is_refused_and_training_goes_on(tmp_path: Path) -> None:
-    elastic = {"workers": 4, "grow": True, "grow_after_s": 2.0, "grow_gap_s": 1.0}
-    with network(3) as net, cluster(2, 2, system=TUNED, net=net) as nodes:
-        with parted(net, nodes, tmp_path, "grows", **{f"elastic_{key}": value for key, value in elastic.items()}) as run:
-            until(lambda: run.steps() >= 20, 150, "step 20")
-            part(net, 2, 0)
-            node = nodes.add(2)
-            until(lambda: bool(run.of("rescale_abandoned")), 90, "the end of the growth")
-            refused = run.of("joiner_refused")
-            assert {event["node"] for event in refused} == {node}
-            assert all(net.hosts[0].ip in e["reason"] and net.hosts[2].ip in e["reason"] for e in refused)
-            assert len(run.of("generation")) == 1 and not run.of("cut_off"), "those that train have not stopped"
-            join(net, 2, 0)
-            until(lambda: bool(run.of("rescaled")), 150, "the growth, once the host is not shunned any more")
-            assert [(e["from"], e["to"], e["reason"]) for e in run.of("rescaled")] == [(4, 6, "growth")]
-            run.trains()
-            assert run.stop().accounting().exact
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("told", [False, True], ids=["nothing gets there", "connections are refused"])
-@pytest.mark.fault("N4")
-def test_run_with_one_unreached_host_begins_on_the_others(told: bool, tmp_path: Path) -> None:
+def test_run_with_one_unreached_host_begins_on_the_others(tmp_path: Path) -> None:
+    """Here connections are refused at once; in the test above, nothing gets there."""
     with network(3) as net, cluster(2, 2, 2, system=TUNED, net=net) as nodes:
         for other in (0, 2):
-            (net.refuse if told else net.part)(net.hosts[1], net.hosts[other])
+            net.refuse(net.hosts[1], net.hosts[other])
         with parted(net, nodes, tmp_path, "begins") as run:
             until(lambda: run.steps() >= 20, 150, "step 20")
             (cut,) = run.of("cut_off")

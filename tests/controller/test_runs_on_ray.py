@@ -379,13 +379,12 @@ def test_hung_workers_are_found_named_and_ended(home: Path, ways: tuple[str, ...
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replaced", [True, False], ids=["another takes its place", "nobody would"])
-def test_waiting_survivor_is_ended_early_only_if_it_is_replaced(replaced: bool, home: Path) -> None:
+def test_waiting_survivor_that_is_replaced_is_ended_early(home: Path) -> None:
     """Now and then gloo does not notice that a peer has died. Here the model's code waits instead, which no cut connection ends."""
     bound = 8
-    elastic = {"elastic_workers": 4, "elastic_replace_lost": replaced, "elastic_collective_timeout_s": bound}
+    elastic = {"elastic_workers": 4, "elastic_replace_lost": True, "elastic_collective_timeout_s": bound}
     model = {"model_factory": "tests.controller.hanging:model", "model_units": ["body"]}
-    config = tiny(home, f"waits-{replaced}", train_steps=100_000, checkpoint_every=0, **elastic, **model)
+    config = tiny(home, "waits", train_steps=100_000, checkpoint_every=0, **elastic, **model)
     struck: list[float] = []
 
     def watch(status: Mapping[str, Any]) -> None:
@@ -394,7 +393,7 @@ def test_waiting_survivor_is_ended_early_only_if_it_is_replaced(replaced: bool, 
             time.sleep(0.3)
             struck.append(time.time())
             os.kill(pid_of(config, status, 0), signal.SIGKILL)  # its copy is on rank 1, and that of rank 2 on rank 3
-        elif struck and status["rescales"] and status["world"] == (4 if replaced else 2):
+        elif struck and status["rescales"] and status["world"] == 4:
             client.request(RunFolder(config.run_folder), "stop", {})
 
     finished = carry_out(config, watch=watch)
@@ -406,10 +405,7 @@ def test_waiting_survivor_is_ended_early_only_if_it_is_replaced(replaced: bool, 
     print(f"\n{why}: ended {after:.2f} s after the loss", end="")
     assert worker == finished.generations()[0][2]
     assert (first["to"], first["source"]) == (2, "peer") and first["steps_replayed"] <= 1
-    if replaced:
-        assert 3.0 <= after < bound and why.startswith("waits for a rank that is gone")
-    else:
-        assert bound + 3.0 <= after < bound + 6.0 and why.startswith(f"still training {bound + 3.0:.1f} s after the others had left")
+    assert 3.0 <= after < bound and why.startswith("waits for a rank that is gone")
     assert finished.accounting().exact
     nothing_left(finished)
 
@@ -454,44 +450,9 @@ def test_run_that_keeps_failing_reports_all_tracebacks(home: Path) -> None:
     nothing_left(finished)
 
 
-@pytest.mark.slow  # fast, and without Ray: tests/workers/test_elastic.py
-@pytest.mark.fault("W6")
-def test_loss_of_two_neighbours_replays_from_the_checkpoint(home: Path, undisturbed: Finished) -> None:
-    """With two neighbours, a shard and its copy are both gone."""
-    config = tiny(home, "neighbours")
-    killed: list[int] = []
-
-    def watch(status: Mapping[str, Any]) -> None:
-        if status["step"] >= 30 and not killed:
-            killed.extend(pid_of(config, status, rank) for rank in (1, 2))
-            for pid in killed:
-                os.kill(pid, signal.SIGKILL)
-
-    finished = carry_out(config, watch=watch)
-    print_figures("two killed", finished.of("rescaled"))
-    assert finished.result.state == "DONE", finished.result
-    rescaled = finished.of("rescaled")
-    assert [(e["from"], e["to"]) for e in rescaled] == [(3, 1)]
-    assert rescaled[0]["source"] == "checkpoint" and rescaled[0]["steps_replayed"] >= 1
-    assert worst_difference(finished.losses, undisturbed.losses) < CLOSE
-    assert finished.accounting().exact
-    nothing_left(finished)
-
-
 @pytest.mark.slow
-def test_a_lost_worker_is_replaced_when_that_is_wanted(home: Path) -> None:
-    config = tiny(home, "replaced", elastic_workers=2, elastic_min_workers=2, elastic_replace_lost=True)
-    finished = carry_out(config, Act(11, "kill", 0))
-    assert finished.result.state == "DONE", finished.result
-    event = finished.of("rescaled")[0]
-    assert (event["from"], event["to"], event["direction"]) == (2, 2, "replace")
-    assert len(finished.pids) == 3 and finished.accounting().exact
-    nothing_left(finished)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("restarted", [False, True], ids=["", "after a restart of the controller"])
-def test_growth_with_whole_matrices_moves_the_fewest_bytes(restarted: bool, home: Path) -> None:
+def test_growth_after_a_restart_moves_the_fewest_bytes(home: Path) -> None:
+    """Whole matrices: equal intervals would move more. The new controller asks a worker for the layouts."""
     import ray
 
     layout = trained("soap", home)
@@ -499,17 +460,17 @@ def test_growth_with_whole_matrices_moves_the_fewest_bytes(restarted: bool, home
     common = [[common_bytes(one, other) for other in after] for one in before]
     least = sum(map(owned_bytes, after)) - most_kept([*common, [0] * 4])
     shape = {"model_dim": 64, "model_ffn": 176, "train_slots": 8}
-    config = tiny(home, f"soap-{restarted}", train_steps=5000, train_optimizer="soap", checkpoint_every=0, **shape)
+    config = tiny(home, "soap", train_steps=5000, train_optimizer="soap", checkpoint_every=0, **shape)
     folder = RunFolder(config.run_folder)
     seen: set[str] = set()
 
     def watch(status: Mapping[str, Any]) -> None:
         if status["state"] != "RUNNING" or status["step"] < 5:
             return
-        if restarted and "killed" not in seen:
+        if "killed" not in seen:
             seen.add("killed")
             ray.kill(ray.get_actor(controller_name(status["info"]["run_id"]), NAMESPACE), no_restart=False)
-        elif "asked" not in seen and status["info"]["controller_epoch"] == ("2" if restarted else "1"):
+        elif "asked" not in seen and status["info"]["controller_epoch"] == "2":
             seen.add("asked")
             client.request(folder, "rescale", {"workers": 4})
         elif "grow/manual" in status["rescales"] and "stopped" not in seen:
@@ -520,7 +481,7 @@ def test_growth_with_whole_matrices_moves_the_fewest_bytes(restarted: bool, home
     (event,) = finished.of("rescaled")
     assert (event["from"], event["to"], event["source"]) == (3, 4, "memory")
     assert event["moved_bytes"] == least > 0
-    assert bool(finished.of("controller_restarted")) == restarted
+    assert finished.of("controller_restarted")
     nothing_left(finished)
 
 

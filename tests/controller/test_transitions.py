@@ -212,7 +212,8 @@ def test_run_of_simulated_workers_outlives_random_faults(seed: int, tmp_path: Pa
     world = replace(WORLD, members=("a", "b", "c"), source=StateSource(Origin.MEMORY, 40))
     group = Simulated(world.members, TICKET, 40, 240)
     config = {"train_steps": 240, "train_slots": 8, "elastic_workers": 3, "elastic_max_workers": 6}
-    about: dict[str, Any] = {"replace_lost": True, "spares": seed % 2, "max_node_losses_without_progress": 1000, "max_recoveries_without_progress": 1000}
+    limits = {"max_node_losses_without_progress": 1000, "max_recoveries_without_progress": 1000}
+    about: dict[str, Any] = {"replace_lost": True, "spares": seed % 2, **limits}
     stage = Stage(group, tmp_path, filled=True, state=RunState.RUNNING, world=world, config=config, **about)
     stage.durable.note(target=3)
     c40 = CommittedCheckpoint("c40", "/c40", 40)
