@@ -16,8 +16,8 @@ from typing import Any
 from vescale_ray.config import RunConfig
 from vescale_ray.controller import policy
 from vescale_ray.controller.protocol import RequestRefused, RunSpec
-from vescale_ray.controller.state.durable_state import StateWriter
 from vescale_ray.controller.state.run_log import RunLog
+from vescale_ray.controller.state.state_store import StateWriter
 from vescale_ray.controller.worker_group.worker_group import WorkerGroup
 
 ANSWER_S = 8.0

@@ -31,10 +31,11 @@ from vescale_ray.controller.executor import Executor
 from vescale_ray.controller.failures.budget import Budget, Limits
 from vescale_ray.controller.http.metrics import MetricsServer, PortInUse
 from vescale_ray.controller.protocol import NAMESPACE, Bounds, Outcome, RequestRefused, RunSpec
-from vescale_ray.controller.state.durable_state import DurableState, StateStore, StateWriter, read_state
+from vescale_ray.controller.state.durable_state import DurableState
 from vescale_ray.controller.state.publisher import Observed, Publisher
 from vescale_ray.controller.state.run_lifecycle import begin, outcome_of, take_up
 from vescale_ray.controller.state.run_log import RunLog
+from vescale_ray.controller.state.state_store import StateStore, StateWriter, read_state
 from vescale_ray.controller.worker_group.worker_group import WorkerGroup
 from vescale_ray.controller.worker_group.worker_news import SupervisorLost
 from vescale_ray.runfolder import RunFolder

@@ -26,11 +26,12 @@ from vescale_ray.controller.observations import Observations
 from vescale_ray.controller.protocol import Event, RunSpec, World, check_transition
 from vescale_ray.controller.scaling.nodes import Nodes
 from vescale_ray.controller.scaling.scaling import Scaling
-from vescale_ray.controller.state.durable_state import LaunchedGeneration, StateWriter
+from vescale_ray.controller.state.durable_state import LaunchedGeneration
 from vescale_ray.controller.state.generation_log import GenerationLog
 from vescale_ray.controller.state.publisher import Observed, Publisher
 from vescale_ray.controller.state.run_lifecycle import BudgetAccount, enter
 from vescale_ray.controller.state.run_log import RunLog
+from vescale_ray.controller.state.state_store import StateWriter
 from vescale_ray.controller.transitions.launch import orders_of
 from vescale_ray.controller.worker_group.ray_answers import Reaching
 from vescale_ray.controller.worker_group.worker_group import WorkerGroup

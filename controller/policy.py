@@ -1,7 +1,7 @@
-"""Decisions as pure functions of values, without process, clock or file. The control loop carries them out.
+"""Arithmetic of the control loop's decisions: pure functions of values.
 
-A generation ends; :func:`after_generation` says what follows. While it runs, :func:`staffing` says whether workers must be
-hired or a new generation is due. :func:`choose_source` says from which state a generation starts.
+:func:`next_members` says who forms a generation, and :func:`choose_source` from which state it starts. While it runs, :func:`staffing` says
+whether workers must be hired or a new generation is due.
 """
 
 from __future__ import annotations
@@ -10,100 +10,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from vescale_ray.controller.failures.budget import Budget
-from vescale_ray.controller.protocol import Ending, RequestRefused, StateSource, World
-from vescale_ray.workers.messages import FaultKind, Origin
+from vescale_ray.controller.protocol import RequestRefused, StateSource, World
+from vescale_ray.workers.messages import Origin
 from vescale_ray.workers.resharding.held_state import HeldState, choose_resume
-
-# ---------------------------------------------------------------------------------------------------------------- decisions
-
-
-@dataclass(frozen=True)
-class Complete:
-    """All steps are done: write the last checkpoint, then end."""
-
-
-@dataclass(frozen=True)
-class Halt:
-    """A stop was requested: write a checkpoint, then end."""
-
-
-@dataclass(frozen=True)
-class Go:
-    """Form the next generation from ``members``. ``leavers`` are alive, but not in it."""
-
-    members: tuple[str, ...]
-    leavers: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Await:
-    """Too few workers can train: hire ``hire`` new ones, and wait until ``workers`` are there, living and ready ones included."""
-
-    workers: int
-    hire: int
-
-
-@dataclass(frozen=True)
-class GiveUp:
-    """The run has failed. ``refused``: because of the user's input."""
-
-    error: str
-    refused: bool = False
-
-
-Decision = Complete | Halt | Go | Await | GiveUp
-
-
-@dataclass(frozen=True)
-class Situation:
-    """The facts for the decision, besides the end of the generation.
-
-    Attributes:
-        stopping: a stop was requested.
-        target: workers wanted.
-        fewest: ``elastic.min_workers``.
-        ready: warm workers outside the generation, preferred ones first; ``warming``: number of workers that are starting.
-        replace_lost: ``elastic.replace_lost`` or ``elastic.grow``.
-        budget: the failure budget, with this ending counted.
-        waited: the time to wait for workers is over.
-        leaving: workers to leave out: their node is about to go, or they are slow and have a replacement.
-    """
-
-    stopping: bool
-    target: int
-    fewest: int
-    ready: tuple[str, ...]
-    warming: int
-    replace_lost: bool
-    budget: Budget
-    waited: bool = False
-    leaving: frozenset[str] = frozenset()
-
-
-def after_generation(ending: Ending, now: Situation) -> Decision:
-    """The decision after the end of a generation."""
-    inputs = [fault.text for fault in ending.faults.values() if fault.kind is FaultKind.INPUT]
-    if inputs:
-        return GiveUp(inputs[0], refused=True)
-    if ending.finished and ending.living:
-        return Complete()
-    if now.stopping:
-        return Halt()
-    if now.budget.verdict is not None:
-        return GiveUp(now.budget.verdict)
-    members, leavers = next_members(ending.living, now.ready, now.target, now.leaving)
-    if len(members) < now.fewest:
-        # It is better to train with workers that have to leave soon than not to train.
-        members, leavers = next_members(ending.living, now.ready, now.target)
-    if len(members) >= now.fewest:
-        return Go(members, leavers)
-    if now.waited or (not now.replace_lost and len(members) + now.warming < now.fewest):
-        causes = "; ".join(f"{worker}: {reason}" for worker, reason in ending.lost.items())
-        lost = f" (lost {causes})" if causes else ""
-        more = "no replacement came in time" if now.waited else "set elastic.replace_lost=true to have lost workers replaced"
-        return GiveUp(f"{len(members)} workers are left{lost}, fewer than elastic.min_workers = {now.fewest}: {more}")
-    return Await(now.fewest, max(0, now.fewest - len(members) - now.warming))
 
 
 def next_members(

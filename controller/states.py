@@ -101,8 +101,8 @@ class Locating:
     """The next generation is decided. The controller locates the state that it starts from.
 
     Attributes:
-        members, leavers: as in ``policy.Go``.
-        leaving: workers that leave in any case (``policy.Situation``).
+        members, leavers: members of the next generation, and living workers that are not in it.
+        leaving: workers that leave in any case.
         unreached: as in :class:`Recovering`.
     """
 

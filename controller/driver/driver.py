@@ -457,7 +457,7 @@ def _asked_for(folder: RunFolder, run_id: str) -> int:
 
 def _durable_state(folder: RunFolder) -> DurableState | None:
     """The last controller's state, if the folder has it and can be read."""
-    from vescale_ray.controller.state.durable_state import read_state
+    from vescale_ray.controller.state.state_store import read_state
 
     try:
         return read_state(folder.path)

@@ -12,50 +12,19 @@ moment.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
 
 from vescale_ray.config import ElasticSection
 from vescale_ray.controller.failures.hang import FIRST_S
-from vescale_ray.controller.protocol import Bounds
-from vescale_ray.workers.messages import WorkerPhase, WorkerReport
+from vescale_ray.controller.observations import Observations
+from vescale_ray.controller.protocol import Bounds, World
+from vescale_ray.controller.state.step_stats import StepStats
+from vescale_ray.workers.messages import WorkerPhase
 
 FORM_S = 15.0
 """Timeout of forming a group on the workers, in seconds (``process_groups.FORM_SECONDS``)."""
 RARE_STEP = 1.5
 """Multiple of the longest recent step: a step that does rare extra work may be under way when a worker is lost."""
-
-
-@dataclass(frozen=True)
-class WorkerView:
-    """A worker in the generation: its last report, if any; whether it has owed an answer for ``silence_s``; whether it was ended
-    already."""
-
-    report: WorkerReport | None
-    silent: bool = False
-    doomed: bool = False
-
-    @property
-    def waits(self) -> bool:
-        return self.report is not None and self.report.waiting and not self.silent
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """The rest of the run.
-
-    Attributes:
-        out: number of living members that have left the generation.
-        complete: whether these members hold the newest step together.
-        spares: number of warm workers outside the generation.
-        last_s, longest_s: seconds of the last step, and of the longest recent one.
-    """
-
-    out: int
-    complete: bool
-    spares: int
-    last_s: float | None
-    longest_s: float
 
 
 class ExitDeadlines:
@@ -66,45 +35,45 @@ class ExitDeadlines:
         self._together = 0.0
         """Seconds from the first sign to the last time at which all members computed."""
 
-    @property
-    def silence_s(self) -> float:
-        """Seconds without an answer after which a worker counts as silent."""
-        return self._bounds.park / 2
-
-    def late(self, since: float, inside: Mapping[str, WorkerView], rest: Surroundings) -> dict[str, str]:
+    def late(self, world: World, since: float, inside: Collection[str], out: int, seen: Observations, *, complete: bool) -> dict[str, str]:
         """The workers to end now, each with the reason.
 
         Args:
             since: seconds since the first sign that the generation is over.
-            inside: members and leavers that are still in it.
-            rest: the rest of the run.
+            inside: members and leavers that are still in it; ``out``: number of living members that have left it.
+            complete: whether these members hold the newest step together.
         """
-        together = not rest.out and not any(view.waits for view in inside.values() if not view.doomed)
+        workers, steps = seen.workers, seen.stats.steps
+        silent = workers.silent(self._bounds.park / 2)
+        reports = {w: workers.report(w) for w in inside if not workers.doomed(w)}
+        waits = {w for w, report in reports.items() if report is not None and report.waiting and w not in silent}
+        together = not out and not waits
         if since < self._together:
             self._together = 0.0  # another generation
         if together:
             self._together = since
         found: dict[str, str] = {}
         waiting: dict[str, float] = {}
-        for worker, view in inside.items():
-            if view.doomed:
-                continue
-            phase = str(view.report.phase) if view.report is not None else "unheard of"
-            answers = view.report is not None and not view.silent
-            patient = answers and (view.waits or together or (view.report is not None and view.report.unhurried))
-            bound = self._bound(phase, patient, view.silent, rest) + (self._together if answers and not patient else 0.0)
+        for worker, report in reports.items():
+            phase = str(report.phase) if report is not None else "unheard of"
+            answers = report is not None and worker not in silent
+            patient = report is not None and answers and (worker in waits or together or report.unhurried)
+            bound = self._bound(phase, patient, worker in silent, steps) + (self._together if answers and not patient else 0.0)
             if since > bound:
-                found[worker] = f"still {phase} {bound:.1f} s after {'the others had left' if rest.out else 'its generation was over'}"
+                found[worker] = f"still {phase} {bound:.1f} s after {'the others had left' if out else 'its generation was over'}"
                 if phase == WorkerPhase.SAVING:
                     found[worker] = f"it still writes a checkpoint after {bound:g} s"
-            elif view.waits and since > (early := self._bound(phase, False, False, rest)):
+            elif worker in waits and since > (early := self._bound(phase, False, False, steps)):
                 waiting[worker] = early
-        if waiting and self._dispensable(rest):
-            for worker, early in waiting.items():
-                found[worker] = f"waits for a rank that is gone, {early:.1f} s after the others had left; another takes its place"
+        # Nothing is lost if the survivors go on alone: they hold the newest step, they are enough, and replacements come.
+        elastic, ready = self._elastic, frozenset(workers.ready())
+        if waiting and complete and out >= elastic.min_workers:
+            if elastic.replace_lost or elastic.grow or any(w in ready for w in seen.outside(world.members)):
+                for worker, early in waiting.items():
+                    found[worker] = f"waits for a rank that is gone, {early:.1f} s after the others had left; another takes its place"
         return found
 
-    def _bound(self, phase: str, waits: bool, silent: bool, rest: Surroundings) -> float:
+    def _bound(self, phase: str, waits: bool, silent: bool, steps: StepStats) -> float:
         """Seconds from the first sign that the generation is over until a worker that is still in it is ended.
 
         A rank that computes notices the end in its next collective, at most one step later. A rank that forms a group waits for absent
@@ -113,12 +82,6 @@ class ExitDeadlines:
         """
         if phase == WorkerPhase.SAVING:
             return self._bounds.save
-        bound = max(self._bounds.park, 3.0 * (rest.last_s or 0.0), RARE_STEP * rest.longest_s)
+        bound = max(self._bounds.park, 3.0 * (steps.last_seconds or 0.0), RARE_STEP * steps.longest)
         own = max(bound, FIRST_S if silent else 2.0 * FORM_S) if phase in (WorkerPhase.FORMING, WorkerPhase.GIVING) else bound
         return max(own, self._elastic.collective_timeout_s + bound) if waits else own
-
-    def _dispensable(self, rest: Surroundings) -> bool:
-        """Return whether nothing is lost if the survivors go on alone: they hold the newest step, they are enough, and replacements
-        come."""
-        comes = rest.spares > 0 or self._elastic.replace_lost or self._elastic.grow
-        return comes and rest.out >= self._elastic.min_workers and rest.complete

@@ -11,7 +11,7 @@ from vescale_ray.controller import actions
 from vescale_ray.controller.actions import Action
 from vescale_ray.controller.failures.budget import Cause
 from vescale_ray.controller.failures.connectivity import TRY_S, Connectivity, CutOff, Network, Probe
-from vescale_ray.controller.failures.exit_deadlines import ExitDeadlines, Surroundings, WorkerView
+from vescale_ray.controller.failures.exit_deadlines import ExitDeadlines
 from vescale_ray.controller.failures.hang import HangWatch
 from vescale_ray.controller.observations import Observations, WorkersView
 from vescale_ray.controller.protocol import Bounds, World
@@ -26,14 +26,14 @@ class FailureDetector:
     Attributes:
         inherited: ticket of the generation that an earlier life of the controller launched; None if there is none.
         losses: reported losses, by worker.
-        hangs: the policy that finds hung workers.
+        hangs, exits: the policies that find hung workers, and workers that are late to leave.
     """
 
     def __init__(self, config: RunConfig, bounds: Bounds, connectivity: Connectivity) -> None:
         self._connectivity = connectivity
         self.inherited: Ticket | None = None
         self.losses: dict[str, Lost] = {}
-        self._exit_deadlines = ExitDeadlines(config.elastic, bounds)
+        self.exits = ExitDeadlines(config.elastic, bounds)
         elastic = config.elastic
         patience = None if elastic.hang_timeout_s == "auto" else elastic.hang_timeout_s
         replaced = elastic.replace_lost or elastic.grow or elastic.spares > 0
@@ -104,20 +104,6 @@ class FailureDetector:
             if worker in silent[bound]:
                 found[worker] = f"it has answered nothing for {bound:.1f} s"
         return found if not found or any(workers.alive(w) and w not in found for w in world.members) else {}
-
-    def late(self, world: World, since: float, inside: Sequence[str], out: int, seen: Observations, *, complete: bool) -> dict[str, str]:
-        """The workers to end, because they are still in a generation that is over.
-
-        Args:
-            since: seconds since the first sign of its end.
-            inside: workers in it; ``out``: number of living members that have left it.
-            complete: whether these members hold the newest step together.
-        """
-        workers, steps = seen.workers, seen.stats.steps
-        silent, ready = workers.silent(self._exit_deadlines.silence_s), frozenset(workers.ready())
-        views = {w: WorkerView(workers.report(w), w in silent, workers.doomed(w)) for w in inside}
-        spares = sum(w in ready for w in seen.outside(world.members))
-        return self._exit_deadlines.late(since, views, Surroundings(out, complete, spares, steps.last_seconds, steps.longest))
 
     # --------------------------------------------------------------------------------------------------------- partitions
 

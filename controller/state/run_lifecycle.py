@@ -9,10 +9,11 @@ from dataclasses import replace
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.failures.budget import Budget, Cause, Limits
 from vescale_ray.controller.protocol import FINAL, Outcome, RunState
-from vescale_ray.controller.state.durable_state import DurableState, StateWriter
+from vescale_ray.controller.state.durable_state import DurableState
 from vescale_ray.controller.state.generation_log import GenerationLog
 from vescale_ray.controller.state.publisher import Observed, Publisher
 from vescale_ray.controller.state.run_log import RunLog
+from vescale_ray.controller.state.state_store import StateWriter
 from vescale_ray.controller.worker_group.worker_news import SupervisorLost
 
 _log = logging.getLogger(__name__)

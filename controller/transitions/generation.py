@@ -117,7 +117,7 @@ class Generations:
         late = {w: f"it is hung: {why}" for w, why in mute.items()}
         out = [w for w in living if w not in inside]
         complete = held_step(seen.workers, out) >= seen.stats.step
-        late |= detector.late(world, seen.clock - since, [w for w in inside if w not in late], len(out), seen, complete=complete)
+        late |= detector.exits.late(world, seen.clock - since, [w for w in inside if w not in late], len(out), seen, complete=complete)
         if late and state.cut_short:
             do.append(actions.End(dict.fromkeys(late, "killed: it was still busy with what the stop had made needless")))
         elif late:

@@ -15,6 +15,7 @@ from vescale_ray.controller.scaling.scaling import Scaling
 from vescale_ray.controller.states import Goal, Step
 from vescale_ray.controller.transitions.generation import Generations
 from vescale_ray.controller.transitions.run_end import RunEnd
+from vescale_ray.workers.messages import FaultKind
 from vescale_ray.workers.resharding.shard_layouts import Layouts
 
 SILENT_S = 1.0
@@ -31,47 +32,45 @@ class Recovery:
         self._generations, self._end = generations, end
 
     def recovering(self, state: states.Recovering, seen: Observations) -> Step:
-        ended = state.ended
+        ended, end, elastic, durable, workers = state.ended, self._end, self._config.elastic, seen.durable, seen.workers
         if seen.given_up is not None:
-            return self._end.give_up(ended, seen.given_up, seen)
-        decision, leaving = self._decide(ended, seen, waited=state.waited)
-        match decision:
-            case policy.Go(members, leavers):
-                return states.Locating(ended, members, leavers, leaving, state.unreached), []
-            case policy.Await(workers, hire):
-                self._scaling.forget_hires()
-                waiting, hires = self._hire_awaited(states.Waiting(ended, workers, hire, seen.now, unreached=state.unreached), seen)
-                return waiting, [actions.Note({}, write=True), *_note_waiting(True, seen), *hires]  # the wait may take minutes
-            case policy.Complete():
-                following, do = self._end.complete(ended, seen)
-            case policy.Halt():
-                following, do = self._end.halt(ended, seen)
-            case policy.GiveUp(error, refused):
-                following, do = self._end.give_up(ended, error, seen, refused)
-        return following, [actions.Wish(None), *do]
+            return end.give_up(ended, seen.given_up, seen)
+        if inputs := [fault.text for fault in ended.faults.values() if fault.kind is FaultKind.INPUT]:
+            return end.give_up(ended, inputs[0], seen, refused=True)
+        if ended.finished and ended.living:
+            return end.complete(ended, seen)
+        if seen.stop is not None:
+            return end.halt(ended, seen)
+        if (spent := seen.budget.verdict) is not None:
+            return end.give_up(ended, spent, seen)
+        ready = self._ready(ended, seen)
+        # Workers that leave in any case: their node is about to go, or they are slow and have a replacement.
+        leaving = seen.leaving((*ended.living, *ready)) | self._scaling.stragglers.leaving(ended.living, ready, durable.target)
+        members, leavers = policy.next_members(ended.living, ready, durable.target, leaving)
+        fewest, warming = elastic.min_workers, len(workers.warming()) + workers.hiring
+        if len(members) < fewest:
+            # It is better to train with workers that have to leave soon than not to train.
+            members, leavers = policy.next_members(ended.living, ready, durable.target)
+        if len(members) >= fewest:
+            return states.Locating(ended, members, leavers, leaving, state.unreached), []
+        replaced = elastic.replace_lost or elastic.grow
+        if state.waited or (not replaced and len(members) + warming < fewest):
+            causes = "; ".join(f"{worker}: {reason}" for worker, reason in ended.lost.items())
+            lost = f" (lost {causes})" if causes else ""
+            more = "no replacement came in time" if state.waited else "set elastic.replace_lost=true to have lost workers replaced"
+            error = f"{len(members)} workers are left{lost}, fewer than elastic.min_workers = {fewest}: {more}"
+            return end.give_up(ended, error, seen)
+        self._scaling.forget_hires()
+        hire = max(0, fewest - len(members) - warming)
+        waiting, hires = self._hire_awaited(states.Waiting(ended, fewest, hire, seen.now, unreached=state.unreached), seen)
+        return waiting, [actions.Note({}, write=True), *_note_waiting(True, seen), *hires]  # the wait may take minutes
 
-    def _decide(self, ended: Ending, seen: Observations, *, waited: bool) -> tuple[policy.Decision, frozenset[str]]:
-        """The decision, and the workers that must leave in any case."""
-        workers, scaling, durable = seen.workers, self._scaling, seen.durable
-        silent = workers.silent(SILENT_S)
-        # A worker that was to leave after a move that has failed can join like any other.
-        living = frozenset(ended.living)
-        ready = [w for w in workers.ready() if w not in living]
+    def _ready(self, ended: Ending, seen: Observations) -> list[str]:
+        """Warm workers that may join, preferred ones first. One that was to leave after a move that has failed can join like any other."""
+        silent, living = seen.workers.silent(SILENT_S), frozenset(ended.living)
         # A joiner that is stopped, or does not reach the others, would hold up all of them.
-        ready.sort(key=lambda w: (w in silent, w in seen.leavers, w in scaling.untried))
-        leaving = seen.leaving((*ended.living, *ready)) | scaling.stragglers.leaving(ended.living, ready, durable.target)
-        situation = policy.Situation(
-            stopping=seen.stop is not None,
-            target=durable.target,
-            fewest=self._config.elastic.min_workers,
-            ready=tuple(ready),
-            warming=len(workers.warming()) + workers.hiring,
-            replace_lost=self._config.elastic.replace_lost or self._config.elastic.grow,
-            budget=seen.budget,
-            waited=waited,
-            leaving=leaving,
-        )
-        return policy.after_generation(ended, situation), leaving
+        ready = [w for w in seen.workers.ready() if w not in living]
+        return sorted(ready, key=lambda w: (w in silent, w in seen.leavers, w in self._scaling.untried))
 
     def locating(self, state: states.Locating, seen: Observations) -> Step:
         workers, ended, members, leavers = seen.workers, state.ended, state.members, state.leavers

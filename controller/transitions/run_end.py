@@ -20,17 +20,18 @@ class RunEnd:
         self._config = config
 
     def complete(self, ended: Ending, seen: Observations) -> Step:
-        return states.Checkpointing(ended, Goal.LAST, ended.living), [actions.EndRescale(), actions.Enter(RunState.CHECKPOINTING)]
+        do = [actions.Wish(None), actions.EndRescale(), actions.Enter(RunState.CHECKPOINTING)]
+        return states.Checkpointing(ended, Goal.LAST, ended.living), do
 
     def halt(self, ended: Ending, seen: Observations) -> Step:
-        return states.Checkpointing(ended, Goal.STOP, seen.holders(ended)), [actions.Enter(RunState.STOPPING)]
+        return states.Checkpointing(ended, Goal.STOP, seen.holders(ended)), [actions.Wish(None), actions.Enter(RunState.STOPPING)]
 
     def give_up(self, ended: Ending, error: str, seen: Observations, refused: bool = False) -> Step:
         """Begin to end a run that has failed. The survivors' state is saved if it is newer than the newest checkpoint, unless the input was
         ``refused``."""
         if refused:
-            return states.Concluding(error=error, refused=True, hint=True), []
-        return states.Checkpointing(ended, Goal.FAILURE, seen.holders(ended), error), []
+            return states.Concluding(error=error, refused=True, hint=True), [actions.Wish(None)]
+        return states.Checkpointing(ended, Goal.FAILURE, seen.holders(ended), error), [actions.Wish(None)]
 
     def checkpointing(self, state: states.Checkpointing, seen: Observations) -> Step:
         save = actions.SaveParked(state.workers, only_newer=state.goal is Goal.FAILURE)

@@ -20,7 +20,8 @@ from vescale_ray.controller.failures.budget import Budget, Cause
 from vescale_ray.controller.observations import Observations
 from vescale_ray.controller.policy import CommittedCheckpoint
 from vescale_ray.controller.protocol import Bounds, Ending, Places, RunSpec, RunState, StateSource, World
-from vescale_ray.controller.state.durable_state import DurableState, LaunchedGeneration, StateWriter
+from vescale_ray.controller.state.durable_state import DurableState, LaunchedGeneration
+from vescale_ray.controller.state.state_store import StateWriter
 from vescale_ray.controller.worker_group.worker_news import Heard, Lost, News, Ready
 from vescale_ray.workers.messages import FaultKind, Filled, Origin, Ticket, WorkerFault, WorkerInfo, WorkerPhase, WorkerReport
 

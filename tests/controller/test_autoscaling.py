@@ -20,7 +20,7 @@ from vescale_ray.config import RunConfig
 from vescale_ray.controller.controller import controller_name
 from vescale_ray.controller.driver.driver import RunResult
 from vescale_ray.controller.protocol import NAMESPACE
-from vescale_ray.controller.state.durable_state import read_state
+from vescale_ray.controller.state.state_store import read_state
 from vescale_ray.runfolder import RunFolder
 
 pytestmark = pytest.mark.timeout(400)

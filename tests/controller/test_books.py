@@ -58,10 +58,11 @@ from vescale_ray.controller.protocol import (
     check_transition,
 )
 from vescale_ray.controller.scaling.scaling import Scaling
-from vescale_ray.controller.state import durable_state, run_log, snapshot, step_stats
+from vescale_ray.controller.state import run_log, snapshot, state_store, step_stats
 from vescale_ray.controller.state.checkpoint_stats import CheckpointStats, saved_event
-from vescale_ray.controller.state.durable_state import NAME, VERSION, DurableState, LaunchedGeneration, StateStore, StateWriter, read_state
+from vescale_ray.controller.state.durable_state import VERSION, DurableState, LaunchedGeneration
 from vescale_ray.controller.state.publisher import Observed
+from vescale_ray.controller.state.state_store import NAME, StateStore, StateWriter, read_state
 from vescale_ray.controller.state.step_stats import StepStats
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Evaluated, Filled, Origin, Save, SavedShard, Stepped, StepRecord, Ticket, WorkerPhase, WorkerReport
@@ -111,7 +112,7 @@ def test_durable_state_survives_a_crash_of_the_machine(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", lambda *names: (done.append("name"), move(*names)))
-    durable_state._replace(tmp_path, "{}")
+    state_store._replace(tmp_path, "{}")
     assert done == ["file", "name", "folder"] and (tmp_path / NAME).read_text() == "{}"
 
 
@@ -566,7 +567,7 @@ class Hung:
         self._back = threading.Event()
         monkeypatch.setattr("vescale_ray.controller.bounded_io.PATIENCE_S", 0.4)
         monkeypatch.setattr("vescale_ray.controller.state.journal.TELL_S", tell_s)
-        for owner, name in ((RunFolder, "_append"), (RunFolder, "_replace"), (durable_state, "_replace")):
+        for owner, name in ((RunFolder, "_append"), (RunFolder, "_replace"), (state_store, "_replace")):
             monkeypatch.setattr(owner, name, self._stands_still(getattr(owner, name)))
 
     def _stands_still(self, write: Callable[..., None]) -> Callable[..., None]:
@@ -751,7 +752,7 @@ def test_supervisor_keeps_durable_state_while_the_disk_hangs(tmp_path: Path, mon
     disk, kept = Hung(monkeypatch), [""]
     supervisor: Any = SimpleNamespace(kept=SimpleNamespace(remote=lambda: kept[0]))
     supervisor.keep = SimpleNamespace(remote=lambda text: kept.__setitem__(0, text))
-    monkeypatch.setattr("vescale_ray.controller.state.durable_state.ray.get", lambda answer, timeout: answer)
+    monkeypatch.setattr("vescale_ray.controller.state.state_store.ray.get", lambda answer, timeout: answer)
     store, state = StateStore(tmp_path, supervisor), DurableState("r1", 7)
     began = time.monotonic()
     for number in range(8, 12):
@@ -796,7 +797,7 @@ def begun_again(
     supervisor = SimpleNamespace(kept=SimpleNamespace(remote=lambda: None), roster=SimpleNamespace(remote=lambda: hired))
     stub = SimpleNamespace(get_actor=lambda *_: supervisor, get_runtime_context=lambda: about)
     monkeypatch.setattr(controller, "ray", stub)
-    monkeypatch.setattr("vescale_ray.controller.state.durable_state.ray.get", lambda answer, timeout: answer)
+    monkeypatch.setattr("vescale_ray.controller.state.state_store.ray.get", lambda answer, timeout: answer)
 
     def conduct(self: controller.Controller, *what: Any) -> None:
         conducted.append(what)
@@ -1003,7 +1004,7 @@ def test_driver_awaits_unreadable_run_log_for_the_storage_bound(
 
 
 def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
-    code = "import os; from vescale_ray.controller.state.durable_state import *; os.fsync = lambda file: os.kill(os.getpid(), 9)\n"
+    code = "import os; from vescale_ray.controller.state.state_store import *; os.fsync = lambda file: os.kill(os.getpid(), 9)\n"
     code += f"StateStore({str(tmp_path)!r}, None).write(DurableState('r', 1))"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[2], timeout=60, check=False).returncode == -9
     (left,) = tmp_path.iterdir()
@@ -1076,14 +1077,14 @@ def test_new_controller_gets_its_state_though_the_disk_is_full(tmp_path: Path, m
     kept = [""]
     supervisor: Any = SimpleNamespace(kept=SimpleNamespace(remote=lambda: kept[0]))
     supervisor.keep = SimpleNamespace(remote=lambda text: kept.__setitem__(0, text))
-    monkeypatch.setattr("vescale_ray.controller.state.durable_state.ray.get", lambda answer, timeout: answer)
+    monkeypatch.setattr("vescale_ray.controller.state.state_store.ray.get", lambda answer, timeout: answer)
     store = StateStore(tmp_path, supervisor)
     state = store.write(DurableState("r1", 7))
 
     def full(*about: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(durable_state, "_replace", full)
+    monkeypatch.setattr(state_store, "_replace", full)
     store.write(replace(state, last_number=8))
     newest, written = StateStore(tmp_path, supervisor).newest("r1"), read_state(tmp_path)
     assert newest is not None and written is not None and (newest.last_number, written.last_number) == (8, 7)

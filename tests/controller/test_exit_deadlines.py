@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.controller.stage import WORLD
 from vescale_ray.config import ElasticSection
-from vescale_ray.controller.failures.exit_deadlines import FORM_S, ExitDeadlines, Surroundings, WorkerView
+from vescale_ray.controller.failures.exit_deadlines import FORM_S, ExitDeadlines
 from vescale_ray.controller.failures.hang import FIRST_S
 from vescale_ray.controller.protocol import Bounds
 from vescale_ray.workers.messages import Ticket, WorkerPhase, WorkerReport
@@ -35,9 +37,12 @@ class Scene:
         return ExitDeadlines(ElasticSection(**{"workers": 3, "collective_timeout_s": COLLECTIVE_S, **self.elastic}), Bounds())
 
     def late(self, since: float, inside: str = "c", out: str = "ab", policy: ExitDeadlines | None = None) -> dict[str, str]:
-        views = {w: WorkerView(self.report, w in self.silent, w in self.doomed) for w in inside}
-        rest = Surroundings(len(out), self.complete, self.spares, self.last, self.longest)
-        return (policy or self.policy()).late(since, views, rest)
+        spares = [f"s{i}" for i in range(self.spares)]
+        workers = SimpleNamespace(report=lambda w: self.report, doomed=self.doomed.__contains__, ready=lambda: spares)
+        workers.silent = lambda seconds: self.silent
+        stats = SimpleNamespace(steps=SimpleNamespace(last_seconds=self.last, longest=self.longest))
+        seen: Any = SimpleNamespace(workers=workers, stats=stats, outside=lambda members: spares)
+        return (policy or self.policy()).late(WORLD, since, inside, len(out), seen, complete=self.complete)
 
     def ended(self, inside: str = "c", out: str = "ab") -> float:
         """Seconds after which the worker is ended, to 0.1 s."""

@@ -26,7 +26,7 @@ from vescale_ray import checkpoint
 from vescale_ray.cli import client
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.driver.driver import ScheduledAction as Act
-from vescale_ray.controller.state.durable_state import NAME
+from vescale_ray.controller.state.state_store import NAME
 from vescale_ray.runfolder import FINAL_STATES, RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here"), pytest.mark.timeout(300)]

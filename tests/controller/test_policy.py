@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vescale_ray.controller import policy
+from vescale_ray.config import ElasticSection
+from vescale_ray.controller import actions, policy, states
 from vescale_ray.controller.failures.budget import Budget, Cause, Limits
-from vescale_ray.controller.policy import Await, CommittedCheckpoint, Complete, GiveUp, Go, Halt, Situation
+from vescale_ray.controller.observations import Observations
+from vescale_ray.controller.policy import CommittedCheckpoint
 from vescale_ray.controller.protocol import Ending, RequestRefused, World
+from vescale_ray.controller.state.durable_state import DurableState
+from vescale_ray.controller.states import Goal
+from vescale_ray.controller.transitions.recovery import Recovery
+from vescale_ray.controller.transitions.run_end import RunEnd
 from vescale_ray.workers.messages import NO_TICKET, FaultKind, Origin, Ticket, WorkerFault
 from vescale_ray.workers.resharding.held_state import HeldState
 
@@ -23,69 +30,89 @@ def budget(crashes: int, nodes: int = 20, controllers: int = 20, **total: int) -
     return Budget(Limits(crashes, nodes, controllers, {Cause(name): limit for name, limit in total.items()}))
 
 
-def now(**changes: object) -> Situation:
-    base: dict[str, object] = {
-        "stopping": False,
-        "target": 3,
-        "fewest": 1,
-        "ready": (),
-        "warming": 0,
-        "replace_lost": False,
-        "budget": budget(3),
-        "waited": False,
-    }
-    return Situation(**{**base, **changes})  # type: ignore[arg-type]
+def after(
+    ending: Ending,
+    *,
+    stop: str | None = None,
+    target: int = 3,
+    fewest: int = 1,
+    ready: tuple[str, ...] = (),
+    warming: int = 0,
+    replace_lost: bool = False,
+    used: Budget | None = None,
+    waited: bool = False,
+    leaving: str = "",
+) -> Any:
+    """What follows the end of a generation: members and leavers of the next, the number of workers to wait for and to hire, the goal of a
+    checkpoint, or an error."""
+    elastic = ElasticSection(workers=3, min_workers=fewest, replace_lost=replace_lost)
+    config: Any = SimpleNamespace(elastic=elastic)
+    slow = SimpleNamespace(leaving=lambda *about: frozenset(leaving))
+    scaling: Any = SimpleNamespace(stragglers=slow, untried=(), forget_hires=lambda: None)
+    nothing: Any = None
+    recovery = Recovery(nothing, config, scaling, nothing, nothing, RunEnd(config))
+    workers: Any = SimpleNamespace(silent=lambda seconds: (), ready=lambda: ready, warming=lambda: ("w",) * warming, hiring=0)
+    stats: Any = SimpleNamespace(waiting=False)
+    seen = Observations(0.0, 0.0, workers, stats, DurableState("r", 0, target=target), used or budget(3), stop)
+    state, do = recovery.recovering(states.Recovering(ending, waited), seen)
+    match state:
+        case states.Locating():
+            return (state.members, state.leavers)
+        case states.Waiting():
+            return state.workers, sum(isinstance(one, actions.Hire) for one in do)
+        case states.Checkpointing():
+            return state.error or state.goal
+        case states.Concluding():
+            return state.refused, state.error
 
 
 LOST_ONE = Ending(("a", "c"), {"b": "its process died"}, {"a": PEER, "c": PEER})
 
 
 def test_survivors_of_a_loss_go_on_in_their_old_order() -> None:
-    assert policy.after_generation(LOST_ONE, now()) == Go(("a", "c"))
+    assert after(LOST_ONE) == (("a", "c"), ())
 
 
 def test_a_worker_that_is_ready_takes_the_place_of_the_lost_one() -> None:
-    assert policy.after_generation(LOST_ONE, now(ready=("d", "e"))) == Go(("a", "c", "d"))
+    assert after(LOST_ONE, ready=("d", "e")) == (("a", "c", "d"), ())
 
 
 def test_the_last_ranks_leave_when_fewer_are_wanted() -> None:
-    assert policy.after_generation(Ending(("a", "b", "c")), now(target=1)) == Go(("a",), ("b", "c"))
+    assert after(Ending(("a", "b", "c")), target=1) == (("a",), ("b", "c"))
 
 
 def test_finished_run_is_completed_despite_a_loss_or_a_stop() -> None:
     ending = Ending(("a",), {"b": "its process died"}, finished=True)
-    assert policy.after_generation(ending, now(stopping=True)) == Complete()
-    assert policy.after_generation(Ending((), {"a": "died"}, finished=True), now(target=1)) != Complete()
+    assert after(ending, stop="asked to") == Goal.LAST
+    assert after(Ending((), {"a": "died"}, finished=True), target=1) != Goal.LAST
 
 
 def test_a_stop_is_heeded_whatever_state_the_generation_ended_in() -> None:
-    assert policy.after_generation(LOST_ONE, now(stopping=True)) == Halt()
-    assert policy.after_generation(Ending(("a", "b")), now(stopping=True)) == Halt()
+    assert after(LOST_ONE, stop="asked to") == Goal.STOP
+    assert after(Ending(("a", "b")), stop="asked to") == Goal.STOP
 
 
 def test_too_few_workers_end_the_run_with_reason_and_remedy() -> None:
-    answer = policy.after_generation(LOST_ONE, now(fewest=3))
-    assert isinstance(answer, GiveUp) and not answer.refused
-    assert answer.error == (
+    assert after(LOST_ONE, fewest=3) == (
         "2 workers are left (lost b: its process died), fewer than elastic.min_workers = 3: "
         "set elastic.replace_lost=true to have lost workers replaced"
     )
 
 
 def test_too_few_workers_wait_for_hires_but_not_for_ever() -> None:
-    assert policy.after_generation(LOST_ONE, now(fewest=3, warming=1)) == Await(3, 0)
-    assert policy.after_generation(LOST_ONE, now(fewest=3, replace_lost=True)) == Await(3, 1)
-    assert isinstance(policy.after_generation(LOST_ONE, now(fewest=3, replace_lost=True, waited=True)), GiveUp)
+    assert after(LOST_ONE, fewest=3, warming=1) == (3, 0)
+    assert after(LOST_ONE, fewest=3, replace_lost=True) == (3, 1)
+    assert "no replacement came in time" in after(LOST_ONE, fewest=3, replace_lost=True, waited=True)
 
 
 def test_wrong_input_ends_the_run_at_once_as_refused() -> None:
     ending = Ending(("a", "b"), faults={"a": WorkerFault(FaultKind.INPUT, "no such factory"), "b": PEER})
-    assert policy.after_generation(ending, now()) == GiveUp("no such factory", refused=True)
+    assert after(ending) == (True, "no such factory")
 
 
 def spent(used: Budget) -> str | None:
-    answer = policy.after_generation(LOST_ONE, now(budget=used))
-    return answer.error if isinstance(answer, GiveUp) else None
+    answer = after(LOST_ONE, used=used)
+    return answer if isinstance(answer, str) else None
 
 
 @pytest.mark.fault("B1")
@@ -245,11 +272,8 @@ def test_draining_workers_leave_and_are_not_chosen_to_join() -> None:
     assert policy.next_members("abc", "de", 3, leaving={"b", "d"}) == (("a", "c", "e"), ("b",))
     assert policy.next_members("abc", "", 2, leaving={"a"}) == (("b", "c"), ("a",))
     assert policy.next_members("abc", "", 3, leaving={"a", "b", "c"}) == ((), ("a", "b", "c"))
-    ending = Ending(("a", "b"))
-    now = policy.Situation(False, 2, 1, (), 0, False, budget(3), leaving=frozenset("b"))
-    assert policy.after_generation(ending, now) == policy.Go(("a",), ("b",))
-    too_few = replace(now, fewest=2)
-    assert policy.after_generation(ending, too_few) == policy.Go(("a", "b"), ()), "better with them than not at all"
+    assert after(Ending(("a", "b")), target=2, leaving="b") == (("a",), ("b",))
+    assert after(Ending(("a", "b")), target=2, fewest=2, leaving="b") == (("a", "b"), ()), "better with them than not at all"
 
 
 def test_each_worker_writes_its_own_shard_and_copies_are_spread() -> None:

@@ -119,6 +119,12 @@ def test_our_packages_are_imported_only_through_vescale_ray() -> None:
 
 
 POLICIES = (
+    "transitions.generation",
+    "transitions.recovery",
+    "transitions.run_begin",
+    "transitions.run_end",
+    "failures.failure_detector",
+    "scaling.scaling",
     "scaling.autoscaling",
     "failures.budget",
     "failures.connectivity",
