@@ -134,13 +134,6 @@ class TakeOver(LoopAction):
 
 
 @dataclass(frozen=True)
-class PlanAhead(LoopAction):
-    """Plan the layouts that may come next. If their outline is unknown, ask the members for it."""
-
-    world: World
-
-
-@dataclass(frozen=True)
 class Enter(LoopAction):
     """Move the run to another state."""
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import queue
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,18 +27,12 @@ DONE_S = 1.0
 """Longest wait for a command that the loop has begun. It takes milliseconds."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Command:
     action: str
     body: dict[str, Any]
-    answer: queue.Queue[Any] = field(default_factory=queue.Queue)
-    over: bool = False
-    """Whether the loop has begun it, or the sender has stopped waiting before that. ``Commands._door`` guards this field."""
-
-    def end(self) -> bool:
-        """Mark the command as over; whether it already was."""
-        was, self.over = self.over, True
-        return was
+    answer: Future[dict[str, Any]] = field(default_factory=Future)
+    """Its sender cancels it if the loop has not begun it in time."""
 
 
 class Commands:
@@ -69,11 +64,6 @@ class Commands:
         """Why :attr:`target` differs from the number of workers."""
         return self._durable.state.reason
 
-    @property
-    def ceiling(self) -> int:
-        """Most workers to which ``elastic.grow`` lets the run grow."""
-        return self._durable.state.requested or self._config.max_workers
-
     def command(self, action: str, body: dict[str, Any], wait_s: float = ANSWER_S) -> dict[str, Any]:
         """Have the control loop carry out a command, and return its answer. Any thread may call this.
 
@@ -82,52 +72,42 @@ class Commands:
         """
         given = _Command(action, body)
         with self._door:
-            if self._over_at is None:
-                self._commands.put(given)
-            else:
-                given.answer.put(_too_late(action, self._over_at))
+            if self._over_at is not None:
+                return _too_late(action, self._over_at)
+            self._commands.put(given)
         try:
-            value = given.answer.get(timeout=wait_s)
-        except queue.Empty:
-            if not self._over(given):
+            return given.answer.result(wait_s)
+        except TimeoutError:
+            if given.answer.cancel():
                 raise RequestRefused(f"the controller did not come to {action} within {wait_s:.1f} s, and will not; try again") from None
-            try:
-                value = given.answer.get(timeout=DONE_S)
-            except queue.Empty:
-                raise RequestRefused(f"the controller is at {action}, and takes long; `vescale-ray status` tells what came of it") from None
-        if isinstance(value, Exception):
-            raise value
-        return dict(value)
+        try:
+            return given.answer.result(DONE_S)
+        except TimeoutError:
+            raise RequestRefused(f"the controller is at {action}, and takes long; `vescale-ray status` tells what came of it") from None
 
     def heed(self) -> None:
         """Carry out the commands that have arrived, and the scheduled actions that are due."""
-        for given in self._come_in():
-            try:
-                given.answer.put(self._do(given.action, given.body))
-            except RequestRefused as refusal:
-                given.answer.put(refusal)
+        self._answer_all(lambda given: self._do(given.action, given.body))
         self._act()
 
     def close(self) -> None:
         """Close the queue, because the control loop has ended. Pending and later commands get an answer at once."""
         with self._door:
             self._over_at = at = self._log.stats.step
-        for given in self._come_in():
-            given.answer.put(_too_late(given.action, at))
+        self._answer_all(lambda given: _too_late(given.action, at))
 
-    def _come_in(self) -> Iterator[_Command]:
+    def _answer_all(self, answer: Callable[[_Command], dict[str, Any]]) -> None:
+        """Answer the commands in the queue whose senders still wait."""
         while True:
             try:
                 given = self._commands.get_nowait()
             except queue.Empty:
                 return
-            if not self._over(given):
-                yield given
-
-    def _over(self, given: _Command) -> bool:
-        """Mark a command as over, and return whether it already was."""
-        with self._door:
-            return given.end()
+            if given.answer.set_running_or_notify_cancel():
+                try:
+                    given.answer.set_result(answer(given))
+                except RequestRefused as refusal:
+                    given.answer.set_exception(refusal)
 
     def want(self, workers: int, reason: str) -> None:
         """Change the number of workers wanted."""
@@ -180,7 +160,7 @@ class Commands:
                 self._log.record("scheduled_action_failed", action=action.action, error=str(error))
 
 
-def _too_late(action: str, step: int) -> dict[str, Any] | RequestRefused:
+def _too_late(action: str, step: int) -> dict[str, Any]:
     if action == "stop":
         return {"ok": True, "message": f"the run is over, at step {step}"}
-    return RequestRefused(f"the run is over, at step {step}: {action} comes too late")
+    raise RequestRefused(f"the run is over, at step {step}: {action} comes too late")

@@ -137,7 +137,7 @@ class ControlLoop:
                     to.generation.worker_started(info)
                     to.scaling.forget_hires()
                 case Heard(report):
-                    to.detector.heard(report)
+                    to.detector.hangs.heard(report, time.monotonic())
                     self._hear(report)
                 case Told(Outlined(outline)):
                     to.layouts.take(outline)
@@ -146,6 +146,8 @@ class ControlLoop:
         to.perform([to.detector.silent(to.worker_group)])
         to.collect()
         to.commands.heed()
+        if isinstance(self.state, states.Adopting) or (isinstance(self.state, states.Running) and to.generation.all_filled):
+            to.plan_ahead(self.state.world)
         to.publisher.publish(to.figures())
         to.publisher.write_record()
 
@@ -164,10 +166,11 @@ class ControlLoop:
         for _, item in report.items:
             match item:
                 case Stepped():
-                    to.detector.stepped(item)
+                    record = item.record
+                    to.detector.hangs.stepped(item.ticket, record.step, record.seconds, record.alone_seconds)
                     if generation.stepped(report.worker, item):
-                        to.account.progressed(item.record.step)
-                        to.perform(to.scaling.stepped(item.record, to.log.stats, to.durable.state))
+                        to.progressed(record.step)
+                        to.perform(to.scaling.stepped(record, to.log.stats, to.durable.state))
                 case Filled():
                     generation.filled(report.worker, item)
                 case Evaluated():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from vescale_ray.config import RunConfig
@@ -18,6 +19,7 @@ from vescale_ray.controller.checkpointing.cadence import Cadence
 from vescale_ray.controller.checkpointing.committer import Committer
 from vescale_ray.controller.checkpointing.coordinator import CheckpointCoordinator, Unanswered
 from vescale_ray.controller.commands import Commands
+from vescale_ray.controller.failures.budget import Budget
 from vescale_ray.controller.failures.connectivity import TRY_S, Connectivity, Probe
 from vescale_ray.controller.failures.evidence import Evidence
 from vescale_ray.controller.failures.failure_detector import FailureDetector
@@ -29,7 +31,7 @@ from vescale_ray.controller.scaling.scaling import Scaling
 from vescale_ray.controller.state.durable_state import LaunchedGeneration
 from vescale_ray.controller.state.generation_log import GenerationLog
 from vescale_ray.controller.state.publisher import Observed, Publisher
-from vescale_ray.controller.state.run_lifecycle import BudgetAccount, enter
+from vescale_ray.controller.state.run_lifecycle import budget_of, enter
 from vescale_ray.controller.state.run_log import RunLog
 from vescale_ray.controller.state.state_store import StateWriter
 from vescale_ray.controller.transitions.launch import orders_of
@@ -65,9 +67,11 @@ class Executor:
         self.generation = GenerationLog(log, config)
         if durable.state.generation is not None:
             self.generation.adopt(durable.state.generation.world())
-        self.account = BudgetAccount(config, durable, log.stats.step)
+        self.spend(budget_of(config, durable.state, log.stats.step))
+        # If the budget was spent before this process began, progress in it does not refill the budget for the next one.
+        self.given_up = self.budget.verdict if self.budget.controllers else None
         self.commands = Commands(spec, config, worker_group, log, durable)
-        if self.account.given_up is not None:
+        if self.given_up is not None:
             self.commands.end("it is given up", durable=False)
         self.nodes, self.layouts = Nodes(config.resources_per_worker if config.watches_room else None), Layouts(config.max_workers)
         self.evidence, self.connectivity = Evidence(), Connectivity(config.elastic)
@@ -100,9 +104,9 @@ class Executor:
             workers=self.worker_group,
             stats=self.log.stats,
             durable=self.durable.state,
-            budget=self.account.budget,
+            budget=self.budget,
             stop=self.commands.stop,
-            given_up=self.account.given_up,
+            given_up=self.given_up,
             world=self.generation.world,
             filled=self.generation.all_filled,
             inherited=self.detector.inherited,
@@ -119,7 +123,7 @@ class Executor:
         leaving = self.observations(0.0, {}).leaving(self.log.stats.members)
         return Observed(
             target=self.commands.target,
-            budget=self.account.budget,
+            budget=self.budget,
             spares=self.scaling.spares,
             places_wanted=self.scaling.places_wanted,
             draining=len(leaving),
@@ -135,6 +139,32 @@ class Executor:
             if (answers := asked.unreached()) is not None:
                 del self._probes[probe]
                 self.connectivity.answered(probe, answers)
+
+    def spend(self, budget: Budget) -> None:
+        """Replace the failure budget. The next write of the durable state keeps it."""
+        self.budget = budget
+        self.durable.note(
+            highest_step=budget.high,
+            crashes=budget.crashes,
+            node_losses=budget.nodes,
+            controller_restarts=budget.controllers,
+            failures={str(cause): count for cause, count in budget.total.items()},
+        )
+
+    def progressed(self, step: int) -> None:
+        """A step was completed, which ends the streaks of failures unless the run is given up."""
+        progressed = self.budget.progressed(step)
+        self.spend(replace(self.budget, high=progressed.high) if self.given_up else progressed)
+
+    def plan_ahead(self, world: World) -> None:
+        """Plan the layouts that may come next: of the target, and of a few workers lost or joined. If their outline is unknown, ask the
+        members for it."""
+        size = world.size
+        if self.layouts.told:
+            near = (size + step * sign for step in range(1, AHEAD + 1) for sign in (-1, 1))
+            self.layouts.ahead((size, self.commands.target, *near))
+        else:
+            self.worker_group.ask_outline(world.members)
 
     # ------------------------------------------------------------------------------------------------------------ actions
 
@@ -157,7 +187,8 @@ class Executor:
         match question:
             case actions.AskStarved(workers):
                 excused = self.worker_group.starved(workers)
-                self.detector.starved(excused)
+                for worker, seconds in excused.items():
+                    self.detector.hangs.starved(worker, seconds)
                 return {**dict.fromkeys(workers, 0.0), **excused}
             case actions.SaveParked(workers, only_newer):
                 return self.coordinator.save(workers, only_newer=only_newer)
@@ -172,7 +203,7 @@ class Executor:
                 return self.evidence.write(self.worker_group, self.log)
 
     def _do(self, action: Action) -> None:
-        workers = self.worker_group
+        workers, stats = self.worker_group, self.log.stats
         match action:
             case actions.Hire(avoid):
                 workers.hire(avoid)
@@ -200,22 +231,16 @@ class Executor:
             case actions.Launch():
                 self._launch(action)
             case actions.TakeOver(world):
-                self._take_over(world)
-            case actions.PlanAhead(world):
-                if self.layouts.told:
-                    self.layouts.ahead(worlds_ahead(world.size, self.commands.target))
-                else:
-                    workers.ask_outline(world.members)
-            case _:
-                self._record(action)
-
-    def _record(self, action: Action) -> None:
-        match action:
+                if world is not None:
+                    self.detector.adopt(world, stats.steps.last_seconds, stats.steps.paces)
+                    # Each worker sends its last vote again. Attempts of older generations were given up.
+                    self.committer.fence(world.ticket.generation)
+                workers.adopt(stats.workers)
             case Event(name, about):
                 self.log.record(name, **about)
             case actions.Enter(state):
-                if state is not self.log.stats.state:
-                    enter(self.log, self.publisher, check_transition(self.log.stats.state, state))
+                if state is not stats.state:
+                    enter(self.log, self.publisher, check_transition(stats.state, state))
             case actions.BeginRescale(reason, before):
                 self.generation.begin_rescale(reason, before)
             case actions.EndRescale():
@@ -223,7 +248,7 @@ class Executor:
             case actions.Note(fields, write):
                 self.durable.update(**fields) if write else self.durable.note(**fields)
             case actions.Spend(budget):
-                self.account.spend(budget)
+                self.spend(budget)
             case actions.Conclude(world, ending, failed, damaged):
                 self.coordinator.abandon()
                 if failed:
@@ -239,21 +264,13 @@ class Executor:
         began, world, workers = time.monotonic(), launch.world, self.worker_group
         self.coordinator.abandon("the next generation began before it was written")
         self.committer.fence(world.ticket.generation)
-        self.detector.begin(world)
+        self.detector.hangs.begin(world.ticket, world.size)
         self.durable.note(last_number=world.ticket.generation, generation=LaunchedGeneration.of(world))
         self.durable.write()
         orders = orders_of(world, launch.givers, workers.store(), self.spec.run_id, evaluate=launch.evaluate)
         self.generation.open(world, {"fence": launch.fence_s, "plan": time.monotonic() - began}, launch.numbered_by)
         refused = workers.order(orders)
         workers.kill({worker: f"killed: {problem}" for worker, problem in refused.items() if workers.alive(worker)})
-
-    def _take_over(self, world: World | None) -> None:
-        stats = self.log.stats
-        if world is not None:
-            self.detector.adopt(world, stats.steps.last_seconds, stats.steps.paces)
-            # Each worker sends its last vote again. Attempts of older generations were given up.
-            self.committer.fence(world.ticket.generation)
-        self.worker_group.adopt(stats.workers)
 
 
 def import_heavy() -> None:
@@ -263,6 +280,3 @@ def import_heavy() -> None:
         importlib.import_module(f"vescale_ray.{module}")
 
 
-def worlds_ahead(size: int, target: int) -> tuple[int, ...]:
-    """The world sizes that may come next, the likely ones first: the target, then a few workers lost or joined."""
-    return (size, target, *(size + step * sign for step in range(1, AHEAD + 1) for sign in (-1, 1)))

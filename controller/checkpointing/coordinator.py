@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ class Unanswered(Exception):
     """The answer is not there yet. The same call in a later round gives it."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Saving:
     """A checkpoint of parked workers that is under way.
 
@@ -58,25 +58,6 @@ class _Saving:
     until: float = 0.0
     settle_until: float | None = None
     problem: str = "the workers died while they wrote it"
-
-    def begin(self, attempt: str, writers: tuple[str, ...], until: float) -> None:
-        """An attempt was ordered."""
-        self.attempt, self.writers, self.until = attempt, writers, until
-
-    def fail(self, problem: str) -> None:
-        self.problem = problem
-
-    def settle(self, until: float) -> None:
-        """The attempt has failed: wait for its writers."""
-        self.settle_until = until
-
-    def settles(self) -> bool:
-        """Whether there is time left to wait for the writers of a failed attempt."""
-        return self.settle_until is not None and time.monotonic() < self.settle_until
-
-    def again(self) -> None:
-        """The writers are done: the next try may begin."""
-        self.tries, self.attempt, self.settle_until = self.tries + 1, None, None
 
 
 @dataclass
@@ -213,12 +194,10 @@ class CheckpointCoordinator:
         Raises:
             Unanswered: the checkpoint is under way.
         """
-        saving, self._saving = self._saving or _Saving(tuple(workers), only_newer), None
-        try:
-            return self._advance(saving)
-        except Unanswered:
-            self._saving = saving
-            raise
+        self._saving = self._saving or _Saving(tuple(workers), only_newer)
+        result = self._advance(self._saving)
+        self._saving = None
+        return result
 
     def _advance(self, saving: _Saving) -> SaveResult | None:
         while saving.tries < TRIES:
@@ -230,7 +209,7 @@ class CheckpointCoordinator:
                 last = self._last
                 if last is not None and last.step == resume.step and last.epoch >= resume.generation:
                     return last
-                self._order(saving, resume, states)
+                self._saving = saving = replace(saving, **self._order(resume, states))
             if saving.settle_until is None:
                 assert saving.attempt is not None
                 if not self._decided(saving.attempt, saving.writers) and time.monotonic() < saving.until:
@@ -238,14 +217,14 @@ class CheckpointCoordinator:
                 if saving.attempt in self._results:
                     return self._results[saving.attempt]
                 if all(self._worker_group.alive(w) for w in saving.writers):  # the storage hangs, so another try would fail as well
-                    saving.fail(f"it was not written within {self._save_s:g} s (checkpoint.last_timeout_s)")
-                    self.abandon(saving.problem)
-                    break
+                    problem = f"it was not written within {self._save_s:g} s (checkpoint.last_timeout_s)"
+                    self.abandon(problem)
+                    return SaveResult("", self._log.stats.step, 0, 0.0, error=problem)
                 self.abandon()
-                saving.settle(time.monotonic() + self._save_s)
-            if writes(self._worker_group, saving.workers) and saving.settles():
+                self._saving = saving = replace(saving, settle_until=time.monotonic() + self._save_s)
+            if writes(self._worker_group, saving.workers) and time.monotonic() < (saving.settle_until or 0.0):
                 raise Unanswered
-            saving.again()
+            self._saving = saving = replace(saving, tries=saving.tries + 1, attempt=None, settle_until=None)
         return SaveResult("", self._log.stats.step, 0, 0.0, error=saving.problem)
 
     def _is_superseded(self, resume: Resume, *, only_newer: bool) -> bool:
@@ -260,8 +239,8 @@ class CheckpointCoordinator:
         step = kept.step if kept is not None else 0
         return resume.step <= step if only_newer else resume.step < step
 
-    def _order(self, saving: _Saving, resume: Resume, states: Mapping[str, Sequence[HeldState]]) -> None:
-        """Order an attempt to write this state."""
+    def _order(self, resume: Resume, states: Mapping[str, Sequence[HeldState]]) -> dict[str, Any]:
+        """Order an attempt to write this state. Returns what is known of it."""
         holders: dict[int, list[str]] = {}
         for worker, held_states in states.items():
             for held_state in held_states:
@@ -278,10 +257,8 @@ class CheckpointCoordinator:
         now = time.monotonic()
         if refused:
             self.abandon()
-            saving.fail(next(iter(refused.values())))
-            saving.settle(now + self._save_s)
-        else:
-            saving.begin(attempt, tuple(plan), now + self._save_s)
+            return {"problem": next(iter(refused.values())), "settle_until": now + self._save_s}
+        return {"attempt": attempt, "writers": tuple(plan), "until": now + self._save_s}
 
     def _decided(self, attempt: str, writers: Sequence[str]) -> bool:
         if attempt in self._results:

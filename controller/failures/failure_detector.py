@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ from vescale_ray.controller.observations import Observations, WorkersView
 from vescale_ray.controller.protocol import Bounds, World
 from vescale_ray.controller.worker_group.member import POLL_WAIT_S
 from vescale_ray.controller.worker_group.worker_news import Lost
-from vescale_ray.workers.messages import Stepped, Ticket, WorkerPhase, WorkerReport
+from vescale_ray.workers.messages import Ticket, WorkerPhase
 
 
 class FailureDetector:
@@ -42,24 +41,12 @@ class FailureDetector:
 
     # --------------------------------------------------------------------------------------------------------------- news
 
-    def begin(self, world: World) -> None:
-        """Begin to watch a generation that is about to form."""
-        self.hangs.begin(world.ticket, world.size)
-
     def adopt(self, world: World, last_s: float | None, paces: Collection[tuple[int, float]]) -> None:
         """Begin to watch a generation that an earlier life of the controller launched. Without the durations of its steps, only the
         collectives' timeout would find a worker that hangs already."""
         self.inherited = world.ticket
         self.hangs.expect(last_s or 0.0, paces)
-        self.begin(world)
-
-    def heard(self, report: WorkerReport) -> None:
-        """Take a worker's report."""
-        self.hangs.heard(report, time.monotonic())
-
-    def stepped(self, item: Stepped) -> None:
-        """Take a step that a member has completed."""
-        self.hangs.stepped(item.ticket, item.record.step, item.record.seconds, item.record.alone_seconds)
+        self.hangs.begin(world.ticket, world.size)
 
     def lost(self, one: Lost, draining: Collection[str]) -> Lost:
         """Record the loss of a worker and return it. If the worker's node drains, the node is the cause."""
@@ -67,11 +54,6 @@ class FailureDetector:
             one = replace(one, cause=Cause.NODE)
         self.losses[one.worker] = one
         return one
-
-    def starved(self, excused: Mapping[str, float]) -> None:
-        """Take the seconds of silence that are excused, because the workers got no processor."""
-        for worker, seconds in excused.items():
-            self.hangs.starved(worker, seconds)
 
     # ---------------------------------------------------------------------------------------------------- hung and silent
 
@@ -139,14 +121,12 @@ class FailureDetector:
         cut = self._connectivity.cut_off(members, leavers, network(seen, (*members, *leavers)))
         if cut is None or isinstance(cut, Probe):
             return None, [cut] if cut is not None else []
-        due, events = self._connectivity.due(cut, members, len(self._spares(world, cut, seen)), world.ticket)
-        return cut, [*events, *(self._end_unreached(world, cut, seen) if due else ())]
-
-    def _spares(self, world: World, cut: CutOff, seen: Observations) -> list[str]:
-        """Warm workers outside the generation that could take a place, on nodes that are not cut off themselves."""
+        # Warm workers outside the generation could take a place, unless their nodes are cut off themselves.
         ready, nodes = frozenset(seen.workers.ready()), set(cut.workers.values())
-        spares = [w for w in seen.outside(world.members) if w in ready]
-        return [w for w in spares if (info := seen.workers.info(w)) is not None and info.node not in nodes]
+        infos = [seen.workers.info(w) for w in seen.outside(world.members) if w in ready]
+        spares = sum(info is not None and info.node not in nodes for info in infos)
+        due, events = self._connectivity.due(cut, members, spares, world.ticket)
+        return cut, [*events, *(self._end_unreached(world, cut, seen) if due else ())]
 
     def _end_unreached(self, world: World, cut: CutOff, seen: Observations) -> list[Action]:
         """End the workers that are cut off, and hire none on their nodes for a while."""

@@ -20,7 +20,8 @@ from vescale_ray.workers.monitoring.pace import even
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
-    from vescale_ray.workers.messages import StepRecord, WorkerInfo
+    from vescale_ray.controller.state.run_stats import RunStats
+    from vescale_ray.workers.messages import StepRecord
 
 PAUSE_S = 60.0
 """Seconds from a replacement, successful or not, to the next one. The pause doubles each time."""
@@ -43,15 +44,6 @@ class StragglerNote:
     began: float = 0.0
     until: float | None = None
     tries: int = 0
-
-
-@dataclass(frozen=True)
-class Known:
-    """Values from the run's statistics: the slow workers, the last spread of the slots with its generation, and all workers."""
-
-    slow: Slow
-    spread: tuple[int, tuple[int, ...]]
-    infos: Mapping[str, WorkerInfo]
 
 
 @dataclass(frozen=True)
@@ -83,9 +75,9 @@ class Stragglers:
         self._factors: dict[str, float] = {}
         """Slowness by worker in the newest step."""
 
-    def stepped(self, record: StepRecord, members: Sequence[str], known: Known, now: float) -> list[Event]:
-        """The events of a step that ``members`` have completed: workers that became slow or recovered, and a new spread of the slots."""
-        events, slow = list[Event](), known.slow
+    def stepped(self, record: StepRecord, stats: RunStats, now: float) -> list[Event]:
+        """The events of a step that the members have completed: workers that became slow or recovered, and a new spread of the slots."""
+        events, slow, members = list[Event](), stats.stragglers, stats.members
         if (view := record.pace) is None:
             return events
         for worker in [w for w in slow if w not in members]:
@@ -93,14 +85,14 @@ class Stragglers:
             events.append(_over(worker, slow, "it was replaced" if replaced else "it has left"))
             if replaced:
                 self._rest(now)
-        if view.shares != (known.spread[1] if known.spread[0] == record.generation else even(self._slots, len(members))):
+        if view.shares != (stats.spread[1] if stats.spread[0] == record.generation else even(self._slots, len(members))):
             events.append(Event("slots_spread", {"slots": dict(zip(members, view.shares, strict=True))}))
         if not view.factors:
             return events  # no result yet in this generation, so earlier results stay
         self._factors = dict(zip(members, view.factors, strict=True))
         for rank, (worker, factor, since) in enumerate(zip(members, view.factors, view.since, strict=True)):
             if since >= 0 and worker not in slow:
-                node = known.infos[worker].node if worker in known.infos else None
+                node = stats.workers[worker].node if worker in stats.workers else None
                 about = {"rank": rank, "factor": factor, "since_step": since + 1, "node": node}
                 events.append(Event("straggler", {"worker": worker, **about}))
             elif since < 0 and worker in slow:

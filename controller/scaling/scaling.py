@@ -15,7 +15,7 @@ from vescale_ray.controller.actions import Action
 from vescale_ray.controller.checkpointing.cadence import Cadence
 from vescale_ray.controller.failures.connectivity import Connectivity
 from vescale_ray.controller.failures.failure_detector import network
-from vescale_ray.controller.failures.straggler import Known, Stragglers
+from vescale_ray.controller.failures.straggler import Stragglers
 from vescale_ray.controller.observations import Observations
 from vescale_ray.controller.protocol import Event, RunSpec, RunState, World
 from vescale_ray.controller.scaling.autoscaling import PLACE_S, Autoscaling, RunProgress
@@ -94,8 +94,7 @@ class Scaling:
 
     def stepped(self, record: StepRecord, stats: RunStats, state: DurableState) -> list[Action]:
         """The events of a step that the members have completed: the straggler policy's."""
-        known = Known(stats.stragglers, stats.spread, stats.workers)
-        return [*self.stragglers.stepped(record, stats.members, known, time.monotonic()), *self._notes(state)]
+        return [*self.stragglers.stepped(record, stats, time.monotonic()), *self._notes(state)]
 
     def taken(self, ask: actions.Ask) -> None:
         """A member has taken what a generation was asked."""

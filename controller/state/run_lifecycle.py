@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.failures.budget import Budget, Cause, Limits
@@ -13,7 +12,6 @@ from vescale_ray.controller.state.durable_state import DurableState
 from vescale_ray.controller.state.generation_log import GenerationLog
 from vescale_ray.controller.state.publisher import Observed, Publisher
 from vescale_ray.controller.state.run_log import RunLog
-from vescale_ray.controller.state.state_store import StateWriter
 from vescale_ray.controller.worker_group.worker_news import SupervisorLost
 
 _log = logging.getLogger(__name__)
@@ -26,37 +24,6 @@ def enter(log: RunLog, publisher: Publisher, state: RunState) -> None:
         log.record("goodput", **log.stats.goodput.to_json())
     publisher.publish()
     publisher.write_record(now=True)
-
-
-class BudgetAccount:
-    """The failure budget of a run, which its durable state keeps.
-
-    Attributes:
-        budget: the present budget.
-        given_up: why the run is given up; None if it is not. The budget was spent before this controller process began. Progress in this
-            process does not refill the budget for the next one.
-    """
-
-    def __init__(self, config: RunConfig, durable: StateWriter, step: int) -> None:
-        self.budget, self._durable = budget_of(config, durable.state, step), durable
-        self.given_up = self.budget.verdict if self.budget.controllers else None
-        self.spend(self.budget)
-
-    def spend(self, budget: Budget) -> None:
-        """Replace the budget. The next write of the durable state keeps it."""
-        self.budget = budget
-        self._durable.note(
-            highest_step=budget.high,
-            crashes=budget.crashes,
-            node_losses=budget.nodes,
-            controller_restarts=budget.controllers,
-            failures={str(cause): count for cause, count in budget.total.items()},
-        )
-
-    def progressed(self, step: int) -> None:
-        """A step was completed, which ends the streaks of failures unless the run is given up."""
-        progressed = self.budget.progressed(step)
-        self.spend(replace(self.budget, high=progressed.high) if self.given_up else progressed)
 
 
 def budget_of(config: RunConfig, state: DurableState, step: int) -> Budget:

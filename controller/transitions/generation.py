@@ -90,7 +90,7 @@ class Generations:
         do = detector.cut_off(world, seen)
         if not any(isinstance(one, actions.End) for one in do):  # otherwise a later round sees the effects
             do += self._scaling.steer(world, seen)
-        return state, [*do, actions.PlanAhead(world)] if seen.filled else do
+        return state, do
 
     def _draining(
         self,

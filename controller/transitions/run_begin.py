@@ -67,14 +67,15 @@ class RunBegin:
 
     def adopting(self, state: states.Adopting, seen: Observations) -> Step:
         workers, world, now = seen.workers, state.world, seen.now
-        # A recovery may come next, and its ranks are numbered by the layouts, too.
-        do: list[Action] = [actions.PlanAhead(world)]
         if state.outline_until is None:
-            if now >= state.until or not any(workers.alive(w) and workers.report(w) is None for w in world.members):
-                state = replace(state, outline_until=now + OUTLINE_S)
-            return state, do
+            if now < state.until and any(workers.alive(w) and workers.report(w) is None for w in world.members):
+                return state, []
+            state = replace(state, outline_until=now + OUTLINE_S)
+        assert state.outline_until is not None
+        # A recovery may come next, and its ranks are numbered by the layouts, too.
         if workers.asking_outline and now < state.outline_until:
-            return state, do
+            return state, []
+        do: list[Action] = []
         party = (*world.members, *seen.leavers)
         reports = [workers.report(w) for w in party]
         if any(report is not None and report.ticket < world.ticket for report in reports):

@@ -14,7 +14,7 @@ import pytest
 
 from tests.controller.recorded import Recorded, recorded
 from vescale_ray.controller.checkpointing.committer import SaveResult
-from vescale_ray.controller.failures.straggler import Known, StragglerNote, Stragglers
+from vescale_ray.controller.failures.straggler import StragglerNote, Stragglers
 from vescale_ray.controller.policy import CommittedCheckpoint
 from vescale_ray.controller.protocol import FINAL, RunState, StateSource, World
 from vescale_ray.controller.state import run_log, step_stats
@@ -89,7 +89,7 @@ class Player:
         for worker in self.world.members:
             self.run.generation.stepped(worker, item)
         stats = self.run.stats
-        for event in self.slow.stepped(record, self.world.members, Known(stats.stragglers, stats.spread, stats.workers), self.now):
+        for event in self.slow.stepped(record, stats, self.now):
             self.run.log.record(event.name, **event.about)
 
     def rescale(self) -> None:

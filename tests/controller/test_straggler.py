@@ -8,12 +8,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.controller.recorded import Recorded
 from tests.controller.runs import tiny
-from vescale_ray.controller.failures.straggler import PAUSE_S, Known, StragglerNote, Stragglers
+from vescale_ray.controller.failures.straggler import PAUSE_S, StragglerNote, Stragglers
 from vescale_ray.controller.http.exposition import families
 from vescale_ray.controller.policy import next_members, staffing
 from vescale_ray.controller.protocol import Event, StateSource, World
@@ -72,7 +74,7 @@ class Table:
         seconds = tuple(0.1 * factor for factor in factors) or (0.1,) * size
         record = StepRecord(index, 2.0, 192, (1,), 1.0, 1e-3, 0.5, 0, size, generation, (0.5,) * size, (1,) * size, seconds, view)
         assert self.run.stepped(Stepped(self.world.ticket, record, 10.0 + index))
-        self.record(self.slow.stepped(record, self.world.members, Known(stats.stragglers, stats.spread, stats.workers), self.now))
+        self.record(self.slow.stepped(record, stats, self.now))
 
     def told(self) -> list[tuple[object, ...]]:
         kept = ("worker", "rank", "factor", "since_step", "reason", "slots")
@@ -80,17 +82,21 @@ class Table:
         return [(e["event"], *(e[key] for key in kept if key in e)) for e in events]
 
 
+def known(members: str, **about: Any) -> Any:
+    return SimpleNamespace(**{"members": members, "stragglers": {}, "spread": (0, ()), "workers": {}, **about})
+
+
 def test_straggler_policy_decides_from_values_alone(tmp_path: Path) -> None:
     slow, now = Stragglers(tiny(tmp_path, "slow", elastic_straggler="replace"), None, START_S, StragglerNote(), 0.0), 5.0
     record = StepRecord(7, 2.0, 192, (1,), 1.0, 1e-3, 0.5, 0, 2, 3, (0.5,) * 2, (1,) * 2, (0.1, 0.3), View((1.0, 3.0), (-1, 6), even(6, 2)))
     about = {"rank": 1, "factor": 3.0, "since_step": 7, "node": None}
-    assert slow.stepped(record, "ab", Known({}, (0, ()), {}), now) == [Event("straggler", {"worker": "b", **about})]
+    assert slow.stepped(record, known("ab"), now) == [Event("straggler", {"worker": "b", **about})]
     assert slow.note == StragglerNote(), "there is nothing to write down yet"
     assert slow.unwanted("ab", 2, 2, 0, {"b": about}, now) == (frozenset("b"), []) and (slow.note.worker, slow.note.tries) == ("b", 0)
     kept = Event("straggler_kept", {"worker": "b", "reason": "the worker that was to come in its place did not start"})
     assert slow.unwanted("ab", 2, 2, 1, {"b": about}, now) == (frozenset(), [kept]) and (slow.note.worker, slow.note.tries) == (None, 1)
     over = Event("straggler_over", {"worker": "b", "reason": "it has left", "since_step": 7})
-    assert slow.stepped(record, "ac", Known({"b": about}, (3, (3, 3)), {}), now)[0] == over
+    assert slow.stepped(record, known("ac", stragglers={"b": about}, spread=(3, (3, 3))), now)[0] == over
 
 
 def test_straggler_is_reported_once_at_its_start_and_its_end(tmp_path: Path) -> None:

@@ -39,9 +39,9 @@ def training(folder: Path, workers: str = "ab", **about: Any) -> Stage:
     return stage
 
 
-def test_idle_training_asks_only_for_layouts(tmp_path: Path) -> None:
+def test_idle_training_needs_no_action(tmp_path: Path) -> None:
     stage = training(tmp_path)
-    assert stage.step(states.Running(stage.world)) == (states.Running(stage.world), [actions.PlanAhead(stage.world)])
+    assert stage.step(states.Running(stage.world)) == (states.Running(stage.world), [])
 
 
 def test_a_transition_performs_none_of_its_actions(tmp_path: Path) -> None:
@@ -81,12 +81,12 @@ def test_a_failed_generation_is_counted_once_by_its_cause(cause: Cause, crashes:
 def test_a_request_travels_with_one_member_into_the_step(tmp_path: Path) -> None:
     stage = training(tmp_path)
     stage.executor.layouts.take(None)
-    running, plan = states.Running(stage.world), actions.PlanAhead(stage.world)
+    running = states.Running(stage.world)
     begun = (actions.BeginRescale("manual", 2), actions.Enter(RunState.RESCALING))
     fewer = replace(stage.seen.durable, target=1, reason="manual")
-    assert stage.step(running, durable=fewer) == (running, [actions.Ask(stage.world, RESCALE, begun), plan])
+    assert stage.step(running, durable=fewer) == (running, [actions.Ask(stage.world, RESCALE, begun)])
     ask = actions.Ask(stage.world, STOP, (actions.Enter(RunState.STOPPING),))
-    assert stage.step(running, stop="asked to") == (running, [ask, plan])
+    assert stage.step(running, stop="asked to") == (running, [ask])
 
 
 @pytest.mark.fault("E2")
