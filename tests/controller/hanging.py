@@ -64,14 +64,6 @@ class LateModel(HangingModel):
         super().init_parameter(name, full, generator)
 
 
-class SlowlyFilledModel(HangingModel):
-    """A model that every rank initializes as slowly as one of many gigabytes."""
-
-    def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
-        time.sleep(LATE_S)
-        super().init_parameter(name, full, generator)
-
-
 def act(way: str) -> None:
     """Hang or fail here and now."""
     match way:
@@ -100,10 +92,6 @@ def model() -> nn.Module:
 
 def late_model() -> nn.Module:
     return LateModel()
-
-
-def slowly_filled_model() -> nn.Module:
-    return SlowlyFilledModel()
 
 
 def hang(pid: int, way: str) -> None:

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -244,27 +243,6 @@ def test_signal_during_ray_start_stops_the_run_without_failure(tmp_path: Path, d
     assert driver.process.wait(90) == 130, driver.text()
     nothing_left(driver, set(), ray_folders(driver))
     assert (driver.folder.read_state() or {})["state"] == "STOPPED"
-
-
-@pytest.mark.slow
-@pytest.mark.fault("E2")
-def test_signal_interrupts_the_filling_of_a_large_model(tmp_path: Path, drivers: list[Driver]) -> None:
-    """The model's four parameters take 8 s each. A worker that is told to stop leaves after the present one."""
-    model: dict[str, Any] = {"model_factory": "tests.controller.hanging:slowly_filled_model", "model_units": ["body"]}
-    driver = Driver(tmp_path, elastic_workers=2, train_steps=100_000, **model)
-    drivers.append(driver)
-    until(lambda: any(e["event"] == "generation" for e in driver.folder.read_events()), 90, "the first generation")
-    time.sleep(1.0)
-    began = time.monotonic()
-    os.kill(driver.process.pid, signal.SIGTERM)
-    assert driver.process.wait(90) == 130, driver.text()
-    took = time.monotonic() - began
-    print(f"\nended {took:.1f} s after SIGTERM", end="")
-    assert took < 25, "the filling alone would have taken 30 s more"
-    nothing_left(driver, set(), ray_folders(driver))
-    told = {event["event"] for event in driver.folder.read_events()}
-    assert (driver.folder.read_state() or {})["state"] == "STOPPED" and not driver.folder.read_metrics()
-    assert not told & {"generation_failed", "worker_lost"}, told
 
 
 @pytest.mark.slow
