@@ -13,7 +13,7 @@ Processes and their owners (no actor is detached, so Ray ends all of them with t
 | ``control_loop`` | the controller's thread: one generation after another |
 | ``states``, ``transitions`` | states of the control loop; the transitions, from a state and observations to a state and actions |
 | ``observations``, ``actions``, ``executor`` | what transitions see and want; the parts of the controller, which carry it out |
-| ``policy``, ``protocol`` | decisions as pure functions of values; run states, transitions, values |
+| ``policy``, ``protocol`` | arithmetic of decisions as pure functions; run states, transitions, values |
 | ``commands`` | commands and scheduled actions, and the target state that follows from them |
 | ``bounded_io`` | calls to a disk that may not answer, with a time limit |
 | ``driver`` | ``driver.driver.run(config) -> RunResult``; checks before Ray starts; a local cluster and its watchdog; ``doctor`` |
