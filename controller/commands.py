@@ -59,11 +59,6 @@ class Commands:
         """Number of workers wanted."""
         return self._durable.state.target
 
-    @property
-    def reason(self) -> str:
-        """Why :attr:`target` differs from the number of workers."""
-        return self._durable.state.reason
-
     def command(self, action: str, body: dict[str, Any], wait_s: float = ANSWER_S) -> dict[str, Any]:
         """Have the control loop carry out a command, and return its answer. Any thread may call this.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,14 +20,14 @@ from vescale_ray.controller import policy
 from vescale_ray.controller.bounded_io import BoundedIO
 from vescale_ray.controller.checkpointing.cadence import Cadence
 from vescale_ray.controller.checkpointing.committer import Committer, SaveResult, newest_kept
-from vescale_ray.controller.checkpointing.parked import held, held_step, writes
+from vescale_ray.controller.checkpointing.parked import Held, held, held_step, writes
 from vescale_ray.controller.state.checkpoint_stats import saved_event
 from vescale_ray.controller.state.generation_log import GenerationLog
 from vescale_ray.controller.state.run_log import RunLog
 from vescale_ray.controller.state.state_store import StateWriter
 from vescale_ray.controller.worker_group.worker_group import WorkerGroup
 from vescale_ray.workers.messages import Save
-from vescale_ray.workers.resharding.held_state import HeldState, Resume, choose_resume
+from vescale_ray.workers.resharding.held_state import Resume, choose_resume
 
 _log = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ class CheckpointCoordinator:
         step = kept.step if kept is not None else 0
         return resume.step <= step if only_newer else resume.step < step
 
-    def _order(self, resume: Resume, states: Mapping[str, Sequence[HeldState]]) -> dict[str, Any]:
+    def _order(self, resume: Resume, states: Held) -> dict[str, Any]:
         """Order an attempt to write this state. Returns what is known of it."""
         holders: dict[int, list[str]] = {}
         for worker, held_states in states.items():

@@ -9,8 +9,11 @@ from vescale_ray.workers.messages import WorkerPhase
 from vescale_ray.workers.resharding.held_state import HeldState, Resume, choose_resume
 from vescale_ray.workers.resharding.shard_layouts import Layouts
 
+Held = Mapping[str, Sequence[HeldState]]
+"""The states that each worker holds."""
 
-def held(workers: WorkersView, holders: Iterable[str]) -> Mapping[str, Sequence[HeldState]]:
+
+def held(workers: WorkersView, holders: Iterable[str]) -> Held:
     """The states that each living worker of ``holders`` holds, if it has left its generation."""
     reports = {w: workers.report(w) for w in holders if workers.alive(w)}
     return {w: report.held for w, report in reports.items() if report is not None and report.out}
@@ -28,9 +31,7 @@ def writes(workers: WorkersView, holders: Iterable[str]) -> bool:
     return any(one is not None and (one.phase is WorkerPhase.SAVING or workers.stale(w)) for w, one in reports.items())
 
 
-def seated(
-    members: Sequence[str], resume: Resume | None, states: Mapping[str, Sequence[HeldState]], layouts: Layouts
-) -> tuple[tuple[str, ...], str]:
+def seated(members: Sequence[str], resume: Resume | None, states: Held, layouts: Layouts) -> tuple[tuple[str, ...], str]:
     """``members`` in the order of their ranks, so that the fewest bytes move from the state ``resume``; and the basis of that order. If the
     layouts are not known yet, it is equal intervals, and another order might have moved fewer bytes."""
     from vescale_ray.workers.resharding.rank_assignment import seated
@@ -42,12 +43,7 @@ def seated(
 
 
 def staying(
-    candidates: Sequence[str],
-    count: int,
-    resume: Resume | None,
-    states: Mapping[str, Sequence[HeldState]],
-    workers: WorkersView,
-    layouts: Layouts,
+    candidates: Sequence[str], count: int, resume: Resume | None, states: Held, workers: WorkersView, layouts: Layouts
 ) -> tuple[str, ...]:
     """The ``count`` of ``candidates`` that stay, so that the fewest bytes move from ``resume``. Among equal choices, copies lie on
     other nodes, and whole nodes become free."""
@@ -63,7 +59,7 @@ def staying(
     return tuple(staying(candidates, _parts(resume, states), overlap, list(there.values())))
 
 
-def _parts(resume: Resume, states: Mapping[str, Sequence[HeldState]]) -> dict[str, list[int]]:
+def _parts(resume: Resume, states: Held) -> dict[str, list[int]]:
     """For each worker, the ranks of the state ``resume`` whose shards it has."""
     state = (resume.generation, resume.step, resume.world)
     return {

@@ -689,7 +689,7 @@ def test_a_drain_leaves_workers_on_the_way_alone(warming: str, hiring: int, want
     stage.loop.step()
     assert worker_group.asked == [RESCALE] and stage.of("rescale_started")[0]["reason"] == "drain" and not worker_group.dismissed
     assert stage.loop.commands.target == wanted
-    assert stage.loop.commands.reason == ("manual" if warming or hiring else "drain"), "those on their way were not asked for by a drain"
+    assert stage.seen.durable.reason == ("manual" if warming or hiring else "drain"), "those on their way were not asked for by a drain"
 
 
 @pytest.mark.parametrize(("spare", "parks"), [("ready", True), ("not reached", False), ("warming", False), ("leaving", False)])
