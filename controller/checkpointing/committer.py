@@ -150,7 +150,7 @@ class Committer:
                 rank, error = sorted(attempt.errors.items())[0]
                 # Every rank has been heard, so no rank still writes to this attempt, and it will not be committed. A full disk must not
                 # keep its pieces.
-                self._tenders.submit(self._discard, name)
+                self._tended = self._tenders.submit(self._discard, name)
                 ended.append(self._close(name, self._failed(name, attempt, f"rank {rank}: {error}")))
             elif time.monotonic() - attempt.heard > self._bound_s:
                 absent = sorted(set(range(attempt.world)) - attempt.votes.keys() - attempt.errors.keys())
