@@ -18,7 +18,7 @@ from vescale_ray.workers.messages import Ticket, WorkerFault, WorkerInfo, Worker
 
 class WorkersView(Protocol):
     """The workers as a policy may see them. ``worker_group.WorkerGroup`` answers, and changes only between two transitions. (A copy of ten
-    thousand workers in each round would cost more than the round.)"""
+    thousand workers would take 10 ms of each round.)"""
 
     @property
     def hiring(self) -> int: ...
