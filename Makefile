@@ -86,7 +86,7 @@ manifests: $(STAMP)
 
 lint: $(STAMP) types
 	$(BIN)/ruff check $(wildcard $(OURS))
-	$(BIN)/ruff format --check --exclude tests/controller tests
+	$(BIN)/ruff format --check tests
 	cd $(TYPES) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p vescale_ray -p tests
 
 # mypy has to see controller/ as vescale_ray.controller, which is where it is imported from: a tree of links, made anew each time.

@@ -161,4 +161,3 @@ def count_children() -> dict[int, int]:
             continue
         found[parent] = found.get(parent, 0) + 1
     return found
-

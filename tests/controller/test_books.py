@@ -582,9 +582,7 @@ class Hung:
 
 
 @pytest.mark.fault("S3")
-def test_hung_disk_blocks_nothing_and_lines_are_written_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hung_disk_blocks_nothing_and_lines_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the loop blocks while the run folder's server is gone, hung and dead workers go unnoticed."""
     disk, config = Hung(monkeypatch), tiny(tmp_path, "hung")
     run = Recorded(config)
@@ -682,9 +680,7 @@ def test_a_process_ends_though_a_disk_does_not_answer() -> None:
 
 @pytest.mark.parametrize("comes_back", [False, True])
 @pytest.mark.fault("S3")
-def test_run_with_hung_disk_shuts_down_and_writes_its_end_later(
-    comes_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_with_hung_disk_shuts_down_and_writes_its_end_later(comes_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shutdown that waits for the disk would end no worker and take no signal."""
     monkeypatch.setattr("vescale_ray.controller.bounded_io.PATIENCE_S", 0.3)
     monkeypatch.setattr(driver, "LAST_WORDS_S", 30.0 if comes_back else 0.3)
@@ -768,9 +764,7 @@ def test_supervisor_keeps_durable_state_while_the_disk_hangs(tmp_path: Path, mon
     assert (read_state(tmp_path) or state).last_number == 12
 
 
-def test_restarted_controller_does_not_wait_for_silent_storage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarted_controller_does_not_wait_for_silent_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This is safe, since votes that come again make the same commit."""
     back = threading.Event()
     monkeypatch.setattr(checkpoint, "latest", lambda _: back.wait(60))
@@ -812,9 +806,7 @@ def begun_again(
 
 
 @pytest.mark.fault("S4")
-def test_controller_warns_of_unreadable_run_folder_and_awaits_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_controller_warns_of_unreadable_run_folder_and_awaits_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the constructor waits for the disk, the driver ends the training workers after two minutes: all since the checkpoint is lost."""
     start, conducted = begun_again(tmp_path, monkeypatch)
     back, told = threading.Event(), controller.read_state
@@ -838,9 +830,7 @@ def test_controller_warns_of_unreadable_run_folder_and_awaits_it(
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_late_startup_failure_is_reported_like_an_early_one(
-    again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_startup_failure_is_reported_like_an_early_one(again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start, _ = begun_again(tmp_path, monkeypatch)
     about: Any = controller.ray.get_runtime_context()
     about.was_current_actor_reconstructed = again
@@ -864,9 +854,7 @@ def test_late_startup_failure_is_reported_like_an_early_one(
 
 
 @pytest.mark.fault("S4")
-def test_io_errors_do_not_make_a_controller_begin_a_new_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_io_errors_do_not_make_a_controller_begin_a_new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that gives up returns EIO or ESTALE. Generations must not be numbered from 1 again while the workers train."""
     start, conducted = begun_again(tmp_path, monkeypatch)
     read, errors = Path.read_text, [OSError(errno.EIO, "Input/output error") for _ in range(3)]
@@ -885,9 +873,7 @@ def test_io_errors_do_not_make_a_controller_begin_a_new_run(
 
 
 @pytest.mark.fault("S4")
-def test_missing_durable_state_does_not_begin_the_run_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_durable_state_does_not_begin_the_run_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that is no longer mounted is empty. A new run would hire a second world and reuse the generation numbers of the first."""
     start, conducted = begun_again(tmp_path, monkeypatch)
     path = RunFolder(tiny(tmp_path, "again").run_folder).path
@@ -912,9 +898,7 @@ def test_controller_killed_before_its_first_state_begins_the_run(tmp_path: Path,
 
 
 @pytest.mark.fault("S4")
-def test_run_log_read_error_is_retried_without_double_counting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_log_read_error_is_retried_without_double_counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If another file can't be read after the state was, the run must not fail: its workers would be ended, and their steps lost."""
     run = recorded(tmp_path).started()
     first = generation(1, 0, "a", "b", origin=Origin.FRESH)
@@ -958,9 +942,7 @@ def test_run_log_read_error_is_retried_without_double_counting(
 
 @pytest.mark.parametrize("orphaned", [False, True])
 @pytest.mark.fault("S3")
-def test_ended_run_does_not_wait_for_its_state_on_a_hung_disk(
-    orphaned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ended_run_does_not_wait_for_its_state_on_a_hung_disk(orphaned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the driver is left by then. It must not block, deaf to signals."""
     config, back = tiny(tmp_path, "over"), threading.Event()
     ready = SimpleNamespace(config=config, source=StateSource(Origin.FRESH, 0), oldest=0)
@@ -980,9 +962,7 @@ def test_ended_run_does_not_wait_for_its_state_on_a_hung_disk(
 
 @pytest.mark.parametrize("comes_back", [False, True])
 @pytest.mark.fault("S4")
-def test_driver_awaits_unreadable_run_log_for_the_storage_bound(
-    comes_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_driver_awaits_unreadable_run_log_for_the_storage_bound(comes_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, seen = RunFolder(tiny(tmp_path, "unread").run_folder).create(), []
     about: Any = None
     bounds = Bounds(storage=30.0 if comes_back else 0.3)
@@ -1098,9 +1078,7 @@ def test_checkpoint_reported_damaged_at_any_time_is_not_resumed(tmp_path: Path) 
         log.record = lambda name, noted=noted, **about: noted.append(name)
         committer = SimpleNamespace(results=lambda: [SaveResult("bad", 7, 1, 0.1, CommittedCheckpoint("c7", "/c7", 7))])
         build: Any = CheckpointCoordinator
-        coordinator = build(
-            str(tmp_path), "run", None, log, None, committer, None, 1.0, SimpleNamespace(saved=lambda _: None)
-        )
+        coordinator = build(str(tmp_path), "run", None, log, None, committer, None, 1.0, SimpleNamespace(saved=lambda _: None))
         if order == "told before":
             coordinator.damaged("bad")
         coordinator.collect()
@@ -1122,9 +1100,7 @@ def source(worker_group: Any, coordinator: CheckpointCoordinator) -> StateSource
 
 @pytest.mark.parametrize("in_memory", [41, 30, None], ids=["as new as any", "older", "nothing"])
 @pytest.mark.fault("S5")
-def test_recovery_needs_no_storage_if_workers_hold_a_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: int | None
-) -> None:
+def test_recovery_needs_no_storage_if_workers_hold_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: int | None) -> None:
     """If the storage is out of reach, the loss of a worker must not fail the run. If only the manifests are out of reach, a run without
     copies must not begin from its first step."""
     asked: list[str] = []
@@ -1164,9 +1140,7 @@ def test_vanished_checkpoints_are_no_reason_to_begin_anew(tmp_path: Path) -> Non
     with pytest.raises(OSError, match="is it mounted"):
         coordinator.newer("a")
     log.stats.checkpoints.step = None
-    assert coordinator.newest() is None and source(worker_group, coordinator).origin is Origin.FRESH, (
-        "there was none yet"
-    )
+    assert coordinator.newest() is None and source(worker_group, coordinator).origin is Origin.FRESH, "there was none yet"
 
 
 def test_run_with_only_damaged_checkpoints_begins_anew(tmp_path: Path) -> None:
@@ -1179,9 +1153,7 @@ def test_run_with_only_damaged_checkpoints_begins_anew(tmp_path: Path) -> None:
     coordinator = CheckpointCoordinator(str(tmp_path), "run", worker_group, log, newest, None, None, 1.0, None)  # type: ignore[arg-type]
     assert source(worker_group, coordinator).commit == result.kept.name
     coordinator.distrust(result.kept.name)
-    assert coordinator.newest() is None and source(worker_group, coordinator).origin is Origin.FRESH, (
-        "its data is damaged"
-    )
+    assert coordinator.newest() is None and source(worker_group, coordinator).origin is Origin.FRESH, "its data is damaged"
     again = CheckpointCoordinator(str(tmp_path), "run", worker_group, log, newest, None, None, 1.0, None)  # type: ignore[arg-type]
     for piece in (tmp_path / "data").rglob("*"):
         if piece.is_file():
@@ -1190,9 +1162,7 @@ def test_run_with_only_damaged_checkpoints_begins_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [None, "/runs/c/commits/e4-s40.json"])
-def test_supervisor_loss_with_hidden_checkpoints_ends_the_run(
-    kept: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_supervisor_loss_with_hidden_checkpoints_ends_the_run(kept: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny(tmp_path, "mislaid")
     ready = SimpleNamespace(config=config, source=StateSource(Origin.FRESH, 0), oldest=0)
     folder, lives = RunFolder(config.run_folder).create(), iter([True, False])
@@ -1211,9 +1181,7 @@ def test_supervisor_loss_with_hidden_checkpoints_ends_the_run(
 
 
 @pytest.mark.parametrize("ends", ["comes back", "stays away", "signal", "bad input"])
-def test_supervisor_loss_awaits_storage_before_the_new_start(
-    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_supervisor_loss_awaits_storage_before_the_new_start(ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the storage's server is lost with the head's network, a single try would leave the run FAILED."""
     config, now, asked = tiny(tmp_path, "away"), [0.0], list[float]()
     signals: Any = SimpleNamespace(count=0)
@@ -1256,9 +1224,7 @@ def test_longest_recent_step_is_remembered_for_one_period() -> None:
     assert steps.paces == ((3, 0.5),) * PERIOD
 
 
-def test_loss_while_silent_storage_is_asked_does_not_begin_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loss_while_silent_storage_is_asked_does_not_begin_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two workers hold a state older than the checkpoint, and one dies while the storage is asked. The run must not begin from its first
     step."""
     back, living = threading.Event(), {"a", "b"}
@@ -1356,9 +1322,7 @@ def test_held_state_is_not_saved_over_a_newer_checkpoint(tmp_path: Path, monkeyp
     assert result is not None and result.kept is not None and result.step == 41
 
 
-def test_hung_last_checkpoint_is_given_up_at_its_time_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hung_last_checkpoint_is_given_up_at_its_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two more orders, each with the same limit and a wait for workers that still write, would take more than an hour."""
     now, ordered = [50.0], []
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -1664,9 +1628,7 @@ def test_a_checkpoint_has_the_metrics_of_its_own_step(run: Recorded) -> None:
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_frozen_driver_asks_again_before_it_fails_the_run(
-    gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frozen_driver_asks_again_before_it_fails_the_run(gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a container was frozen for two minutes, its first question is not answered in time. That must not fail the run."""
     now, asked = [1000.0], list[float]()
     about: Any = SimpleNamespace(config=tiny(tmp_path, "still"), source=StateSource(Origin.FRESH, 0), oldest=0)

@@ -259,9 +259,7 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path, drivers: list[Driv
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_ctrl_c_in_a_pending_change_saves_and_leaves_nothing(
-    tmp_path: Path, drivers: list[Driver]
-) -> None:
+def test_ctrl_c_in_a_pending_change_saves_and_leaves_nothing(tmp_path: Path, drivers: list[Driver]) -> None:
     """The test presses the key at a terminal. One run waits for a worker that a user has requested, the other for places that don't
     exist."""
     common: dict[str, Any] = {"train_steps": 100_000, "checkpoint_every": 0, "elastic_workers": 2, "ray_cpus_per_worker": 1.0}

@@ -259,9 +259,7 @@ NODES = "abcdefg"
     st.lists(st.integers(1, 5), min_size=len(NODES), max_size=len(NODES)),
 )
 @pytest.mark.fault("N4")
-def test_nodes_to_remove_match_the_brute_force_minimum(
-    broken: set[tuple[str, str]], sizes: list[int]
-) -> None:
+def test_nodes_to_remove_match_the_brute_force_minimum(broken: set[tuple[str, str]], sizes: list[int]) -> None:
     weights = dict(zip(NODES, sizes, strict=True))
     gone = fewest(broken, weights, {node: place for place, node in enumerate(NODES)})
     assert all(gone & set(pair) for pair in broken)
@@ -409,9 +407,7 @@ def test_a_worker_that_is_cut_off_is_ended_and_its_node_shunned(tmp_path: Path) 
     ],
     ids=["replaced", "grows", "spare", "the spare is cut off too", "nobody comes", "too few would be left"],
 )
-def test_broken_network_is_awaited_if_no_replacement_comes(
-    tmp_path: Path, elastic: dict[str, Any], beside: str, waits: bool
-) -> None:
+def test_broken_network_is_awaited_if_no_replacement_comes(tmp_path: Path, elastic: dict[str, Any], beside: str, waits: bool) -> None:
     for lasts_s, acts in ((3.0, not waits), (9.9, not waits), (10.0, True)):
         cut = Cut(tmp_path / str(lasts_s), collective_timeout_s=20.0, **elastic)
         cut.beside(*([beside] if beside else []))
@@ -464,12 +460,7 @@ def test_generation_ends_at_once_if_all_nodes_reach_each_other(tmp_path: Path) -
     answers: list[CutOff | None] = [None, None, NOBODY]
     cut.connectivity.cut_off = lambda members, leavers, network: answers.pop(0)
     ending = cut.fail()
-    assert (
-        ending.living == ("a", "b")
-        and not answers
-        and cut.worker_group.now < BEGAN + 1.0
-        and cut.stage.budget.crashes == 1
-    )
+    assert ending.living == ("a", "b") and not answers and cut.worker_group.now < BEGAN + 1.0 and cut.stage.budget.crashes == 1
     # If a probe is never answered, the wait still ends.
     other = Cut(tmp_path / "2")
     other.found = None

@@ -85,9 +85,7 @@ def test_a_leaver_that_fails_before_it_gives_is_not_awaited(tmp_path: Path) -> N
     stage.watch()
     ((when, _),) = worker_group.fenced
     assert when - BEGAN - 1.0 == pytest.approx(GIVER_S, abs=3 * TICK_S)
-    assert (
-        stage.budget.total == {Cause.ERROR: 1} and "no room for a batch" in stage.budget.errors[0]
-    )
+    assert stage.budget.total == {Cause.ERROR: 1} and "no room for a batch" in stage.budget.errors[0]
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["it has told so", "its word was lost with it"])
@@ -250,9 +248,7 @@ def test_an_order_that_a_leaver_did_not_get_is_taken_back(tmp_path: Path) -> Non
         (WorkerPhase.TRAINING, WorkerPhase.FORMING, False),
     ],
 )
-def test_restarted_controller_drops_leavers_of_a_finished_move(
-    a: WorkerPhase, b: WorkerPhase, moved: bool, tmp_path: Path
-) -> None:
+def test_restarted_controller_drops_leavers_of_a_finished_move(a: WorkerPhase, b: WorkerPhase, moved: bool, tmp_path: Path) -> None:
     """The durable state names the leavers until it is written the next time."""
     stage = Stage(WorkerGroup(report("a", a), report("b", b)), tmp_path, ("gone",))
     adopted(stage)
@@ -313,9 +309,7 @@ def awaited(stage: Stage, ended: Ending, workers: int, hire: int) -> bool:
     ids=["two die", "three die", "all die", "nobody is hired anew"],
 )
 @pytest.mark.fault("W16")
-def test_dying_replacement_is_rehired_up_to_the_start_limit(
-    deaths: int, elastic: dict[str, Any], comes: bool, tmp_path: Path
-) -> None:
+def test_dying_replacement_is_rehired_up_to_the_start_limit(deaths: int, elastic: dict[str, Any], comes: bool, tmp_path: Path) -> None:
     """A single death must not end the run with "no replacement came in time"."""
     worker_group = WorkerGroup(report("a", WorkerPhase.PARKED))
     stage = Stage(worker_group, tmp_path, **elastic)

@@ -415,9 +415,7 @@ def test_commands_reach_the_controller_and_its_answer_comes_back(server: Metrics
 
 @pytest.mark.parametrize("token", [None, "", "wrong", "secre", "secret2", "sécret"])
 @pytest.mark.parametrize("path", ["/stop", "/rescale"])
-def test_command_without_a_valid_token_is_refused_without_effect(
-    server: MetricsServer, box: Box, path: str, token: str | None
-) -> None:
+def test_command_without_a_valid_token_is_refused_without_effect(server: MetricsServer, box: Box, path: str, token: str | None) -> None:
     header = None if token is None else token.encode().decode("latin-1")
     status, answer = post(server, path, {"workers": 2}, token=header)
     assert status == 401 and "control.json" in answer["error"]

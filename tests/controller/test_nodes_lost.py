@@ -53,9 +53,7 @@ def freeze(nodes: Nodes, node: str) -> None:
 
 @pytest.mark.parametrize("how", [kill_all, kill_the_raylet, freeze], ids=["all is killed", "the raylet is killed", "nothing answers"])
 @pytest.mark.fault("W5", "N1", "N2")
-def test_lost_node_costs_only_its_workers_and_is_not_readmitted(
-    how: Callable[[Nodes, str], None], tmp_path: Path
-) -> None:
+def test_lost_node_costs_only_its_workers_and_is_not_readmitted(how: Callable[[Nodes, str], None], tmp_path: Path) -> None:
     with cluster(2, 2, system=TUNED) as nodes:
         config = config_of(tmp_path, "lost", elastic_workers=4, elastic_replace_lost=False, ray_address=nodes.address)
         folder, output = RunFolder(config.run_folder), tmp_path / "lost.txt"

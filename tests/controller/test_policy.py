@@ -197,9 +197,7 @@ COUNTS = {"world": st.integers(1, 6), "ready": st.integers(0, 6), "warming": st.
 
 
 @given(**COUNTS, spares=st.integers(0, 3))
-def test_staffing_fills_target_and_spares_and_regroups_when_warm(
-    world: int, ready: int, warming: int, target: int, spares: int
-) -> None:
+def test_staffing_fills_target_and_spares_and_regroups_when_warm(world: int, ready: int, warming: int, target: int, spares: int) -> None:
     todo = policy.staffing(world, ready, warming, target, spares)
     assert not ((todo.hire or todo.spares) and todo.dismiss)
     assert world + ready + warming + todo.hire + todo.spares - todo.dismiss == max(world, target) + spares

@@ -219,9 +219,7 @@ LATE, FAILED = ("was warm in its place after 30 s", START_S + 1, 0), ("did not s
 
 
 @pytest.mark.parametrize(("why", "later_s", "failures"), [LATE, FAILED], ids=["late", "failed"])
-def test_kept_straggler_is_reported_once_and_retried_more_rarely(
-    tmp_path: Path, why: str, later_s: float, failures: int
-) -> None:
+def test_kept_straggler_is_reported_once_and_retried_more_rarely(tmp_path: Path, why: str, later_s: float, failures: int) -> None:
     table = Table(tmp_path, "replace")
     table.open("a", "b")
     table.step((1.0, 5.0), (-1, 0))
@@ -279,9 +277,7 @@ def test_restarted_controller_keeps_the_replacement_pause(tmp_path: Path, monkey
     assert again.unwanted(("a", "b", "c"), 3, 3, 0) == ({"c"} if passed < 2 * PAUSE_S else frozenset())
 
 
-def test_restarted_controller_remembers_an_awaited_replacement(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarted_controller_remembers_an_awaited_replacement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = Table(tmp_path, "replace")
     table.open("a", "b", "c")
     table.step((1.5, 1.0, 3.0), (0, -1, 0))

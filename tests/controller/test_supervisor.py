@@ -144,9 +144,7 @@ def test_hire_of_a_controller_killed_meanwhile_is_ended(supervisor: Any, store: 
     assert supervisor.hire((), 2)[0] in supervisor.roster(2)
 
 
-def test_place_is_returned_after_a_refusal_or_a_failed_hire(
-    supervisor: Any, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_place_is_returned_after_a_refusal_or_a_failed_hire(supervisor: Any, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     worker, _ = supervisor.hire()
     store.refuses = 3  # one refusal for its kill, two for the return of its place
     supervisor.dismiss(worker, None)
@@ -159,9 +157,7 @@ def test_place_is_returned_after_a_refusal_or_a_failed_hire(
     assert not supervisor.roster()
 
 
-def test_each_generation_has_its_own_store_and_the_last_two_stay(
-    supervisor: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_generation_has_its_own_store_and_the_last_two_stay(supervisor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The data that a group leaves in its store grows with the square of its ranks. One store for all would fill the head's memory in
     the end."""
     monkeypatch.setattr(subject.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
