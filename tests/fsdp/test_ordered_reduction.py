@@ -94,6 +94,27 @@ def test_cpu_offloaded_gradients_add_up_as_one_process_does():
     same(run_threads(2, ordered, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}), alone())
 
 
+def earlier_ones_count(rank, world):
+    """Rank 1 contributes only to the backward without gradient sync."""
+    model = fully_shard(build(), mesh=init_device_mesh("cpu", (world,)))
+    model.set_ordered_reduction()
+    model.set_gradient_divide_factor(1.0)
+    for turn in range(2):
+        model.set_requires_gradient_sync(turn == 1)
+        model.set_contributes(turn == 0 or rank == 0)
+        model(micro_batch(turn * world + rank), True).backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def test_a_rank_that_stops_contributing_keeps_its_earlier_gradient():
+    expected = build()
+    for k in range(3):
+        expected(micro_batch(k), True).backward()
+    for got in run_threads(2, earlier_ones_count):
+        for name, p in expected.named_parameters():
+            torch.testing.assert_close(got[name], p.grad)
+
+
 def plain(rank, world):
     model = fully_shard(build(), mesh=init_device_mesh("cpu", (world,)))
     model.set_gradient_divide_factor(1.0)

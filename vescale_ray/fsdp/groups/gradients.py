@@ -192,10 +192,7 @@ class Gradients:
         flat, claim = self._begin(), self._claims.get(index)
         if not self.contributes:
             # Write zeros: zero times the gradient of a stand-in batch would keep NaN and infinity.
-            if not self._arrived[index]:
-                flat.writes(index)
-                flat.views[index].zero_()
-            self._arrives(index, counts=False)
+            self._fill(flat, index, counts=False)
         elif claim is not None and claim != current_graph_task_id():
             # Autograd still holds the claimed view, maybe as a part of a sum: do not write there.
             held = self._aside.get(index)
@@ -272,10 +269,15 @@ class Gradients:
         flat = self.open()
         for index, param in enumerate(self.params):
             if param.sharded.requires_grad:
-                if not self._arrived[index]:
-                    flat.writes(index)
-                    flat.views[index].zero_()
-                self._arrives(index)
+                self._fill(flat, index, counts=True)
+
+    def _fill(self, flat: FlatGradient, index: int, *, counts: bool) -> None:
+        """Fill in zeros for a gradient, unless one has arrived."""
+        if not self._arrived[index]:
+            flat.writes(index)
+            # In a fixed order use -0.0, since adding it changes no number, while adding 0.0 changes -0.0.
+            flat.views[index].fill_(-0.0 if self.ordered else 0.0)
+        self._arrives(index, counts=counts)
 
     def reduce(self, lane: comm.Lane, together: Sums, *, asks: bool) -> None:
         """Start the reduce-scatter into this rank's shard, or add it to those that ``together`` starts.
@@ -288,11 +290,8 @@ class Gradients:
         gradients.writes_all()
         used = [i for i in (sorted(self._counts) if asks else range(len(self.params))) if self.params[i].sharded.requires_grad]
         self._used.update(used if asks else ())
-        # In a fixed order use -0.0, since adding it changes no number, while adding 0.0 changes -0.0.
-        nothing = -0.0 if self.ordered else 0.0
-        for index, arrived in enumerate(self._arrived):
-            if not arrived or (self.ordered and not self.contributes):
-                gradients.views[index].fill_(nothing)
+        for index in range(len(self.params)):
+            self._fill(gradients, index, counts=False)
         factor = 1.0 / (self.divide_factor if self.divide_factor is not None else self.place.world * self.place.replicas)
         flat, buffer = gradients.tensor, gradients.buffer
         self._clear()
