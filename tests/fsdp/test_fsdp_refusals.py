@@ -730,6 +730,13 @@ METHODS: dict[str, Case] = {
         ignore,
         one_unit,
     ),
+    "functional_call first": Case(
+        lambda m: torch.func.functional_call(m, {name: p * 0.5 for name, p in m.named_parameters()}, (batch(0, 0),)),
+        ValueError,
+        ("was replaced in its module", "functional_call"),
+        ignore,
+        units,
+    ),
     "prefetch: one module": Case(
         lambda m: m.set_modules_to_forward_prefetch(m.layers[0]),
         TypeError,

@@ -142,10 +142,11 @@ def _describe(param: GroupParam, installed: nn.Parameter | None) -> str:
 
 
 def check_replaced(units: Sequence[Unit]) -> None:
-    """Check that no plain tensor was put in the place of a sharded parameter before the first forward.
+    """Check that the places of sharded parameters hold sharded parameters at the first forward.
 
     Raises:
-        ValueError: a plain tensor is there. An optimizer built from it would train nothing.
+        ValueError: a plain tensor is there, so an optimizer built from it would train nothing; or a tensor that is no parameter is there,
+            which ``functional_call`` puts there for one forward.
     """
     for group in (group for unit in units for group in unit.groups):
         for param in group.params:
@@ -153,7 +154,9 @@ def check_replaced(units: Sequence[Unit]) -> None:
                 continue
             installed = param.installed()
             ours = param.unsharded if group.residency is Residency.UNSHARDED else param.sharded
-            if installed is not ours and param.tied is None and not isinstance(installed, DTensor):
+            if installed is ours or param.tied is not None:
+                continue
+            if not isinstance(installed, DTensor) or not isinstance(installed, nn.Parameter):
                 raise ValueError(_describe(param, installed))
 
 

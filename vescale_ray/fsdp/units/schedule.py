@@ -113,8 +113,9 @@ class Schedule:
                 raise RuntimeError(f"set_manual_backward_finalization must be called on the root FSDP module, not on {fqn!r}")
             found.setdefault(id(unit), (unit, []))[1].append(fqn)
         schedule = cls(root.lanes or Lanes(root.device))
-        root.is_root, schedule.ending = True, root.ending
+        schedule.ending = root.ending
         schedule._take_in(found, fqns)
+        root.is_root = True
         check_all_ignored(schedule.units, modules[0])
         _SCHEDULES.append(weakref.ref(schedule, _SCHEDULES.remove))
         return schedule
