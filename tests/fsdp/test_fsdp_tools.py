@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from tests.ranks import run_gloo
+from vescale_ray import optim
 from vescale_ray.fsdp import fully_shard
 
 WIDTH = 32
@@ -74,6 +76,36 @@ def compiled_optimizer(how: Any) -> tuple[float, float]:
             optimizer.zero_grad()
         sums.append(sum(p.full_tensor().square().sum().item() for p in model.parameters()))
     return sums[0], sums[1]
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "flat": lambda model: optim.Flat(model.parameters(), lr=0.1),
+    **{name: functools.partial(optim.build_optimizer, config=name, log=None) for name in ("adamw8bit", "muon", "shampoo")},
+}
+
+
+def compiled_as_eager(rank: int, world: int) -> dict[str, bool]:
+    """Whether two compiled steps of each optimizer give the bits of two others."""
+    same = {}
+    for name, build in OPTIMIZERS.items():
+        models = []
+        for compiled in (True, False):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            models.append(sharded(fully_shard, blocks=1))
+            optimizer = build(models[-1])
+            step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+            for _ in range(2):
+                models[-1](torch.ones(2, WIDTH)).sum().backward()
+                step()
+                optimizer.zero_grad()
+        ours, eager = ([p.full_tensor() for p in model.parameters()] for model in models)
+        same[name] = all(map(torch.equal, ours, eager))
+    return same
+
+
+def test_compiled_steps_of_own_optimizers_equal_eager_ones() -> None:
+    assert run_gloo(2, compiled_as_eager) == [dict.fromkeys(OPTIMIZERS, True)] * 2
 
 
 def labels(how: Any) -> tuple[set[str], Counter[str]]:

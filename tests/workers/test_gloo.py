@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.ranks import RankFailed, on_processes, run_gloo
 from tests.workers.tiny import tiny
 from vescale_ray import gloo
-from vescale_ray.communication.point_to_point import is_pairwise
+from vescale_ray.communication.point_to_point import Messages, is_pairwise
 from vescale_ray.fsdp import CPUOffloadPolicy, Sharding, fully_shard
 from vescale_ray.fsdp.units.schedule import unit_of
 from vescale_ray.workers import rehearsal
@@ -37,6 +37,14 @@ CPU = torch.device("cpu")
 
 def default_group() -> dist.ProcessGroup:
     return dist.distributed_c10d._get_default_group()
+
+
+def test_messages_that_could_not_be_made_are_dropped_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    unraisable: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    with pytest.raises(TypeError, match="weak reference"):
+        Messages(object(), 0)
+    assert not unraisable
 
 
 @on_processes(4)

@@ -41,10 +41,10 @@ class Messages:
     """Groups that failed. Their messages are not kept, so that their sockets can close."""
 
     def __init__(self, group: Any, tag: int, clock: Clock | None = None) -> None:
-        self._group, self._tag, self._clock, self._since = weakref.ref(group), tag, clock, abortable_waits.mark()
-        self._limit = abortable_waits.bound(group)
         self._under_way: list[tuple[Any, object]] = []
         """Each message's Work, and what holds its memory."""
+        self._group, self._tag, self._clock, self._since = weakref.ref(group), tag, clock, abortable_waits.mark()
+        self._limit = abortable_waits.bound(group)
 
     def receive(self, received: torch.Tensor, source: int) -> None:
         """Receive from rank ``source`` of the group."""

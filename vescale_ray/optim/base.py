@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from vescale_ray.compat.core import disable_dynamo
 from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_ray.dtensor.spec import sharding_of
 from vescale_ray.optim.agree import Agreement, Decision, goes_on
@@ -101,6 +102,7 @@ class BlockOptimizer(InPlaceLoading, ABC):
 
     # -- step --------------------------------------------------------------------------------------------------------
 
+    @disable_dynamo  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def step(self, closure: Any = None, *, decision: Decision | None = None) -> Any:
         """Take one step; ``closure`` recomputes the loss, which is returned. Communicates only if ``nonfinite`` says so.

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from vescale_ray.compat.core import disable_dynamo
 from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_ray.optim.agree import Agreement, Decision, goes_on
 from vescale_ray.optim.base import BlockOptimizer
@@ -241,6 +242,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
                 "a combined optimizer does not know which part should step new parameters: add the group to one of .optimizers"
             )
 
+    @disable_dynamo  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Step every part. Collective if one of them communicates.

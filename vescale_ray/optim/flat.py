@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.communication.collectives import in_parameter_order
+from vescale_ray.compat.core import disable_dynamo
 from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_ray.optim.parameters import in_order, local_of, take_sharded
 from vescale_ray.optim.state_loading import StrictLoading
@@ -150,6 +151,7 @@ class Flat(StrictLoading):
     def _parameters(self) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
+    @disable_dynamo  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         loss = None

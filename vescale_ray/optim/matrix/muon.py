@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from vescale_ray.compat.core import disable_dynamo
 from vescale_ray.optim.agree import Agreement, Decision, NonFiniteGradients, goes_on
 from vescale_ray.optim.matrix.exchange import BUCKET_BYTES, Exchange, Itinerary, Job, domains, plan
 from vescale_ray.optim.matrix.matrices import (
@@ -157,6 +158,7 @@ class Muon(InPlaceLoading):
         """Plans of the communication, one for each set of ranks that share parameters: roots, buckets, balance, bytes."""
         return tuple(exchange.itinerary for exchange in self._routed().exchanges)
 
+    @disable_dynamo  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, decision: Decision | None = None) -> Any:  # type: ignore[override]
         """Take one step. Collective over the parameters' meshes.
