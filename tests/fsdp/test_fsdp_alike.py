@@ -297,6 +297,28 @@ def test_forward_mode_derivatives_are_those_of_a_plain_module(rank: int, world: 
         torch.testing.assert_close(full(q.grad), averaged(p.grad).float())
 
 
+@pytest.mark.parametrize("reshard", [None, True])
+@on_processes(2)
+def test_reverse_mode_derivatives_are_those_of_a_plain_module(rank: int, world: int, reshard: bool | None) -> None:
+    plain = Net()
+    ours = sharded(copy.deepcopy(plain), reshard_after_forward=reshard)
+
+    def of_input(model: Any, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.func.grad(lambda x: model(x).square().sum())(x)
+        return found
+
+    for turn in range(2):
+        got, expected = of_input(ours, batch(rank)), of_input(plain, batch(rank))
+        torch.testing.assert_close(got, expected)
+        assert turn or all(p.grad is None for p in ours.parameters())
+        for found, model in ((got, ours), (expected, plain)):
+            found.square().mean().backward()  # through the gradient, to the parameters
+            model(batch(rank)).sum().backward()
+    for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(full(q.grad), averaged(p.grad))
+
+
 @on_processes(2)
 def test_fully_shard_and_torchs_replicate_leave_each_other_alone(rank: int, world: int) -> None:
     ours, alone = Net(), Net()

@@ -9,7 +9,7 @@ from torch.autograd.graph import get_gradient_edge
 from vescale_ray.fsdp.groups.group import ParameterGroup
 from vescale_ray.fsdp.groups.running_backward import in_backward, will_accumulate
 from vescale_ray.fsdp.layouts.phases import Phase
-from vescale_ray.fsdp.units.unit import Unit
+from vescale_ray.fsdp.units.unit import Unit, outside_transforms
 
 
 def listen(unit: Unit) -> None:
@@ -23,7 +23,8 @@ def listen(unit: Unit) -> None:
 def will_come(group: ParameterGroup) -> bool:
     """Whether the running backward will accumulate a gradient of a parameter of ``group``."""
     leaves = (param.unsharded for param in group.params if param.sharded.requires_grad)
-    return any(leaf.requires_grad and will_accumulate(get_gradient_edge(leaf).node) for leaf in leaves if leaf is not None)
+    with outside_transforms():  # inside torch.func.grad, a leaf of another level has no edge
+        return any(leaf.requires_grad and will_accumulate(get_gradient_edge(leaf).node) for leaf in leaves if leaf is not None)
 
 
 def _prefetch_at_first_gradient(unit_ref: weakref.ref[Unit]) -> None:
