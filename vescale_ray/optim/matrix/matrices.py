@@ -76,7 +76,13 @@ def holding(param: Tensor, name: str) -> Holding:
     # The ranks of dimension ``across`` put matrices together: the ragged one, else the last that cuts rows or experts.
     across = sharding_of(param._spec).mesh_dim if ragged else next((i for i in reversed(shards) if _dim(placements[i]) == 0), None)
     inner = [i for i in shards if i != across and _dim(placements[i]) >= len(shape) - 2]
-    if inner or (across is None and shards):
+    if across is None and shards:
+        raise ValueError(
+            f"{shown}: its matrices are cut along dimension {_dim(placements[shards[0]])}, so that no rank holds whole rows; shard "
+            f"dimension 0 (without a shard_placement_fn, fully_shard does), or train it with AdamW (build_optimizer: matrices of this "
+            f"kind can be routed by name)"
+        )
+    if inner:
         raise ValueError(
             f"{shown}: its matrices are also cut by another mesh dimension (tensor parallelism), so that no group of data-parallel ranks "
             f"has all of one; train it with AdamW (build_optimizer: matrices of this kind can be routed by name), or shard it over the "
