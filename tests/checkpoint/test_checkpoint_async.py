@@ -398,9 +398,9 @@ def test_work_after_a_commit_does_not_delay_the_next_staging(root, monkeypatch):
 def test_recovered_store_accepts_saves_but_not_the_given_up_one(root, monkeypatch):
     monkeypatch.setattr(saver_module, "EXIT_S", 0.2)
     store, state = Slow(root), {"model": {"w": torch.ones(3000)}}
-    saver = ckpt.Saver(store, timeout_s=0.1)
+    saver = ckpt.Saver(store, timeout_s=0.3)
     given_up = saver.async_save(state, 1)
-    time.sleep(0.6)
+    time.sleep(1.8)
     with pytest.raises(ckpt.SaveFailed, match="does not answer"):
         saver.async_save(state, 2)
     store.gate.set()

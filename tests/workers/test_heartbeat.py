@@ -110,7 +110,7 @@ def test_waiting_thread_names_its_collective_and_awaited_none(tmp_path, monkeypa
     assert {name: at.waiting for name, at in waiting.items()} == dict.fromkeys(waiting, True), waiting
     assert {name: at.waiting for name, at in awaited.items()} == dict.fromkeys(awaited, False), awaited
     assert all("late (test_heartbeat.py" in at.text or "while_it_runs (" in at.text for at in awaited.values())
-    assert waiting["backward"].text.startswith("wait (fsdp/reduction.py:"), waiting["backward"]
+    assert waiting["backward"].text.startswith("wait (fsdp/groups/reduction.py:"), waiting["backward"]
 
 
 def test_thread_waiting_on_its_own_lock_does_not_wait_for_ranks():

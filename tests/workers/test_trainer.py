@@ -109,7 +109,8 @@ def test_a_record_accounts_for_the_whole_step_on_every_rank(text: str) -> None:
         first = [per_rank[w][0] for w in range(3)]
         late = first[1].seconds
         assert first[1].alone_seconds == 0.0, "the last to begin waits for nobody"
-        assert all(r.alone_seconds > 0.3 and r.seconds - r.alone_seconds == pytest.approx(late, abs=0.2) for r in (first[0], first[2]))
+        about = pytest.approx(late, abs=0.2, rel=0.5)
+        assert all(r.alone_seconds > 0.3 and r.seconds - r.alone_seconds == about for r in (first[0], first[2])), first
         assert first[0].alone_seconds == pytest.approx(first[2].alone_seconds, abs=0.2), "what one of them had to settle counts for none"
         run.end()
 

@@ -44,7 +44,7 @@ class Where:
     """Position of a thread.
 
     Attributes:
-        text: the innermost frames first, such as ``wait (fsdp/comm.py:53) < reduce (fsdp/gradients.py:234)``.
+        text: the innermost frames first, such as ``wait (fsdp/communication/comm.py:53) < reduce (fsdp/groups/gradients.py:234)``.
         waiting: whether it waits for other ranks in a collective.
         compiling: whether torch compiles code, which takes an unknown time.
     """
