@@ -274,10 +274,14 @@ class Stage:
 
     @property
     def events(self) -> list[str]:
-        return [event["event"] for event in self.run.folder.read_events()]
+        return [event["event"] for event in self._written_events()]
 
     def of(self, name: str) -> list[dict[str, Any]]:
-        return [event for event in self.run.folder.read_events() if event["event"] == name]
+        return [event for event in self._written_events() if event["event"] == name]
+
+    def _written_events(self) -> list[dict[str, Any]]:
+        self.run.log.journal.flush(30.0)  # on a busy machine, lines may still wait for the disk
+        return self.run.folder.read_events()
 
     def rounds(self, *ends: type, begin: Any = None) -> Any:
         """Step the loop until its state is one of ``ends``, and return that state. ``begin``: the state to begin with."""

@@ -106,7 +106,7 @@ def earlier_ones_count(rank, world):
     return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 
 
-def test_a_rank_that_stops_contributing_keeps_its_earlier_gradient():
+def test_rank_that_stops_contributing_keeps_earlier_gradients():
     expected = build()
     for k in range(3):
         expected(micro_batch(k), True).backward()
