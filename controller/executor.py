@@ -97,7 +97,7 @@ class Executor:
     # ------------------------------------------------------------------------------------------------------- observations
 
     def observations(self, now: float, answers: dict[Question, Any]) -> Observations:
-        """What a transition sees, at the time ``now``."""
+        """Return the world as a transition sees it, at the time ``now``."""
         return Observations(
             now=now,
             clock=self.worker_group.clock(),

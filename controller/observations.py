@@ -40,7 +40,7 @@ class WorkersView(Protocol):
 
 @dataclass(frozen=True)
 class Observations:
-    """What is known when a transition begins.
+    """The world at the beginning of a transition.
 
     Attributes:
         now: ``time.monotonic``; ``clock``: the worker group's clock.

@@ -1,4 +1,4 @@
-"""What torch's operations do inside a block, for tests of copies, casts and collectives."""
+"""Records of torch's operations inside a block, for tests of copies, casts and collectives."""
 
 from __future__ import annotations
 

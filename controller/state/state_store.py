@@ -1,4 +1,4 @@
-"""Where a controller's durable state is kept.
+"""The store of a controller's durable state.
 
 The state is written before it is used, so that no generation number is ever given out twice. It lies in the run's folder. If the folder
 can't be written (its disk is full, or does not answer), the supervisor, which outlives the controller, keeps it in memory.

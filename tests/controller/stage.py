@@ -247,7 +247,7 @@ class Stage:
 
     @property
     def seen(self) -> Observations:
-        """What a transition would see now."""
+        """The observations of a transition now."""
         seen: Observations = self.executor.observations(self.worker_group.now, {})
         return seen
 

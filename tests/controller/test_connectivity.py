@@ -493,7 +493,7 @@ class Steered:
         self.connectivity.admit = lambda ready, members, network: admit(ready)
 
     def admitted(self, *ready: str) -> list[str]:
-        """Those of ``ready`` that may join, in the next round."""
+        """The workers of ``ready`` that may join, in the next round."""
         self.stage.executor.collect()
         fine, do = self.scaling._admitted(list(ready), WORLD, self.stage.seen)
         self.stage.executor.perform(do)
