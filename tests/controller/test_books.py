@@ -1094,7 +1094,7 @@ def log_of(kept: int | None, path: str | None = None, world: World | None = None
 
 
 def source(worker_group: Any, coordinator: CheckpointCoordinator) -> StateSource:
-    """What worker ``a`` starts from, given what it holds and the newest checkpoint."""
+    """Return the source of worker ``a``'s state, given what it holds and the newest checkpoint."""
     return choose_source(parked.held(worker_group, "a"), "a", coordinator.newer("a"))
 
 

@@ -507,7 +507,7 @@ class Steered:
         return found if isinstance(found, CutOff) else None
 
     def gives_up(self) -> bool:
-        """Whether it is found that the workers on their way do not come."""
+        """Return whether the policy finds that the workers on their way do not come."""
         durable = self.stage.seen.durable
         do = self.scaling._cannot_grow(WORLD, ["g"], durable.target, durable.reason, self.stage.seen)
         self.stage.executor.perform(do)

@@ -43,7 +43,7 @@ def after(
     waited: bool = False,
     leaving: str = "",
 ) -> Any:
-    """What follows the end of a generation: members and leavers of the next, the number of workers to wait for and to hire, the goal of a
+    """The sequel of a generation: members and leavers of the next, the number of workers to wait for and to hire, the goal of a
     checkpoint, or an error."""
     elastic = ElasticSection(workers=3, min_workers=fewest, replace_lost=replace_lost)
     config: Any = SimpleNamespace(elastic=elastic)

@@ -1,4 +1,4 @@
-"""What fully_shard does with arguments that it can't judge: errors of the user's functions, ignored parameters, other dtypes."""
+"""Arguments that fully_shard can't judge: errors of the user's functions, ignored parameters, other dtypes."""
 
 from __future__ import annotations
 
