@@ -25,7 +25,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape, unescape
 
-ACTIONS = ("status", "lost", "reset", "short", "wrong range", "hang", "stall", "flip", "reset after headers", "drip", "damage")
+ACTIONS = ("status", "lost", "reset", "short", "wrong range", "hang", "stall", "flip", "reset after headers", "drip", "damage", "company")
 
 
 @dataclass
@@ -34,6 +34,7 @@ class Rule:
 
     ``operation``: GET, HEAD, PUT, PART, START, COMPLETE, ABORT, DELETE, BATCH (DeleteObjects), LIST, UPLOADS or ``*``. ``lost``: carry out
     the request, then close without an answer. ``stall``: read nothing of the request's body. ``damage``: flip a bit of it on arrival.
+    ``company``: answer when another request is being answered.
     """
 
     operation: str
@@ -130,6 +131,10 @@ class Handler(BaseHTTPRequestHandler):
         with self.fake.lock:
             self.fake.busy += 1
             self.fake.busiest = max(self.fake.busiest, self.fake.busy)
+        if rule and rule.action == "company":
+            for _ in range(int(rule.seconds / 0.01)):
+                if self.fake.busy > 1 or self.fake.stop.wait(0.01):
+                    break
         try:
             self._serve(operation, key, body, rule)
         finally:

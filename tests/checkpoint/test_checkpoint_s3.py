@@ -309,6 +309,7 @@ def test_object_of_a_wrong_size_makes_no_commit(store, fake):
 def test_parts_go_in_parallel_within_the_budget(fake):
     store = s3_store(fake, parallel=3)
     fake.fail("PART")
+    fake.fail("PART", "company")
     store.put_stream("data/x/r", chunks(40 << 20), 40 << 20)
     assert fake.requests("PART") == 9 and 2 <= fake.busiest <= 3
     fake.busiest = 0
