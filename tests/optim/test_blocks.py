@@ -103,13 +103,13 @@ def test_step_over_shards_equals_the_whole_step_bit_for_bit(case: tuple[tuple[in
     )
     hyper = Hyper(0.9, 0.999, 1e-8, 0.99, 0.1, 2.0)
     whole = Held(*(t.clone() for t in start))
-    step_blocks(whole, list(grid.regions(0, numel)), hyper)
+    step_blocks([(whole, list(grid.regions(0, numel)), hyper)])
     parts = Held(*(t.clone() for t in start))
     for first, last in zip(cuts, cuts[1:], strict=False):
         block_first = grid.band_of(first) * grid.columns
         block_last = blocks if last == numel else grid.band_of(last) * grid.columns
         mine = Held(*(t.clone() for t in parts.part(first, last - first, block_first, block_last - block_first)))
-        step_blocks(mine, list(grid.regions(first, last)), hyper)
+        step_blocks([(mine, list(grid.regions(first, last)), hyper)])
         for target, value in zip(parts.part(first, last - first, block_first, block_last - block_first), mine, strict=True):
             target.copy_(value)
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))

@@ -17,7 +17,6 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -144,6 +143,8 @@ class AdamW8bit(BlockOptimizer):
         exact = [p for p in params if "exp_avg" in self.state[p]]
         if exact:
             step_adamw([(p, self.state[p]) for p in exact], lr, beta1, beta2, eps, weight_decay)
+        work: list[tuple[Held, Sequence[Region], Hyper]] = []
+        copies: list[tuple[Tensor, Tensor]] = []
         for param in params:
             state = self.state[param]
             if "exp_avg" in state:
@@ -151,15 +152,17 @@ class AdamW8bit(BlockOptimizer):
             state["step"] += 1
             step = state["step"].item()
             cut = cut_of(param)
-            regions = _regions(cut.section, group["block"], cut.span)
             hyper = Hyper(beta1, beta2, eps, 1 - lr * weight_decay, lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step))
             assert param.grad is not None
             target, grad = local_of(param), local_of(param.grad)
             flat = target.reshape(-1)
-            states = [local_of(state[key]).view(-1) for key in _CODES]
-            step_blocks(Held(flat, grad.reshape(-1), *states), regions, hyper)
             if flat.data_ptr() != target.data_ptr():  # a plain parameter that is not contiguous
-                target.copy_(flat.view(target.shape))
+                copies.append((target, flat))
+            states = [local_of(state[key]).view(-1) for key in _CODES]
+            work.append((Held(flat, grad.reshape(-1), *states), _regions(cut.section, group["block"], cut.span), hyper))
+        step_blocks(work)
+        for target, flat in copies:
+            target.copy_(flat.view(target.shape))
 
 
 def block_of(
@@ -182,18 +185,23 @@ def _regions(section: tuple[int, ...], block: str, span: tuple[int, int]) -> tup
     return tuple(Grid.of(section, parse_block(block)).regions(*span))
 
 
-def step_blocks(held: Held, regions: Sequence[Region], hyper: Hyper) -> None:
-    """Step the elements of ``held``; ``regions`` describes their blocks."""
-    step_region: Callable[[Held, Region, Hyper], None] = step_region_torch
-    if held.param.is_cuda and has_triton():
-        from vescale_ray.optim.eight_bit.adamw8bit_triton import step_region_triton
-
-        step_region = step_region_triton
-    with torch.cuda.device(held.param.device) if held.param.is_cuda else nullcontext():  # Triton launches on the current device
+def step_blocks(work: Sequence[tuple[Held, Sequence[Region], Hyper]]) -> None:
+    """Step each tensor's elements; its regions describe their blocks. On a GPU one kernel steps all small regions of one kind."""
+    parts: dict[torch.device, list[tuple[Held, Region, Hyper]]] = {}
+    for held, regions, hyper in work:
         for region in regions:
             numel, blocks = region.bands * region.band_numel, region.bands * region.columns
-            whole = numel == held.param.numel()
-            step_region(held if whole else held.part(region.element, numel, region.block, blocks), region, hyper)
+            part = held if numel == held.param.numel() else held.part(region.element, numel, region.block, blocks)
+            parts.setdefault(held.param.device, []).append((part, region, hyper))
+    for device, here in parts.items():
+        if device.type == "cuda" and has_triton():
+            from vescale_ray.optim.eight_bit.adamw8bit_triton import step_triton
+
+            with torch.cuda.device(device):  # Triton launches on the current device
+                step_triton(here)
+        else:
+            for part, region, hyper in here:
+                step_region_torch(part, region, hyper)
 
 
 @lru_cache(maxsize=1)
