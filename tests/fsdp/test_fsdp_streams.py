@@ -24,8 +24,10 @@ from tests.fsdp.towers import Tower, alike, grads, inputs, same, seeded, shard_t
 from tests.fsdp.units import unit_of
 from tests.ranks import on_processes, on_threads, run_gloo, run_threads
 from vescale_ray.compat.distributed import all_gather_many
+from vescale_ray.compat.fsdp import AllGather
 from vescale_ray.fsdp import Sharding, fully_shard
 from vescale_ray.fsdp.buffers import memory
+from vescale_ray.fsdp.buffers.freed import EVERYWHERE, FreedMemory
 from vescale_ray.fsdp.buffers.memory import Buffer, Pool
 from vescale_ray.fsdp.communication import comm
 from vescale_ray.fsdp.groups import reduction
@@ -36,13 +38,20 @@ from vescale_ray.geometry import Block
 from vescale_ray.planner import plan_layout, units
 
 
+class Event(dict):
+    """A vector clock."""
+
+    def query(self):
+        return False
+
+
 class Stream:
     def __init__(self, name):
         self.name, self.clock = name, {}
 
     def tick(self):
         self.clock[self.name] = self.clock.get(self.name, 0) + 1
-        return dict(self.clock)
+        return Event(self.clock)
 
     def record_event(self):
         return self.tick()
@@ -73,6 +82,10 @@ class World:
             self.count += 1
             freed.append(((self.count + 4096) << 40, self.current.name))
         self.blocks[buffer._storage.untyped_storage()._cdata] = freed.pop()
+
+    def addresses(self, buffer):
+        block = self.blocks.get(buffer._storage.untyped_storage()._cdata)
+        return None if block is None else (block[0], block[0] + buffer.nbytes)
 
     def free(self, buffer):
         block = self.blocks.pop(buffer._storage.untyped_storage()._cdata)
@@ -160,15 +173,17 @@ def streams(monkeypatch):
 
     def allocate(self, donor=None):
         assert donor is None
-        if self.nbytes:
+        if self.nbytes and not self.fixed:
             here().allocate(self)
         original_allocate(self)
 
     def free(self):
-        if self.nbytes and self.allocated:
+        if self.nbytes and self.allocated and not self.fixed:
             here().free(self)
         original_free(self)
 
+    original_locate = Buffer.locate
+    monkeypatch.setattr(Buffer, "locate", lambda self: here().addresses(self) or original_locate(self))
     original_join, original_split = Chunks.join, Chunks.split
     original_pool, original_allocate, original_free = Pool.__init__, Buffer.allocate, Buffer.free
     original_gather, original_scatter = dist.all_gather_single, dist.reduce_scatter_single
@@ -210,9 +225,11 @@ def train(rank, world, streams, options):
             optimizer.zero_grad()
         for group in (g for m in ours.modules() if hasattr(m, "_get_fsdp_state") for g in unit_of(m).groups):
             here.note("optimizer writes", group.master.flat, True)
-    layer = unit_of(ours.layers[0]).groups[0]
+    layer, root = (unit_of(module).groups[0] for module in (ours.layers[0], ours))
     assert layer.gathered.nbytes == layer.grads.buffer_bytes
-    assert {stream for (stream, _), blocks in here.freed.items() if blocks} == {"lane 1"}, "one stream allocates"
+    apart = root.gathered.nbytes != layer.gathered.nbytes
+    for group, stream in ((layer, "lane 1"), (root, "compute" if apart else "lane 1")):
+        assert {name for (name, n), blocks in here.freed.items() if blocks and n == group.gathered.nbytes} == {stream}
     return here.races(), len(here.accesses), len(here.freed["lane 1", layer.gathered.nbytes]), len(here.blocks)
 
 
@@ -242,8 +259,38 @@ def test_parameters_kept_until_the_step_are_used_without_races(streams):
         assert accesses > 100
 
 
+class OwnGather(AllGather):
+    """An all-gather into memory of its own, which is never freed."""
+
+    def __init__(self, here):
+        self.here = here
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        self.here.note("all-gather reads", input_tensor, False)
+        self.here.note("all-gather writes", output_tensor, True)
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+@on_threads(2)
+def test_memory_of_an_own_all_gather_is_used_without_races(rank, world, streams):
+    here = streams()
+    ours, alone = shard_tower(seeded(Tower)), seeded(Tower)
+    for module in ours.modules():
+        if hasattr(module, "set_custom_all_gather"):
+            module.set_custom_all_gather(OwnGather(here))
+        if isinstance(module, nn.Linear):
+            module.register_full_backward_pre_hook(lambda m, g: here.note("backward reads", m.weight.data, False))
+            module.register_forward_hook(lambda m, a, y: here.note("forward reads", m.weight.data, False))
+    alike(ours, alone, rank, world, range(3))
+    assert here.races() == []
+    assert sum(what == "all-gather writes" for what, *_ in here.accesses) > 10
+
+
 def test_the_checker_finds_a_missing_wait(streams, monkeypatch):
-    monkeypatch.setattr(comm.Lane, "after", lambda self, event: None)
+    monkeypatch.setattr(FreedMemory, "reuse", lambda self, addresses, stream: None)
     assert any(races for races, *_ in run_threads(2, train, streams, {}))
 
 
@@ -353,3 +400,26 @@ def test_gloo_runs_several_gathers_in_one_call(rank, world):
         work.wait()
     for n, out in zip((3, 5), outputs, strict=True):
         assert torch.equal(out, torch.cat([torch.full((n,), float(r * 10 + n)) for r in range(world)]))
+
+
+def test_a_stream_waits_only_for_the_last_use_of_its_own_memory():
+    freed, others = FreedMemory(), [Stream(name) for name in ("compute", "reduce")]
+    used = [other.record_event() for other in others]
+    for addresses, event in zip([(0, 100), (100, 300)], used, strict=True):
+        freed.add(addresses, event)
+    freed.add((0, 300), None)  # host memory has no events
+    lane = Stream("gather")
+    freed.reuse((300, 400), lane)
+    assert lane.clock == {}
+    freed.reuse((0, 100), lane)
+    assert lane.clock == {"compute": 1}
+    for start in (100, 200):  # the halves of one freed range
+        half = Stream("half")
+        freed.reuse((start, start + 100), half)
+        assert half.clock == {"reduce": 1}
+    again = Stream("again")
+    freed.reuse((0, 100), again)
+    assert again.clock == {}, "the first user has waited"
+    everything = Stream("all")
+    freed.reuse(EVERYWHERE, everything)
+    assert everything.clock == {"reduce": 1}

@@ -17,6 +17,7 @@ with private_names():
     from torch._C._dynamo.eval_frame import set_code_exec_strategy
 
     # One kernel for a list of tensors of several dtypes; the norms of torch.nn.utils take one dtype.
+    from torch import _foreach_copy_ as foreach_copy_
     from torch import _foreach_mul_ as foreach_mul_
     from torch import _foreach_norm as foreach_norm
 

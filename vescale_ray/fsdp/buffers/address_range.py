@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -109,3 +110,10 @@ def libc() -> ctypes.CDLL:
         libc.mprotect.argtypes, libc.mprotect.restype = [address, size, number], number
         _LIBC.append(libc)
     return _LIBC[0]
+
+
+def malloc_keeps() -> int:
+    """Bytes of unused memory that the process may keep: ``MALLOC_TRIM_THRESHOLD_``, which glibc reads for malloc, applies to the address
+    ranges, too. 0 if it is not set."""
+    value = os.environ.get("MALLOC_TRIM_THRESHOLD_", "")
+    return int(value) if value.isdigit() else 0

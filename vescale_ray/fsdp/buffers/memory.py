@@ -6,9 +6,10 @@ of them at once. Therefore every group has its own :class:`Buffer`, whose storag
 is freed and allocated again:
 
 - On an accelerator the memory comes from torch's caching allocator on the gather stream, and returns there on reshard. Nothing else is
-  allocated on that stream, so the next buffer of the same size gets the same block. An event of the compute stream, instead of
-  ``record_stream``, tells when it may be overwritten. Gradient buffers come from there, too. Their memory returns when the reduce-scatter
-  has ended, or (:meth:`Pool.lend`) before, if the next all-gather waits for that end.
+  allocated on that stream, so the next buffer of the same size gets the same block. An event of its last use, instead of
+  ``record_stream``, tells when it may be overwritten (``freed.py``). Gradient buffers come from there, too. Their memory returns when the
+  reduce-scatter has started (:meth:`Pool.lend`): who gets it waits for the end. The root's buffers live for a whole step and have other
+  sizes, so they would cut blocks of the units in two: they come from the compute stream's memory (``apart``).
 - In host memory a buffer is an address range, and its pages move: the next range to be gathered takes over the pages of a released one
   (``mremap``, 0.1 ms for 200 MiB). So they need not be zeroed and faulted in again. On a 2-core virtual machine new small pages are written
   at 1.8 GB/s, new huge pages at 6 GB/s, and present pages at 13 GB/s.
@@ -25,16 +26,17 @@ activations are freed. So its new memory is allocated, and counted, page by page
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from vescale_ray.fsdp.buffers.address_range import LARGE_IN_PIECES, AddressRange
+from vescale_ray.fsdp.buffers.address_range import LARGE_IN_PIECES, AddressRange, malloc_keeps
+from vescale_ray.fsdp.buffers.freed import FreedMemory
 from vescale_ray.fsdp.buffers.invalid_storage import Guard
 from vescale_ray.fsdp.communication import comm
 from vescale_ray.planner.step_buffers import HOST_MAPPED_BYTES
@@ -63,8 +65,8 @@ class Buffer:
     """
 
     __slots__ = (
-        "__weakref__", "_flats", "_guard", "_range", "_storage", "allocated", "clean_for", "device", "given", "in_pieces", "nbytes",
-        "stays", "unwritten", "used", "views"
+        "__weakref__", "_flats", "_guard", "_range", "_storage", "addresses", "allocated", "apart", "clean_for", "device", "given",
+        "in_pieces", "nbytes", "stays", "unwritten", "used", "views"
     )  # fmt: skip
 
     def __init__(
@@ -100,6 +102,10 @@ class Buffer:
             self.invalidate()
         self._flats: dict[torch.dtype, torch.Tensor] = {}
         self.allocated = False
+        self.apart = False
+        """Whether the memory of an accelerator comes from the compute stream's memory and not from the lane's."""
+        self.addresses = NOWHERE
+        """Addresses of the lane's memory; those of the last :meth:`allocate` after :meth:`free`."""
         self.clean_for: str | None = None
         """Fingerprint of the layout for which the padding in this buffer is zero."""
         self.views: dict[Any, list[torch.Tensor]] = {}
@@ -161,6 +167,11 @@ class Buffer:
         self.allocated, self.clean_for = True, None
         self.unwritten = _moving(self.key) if self.in_pieces and self._range is not None and not moved else 0
 
+    def locate(self) -> tuple[int, int]:
+        """The addresses of the memory. It is allocated."""
+        start = self._storage.untyped_storage().data_ptr()
+        return start, start + self.nbytes
+
     def free(self) -> None:
         """Free the memory. Views stay, and are valid again after :meth:`allocate`."""
         if not self.allocated or self._guard is None:
@@ -194,13 +205,6 @@ def may_stay(nbytes: int, device: torch.device) -> bool:
     return device.type == "cpu" and nbytes >= MAPPED_BYTES and AddressRange.supported
 
 
-def _malloc_keeps() -> int:
-    """Bytes of unused memory that the process may keep: ``MALLOC_TRIM_THRESHOLD_``, which glibc reads for malloc, applies to the address
-    ranges, too. 0 if it is not set."""
-    value = os.environ.get("MALLOC_TRIM_THRESHOLD_", "")
-    return int(value) if value.isdigit() else 0
-
-
 class Pool:
     """The memory of one schedule. Not thread-safe.
 
@@ -212,9 +216,8 @@ class Pool:
     def __init__(self, device: torch.device, lane: comm.Lane | None = None) -> None:
         self.hands_on = device.type == "cpu"
         self.device, self.lane = device, lane or comm.Lane(device)
-        self._lent_until: list[Any] = []
-        """Events at which memory that :meth:`lend` freed is no longer used. All-gathers wait for them anyway."""
-        self.keep = _malloc_keeps() if self.hands_on else 0
+        self.freed = FreedMemory()
+        self.keep = malloc_keeps() if self.hands_on else 0
         self._released: defaultdict[Key, list[Buffer]] = defaultdict(list)
         """Released buffers of gathered parameters, whose memory waits for the next buffer with that key."""
         self._idle: defaultdict[Key, list[Buffer]] = defaultdict(list)
@@ -223,8 +226,7 @@ class Pool:
         self._users: defaultdict[Key, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
         self._gathered: defaultdict[Key, weakref.WeakSet[Buffer]] = defaultdict(weakref.WeakSet)
         self._lent: defaultdict[Key, weakref.WeakSet[Buffer]] = defaultdict(weakref.WeakSet)
-        self.released_event: Any = None
-        """Event of the compute stream after the last kernels that read a released buffer. The next all-gather waits for it."""
+        self._apart: set[int] = set()
         self.peak_bytes = 0
         """Peak bytes held. Set it to 0 to start a new measurement."""
 
@@ -233,23 +235,29 @@ class Pool:
         use."""
         self._users[nbytes, stays].add(user)
 
+    def keep_apart(self, *nbytes: int) -> None:
+        """Take an accelerator's memory for buffers of these sizes, which live for a whole step, from the compute stream's memory."""
+        self._apart.update(nbytes)
+
     # -- gathered parameters --
 
     def provide(self, buffer: Buffer) -> None:
-        """Give ``buffer`` memory. On an accelerator, call it on the stream that writes the buffer, after :attr:`released_event`."""
+        """Give ``buffer`` memory, which the lane writes."""
         released = self._released[buffer.key]
         if buffer in released:
             released.remove(buffer)
             buffer.validate()
         elif not buffer.allocated:
-            buffer.allocate(None if buffer.fixed else self._donor(buffer.key))
+            self._allocate(buffer, self.lane.stream)
+            if buffer.apart:
+                self.lane.after_current()
         self._gathered[buffer.key].add(buffer)
         self._note_peak()
 
     def release(self, buffer: Buffer, event: Any) -> None:
         """Take the memory of ``buffer`` back. The kernels before ``event`` are the last to use it."""
         self._gathered[buffer.key].discard(buffer)
-        self.released_event = event
+        self.freed.add(buffer.addresses, event)
         buffer.invalidate()
         if self.hands_on and len(self._users[buffer.key]) >= 2 and not (buffer.fixed or buffer.exported):
             self._released[buffer.key].append(buffer)
@@ -281,11 +289,7 @@ class Pool:
         else:
             idle.remove(buffer)
         if not buffer.allocated:
-            events, self._lent_until = self._lent_until, []
-            for event in events:
-                comm.current_stream(self.device).wait_event(event)
-            with self.lane.context():
-                buffer.allocate(self._donor(key))
+            self._allocate(buffer, None if self.hands_on else comm.current_stream(self.device))
         if not in_pieces:
             buffer.unwritten = 0
         buffer.used = True
@@ -302,15 +306,11 @@ class Pool:
     def give_back(self, buffer: Buffer) -> None:
         """Return a scratch buffer once the current stream has passed its last use."""
         self.written(buffer, buffer.nbytes)
-        if not self.hands_on:
-            self.released_event = comm.current_event(self.device)
-        self._take_back(buffer)
+        self.lend(buffer, None if self.hands_on else comm.current_event(self.device))
 
     def lend(self, buffer: Buffer, event: Any) -> None:
-        """Return a scratch buffer of an accelerator whose last use ends with ``event`` of another stream. The next all-gather can use its
-        memory, and waits for that."""
-        self.lane.after(event)
-        self._lent_until.append(event)
+        """Return a scratch buffer before its last use, which ends with ``event`` of an accelerator's stream. Who gets its memory waits."""
+        self.freed.add(buffer.addresses, event)
         self._take_back(buffer)
 
     def _take_back(self, buffer: Buffer) -> None:
@@ -344,6 +344,14 @@ class Pool:
                 for buffer in buffers:
                     buffer.free()
         self._released.clear()
+
+    def _allocate(self, buffer: Buffer, stream: Any) -> None:
+        """Give ``buffer`` memory that ``stream`` uses next. It waits for those who used the lane's memory before."""
+        buffer.apart = buffer.nbytes in self._apart and len(self._users[buffer.key]) < 2
+        with nullcontext() if buffer.apart else self.lane.context():
+            buffer.allocate(None if buffer.fixed else self._donor(buffer.key))
+        buffer.addresses = NOWHERE if buffer.apart or self.hands_on else buffer.locate()
+        self.freed.reuse(buffer.addresses, stream)
 
     def _donor(self, key: Key) -> Buffer | None:
         """A buffer whose memory another one can take: a released buffer, else a scratch buffer, last one with clean padding."""

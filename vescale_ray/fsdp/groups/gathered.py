@@ -78,8 +78,7 @@ class GatheredBuffer:
         if kept:
             lane.after_current()
         else:
-            lane.after(self.pool.released_event)
-            with torch.no_grad(), lane.context():
+            with torch.no_grad():
                 self.pool.provide(self.buffer)
         if not self.division.copies:
             return self.flat if self.buffer.given is None else self.buffer.given.view(self.dtype)

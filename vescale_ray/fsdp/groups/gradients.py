@@ -332,14 +332,15 @@ class Gradients:
             parts = Buffer(nbytes, self.place.device, comm.allocate(self.custom_scatter, numel, flat.dtype, self.place.device))
         parts.clean_for = None
         self.division.split(flat, parts.flat(flat.dtype))
-        self._give_back(buffer)
+        give_back(buffer, self.pool)
         return parts.flat(flat.dtype), parts
 
     def lend(self) -> None:
         """Give the buffers of the running reductions to the next all-gather, which then waits for their end. Only on an accelerator."""
         for reduction in self._reductions:
             buffer, pending = reduction.buffer, reduction.pending
-            if buffer is not None and not buffer.fixed and isinstance(pending, comm.EventPending) and pending.event is not None:
+            lendable = buffer is not None and not (buffer.fixed or buffer.apart)
+            if buffer is not None and lendable and isinstance(pending, comm.EventPending) and pending.event is not None:
                 assert self.pool is not None
                 self.pool.lend(buffer, pending.event)
                 reduction.buffer = None
@@ -354,7 +355,7 @@ class Gradients:
             wait_notes.begin("reduce-scatter", self.params[0].fqn, self.buffer_bytes, self.place.world)
             reduction.pending.wait()
             wait_notes.end()
-            self._give_back(reduction.buffer)
+            give_back(reduction.buffer, self.pool)
             with torch.no_grad():
                 out = self._over_replicas(reduction)
                 if out is not None:
@@ -372,7 +373,7 @@ class Gradients:
         wait_notes.begin("reduce-scatter", self.params[0].fqn, self.buffer_bytes, self.place.world)
         parts.add_to(out)
         wait_notes.end()
-        self._give_back(reduction.buffer)
+        give_back(reduction.buffer, self.pool)
         self._call_all_reduce_hook(out)
         if earlier:
             self.delivery.added(out, reduction.used)
@@ -453,10 +454,7 @@ class Gradients:
         for reduction in reductions:
             reduction.pending.wait()
         for one in (None if flat is None else flat.buffer, *(r.buffer for r in reductions)):
-            self._give_back(one)
-
-    def _give_back(self, buffer: Buffer | None) -> None:
-        give_back(buffer, self.pool)
+            give_back(one, self.pool)
 
 
 def _is_same(grad: torch.Tensor, view: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from vescale_ray.dtensor.spec import contiguous_stride
 from vescale_ray.dtensor.transfer import movable
 from vescale_ray.errors import noted
+from vescale_ray.fsdp.buffers.freed import EVERYWHERE
 from vescale_ray.fsdp.buffers.invalid_storage import Guard
 from vescale_ray.fsdp.buffers.memory import Pool
 from vescale_ray.fsdp.communication import comm
@@ -141,7 +142,8 @@ class HookedGroup(ParameterGroup):
     def _start_gather(self, lane: comm.Lane, together: comm.Together) -> None:
         assert self.gathered.pool is not None
         agree(f"all-gather of {self.name!r}", self.place.shard_group, self.place.device)
-        lane.after(self.gathered.pool.released_event)
+        if lane.stream is not None:
+            self.gathered.pool.freed.reuse(EVERYWHERE, lane.stream)
         sent: list[tuple[torch.Tensor, torch.Tensor]] = []
         with torch.no_grad(), lane.context(), span("all_gather", self.fqn):
             for param, gathered in zip(self.params, self._tensors, strict=True):
@@ -231,7 +233,7 @@ class HookedGroup(ParameterGroup):
         for gathered in self._tensors:
             gathered.free()
         if self.gathered.pool is not None:
-            self.gathered.pool.released_event = comm.current_event(self.place.device)
+            self.gathered.pool.freed.add(EVERYWHERE, comm.current_event(self.place.device))
 
     def adopt(self, *, values: bool = True) -> None:
         installed = [param.installed() for param in self.params]

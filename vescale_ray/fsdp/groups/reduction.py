@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_ray.communication.point_to_point import Messages
+from vescale_ray.compat.core import foreach_copy_
 from vescale_ray.compat.distributed import reduce_scatter_many
 from vescale_ray.compat.fsdp import ReduceScatter
 from vescale_ray.fsdp.buffers.memory import NOWHERE, Buffer, Pool, may_stay
@@ -29,6 +30,8 @@ _TAG = 0x56530002
 _LEAST_PIECE = 1 << 12
 _ALIGNED_BYTES = 128
 """Chunks are multiples of this, since collectives of unaligned buffers are slow."""
+_MOST_ROWS = 128
+"""Most rows of a chunk that are cast as a list of tensors."""
 
 
 def reduce_scatter(
@@ -167,11 +170,20 @@ def _sum_in_chunks(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: di
         for which, start, stop in pieces:
             target, full = pairs[which]
             cast = staging[index % 2][used : used + world * (stop - start)]
-            cast.view(world, -1).copy_(full.view(world, -1)[:, start:stop])
+            _copy_rows(cast.view(world, -1), full.view(world, -1)[:, start:stop])
             call.append((target[start:stop], cast))
             used += cast.numel()
         works.append(reduce_scatter_many(call, op=op, group=group, async_op=True))
     return [work for call in works for work in call]
+
+
+def _copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Cast the rows of ``source``, which lie apart. One kernel for a list of rows takes half the time of a copy of a strided tensor on an
+    H200, but each row costs time of the host."""
+    if len(target) <= _MOST_ROWS:
+        foreach_copy_([*target], [*source])
+    else:
+        target.copy_(source)
 
 
 def _chunks(sizes: Sequence[int], chunk: int) -> Iterator[list[tuple[int, int, int]]]:

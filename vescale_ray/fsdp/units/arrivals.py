@@ -53,5 +53,5 @@ def _prefetch_at_first_gradient(unit_ref: weakref.ref[Unit]) -> None:
 
 def _prefetch_at_most_gradients(unit_ref: weakref.ref[Unit]) -> None:
     unit = unit_ref()
-    if unit is not None and unit.phase is Phase.BACKWARD:
+    if unit is not None and unit.phase is Phase.BACKWARD and unit.schedule is not None and not unit.schedule.overlaps:
         unit.prefetch_backward()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from vescale_ray.compat.core import disable_current_modes, disable_dynamo, global_optimizer_post_hooks
+from vescale_ray.compat.core import disable_current_modes, disable_dynamo
 from vescale_ray.fsdp.buffers.lanes import Lanes
 from vescale_ray.fsdp.communication.debug import agree, debugging
 from vescale_ray.fsdp.communication.labels import log, span
@@ -34,6 +34,7 @@ from vescale_ray.fsdp.units.checks import (
     name_parameters,
 )
 from vescale_ray.fsdp.units.marks import Call
+from vescale_ray.fsdp.units.optimizer_steps import OptimizerSteps
 from vescale_ray.fsdp.units.same_plan import check_same_plan
 from vescale_ray.fsdp.units.tree import to_device
 from vescale_ray.fsdp.units.unit import Unit
@@ -66,12 +67,17 @@ class Schedule:
         """Whether the running backward has reached a unit other than the root."""
         self._creates_graph = False
         """Whether the running backward has ``create_graph``."""
-        self._stepped_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[ParameterGroup]] = weakref.WeakKeyDictionary()
+        self._optimizer_steps = OptimizerSteps(self)
 
     @property
     def units(self) -> list[Unit]:
         """The units, in the order of the root's ``named_modules``."""
         return [unit for ref in self._units if (unit := ref()) is not None]
+
+    @property
+    def groups(self) -> list[ParameterGroup]:
+        """The groups of all units."""
+        return [group for unit in self.units for group in unit.groups]
 
     @property
     def running(self) -> bool:
@@ -116,8 +122,10 @@ class Schedule:
         schedule.ending = root.ending
         schedule._take_in(found, fqns)
         root.is_root = True
+        if not root.resharding_after_forward:
+            for group in root.groups:
+                schedule.lanes.pool.keep_apart(group.gathered.nbytes, group.grads.buffer_bytes)
         check_all_ignored(schedule.units, modules[0])
-        _SCHEDULES.append(weakref.ref(schedule, _SCHEDULES.remove))
         return schedule
 
     def _take_in(self, found: dict[int, tuple[Unit, list[str]]], fqns: dict[int, str]) -> None:
@@ -342,17 +350,6 @@ class Schedule:
         self.trim()
         self._in_backward = False
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Mark the casts of the groups whose parameters ``optimizer`` has stepped as out of date."""
-        groups = self._stepped_by.get(optimizer)
-        if groups is None:
-            held = {id(p) for param_group in optimizer.param_groups for p in param_group["params"]}
-            groups = [g for unit in self.units for g in unit.groups if any(id(p.sharded) in held for p in g.params)]
-            if groups:
-                self._stepped_by[optimizer] = groups
-        for group in groups:
-            group.refresh()
-
     # -- other streams and buffers ---------------------------------------------------------------------------------------
 
     def share(self, lanes: Lanes) -> None:
@@ -380,22 +377,6 @@ class Schedule:
     def _check_mine(self, unit: Unit) -> None:
         if unit.schedule is not self:
             raise RuntimeError(f"unit {unit.name!r} is to be prefetched, but belongs to another root module: leave it out of the list")
-
-
-_SCHEDULES: list[weakref.ref[Schedule]] = []
-
-
-def _after_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Tell every schedule of a step, since it may write the master shards with kernels that change no version counter."""
-    for ref in tuple(_SCHEDULES):
-        schedule = ref()
-        if schedule is not None:
-            schedule.after_step(optimizer)
-
-
-# One hook, added here: torch's step fails if hooks are added or removed meanwhile, by another thread or by garbage collection. Written
-# into the dictionary: register_optimizer_step_post_hook would change a counter on a class of torch.
-global_optimizer_post_hooks[-1] = _after_optimizer_step
 
 
 def unit_of(module: nn.Module) -> Unit | None:

@@ -283,8 +283,8 @@ class Unit:
         """Prefetch the unit that backward reaches next, in any case before this unit's own reduce-scatter.
 
         It starts at the first gradient: until then the last reduce-scatter may use the memory that the all-gather writes to. In the first
-        unit below the root, it starts when five sixths of the gradients have arrived: all activations are alive at its start, and
-        enough of them are free by then to make room for the next unit.
+        unit below the root it starts later, when activations have made room for the next unit, which all are alive before. On the CPU, that
+        is when five sixths of the gradients have arrived; on an accelerator, whose host runs ahead, when all have.
         """
         call, self._prefetch_after = self._prefetch_after, None
         if call is not None and self.schedule is not None:

@@ -1,0 +1,37 @@
+"""Device memory that was freed while kernels still used it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+EVERYWHERE = (0, 1 << 64)
+"""The range of all addresses."""
+
+
+class FreedMemory:
+    """Address ranges that the host has freed, with an event of the last kernels that use them.
+
+    The host runs ahead of a device. An allocator returns freed memory to the stream that allocated it at once, without an event. So whoever
+    gets a range next lets its stream wait (:meth:`reuse`), but only for the kernels that used that very range.
+    """
+
+    __slots__ = ("_ranges",)
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[tuple[int, int], Any]] = []
+
+    def add(self, addresses: tuple[int, int], event: Any) -> None:
+        """Record that the kernels before ``event`` are the last to use these addresses. ``event``: None on the CPU."""
+        if event is not None:
+            self._ranges.append((addresses, event))
+
+    def reuse(self, addresses: tuple[int, int], stream: Any) -> None:
+        """Let ``stream`` wait for the last use of every byte of these addresses."""
+        start, end = addresses
+        later = []
+        for (first, last), event in self._ranges:
+            if first < end and start < last:
+                stream.wait_event(event)
+            if not (start <= first and last <= end or event.query()):
+                later.append(((first, last), event))
+        self._ranges = later
