@@ -71,7 +71,7 @@ def refuse_leaf(op: Any, value: Tensor, meets: str) -> None:
     if value.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"{op}: a plain tensor without dimensions that requires grad meets {meets}, and its gradient would be a DTensor: "
-            "make it one (vescale_ray.distribute_tensor(value, mesh, [Replicate()])), or work on full_tensor()"
+            "call full_tensor() on the other operand, or make this one a DTensor (DTensor.from_local(value, mesh, [Replicate()]))"
         )
 
 

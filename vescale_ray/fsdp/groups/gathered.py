@@ -16,7 +16,7 @@ from vescale_ray.fsdp.communication import comm
 from vescale_ray.fsdp.communication.labels import span
 from vescale_ray.fsdp.groups.gradients import Gradients
 from vescale_ray.fsdp.layouts.division import Division
-from vescale_ray.fsdp.layouts.parameters import GroupParam, Place
+from vescale_ray.fsdp.layouts.parameters import GroupParam, Place, local_of
 from vescale_ray.planner import Layout
 
 
@@ -220,25 +220,42 @@ class Leaves:
                 param.sharded.requires_grad_(leaf.requires_grad)
 
     def accept_writes(self) -> None:
-        """Let :meth:`check` count writes from now on only."""
+        """Let :meth:`check` count writes from now on only. The next :meth:`bind` undoes assignments to ``.data``."""
         self._versions = self._current()
+        if _ASSIGNED in self._versions:
+            assert self._bound_to is not None
+            self.unbind(self._bound_to.dtype)
+            self._versions = self._current()
 
     def check(self, name: str) -> None:
-        """Check that no operation wrote to the leaves in place. ``name``: the group's.
+        """Check that no operation wrote to the leaves in place, and that nothing was assigned to ``.data``. ``name``: the group's.
 
         Raises:
-            RuntimeError: an operation wrote. Resharding loses the write, except for the part of a shard that lives in the gathered buffer.
+            RuntimeError: something was written. Resharding loses it, except for the part of a shard that lives in the gathered buffer.
         """
         versions = self._current()
         if versions != self._versions:
             written = [p.fqn for p, old, new in zip(self.params, self._versions, versions, strict=True) if old != new]
-            self._versions = versions
+            how = "assigned through .data" if _ASSIGNED in versions else "written in place"
+            self.accept_writes()
             raise RuntimeError(
-                f"gathered parameters of {name!r} were written in place, which is lost when they are resharded: {', '.join(written)}. "
+                f"gathered parameters of {name!r} were {how}, which is lost when they are resharded: {', '.join(written)}. "
                 f"Call reshard() on the module and write to the sharded parameters between steps, or compute with a changed copy"
             )
 
     def _current(self) -> list[int]:
-        if not self._checked:
-            return []
-        return [0 if param.unsharded is None else param.unsharded._version for param in self.params]
+        storage = None if self._bound_to is None else self._bound_to.untyped_storage()._cdata
+        return [self._version(param, storage) for param in self.params]
+
+    def _version(self, param: GroupParam, storage: int | None) -> int:
+        """Version counter of a leaf; ``_ASSIGNED`` if it no longer views ``storage``."""
+        if param.unsharded is None:
+            return 0
+        local = param.unsharded if param.parallel is None else local_of(param.unsharded)
+        if storage is not None and local.untyped_storage()._cdata != storage:
+            return _ASSIGNED
+        return param.unsharded._version if self._checked else 0
+
+
+_ASSIGNED = -1
+"""In place of a version counter: the user has assigned the parameter's ``.data``."""

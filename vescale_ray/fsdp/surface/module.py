@@ -31,6 +31,7 @@ from vescale_ray.fsdp.surface.figures import Figures
 from vescale_ray.fsdp.surface.finalize import FinalizesBackward
 from vescale_ray.fsdp.surface.lookup import check_resting, prefetched, resting_unit, sharded_unit, units_below
 from vescale_ray.fsdp.surface.torch_state import state_of_unit
+from vescale_ray.fsdp.units.checks import adopt_parameters, check_managed
 from vescale_ray.fsdp.units.unit import Unit
 
 
@@ -62,11 +63,11 @@ class FSDPModule(ChangesParameters, Figures, FinalizesBackward, TorchFSDPModule)
         unit = sharded_unit(self)
         if unit.lanes is None:
             unit.lanes = Lanes(unit.device)
-        for group in unit.groups:
-            if unit.schedule is None:
-                group.adopt()
-                if any(p.sharded.is_meta for p in group.params):
-                    raise RuntimeError(f"unit {unit.name!r} is still on the meta device: call to_empty(device=...) first")
+        if unit.schedule is not None:
+            check_managed(unit)
+        else:
+            adopt_parameters([unit])
+            for group in unit.groups:
                 group.attach(unit.lanes.pool)
         unit.lanes.gather.after_current()  # the all-gather must see earlier writes to the sharded parameters
         unit.start_unshard(fresh=unit.phase is Phase.RESTING)

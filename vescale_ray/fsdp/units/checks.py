@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_ray.compat.core import global_optimizer_pre_hooks
 from vescale_ray.compat.fsdp import REGISTRY_KEY
-from vescale_ray.fsdp.layouts.parameters import GATHERED_OF, REPLACED, GroupParam
+from vescale_ray.fsdp.layouts.parameters import GATHERED_OF, REPLACED, GroupParam, local_of
 from vescale_ray.fsdp.layouts.phases import Residency
 
 if TYPE_CHECKING:
@@ -94,17 +94,7 @@ def check_parameters(units: Sequence[Unit], root: nn.Module) -> list[nn.Module]:
             train the new one alone.
     """
     for unit in units:
-        for group in unit.groups:
-            gathered, moved = group.residency is Residency.UNSHARDED, False
-            for param in group.params:
-                sharded = param.sharded
-                expected = param.unsharded if gathered else sharded
-                moved = moved or sharded._local_tensor is not param.kept  # type: ignore[attr-defined]
-                for held, attribute in param.slots:
-                    if held.get(attribute) is not expected:
-                        raise ValueError(_describe(param, held.get(attribute)))
-            if moved and not gathered:
-                group.adopt()  # param.data = value has replaced the local tensor
+        check_managed(unit)
     late, stack, seen = [], [root], set()
     while stack:
         module = stack.pop()
@@ -127,6 +117,44 @@ def check_parameters(units: Sequence[Unit], root: nn.Module) -> list[nn.Module]:
         if children:
             stack.extend(child for child in children.values() if child is not None)
     return late
+
+
+def check_managed(unit: Unit) -> None:
+    """Check that the modules hold the parameters that ``unit`` manages. Adopt values that were assigned to ``.data``.
+
+    Raises:
+        ValueError: a parameter was replaced, removed, or cast without the others of its group.
+    """
+    for group in unit.groups:
+        gathered, moved = group.residency is Residency.UNSHARDED, False
+        for param in group.params:
+            sharded = param.sharded
+            expected = param.unsharded if gathered else sharded
+            moved = moved or sharded._local_tensor is not param.kept  # type: ignore[attr-defined]
+            for held, attribute in param.slots:
+                if held.get(attribute) is not expected:
+                    raise ValueError(_describe(param, held.get(attribute)))
+        if moved and not gathered:
+            group.adopt()  # param.data = value has replaced the local tensor
+            check_alike(group)
+
+
+def check_alike(group: ParameterGroup) -> None:
+    """Check that ``group`` has adopted its parameters, which it can't if they have several dtypes or devices.
+
+    Raises:
+        ValueError: some of them were cast or moved after ``fully_shard``, and others were not.
+    """
+    if group.residency is not Residency.SHARDED:
+        return
+    for param in group.params:
+        now = param.sharded
+        if local_of(now) is not param.kept and (now.dtype, now.device) != (param.kept.dtype, param.kept.device):
+            raise ValueError(
+                f"parameter {param.fqn!r} was changed from {param.kept.dtype} on {param.kept.device} to {now.dtype} on {now.device} after "
+                f"fully_shard, and other parameters of unit {group.fqn or 'the root'!r} were not: change all parameters of the unit, or "
+                f"change this one before fully_shard"
+            )
 
 
 def _describe(param: GroupParam, installed: nn.Parameter | None) -> str:
@@ -221,7 +249,16 @@ def check_tied(units: list[Unit]) -> None:
                 )
 
 
-def check_materialized(units: list[Unit]) -> None:
+def adopt_parameters(units: Sequence[Unit]) -> None:
+    """Make the parameters that the modules hold before the first gather those of the units.
+
+    Raises:
+        RuntimeError: some of them are on the meta device.
+        ValueError: some of a group were cast or moved, and others were not.
+    """
+    for unit in units:
+        for group in unit.groups:
+            group.adopt()
     for unit in units:
         on_meta = [param.fqn for group in unit.groups for param in group.params if param.sharded.is_meta]
         if on_meta:
@@ -229,6 +266,8 @@ def check_materialized(units: list[Unit]) -> None:
                 f"FSDP parameters should be materialized from meta device before training, but the following were still on meta device: "
                 f"{on_meta}; call module.to_empty(device=...) and set their values before the first forward"
             )
+        for group in unit.groups:
+            check_alike(group)
 
 
 def check_hooks(units: list[Unit]) -> None:

@@ -25,9 +25,9 @@ from vescale_ray.fsdp.groups.uses import Uses
 from vescale_ray.fsdp.layouts.phases import Phase, PhaseError, StepEnd
 from vescale_ray.fsdp.units.arrivals import will_come
 from vescale_ray.fsdp.units.checks import (
+    adopt_parameters,
     check_all_ignored,
     check_hooks,
-    check_materialized,
     check_parameters,
     check_replaced,
     check_tied,
@@ -140,10 +140,7 @@ class Schedule:
         units = [unit for unit, _ in found.values()]
         check_tied(units)
         check_replaced(units)
-        for unit in units:
-            for group in unit.groups:
-                group.adopt()
-        check_materialized(units)
+        adopt_parameters(units)
         check_hooks(units)
         with disable_current_modes():  # a mode that counts or records the step must not see this
             check_same_plan(units)
