@@ -373,9 +373,9 @@ def _create_states(
             with torch.no_grad():
                 if source in stored and kind in stored[source].kinds:
                     made = torch.zeros_like(param, dtype=stored[source].kinds[kind], requires_grad=False)
-                elif f"{source}/{kind}" in stored and not hasattr(param, "device_mesh"):
+                elif f"{source}/{kind}" in stored:
                     other = stored[f"{source}/{kind}"]
-                    made = torch.zeros(other.shape, dtype=other.kinds["state"], device=param.device)
+                    made = param.new_zeros(other.shape, dtype=other.kinds["state"])  # replicated if the parameter is a DTensor
                 else:
                     continue
             optimizer.state[param][state_key] = made

@@ -18,7 +18,9 @@ from tests.checkpoint.checkpoint_support import (
     random_layout,
     save_in_process,
 )
+from tests.ranks import run_gloo
 from vescale_ray import checkpoint as ckpt
+from vescale_ray import fully_shard
 from vescale_ray.checkpoint.format import staging
 from vescale_ray.checkpoint.format.object_layout import lay_out
 from vescale_ray.checkpoint.format.shard import write_staged
@@ -154,6 +156,32 @@ def test_checkpoint_of_another_model_raises_a_one_line_error(tmp_path):
     assert "\n" not in message and str(tmp_path) in message and "of another model" in message
     for words in ("lacks 'c'", "also has 'b'", "'a' has shape (4, 2), wanted (4, 3)"):
         assert words in message
+
+
+def factored(rank, world, root, save):
+    """Train with Adafactor, whose states have other shapes than their parameters, in one go or from a checkpoint after two steps."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 6))
+    for i, p in enumerate(model.parameters()):
+        p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+    fully_shard(model)
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.05)
+    state = {"model": model, "optimizer": optimizer}
+    if not save:
+        ckpt.load(state, root)
+    for step in range(0 if save else 2, 4):
+        model(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if save and step == 1:
+            ckpt.save(state, root, 1)
+    return [p.full_tensor().tolist() for p in model.state_dict().values()]
+
+
+def test_factored_states_of_sharded_parameters_are_resumed(tmp_path):
+    whole = run_gloo(2, factored, str(tmp_path), True)[0]
+    for world in (1, 2, 3):
+        for a, b in zip(run_gloo(world, factored, str(tmp_path), False)[0], whole, strict=True):
+            torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-5, atol=1e-6)
 
 
 def save_and_load(root, size):
