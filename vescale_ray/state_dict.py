@@ -15,6 +15,7 @@ For other tensors (replicas, tensor parallelism), a rank holds one full tensor a
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -109,12 +110,46 @@ def _fill(mine: dict[str, Any], source: _Source, options: StateDictOptions, what
     """Write ``source`` into ``mine`` after checking names and shapes; return the missing and the unexpected names."""
     missing = [name for name in mine if name not in source.items]
     unexpected = [name for name in source.items if name not in mine]
-    _refuse(options, what, missing, unexpected, none_fits=len(missing) == len(mine))
-    _check({name: (mine[name], entry) for name, entry in source.items.items() if name in mine})
+    refusal = source.refusal
+    try:
+        if refusal is None:
+            _refuse(options, what, missing, unexpected, none_fits=len(missing) == len(mine))
+            _check({name: (mine[name], entry) for name, entry in source.items.items() if name in mine})
+    except ValueError as error:
+        refusal = error
+    differ = not source.sends and _differ(mine, source.items, refusal)
+    if refusal is not None:
+        raise refusal
+    if differ:
+        raise ValueError(
+            f"the ranks have different full {what} state dicts: give all of them the same one, or set broadcast_from_rank0=True if rank 0 "
+            f"has it"
+        )
     for name in source.items:  # If rank 0 sends, its order applies, because the order of ``mine`` may differ by rank.
         if name in mine:
             mine[name] = source.into(name, mine[name])
     return missing, unexpected
+
+
+def _differ(mine: Mapping[str, Any], items: Mapping[str, Any], refusal: ValueError | None) -> bool:
+    """Return whether the ranks that share tensors of ``mine`` load different names or shapes, or only some refuse. Collective."""
+    loaded = [(name, getattr(items[name], "shape", ())) for name in sorted(mine) if name in items]
+    digest = _hash(repr((loaded, refusal is not None)).encode())
+    meshes = [value.device_mesh for _, value in sorted(mine.items()) if isinstance(value, DTensor)]
+    groups = {group: mesh.device_type for mesh in meshes for group in mesh.get_all_groups()}
+    differ = False
+    for group, device in groups.items():
+        sent = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
+        every = sent.repeat(group.size())
+        dist.all_gather_single(every, sent, group=group)
+        parts = every.cpu().view(group.size(), -1)
+        differ = differ or bool((parts != parts[0]).any())
+        digest = _hash(bytes(every.tolist()))  # ranks in the other dimensions of the mesh learn of a difference in this one
+    return differ
+
+
+def _hash(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def _check_model(model: Any) -> None:
@@ -167,13 +202,17 @@ class _Source:
                     raise TypeError(f"it is a {type(given).__name__}, not a dict")
                 self.given = flattened(given)
                 described = [{n: _sendable(n, _described(n, v)) for n, v in self.given.items()}]
-            except Exception as error:  # the other ranks wait for this refusal
+            except Exception as error:  # the other ranks must learn of this refusal
                 described, refusal = [_Refused(str(error) or type(error).__name__)], error
         if self.sends:
             dist.broadcast_object_list(described, src=0, device=device)
+        self.refusal: ValueError | None = None
+        self.items: dict[str, Any] = {}
         if isinstance(described[0], _Refused):
-            raise ValueError(f"the full state dict can't be loaded: {described[0].why}") from refusal
-        self.items: dict[str, Any] = described[0]
+            self.refusal = ValueError(f"the full state dict can't be loaded: {described[0].why}")
+            self.refusal.__cause__ = refusal
+        else:
+            self.items = described[0]
 
     def into(self, name: str, target: Any) -> Any:
         """Write the value of ``name`` into ``target`` and return it; if ``target`` is not a tensor, return the value itself."""

@@ -228,6 +228,30 @@ def test_unfit_state_dict_is_refused_on_all_ranks_before_writes(rank: int, world
     assert torch.equal(whole(net.inner.weight), good["inner.weight"])
 
 
+@on_processes(4)
+def test_state_dicts_that_differ_by_rank_are_refused_on_all(rank: int, world: int) -> None:
+    """A full state dict with ``cpu_offload`` is on rank 0 only. The other ranks would keep their old values, or rank 0 would wait."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    net = shard(Net(5), mesh, [Replicate(), RaggedShard((0,), (1, 2))])
+    optimizer = trained(net)
+    before = {k: whole(v).clone() for k, v in net.state_dict().items()}
+    good, moments = Net(3).state_dict(), get_optimizer_state_dict(net, optimizer, options=FULL)
+    wrong = {**good, "inner.weight": torch.ones(4, 6)}
+    lacking = {k: v for k, v in good.items() if k != "scale"}
+    for strict in (True, False):
+        options = StateDictOptions(full_state_dict=True, strict=strict)
+        for odd in ({}, wrong, lacking, "not a dict", {"inner.weight": net.inner.weight}):
+            for other in (0, 3):
+                with pytest.raises(ValueError, match="have different full model|lacks|has shape|can't be loaded"):
+                    set_model_state_dict(net, odd if rank == other else good, options=options)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="have different full optimizer|lacks"):
+            set_optimizer_state_dict(net, optimizer, moments if rank else {}, options=options)
+    assert all(torch.equal(whole(v), before[k]) for k, v in net.state_dict().items()), "what raised changed nothing"
+    # The remedy.
+    set_model_state_dict(net, {} if rank else good, options=SENT)
+    assert all(torch.equal(whole(v), good[k]) for k, v in net.state_dict().items())
+
+
 def _with_fsdp2(rank: int, world: int, folder: str) -> None:
     one, two = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
 
