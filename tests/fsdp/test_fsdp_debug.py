@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib
 import os
 import re
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.fsdp.towers import Tower, alike, grads, inputs, same, seeded, shard_tower
 from tests.ranks import on_processes, run_threads
-from vescale_ray.fsdp import OrderError, set_debug
+from vescale_ray.fsdp import OrderError, fully_shard, set_debug
 
 
 class Forking(Tower):
@@ -55,6 +57,19 @@ def test_a_rank_that_strays_in_backward_is_named(rank, world):
         model.layers[3].set_requires_gradient_sync(False)
     with pytest.raises(OrderError, match=r"reduce-scatter of 'layers.3.*reduce-scatter of 'layers.2"):
         out.sum().backward()
+
+
+@on_processes(2)
+def test_failed_wait_names_its_collective_and_debug_mode(rank, world):
+    """Without debug mode, ranks that stray wait for each other until the group's timeout."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model = seeded(Forking)
+    for unit in (*model.layers, model):
+        fully_shard(unit, mesh=DeviceMesh.from_group(group, "cpu"))
+    model.skip = rank == 1
+    with pytest.raises(RuntimeError) as error:
+        model(inputs(rank, world)).sum().backward()
+    assert re.search(r"waited for (all-gather|reduce-scatter) of .*VESCALE_RAY_FSDP_DEBUG=1", "".join(error.value.__notes__)), error.value
 
 
 def kept(rank, world):

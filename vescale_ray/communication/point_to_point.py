@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_ray import gloo
-from vescale_ray.communication import abortable_waits
+from vescale_ray.communication import abortable_waits, wait_notes
 
 
 class Clock(Protocol):
@@ -81,7 +82,13 @@ class Messages:
             for works in (under_way, earlier):
                 while works:
                     abortable_waits.wait(works.pop()[0], self._since, self._limit * times)
-        except BaseException:
+        except BaseException as error:
+            awaited = wait_notes.awaited(threading.get_ident())
+            if awaited is not None:
+                error.add_note(
+                    f"this rank waited for {awaited}; if another rank waits elsewhere, the ranks call different collectives: "
+                    f"VESCALE_RAY_FSDP_DEBUG=1 or vescale_ray.fsdp.set_debug(True) names the first one"
+                )
             under_way.clear()
             earlier.clear()
             if group is not None:
