@@ -3,7 +3,7 @@
     python benchmarks/plan_padding.py [--quick] [--json OUT] [--png OUT]
 
 The input is one layer of each model, blocks of k rows, and groups of 8 to 16384 ranks. Other systems' published rules are applied to the
-same tensors (``vescale_ray/planner/placement/baselines.py``). FSDP1 and DeepSpeed cut blocks anywhere. FSDP2, and unmodified
+same tensors (``benchmarks/baselines.py``). FSDP1 and DeepSpeed cut blocks anywhere. FSDP2, and unmodified
 Megatron-FSDP ("rows"), cut at rows of dimension 0, which for a stack of experts is a whole expert. "FSDP2, blocks" and "Megatron" are
 the same rules with blocks for rows and a stack as one matrix. They keep blocks whole, as do the others. "bound" is proven: no order of
 the tensors in one buffer needs less. "levers" is the simplest that stays below 3 % of: several buffers, strided experts, and up to four
@@ -28,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from benchmarks.baselines import algorithm1, deepspeed, fsdp1, fsdp2, megatron_fsdp
 from benchmarks.reporting import machine, write
 from vescale_ray.geometry import Block
 from vescale_ray.planner import Blocks, TensorSpec, model_shapes, plan_layout
 from vescale_ray.planner.advice import advise
 from vescale_ray.planner.models.shapes import UnitShape
-from vescale_ray.planner.placement.baselines import algorithm1, deepspeed, fsdp1, fsdp2, megatron_fsdp
 
 GROUPS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 MODELS = [

@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.baselines import algorithm1, deepspeed, fsdp1, fsdp2, megatron_fsdp
 from tests.planner.oracle import check
 from vescale_ray.geometry import Block
 from vescale_ray.planner import TensorSpec, plan_layout
 from vescale_ray.planner.models.model_shapes import model_shapes
 from vescale_ray.planner.models.shapes import UnitShape
-from vescale_ray.planner.placement.baselines import algorithm1, deepspeed, fsdp1, fsdp2, megatron_fsdp
 from vescale_ray.planner.placement.search import _plan
 
 GROUPS = (8, 64, 128, 256, 512, 1024, 2048, 4096, 16384)

@@ -8,7 +8,7 @@ tensors or at the end, and no shard boundary cuts a block:
 
 ``placement/``: ``layout`` defines the result and ``search`` finds the smallest one. ``place`` handles one fixed order, ``orders`` handles
 all orders, and ``bounds`` proves lower bounds; ``buffers`` divides tensors among several buffers. The search is a pure function: every rank
-and process gets the same layout. ``baselines`` models other systems for comparison.
+and process gets the same layout.
 
 ``models/``: ``shapes`` and ``architectures`` describe a model's tensors. ``units`` plans a unit's buffers, with levers against padding;
 ``advice`` picks the lever. ``cost`` predicts memory and time, and ``choose`` picks the sharding. ``request`` and ``choice_report`` serve
