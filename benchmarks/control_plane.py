@@ -107,7 +107,6 @@ def record_of(step: int, world: int) -> StepRecord:
         flags=0,
         world=world,
         generation=TICKET.generation,
-        rank_seconds=seconds,
         memory=(1 << 30,) * world,
         slot_seconds=seconds,
         pace=view,

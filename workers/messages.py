@@ -220,8 +220,6 @@ class StepRecord:
         flags: OR of the ranks' flags.
         clipped: whether the gradient was larger than ``train.grad_clip`` and was scaled.
         skipped: whether the optimizer skipped the step because gradients were not finite.
-        rank_seconds: per rank, seconds from the step's start until its gradients were complete. All ranks complete them at about the same
-            time.
         memory: resident bytes of each rank's process.
         slot_seconds: per rank, mean seconds of its own per slot, without waits for others; 0 where it is not measured (on an accelerator).
         pace: which ranks are slow, and how many slots each rank has in the next step.
@@ -240,7 +238,6 @@ class StepRecord:
     flags: int
     world: int
     generation: int
-    rank_seconds: tuple[float, ...]
     memory: tuple[int, ...]
     slot_seconds: tuple[float, ...] = ()
     pace: View | None = None

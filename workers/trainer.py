@@ -193,7 +193,6 @@ class Trainer:
             flags=told.flags,
             world=self.world,
             generation=self.generation,
-            rank_seconds=told.seconds.whole,
             memory=told.memory,
             slot_seconds=told.seconds.per_slot,
             pace=self.pace.stepped(index, told.seconds.per_slot, max(told.seconds.loop), max(told.seconds.whole)),

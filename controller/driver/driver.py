@@ -58,7 +58,6 @@ class RunResult:
         error: why it failed, one line.
         checkpoint: path of the newest checkpoint.
         interrupted: stopped by a signal: exit code 130.
-        ray_seconds: seconds that starting or joining Ray took.
         warnings: problems that did not end the run.
     """
 
@@ -69,7 +68,6 @@ class RunResult:
     checkpoint: str | None
     folder: Path
     interrupted: bool = False
-    ray_seconds: float = 0.0
     warnings: tuple[str, ...] = ()
 
     @property
@@ -273,7 +271,6 @@ class _Attempt:
             outcome.checkpoint,
             self._folder.path,
             interrupted=self._signals.count > 0 and outcome.state == "STOPPED",
-            ray_seconds=cluster.seconds,
             warnings=tuple(self._warnings),
         )
         if not self.orphaned:

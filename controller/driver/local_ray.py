@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,11 +72,9 @@ class Cluster:
     Attributes:
         capacity: workers that can ever be placed; None: unknown, the cluster may grow.
         node: id of the node that this process is on.
-        seconds: seconds that it took to connect.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        begin = time.perf_counter()
         self._folder: str | None = None
         self._watchdog: subprocess.Popen[bytes] | None = None
         self._connected = False
@@ -87,7 +84,6 @@ class Cluster:
         except BaseException:
             self.close()
             raise
-        self.seconds = time.perf_counter() - begin
 
     @property
     def own(self) -> bool:

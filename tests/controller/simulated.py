@@ -80,7 +80,7 @@ class Simulated(WorkerGroup):
         if self.flags & ~CHECKPOINT:
             return self._park(WorkerPhase.PARKED, None)
         self.step, self.beats, size = self.step + 1, self.beats + 1, len(self.members)
-        record = StepRecord(self.step - 1, 2.0, 192, (1,), 1.0, 1e-3, 0.1, 0, size, self.ticket.generation, (0.1,) * size, (1,) * size)
+        record = StepRecord(self.step - 1, 2.0, 192, (1,), 1.0, 1e-3, 0.1, 0, size, self.ticket.generation, (1,) * size)
         items = {w: ((self.beats, Stepped(self.ticket, record, time.time())),) for w in self.members}
         self._set(WorkerPhase.TRAINING)
         if self.step >= self.steps:

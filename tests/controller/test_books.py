@@ -154,7 +154,7 @@ def test_a_run_that_was_to_stop_is_not_begun_anew_by_itself(tmp_path: Path) -> N
 def stepped(world: World, index: int, ended: float, seconds: float = 0.5, alone: float = 0.0) -> Stepped:
     ids = tuple(range(index * 12, index * 12 + 12))
     generation = world.ticket.generation
-    about = (world.size, generation, (seconds,), (1, 2))
+    about = (world.size, generation, (1, 2))
     record = StepRecord(index, 2.0 - index / 100, 192, ids, 1.0, 1e-3, seconds, 0, *about, alone_seconds=alone)
     return Stepped(world.ticket, record, ended)
 

@@ -343,7 +343,7 @@ def test_pause_of_a_lost_lone_worker_includes_its_replacement(tmp_path: Path, ke
     generation = stage.executor.generation
 
     def step(world: World, index: int, ended: float) -> None:
-        about = (1, world.ticket.generation, (0.5,), (1,))
+        about = (1, world.ticket.generation, (1,))
         generation.stepped(world.members[0], Stepped(world.ticket, StepRecord(index, 2.0, 64, (), 1.0, 1e-3, 0.5, 0, *about), ended))
 
     for index in range(5):
@@ -782,7 +782,7 @@ def test_run_with_failing_controllers_saves_its_workers_state(tmp_path: Path, co
         "r", 7, LaunchedGeneration.of(WORLD), target=2, highest_step=40, epoch=2, controller_restarts=controllers, failures={}
     )
     stage = Stage(worker_group, tmp_path, durable=durable, config={"elastic_max_controller_restarts_without_progress": 20})
-    record = StepRecord(40, 2.0, 192, (1,), 1.0, 1e-3, 0.1, 0, 2, TICKET.generation, (0.1,) * 2, (1,) * 2)
+    record = StepRecord(40, 2.0, 192, (1,), 1.0, 1e-3, 0.1, 0, 2, TICKET.generation, (1,) * 2)
     stepped = Stepped(TICKET, record, time.time())
     made = committer(stage, None)
     stage.has(CommittedCheckpoint("c30", "/c30", 30))

@@ -81,7 +81,7 @@ class Player:
         shares = tuple(self.random.sample((1, 2, 3, 4), size))
         pace = View(factors, tuple(0 if factor > 2 else -1 for factor in factors), shares)
         index = self.run.stats.step
-        about = (size, self.number, (seconds,) * size, (1,) * size, (0.1,) * size, pace)
+        about = (size, self.number, (1,) * size, (0.1,) * size, pace)
         record = StepRecord(index, loss, 192, (index,), norm, 1e-3, seconds, 0, *about, alone_seconds=seconds / 3)
         record = replace(record, clipped=self.random.random() < 0.3, skipped=self.random.random() < 0.3)
         between = {"checkpoint": 0.2, "peer_copy": self.random.random()}
@@ -197,7 +197,7 @@ def test_published_lost_time_stays_lost_if_a_step_had_begun(tmp_path: Path, monk
     run.open(world)
     now[0] = 1010.0
     assert run.snapshot.lost_seconds == {"startup": 10.0 - HEARD_S}
-    about = (1, 1, (8.0,), (1,))
+    about = (1, 1, (1,))
     assert run.stepped(Stepped(world.ticket, StepRecord(0, 2.0, 192, (1,), 1.0, 1e-3, 8.0, 0, *about), 1012.0))
     for one in (run, run.restarted(world)):
         assert one.stats.goodput.lost == {"startup": 10.0 - HEARD_S} and one.stats.goodput.productive == 2.0 + HEARD_S
@@ -215,7 +215,7 @@ def test_published_snapshot_never_changes(tmp_path: Path) -> None:
     run.log.record("worker_lost", worker="a", reason="x", kind="died", pid=1)
     run.generation.begin_rescale("manual", 2)
     run.open(World(Ticket(2, 1), ("a",), StateSource(Origin.FRESH, 0)))
-    about = (1, 2, (8.0,), (1,))
+    about = (1, 2, (1,))
     run.stepped(Stepped(Ticket(2, 1), StepRecord(0, 2.0, 192, (1,), 1.0, 1e-3, 8.0, 0, *about), time.time()))
     run.log.record("checkpoint_loaded", seconds=1.0, bytes=2, generation=2)
     assert (json.dumps(before.to_json()), json.dumps(before.record), before.processes) == told

@@ -72,7 +72,7 @@ class Table:
         view = View(tuple(factors), tuple(since) or (-1,) * size, tuple(shares) or even(6, size))
         index, stats = self.run.stats.step, self.run.stats
         seconds = tuple(0.1 * factor for factor in factors) or (0.1,) * size
-        record = StepRecord(index, 2.0, 192, (1,), 1.0, 1e-3, 0.5, 0, size, generation, (0.5,) * size, (1,) * size, seconds, view)
+        record = StepRecord(index, 2.0, 192, (1,), 1.0, 1e-3, 0.5, 0, size, generation, (1,) * size, seconds, view)
         assert self.run.stepped(Stepped(self.world.ticket, record, 10.0 + index))
         self.record(self.slow.stepped(record, stats, self.now))
 
@@ -88,7 +88,7 @@ def known(members: str, **about: Any) -> Any:
 
 def test_straggler_policy_decides_from_values_alone(tmp_path: Path) -> None:
     slow, now = Stragglers(tiny(tmp_path, "slow", elastic_straggler="replace"), None, START_S, StragglerNote(), 0.0), 5.0
-    record = StepRecord(7, 2.0, 192, (1,), 1.0, 1e-3, 0.5, 0, 2, 3, (0.5,) * 2, (1,) * 2, (0.1, 0.3), View((1.0, 3.0), (-1, 6), even(6, 2)))
+    record = StepRecord(7, 2.0, 192, (1,), 1.0, 1e-3, 0.5, 0, 2, 3, (1,) * 2, (0.1, 0.3), View((1.0, 3.0), (-1, 6), even(6, 2)))
     about = {"rank": 1, "factor": 3.0, "since_step": 7, "node": None}
     assert slow.stepped(record, known("ab"), now) == [Event("straggler", {"worker": "b", **about})]
     assert slow.note == StragglerNote(), "there is nothing to write down yet"

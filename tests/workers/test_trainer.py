@@ -103,8 +103,8 @@ def test_a_record_accounts_for_the_whole_step_on_every_rank(text: str) -> None:
                 assert (record.index, record.step, record.world, record.generation) == (index, index + 1, 3, 1)
                 assert record.ids == tuple(stream.ids(index * 10, 10))
                 assert record.flags == (5 if index == 0 else 0)
-                assert record.tokens == 10 * 16 and len(record.rank_seconds) == len(record.memory) == 3
-                assert all(bytes_ > 10_000_000 for bytes_ in record.memory) and 0 < max(record.rank_seconds) <= record.seconds + 1
+                assert record.tokens == 10 * 16 and len(record.memory) == 3
+                assert all(bytes_ > 10_000_000 for bytes_ in record.memory)
             assert len({(r.loss, r.grad_norm, r.lr) for r in records}) == 1
         first = [per_rank[w][0] for w in range(3)]
         late = first[1].seconds

@@ -488,7 +488,7 @@ class Run:
         else:
             reports = self.fleet.run_each({w: (*state, *where[w]) for w in members}, start_from_memory)
         self.members = list(members)
-        assert len({(r.step, r.moved_bytes, r.lower_bound, r.total_bytes) for r in reports.values()}) == 1
+        assert len({(r.step, r.moved_bytes, r.lower_bound) for r in reports.values()}) == 1
         return reports[members[0]]
 
     def train(self, until: int, rescale: bool = False) -> list[StepRecord]:

@@ -18,28 +18,16 @@ TENSORS = 2500
 
 
 @dataclass(frozen=True)
-class LeverResult:
-    """A lever and its result."""
-
-    lever: Lever
-    padding_ratio: float
-    gathered_numel: int
-    """Elements of the gathered unit; this is the cost of several layers per unit."""
-
-
-@dataclass(frozen=True)
 class Advice:
     """Advice on a unit's padding at one group size.
 
     Attributes:
         best: the plan with the simplest lever below the goal; if there is none, the plan with the least padding.
-        attempts: every lever that was tried, the cheapest first.
         remedies: if no lever reaches the goal, one line for each change that does: a smaller group (HSDP), larger units, smaller
             blocks.
     """
 
     best: UnitPlan
-    attempts: tuple[LeverResult, ...]
     goal: float
     remedies: tuple[str, ...] = ()
 
@@ -94,18 +82,16 @@ def advise(
 
 def _first(unit: UnitShape, num_shards: int, blocks: Blocks, dtype: torch.dtype, goal: float, layers: range, strided: bool) -> Advice:
     """Return the first lever below the goal, or else the best one. At least one of ``layers`` is tried, even if the unit has fewer."""
-    attempts: list[LeverResult] = []
     best: UnitPlan | None = None
     for lever in _levers(unit, blocks, layers, strided):
         plan = plan_unit(unit, num_shards, blocks, dtype=dtype, lever=lever)
-        attempts.append(LeverResult(lever, plan.padding_ratio, plan.numel))
         if best is None or plan.padding_ratio < best.padding_ratio:
             best = plan
         if plan.padding_ratio < goal:
             break
     if best is None:
         best = plan_unit(unit, num_shards, blocks, dtype=dtype)
-    return Advice(best, tuple(attempts), goal)
+    return Advice(best, goal)
 
 
 def _levers(unit: UnitShape, blocks: Blocks, layers: range, strided: bool) -> Iterator[Lever]:

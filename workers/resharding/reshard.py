@@ -57,7 +57,6 @@ class ReshardReport:
     step: int
     moved_bytes: int
     lower_bound: int
-    total_bytes: int
     seconds: float
     words: tuple[bytes, ...] = ()
 
@@ -111,9 +110,8 @@ def execute(
                 trainer.beat()
     if trainer is not None:
         import_scalars(trainer, next(one["scalars"] for one in everyone if one["scalars"] is not None))
-    total = sum((strip.end - strip.start) * strip.itemsize for strips in wanted for strip in strips)
     seconds, words = time.perf_counter() - begin, tuple(word for _, _, word in told)
-    return ReshardReport(state[0], state[2], planned.moved_bytes, planned.lower_bound, total, seconds, words)
+    return ReshardReport(state[0], state[2], planned.moved_bytes, planned.lower_bound, seconds, words)
 
 
 def restore_from_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> int:
