@@ -109,7 +109,6 @@ def test_default_blocks_meet_the_bound_and_cut_at_rows_if_free(model: str) -> No
     at_512 = plan_layout(specs(layer("llama-3-70b"), None), 512)
     assert at_512.padding_ratio < 0.0001
     assert {at_512.cut(n) for n in at_512.order} == {"rows", "aligned elements"}, "decided tensor by tensor"
-    assert plan_layout(specs(layer("llama-3-70b"), None), 512, row_slack=0.03).cut("mlp.gate_proj") == "rows"
 
 
 def test_padding_of_other_systems_follows_their_published_rules() -> None:

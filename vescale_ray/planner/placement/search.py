@@ -45,7 +45,7 @@ class Found:
     bound: int
 
 
-def plan_layout(specs: Sequence[TensorSpec], num_shards: int, *, align: int = 128, order: str = "auto", row_slack: float = 0.0) -> Layout:
+def plan_layout(specs: Sequence[TensorSpec], num_shards: int, *, align: int = 128, order: str = "auto") -> Layout:
     """Plan the smallest equal shards that cut no block.
 
     Args:
@@ -54,8 +54,8 @@ def plan_layout(specs: Sequence[TensorSpec], num_shards: int, *, align: int = 12
         align: bytes; every rank's part is a multiple of this in the narrowest dtype of ``specs`` (a multiple of 64).
         order: ``"given"`` keeps the order of ``specs`` and finds the exact smallest shard for it; ``"auto"`` also searches other
             orders, prefers the given one, and stops when it meets the lower bound.
-        row_slack: the fraction by which the shard may grow so that tensors without a block requirement are cut at whole rows instead
-            of aligned elements. 0: rows only if they cost nothing. ``Layout.cut`` tells each tensor's result.
+
+    Tensors without a block requirement are cut at whole rows if that costs nothing, else at aligned elements; ``Layout.cut`` tells which.
 
     Cost: independent of ``num_shards``; 0.1 to 2 ms if the bound is met, below 50 ms for the units of known models.
 
@@ -74,26 +74,24 @@ def plan_layout(specs: Sequence[TensorSpec], num_shards: int, *, align: int = 12
         raise ValueError(f"order {order!r} is unknown: use 'auto' or 'given'")
     if align < START_BYTES or align % START_BYTES:
         raise ValueError(f"align is {align} bytes: use a multiple of {START_BYTES}")
-    if not row_slack >= 0:
-        raise ValueError(f"row_slack is {row_slack}: give the fraction that rows may cost, 0 or more")
     seen: set[str] = set()
     for spec in specs:
         if spec.name in seen:
             raise ValueError(f"tensor {spec.name!r} is listed twice")
         seen.add(spec.name)
 
-    return _plan(specs, num_shards, align, order, float(row_slack))
+    return _plan(specs, num_shards, align, order)
 
 
 @lru_cache(maxsize=8)  # Consecutive layers of a model are mostly alike, so a small cache serves them.
-def _plan(specs: tuple[TensorSpec, ...], num_shards: int, align: int, order: str, row_slack: float) -> Layout:
+def _plan(specs: tuple[TensorSpec, ...], num_shards: int, align: int, order: str) -> Layout:
     cuts = [s.granularity for s in specs]
     itemsize = min((s.dtype.itemsize for s in specs), default=1)
     problem = PlacementProblem.of([s.numel for s in specs], cuts, num_shards, align // itemsize, START_BYTES // itemsize)
     found = _search(problem, order, [s.shape[-1] if s.shape else 1 for s in specs])
     free = [i for i, s in enumerate(specs) if s.block is None and s.row_granularity > 1]
     if free and found.shard:
-        found, cuts = _rows_where_free(specs, problem, found, cuts, free, order, row_slack)
+        found, cuts = _rows_where_free(specs, problem, found, cuts, free, order)
     offsets = {s.name: at for s, at in zip(specs, found.offsets, strict=True)}
     return Layout(specs, num_shards, found.shard, offsets, {s.name: cut for s, cut in zip(specs, cuts, strict=True)}, found.bound)
 
@@ -186,9 +184,9 @@ def _first_fit(problem: PlacementProblem, orders: Sequence[list[int]], shard: in
 
 
 def _rows_where_free(
-    specs: tuple[TensorSpec, ...], problem: PlacementProblem, found: Found, cuts: list[int], free: list[int], order: str, slack: float
+    specs: tuple[TensorSpec, ...], problem: PlacementProblem, found: Found, cuts: list[int], free: list[int], order: str
 ) -> tuple[Found, list[int]]:
-    """Cut tensors without a requirement (``free``) at whole rows if the shard stays within ``slack`` of ``found``.
+    """Cut tensors without a requirement (``free``) at whole rows if the shard stays as large as ``found``.
 
     If not all of them can be cut at rows, the largest kinds come first, at the shard size found. The bound stays that of element cuts,
     because rows are the planner's choice, not the caller's.
@@ -197,12 +195,7 @@ def _rows_where_free(
     for i in free:
         rows[i] = specs[i].row_granularity
     by_rows = problem.with_blocks(rows)
-    limit = found.shard + int(found.shard * slack)
     current = sorted(range(len(specs)), key=lambda i: (found.offsets[i], specs[i].numel, i))
-    if slack > 0:
-        everything = _search(by_rows, order, [s.shape[-1] if s.shape else 1 for s in specs])
-        if everything.shard <= limit:
-            return Found(everything.shard, everything.offsets, found.bound), rows
     orders = [current] if order == "given" else [current, sorted(range(len(specs)), key=lambda i: (-by_rows.blocks[i], -specs[i].numel, i))]
     for one in orders:
         offsets = place(by_rows, one, found.shard)
