@@ -139,22 +139,12 @@ class FlatSpace:
             position += numel
         self.numel = position
         self.names: tuple[str, ...] = tuple(self._base)
-        self._starts = list(self._base.values())
 
     def base(self, name: str) -> int:
         return self._base[name]
 
     def numel_of(self, name: str) -> int:
         return self._numel[name]
-
-    def tensor_at(self, element: int) -> str:
-        """Return the name of the tensor that element ``element`` of the space belongs to."""
-        if not 0 <= element < self.numel:
-            raise IndexError(f"element {element} of a space of {self.numel}")
-        index = bisect_right(self._starts, element) - 1
-        while self._numel[self.names[index]] == 0:
-            index -= 1
-        return self.names[index]
 
 
 def merge_adjacent(extents: Sequence[Extent]) -> list[Extent]:

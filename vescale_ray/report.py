@@ -113,8 +113,8 @@ class Summary:
         return (self.accounting is None or self.accounting.exact) and not self.checkpoint_problems
 
 
-def summarize(run: RunFolder | str | Path, *, stream: Stream | None = None) -> Summary:
-    """Summarize the run's folder. With ``stream``, the corpus need not be loaded to know the number of samples.
+def summarize(run: RunFolder | str | Path) -> Summary:
+    """Summarize the run's folder.
 
     Raises:
         RunFolderError: the folder is not a run's.
@@ -137,7 +137,7 @@ def summarize(run: RunFolder | str | Path, *, stream: Stream | None = None) -> S
     elif done * config.global_batch > LONG_SAMPLES // 8:  # cut short; counting costs as much as a long file
         left_out.append(f"samples.jsonl was not compared with the {done * config.global_batch:,} samples that were due")
     elif done:
-        count = accounting(folder, stream or _stream(config), config.global_batch, done)
+        count = accounting(folder, _stream(config), config.global_batch, done)
     checkpoint, problems = _verify(config)
     return Summary(
         run=config.run.name,

@@ -213,13 +213,13 @@ def _goodput(goodput: Mapping[str, Any] | None, since: str) -> str:
     return f'<h2>{heading}</h2><div class="bar">{bar}</div><div class="legend">{names}</div>'
 
 
-def ticks(low: float, high: float, base: int = 10) -> list[float]:
-    """Return about five round numbers that enclose both; with ``base`` 2, the distance between them is a power of two."""
+def ticks(low: float, high: float) -> list[float]:
+    """Return about five round numbers that enclose both."""
     if high - low < 1e-12 * max(1.0, abs(high)):
         low, high = (0.0, high) if high > 1e-300 else (low - 1.0, high + 1.0)  # smaller numbers can't be divided
     rough = (high - low) / 4
-    size = float(base) ** math.floor(math.log(rough, base) if base != 10 else math.log10(rough))
-    step = next(size * m for m in ((1, 2, 2.5, 5, 10) if base == 10 else (1, base)) if size * m >= rough * (1 - 1e-9))
+    size = 10.0 ** math.floor(math.log10(rough))
+    step = next(size * m for m in (1, 2, 2.5, 5, 10) if size * m >= rough * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [i * step for i in range(first, last + 1)]
 
