@@ -138,7 +138,6 @@ class FlatSpace:
             self._base[name], self._numel[name] = position, numel
             position += numel
         self.numel = position
-        self.names: tuple[str, ...] = tuple(self._base)
 
     def base(self, name: str) -> int:
         return self._base[name]
