@@ -5,7 +5,7 @@ intervals, so that a load onto other ranks or layouts is interval arithmetic and
 ``docs/reference/checkpoint-format.md`` describes the format.
 
 The layers are: ``stores.store`` (the interface) and its back ends ``stores.posix``, ``stores.s3``, ``stores.fsspec_store``,
-``stores.memory_store``, ``stores.faulty_store``; ``format.digest``; ``format.object_layout`` (a rank's object), ``format.manifest`` and
+``stores.memory_store``; ``format.digest``; ``format.object_layout`` (a rank's object), ``format.manifest`` and
 ``format.manifest_codec`` (the commit object); the operations ``format.shard``, ``format.copies``, ``commits``, ``format.reader``,
 ``compare``, ``scrub``, ``saving.proof``, ``retention``, ``pins``, ``collection``, ``rollback``; a training script's state in
 ``state.tensors``, ``state.flat_state``, ``state.plain``, ``state.entries``, ``state.scalars``, ``state.saved_meta``, ``state.rng``, ``api``
@@ -54,7 +54,6 @@ from .scrub import Problem, VerifyReport, verify
 from .state.matching import StoredTensor
 from .state.names import NameTable
 from .state.rng import capture_rng, derive_rng, restore_rng
-from .stores.faulty_store import Fault, FaultyStore
 from .stores.fsspec_store import FsspecStore
 from .stores.memory_store import MemoryStore
 from .stores.posix import PosixStore
@@ -79,8 +78,6 @@ __all__ = [
     "Difference",
     "ExportFailed",
     "Exported",
-    "Fault",
-    "FaultyStore",
     "ForeignFileError",
     "FsspecStore",
     "GcReport",

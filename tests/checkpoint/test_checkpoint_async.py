@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from tests.checkpoint.checkpoint_support import bits, in_subprocess
+from tests.checkpoint.faulty_store import Fault, FaultyStore
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint import api as api_module
 from vescale_ray.checkpoint.format.pages import touched_buffer
@@ -307,8 +308,8 @@ def test_sync_save_to_a_hung_store_fails_and_is_never_committed(root, monkeypatc
 def test_save_waits_for_a_slow_store_while_it_makes_progress(root, monkeypatch):
     """The save takes longer than the limit on a standstill. Work that hangs after the commit does not delay the commit."""
     monkeypatch.setattr(api_module, "HANG_S", 0.9)
-    slow = [ckpt.Fault("put_stream", "delay", seconds=0.7)]
-    late = ckpt.FaultyStore(ckpt.PosixStore(root), [*slow, ckpt.Fault("put", "delay", "commits/*", seconds=0.7)])
+    slow = [Fault("put_stream", "delay", seconds=0.7)]
+    late = FaultyStore(ckpt.PosixStore(root), [*slow, Fault("put", "delay", "commits/*", seconds=0.7)])
     began = time.monotonic()
     ckpt.save({"model": {"w": torch.ones(3)}}, late, 1, timeout_s=0.1)
     assert time.monotonic() - began > 1.4 and len(late.fired) == 2
@@ -421,7 +422,7 @@ def test_nan_metric_is_dropped_and_the_checkpoint_kept(root, caplog):
 
 def test_commit_with_a_lost_answer_is_kept_and_known_as_ours(root, caplog):
     """No object of an attempt is deleted after its commit was tried, because the commit may exist, as it does here."""
-    store = ckpt.FaultyStore(ckpt.PosixStore(root), [ckpt.Fault("put", "lost", key="commits/*", after=1)])
+    store = FaultyStore(ckpt.PosixStore(root), [Fault("put", "lost", key="commits/*", after=1)])
     state = {"model": {"w": torch.ones(3)}}
     with ckpt.Saver(store) as saver:
         saver.async_save(state, 1).wait(10)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.checkpoint.checkpoint_support import random_bits
+from tests.checkpoint.faulty_store import Fault, FaultyStore
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint import commits
 from vescale_ray.checkpoint.format import manifest_codec
@@ -122,7 +123,7 @@ def test_only_copies_differing_by_rounding_commit_with_a_warning(root, caplog):
     for number, (one, other) in enumerate(different):
         with pytest.raises(ckpt.CommitRefused, match="ranks 0 and 1 both hold"):
             commit(root, votes(f"b{number}", 9, one, other), attempt=f"b{number}", step=9, world=2)
-    short = ckpt.FaultyStore(ckpt.PosixStore(root), [ckpt.Fault("read", "short", key="data/*")])
+    short = FaultyStore(ckpt.PosixStore(root), [Fault("read", "short", key="data/*")])
     with pytest.raises(ckpt.SaveFailed, match="the copies of 'w' can only be read in part"):
         commit(short, votes("c", 9, gain, near), attempt="c", step=9, world=2)
 

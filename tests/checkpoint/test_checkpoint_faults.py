@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from tests.checkpoint.checkpoint_support import adam_like, assert_equals, in_subprocess, load_in_process, random_layout, save_in_process
+from tests.checkpoint.faulty_store import ACTIONS, OPERATIONS, Fault, FaultyStore
 from tests.checkpoint.stores import KINDS, Opened, collect, opened
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint.stores.faulty_store import ACTIONS, OPERATIONS
 
 BEFORE, AFTER = adam_like(seed=1), adam_like(seed=2)
 
@@ -60,32 +60,32 @@ def within(seconds, work):
 
 WRITE_FAULTS = [
     # (fault, whether the new step is committed nevertheless)
-    *((ckpt.Fault("put_stream", a, key="*r00001*", code=errno.ENOSPC), False) for a in ("error", "torn", "lost")),
-    (ckpt.Fault("put_stream", "hang", seconds=0.2), False),
-    (ckpt.Fault("put_stream", "cut", key="*r00001*"), False),
-    (ckpt.Fault("put_stream", "cut", at=0), False),
-    (ckpt.Fault("put_stream", "cut", at=4096), False),
-    (ckpt.Fault("put_stream", "delay", seconds=0.1), True),
-    *((ckpt.Fault("put", a, key="*aux*"), False) for a in ("error", "torn", "hang", "lost", "cut")),
-    *((ckpt.Fault("put", a, key="commits/*"), False) for a in ("error", "torn", "hang", "cut")),
-    *((ckpt.Fault("put", "cut", key="commits/*", at=at), False) for at in (0, 1, 64, 65, 1000)),
-    (ckpt.Fault("put", "lost", key="commits/*"), True),
-    (ckpt.Fault("put", "flip", key="commits/*"), False),
-    (ckpt.Fault("put", "flip", key="commits/*", at=10**9), False),
-    (ckpt.Fault("size", "missing", key="*r00001.s*"), True),  # the listing has the size
-    (ckpt.Fault("list", "stale", key="*r00001.s*", times=None), True),  # a request by name finds the object
-    (ckpt.Fault("list", "stale", key="commits/*", times=1), True),
-    (ckpt.Fault("list", "error"), True),  # each object is requested by name
-    (ckpt.Fault("list", "hang", seconds=0.2), True),
-    (ckpt.Fault("open_read", "error"), True),
-    (ckpt.Fault("clock", "error"), True),
+    *((Fault("put_stream", a, key="*r00001*", code=errno.ENOSPC), False) for a in ("error", "torn", "lost")),
+    (Fault("put_stream", "hang", seconds=0.2), False),
+    (Fault("put_stream", "cut", key="*r00001*"), False),
+    (Fault("put_stream", "cut", at=0), False),
+    (Fault("put_stream", "cut", at=4096), False),
+    (Fault("put_stream", "delay", seconds=0.1), True),
+    *((Fault("put", a, key="*aux*"), False) for a in ("error", "torn", "hang", "lost", "cut")),
+    *((Fault("put", a, key="commits/*"), False) for a in ("error", "torn", "hang", "cut")),
+    *((Fault("put", "cut", key="commits/*", at=at), False) for at in (0, 1, 64, 65, 1000)),
+    (Fault("put", "lost", key="commits/*"), True),
+    (Fault("put", "flip", key="commits/*"), False),
+    (Fault("put", "flip", key="commits/*", at=10**9), False),
+    (Fault("size", "missing", key="*r00001.s*"), True),  # the listing has the size
+    (Fault("list", "stale", key="*r00001.s*", times=None), True),  # a request by name finds the object
+    (Fault("list", "stale", key="commits/*", times=1), True),
+    (Fault("list", "error"), True),  # each object is requested by name
+    (Fault("list", "hang", seconds=0.2), True),
+    (Fault("open_read", "error"), True),
+    (Fault("clock", "error"), True),
 ]
 
 
 @pytest.mark.parametrize(("fault", "committed"), WRITE_FAULTS, ids=[f"{f.operation} {f.action} {f.key} {f.at}" for f, _ in WRITE_FAULTS])
 @pytest.mark.fault("K17")
 def test_any_save_fault_leaves_a_loadable_commit_and_no_debris(memory, fault, committed):
-    store = ckpt.FaultyStore(memory, [fault])
+    store = FaultyStore(memory, [fault])
     try:
         within(20, lambda: saved_after(store))
     except ckpt.SaveFailed as error:
@@ -102,21 +102,21 @@ def test_any_save_fault_leaves_a_loadable_commit_and_no_debris(memory, fault, co
 
 
 READ_FAULTS = [
-    *(ckpt.Fault("read", a, times=1) for a in ("flip", "wrong_range", "delay")),
-    ckpt.Fault("get", "error", key="commits/*30.json"),
-    ckpt.Fault("get", "missing", key="commits/*30.json"),
-    ckpt.Fault("get", "flip", key="commits/*30.json"),
-    ckpt.Fault("get", "short", key="commits/*30.json"),
-    ckpt.Fault("get", "short", key="commits/*30.json", at=0),
-    ckpt.Fault("get", "hang", key="commits/*30.json", seconds=0.1),
-    ckpt.Fault("list", "stale", key="commits/*30.json"),
+    *(Fault("read", a, times=1) for a in ("flip", "wrong_range", "delay")),
+    Fault("get", "error", key="commits/*30.json"),
+    Fault("get", "missing", key="commits/*30.json"),
+    Fault("get", "flip", key="commits/*30.json"),
+    Fault("get", "short", key="commits/*30.json"),
+    Fault("get", "short", key="commits/*30.json", at=0),
+    Fault("get", "hang", key="commits/*30.json", seconds=0.1),
+    Fault("list", "stale", key="commits/*30.json"),
 ]
 
 
 @pytest.mark.parametrize("fault", READ_FAULTS, ids=[f"{f.operation} {f.action} {f.at}" for f in READ_FAULTS])
 def test_transient_read_fault_never_yields_wrong_bytes(memory, fault):
     made = saved_after(memory)
-    store = ckpt.FaultyStore(memory, [fault])
+    store = FaultyStore(memory, [fault])
     checkpoint = within(20, lambda: ckpt.open(store))
     expected = AFTER if checkpoint.commit.name == made.name else BEFORE
     assert expected is AFTER if fault.operation == "read" else expected is BEFORE
@@ -133,7 +133,7 @@ def test_persistent_read_fault_is_named_and_load_falls_back(action, caplog):
     ckpt.save({"model": good}, store, 1).wait()
     made = ckpt.save({"model": bad}, store, 2).wait()
     operation = "open_read" if action == "missing" else "read"
-    faulty = ckpt.FaultyStore(store, [ckpt.Fault(operation, action, key=f"*{made.attempt}*", times=None, seconds=0.01, at=5000)])
+    faulty = FaultyStore(store, [Fault(operation, action, key=f"*{made.attempt}*", times=None, seconds=0.01, at=5000)])
     target = torch.nn.Linear(700, 3)
     with pytest.raises(ckpt.CheckpointCorrupt, match=made.attempt):
         ckpt.load({"model": target}, faulty, commit=made.name)
@@ -313,7 +313,7 @@ def test_a_zombie_of_an_older_epoch_changes_nothing(kind):
             ckpt.commit(found.store, [zombie], step=500, epoch=6, attempt="zombie", world=1, meta={})
         assert ckpt.latest(found.store) == current
         # The same holds for a commit of the older epoch that is made while the newer one is not yet listed.
-        blind = ckpt.FaultyStore(found.store, [ckpt.Fault("list", "stale", key="commits/*", times=1)])
+        blind = FaultyStore(found.store, [Fault("list", "stale", key="commits/*", times=1)])
         ckpt.commit(blind, [zombie], step=500, epoch=6, attempt="zombie", world=1, meta={})
         assert [(c.epoch, c.step) for c in ckpt.ls(found.store)] == [(6, 400), (6, 500), (7, 100)]
         assert ckpt.latest(found.store) == current
@@ -346,7 +346,7 @@ def test_failed_collection_loses_nothing_and_the_next_finishes(memory, operation
     made = saved_after(memory)
     ckpt.write_shard(memory, "dead", 0, [], step=25, epoch=0)
     for after in range(4):
-        store = ckpt.FaultyStore(memory, [ckpt.Fault(operation, fault, after=after, seconds=0.01)])
+        store = FaultyStore(memory, [Fault(operation, fault, after=after, seconds=0.01)])
         try:
             within(20, lambda store=store: collect(store, 1, grace_s=-1.0))
         except OSError:
@@ -364,20 +364,20 @@ def test_faulty_store_injects_each_fault_as_specified(memory):
     for operation in OPERATIONS:
         for action in ACTIONS:
             try:
-                fault = ckpt.Fault(operation, action)
+                fault = Fault(operation, action)
             except ValueError as error:
                 assert "does not apply" in str(error)
                 continue
             assert fault.times == 1
     with pytest.raises(ValueError, match="is none of"):
-        ckpt.Fault("rename", "error")
+        Fault("rename", "error")
     slept: list[float] = []
-    store = ckpt.FaultyStore(
+    store = FaultyStore(
         ckpt.MemoryStore(),
         [
-            ckpt.Fault("get", "error", after=1, times=2, code=errno.ESTALE),
-            ckpt.Fault("get", "flip", key="b", after=3),
-            ckpt.Fault("size", "hang", seconds=99.0),
+            Fault("get", "error", after=1, times=2, code=errno.ESTALE),
+            Fault("get", "flip", key="b", after=3),
+            Fault("size", "hang", seconds=99.0),
         ],
         sleep=slept.append,
     )

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.checkpoint_ranks import CONFIG, gathered, sharded_llama
 from tests.checkpoint.checkpoint_support import bits, damage, memory_folder, peak_growths, random_bits, random_layout, save_in_process
+from tests.checkpoint.faulty_store import Fault, FaultyStore
 from tests.checkpoint.test_checkpoint_state import Net
 from tests.ranks import run_gloo
 from vescale_ray import checkpoint as ckpt
@@ -354,7 +355,7 @@ def test_an_import_that_fails_or_is_interrupted_leaves_no_object(root):
     made = ckpt.import_hf(root, root / "root", object_bytes=8000, step=5)
     with pytest.raises(ckpt.CommitRefused):
         huggingface.into_commit(huggingface.HfSource(root), root / "root", {"a": "a"}, meta={}, aliases={"x": "y"})
-    lost = ckpt.FaultyStore(ckpt.PosixStore(root / "root"), [ckpt.Fault("put", "lost", key="commits/*", times=None)])
+    lost = FaultyStore(ckpt.PosixStore(root / "root"), [Fault("put", "lost", key="commits/*", times=None)])
     with pytest.raises(ckpt.SaveFailed):
         ckpt.import_hf(root, lost, step=9)
     newest = ckpt.latest(root / "root")

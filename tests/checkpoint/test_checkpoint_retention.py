@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.checkpoint.checkpoint_support import damage, memory_folder, random_bits
+from tests.checkpoint.faulty_store import Fault, FaultyStore
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint import collection, commits
 from vescale_ray.checkpoint.saving import proof
@@ -196,8 +197,8 @@ def test_only_verified_checkpoints_count_towards_retention(root):
 def test_bad_block_is_reread_before_it_counts_as_damaged(root, action, times, counts):
     """If a file shrinks between the look at its size and the read, the buffer may already hold the right bytes."""
     made = make(root, 1)
-    zeros = ckpt.Fault("read", action, at=4096 + 5 if action == "flip" else 4096, times=times)
-    store = ckpt.FaultyStore(ckpt.PosixStore(root), [zeros])
+    zeros = Fault("read", action, at=4096 + 5 if action == "flip" else 4096, times=times)
+    store = FaultyStore(ckpt.PosixStore(root), [zeros])
     entry = ckpt.open(root).manifest.objects[0]
     found = proof.prove(store, entry, None)
     assert (found is None) is counts and store.fired
@@ -261,7 +262,7 @@ def test_collection_keeps_a_temporarily_unreadable_commit(root):
 @pytest.mark.parametrize("failing", ["put", "open_read"])
 def test_failed_notes_or_readback_warn_and_collection_goes_on(root, failing, caplog):
     key = "verified/*" if failing == "put" else "data/*"
-    store = ckpt.FaultyStore(ckpt.PosixStore(root), [ckpt.Fault(failing, "error", key=key, times=None)])
+    store = FaultyStore(ckpt.PosixStore(root), [Fault(failing, "error", key=key, times=None)])
     with ckpt.Saver(store, retention=ckpt.Retention(keep_last=1)) as saver:
         for step in (1, 2, 3):
             saver.async_save({"model": {"w": W}}, step).wait(10)
@@ -273,7 +274,7 @@ def test_failed_notes_or_readback_warn_and_collection_goes_on(root, failing, cap
 def test_data_of_a_commit_missing_from_a_listing_is_no_orphan(root):
     """A listing may be days behind, or older than the commit. The commit is requested by name before its data is deleted."""
     made = [make(root, step) for step in (1, 2, 3)]
-    behind = ckpt.FaultyStore(ckpt.PosixStore(root), [ckpt.Fault("list", "stale", key=made[1].key, times=None)])
+    behind = FaultyStore(ckpt.PosixStore(root), [Fault("list", "stale", key=made[1].key, times=None)])
     for _ in range(3):
         report = ckpt.gc(behind, ckpt.Retention(keep_last=2), grace=ckpt.NO_GRACE)
         assert report.swept == ()
@@ -282,8 +283,8 @@ def test_data_of_a_commit_missing_from_a_listing_is_no_orphan(root):
 
 def test_data_stays_while_its_commit_is_unreadable(root):
     made = [make(root, step) for step in (1, 2, 3)]
-    faults = [ckpt.Fault("list", "stale", key=made[1].key, times=None), ckpt.Fault("get", "error", key=made[1].key, times=None)]
-    report = ckpt.gc(ckpt.FaultyStore(ckpt.PosixStore(root), faults), ckpt.Retention(keep_last=2), grace=ckpt.NO_GRACE)
+    faults = [Fault("list", "stale", key=made[1].key, times=None), Fault("get", "error", key=made[1].key, times=None)]
+    report = ckpt.gc(FaultyStore(ckpt.PosixStore(root), faults), ckpt.Retention(keep_last=2), grace=ckpt.NO_GRACE)
     assert report.swept == () and any(f"whether {made[1].name} is its commit can't be read" in problem for problem in report.problems)
     assert ckpt.verify(root, made[1]).ok
 
@@ -306,14 +307,14 @@ def test_a_metric_too_large_for_a_float_stops_no_collection(root):
 def test_pin_made_during_a_collection_keeps_its_checkpoint(root):
     made = [make(root, step) for step in (1, 2, 3)]
     ckpt.pin(root, made[0], "reader")
-    before = ckpt.FaultyStore(ckpt.PosixStore(root), [ckpt.Fault("list", "stale", key="pins/*", times=1)])
+    before = FaultyStore(ckpt.PosixStore(root), [Fault("list", "stale", key="pins/*", times=1)])
     assert steps(ckpt.gc(before, ckpt.Retention(keep_last=1), grace=ckpt.NO_GRACE).kept) == [1, 3] and len(before.fired) == 1
     assert ckpt.verify(root, made[0]).ok
 
 
 def test_pinning_a_vanishing_checkpoint_raises_and_leaves_no_pin(root):
     made = make(root, 1)
-    going = ckpt.FaultyStore(ckpt.PosixStore(root), [ckpt.Fault("size", "missing", key=made.key, after=1)])
+    going = FaultyStore(ckpt.PosixStore(root), [Fault("size", "missing", key=made.key, after=1)])
     with pytest.raises(ckpt.NoCheckpoint, match="was deleted by a collection while it was being pinned"):
         ckpt.pin(going, made, "reader")
     assert not ckpt.pins(root)

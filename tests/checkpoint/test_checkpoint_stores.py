@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.checkpoint.checkpoint_support import adam_like, assert_equals, load_in_process, random_bits, random_layout, save_in_process
+from tests.checkpoint.faulty_store import FaultyStore
 from tests.checkpoint.stores import EXCLUSIVE, KINDS, collect, opened
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.format.digest import view_of
@@ -26,7 +27,7 @@ def backend(request):
     kind = request.param
     with opened(kind.removeprefix("faulty ")) as found:
         if kind.startswith("faulty"):
-            found.store = ckpt.FaultyStore(found.store)
+            found.store = FaultyStore(found.store)
         yield found
 
 

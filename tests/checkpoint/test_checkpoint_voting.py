@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoint.faulty_store import Fault, FaultyStore
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.collection import discard
 from vescale_ray.checkpoint.errors import CommitExists, SaveAborted, SaveFailed
@@ -68,7 +69,7 @@ def test_both_ranks_return_one_commit_and_it_loads():
 @pytest.mark.fault("K15")
 def test_lost_commit_answer_makes_no_rank_delete_its_data(action):
     inner = ckpt.MemoryStore()
-    store = ckpt.FaultyStore(inner, [ckpt.Fault("put", action, "commits/*", times=None)])
+    store = FaultyStore(inner, [Fault("put", action, "commits/*", times=None)])
     ends = both(store, [written(store, 0), written(store, 1)])
     assert all(type(end) is SaveFailed and "could not commit" in str(end) for end in ends)
     assert len(data(inner, 0)) == len(data(inner, 1)) == 2, "it can't be told from here whether the commit is there"
@@ -102,7 +103,7 @@ def test_write_error_of_one_rank_makes_all_raise_it_and_clean_up(failing):
 
 def test_failed_cleanup_is_logged_and_hides_no_error(caplog):
     inner = ckpt.MemoryStore()
-    store = ckpt.FaultyStore(inner, [ckpt.Fault("delete", "error", "*.safetensors"), ckpt.Fault("list", "error", "data/*")])
+    store = FaultyStore(inner, [Fault("delete", "error", "*.safetensors"), Fault("list", "error", "data/*")])
     written(store, 0, 1)
     with pytest.raises(OSError, match="disk full"):
         conclude(store, rank_of(0, 1), OSError(errno.ENOSPC, "disk full"))
@@ -168,14 +169,14 @@ def test_voting_retries_transient_but_not_lasting_read_errors(rank):
     else:
         made = ckpt.commit(inner, votes, step=5, epoch=0, attempt="mine", world=2, meta={})
         say(inner, "outcome", {"commit": vars(made)})
-    hard = ckpt.FaultyStore(inner, [ckpt.Fault("get", "error", "attempts/*", times=None)])
+    hard = FaultyStore(inner, [Fault("get", "error", "attempts/*", times=None)])
     with pytest.raises(SaveFailed, match="Input/output error"):
         conclude(hard, rank_of(rank, timeout_s=0.05), votes[rank])
     if rank == 1:
         assert len(data(inner, 1)) == 2 and ckpt.verify(inner).ok
         for action in ("error", "short"):  # "short" gives half a message, as from a store that lists objects before they are complete
             inner.delete("attempts/mine/r00001.json")
-            soft = ckpt.FaultyStore(inner, [ckpt.Fault("get", action, "attempts/*", times=2)])
+            soft = FaultyStore(inner, [Fault("get", action, "attempts/*", times=2)])
             assert conclude(soft, rank_of(1), votes[1]) == ckpt.latest(inner) and len(soft.fired) == 2
 
 

@@ -19,9 +19,9 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
+from tests.checkpoint.faulty_store import Fault, FaultyStore
 from tests.controller.clusters import cluster
 from tests.controller.runs import tiny
-from vescale_ray.checkpoint.stores.faulty_store import Fault, FaultyStore
 from vescale_ray.checkpoint.stores.memory_store import MemoryStore
 from vescale_ray.cli import app
 from vescale_ray.controller.driver import doctor

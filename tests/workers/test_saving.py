@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.faulty_store import Fault, FaultyStore
 from tests.workers.fleet import State
 from tests.workers.tiny import running, same_bits, tiny
 from vescale_ray import checkpoint
-from vescale_ray.checkpoint.stores.faulty_store import Fault, FaultyStore
 from vescale_ray.workers.membership import Membership
 from vescale_ray.workers.messages import Damaged, Join, Origin, SavedShard, Seat, Ticket
 from vescale_ray.workers.saving import Writer

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ..format.digest import view_of
-from ..format.pages import aligned_buffer
-from .store import ALIGNMENT, Entry, KeyMissing, ObjectStore, RangeReader, delete_each
+from vescale_ray.checkpoint.format.digest import view_of
+from vescale_ray.checkpoint.format.pages import aligned_buffer
+from vescale_ray.checkpoint.stores.store import ALIGNMENT, Entry, KeyMissing, ObjectStore, RangeReader, delete_each
 
 OPERATIONS = ("put_stream", "put", "get", "open_read", "read", "size", "list", "clock", "delete", "tidy")
 ACTIONS = ("error", "hang", "delay", "lost", "torn", "cut", "flip", "short", "wrong_range", "missing", "stale")
