@@ -60,6 +60,28 @@ def test_a_rank_that_strays_in_backward_is_named(rank, world):
 
 
 @on_processes(2)
+def test_load_on_one_rank_only_is_named(rank, world):
+    """Whole tensors are loaded without communication, so a rank that leaves out the load would keep its old values."""
+    model, other = shard_tower(seeded(Tower)), seeded(Tower, 3)
+    if rank == 0:
+        model.load_state_dict(other.state_dict())
+    with pytest.raises(RuntimeError, match="module states loaded: .*load the same state dicts, on every rank"):
+        model(inputs(rank, world))
+    set_debug(True)
+    model = shard_tower(seeded(Tower))
+    for loads in (lambda: model.load_state_dict(other.state_dict()), lambda: model.layers[1].load_state_dict(other.layers[1].state_dict())):
+        model(inputs(rank, world)).sum().backward()
+        with pytest.raises(OrderError, match="load of a state dict into .*all-gather of"):
+            if rank == 0:
+                loads()
+            model(inputs(rank, world))
+        model.reset_iter_state()
+        model.zero_grad()
+        loads()
+        model(inputs(rank, world)).sum().backward()
+
+
+@on_processes(2)
 def test_failed_wait_names_its_collective_and_debug_mode(rank, world):
     """Without debug mode, ranks that stray wait for each other until the group's timeout."""
     group = dist.new_group(timeout=timedelta(seconds=2))

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.dtensor.spec import enclose
+from vescale_ray.fsdp.communication.debug import agree
 from vescale_ray.fsdp.layouts.parameters import local_of
 from vescale_ray.fsdp.layouts.phases import Phase, PhaseError
 from vescale_ray.fsdp.units.unit import Unit
@@ -42,8 +43,13 @@ def watch_state_dicts(unit: Unit) -> None:
                 saved[prefix + name] = enclose(DTensor, local_of(value), value._spec)
 
     def before_load(*_: Any) -> None:
+        # If only some ranks load, old and new values mix. The first forward counts the loads, debug mode compares later ones.
         owner = to_sharded("loaded")
-        if owner is not None and owner.schedule is not None and owner.schedule.running:
+        if owner is None or owner.schedule is None:
+            return
+        for place in {group.place for group in owner.groups}:
+            agree(f"load of a state dict into {owner.name!r}", place.shard_group, place.device)
+        if owner.schedule.running:
             raise PhaseError(
                 f"a forward or backward around unit {owner.name!r} is under way: its state can't be loaded in the middle of a step: do "
                 f"it between steps; after an exception, call reset_iter_state() on the root"

@@ -1,4 +1,4 @@
-"""Check that all ranks have the same plan, before the first collective that depends on it.
+"""Check that all ranks have the same plan, and have loaded state dicts alike, before the first collective that depends on it.
 
 If they do, this takes one small all-gather per process group. If not, three more find the first line in which rank 0 and the first
 different rank differ. They compare hashes, so no rank ever holds all plans. The replicas (HSDP, DDP) then compare the digests of all their
@@ -32,6 +32,7 @@ def check_same_plan(units: Sequence[Unit]) -> None:
     for unit in units:
         for index, group in enumerate(unit.groups):
             head = f"{unit.name}[{index}]: {len(group.params)} parameters, {group.compute_dtype}/{group.reduce_dtype}"
+            head += f", module states loaded: {unit.loads}" if unit.loads else ""
             key = id(group.place.shard_group), id(group.place.replicate_group)
             plans.setdefault(key, (group.place, []))[1].append((head, *group.division.describe()))
     for place, descriptions in plans.values():
@@ -45,7 +46,7 @@ def check_same_plan(units: Sequence[Unit]) -> None:
         if difference:
             raise RuntimeError(
                 f"the ranks planned different layouts: {difference}; "
-                f"build the same model with the same arguments of fully_shard on every rank"
+                f"build the same model with the same arguments of fully_shard, and load the same state dicts, on every rank"
             )
 
 
