@@ -12,7 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.fsdp.test_fsdp_hooked import Plain
-from tests.ranks import run_gloo, run_threads
+from tests.fsdp.towers import filled
+from tests.fsdp.transformer import full
+from tests.ranks import on_threads, run_gloo, run_threads
 from vescale_ray import fully_shard
 
 
@@ -168,3 +170,37 @@ def trains_mixed(rank: int, world: int, width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.int8, torch.int64, torch.bool])
 def test_complex_and_integer_parameters_train_as_in_one_process(width: int, dtype: torch.dtype) -> None:
     run_gloo(2, trains_mixed, width, dtype)
+
+
+class Both(nn.Module):
+    """Two heads on one encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, 8)
+        self.models = nn.ModuleList(nn.Sequential(self.encoder, nn.Linear(8, 8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        out: torch.Tensor = self.models[which](x)
+        return out
+
+
+@on_threads(2)
+def test_models_that_share_a_unit_train_under_one_root(rank: int, world: int) -> None:
+    def sharded() -> Any:
+        made = filled(Both(), 3, 0.3)
+        for unit in (made.encoder, *made.models):
+            fully_shard(unit)
+        return made
+
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(5))
+    ours = sharded()
+    ours.models[0](x).sum().backward()
+    with pytest.raises(RuntimeError, match=r"initialized for 0:.*If two models share 0, apply fully_shard to a module that holds both"):
+        ours.models[1](x)
+    ours, alone = fully_shard(sharded()), filled(Both(), 3, 0.3)
+    for which in (0, 1, 0):
+        for model in (ours, alone):
+            model(x, which).square().mean().backward()
+    for (name, p), q in zip(ours.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-5, atol=1e-6, msg=name)

@@ -112,8 +112,8 @@ class Schedule:
                 continue
             if unit is not root and unit.schedule is not None:
                 raise RuntimeError(
-                    f"FSDP state has already been lazily initialized for {fqn}\n"
-                    f"FSDP requires running forward through the root module first, so that all units share one schedule"
+                    f"FSDP state has already been lazily initialized for {fqn}: FSDP requires running forward through the root module "
+                    f"first. If two models share {fqn}, apply fully_shard to a module that holds both, and call them in its forward"
                 )
             if unit is not root and unit.ending.by_hand:
                 raise RuntimeError(f"set_manual_backward_finalization must be called on the root FSDP module, not on {fqn!r}")
