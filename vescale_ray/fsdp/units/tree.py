@@ -1,10 +1,12 @@
 """Tensors in nested inputs and outputs: dicts, lists, tuples, named tuples and dataclasses, and no other containers.
 
-The functions have fast paths for the usual inputs and outputs of modules: one tensor, or a flat tuple.
+The functions have fast paths for the usual inputs and outputs of modules: one tensor, or a flat tuple. A changed container is a shallow
+copy of its own class, which no constructor of the user's has made.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
@@ -19,21 +21,21 @@ class Copies:
     def __init__(self) -> None:
         self._made: list[tuple[Any, Any, list[Any], list[Any]]] = []
 
-    def add(self, original: Any, copy: Any) -> None:
+    def add(self, original: Any, copied: Any) -> None:
         if type(original) in (list, dict, OrderedDict, defaultdict):
-            self._made.append((original, copy, _entries(original), _entries(copy)))
+            self._made.append((original, copied, _entries(original), _entries(copied)))
 
     def give_back(self) -> None:
         """Repeat the changes of the copies on the originals. Entries that were not replaced stay the caller's own objects."""
-        for original, copy, old, new in reversed(self._made):
-            now = _entries(copy)
+        for original, copied, old, new in reversed(self._made):
+            now = _entries(copied)
             if len(now) == len(new) and all(one is other for one, other in zip(now, new, strict=True)):
                 continue
             own = {id(entry): mine for entry, mine in zip(new, old, strict=True)}
             if isinstance(original, list):
-                original[:] = [own.get(id(entry), entry) for entry in copy]
+                original[:] = [own.get(id(entry), entry) for entry in copied]
             else:
-                entries = [(key, own.get(id(entry), entry)) for key, entry in copy.items()]
+                entries = [(key, own.get(id(entry), entry)) for key, entry in copied.items()]
                 original.clear()
                 original.update(entries)
 
@@ -56,12 +58,14 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any, cop
         items = [map_tensors(function, item, copies) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+        make: Any = getattr(tree, "_make", type(tree))  # of a named tuple, past a __new__ of its own
+        return make(items)
     if isinstance(tree, list):
         items = [map_tensors(function, item, copies) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
-        made = type(tree)(items)
+        made = copy.copy(tree)
+        made[:] = items
         if copies is not None:
             copies.add(tree, made)
         return made
@@ -73,7 +77,9 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any, cop
                 changed[key] = new
         if not changed:
             return tree
-        copied = tree.copy()  # copy() keeps the class: OrderedDict, or a model's own output class
+        copied = copy.copy(tree)
+        if getattr(tree, "__dict__", None) is tree:  # a common way to make the entries attributes
+            copied.__dict__ = copied
         for key, value in changed.items():
             copied[key] = value
         if copies is not None:
@@ -86,7 +92,12 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any, cop
             new = map_tensors(function, value, copies)
             if new is not value:
                 replaced[field.name] = new
-        return dataclasses.replace(tree, **replaced) if replaced else tree
+        if not replaced:
+            return tree
+        instance = copy.copy(tree)  # dataclasses.replace() would run __post_init__ once more
+        for name, value in replaced.items():
+            object.__setattr__(instance, name, value)  # frozen ones, too
+        return instance
     return tree
 
 
