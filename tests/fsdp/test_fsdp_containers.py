@@ -41,6 +41,8 @@ class Getter(dict[str, Any]):
 
 
 class Attributes(dict[str, Any]):
+    x: torch.Tensor
+
     def __init__(self, x: torch.Tensor) -> None:
         super().__init__(x=x)
         self.__dict__ = self
@@ -128,6 +130,80 @@ def test_containers_of_any_class_pass_through_a_unit(rank: int, world: int, cast
         alone, ours = filled(Net(kind), 3, 0.3), filled(Net(kind), 3, 0.3)
         for unit in (*ours.layers, ours):
             fully_shard(unit, mp_policy=policy)
+        for model in (alone, ours):
+            model(torch.randn(4, 8, generator=torch.Generator().manual_seed(5))).square().mean().backward()
+        for (name, p), q in zip(ours.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-4, atol=1e-6, msg=f"{kind}: {name}")
+
+
+@dataclass
+class State:
+    x: torch.Tensor
+    calls: int = 0
+
+
+@dataclass(slots=True)
+class Slotted:
+    x: torch.Tensor
+    calls: int = 0
+
+
+class Entries(dict[str, Any]):
+    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__  # type: ignore[assignment]
+
+
+class Kept(list[Any]):
+    @property
+    def x(self) -> torch.Tensor:
+        return sum(self)  # type: ignore[return-value]
+
+    @x.setter
+    def x(self, value: torch.Tensor) -> None:
+        self.append(value)
+
+
+STATES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "dataclass": State,
+    "dataclass with slots": Slotted,
+    "dict with attributes by __setattr__": lambda x: Entries(x=x, calls=0),
+    "dict with attributes by __dict__": Attributes,
+    "list of a subclass": lambda x: Kept([x]),
+}
+
+
+class Changing(nn.Linear):
+    def forward(self, state: Any, more: Any = None) -> None:  # type: ignore[override]
+        state.x = state.x + super().forward(state.x).tanh()
+        if not isinstance(state, Kept | Attributes):
+            state.calls += 1
+        state = more["inner"]
+        state.x = state.x * 2 + super().forward(state.x)
+
+
+class Passing(nn.Module):
+    """The layers return nothing: they change the objects that they get."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.embed, self.layers = kind, nn.Linear(8, 8), nn.ModuleList(Changing(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        make = STATES[self.kind]
+        state, more = make(self.embed(x)), {"inner": make(self.embed(x).sin())}
+        inner = more["inner"]
+        for layer in self.layers:
+            layer(state, more=more)
+        assert more["inner"] is inner and getattr(state, "calls", 2) == 2
+        out: torch.Tensor = state.x + inner.x
+        return out
+
+
+@on_processes(2)
+def test_changes_to_containers_of_any_class_reach_the_caller(rank: int, world: int) -> None:
+    for kind in STATES:
+        alone, ours = filled(Passing(kind), 3, 0.3), filled(Passing(kind), 3, 0.3)
+        for unit in (*ours.layers, ours):
+            fully_shard(unit)
         for model in (alone, ours):
             model(torch.randn(4, 8, generator=torch.Generator().manual_seed(5))).square().mean().backward()
         for (name, p), q in zip(ours.named_parameters(), alone.parameters(), strict=True):

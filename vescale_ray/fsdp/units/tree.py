@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -16,32 +15,59 @@ import torch
 
 
 class Copies:
-    """Lists and dicts that were copied for a forward. Changes that the forward makes to a copy are repeated on the caller's original."""
+    """Lists, dicts and dataclasses that were copied for a forward. Its changes to a copy are repeated on the caller's original."""
 
     def __init__(self) -> None:
-        self._made: list[tuple[Any, Any, list[Any], list[Any]]] = []
+        self._made: list[tuple[Any, Any, _Content, _Content]] = []
 
     def add(self, original: Any, copied: Any) -> None:
-        if type(original) in (list, dict, OrderedDict, defaultdict):
-            self._made.append((original, copied, _entries(original), _entries(copied)))
+        self._made.append((original, copied, _Content(original), _Content(copied)))
 
-    def give_back(self) -> None:
-        """Repeat the changes of the copies on the originals. Entries that were not replaced stay the caller's own objects."""
+    def give_back(self) -> list[Any]:
+        """Repeat the changes of the copies on the originals, and return the new values.
+
+        Entries that were not replaced stay the caller's own objects.
+        """
+        given: list[Any] = []
         for original, copied, old, new in reversed(self._made):
-            now = _entries(copied)
-            if len(now) == len(new) and all(one is other for one, other in zip(now, new, strict=True)):
-                continue
-            own = {id(entry): mine for entry, mine in zip(new, old, strict=True)}
+            now = _Content(copied)
+            own = {id(value): old.entries[key] for key, value in new.entries.items() if key in old.entries}
+            own.update((id(value), old.attributes[name]) for name, value in new.attributes.items() if name in old.attributes)
+            replaced, removed = _changes(new.entries, now.entries, own)
+            given += replaced.values()
             if isinstance(original, list):
-                original[:] = [own.get(id(entry), entry) for entry in copied]
+                if replaced or removed:
+                    original[:] = [own.get(id(entry), entry) for entry in copied]
             else:
-                entries = [(key, own.get(id(entry), entry)) for key, entry in copied.items()]
-                original.clear()
-                original.update(entries)
+                for key in removed:
+                    del original[key]
+                for key, value in replaced.items():
+                    original[key] = value
+            replaced, removed = _changes(new.attributes, now.attributes, own)
+            given += replaced.values()
+            for name in removed:
+                object.__delattr__(original, name)
+            for name, value in replaced.items():
+                object.__setattr__(original, name, value)
+        return given
 
 
-def _entries(container: Any) -> list[Any]:
-    return list(container if isinstance(container, list) else container.values())
+class _Content:
+    """The entries of a list or dict, and the attributes of an instance, at one time."""
+
+    def __init__(self, of: Any) -> None:
+        entries = enumerate(of) if isinstance(of, list) else of.items() if isinstance(of, dict) else ()
+        self.entries: dict[Any, Any] = dict(entries)
+        attributes = getattr(of, "__dict__", {})
+        self.attributes: dict[str, Any] = {} if attributes is of else dict(attributes)
+        if dataclasses.is_dataclass(of):  # it may have slots
+            self.attributes.update((field.name, getattr(of, field.name)) for field in dataclasses.fields(of) if hasattr(of, field.name))
+
+
+def _changes(before: dict[Any, Any], after: dict[Any, Any], own: dict[int, Any]) -> tuple[dict[Any, Any], list[Any]]:
+    """The entries that are new in ``after``, with the caller's objects (``own``) in place of their copies, and the keys that it lacks."""
+    replaced = {key: own.get(id(value), value) for key, value in after.items() if key not in before or value is not before[key]}
+    return replaced, [key for key in before if key not in after]
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any, copies: Copies | None = None) -> Any:
@@ -97,6 +123,8 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any, cop
         instance = copy.copy(tree)  # dataclasses.replace() would run __post_init__ once more
         for name, value in replaced.items():
             object.__setattr__(instance, name, value)  # frozen ones, too
+        if copies is not None:
+            copies.add(tree, instance)
         return instance
     return tree
 

@@ -164,14 +164,14 @@ class Unit:
         self._depth -= 1
         if self._depth:
             return self._cast_output(output)
-        self._copies.give_back()
-        self._copies = Copies()
+        given, self._copies = self._copies.give_back(), Copies()
+        made = (output, *given) if given else output
         if self.phase is Phase.RECOMPUTE:
-            self._mark_outputs(output)
+            self._mark_outputs(made)
             self.set_phase(self._outer)
             return self._cast_output(output)
         self._waiting.discard(id(module))
-        self._mark_outputs(output)
+        self._mark_outputs(made)
         if not self._waiting:
             with span("post_forward", self.fqn, logged=True):
                 try:
