@@ -149,13 +149,17 @@ class Slotted:
 
 
 class Entries(dict[str, Any]):
-    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__  # type: ignore[assignment]
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
 
 
 class Kept(list[Any]):
     @property
     def x(self) -> torch.Tensor:
-        return sum(self)  # type: ignore[return-value]
+        return torch.stack(list(self)).sum(0)
 
     @x.setter
     def x(self, value: torch.Tensor) -> None:
