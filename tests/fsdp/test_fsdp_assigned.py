@@ -67,8 +67,8 @@ def double(model: Any) -> None:
 @on_processes(2)
 def test_assigned_values_are_gathered_by_unshard(rank: int, world: int) -> None:
     for steps in (False, True):
-        for options in ({}, {"reshard_after_forward": False}):
-            ours, alone = models(**options)
+        for reshard_after_forward in (None, False):
+            ours, alone = models(reshard_after_forward=reshard_after_forward)
             if steps:
                 trains_alike(ours, alone)
             double(ours)
@@ -102,8 +102,8 @@ def gathered_by_user(model: Any) -> Callable[[], object]:
 def test_assignment_to_a_gathered_parameter_raises(rank: int, world: int, gather: Callable[[Any], Callable[[], object]]) -> None:
     """The assigned tensor would replace the gathered one for good: later forwards would compute with it, whatever the optimizer does."""
     for assign in (double, lambda m: m.head.double()):
-        for options in ({}, {"reshard_after_forward": False}):
-            ours, alone = models(**options)
+        for reshard_after_forward in (None, False):
+            ours, alone = models(reshard_after_forward=reshard_after_forward)
             reshard = gather(ours)
             assign(ours)
             with pytest.raises(RuntimeError, match=r"assigned through \.data, which is lost.*: head\.weight, head\.bias\. Call reshard"):

@@ -75,7 +75,8 @@ def late(x: torch.Tensor) -> Late:
 
 
 def default(x: torch.Tensor) -> Any:
-    made = defaultdict(lambda: 3.0, x=x)
+    made: defaultdict[str, Any] = defaultdict(lambda: 3.0)
+    made["x"] = x
     return made
 
 
@@ -110,7 +111,7 @@ class Net(nn.Module):
         self.embed, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
         self.layers = nn.ModuleList(Layer(8, 8) for _ in range(2))
         for layer in self.layers:
-            layer.kind = kind
+            layer.kind = kind  # type: ignore[assignment]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         make, take = KINDS[self.kind]

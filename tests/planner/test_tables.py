@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.baselines import algorithm1, deepspeed, fsdp1, fsdp2, megatron_fsdp
+from benchmarks.baselines import algorithm1, deepspeed, fsdp1, fsdp2, megatron_fsdp  # type: ignore[import-not-found]
 from tests.planner.oracle import check
 from vescale_ray.geometry import Block
 from vescale_ray.planner import TensorSpec, plan_layout

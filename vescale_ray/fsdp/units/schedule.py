@@ -112,7 +112,7 @@ class Schedule:
                 continue
             if unit is not root and unit.schedule is not None:
                 raise RuntimeError(
-                    f"FSDP state has already been lazily initialized for {fqn}: FSDP requires running forward through the root module "
+                    f"FSDP state has already been lazily initialized for {fqn}\nFSDP requires running forward through the root module "
                     f"first. If two models share {fqn}, apply fully_shard to a module that holds both, and call them in its forward"
                 )
             if unit is not root and unit.ending.by_hand:
