@@ -196,7 +196,9 @@ def test_models_that_share_a_unit_train_under_one_root(rank: int, world: int) ->
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(5))
     ours = sharded()
     ours.models[0](x).sum().backward()
-    with pytest.raises(RuntimeError, match=r"initialized for 0\nFSDP requires .*If two models share 0, apply fully_shard to a module that holds both"):
+    with pytest.raises(
+        RuntimeError, match=r"initialized for 0\nFSDP requires .*If two models share 0, apply fully_shard to a module that holds both"
+    ):
         ours.models[1](x)
     ours, alone = fully_shard(sharded()), filled(Both(), 3, 0.3)
     for which in (0, 1, 0):
