@@ -27,7 +27,6 @@ def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     # Workers inherit the environment of their Ray cluster. moto requires credentials there.
     os.environ.update(AWS_ACCESS_KEY_ID="testing", AWS_SECRET_ACCESS_KEY=SECRET, AWS_REGION="us-east-1")
     cluster = local_ray.Cluster(tiny(folder, "ray", ray_address="local", ray_num_cpus=8))
-    print(f"\nray.init took {cluster.seconds:.1f} s", end="")
     try:
         yield
     finally:

@@ -186,7 +186,7 @@ def beside_plain(rank: int, world: int) -> None:
         with pytest.raises(ValueError, match="a plain tensor of shape .* meets .*: distribute it first"):
             call()
     for call in (lambda: x * scale, lambda: x.sum() * scale, lambda: x.softmax(0) + scale, lambda: x.t() * scale):
-        with pytest.raises(ValueError, match="without dimensions that requires grad meets .* make it one"):
+        with pytest.raises(ValueError, match="without dimensions that requires grad meets .* make this one a DTensor"):
             call()
     with torch.no_grad():
         assert torch.equal(whole(x * scale), full * 2)
