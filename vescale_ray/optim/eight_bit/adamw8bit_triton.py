@@ -167,7 +167,7 @@ def _step_regions(
 
 
 class _Kind(NamedTuple):
-    """What the regions of one launch have in common."""
+    """Common properties of the regions of one launch."""
 
     param: torch.dtype
     grad: torch.dtype
