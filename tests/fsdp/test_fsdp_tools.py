@@ -85,7 +85,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def compiled_as_eager(rank: int, world: int) -> dict[str, bool]:
-    """Whether two compiled steps of each optimizer give the bits of two others."""
+    """Return, by optimizer, True if two compiled steps give the bits of two eager ones."""
     same = {}
     for name, build in OPTIMIZERS.items():
         models = []

@@ -103,7 +103,7 @@ class Buffer:
         self._flats: dict[torch.dtype, torch.Tensor] = {}
         self.allocated = False
         self.apart = False
-        """Whether the memory of an accelerator comes from the compute stream's memory and not from the lane's."""
+        """The memory of an accelerator comes from the compute stream's memory and not from the lane's."""
         self.addresses = NOWHERE
         """Addresses of the lane's memory; those of the last :meth:`allocate` after :meth:`free`."""
         self.clean_for: str | None = None

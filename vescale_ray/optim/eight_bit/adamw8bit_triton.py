@@ -177,7 +177,7 @@ class _Kind(NamedTuple):
     numel: int
     """Elements of the largest block."""
     quads: bool
-    """Whether four elements at a time lie in one block, and addresses are multiples of 16."""
+    """Four elements at a time lie in one block, and addresses are multiples of 16."""
 
 
 def _kind(held: Held, region: Region, hyper: Hyper) -> _Kind:
