@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -32,8 +33,10 @@ BACKEND = "vescale_gloo"
 _TORCHS = "gloo"
 _THREAD = "pt_gloo_runloop"
 """The name that torch gives to the worker threads."""
-_REST_S = 5.0
-"""Longest wait for worker threads at the end of the process."""
+_NEW_NS = 1_000_000
+"""A thread that has run for less time (nanoseconds) may be a worker that has not taken its name yet."""
+_REST_S = 30.0
+"""Longest wait for worker threads that run at the end of the process."""
 _TORCHS_TIMEOUT = timedelta(minutes=30)
 
 
@@ -135,19 +138,27 @@ def _rest_at_exit() -> None:
 
 
 def _rest() -> None:
-    calm, end = 0, time.monotonic() + _REST_S
-    while calm < 3 and time.monotonic() < end:
-        time.sleep(0.001)  # gives the lock to a worker that waits for it
-        calm = 0 if any(_runs(task) for task in Path("/proc/self/task").glob("*")) else calm + 1
+    end, before = time.monotonic() + _REST_S, None
+    while (seen := _sleepers()) != {} and (seen is None or seen != before) and time.monotonic() < end:
+        before = seen
+        # Gives the lock to a worker that waits for it. All that wait are awake within a switch interval.
+        time.sleep(2 * sys.getswitchinterval())
 
 
-def _runs(task: Path) -> bool:
-    """Whether a thread is a gloo worker that does not sleep."""
-    try:
-        _, _, rest = (task / "stat").read_text().partition(f"({_THREAD}) ")
-    except OSError:  # the thread has ended
-        return False
-    return rest[:1] not in ("", "S")
+def _sleepers() -> dict[str, str] | None:
+    """The scheduler's account of each gloo worker, which changes when the worker runs; None if one does not sleep."""
+    found = {}
+    for task in Path("/proc/self/task").glob("*"):
+        try:
+            name, state = (task / "stat").read_text().partition("(")[2].rpartition(") ")[::2]
+            account = (task / "schedstat").read_text()
+        except OSError:  # the thread has ended
+            continue
+        if name == _THREAD or int(account.split()[0]) < _NEW_NS:
+            found[task.name] = account
+            if state[:1] != "S":
+                return None
+    return found
 
 
 def _register() -> None:
