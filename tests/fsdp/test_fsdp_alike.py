@@ -176,6 +176,32 @@ def test_a_gradient_penalty_is_that_of_a_plain_module(rank: int, world: int, opt
     assert not options.get("reshard_after_forward", True) or sum(gathered for gathered, _ in pool.count().values()) == 0
 
 
+@pytest.mark.parametrize("between", ["forward", "forward and backward", "evaluation", "two penalties"])
+@on_processes(2)
+def test_a_gradient_penalty_may_wait_for_other_passes(rank: int, world: int, between: str) -> None:
+    """Between the first gradient and the second, the same units run again and reshard."""
+    ours, alone = sharded(Net(272, 2)), Net(272, 2)
+    for model in (ours, alone):
+        x, other = batch(rank, 272).requires_grad_(), 0.5 * batch(rank, 272)
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        loss = slope.norm()
+        if between == "forward":
+            loss = loss + model(other).square().mean()
+        elif between == "forward and backward":
+            model(other).square().mean().backward()
+        elif between == "evaluation":
+            with torch.no_grad():
+                model(other)
+        else:
+            (second,) = torch.autograd.grad(model(x * 2).sin().sum(), x, create_graph=True)
+            loss = loss + second.norm()
+        loss.backward()
+    for (name, p), q in zip(alone.named_parameters(), ours.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        torch.testing.assert_close(full(q.grad), averaged(p.grad), rtol=1e-4, atol=1e-5, msg=name)
+    assert sum(gathered for gathered, _ in unit_of(ours).lanes.pool.count().values()) == 0
+
+
 @on_processes(2)
 def test_create_graph_gradients_carry_no_graph_as_with_torch(rank: int, world: int) -> None:
     built = {how: sharded(how=how) for how in (fully_shard, torch_fully_shard)}

@@ -214,7 +214,10 @@ class _InputMark(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         unit = ctx.unit()
         if unit is not None:
+            call = unit.open_call
             unit.close()
+            if call is not None and torch.is_grad_enabled():  # create_graph: the graph of these gradients reads the parameters, too
+                call.mark(grad_tensors(grads))
         return (None, *grads)
 
     @staticmethod
