@@ -16,10 +16,8 @@ For other tensors (replicas, tensor parallelism), a rank holds one full tensor a
 from __future__ import annotations
 
 import hashlib
-import pickle
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from typing import Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +27,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.communication.collectives import in_parameter_order
-from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor, RaggedShard, distribute_tensor
-from vescale_ray.dtensor.transfer import MOVABLE, movable
+from vescale_ray.full_state import FullState, TensorEntry
 
 __all__ = [
     "StateDictOptions",
@@ -57,8 +54,10 @@ def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizers, *, option
     """
     options, optimizers = _checked(options), _listed(optimizers)
     _rest(model, optimizers)
-    if options is not None and options.full_state_dict:
-        torchs.get_optimizer_state_dict(model, optimizers)  # creates missing states; gathers nothing
+    mine = _with_states(model, optimizers)
+    if options == StateDictOptions():
+        return mine
+    if options.full_state_dict:
         for optimizer in optimizers:
             in_parameter_order(optimizer.state, model.parameters())
     return torchs.get_optimizer_state_dict(model, optimizers, options=options)
@@ -77,7 +76,7 @@ def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], 
     if not options.full_state_dict:
         return torchs.set_model_state_dict(model, dict(model_state_dict), options=options)
     mine = torchs.get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=options.ignore_frozen_params))
-    source = _Source(model_state_dict, options, _device(mine))
+    source = FullState(model_state_dict, options, _device(mine))
     missing, unexpected = _fill(mine, source, options, "model")
     # Load the written values once more from the model itself: this runs the modules' hooks, and sets values that are not tensors.
     result = torchs.set_model_state_dict(model, {n: v for n, v in mine.items() if n not in missing}, options=StateDictOptions(strict=False))
@@ -99,15 +98,21 @@ def set_optimizer_state_dict(
     if not options.full_state_dict:
         torchs.set_optimizer_state_dict(model, optimizers, dict(optim_state_dict), options=options)
         return
-    flat = StateDictOptions(flatten_optimizer_state_dict=True)
-    mine = torchs.get_optimizer_state_dict(model, optimizers, options=flat)
-    source = _Source(optim_state_dict, options, _device(mine), _flattened)
-    _fill(mine, source, options, "optimizer")
-    torchs.set_optimizer_state_dict(model, optimizers, mine, options=replace(flat, strict=options.strict))
+    mine = _with_states(model, optimizers)
+    flat = _flattened(mine)
+    source = FullState(optim_state_dict, options, _device(flat), _flattened)
+    _fill(flat, source, options, "optimizer", mine["param_groups"])
+    state = {name: _nested(f"state.{name}", states, flat) for name, states in mine["state"].items()}
+    groups = [{**group, **_of_group(group, flat)} for group in mine["param_groups"]]
+    loaded = {"state": state, "param_groups": groups}
+    torchs.set_optimizer_state_dict(model, optimizers, loaded, options=StateDictOptions(strict=options.strict))
 
 
-def _fill(mine: dict[str, Any], source: _Source, options: StateDictOptions, what: str) -> tuple[list[str], list[str]]:
-    """Write ``source`` into ``mine`` after checking names and shapes; return the missing and the unexpected names."""
+def _fill(
+    mine: dict[str, Any], source: FullState, options: StateDictOptions, what: str, groups: Sequence[Mapping[str, Any]] = ()
+) -> tuple[list[str], list[str]]:
+    """Write ``source`` into ``mine`` after checking names, shapes and the hyperparameters of ``groups``; return the missing and the
+    unexpected names."""
     missing = [name for name in mine if name not in source.items]
     unexpected = [name for name in source.items if name not in mine]
     refusal = source.refusal
@@ -115,6 +120,7 @@ def _fill(mine: dict[str, Any], source: _Source, options: StateDictOptions, what
         if refusal is None:
             _refuse(options, what, missing, unexpected, none_fits=len(missing) == len(mine))
             _check({name: (mine[name], entry) for name, entry in source.items.items() if name in mine})
+            _check_groups(groups, source.items)
     except ValueError as error:
         refusal = error
     differ = not source.sends and _differ(mine, source.items, refusal)
@@ -181,119 +187,6 @@ def _rest(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> No
                 )
 
 
-class _Source:
-    """A full state dict: names, shapes and dtypes on every rank; the values on every rank, or on rank 0 only."""
-
-    def __init__(
-        self,
-        given: Any,
-        options: StateDictOptions,
-        device: torch.device,
-        flattened: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda given: given,
-    ) -> None:
-        self.given, self.device = given, device
-        self.sends = options.broadcast_from_rank0 and dist.is_initialized() and dist.get_world_size() > 1
-        self.first = not self.sends or dist.get_rank() == 0
-        described: list[Any] = [None]
-        refusal = None
-        if self.first:
-            try:
-                if not isinstance(given, Mapping):
-                    raise TypeError(f"it is a {type(given).__name__}, not a dict")
-                self.given = flattened(given)
-                described = [{n: _sendable(n, _described(n, v)) for n, v in self.given.items()}]
-            except Exception as error:  # the other ranks must learn of this refusal
-                described, refusal = [_Refused(str(error) or type(error).__name__)], error
-        if self.sends:
-            dist.broadcast_object_list(described, src=0, device=device)
-        self.refusal: ValueError | None = None
-        self.items: dict[str, Any] = {}
-        if isinstance(described[0], _Refused):
-            self.refusal = ValueError(f"the full state dict can't be loaded: {described[0].why}")
-            self.refusal.__cause__ = refusal
-        else:
-            self.items = described[0]
-
-    def into(self, name: str, target: Any) -> Any:
-        """Write the value of ``name`` into ``target`` and return it; if ``target`` is not a tensor, return the value itself."""
-        entry = self.items[name]
-        if not isinstance(entry, _TensorEntry):
-            return entry
-        if not isinstance(target, Tensor):
-            return self._whole(name, entry)
-        with torch.no_grad():
-            if not self.sends and isinstance(target, RaggedDTensor):
-                target.copy_(self.given[name])  # only this rank's part goes to the device
-                return target
-            if isinstance(target, RaggedDTensor) and _over_all_ranks(target):
-                target.copy_(RaggedDTensor.from_spec(self._part(name, entry, target), target._spec))
-                return target
-            full = self._whole(name, entry)
-            if isinstance(target, DTensor) and not isinstance(target, RaggedDTensor):
-                full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
-            target.copy_(full)
-        return target
-
-    def _part(self, name: str, entry: _TensorEntry, target: RaggedDTensor) -> Tensor:
-        """Receive this rank's part from rank 0, whose tensor is all parts in rank order: one all-to-all in which only rank 0 sends."""
-        placement = cast(RaggedShard, target.placements[0])
-        size = 1 if entry.dtype in MOVABLE else entry.dtype.itemsize
-        counts = [(end - start) * size for start, end in placement.intervals(entry.shape)]
-        world, rank = len(counts), dist.get_rank()
-        part = torch.empty(placement.local_shape(entry.shape, rank), dtype=entry.dtype, device=self.device)
-        full = self.given[name].detach().to(self.device).contiguous() if self.first else part.new_empty(0)
-        given, wanted = counts if self.first else [0] * world, [counts[rank], *[0] * (world - 1)]
-        dist.all_to_all_single(movable(part.view(-1)), movable(full.view(-1)), wanted, given)
-        return part
-
-    def _whole(self, name: str, entry: _TensorEntry) -> Tensor:
-        if not self.first:
-            full = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
-        else:
-            full = self.given[name].detach().to(self.device).contiguous()
-        if self.sends:
-            raw = full if full.dtype not in (torch.bool, torch.int16) and full.dtype.itemsize > 1 else full.view(torch.uint8)
-            dist.broadcast(raw, src=0)
-        return full
-
-
-class _TensorEntry:
-    """Shape and dtype of a tensor on another rank."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.shape, self.dtype = tuple(value.shape), value.dtype
-
-
-class _Refused:
-    """The reason why rank 0 can't send its state dict."""
-
-    def __init__(self, why: str) -> None:
-        self.why = why
-
-
-def _over_all_ranks(tensor: RaggedDTensor) -> bool:
-    """Return whether the tensor's parts lie on all ranks, in rank order."""
-    return tensor.device_mesh.ndim == 1 and tensor.device_mesh.mesh.tolist() == list(range(dist.get_world_size()))
-
-
-def _sendable(name: str, value: Any) -> Any:
-    try:
-        pickle.dumps(value)  # broadcast_object_list pickles it, too
-    except Exception as error:
-        raise ValueError(f"{name!r} can't be pickled: {error}") from None
-    return value
-
-
-def _described(name: str, value: Any) -> Any:
-    if isinstance(value, DTensor):
-        raise ValueError(f"a full state dict holds plain tensors, but {name!r} is a {type(value).__name__}: set full_state_dict=False")
-    if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_meta):
-        raise ValueError(
-            f"a full state dict holds dense tensors with values, but {name!r} is {value.layout} on {value.device}: give its values"
-        )
-    return _TensorEntry(value) if isinstance(value, Tensor) else value
-
-
 def _checked(options: StateDictOptions | None) -> StateDictOptions:
     options = options if options is not None else StateDictOptions()
     if not isinstance(options, StateDictOptions):
@@ -318,9 +211,9 @@ def _check(pairs: dict[str, tuple[Any, Any]]) -> None:
     for name, (target, entry) in pairs.items():
         if isinstance(target, Tensor) and target.is_meta:
             raise ValueError(f"{name} is on the meta device, it has no storage: call to_empty(device=..) on the module first")
-        if isinstance(target, Tensor) and not isinstance(entry, _TensorEntry):
+        if isinstance(target, Tensor) and not isinstance(entry, TensorEntry):
             raise ValueError(f"{name} is a {type(entry).__name__} in the state dict, but a tensor here: make it one with torch.as_tensor")
-        if isinstance(entry, _TensorEntry) and isinstance(target, Tensor) and tuple(target.shape) != entry.shape:
+        if isinstance(entry, TensorEntry) and isinstance(target, Tensor) and tuple(target.shape) != entry.shape:
             raise ValueError(
                 f"{name} has shape {entry.shape} in the state dict, but {tuple(target.shape)} here: build the model that was saved"
             )
@@ -331,14 +224,67 @@ def _device(state: Mapping[str, Any]) -> torch.device:
     return next((v.device for v in state.values() if isinstance(v, Tensor) and v.ndim and not v.is_meta), torch.device("cpu"))
 
 
+def _with_states(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> dict[str, Any]:
+    """Return the optimizers' sharded state. torch makes the states of a new optimizer by a step, but not while there are gradients."""
+    params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+    gradients = [param.grad for param in params]
+    new = " or ".join(type(optimizer).__name__ for optimizer in optimizers if not optimizer.state)
+    for param in params:
+        param.grad = None
+    try:
+        return torchs.get_optimizer_state_dict(model, optimizers)
+    except TypeError as error:
+        if not new:
+            raise
+        raise ValueError(f"{new} can't make its states without a closure ({error}): take a step before") from error
+    finally:
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient
+
+
 def _flattened(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer state dict in torch's flat form ``{"state.NAME.KEY": .., "param_groups.NAME.KEY": ..}``."""
     if "state" not in given:
         return dict(given)
     if "param_groups" not in given:
         raise ValueError(f"it has no 'param_groups', but {list(given)[:3]}: give what get_optimizer_state_dict() returns")
-    flat = {f"state.{name}.{key}": value for name, states in given["state"].items() for key, value in states.items()}
+    flat: dict[str, Any] = {}
+    for name, states in given["state"].items():
+        flat |= _flat(f"state.{name}", states) if states else {}
     for group in given["param_groups"]:
         for name in group["params"]:
             flat |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"}
     return flat
+
+
+def _flat(prefix: str, value: Any) -> dict[str, Any]:
+    """Return the leaves of nested dicts by their path."""
+    if not isinstance(value, Mapping) or not value:
+        return {prefix: value}
+    return {path: leaf for key, inner in value.items() for path, leaf in _flat(f"{prefix}.{key}", inner).items()}
+
+
+def _nested(prefix: str, value: Any, flat: Mapping[str, Any]) -> Any:
+    """Return ``value`` with its leaves from ``flat``."""
+    if not isinstance(value, Mapping) or not value:
+        return flat.get(prefix, value)
+    return {key: _nested(f"{prefix}.{key}", inner, flat) for key, inner in value.items()}
+
+
+def _of_group(group: Mapping[str, Any], flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the loaded hyperparameters of a group: those of its first parameter, which all of them have."""
+    return {key: flat[f"param_groups.{name}.{key}"] for name in group["params"][:1] for key in group if key != "params"}
+
+
+def _check_groups(groups: Sequence[Mapping[str, Any]], items: Mapping[str, Any]) -> None:
+    for group in groups:
+        first, *others = group["params"] or [None]
+        for key in group:
+            wanted = items.get(f"param_groups.{first}.{key}")
+            for name in others:
+                found = items.get(f"param_groups.{name}.{key}", wanted)
+                if not isinstance(wanted, TensorEntry) and not isinstance(found, TensorEntry) and found != wanted:
+                    raise ValueError(
+                        f"{first!r} and {name!r} are in one parameter group here, but {key} is {wanted!r} and {found!r} in the state dict: "
+                        f"build the optimizer with the groups that were saved"
+                    )

@@ -1,0 +1,109 @@
+"""``set_optimizer_state_dict`` loads every full state that ``get_optimizer_state_dict`` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import on_threads
+from vescale_ray import fully_shard
+from vescale_ray.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+
+FULL = StateDictOptions(full_state_dict=True)
+
+
+class Nested(torch.optim.Optimizer):
+    """An optimizer whose states are nested dicts, as those of distributed Shampoo, and hold None."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state |= {"factors": {"ema": torch.zeros_like(p), "root": None}, "note": "new"}
+                state["factors"]["ema"].lerp_(p.grad, 0.5)
+                state["note"] = "old"
+                p.add_(state["factors"]["ema"], alpha=-group["lr"])
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+    optimizer.step()
+
+
+def with_empty_group(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": list(model.parameters())}, {"params": [], "lr": 0.5}], lr=0.01)
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["fresh", "after a backward"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), id="adamw"),
+        pytest.param(lambda m: torch.optim.SGD(m.parameters(), lr=0.01), id="without states"),
+        pytest.param(lambda m: Nested(m.parameters(), lr=0.01), id="nested"),
+        pytest.param(with_empty_group, id="an empty group"),
+    ],
+)
+@on_threads(2)
+def test_training_goes_on_from_a_full_optimizer_state(
+    rank: int, world: int, make: Callable[[nn.Module], torch.optim.Optimizer], gradients: bool
+) -> None:
+    """The target optimizer has no states yet, and perhaps gradients of another backward, which stay."""
+    model, other = net(), net()
+    optimizer = make(model)
+    train(model, optimizer, 0)
+    saved = get_optimizer_state_dict(model, optimizer, options=FULL)
+    other.load_state_dict(model.state_dict())
+    resumed = make(other)
+    if gradients:
+        other(torch.ones(1, 4)).sum().backward()
+    before = [p.grad for p in other.parameters()]
+    set_optimizer_state_dict(other, resumed, saved, options=FULL)
+    assert all(p.grad is grad for p, grad in zip(other.parameters(), before, strict=True))
+    for one, another in ((model, optimizer), (other, resumed)):
+        train(one, another, 1)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p.to_local(), q.to_local())
+    if isinstance(resumed, Nested):
+        assert all(state["note"] == "old" and state["factors"]["root"] is None for state in resumed.state.values())
+
+
+@on_threads(2)
+def test_saved_groups_are_not_merged(rank: int, world: int) -> None:
+    model = net()
+    params = dict(model.named_parameters())
+    biases = [p for name, p in params.items() if "bias" in name]
+    optimizer = torch.optim.AdamW([{"params": biases, "lr": 0.5}, {"params": [p for n, p in params.items() if "bias" not in n]}], lr=0.02)
+    train(model, optimizer, 0)
+    saved = get_optimizer_state_dict(model, optimizer, options=FULL)
+    one = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with pytest.raises(
+        ValueError, match=r"are in one parameter group here, but lr is 0\.02 and 0\.5 in the state dict"
+    ):
+        set_optimizer_state_dict(model, one, saved, options=FULL)
+    assert one.param_groups[0]["lr"] == 0.01
+
+
+@on_threads(2)
+def test_an_optimizer_that_needs_a_closure_is_named(rank: int, world: int) -> None:
+    model = net()
+    with pytest.raises(ValueError, match=r"LBFGS can't make its states without a closure .*: take a step before"):
+        get_optimizer_state_dict(model, torch.optim.LBFGS(model.parameters()), options=FULL)
