@@ -12,7 +12,7 @@ The layers are: ``stores.store`` (the interface) and its back ends ``stores.posi
 and ``loading`` with ``state.names``, ``state.matching``, ``state.materialize``, ``saving.saver`` and ``saving.writer`` with
 ``format.staging``, ``saving.handle``, ``saving.accord``, ``saving.voting``, ``saving.bounded`` and ``saving.polling``; ``interval``; other
 programs' formats in ``bridges.foreign``, ``huggingface`` with ``bridges.safetensors_file``, and ``bridges.dcp`` with
-``bridges.dcp_export``, ``bridges.dcp_state``, ``bridges.dcp_files`` and ``bridges.dcp_pickle``. The package may import
+``bridges.dcp_export``, ``bridges.dcp_state``, ``bridges.dcp_files`` and ``bridges.dcp_index``. The package may import
 ``vescale_ray.geometry``, ``vescale_ray.lasting``, torch, numpy, xxhash, and in a back end its client library, but neither Ray nor fsdp.
 """
 

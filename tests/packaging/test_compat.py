@@ -19,8 +19,8 @@ from vescale_ray import compat
 COMPAT = ROOT / "vescale_ray" / "compat"
 THEMES = sorted(COMPAT.glob("*.py"))
 PRODUCT = [path for part, path in SOURCES if part != "compat"] + [ROOT / "vescale_ray" / "__init__.py"]
-# Pickles name the classes and functions that wrote them. These readers compare the names and import none.
-FILE_FORMATS = {"checkpoint/bridges/torch_archive.py", "checkpoint/bridges/dcp_pickle.py"}
+# Pickles name the classes and functions that wrote them. This reader compares the names and imports none.
+FILE_FORMATS = {"checkpoint/bridges/dcp_index.py"}
 # Names of Python and of pybind11, not of torch.
 NOT_TORCHS = {"_exit", "_current_frames", "_pybind11_conduit_v1_", "_call_s3"}
 
