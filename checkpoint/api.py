@@ -36,7 +36,8 @@ from .saving.bounded import Quiet, Watch, bounded
 from .saving.handle import SaveHandle
 from .saving.proof import prove
 from .saving.voting import Attempt, conclude
-from .state.flat_state import State, flatten
+from .state.flat_state import State
+from .state.flattening import flatten
 from .state.matching import Pair, label
 from .state.plain import KIND, Packed, data_name, pack
 from .state.rng import capture_rng

@@ -25,10 +25,12 @@ from .errors import CheckpointCorrupt, CheckpointMismatch, NoCheckpoint
 from .format.read_plan import Range, ReadPlan
 from .format.reader import BUDGET_BYTES, Checkpoint, open_checkpoint
 from .state.entries import PlainValues, check_entries, plain_values, restore_values
-from .state.flat_state import FlatState, Holder, Saved, State, TensorChoice, created_states, flatten_models, flatten_targets, stored_pairs
+from .state.flat_state import FlatState, Holder, Saved, State, TensorChoice, flatten_models
+from .state.flattening import flatten_targets, stored_pairs
 from .state.matching import Pair, match, some
 from .state.materialize import materialize, on_meta
 from .state.names import Globs, NameTable, globs, matches, table_of
+from .state.optimizer_state import created_states
 from .state.plain import EntryBytes, unpack
 from .state.rng import derive_rng, restore_rng
 from .state.saved_meta import check_saved_meta

@@ -51,6 +51,10 @@ def check_saved_meta(where: str, meta: Mapping[str, Any], *, optimizers: bool = 
             expect(isinstance(group.get("hyper"), dict), f"{inner}.hyper", "object")
             for name, value in group["hyper"].items():
                 encoded(value, f"{inner}.hyper.{name}")
+        shared = saved.get("shared", {})
+        expect(isinstance(shared, dict), f"{at}.shared", "object")
+        for name, value in shared.items():
+            encoded(value, f"{at}.shared.{name}")
         expect(isinstance(scalars, dict), f"{at}.scalars", "object")
         for state_key, by_name in scalars.items():
             expect(isinstance(by_name, dict), f"{at}.scalars.{state_key}", "object")

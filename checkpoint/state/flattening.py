@@ -1,0 +1,70 @@
+"""Flatten a training script's state, for a save or for a load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .flat_state import FlatState, Saved, TensorChoice, flatten_models, is_stateful, is_tensors
+from .matching import Pair
+from .names import entry_of
+from .optimizer_state import Created, add_optimizer_tensors, check_groups, create_states, flatten_optimizer, kind_of, stateless
+from .plain import data_name, pack
+
+
+def flatten(state: Mapping[str, Any]) -> FlatState:
+    """Flatten a state for saving.
+
+    Raises:
+        ValueError: a value cannot be stored; the message names it and the remedy.
+    """
+    flat = flatten_models(state)
+    for key, value in state.items():
+        if isinstance(value, torch.optim.Optimizer):
+            flat.optimizers[key] = flatten_optimizer(key, value, flat)
+    # Tensors come in this order: first the models', then each optimizer's.
+    for key, value in state.items():
+        if not is_tensors(key, value) and not isinstance(value, torch.optim.Optimizer):
+            packed = flat.values[key] = pack(f"state.{key}", value.state_dict() if is_stateful(value) else value)
+            if packed.data and any(data_name(key) == name for name in (*flat.aliases, *(name for name, _ in flat.tensors))):
+                raise ValueError(f"tensor {data_name(key)!r} has the name under which the bytes of entry {key!r} are stored: rename one")
+    return flat
+
+
+def flatten_targets(state: Mapping[str, Any], checkpoint: Saved, choice: TensorChoice, created: Created) -> FlatState:
+    """Flatten a state for loading. Optimizer states that only the checkpoint has are created, and listed in ``created``.
+
+    Raises:
+        CheckpointMismatch: the parameter groups of an optimizer differ.
+    """
+    flat = flatten_models(state)
+    optimizers = checkpoint.meta.get("optimizers", {})
+    for key, value in state.items():
+        if isinstance(value, torch.optim.Optimizer):
+            saved = optimizers[key]
+            check_groups(key, value, saved, flat, checkpoint, choice)
+            create_states(key, value, saved, flat, checkpoint, choice, created)
+            add_optimizer_tensors(key, value, flat, stateless(key, value, saved, flat, checkpoint, choice))
+    return flat
+
+
+def stored_pairs(state: Mapping[str, Any], checkpoint: Saved) -> set[Pair]:
+    """The stored (name, kind) pairs that belong to the entries of ``state``, for which a strict load must find a place."""
+    meta = checkpoint.meta
+    models = meta.get("models", ["model"])
+    wanted = {key for key, value in state.items() if is_tensors(key, value)}
+    kinds = {
+        kind_of(key, state_key)
+        for key, value in state.items()
+        if isinstance(value, torch.optim.Optimizer)
+        for state_key in meta["optimizers"][key]["kinds"]
+    }
+    pairs = set()
+    for name, tensor in checkpoint.tensors.items():
+        entry = entry_of(name, models)
+        for kind in tensor.kinds:
+            if (kind == "param" and entry in wanted) or kind in kinds or (kind == "state" and name.rpartition("/")[2] in kinds):
+                pairs.add((name, kind))
+    return pairs

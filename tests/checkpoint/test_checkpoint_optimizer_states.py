@@ -1,0 +1,137 @@
+"""States of optimizers that no parameter has, or that a checkpoint from before the first step lacks."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import on_threads
+from vescale_ray import checkpoint as ckpt
+from vescale_ray.fsdp import fully_shard
+
+
+class Decayed(torch.optim.SGD):
+    """SGD that counts its steps under a key that is no parameter, as torch's ``state_dict()`` allows."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.state["steps"]
+        return super().step(closure)
+
+
+class Counter(torch.optim.Optimizer):
+    """An optimizer whose only state is a number for each parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["step"] = self.state[p].get("step", 0) + 1
+            p.sub_(p.grad, alpha=0.1 / self.state[p]["step"])
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[torch.Tensor]:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(5, 3, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_states_of_no_parameter_survive(tmp_path: Path) -> None:
+    model, other = net(), net()
+    optimizer, resumed = Decayed(model.parameters()), Decayed(other.parameters())
+    train(model, optimizer)
+    ckpt.save({"model": model, "optimizer": optimizer}, tmp_path, 1)
+    train(other, resumed, 3)
+    ckpt.load({"model": other, "optimizer": resumed}, tmp_path)
+    assert resumed.state["steps"] == 2
+    assert all(map(torch.equal, train(model, optimizer), train(other, resumed)))
+
+
+def test_states_of_no_parameter_that_json_cannot_hold_are_refused(tmp_path: Path) -> None:
+    model = net()
+    for key, value, words in (
+        ("factors", torch.ones(3), "state 'factors' of optimizer 'optimizer' is a tensor"),
+        (3, 1, "under the key 3"),
+    ):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer.state[key] = value
+        with pytest.raises(ValueError, match=words):
+            ckpt.save({"model": model, "optimizer": optimizer}, tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    "make", [Counter, lambda p: torch.optim.AdamW(p, 0.1), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)], ids=["counter", "adamw", "sgd"]
+)
+def test_a_checkpoint_from_before_the_first_step_clears_states(tmp_path: Path, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    model = net()
+    optimizer = make(model.parameters())
+    ckpt.save({"model": model, "optimizer": optimizer}, tmp_path, 0)
+    first = train(model, optimizer)
+    ckpt.load({"model": model, "optimizer": optimizer}, tmp_path)
+    assert all(map(torch.equal, first, train(model, optimizer)))
+
+
+def test_a_load_that_fails_clears_no_state(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    ckpt.save({"model": {"0.weight": model[0].weight}, "other": 1}, tmp_path / "a", 0)
+    ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "b", 0)
+    train(model, optimizer)
+    before = {p: dict(state) for p, state in optimizer.state.items()}
+    with pytest.raises(ckpt.CheckpointError):
+        ckpt.load({"model": model, "optimizer": optimizer, "missing": 0}, tmp_path / "b")
+    assert {p: dict(state) for p, state in optimizer.state.items()} == before
+
+
+def test_one_parameter_without_states_is_cleared_alone(tmp_path: Path) -> None:
+    """A parameter that was frozen until after the checkpoint."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    model[1].weight.requires_grad_(False)
+    train(model, optimizer)
+    ckpt.save({"model": model, "optimizer": optimizer}, tmp_path, 0)
+    model[1].weight.requires_grad_(True)
+    first = train(model, optimizer)
+    ckpt.load({"model": model, "optimizer": optimizer}, tmp_path)
+    assert model[1].weight not in optimizer.state and model[0].weight in optimizer.state
+    assert all(map(torch.equal, first, train(model, optimizer)))
+
+
+@on_threads(1)
+def test_plain_states_of_a_sharded_0d_parameter_load_plain(rank: int, world: int) -> None:
+    """As a DTensor, NAdam's ``mu_product`` would be sent between the ranks in every step."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    model, other = fully_shard(Scaled()), fully_shard(Scaled())
+    optimizer, resumed = torch.optim.NAdam(model.parameters()), torch.optim.NAdam(other.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    with tempfile.TemporaryDirectory() as root:
+        ckpt.save({"model": model, "optimizer": optimizer}, root, 1)
+        ckpt.load({"model": other, "optimizer": resumed}, root)
+    types = [{key: type(value) for key, value in one.state[p.scale].items()} for one, p in ((optimizer, model), (resumed, other))]
+    assert types[0] == types[1] and types[0]["mu_product"] is torch.Tensor
