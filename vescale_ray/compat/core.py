@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from vescale_ray.compat import need, private_names
@@ -32,6 +33,10 @@ with private_names():
     from torch._C import _construct_storage_from_data_pointer as construct_storage_from_data_pointer  # type: ignore[attr-defined]
     from torch._C import _set_throw_on_mutable_data_ptr as set_throw_on_mutable_data_ptr
     from torch._C import _set_warn_deprecated_on_mutable_data_ptr as set_warn_deprecated_on_mutable_data_ptr  # type: ignore[attr-defined]
+
+    # Lets a module write in place to an input that has passed through an identity of ours.
+    from torch._C._autograd import CreationMeta
+    from torch._C._autograd import _set_creation_meta as set_creation_meta
 
     # The node whose backward runs: gradients of a custom function have the type of its inputs.
     from torch._C import _current_autograd_node as current_autograd_node
@@ -72,8 +77,6 @@ with private_names():
     from torch.optim.optimizer import _global_optimizer_post_hooks as global_optimizer_post_hooks
     from torch.optim.optimizer import _global_optimizer_pre_hooks as global_optimizer_pre_hooks
 
-    # The names of storage classes in files of torch.save.
-    from torch.storage import _dtype_to_storage_type_map as dtype_to_storage_type_map
 
     # Hides the first forward's exchange from modes that count or record the user's operations.
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
@@ -92,7 +95,13 @@ with private_names():
     need("torch.ops.aten.add.Tensor", "_schema")  # an operation's name, its arguments and which of them it writes
     need("torch.cuda", "_sleep")  # a kernel of known length, for the emulated wire
 
+NO_CONTEXT: Any = nullcontext()
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def outside_transforms() -> Any:
+    """A context that suspends ``torch.func`` transforms, which would wrap the gathered parameters."""
+    return DisableFuncTorch() if are_functorch_transforms_active() else NO_CONTEXT
 
 
 def run_as_is(function: F) -> F:

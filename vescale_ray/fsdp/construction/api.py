@@ -145,6 +145,8 @@ def _build(
     for source in (source for plan in plans for source in plan.sources):
         # The model no longer uses the original. The mark lets optimizers and tied modules that still hold it raise a clear error.
         source.param.__dict__[REPLACED] = True
+        if source.param.requires_grad:
+            source.param.register_post_accumulate_grad_hook(functools.partial(_refuse_gradient, source.name))
 
     inside = {id(param) for root in roots for param in root.parameters()}
     ignored = {param: id(param) in inside for param in given.ignored_params}
@@ -161,6 +163,13 @@ def _build(
         one._is_fsdp_managed_module = True  # type: ignore[assignment]  # torch.compile looks for this
         one._fsdp_use_orig_params = True  # type: ignore[assignment]
     watch_state_dicts(unit)
+
+
+def _refuse_gradient(fqn: str, _param: torch.Tensor) -> None:
+    raise RuntimeError(
+        f"the original of parameter {fqn!r} got a gradient, but fully_shard has replaced it: a list, a closure or another model still "
+        f"holds it, with values that never change. Read the parameter from its module, or fill the list after fully_shard"
+    )
 
 
 def _move_buffers(managed: Collection[nn.Module], device: torch.device) -> None:

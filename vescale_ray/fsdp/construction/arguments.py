@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from vescale_ray.compat.fsdp import DataParallelMeshDims
 from vescale_ray.errors import BadArgument
 from vescale_ray.fsdp.groups.hooked import has_gather_hooks
+from vescale_ray.fsdp.layouts.parameters import REPLACED
 from vescale_ray.fsdp.layouts.sharding import Sharding
 from vescale_ray.fsdp.units.checks import is_managed, is_replicated
 from vescale_ray.fsdp.units.module_path import described
@@ -314,7 +315,8 @@ def check_parameter(fqn: str, module: nn.Module, attribute: str, param: nn.Param
             f"parameter {fqn!r} is a {kind.removeprefix('_')} tensor, and fully_shard shares out dense ones: make it dense, or leave it to "
             f"every rank with ignored_params={{that parameter}}"
         )
-    if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+    hooks = param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)
+    if hooks and REPLACED not in param.__dict__:
         warnings.warn(
             f"parameter {fqn!r} has gradient hooks, which no backward calls any more: fully_shard puts a sharded parameter in its place. "
             f"Register them after fully_shard, with register_post_accumulate_grad_hook() on that one",

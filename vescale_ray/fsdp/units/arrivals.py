@@ -6,10 +6,11 @@ import weakref
 
 from torch.autograd.graph import get_gradient_edge
 
+from vescale_ray.compat.core import outside_transforms
 from vescale_ray.fsdp.groups.group import ParameterGroup
 from vescale_ray.fsdp.groups.running_backward import in_backward, will_accumulate
 from vescale_ray.fsdp.layouts.phases import Phase
-from vescale_ray.fsdp.units.unit import Unit, outside_transforms
+from vescale_ray.fsdp.units.unit import Unit
 
 
 def listen(unit: Unit) -> None:

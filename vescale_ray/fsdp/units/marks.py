@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import nn
 
-from vescale_ray.compat.core import disable_dynamo, run_as_is
+from vescale_ray.compat.core import CreationMeta, are_functorch_transforms_active, disable_dynamo, run_as_is, set_creation_meta
 from vescale_ray.fsdp.groups.linear import adopt_linear
 from vescale_ray.fsdp.groups.running_backward import will_accumulate
 from vescale_ray.fsdp.units.tree import Copies, grad_tensors, map_tensors
@@ -138,6 +138,10 @@ def mark_inputs(
     if not tensors:
         return args, kwargs, None
     outputs = _InputMark.apply(weakref.ref(unit), *tensors)
+    if not are_functorch_transforms_active():
+        for output in outputs:
+            # A view that is changed in place gets a history without the mark, which is an identity. The unit then ends with the backward.
+            set_creation_meta(output, CreationMeta.DEFAULT)
     exit, marked = weakref.ref(outputs[0].grad_fn), iter(outputs)
 
     def replace(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,14 +15,13 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from vescale_ray.compat.core import DisableFuncTorch, are_functorch_transforms_active, disable_dynamo
+from vescale_ray.compat.core import disable_dynamo, outside_transforms
 from vescale_ray.fsdp.buffers.lanes import Lanes
 from vescale_ray.fsdp.communication import comm
 from vescale_ray.fsdp.communication.labels import log, span
@@ -33,14 +32,6 @@ from vescale_ray.fsdp.units.interfaces import TorchState, UnitSchedule
 from vescale_ray.fsdp.units.marks import Call, kept_tensors, mark_inputs
 from vescale_ray.fsdp.units.tree import Copies, cast_floating, grad_tensors
 from vescale_ray.fsdp.units.unit_options import UnitOptions
-
-
-def outside_transforms() -> Any:
-    """A context that suspends ``torch.func`` transforms, which would wrap the gathered parameters."""
-    return DisableFuncTorch() if are_functorch_transforms_active() else _NO_TRANSFORM
-
-
-_NO_TRANSFORM: Any = nullcontext()
 
 
 class Unit:
@@ -82,6 +73,8 @@ class Unit:
         self.stashing: tuple[weakref.ref[nn.Module], ...] = ()
         """Modules that may keep tensors of their forward as attributes: those whose class is not torch's."""
         self._depth = 0
+        self._handled = 0
+        """Identity of the exception that the caller of the running forward handles, or of None; another one ends the forward."""
         self._copies = Copies()
         """Copies of containers among the running forward's inputs."""
         self._waiting: set[int] = set()
@@ -97,6 +90,8 @@ class Unit:
         """Calls that a backward may still reach."""
         self.reduced = False
         """Whether the running backward has started a reduction."""
+        self._trains = False
+        """Whether a backward may reach the running forward."""
         self._owes = False
         """Whether a backward has accumulated gradients here since the last reduction; the rank then joins the next one."""
         self.keeps_graph = False
@@ -123,6 +118,8 @@ class Unit:
             self._start(self)
         schedule = self.schedule
         assert schedule is not None
+        if self._depth == 0:
+            self._handled = id(sys.exc_info()[1])
         if self._depth == 0 and not self._waiting:
             if in_backward():
                 self._outer = self.phase
@@ -131,7 +128,7 @@ class Unit:
             else:
                 args, kwargs = schedule.enter_forward(self, module, args, kwargs)
                 self.set_phase(Phase.FORWARD)
-                self.keeps_graph = False
+                self.keeps_graph = self._trains = False
                 self._waiting = {id(m()) for m in self.modules}
                 with span("pre_forward", self.fqn, logged=True):
                     self.unshard(fresh=True)
@@ -156,7 +153,7 @@ class Unit:
 
     @disable_dynamo  # type: ignore[untyped-decorator]
     def post_forward(self, module: nn.Module, _args: Any, output: Any) -> Any:
-        if output is None and sys.exc_info()[0] is not None:
+        if output is None and id(sys.exc_info()[1]) != self._handled:
             self._abandon_forward()
             return None
         schedule = self.schedule
@@ -190,7 +187,7 @@ class Unit:
         """End the forward, also if only a part of it ran."""
         self._waiting.clear()
         self.set_phase(Phase.RESTING)
-        trains = torch.is_grad_enabled()
+        trains = self._trains
         if reshard and (self.resharding_after_forward or not trains):
             # Without gradients no backward needs the parameters. The modules get the sharded ones back, so that an optimizer built now, or
             # a write made now, reaches them. If the unit does not reshard after forward, the buffer keeps the gathered values for the next
@@ -235,6 +232,7 @@ class Unit:
                 call.mark(kept_tensors(module))
         if call.reachable:
             assert self.schedule is not None
+            self._trains = True
             call.follow(self.schedule.last_call, self.last_call)
             self.last_call = self.schedule.last_call = call
             self._calls.add(call)
