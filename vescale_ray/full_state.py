@@ -52,7 +52,7 @@ class FullState:
     def into(self, name: str, target: Any) -> Any:
         """Write the value of ``name`` into ``target`` and return it; if ``target`` is not a tensor, return the value itself."""
         entry = self.items[name]
-        if not isinstance(entry, TensorEntry):
+        if not isinstance(entry, FullTensor):
             return entry
         if not isinstance(target, Tensor):
             return self._whole(name, entry)
@@ -69,7 +69,7 @@ class FullState:
             target.copy_(full)
         return target
 
-    def _part(self, name: str, entry: TensorEntry, target: RaggedDTensor) -> Tensor:
+    def _part(self, name: str, entry: FullTensor, target: RaggedDTensor) -> Tensor:
         """Receive this rank's part from rank 0, whose tensor is all parts in rank order: one all-to-all in which only rank 0 sends."""
         placement = cast(RaggedShard, target.placements[0])
         size = 1 if entry.dtype in MOVABLE else entry.dtype.itemsize
@@ -81,7 +81,7 @@ class FullState:
         dist.all_to_all_single(movable(part.view(-1)), movable(full.view(-1)), wanted, given)
         return part
 
-    def _whole(self, name: str, entry: TensorEntry) -> Tensor:
+    def _whole(self, name: str, entry: FullTensor) -> Tensor:
         if not self.first:
             full = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
         else:
@@ -92,7 +92,7 @@ class FullState:
         return full
 
 
-class TensorEntry:
+class FullTensor:
     """Shape and dtype of a tensor on another rank."""
 
     def __init__(self, value: Tensor) -> None:
@@ -126,4 +126,4 @@ def _described(name: str, value: Any) -> Any:
         raise ValueError(
             f"a full state dict holds dense tensors with values, but {name!r} is {value.layout} on {value.device}: give its values"
         )
-    return TensorEntry(value) if isinstance(value, Tensor) else value
+    return FullTensor(value) if isinstance(value, Tensor) else value

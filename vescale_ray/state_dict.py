@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.communication.collectives import in_parameter_order
-from vescale_ray.full_state import FullState, TensorEntry
+from vescale_ray.full_state import FullState, FullTensor
 
 __all__ = [
     "StateDictOptions",
@@ -104,7 +104,7 @@ def set_optimizer_state_dict(
     _fill(flat, source, options, "optimizer", mine["param_groups"])
     state = {name: _nested(f"state.{name}", states, flat) for name, states in mine["state"].items()}
     groups = [{**group, **_of_group(group, flat)} for group in mine["param_groups"]]
-    loaded = {"state": state, "param_groups": groups}
+    loaded: dict[str, Any] = {"state": state, "param_groups": groups}
     torchs.set_optimizer_state_dict(model, optimizers, loaded, options=StateDictOptions(strict=options.strict))
 
 
@@ -211,9 +211,9 @@ def _check(pairs: dict[str, tuple[Any, Any]]) -> None:
     for name, (target, entry) in pairs.items():
         if isinstance(target, Tensor) and target.is_meta:
             raise ValueError(f"{name} is on the meta device, it has no storage: call to_empty(device=..) on the module first")
-        if isinstance(target, Tensor) and not isinstance(entry, TensorEntry):
+        if isinstance(target, Tensor) and not isinstance(entry, FullTensor):
             raise ValueError(f"{name} is a {type(entry).__name__} in the state dict, but a tensor here: make it one with torch.as_tensor")
-        if isinstance(entry, TensorEntry) and isinstance(target, Tensor) and tuple(target.shape) != entry.shape:
+        if isinstance(entry, FullTensor) and isinstance(target, Tensor) and tuple(target.shape) != entry.shape:
             raise ValueError(
                 f"{name} has shape {entry.shape} in the state dict, but {tuple(target.shape)} here: build the model that was saved"
             )
@@ -283,7 +283,7 @@ def _check_groups(groups: Sequence[Mapping[str, Any]], items: Mapping[str, Any])
             wanted = items.get(f"param_groups.{first}.{key}")
             for name in others:
                 found = items.get(f"param_groups.{name}.{key}", wanted)
-                if not isinstance(wanted, TensorEntry) and not isinstance(found, TensorEntry) and found != wanted:
+                if not isinstance(wanted, FullTensor) and not isinstance(found, FullTensor) and found != wanted:
                     raise ValueError(
                         f"{first!r} and {name!r} are in one parameter group here, but {key} is {wanted!r} and {found!r} in the state dict: "
                         f"build the optimizer with the groups that were saved"

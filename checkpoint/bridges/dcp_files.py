@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 
@@ -54,7 +54,7 @@ class Archives:
             raise ForeignFileError(f"{where}: the file ends before byte {info.offset + info.length}: truncated")
         with open(self.folder / info.relative_path, "rb") as file:
             try:
-                return load(file_view(file, info.offset, info.length))
+                return load(cast(IO[bytes], file_view(file, info.offset, info.length)))
             except Exception as error:  # torch raises many types for a malformed archive
                 refused = re.search(r"Unsupported \w+: GLOBAL (\S+)|disallowed \w+ (\S+)", str(error))
                 if refused:
@@ -73,7 +73,7 @@ class Archives:
             begin = end = 0
             if found.numel():
                 storage = elements_offset(found)
-                begin, end = storage + found.storage_offset() * found.element_size(), storage + found.untyped_storage().nbytes()
+                begin, end = storage + int(found.storage_offset()) * found.element_size(), storage + found.untyped_storage().nbytes()
             if end > info.length:
                 raise ForeignFileError(f"{where}: its elements reach beyond its archive")
             self._payloads[key] = Payload(

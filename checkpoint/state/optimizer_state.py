@@ -89,8 +89,9 @@ def flatten_optimizer(key: str, optimizer: torch.optim.Optimizer, flat: FlatStat
         members = [_param_name(key, i, p, flat) for i, p in enumerate(group["params"])]
         hyper = {k: encode(f"hyperparameter {k!r} of optimizer {key!r}", v) for k, v in group.items() if k not in ("params", "param_names")}
         groups.append({"params": members, "hyper": hyper})
-    shared = {}
-    for state_key, value in optimizer.state.items():
+    shared: dict[str, Any] = {}
+    states: Mapping[Any, Any] = optimizer.state  # torch also stores states whose keys are no parameters
+    for state_key, value in states.items():
         if not isinstance(state_key, torch.Tensor):
             if not isinstance(state_key, str):
                 raise ValueError(f"optimizer {key!r} has a state under the key {state_key!r}, neither a parameter nor a text: use a text")

@@ -21,9 +21,10 @@ class Decayed(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        self.state["steps"] = self.state.get("steps", 0) + 1
+        state: dict[Any, Any] = self.state
+        state["steps"] = state.get("steps", 0) + 1
         for group in self.param_groups:
-            group["lr"] = 0.1 / self.state["steps"]
+            group["lr"] = 0.1 / state["steps"]
         return super().step(closure)
 
 
@@ -34,13 +35,13 @@ class Counter(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for p in (p for group in self.param_groups for p in group["params"]):
             self.state[p]["step"] = self.state[p].get("step", 0) + 1
             p.sub_(p.grad, alpha=0.1 / self.state[p]["step"])
 
 
-def net() -> nn.Module:
+def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
 
@@ -60,18 +61,19 @@ def test_states_of_no_parameter_survive(tmp_path: Path) -> None:
     ckpt.save({"model": model, "optimizer": optimizer}, tmp_path, 1)
     train(other, resumed, 3)
     ckpt.load({"model": other, "optimizer": resumed}, tmp_path)
-    assert resumed.state["steps"] == 2
+    assert dict[Any, Any](resumed.state)["steps"] == 2
     assert all(map(torch.equal, train(model, optimizer), train(other, resumed)))
 
 
-def test_states_of_no_parameter_that_json_cannot_hold_are_refused(tmp_path: Path) -> None:
+def test_other_states_of_no_parameter_are_refused(tmp_path: Path) -> None:
     model = net()
     for key, value, words in (
         ("factors", torch.ones(3), "state 'factors' of optimizer 'optimizer' is a tensor"),
         (3, 1, "under the key 3"),
     ):
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer.state[key] = value
+        state: dict[Any, Any] = optimizer.state
+        state[key] = value
         with pytest.raises(ValueError, match=words):
             ckpt.save({"model": model, "optimizer": optimizer}, tmp_path, 1)
 

@@ -186,7 +186,12 @@ class Held(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.randn(D, D))
-        self.kept = {"list": [self.w], "partial": functools.partial(F.linear, weight=self.w), "closure": lambda x, w=self.w: x @ w.T}[how]
+        kept: dict[str, Any] = {
+            "list": [self.w],
+            "partial": functools.partial(F.linear, weight=self.w),
+            "closure": lambda x, w=self.w: x @ w.T,
+        }
+        self.kept: Any = kept[how]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.kept[0]) if isinstance(self.kept, list) else self.kept(x)

@@ -23,7 +23,7 @@ class Nested(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
                 state = self.state[p]
@@ -49,7 +49,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None
 
 
 def with_empty_group(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([{"params": list(model.parameters())}, {"params": [], "lr": 0.5}], lr=0.01)
+    groups: list[dict[str, Any]] = [{"params": list(model.parameters())}, {"params": [], "lr": 0.5}]
+    return torch.optim.AdamW(groups, lr=0.01)
 
 
 @pytest.mark.parametrize("gradients", [False, True], ids=["fresh", "after a backward"])
@@ -91,13 +92,12 @@ def test_saved_groups_are_not_merged(rank: int, world: int) -> None:
     model = net()
     params = dict(model.named_parameters())
     biases = [p for name, p in params.items() if "bias" in name]
-    optimizer = torch.optim.AdamW([{"params": biases, "lr": 0.5}, {"params": [p for n, p in params.items() if "bias" not in n]}], lr=0.02)
+    groups: list[dict[str, Any]] = [{"params": biases, "lr": 0.5}, {"params": [p for n, p in params.items() if "bias" not in n]}]
+    optimizer = torch.optim.AdamW(groups, lr=0.02)
     train(model, optimizer, 0)
     saved = get_optimizer_state_dict(model, optimizer, options=FULL)
     one = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with pytest.raises(
-        ValueError, match=r"are in one parameter group here, but lr is 0\.02 and 0\.5 in the state dict"
-    ):
+    with pytest.raises(ValueError, match=r"are in one parameter group here, but lr is 0\.02 and 0\.5 in the state dict"):
         set_optimizer_state_dict(model, one, saved, options=FULL)
     assert one.param_groups[0]["lr"] == 0.01
 

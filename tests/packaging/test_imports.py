@@ -19,7 +19,7 @@ LAYERS: list[set[str]] = [
     {"errors", "geometry", "compat", "gloo", "communication"},
     {"planner"},
     {"dtensor", "dbuffer", "emulation", "lasting", "runfolder", "lr_schedule"},
-    {"fsdp", "models", "data", "config", "checkpoint", "state_dict"},
+    {"fsdp", "models", "data", "config", "checkpoint", "state_dict", "full_state"},
     {"optim"},
     {"report", "parquet", "k8s"},
     {"workers"},

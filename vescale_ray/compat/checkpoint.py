@@ -30,4 +30,6 @@ def load_without_elements(file: IO[bytes]) -> Any:
 
 def elements_offset(tensor: torch.Tensor) -> int:
     """The byte in the archive at which the storage of a tensor of :func:`load_without_elements` begins."""
-    return tensor.untyped_storage()._checkpoint_offset  # type: ignore[attr-defined, no-any-return]
+    offset = tensor.untyped_storage()._checkpoint_offset
+    assert offset is not None
+    return offset
