@@ -26,6 +26,9 @@ with private_names():
     from torch._C import _are_functorch_transforms_active as are_functorch_transforms_active
     from torch._C import _DisableFuncTorch as DisableFuncTorch
 
+    # The number of active TorchFunctionModes, which may replace what a linear layer computes.
+    from torch._C import _len_torch_function_stack as len_torch_function_stack
+
     # Returns None outside functorch transforms, where linear layers may write gradients in place.
     from torch._C._functorch import peek_interpreter_stack
 

@@ -17,8 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vescale_ray.compat.core import disable_dynamo, peek_interpreter_stack
+from vescale_ray.compat.core import disable_dynamo, len_torch_function_stack, peek_interpreter_stack
 from vescale_ray.fsdp.groups.running_backward import will_accumulate
+
+_FORWARD, _LINEAR = nn.Linear.forward, F.linear
+"""Torch's own, which programs replace (fake quantization, fused kernels)."""
 
 LEAST_NUMEL = 1 << 16
 """Elements of a weight from which a saved pass is worth the time of a Python autograd function (about 20 us)."""
@@ -69,7 +72,7 @@ def adopt_linear(module: nn.Module, unit: Caller | None) -> bool:
     Returns:
         Whether the module is such an ``nn.Linear``.
     """
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "forward" not in module.__dict__:
+    if isinstance(module, nn.Linear) and type(module).forward is _FORWARD and "forward" not in module.__dict__:
         # A bound method: torch.compile compares only its function, so that similar layers share one compilation. It compares a callable
         # object by identity, and would compile every layer until it gives up.
         module.forward = MethodType(_forward, _Layer(module, unit))  # type: ignore[method-assign,assignment]
@@ -95,19 +98,18 @@ class _Layer:
 
 
 def _forward(layer: _Layer, input: torch.Tensor) -> torch.Tensor:
-    """``nn.Linear.forward``."""
+    """The forward of the module's class."""
     module = layer.module()
     assert module is not None
-    weight, bias = module.weight, module.bias
     if torch.compiler.is_compiling():
-        return F.linear(input, weight, bias)
+        return type(module).forward(module, input)
     call = layer.call()
-    if _pays(input, weight):
+    if type(module).forward is _FORWARD and F.linear is _LINEAR and _pays(input, module.weight):
         if call is not None:
             call.reachable = True
-        written: torch.Tensor = _Linear.apply(input, weight, bias, weight.__dict__[_SINK], call)
+        written: torch.Tensor = _Linear.apply(input, module.weight, module.bias, module.weight.__dict__[_SINK], call)
         return written
-    out = F.linear(input, weight, bias)
+    out = type(module).forward(module, input)
     if call is not None and out.requires_grad:
         call.mark((out,))
     return out
@@ -127,6 +129,7 @@ def _pays(input: torch.Tensor, weight: torch.Tensor) -> bool:
         and type(input) in (torch.Tensor, nn.Parameter)
         and not torch.is_autocast_enabled(input.device.type)
         and peek_interpreter_stack() is None
+        and not len_torch_function_stack()
     )
 
 

@@ -13,7 +13,7 @@ import torch.distributed.fsdp
 from vescale_ray.errors import BadArgument
 from vescale_ray.fsdp.groups.running_backward import in_backward
 from vescale_ray.fsdp.layouts.phases import PhaseError
-from vescale_ray.fsdp.surface.lookup import sharded_unit
+from vescale_ray.fsdp.surface.lookup import sharded_unit, take_in_gradients
 from vescale_ray.fsdp.units.interfaces import UnitSchedule
 from vescale_ray.fsdp.units.unit import Unit
 
@@ -80,7 +80,7 @@ class FinalizesBackward:
             return ReductionHandle(None) if async_op else None
         _check(schedule)
         for one in reversed(schedule.units):
-            one.take_in_gradients()
+            take_in_gradients(one)
             one.close()
         schedule.settle(wait=not async_op)
         if not async_op:

@@ -31,6 +31,14 @@ def units_below(module: Any, recurse: bool) -> Iterator[Unit]:
             yield unit
 
 
+def take_in_gradients(unit: Unit) -> None:
+    """Accumulate gradients that were assigned to ``.grad`` (zero-bubble pipelines compute weight gradients separately)."""
+    for group in unit.groups:
+        for index, param in enumerate(group.params):
+            if param.unsharded is not None and param.unsharded.grad is not None:
+                group.grads.accumulate(index)
+
+
 def prefetched(method: str, modules: Any) -> list[weakref.ref[Unit]]:
     """The units of ``modules``, which the method ``method`` was given.
 

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from vescale_ray.compat.fsdp import REGISTRY_KEY, STATE_KEY, ParamModuleInfo, RegistryItem, TrainingState
 from vescale_ray.fsdp.layouts.phases import Phase, Residency
+from vescale_ray.fsdp.surface.lookup import take_in_gradients
 from vescale_ray.fsdp.units.schedule import Schedule, unit_of
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ class ParamGroup:
         """Reduce the unit's gradients, after all micro-batches."""
         unit = self._acting
         if unit is not None:
-            unit.take_in_gradients()
+            take_in_gradients(unit)
             unit.leave_backward()
 
 

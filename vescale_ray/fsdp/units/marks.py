@@ -20,7 +20,7 @@ from torch import nn
 from vescale_ray.compat.core import CreationMeta, are_functorch_transforms_active, disable_dynamo, run_as_is, set_creation_meta
 from vescale_ray.fsdp.groups.linear import adopt_linear
 from vescale_ray.fsdp.groups.running_backward import will_accumulate
-from vescale_ray.fsdp.units.tree import Copies, grad_tensors, map_tensors
+from vescale_ray.fsdp.units.tree import Copies, grad_tensors, map_arguments
 
 _MARK = -1
 """Key of an entry mark in a tensor's hooks. Torch's own keys count from 0."""
@@ -43,6 +43,8 @@ class MarkedUnit(Protocol):
     def gathered(self) -> bool: ...
 
     def pre_backward(self, call: Any) -> None: ...
+
+    def backward_inside(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -121,7 +123,11 @@ class Call(Generic[U]):
     def enter(self, _grad: Any) -> None:
         """Enter the unit: the gradient of a marked tensor has arrived."""
         unit = self.unit()
-        if unit is not None and unit.open_call is not self:
+        if unit is None or unit.open_call is self:
+            return
+        if unit.call is self:  # its forward still runs, with the parameters at hand
+            unit.backward_inside()
+        else:
             unit.pre_backward(self)
 
     def before_base(self, grads: Any) -> None:
@@ -134,7 +140,7 @@ def mark_inputs(
     unit: MarkedUnit, args: tuple[Any, ...], kwargs: dict[str, Any], copies: Copies
 ) -> tuple[tuple[Any, ...], dict[str, Any], weakref.ref[Any] | None]:
     """The inputs with an exit mark, and the mark's node; no node if no tensor requires a gradient."""
-    tensors = grad_tensors(args) + grad_tensors(kwargs) if kwargs else grad_tensors(args)
+    tensors = grad_tensors((args, kwargs)) if kwargs else grad_tensors(args)
     if not tensors:
         return args, kwargs, None
     outputs = _InputMark.apply(weakref.ref(unit), *tensors)
@@ -142,12 +148,8 @@ def mark_inputs(
         for output in outputs:
             # A view that is changed in place gets a history without the mark, which is an identity. The unit then ends with the backward.
             set_creation_meta(output, CreationMeta.DEFAULT)
-    exit, marked = weakref.ref(outputs[0].grad_fn), iter(outputs)
-
-    def replace(tensor: torch.Tensor) -> torch.Tensor:
-        return next(marked) if tensor.requires_grad else tensor
-
-    return map_tensors(replace, args, copies), map_tensors(replace, kwargs, copies), exit
+    marked = {id(tensor): output for tensor, output in zip(tensors, outputs, strict=True)}
+    return *map_arguments(lambda tensor: marked.get(id(tensor), tensor), args, kwargs, copies), weakref.ref(outputs[0].grad_fn)
 
 
 def watch_modules(unit: MarkedUnit, managed: Iterable[nn.Module]) -> None:

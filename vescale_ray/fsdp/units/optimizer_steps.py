@@ -18,6 +18,8 @@ class HasGroups(Protocol):
     @property
     def groups(self) -> Sequence[ParameterGroup]: ...
 
+    def refresh(self, groups: Sequence[ParameterGroup]) -> None: ...
+
 
 class OptimizerSteps:
     """Refreshes the groups of one schedule after each step of an optimizer that holds their parameters.
@@ -38,8 +40,8 @@ class OptimizerSteps:
             groups = [group for group in schedule.groups if any(id(p.sharded) in held for p in group.params)]
             if groups:
                 self._stepped_by[optimizer] = groups
-        for group in groups or ():
-            group.refresh()
+        if groups and schedule is not None:
+            schedule.refresh(groups)
 
 
 _ALL: list[weakref.ref[OptimizerSteps]] = []

@@ -251,8 +251,8 @@ class Schedule:
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    def enter_backward(self, unit: Unit) -> bool:
-        """Enter a unit's part of a backward; the first unit also schedules the end of the backward.
+    def enter_backward(self, unit: Unit, *, inside: bool = False) -> bool:
+        """Enter a unit's part of a backward; the first unit also schedules the end of the backward. ``inside``: of the unit's forward.
 
         Returns whether the unit is the first one below the root, when nearly all activations are still alive."""
         if not self._in_backward:
@@ -261,7 +261,7 @@ class Schedule:
             self._below_root = False
             self.accumulates = any(will_come(group) for unit in self.units for group in unit.groups)
             Variable._execution_engine.queue_callback(self.end_backward)
-        first = not self._below_root and not unit.is_root
+        first = not self._below_root and not unit.is_root and not inside
         self._below_root = self._below_root or first
         return first
 
@@ -342,10 +342,21 @@ class Schedule:
         for unit in self.units:
             for group in unit.groups:
                 group.drop_prefetch()
-        self.last_call = None
+        if self.forward_root is None:
+            self.last_call = None
         self.lanes.pool.settle()
         self.trim()
         self._in_backward = False
+
+    def refresh(self, groups: Sequence[ParameterGroup]) -> None:
+        """Forget casts of the groups' master shards, which an optimizer has written. Units at rest show the sharded parameters again: the
+        gathered ones are out of date."""
+        for group in groups:
+            group.refresh()
+        for unit in self.units:
+            for group in unit.groups if unit.phase is Phase.RESTING else ():
+                if group in groups and group.residency is group.residency.UNSHARDED and not group.requested:
+                    group.reshard()
 
     # -- other streams and buffers ---------------------------------------------------------------------------------------
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+TensorMap = Callable[[torch.Tensor], torch.Tensor]
+
 
 class Copies:
     """Lists, dicts and dataclasses that were copied for a forward. Its changes to a copy are repeated on the caller's original."""
@@ -70,24 +72,56 @@ def _changes(before: dict[Any, Any], after: dict[Any, Any], own: dict[int, Any])
     return replaced, [key for key in before if key not in after]
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any, copies: Copies | None = None) -> Any:
+def map_tensors(function: TensorMap, tree: Any, copies: Copies | None = None, memo: dict[int, tuple[Any, Any]] | None = None) -> Any:
     """The same structure with ``function`` applied to every tensor; the same object if nothing changes.
+
+    An object that occurs twice is replaced by one object. New tensors keep the attributes that the user has set on the old ones.
 
     Args:
         copies: receives the lists and dicts that were copied.
+        memo: results for objects that were met before, by their id.
     """
-    if isinstance(tree, torch.Tensor):
-        return function(tree)
     if tree is None or isinstance(tree, str | int | float):
         return tree
+    if memo is None:
+        if isinstance(tree, torch.Tensor):
+            return _replaced(function, tree)
+        memo = {}
+    known = memo.get(id(tree))
+    if known is None:
+        known = memo[id(tree)] = tree, _mapped(function, tree, copies, memo)
+    return known[1]
+
+
+def map_arguments(
+    function: TensorMap, args: tuple[Any, ...], kwargs: dict[str, Any], copies: Copies | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """:func:`map_tensors` of a call's arguments."""
+    memo: dict[int, tuple[Any, Any]] = {}
+    args = map_tensors(function, args, copies, memo)
+    return args, {name: map_tensors(function, value, copies, memo) for name, value in kwargs.items()} if kwargs else kwargs
+
+
+def _replaced(function: TensorMap, tensor: torch.Tensor) -> torch.Tensor:
+    new = function(tensor)
+    if new is not tensor and type(tensor) in (torch.Tensor, torch.nn.Parameter) and type(new) is torch.Tensor:
+        attributes = tensor.__dict__
+        if attributes:
+            new.__dict__.update((name, value) for name, value in attributes.items() if not name.startswith("_vescale"))
+    return new
+
+
+def _mapped(function: TensorMap, tree: Any, copies: Copies | None, memo: dict[int, tuple[Any, Any]]) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return _replaced(function, tree)
     if isinstance(tree, tuple):
-        items = [map_tensors(function, item, copies) for item in tree]
+        items = [map_tensors(function, item, copies, memo) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
         make: Any = getattr(tree, "_make", type(tree))  # of a named tuple, past a __new__ of its own
         return make(items)
     if isinstance(tree, list):
-        items = [map_tensors(function, item, copies) for item in tree]
+        items = [map_tensors(function, item, copies, memo) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
         made = copy.copy(tree)
@@ -98,7 +132,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any, cop
     if isinstance(tree, dict):
         changed = {}
         for key, value in tree.items():
-            new = map_tensors(function, value, copies)
+            new = map_tensors(function, value, copies, memo)
             if new is not value:
                 changed[key] = new
         if not changed:
@@ -115,7 +149,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any, cop
         replaced = {}
         for field in dataclasses.fields(tree):
             value = getattr(tree, field.name)
-            new = map_tensors(function, value, copies)
+            new = map_tensors(function, value, copies, memo)
             if new is not value:
                 replaced[field.name] = new
         if not replaced:
@@ -130,7 +164,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any, cop
 
 
 def grad_tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors in ``tree`` that require a gradient, in traversal order."""
+    """The tensors in ``tree`` that require a gradient, in traversal order, each once."""
     if isinstance(tree, torch.Tensor):
         return [tree] if tree.requires_grad else []
     found: list[torch.Tensor] = []
@@ -144,9 +178,9 @@ def grad_tensors(tree: Any) -> list[torch.Tensor]:
     return found
 
 
-def cast_floating(tree: Any, dtype: torch.dtype, copies: Copies | None = None) -> Any:
-    """``tree`` with floating-point tensors cast to ``dtype``, and everything else unchanged."""
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, tree, copies)
+def floating_as(dtype: torch.dtype) -> TensorMap:
+    """A function that casts floating-point tensors to ``dtype``."""
+    return lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t
 
 
 def to_device(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -155,4 +189,4 @@ def to_device(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devic
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, non_blocking=True) if tensor.device != device else tensor
 
-    return map_tensors(move, args), map_tensors(move, kwargs)
+    return map_arguments(move, args, kwargs)

@@ -30,7 +30,7 @@ from vescale_ray.fsdp.groups.running_backward import in_backward
 from vescale_ray.fsdp.layouts.phases import Phase, PhaseError, StepEnd, check_transition
 from vescale_ray.fsdp.units.interfaces import TorchState, UnitSchedule
 from vescale_ray.fsdp.units.marks import Call, kept_tensors, mark_inputs
-from vescale_ray.fsdp.units.tree import Copies, cast_floating, grad_tensors
+from vescale_ray.fsdp.units.tree import Copies, floating_as, grad_tensors, map_arguments, map_tensors
 from vescale_ray.fsdp.units.unit_options import UnitOptions
 
 
@@ -139,7 +139,7 @@ class Unit:
         self._depth += 1
         dtype, copies = self.policy.param_dtype, Copies()
         if dtype is not None and self.policy.cast_forward_inputs:
-            args, kwargs = cast_floating(args, dtype, copies), cast_floating(kwargs, dtype, copies)
+            args, kwargs = map_arguments(floating_as(dtype), args, kwargs, copies)
         if mark:
             self._exit = None
             if torch.is_grad_enabled():
@@ -206,6 +206,9 @@ class Unit:
 
     def _abandon_forward(self) -> None:
         """Reset after an exception in the module. Checkpointing ends a recomputation with an exception, too."""
+        if self._depth > 1:  # a call of the unit by itself, which may catch the exception
+            self._depth -= 1
+            return
         self._depth, self.call = 0, None
         self._waiting.clear()
         if self.phase is Phase.RECOMPUTE:
@@ -219,7 +222,7 @@ class Unit:
 
     def _cast_output(self, output: Any) -> Any:
         dtype = self.policy.output_dtype
-        return output if dtype is None else cast_floating(output, dtype)
+        return output if dtype is None else map_tensors(floating_as(dtype), output)
 
     def _mark_outputs(self, output: Any) -> None:
         call, self.call = self.call, None
@@ -248,6 +251,12 @@ class Unit:
         else:
             self._entering = call
             replaced()
+
+    def backward_inside(self) -> None:
+        """A backward runs inside the unit's own forward: forces from an energy, a layer's own loss."""
+        assert self.schedule is not None
+        self.schedule.enter_backward(self, inside=True)
+        self._owes = self._owes or self.schedule.accumulates
 
     def enter_backward(self, call: Call[Unit] | None = None) -> None:
         """Gather, and prefetch the unit before. ``call``: None stands for the call whose gradient has just arrived."""
@@ -315,13 +324,6 @@ class Unit:
             self._open_unused()
         self.reduce()
 
-    def take_in_gradients(self) -> None:
-        """Accumulate gradients that were assigned to ``.grad`` (zero-bubble pipelines compute weight gradients separately)."""
-        for group in self.groups:
-            for index, param in enumerate(group.params):
-                if param.unsharded is not None and param.unsharded.grad is not None:
-                    group.grads.accumulate(index)
-
     def _open_unused(self) -> None:
         """With ``reduce_unused``: let every group join the reduction, with zeros for gradients that have not arrived."""
         for group in self.groups:
@@ -353,10 +355,11 @@ class Unit:
             self.keeps_graph = False
             for group in self.groups:
                 group.drop_kept()
-        if self.phase is Phase.FORWARD:  # the backward ran inside the model's forward, through a part without this unit
-            return
         for group in self.groups:
             group.grads.end_backward()
+        if self.phase is Phase.FORWARD:  # the backward ran inside the model's forward, and the parameters stay
+            self.reduce()
+            return
         if self.options.reduce_unused and self.options.reduces and not self.reduced:
             self._open_unused()
         left = any(g.grads.arrived_count or g.residency is not g.residency.SHARDED for g in self.groups)
