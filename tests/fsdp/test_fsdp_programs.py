@@ -389,7 +389,7 @@ def test_losses_inside_a_forward_train_their_layers(rank: int, world: int, units
 def test_weights_after_a_step_are_the_new_ones(rank: int, world: int) -> None:
     """A validation that forgot ``no_grad`` leaves the root gathered, until the step."""
     ours, alone = nn.Sequential(nn.Linear(D, D), nn.Linear(D, 2)), filled(nn.Sequential(nn.Linear(D, D), nn.Linear(D, 2)), 5, 0.3)
-    sharded(ours, ours[:1])
+    sharded(ours, [ours[0]])
     for model in (ours, alone):
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         model(batch()).square().mean().backward()
