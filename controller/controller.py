@@ -202,7 +202,9 @@ class Controller:
             committer = Committer(
                 config.checkpoint_root, lambda: retention_of(config), self._meta, done, max(Bounds.save, spec.bounds.save)
             )
-            worker_group = WorkerGroup(supervisor, spec.bounds.call, state.epoch)
+            worker_group = WorkerGroup(
+                supervisor, spec.bounds.call, state.epoch, vacate=config.elastic.standby > 0 and config.elastic.replace_lost
+            )
             self._loop = ControlLoop(Executor(spec, config, worker_group, log, publisher, committer, StateWriter(state, store)))
             self._begun.set()
             return self._loop.run()

@@ -89,11 +89,13 @@ class Recovering:
     Attributes:
         waited: the time to wait for workers is over.
         unreached: time since which the checkpoints' storage has been out of reach while no worker holds a state; None: it is not.
+        until: the wait for standbys, which take the places of lost workers, ends at this time; None: none were hired yet.
     """
 
     ended: Ending
     waited: bool = False
     unreached: float | None = None
+    until: float | None = None
 
 
 @dataclass(frozen=True)

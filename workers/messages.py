@@ -103,6 +103,7 @@ class WorkerInfo:
     Attributes:
         born: the kernel's start time of the process, which tells it from a later process with the same id.
         pod: host name of the worker; in Kubernetes, its pod's name.
+        devices: the GPUs that Ray gave it, as in ``CUDA_VISIBLE_DEVICES``; empty without GPUs.
     """
 
     worker: str
@@ -120,6 +121,7 @@ class WorkerInfo:
     address: str = ""
     """``host:port`` of the worker's probe port, on the network of its process groups (:mod:`vescale_ray.workers.network.reachability`);
     empty if it has none."""
+    devices: str = ""
 
 
 @dataclass(frozen=True)

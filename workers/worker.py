@@ -7,6 +7,8 @@ the training thread, so a worker answers within milliseconds during any computat
 
 A worker decides nothing. When its generation ends, it waits for an order. The controller decides whether it goes on, with which workers,
 and from which step.
+
+A *standby* is a worker that pauses in its warm-up before it uses a device (``standby``).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from vescale_ray.workers.messages import Give, Join, Order, Outlined, Ticket, Wo
 from vescale_ray.workers.monitoring.heartbeat import IN, RECORDER, Heartbeat, offer_stacks, stacks
 from vescale_ray.workers.monitoring.process import born
 from vescale_ray.workers.network.reachability import Door, choose_interface, group_address, unreached
+from vescale_ray.workers.standby import VISIBLE, Standby, hide_devices
 from vescale_ray.workers.worker_state import WorkerState
 
 if TYPE_CHECKING:
@@ -44,10 +47,12 @@ class Worker:
     Args:
         worker: id in the run, never reused for another process.
         config: resolved configuration of the run, as nested plain values.
+        standby: use no device before :meth:`seat`.
     """
 
-    def __init__(self, worker: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, worker: str, config: Mapping[str, Any], standby: bool = False) -> None:
         self._worker, self._config = worker, config
+        self._standby = Standby() if standby else None
         self._state = WorkerState(worker)
         self._heartbeat: Heartbeat | None = None
         self._resources: Resources | None = None
@@ -62,6 +67,18 @@ class Worker:
     def hello(self, wait_s: float) -> WorkerInfo | None:
         """Identity of this worker once it is warm (:meth:`WorkerState.identity`)."""
         return self._state.identity(wait_s)
+
+    @ray.method(concurrency_group="lifeline")
+    def prepared(self) -> None:
+        """Block until this standby has done all that needs no device. Raises if it can't."""
+        assert self._standby is not None
+        self._standby.wait_prepared()
+
+    @ray.method(concurrency_group="control")
+    def seat(self, devices: str) -> None:
+        """Make this standby a worker (:meth:`Standby.seat`)."""
+        assert self._standby is not None
+        self._standby.seat(devices)
 
     @ray.method(concurrency_group="control")
     def poll(self, seen: int, known: tuple[WorkerPhase, Ticket] | None, wait_s: float) -> WorkerReport:
@@ -128,7 +145,10 @@ class Worker:
             info, self._resources = self._warm_up(self._heartbeat)
             self._resources.next_model.prepare()  # imports what the model's factory needs, so that other ranks do not wait for it
         except BaseException as error:
-            self._state.cannot_start(f"worker {self._worker} cannot start: {type(error).__name__}: {' '.join(str(error).split())}")
+            why = f"worker {self._worker} cannot start: {type(error).__name__}: {' '.join(str(error).split())}"
+            self._state.cannot_start(why)
+            if self._standby is not None:
+                self._standby.fail(why)
             return
         self._state.started(info)
         try:
@@ -159,6 +179,8 @@ class Worker:
         begin = time.perf_counter()
         for name, value in RECORDER.items():
             os.environ.setdefault(name, value)
+        if self._standby is not None:
+            hide_devices()
         import torch
 
         from vescale_ray.config import parse_config
@@ -172,15 +194,24 @@ class Worker:
 
         config = parse_config(self._config)
         torch.set_num_threads(config.train.threads)
-        device = _device(config)
+        # A backward pass, also one on the CPU, has torch count the GPUs once and for all. A standby of a GPU rehearses when it has one.
+        device = None if self._standby is not None and _uses_gpu(config) else _device(config)
         corpus = load_corpus(config.data.corpus, config.data.seq_len, config.data.heldout)
         node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         choose_interface(host)
+        next_model = NextModel(config)
+        if device is not None:
+            rehearse(config, device, next_model)
+        process_groups.prepare()
+        if self._standby is not None:
+            next_model.prepare()
+            self._standby.await_seat()
+            begin = time.perf_counter()
+        if device is None:
+            device = _device(config)
+            rehearse(config, device, next_model)
         snapshots = Snapshots(config.elastic.snapshot_every, pin=device.type == "cuda", node=node)
         writer = Writer(config.checkpoint_root, self._state.publish, read_back=config.checkpoint.keep_verified)
-        next_model = NextModel(config)
-        rehearse(config, device, next_model)
-        process_groups.prepare()
         info = WorkerInfo(
             worker=self._worker,
             pid=os.getpid(),
@@ -193,15 +224,20 @@ class Worker:
             stacks=offer_stacks(),
             thread=threading.get_native_id(),
             address=Door(group_address(host)).address,
+            devices=os.environ.get(VISIBLE, "") if config.ray.gpus_per_worker > 0 else "",
         )
         return info, Resources(config, device, corpus, snapshots, writer, heartbeat, next_model)
+
+
+def _uses_gpu(config: RunConfig) -> bool:
+    return config.train.device == "cuda" or (config.train.device == "auto" and config.ray.gpus_per_worker > 0)
 
 
 def _device(config: RunConfig) -> torch.device:
     """The device of this worker's shards, made ready."""
     import torch
 
-    if config.train.device != "cuda" and not (config.train.device == "auto" and config.ray.gpus_per_worker > 0):
+    if not _uses_gpu(config):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise RuntimeError("train.device needs a GPU, but this process sees none: set ray.gpus_per_worker or train.device=cpu")

@@ -20,6 +20,8 @@ from vescale_ray.workers.resharding.shard_layouts import Layouts
 
 SILENT_S = 1.0
 """Workers that have owed an answer for longer than this (seconds) are the last to join."""
+STANDBY_S = 2.0
+"""Seconds for which a recovery waits for standbys. It takes much less on a CPU. If one is later, it joins in a change of its own."""
 STORAGE_GAP_S = 2.0
 """Seconds between two questions to a storage that is out of reach."""
 
@@ -47,6 +49,8 @@ class Recovery:
         # Workers that leave in any case: their node is about to go, or they are slow and have a replacement.
         leaving = seen.leaving((*ended.living, *ready)) | self._scaling.stragglers.leaving(ended.living, ready, durable.target)
         members, leavers = policy.next_members(ended.living, ready, durable.target, leaving)
+        if (standbys := self._standbys(state, len(members), seen)) is not None:
+            return standbys
         fewest, warming = elastic.min_workers, len(workers.warming()) + workers.hiring
         if len(members) < fewest:
             # It is better to train with workers that have to leave soon than not to train.
@@ -64,6 +68,17 @@ class Recovery:
         hire = max(0, fewest - len(members) - warming)
         waiting, hires = self._hire_awaited(states.Waiting(ended, fewest, hire, seen.now, unreached=state.unreached), seen)
         return waiting, [actions.Note({}, write=True), *_note_waiting(True, seen), *hires]  # the wait may take minutes
+
+    def _standbys(self, state: states.Recovering, members: int, seen: Observations) -> Step | None:
+        """Hire for the places of lost workers, and wait for the hired workers that were standbys; None if there is nothing to wait for.
+        Without standbys, the generation that follows hires."""
+        elastic, workers = self._config.elastic, seen.workers
+        missing = seen.durable.target - members
+        if not (elastic.standby and elastic.replace_lost and state.ended.lost) or state.waited or missing <= 0:
+            return None
+        if state.until is None and (hire := missing - len(workers.warming()) - workers.hiring) > 0:
+            return replace(state, until=seen.now + STANDBY_S), [actions.Hire(seen.avoided)] * hire
+        return (state, []) if state.until is not None and workers.arriving and seen.now < state.until else None
 
     def _ready(self, ended: Ending, seen: Observations) -> list[str]:
         """Warm workers that may join, preferred ones first. One that was to leave after a move that has failed can join like any other."""

@@ -29,6 +29,7 @@ class Member:
 
     Attributes:
         avoid: nodes on which it does not start.
+        standby: it was a standby when it was hired.
         report: its last report.
         seen: number of the last item taken from it.
         outline_next: earliest time for the next question about the outline, after it did not know the outline.
@@ -48,6 +49,7 @@ class Member:
     hired: float
     info: WorkerInfo | None = None
     avoid: frozenset[str] = frozenset()
+    standby: bool = False
     report: WorkerReport | None = None
     seen: int = -1
     hello: Any = None

@@ -6,9 +6,12 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from vescale_ray.controller.worker_group.worker_news import SupervisorLost
 
 NODE_LOST = "its node was lost"
+LOOK_AGAIN_S = 2.0
 
 
 class Reaching:
@@ -30,6 +33,20 @@ class Reaching:
             except RayError:
                 pass  # its death is reported elsewhere
         return found
+
+
+def answer_of(ref: Any, timeout_s: float) -> Any:
+    """The supervisor's answer, within ``timeout_s``. If this process stood still meanwhile (a frozen container), the time is over before
+    the answer was read. So this function tries once more."""
+    try:
+        try:
+            return ray.get(ref, timeout=timeout_s)
+        except GetTimeoutError:
+            return ray.get(ref, timeout=LOOK_AGAIN_S)
+    except RayTaskError:
+        raise
+    except RayError as error:
+        raise SupervisorLost(f"the supervisor actor does not answer ({type(error).__name__}): the workers that it owned are lost") from None
 
 
 def has_answered(poll: Any) -> bool:

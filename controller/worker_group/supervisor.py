@@ -3,7 +3,8 @@
 It owns the workers, because Ray ends an actor with its owner: if the controller owned them, they would die with it. It gives their handles
 to each controller. Each worker has a placement group of its own. One group for all could not shrink, would hold a draining node, and its
 removal would end the survivors, too. Groups without a worker, *wishes*, show Ray's autoscaler what the run would use. The next worker
-takes a wish that has got a place. Ray removes all groups with this actor.
+takes a wish that has got a place. The place of a lost worker stays reserved for a moment if a *standby* can take it. Ray removes all groups
+with this actor.
 
 It holds the ``TCPStore`` of each generation, through which process groups meet. A store on a worker would die with the worker.
 
@@ -18,7 +19,7 @@ import signal
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,16 +28,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from vescale_ray.controller.protocol import Dismissal, Places
-from vescale_ray.controller.worker_group.agent import fetch_stacks, fetch_starved, send_signal, start_agent
+from vescale_ray.controller.worker_group.agent import fetch_stacks, fetch_starved, send_signal
+from vescale_ray.controller.worker_group.agents import AGENT_S, Agents
+from vescale_ray.controller.worker_group.standbys import Standbys, WorkerPlace
 from vescale_ray.workers.messages import WorkerInfo
 from vescale_ray.workers.worker import actor_class
 
 _log = logging.getLogger(__name__)
 
-AGENT_S = 1.0
-"""If an agent has not answered after this time, its node counts as gone or stopped. A recovery waits for this."""
-GONE_S = 10.0
-"""The agent of a node that counts as gone is not asked again for this time."""
 STORES = 2
 CALLS = 16
 """Calls served at a time. If a rack is lost, each waits :data:`AGENT_S` for one of its nodes, and the controller waits for all."""
@@ -45,6 +44,10 @@ NODE_LABEL = "ray.io/node-id"
 """Ray's own label of each node."""
 LEAST_CPU = 0.001
 """CPUs of a placement group that needs none: a group can't be empty."""
+VACANT_S = 60.0
+"""The place of a lost worker that nobody takes is given back after this time."""
+PLACED_S, PLACED_GAP_S = 0.3, 0.02
+"""Longest wait for a new place, if a standby may take it. Ray gives one within hundredths of a second if there is room."""
 
 
 @dataclass
@@ -84,12 +87,13 @@ class Supervisor:
         """Epoch of the newest controller that has called :meth:`roster`."""
         self._count = 0
         self._lock = threading.Lock()
-        self._agents: dict[str, Future[Any]] = {}
-        """By node. The thread that gives places back starts them, because a start may wait for the control store, too."""
-        self._gone: dict[str, float] = {}
+        self._node = ray.get_runtime_context().get_node_id()
+        self._agents = Agents(self._node, self._returns.submit)
+        self._vacant: list[WorkerPlace] = []
+        """Places of lost workers."""
+        self._standbys = Standbys(int(config["elastic"]["standby"]), self._start_standby, self._returns.submit)
         self._stores: list[Any] = []
         self._state: str | None = None
-        self._node = ray.get_runtime_context().get_node_id()
 
     def store(self) -> tuple[str, int]:
         """Host and port of a new store, for one generation. The last store stays, in case its generation is not over everywhere.
@@ -108,44 +112,83 @@ class Supervisor:
         return host, int(made.port)
 
     @ray.method(concurrency_group="places")
-    def hire(self, avoid: Collection[str] = (), epoch: int = 0) -> tuple[str, Any]:
-        """Start a worker, and return its id and handle without waiting. It comes up when Ray has a place for it, on none of the nodes to
-        ``avoid``. A wish that has got such a place gives it to the worker. ``epoch``: epoch of the calling controller."""
-        wanted = self._config["ray"]
-        cpus, gpus = max(float(wanted["cpus_per_worker"]), LEAST_CPU), float(wanted["gpus_per_worker"])
+    def hire(self, avoid: Collection[str] = (), epoch: int = 0, *ended: Dismissal) -> tuple[str, Any, bool]:
+        """Start a worker, and return its id and handle without waiting, and whether it was a standby. It comes up when Ray has a place for
+        it, on none of the nodes to ``avoid``. The place of a lost worker, or a wish that has got a place, goes to it.
+
+        ``epoch``: epoch of the calling controller. ``ended``: ends of workers, which Ray waits for before this call.
+        """
         with self._placing:
             if self._closed:
                 raise RuntimeError("the run is over: its supervisor hires no more workers")
-            worker = f"w{self._count}"
-            self._count += 1
-            group = next((wish for wish in self._wishes if _node_of(wish) not in (None, *avoid)), None)
-            if group is not None:
-                self._wishes.remove(group)
-                self._elsewhere.pop(group, None)
-            else:
-                group = self._group(worker, avoid)
+            worker = self._next_id()
+            place = self._vacated(avoid) or self._placed(worker, avoid)
+            taken = self._standbys.take(place.node, place.devices) if place.node is not None and place.devices is not None else None
             try:
-                handle = (
-                    actor_class()
-                    .options(
-                        num_cpus=cpus,
-                        num_gpus=gpus,
-                        scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
-                    )
-                    .remote(worker, self._config)
-                )
+                worker, handle = taken or (worker, self._start(worker, place.group))
             except BaseException:
-                self._returns.submit(_remove, group)
+                self._returns.submit(_remove, place.group)
                 raise
-            child = _Child(handle, group)
+            child = _Child(handle, place.group, place.node if taken else None)
             with self._lock:
                 if epoch >= self._epoch:
                     self._children[worker] = child
-                    self._unplaced.add(worker)
-                    return worker, handle
+                    if not taken:
+                        self._unplaced.add(worker)
+                    return worker, handle, taken is not None
             # The control store was so slow that the calling controller is gone, and the next one has counted its workers.
             self._returns.submit(_give_back, child)
             raise RuntimeError(f"controller {epoch} is gone: no other would know of a worker that it hires")
+
+    def _next_id(self) -> str:
+        with self._lock:
+            self._count += 1
+            return f"w{self._count - 1}"
+
+    def _start(self, worker: str, group: PlacementGroup) -> Any:
+        cpus, gpus = self._each()
+        where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+        return actor_class().options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=where).remote(worker, self._config)
+
+    def _start_standby(self, node: str) -> tuple[str, Any]:
+        worker, where = self._next_id(), NodeAffinitySchedulingStrategy(node, soft=False)
+        return worker, actor_class().options(num_cpus=0, num_gpus=0, scheduling_strategy=where).remote(worker, self._config, True)
+
+    def standbys(self) -> dict[str, int]:
+        """Number of standbys that can take a place, by node."""
+        return self._standbys.ready()
+
+    def _each(self) -> tuple[float, float]:
+        """CPUs and GPUs of a worker."""
+        wanted = self._config["ray"]
+        return max(float(wanted["cpus_per_worker"]), LEAST_CPU), float(wanted["gpus_per_worker"])
+
+    def _vacated(self, avoid: Collection[str]) -> WorkerPlace | None:
+        """The place of a lost worker, if there is one. Those on nodes to ``avoid`` are given back."""
+        with self._lock:
+            vacant, self._vacant = self._vacant, []
+            fit = [place for place in vacant if place.node not in avoid]
+            self._vacant = fit[1:]
+        for place in vacant:
+            if place not in fit:
+                self._give_vacant_back(place)
+        return fit[0] if fit else None
+
+    def _placed(self, worker: str, avoid: Collection[str]) -> WorkerPlace:
+        """A wish with a place, or a new placement group. The node is known if a standby there may take the place: a GPU of a new place is
+        not known."""
+        group = next((wish for wish in self._wishes if _node_of(wish) not in (None, *avoid)), None)
+        if group is not None:
+            self._wishes.remove(group)
+            self._elsewhere.pop(group, None)
+        else:
+            group = self._group(worker, avoid)
+        if not self._standbys.ready() or self._each()[1]:
+            return WorkerPlace(group)
+        until = time.monotonic() + PLACED_S
+        while (node := _node_of(group)) is None and time.monotonic() < until:
+            time.sleep(PLACED_GAP_S)
+        return WorkerPlace(group, node, "")
 
     @ray.method(concurrency_group="places")
     def wish(self, count: int, avoid: Collection[str]) -> Places:
@@ -175,8 +218,7 @@ class Supervisor:
             return Places(tuple(nodes.get(wish) for wish in self._wishes), frozenset(self._unplaced))
 
     def _group(self, of: str, avoid: Collection[str]) -> PlacementGroup:
-        wanted = self._config["ray"]
-        cpus, gpus = max(float(wanted["cpus_per_worker"]), LEAST_CPU), float(wanted["gpus_per_worker"])
+        cpus, gpus = self._each()
         elsewhere: Any = [{NODE_LABEL: f"!in({', '.join(sorted(avoid))})"}] if avoid else None
         bundles = [{"CPU": cpus, **({"GPU": gpus} if gpus else {})}]
         return placement_group(bundles, strategy="PACK", name=f"{self._tag}:{of}", bundle_label_selector=elsewhere)
@@ -195,17 +237,45 @@ class Supervisor:
             self._epoch = max(self._epoch, epoch)
             return {worker: child.handle for worker, child in self._children.items()}
 
-    def dismiss(self, worker: str, info: WorkerInfo | None) -> Dismissal:
-        """End a worker and give its place back. ``info`` lets it be killed by process id: ``ray.kill`` takes 5 s on a stopped process."""
+    def dismiss(self, worker: str, info: WorkerInfo | None, vacate: bool = False) -> Dismissal:
+        """End a worker and give its place back. ``info`` lets it be killed by process id: ``ray.kill`` takes 5 s on a stopped process.
+
+        ``vacate``: the next worker may take the place. It stays reserved for :data:`VACANT_S` if there is a standby on its node."""
         with self._lock:
             child = self._children.pop(worker, None)
         sent = None if info is None else self._signal(info, signal.SIGKILL)
-        if child is not None:
-            self._returns.submit(_give_back, child)
         node = info.node if info is not None else child.node if child is not None else None
+        if child is not None:
+            if vacate and info is not None and sent is not None and self._can_be_taken(info):
+                self._vacate(WorkerPlace(child.group, info.node, info.devices))
+            else:
+                self._returns.submit(_give_back, child)
         if node is not None:
             self._retire(node)
         return Dismissal.ENDED if info is None or sent else Dismissal.GONE if sent is not None else Dismissal.UNKNOWN
+
+    def _can_be_taken(self, info: WorkerInfo) -> bool:
+        """Whether a standby could take a worker's place."""
+        return info.node in self._standbys.ready() and (bool(info.devices) or not self._each()[1])
+
+    def _vacate(self, place: WorkerPlace) -> None:
+        with self._lock:
+            self._vacant.append(place)
+        expiry = threading.Timer(VACANT_S, self._expire, (place,))
+        expiry.daemon = True
+        expiry.start()
+
+    def _expire(self, place: WorkerPlace) -> None:
+        with self._lock:
+            if place not in self._vacant:
+                return
+            self._vacant.remove(place)
+        self._give_vacant_back(place)
+
+    def _give_vacant_back(self, place: WorkerPlace) -> None:
+        self._returns.submit(_remove, place.group)
+        assert place.node is not None
+        self._retire(place.node)
 
     def signal(self, info: WorkerInfo, number: int) -> bool:
         """Send a signal to a worker's process; False if that process is gone."""
@@ -215,19 +285,21 @@ class Supervisor:
         """As :meth:`signal`; None if its node does not answer."""
         if info.node == self._node:
             return send_signal(info.pid, info.born, number)
-        sent = self._on_node(info.node, AGENT_S, "signal", info.pid, info.born, number)
+        sent = self._agents.call(info.node, AGENT_S, "signal", info.pid, info.born, number)
         return None if sent is None else bool(sent)
 
     def stacks(self, info: WorkerInfo, wait_s: float) -> str:
         """The stacks of a worker's process, or why there are none. The process itself need not answer."""
         if info.node == self._node:
             return fetch_stacks(info.pid, info.born, info.stacks, wait_s)
-        return str(self._on_node(info.node, wait_s + AGENT_S, "stacks", info.pid, info.born, info.stacks, wait_s) or "(its node is gone)")
+        return str(
+            self._agents.call(info.node, wait_s + AGENT_S, "stacks", info.pid, info.born, info.stacks, wait_s) or "(its node is gone)"
+        )
 
     def starved(self, node: str, infos: Sequence[WorkerInfo]) -> list[float] | None:
         """Seconds so far for which the training threads of a node's workers got no processor; None if the node does not answer."""
         threads = [(info.pid, info.born, info.thread) for info in infos]
-        told = fetch_starved(threads) if node == self._node else self._on_node(node, AGENT_S, "starved", threads)
+        told = fetch_starved(threads) if node == self._node else self._agents.call(node, AGENT_S, "starved", threads)
         return None if told is None else list(told)
 
     def station(self, worker: str, node: str) -> None:
@@ -237,41 +309,16 @@ class Supervisor:
             child = self._children.get(worker)
             if child is not None:
                 child.arrive(node)
-                self._have_agent(node)
-
-    def _have_agent(self, node: str) -> None:
-        if node != self._node and node not in self._agents:
-            self._agents[node] = self._returns.submit(start_agent, node)
+                self._agents.have(node)
+                self._standbys.keep(node)
 
     def _retire(self, node: str) -> None:
-        """End the agent of ``node`` if no worker is there any more."""
+        """End the agent and the standbys of ``node`` if no worker is there any more, and no place of one."""
         with self._lock:
-            agent = None if any(child.node == node for child in self._children.values()) else self._agents.pop(node, None)
-        if agent is not None:
-            self._returns.submit(_end_agent, agent)
-
-    def _on_node(self, node: str, wait_s: float, method: str, *args: Any) -> Any:
-        """The answer of the agent of ``node``; None if there is none, and the node counts as gone."""
-        if time.monotonic() - self._gone.get(node, -GONE_S) < GONE_S:
-            return None
-        with self._lock:
-            self._have_agent(node)
-            agent = self._agents[node]
-        began = time.monotonic()
-        try:
-            ref = getattr(agent.result(wait_s), method).remote(*args)
-            done, _ = ray.wait([ref], timeout=max(0.0, began + wait_s - time.monotonic()))
-            if done:
-                return ray.get(done[0])
-        except TimeoutError:
-            pass  # it could not be started yet
-        except Exception as error:
-            _log.warning("the agent on node %s has ended or could not be started: %s", node, error)
-            with self._lock:
-                if self._agents.get(node) is agent:
-                    del self._agents[node]
-        self._gone[node] = time.monotonic()
-        return None
+            if any(one.node == node for one in (*self._children.values(), *self._vacant)):
+                return
+            self._agents.end(node)
+            self._standbys.release(node)
 
     def close(self) -> None:
         """End all workers and agents, and give all places back. Later calls of :meth:`hire` fail, since their place would stay taken."""
@@ -281,15 +328,11 @@ class Supervisor:
         for worker in self.roster():
             self.dismiss(worker, None)
         with self._lock:
-            agents, self._agents = list(self._agents.values()), {}
-        for agent in agents:
-            self._returns.submit(_end_agent, agent)
+            vacant, self._vacant = self._vacant, []
+        for place in vacant:
+            self._give_vacant_back(place)
+        self._agents.close()
         self._returns.shutdown()
-
-
-def _end_agent(agent: Future[Any]) -> None:
-    """End an agent. Called in the thread that starts agents, so its start is done."""
-    ray.kill(agent.result(0.0), no_restart=True)
 
 
 def _give_back(child: _Child) -> None:

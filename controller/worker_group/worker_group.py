@@ -16,15 +16,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from vescale_ray.controller.failures.budget import Cause
 from vescale_ray.controller.protocol import Dismissal, Places
 from vescale_ray.controller.worker_group.clocks import AwakeClock
 from vescale_ray.controller.worker_group.member import POLL_WAIT_S, Member
-from vescale_ray.controller.worker_group.ray_answers import NODE_LOST, Reaching, death_of, has_answered, one_line
+from vescale_ray.controller.worker_group.ray_answers import NODE_LOST, Reaching, answer_of, death_of, has_answered, one_line
 from vescale_ray.controller.worker_group.stacks import node_by_node, stacks_of
-from vescale_ray.controller.worker_group.worker_news import Lost, News, Ready, SupervisorLost
+from vescale_ray.controller.worker_group.starvation import excused
+from vescale_ray.controller.worker_group.worker_news import Lost, News, Ready
 from vescale_ray.workers.messages import Order, Ticket, WorkerInfo, WorkerReport
 from vescale_ray.workers.network.reachability import AT_ONCE
 
@@ -34,12 +35,6 @@ SILENT_S = 1.0
 """If a node does not answer, its workers that have not answered for this long count as lost with it."""
 HIRE_S = 2.0
 """Longest wait for a worker's hiring. It takes milliseconds if Ray's control store answers."""
-SLOW_S, SLOWER, SLOWEST_S = 0.1, 10, 5.0
-"""If other workers of a machine answer more than ``SLOW_S`` late (hundredths of it are usual), a silent worker there gets more time:
-``SLOWER`` times their lateness, at most ``SLOWEST_S``. Its answer passes through about ``SLOWER`` processes."""
-LOOK_AGAIN_S = 2.0
-LOOKS = 8
-"""Most nodes that :meth:`WorkerGroup.starved` asks. If workers of more nodes are silent, the reason is not a slow machine."""
 ORDER_S = 5.0
 """A worker that has not taken its order after this time is ended. A free worker takes one within milliseconds."""
 ASK_S = 0.2
@@ -58,15 +53,18 @@ class WorkerGroup:
         supervisor: the actor that creates and ends them.
         call_s: longest wait for a call that only leaves a note.
         epoch: number of this start of the controller. Only the newest controller holds the workers' lifelines.
+        vacate: keep the places of lost workers for those that replace them.
 
     Attributes:
         clock: measures the silence of workers. It stands still while this process does.
     """
 
-    def __init__(self, supervisor: Any, call_s: float, epoch: int) -> None:
+    def __init__(self, supervisor: Any, call_s: float, epoch: int, vacate: bool = False) -> None:
         self._supervisor = supervisor
         self._call_s = call_s
-        self._epoch = epoch
+        self._epoch, self._vacate = epoch, vacate
+        self._ends: list[Any] = []
+        """Ends of lost workers that may be under way. A hiring waits for them, because it may take their places."""
         self.clock = AwakeClock()
         self.members: dict[str, Member] = {}
         self.places = Places()
@@ -85,7 +83,9 @@ class WorkerGroup:
 
         If Ray's control store does not answer soon, the worker counts in :attr:`hiring` until it does.
         """
-        self._hirings[self._supervisor.hire.remote(tuple(avoid), self._epoch)] = frozenset(avoid)
+        if self._ends:
+            _, self._ends = ray.wait(self._ends, num_returns=len(self._ends), timeout=0)
+        self._hirings[self._supervisor.hire.remote(tuple(avoid), self._epoch, *self._ends)] = frozenset(avoid)
         # If an earlier hiring still waits, this one will, too, so there is no point in waiting here.
         self._enlist(HIRE_S if len(self._hirings) == 1 else 0.0)
 
@@ -94,6 +94,11 @@ class WorkerGroup:
         """Number of hirings under way. Their workers do not count as ``warming`` yet."""
         return len(self._hirings)
 
+    @property
+    def arriving(self) -> int:
+        """Number of workers that may be warm in a moment: hirings under way, and standbys that have taken a place."""
+        return self.hiring + sum(m.standby and m.info is None and m.verdict is None for m in self.members.values())
+
     def _enlist(self, wait_s: float) -> None:
         """Add the workers whose hiring is done."""
         if self._hirings:
@@ -101,11 +106,11 @@ class WorkerGroup:
             for ref in done:
                 avoid = self._hirings.pop(ref)
                 try:
-                    worker, handle = self._answer(ref, self._call_s)
+                    worker, handle, standby = answer_of(ref, self._call_s)
                 except RayTaskError as error:  # a control store that has just come back, for example
                     self._unhired.append(one_line(error.cause if getattr(error, "cause", None) is not None else error))
                 else:
-                    self._enroll(worker, handle, avoid=avoid)
+                    self._enroll(worker, handle, avoid=avoid, standby=standby)
 
     def hemmed(self, avoided: Collection[str]) -> list[str]:
         """Workers that are not warm yet and exclude a node that is no longer among those to avoid."""
@@ -140,9 +145,9 @@ class WorkerGroup:
             member = self.members[worker]
             if member.verdict is None:
                 member.sentence(reasons[worker], cause)
-                asked[worker] = self._supervisor.dismiss.remote(worker, member.info)
+                asked[worker] = self._supervisor.dismiss.remote(worker, member.info, self._vacate)
         for worker, ref in asked.items():
-            member, done = self.members[worker], self._answer(ref, self._call_s)
+            member, done = self.members[worker], answer_of(ref, self._call_s)
             if done is Dismissal.GONE:
                 member.was_gone()
             elif done is Dismissal.UNKNOWN:
@@ -237,41 +242,9 @@ class WorkerGroup:
         return member.starved_s if member else 0.0
 
     def starved(self, workers: Collection[str]) -> dict[str, float]:
-        """Workers that owe an answer because their machine is overloaded, each with the seconds of silence that this call excuses. They
-        come on top of those from earlier calls since its last report. Call this method before ending a silent worker.
-
-        A worker is excused for the time in which its training thread got no processor. For the threads that answer, it is excused for a
-        multiple of the lateness of others on its machine: its other workers, and the agent that answers this call.
-        """
-        asked: dict[str, dict[str, WorkerInfo]] = {}
-        for worker in workers:
-            member = self.members.get(worker)
-            if member is not None and member.owes and member.info is not None and member.report is not None:
-                asked.setdefault(member.info.node, {})[worker] = member.info
-        began = time.monotonic()
-        nodes = asked if len(asked) <= LOOKS else {}
-        owed = {self._supervisor.starved.remote(node, list(nodes[node].values())): node for node in nodes}
-        found: dict[str, float] = {}
-        while owed:
-            there, _ = ray.wait(list(owed), num_returns=1, timeout=max(0.0, began + self._call_s - time.monotonic()))
-            if not there:
-                break
-            took, node = time.monotonic() - began, owed.pop(there[0])
-            told = self._answer(there[0], self._call_s)
-            for worker, seconds in zip(asked[node], told or (), strict=False):
-                member = self.members[worker]
-                late = max(took, self._late(node, workers))
-                slow = seconds - member.report.starved_s if seconds and member.report is not None else 0.0
-                slow = max(slow, min(SLOWER * late, SLOWEST_S) if late > SLOW_S else 0.0)
-                if more := member.excuse(slow):
-                    found[worker] = more
-        return found
-
-    def _late(self, node: str, but: Collection[str]) -> float:
-        """Largest recent lateness of a node's workers in seconds, without those in ``but``."""
-        now = time.monotonic()
-        others = [m for w, m in self.members.items() if w not in but and m.info is not None and m.info.node == node]
-        return max((m.lateness(now) for m in others), default=0.0)
+        """Workers that owe an answer because their machine is overloaded, each with the seconds of silence that this call excuses
+        (:func:`~vescale_ray.controller.worker_group.starvation.excused`). Call this method before ending a silent worker."""
+        return excused(self.members, workers, self._supervisor.starved, self._call_s)
 
     # ------------------------------------------------------------------------------------------------------------ orders
 
@@ -411,28 +384,17 @@ class WorkerGroup:
         self.members.pop(member.worker, None)
         if member.verdict is None:
             # The worker's place must be given back. A recovery does not wait for that, because the node may be gone.
-            self._supervisor.dismiss.remote(member.worker, member.info)
+            end = self._supervisor.dismiss.remote(member.worker, member.info, self._vacate)
+            if self._vacate:
+                self._ends.append(end)
         told = (reason, cause) if member.verdict is None or member.gone else (member.verdict, member.cause)
         return [Lost(member.worker, member.info, *told)]
 
-    def _enroll(self, worker: str, handle: Any, info: WorkerInfo | None = None, avoid: frozenset[str] = frozenset()) -> None:
-        self.members[worker] = member = Member(worker, handle, time.monotonic(), info, avoid)
+    def _enroll(
+        self, worker: str, handle: Any, info: WorkerInfo | None = None, avoid: frozenset[str] = frozenset(), standby: bool = False
+    ) -> None:
+        self.members[worker] = member = Member(worker, handle, time.monotonic(), info, avoid, standby)
         member.start(self._epoch)
 
     def _ask_supervisor(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        return self._answer(getattr(self._supervisor, method).remote(*args), timeout_s or self._call_s)
-
-    def _answer(self, ref: Any, timeout_s: float) -> Any:
-        """The supervisor's answer, within ``timeout_s``. If this process stood still meanwhile (a frozen container), the time is over
-        before the answer was read. So this method tries once more."""
-        try:
-            try:
-                return ray.get(ref, timeout=timeout_s)
-            except GetTimeoutError:
-                return ray.get(ref, timeout=LOOK_AGAIN_S)
-        except RayTaskError:
-            raise
-        except RayError as error:
-            raise SupervisorLost(
-                f"the supervisor actor does not answer ({type(error).__name__}): the workers that it owned are lost"
-            ) from None
+        return answer_of(getattr(self._supervisor, method).remote(*args), timeout_s or self._call_s)

@@ -230,6 +230,9 @@ def test_rates_and_times_must_be_positive_and_finite(key: str, value: str) -> No
         (["elastic.workers=7"], "elastic.workers = 7 is more than train.slots = 6"),
         (["elastic.max_workers=7"], "elastic.max_workers = 7 is more than train.slots = 6"),
         (["elastic.max_workers=2"], "elastic.workers = 3 is more than elastic.max_workers = 2"),
+        (["elastic.standby=7"], "elastic.standby = 7 is more than train.slots = 6: no node loses so many workers; lower elastic.standby"),
+        (["elastic.standby=4", "elastic.max_workers=3"], "elastic.standby = 4 is more than elastic.max_workers = 3"),
+        (["elastic.standby=-1"], "elastic.standby = -1: give at least 0"),
         (
             ["train.activation_checkpointing=true"],
             "train.activation_checkpointing = true: give one of none, full or selective",

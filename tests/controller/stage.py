@@ -47,7 +47,7 @@ class WorkerGroup:
 
     Attributes:
         reports: last report of each living worker; a worker without a generation is warm.
-        on_the_way: workers that were hired and are not warm.
+        on_the_way: workers that were hired and are not warm; ``arriving`` of them were standbys.
         starve: seconds for which a worker had no processor, reported once.
         silence: workers that don't answer, with the time since when.
         ended: workers that were ended and are not dead yet, with the time of the order.
@@ -60,7 +60,7 @@ class WorkerGroup:
         self.reports = {one.worker: one for one in reports}
         self.now = BEGAN
         self.fenced: list[tuple[float, tuple[str, ...]]] = []
-        self.hired = self.hiring = 0
+        self.hired = self.hiring = self.arriving = 0
         self.on_the_way: list[str] = []
         self.starve: dict[str, float] = {}
         self.silence: dict[str, float] = {}

@@ -25,7 +25,8 @@ from vescale_ray.controller.failures.hang import (
 )
 from vescale_ray.controller.worker_group.clocks import GAP_S, AwakeClock
 from vescale_ray.controller.worker_group.member import LATE_HALF_S, POLL_WAIT_S, Member
-from vescale_ray.controller.worker_group.worker_group import LOOKS, SLOWER, SLOWEST_S, WorkerGroup
+from vescale_ray.controller.worker_group.starvation import LOOKS, SLOWER, SLOWEST_S
+from vescale_ray.controller.worker_group.worker_group import WorkerGroup
 from vescale_ray.controller.worker_group.worker_news import Told
 from vescale_ray.workers.messages import Ticket, WorkerInfo, WorkerPhase, WorkerReport
 

@@ -18,7 +18,7 @@ from tests.controller.runs import Finished, carry_out, parents, print_figures, t
 from tests.controller.test_fault_matrix import controller_process
 from tests.controller.test_runs_on_ray import nothing_left, pid_of
 from vescale_ray.cli import client
-from vescale_ray.controller.worker_group.worker_group import SLOWEST_S
+from vescale_ray.controller.worker_group.starvation import SLOWEST_S
 from vescale_ray.runfolder import RunFolder
 
 pytestmark = [pytest.mark.usefixtures("ray_here"), pytest.mark.slow, pytest.mark.timeout(300)]

@@ -490,7 +490,7 @@ def test_closed_supervisor_hires_no_worker() -> None:
     import ray
     from ray.util.placement_group import placement_group_table
 
-    tree = {"run": {"name": "closed"}, "ray": {"cpus_per_worker": 0.5, "gpus_per_worker": 0.0}}
+    tree = {"run": {"name": "closed"}, "elastic": {"standby": 0}, "ray": {"cpus_per_worker": 0.5, "gpus_per_worker": 0.0}}
     supervisor = actor_of(tree, "closed", ray.get_runtime_context().get_node_id(), NAMESPACE)
     ray.get(supervisor.close.remote(), timeout=30)
     with pytest.raises(ray.exceptions.RayTaskError, match="the run is over"):

@@ -15,11 +15,12 @@ import pytest
 from tests.controller.runs import until
 from vescale_ray.controller.failures.budget import Cause
 from vescale_ray.controller.protocol import Dismissal
+from vescale_ray.controller.worker_group import agents, ray_answers
 from vescale_ray.controller.worker_group import supervisor as subject
 from vescale_ray.controller.worker_group import worker_group as worker_groups
 from vescale_ray.controller.worker_group.supervisor import Supervisor
 from vescale_ray.controller.worker_group.worker_group import WorkerGroup
-from vescale_ray.controller.worker_group.worker_news import Lost
+from vescale_ray.controller.worker_group.worker_news import Lost, SupervisorLost
 from vescale_ray.workers.messages import WorkerInfo
 
 
@@ -80,7 +81,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     monkeypatch.setattr(subject, "remove_placement_group", gone)
     monkeypatch.setattr(subject, "PlacementGroupSchedulingStrategy", lambda group, placement_group_bundle_index: group)
     monkeypatch.setattr(subject, "actor_class", lambda: Actor(made))
-    monkeypatch.setattr(subject, "start_agent", lambda node: Actor(made).remote())
+    monkeypatch.setattr(agents, "start_agent", lambda node: Actor(made).remote())
     monkeypatch.setattr(subject, "REMOVAL_GAP_S", 0.01)
     yield made
     made.open.set()
@@ -88,7 +89,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 @pytest.fixture
 def supervisor(store: Store) -> Any:
-    return Supervisor({"ray": {"cpus_per_worker": 1.0, "gpus_per_worker": 0.0}}, "run")
+    return Supervisor({"elastic": {"standby": 0}, "ray": {"cpus_per_worker": 1.0, "gpus_per_worker": 0.0}}, "run")
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
@@ -108,7 +109,7 @@ def test_dismissal_does_not_wait_for_another_nodes_agent(supervisor: Any, store:
     info = WorkerInfo(workers[1], 1 << 22, 1, "head", "host", "cpu", 1.0)
     assert within(1.0, lambda: supervisor.dismiss(workers[1], info)) is Dismissal.GONE
     there = WorkerInfo(workers[0], 1 << 22, 1, "elsewhere", "host", "cpu", 1.0)
-    assert within(subject.AGENT_S + 1.0, lambda: supervisor.dismiss(workers[0], there)) is Dismissal.UNKNOWN
+    assert within(agents.AGENT_S + 1.0, lambda: supervisor.dismiss(workers[0], there)) is Dismissal.UNKNOWN
     store.open.set()
     until(lambda: not store.places and len(store.killed) == 3, 5, "that both are ended, and the agent too")
 
@@ -123,7 +124,7 @@ def test_worker_and_wish_avoid_the_excluded_nodes(supervisor: Any, store: Store,
 
 def test_hire_of_a_controller_killed_meanwhile_is_ended(supervisor: Any, store: Store) -> None:
     """The next controller has counted its workers already. This worker would have a place until the end of the run, and train nothing."""
-    first, _ = supervisor.hire((), 1)
+    first, _, _ = supervisor.hire((), 1)
     store.open.clear()
     raised: list[BaseException] = []
 
@@ -145,7 +146,7 @@ def test_hire_of_a_controller_killed_meanwhile_is_ended(supervisor: Any, store: 
 
 
 def test_place_is_returned_after_a_refusal_or_a_failed_hire(supervisor: Any, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, _ = supervisor.hire()
+    worker, _, _ = supervisor.hire()
     store.refuses = 3  # one refusal for its kill, two for the return of its place
     supervisor.dismiss(worker, None)
     until(lambda: not store.places, 5, "that its place is back")
@@ -227,7 +228,7 @@ def test_frozen_controller_does_not_call_the_supervisor_lost(answers: bool, monk
     def get(ref: str, timeout: float) -> str:
         waited.append(timeout)
         if len(waited) == 1 or not answers:
-            raise worker_groups.GetTimeoutError("over")
+            raise ray_answers.GetTimeoutError("over")
         return "there"
 
     monkeypatch.setattr(worker_groups.ray, "get", get)
@@ -236,9 +237,9 @@ def test_frozen_controller_does_not_call_the_supervisor_lost(answers: bool, monk
     if answers:
         assert worker_group._ask_supervisor("signal") == "there"
     else:
-        with pytest.raises(worker_groups.SupervisorLost, match="GetTimeoutError"):
+        with pytest.raises(SupervisorLost, match="GetTimeoutError"):
             worker_group._ask_supervisor("signal")
-    assert waited == [10.0, worker_groups.LOOK_AGAIN_S]
+    assert waited == [10.0, ray_answers.LOOK_AGAIN_S]
 
 
 class Rack:
@@ -258,7 +259,7 @@ class Rack:
             info = WorkerInfo(f"w{number}", 1, 1, f"node{number}", "h", "cpu", 1.0)
             self.worker_group._enroll(f"w{number}", SimpleNamespace(**call), info)
 
-    def _dismiss(self, worker: str, info: Any) -> tuple[float, Dismissal]:
+    def _dismiss(self, worker: str, info: Any, vacate: bool = False) -> tuple[float, Dismissal]:
         self.asked.append(worker)
         return self.now + 1.0, Dismissal.UNKNOWN
 
@@ -307,5 +308,5 @@ def test_supervisor_loss_is_found_before_its_workers_loss(monkeypatch: pytest.Mo
     rack = Rack(monkeypatch)
     rack.lost = {f"lifeline {n}" for n in range(8)}
     rack.kept = SimpleNamespace(remote=lambda: "the supervisor")
-    with pytest.raises(worker_groups.SupervisorLost):
+    with pytest.raises(SupervisorLost):
         rack.worker_group.pump(0.0)

@@ -66,6 +66,7 @@ def reference() -> str:
         "## Constraints between keys",
         "",
         "- `elastic.min_workers <= elastic.workers <= elastic.max_workers <= train.slots`",
+        "- `elastic.standby <= elastic.max_workers`",
         "- `elastic.demand` needs `elastic.grow`",
         "- `elastic.grow` and `elastic.spares` need `ray.cpus_per_worker` or `ray.gpus_per_worker` above 0",
         "- `elastic.deterministic` excludes `fused` and `normuon` in `train.optimizer_options`",

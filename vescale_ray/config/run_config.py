@@ -124,6 +124,9 @@ def _misfits(c: RunConfig) -> Iterator[str]:
         yield f"elastic.workers = {workers} is more than elastic.max_workers = {most}: raise the one or lower the other"
     if fewest > workers:
         yield f"elastic.min_workers = {fewest} is more than elastic.workers = {workers}: raise elastic.workers or lower elastic.min_workers"
+    if c.elastic.standby > most:
+        key = "elastic.max_workers" if c.elastic.max_workers else "train.slots"
+        yield f"elastic.standby = {c.elastic.standby} is more than {key} = {most}: no node loses so many workers; lower elastic.standby"
     if c.elastic.deterministic:
         for option, why in _BY_THE_CUT.items():
             value = c.train.optimizer_options.get(option)

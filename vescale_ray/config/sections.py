@@ -177,6 +177,11 @@ class ElasticSection(Section):
     spares: CountOrZero = Field(
         default=0, description="warm workers beside the training ones, if there is capacity; one replaces a lost worker at once"
     )
+    standby: CountOrZero = Field(
+        default=0,
+        description="processes per node of the run that have imported everything and hold no CPU of Ray's, no GPU and no GPU memory; with "
+        "replace_lost, one takes a lost worker's place at once",
+    )
     deterministic: bool = Field(
         default=False, description="the same bits at any number of workers and through every rescale; gradients are reduced slot by slot"
     )
