@@ -315,7 +315,7 @@ class Supervisor:
     def _retire(self, node: str) -> None:
         """End the agent and the standbys of ``node`` if no worker is there any more, and no place of one."""
         with self._lock:
-            if any(one.node == node for one in (*self._children.values(), *self._vacant)):
+            if any(child.node == node for child in self._children.values()) or any(place.node == node for place in self._vacant):
                 return
             self._agents.end(node)
             self._standbys.release(node)
