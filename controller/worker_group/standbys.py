@@ -40,7 +40,6 @@ class _Standby:
     worker: str
     handle: Any
     node: str
-    ready: bool = False
 
 
 class Standbys:
@@ -57,6 +56,7 @@ class Standbys:
         self._lock = threading.Lock()
         self._nodes: set[str] = set()
         self._there: list[_Standby] = []
+        self._ready: set[_Standby] = set()
         self._timers: dict[str, threading.Timer] = {}
         self._lost: dict[str, int] = {}
         """By node, the number of standbys in a row that were lost before they were ready."""
@@ -80,17 +80,17 @@ class Standbys:
     def ready(self) -> dict[str, int]:
         """Number of standbys that can take a place, by node."""
         with self._lock:
-            nodes = [one.node for one in self._there if one.ready]
+            nodes = [one.node for one in self._ready]
         return {node: nodes.count(node) for node in nodes}
 
     def take(self, node: str, devices: str) -> tuple[str, Any] | None:
         """Make a standby on ``node`` a worker that uses ``devices``: its id and handle. None if no standby there answers."""
         while True:
             with self._lock:
-                standby = next((one for one in self._there if one.ready and one.node == node), None)
+                standby = next((one for one in self._there if one in self._ready and one.node == node), None)
                 if standby is None:
                     return None
-                self._there.remove(standby)
+                self._remove(standby)
                 self._fill_later(node)
             ref = standby.handle.seat.remote(devices)
             try:
@@ -106,9 +106,7 @@ class Standbys:
         """Start what is missing on ``node`` in a while. Holds the lock."""
         if node in self._nodes and node not in self._timers and sum(one.node == node for one in self._there) < self._count:
             wait_s = min(FILL_S * 2.0 ** min(self._lost.get(node, 0), 30), LONGEST_FILL_S)
-            self._timers[node] = timer = threading.Timer(wait_s, self._fill, (node,))
-            timer.daemon = True
-            timer.start()
+            self._timers[node] = later(wait_s, self._fill, node)
 
     def _fill(self, node: str) -> None:
         with self._lock:
@@ -142,7 +140,8 @@ class Standbys:
             if standby not in self._there:
                 return
             if error is None:
-                standby.ready, self._lost[standby.node] = True, 0
+                self._ready.add(standby)
+                self._lost[standby.node] = 0
                 return
             _log.warning("standby %s is lost: %s", standby.worker, error)
             self._end(standby)
@@ -153,8 +152,27 @@ class Standbys:
         self._fill_later(node)
 
     def _end(self, standby: _Standby) -> None:
-        self._there.remove(standby)
+        self._remove(standby)
         self._submit(_kill, standby.handle)
+
+    def _remove(self, standby: _Standby) -> None:
+        self._there.remove(standby)
+        self._ready.discard(standby)
+
+
+class _Timer(threading.Timer):
+    """A timer that does not keep its process alive."""
+
+    def __init__(self, wait_s: float, function: Callable[..., object], args: tuple[Any, ...]) -> None:
+        super().__init__(wait_s, function, args)
+        self.daemon = True
+
+
+def later(wait_s: float, function: Callable[..., object], *args: Any) -> threading.Timer:
+    """Call ``function`` after ``wait_s`` in another thread, unless the timer is cancelled."""
+    timer = _Timer(wait_s, function, args)
+    timer.start()
+    return timer
 
 
 def _kill(handle: Any) -> None:

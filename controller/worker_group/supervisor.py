@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from vescale_ray.controller.protocol import Dismissal, Places
 from vescale_ray.controller.worker_group.agent import fetch_stacks, fetch_starved, send_signal
 from vescale_ray.controller.worker_group.agents import AGENT_S, Agents
-from vescale_ray.controller.worker_group.standbys import Standbys, WorkerPlace
+from vescale_ray.controller.worker_group.standbys import Standbys, WorkerPlace, later
 from vescale_ray.workers.messages import WorkerInfo
 from vescale_ray.workers.worker import actor_class
 
@@ -261,9 +261,7 @@ class Supervisor:
     def _vacate(self, place: WorkerPlace) -> None:
         with self._lock:
             self._vacant.append(place)
-        expiry = threading.Timer(VACANT_S, self._expire, (place,))
-        expiry.daemon = True
-        expiry.start()
+        later(VACANT_S, self._expire, place)
 
     def _expire(self, place: WorkerPlace) -> None:
         with self._lock:

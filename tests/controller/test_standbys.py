@@ -118,7 +118,7 @@ def arrived(supervisor: Any) -> str:
 
 
 @pytest.mark.fault("W17")
-def test_lost_workers_place_and_devices_go_to_the_standby_and_another_follows(cluster: Cluster) -> None:
+def test_the_standby_gets_a_lost_workers_place_and_devices(cluster: Cluster) -> None:
     supervisor = cluster.supervised(gpus=1.0)
     lost = arrived(supervisor)
     (standby,) = cluster.stands(supervisor)
@@ -135,7 +135,7 @@ def test_lost_workers_place_and_devices_go_to_the_standby_and_another_follows(cl
 
 
 @pytest.mark.parametrize("gpus", [0.0, 1.0])
-def test_new_place_goes_to_a_standby_on_a_cpu_and_to_a_process_on_a_gpu(cluster: Cluster, gpus: float) -> None:
+def test_a_new_place_goes_to_a_standby_on_a_cpu_only(cluster: Cluster, gpus: float) -> None:
     """The GPU of a new place is not known before a process is started there."""
     supervisor = cluster.supervised(gpus=gpus)
     arrived(supervisor)
@@ -147,7 +147,7 @@ def test_new_place_goes_to_a_standby_on_a_cpu_and_to_a_process_on_a_gpu(cluster:
         assert taken and handle is standby and standby.devices == ""
 
 
-def test_place_without_a_standby_is_given_back_and_the_hire_starts_a_process(cluster: Cluster) -> None:
+def test_a_place_without_a_standby_is_given_back(cluster: Cluster) -> None:
     supervisor = cluster.supervised()
     lost = arrived(supervisor)
     supervisor.dismiss(lost, info(lost), True)
@@ -158,7 +158,7 @@ def test_place_without_a_standby_is_given_back_and_the_hire_starts_a_process(clu
 
 @pytest.mark.fault("W18")
 @pytest.mark.parametrize("how", ["dies", "stops"])
-def test_standby_that_does_not_answer_is_ended_and_the_next_one_is_asked(cluster: Cluster, how: str) -> None:
+def test_a_standby_that_does_not_answer_is_ended(cluster: Cluster, how: str) -> None:
     supervisor = cluster.supervised(2)
     lost = arrived(supervisor)
     first, second = cluster.stands(supervisor, 2)
@@ -187,7 +187,7 @@ def test_standbys_death_costs_a_new_one_later_each_time(cluster: Cluster, monkey
     assert waits[-1] == pytest.approx(0.02), "the row has ended"
 
 
-def test_standbys_end_with_the_last_worker_of_their_node_and_with_the_run(cluster: Cluster) -> None:
+def test_standbys_end_with_the_last_worker_of_their_node(cluster: Cluster) -> None:
     supervisor = cluster.supervised()
     worker = arrived(supervisor)
     (standby,) = cluster.stands(supervisor)
@@ -201,7 +201,7 @@ def test_standbys_end_with_the_last_worker_of_their_node_and_with_the_run(cluste
     assert standby.killed and not cluster.groups
 
 
-def test_vacant_place_on_a_node_to_avoid_or_not_taken_is_given_back(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vacant_place_that_nobody_may_take_is_given_back(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     supervisor = cluster.supervised()
     lost = arrived(supervisor)
     (standby,) = cluster.stands(supervisor)
@@ -216,7 +216,7 @@ def test_vacant_place_on_a_node_to_avoid_or_not_taken_is_given_back(cluster: Clu
     until(lambda: f"run:{lost}" not in cluster.groups, 5, "that it is given back")
 
 
-def test_without_standbys_no_process_is_started_and_no_place_kept(cluster: Cluster) -> None:
+def test_without_standbys_no_place_is_kept(cluster: Cluster) -> None:
     supervisor = cluster.supervised(0)
     lost = arrived(supervisor)
     supervisor.dismiss(lost, info(lost), True)
@@ -227,7 +227,7 @@ def test_without_standbys_no_process_is_started_and_no_place_kept(cluster: Clust
 # ---------------------------------------------------------------------------------------------------- the controller's view
 
 
-def test_hire_waits_for_the_ends_of_lost_workers_that_leave_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hire_waits_for_the_ends_of_lost_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray serves both calls at a time. A hire that is faster than the end would find no place."""
     done: list[str] = []
     hires: list[tuple[Any, ...]] = []
@@ -293,7 +293,7 @@ def test_recovery_takes_the_standby_into_the_next_generation(lost_one: Stage) ->
     assert group.now - BEGAN < 1.0
 
 
-def test_recovery_waits_for_no_process_and_for_a_late_standby_not_long(lost_one: Stage) -> None:
+def test_recovery_waits_for_a_standby_only_and_not_long(lost_one: Stage) -> None:
     """The others train meanwhile; the worker joins later, in a change of its own."""
     group = lost_one.worker_group
     assert lost_one.rounds(states.Locating, begin=LOST).members == ("a",)

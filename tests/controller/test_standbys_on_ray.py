@@ -47,7 +47,7 @@ def processes() -> list[int]:
 
 
 @pytest.mark.fault("W17")
-def test_standby_takes_a_killed_workers_place_in_the_next_generation(tmp_path: Path) -> None:
+def test_a_standby_takes_a_killed_workers_place(tmp_path: Path) -> None:
     """No process is started between the kill and the first new step. The run can't train without the second worker."""
     elastic = {"elastic_workers": 2, "elastic_min_workers": 2, "elastic_replace_lost": True, "elastic_standby": 1}
     config = tiny(tmp_path, "stands-by", train_steps=1_000_000, checkpoint_every=0, **elastic)

@@ -30,7 +30,7 @@ def test_standby_sees_no_gpu_before_it_gets_those_of_its_place() -> None:
     assert os.environ[VISIBLE] == "2,GPU-7" and subject._BY_NVML not in os.environ
 
 
-def test_standby_that_has_used_cuda_refuses_a_gpu_but_not_a_cpu_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_standby_that_has_used_cuda_refuses_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would train on another GPU than the one that is reserved for it, or on none."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     hide_devices()
@@ -40,7 +40,7 @@ def test_standby_that_has_used_cuda_refuses_a_gpu_but_not_a_cpu_place(monkeypatc
     show_devices("")
 
 
-def test_standby_is_prepared_once_it_awaits_a_place_and_goes_on_with_it() -> None:
+def test_a_standby_is_prepared_once_it_awaits_a_place() -> None:
     hide_devices()
     standby, gone_on = Standby(), threading.Event()
     threading.Thread(target=lambda: (standby.await_seat(), gone_on.set()), daemon=True).start()
