@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -172,8 +171,8 @@ def test_a_standby_that_does_not_answer_is_ended(cluster: Cluster, how: str) -> 
 def test_standbys_death_costs_a_new_one_later_each_time(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """A standby that can't be prepared, as there is no memory for it, must not be started again and again."""
     waits: list[float] = []
-    timer = threading.Timer
-    monkeypatch.setattr(subject.threading, "Timer", lambda wait_s, *about: waits.append(wait_s) or timer(0.0, *about))
+    later = subject.later
+    monkeypatch.setattr(subject, "later", lambda wait_s, *about: waits.append(wait_s) or later(0.0, *about))
     supervisor = cluster.supervised()
     arrived(supervisor)
     cluster.stands(supervisor)[0].life.set_exception(RuntimeError("its process died"))
