@@ -47,7 +47,7 @@ def excused(members: Mapping[str, Member], workers: Collection[str], starved: An
         told = answer_of(there[0], call_s)
         for worker, seconds in zip(asked[node], told or (), strict=False):
             member = members[worker]
-            late = max(took, _late(members, node, workers))
+            late = max(took, lateness(members, node, workers))
             slow = seconds - member.report.starved_s if seconds and member.report is not None else 0.0
             slow = max(slow, min(SLOWER * late, SLOWEST_S) if late > SLOW_S else 0.0)
             if more := member.excuse(slow):
@@ -55,7 +55,7 @@ def excused(members: Mapping[str, Member], workers: Collection[str], starved: An
     return found
 
 
-def _late(members: Mapping[str, Member], node: str, but: Collection[str]) -> float:
+def lateness(members: Mapping[str, Member], node: str, but: Collection[str]) -> float:
     """Largest recent lateness of a node's workers in seconds, without those in ``but``."""
     now = time.monotonic()
     others = [m for w, m in members.items() if w not in but and m.info is not None and m.info.node == node]

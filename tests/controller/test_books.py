@@ -933,7 +933,7 @@ def test_run_log_read_error_is_retried_without_double_counting(tmp_path: Path, m
         return Observed(2, Budget(Limits(3, 20, 20)))
 
     monkeypatch.setattr(controller, "take_up", take)
-    monkeypatch.setattr(controller, "WorkerGroup", lambda *_: 1 // 0)
+    monkeypatch.setattr(controller, "WorkerGroup", lambda *_, **__: 1 // 0)
     controlled = start()
     until(lambda: controlled.status()["outcome"] is not None, 10, "the end")
     assert len(taken) == 2 and controlled.status()["outcome"]["error"].startswith("ZeroDivisionError"), "and so it came past its books"

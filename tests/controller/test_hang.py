@@ -25,7 +25,7 @@ from vescale_ray.controller.failures.hang import (
 )
 from vescale_ray.controller.worker_group.clocks import GAP_S, AwakeClock
 from vescale_ray.controller.worker_group.member import LATE_HALF_S, POLL_WAIT_S, Member
-from vescale_ray.controller.worker_group.starvation import LOOKS, SLOWER, SLOWEST_S
+from vescale_ray.controller.worker_group.starvation import LOOKS, SLOWER, SLOWEST_S, lateness
 from vescale_ray.controller.worker_group.worker_group import WorkerGroup
 from vescale_ray.controller.worker_group.worker_news import Told
 from vescale_ray.workers.messages import Ticket, WorkerInfo, WorkerPhase, WorkerReport
@@ -460,14 +460,14 @@ def test_silence_does_not_count_while_the_controller_is_stopped():
 def test_lateness_of_other_workers_on_a_node_excuses_one(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("vescale_ray.controller.worker_group.worker_group.time.monotonic", lambda: now[0])
-    worker_group = WorkerGroup(supervisor=None, call_s=1.0, epoch=1)
+    members = {}
     for worker, node, late in (("a", "1", 0.0), ("b", "1", 0.8), ("c", "1", 0.2), ("d", "2", 3.0)):
         info = WorkerInfo(worker, 1, 1, node, "host", "cpu", 1.0)
-        worker_group.members[worker] = Member(worker, handle=None, hired=0.0, info=info, heard=now[0], late_s=late)
-    told = {accused: worker_group._late("2" if accused == "d" else "1", accused) for accused in ("a", "b", "ab", "abc", "d")}
+        members[worker] = Member(worker, handle=None, hired=0.0, info=info, heard=now[0], late_s=late)
+    told = {accused: lateness(members, "2" if accused == "d" else "1", accused) for accused in ("a", "b", "ab", "abc", "d")}
     assert told == {"a": 0.8, "b": 0.2, "ab": 0.2, "abc": 0.0, "d": 0.0}
     now[0] += LATE_HALF_S
-    assert worker_group._late("1", "a") == pytest.approx(0.4), "a moment's lateness is soon forgotten"
+    assert lateness(members, "1", "a") == pytest.approx(0.4), "a moment's lateness is soon forgotten"
 
 
 class Nodes:
