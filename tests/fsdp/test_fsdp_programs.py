@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from tests.fsdp.towers import filled
 from tests.fsdp.transformer import full
 from tests.ranks import on_threads
+from vescale_ray.compat.core import has_function_mode
 from vescale_ray.fsdp import MixedPrecisionPolicy, fully_shard
 
 D = 6
@@ -437,3 +438,15 @@ def test_a_replaced_linear_layer_is_differentiated(rank: int, world: int, how: s
                 model(x).square().mean().backward()
         grads.append([full(p.grad) for p in model.parameters()])
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
+
+
+def test_a_default_device_replaces_no_function() -> None:
+    """``torch.set_default_device`` is a TorchFunctionMode, too."""
+    torch.set_default_device("cpu")
+    try:
+        assert not has_function_mode()
+        with Halved():
+            assert has_function_mode()
+    finally:
+        torch.set_default_device(None)
+    assert not has_function_mode()

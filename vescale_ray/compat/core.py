@@ -27,6 +27,8 @@ with private_names():
     from torch._C import _DisableFuncTorch as DisableFuncTorch
 
     # The number of active TorchFunctionModes, which may replace what a linear layer computes.
+    # torch.set_default_device puts one there that concerns factories only.
+    from torch import _GLOBAL_DEVICE_CONTEXT as GLOBAL_DEVICE_CONTEXT
     from torch._C import _len_torch_function_stack as len_torch_function_stack
 
     # Returns None outside functorch transforms, where linear layers may write gradients in place.
@@ -100,6 +102,12 @@ with private_names():
 
 NO_CONTEXT: Any = nullcontext()
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def has_function_mode() -> bool:
+    """Whether a TorchFunctionMode is active, other than that of ``torch.set_default_device``."""
+    depth = len_torch_function_stack()
+    return depth > 0 and depth > (getattr(GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None)
 
 
 def outside_transforms() -> Any:

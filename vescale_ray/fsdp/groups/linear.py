@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vescale_ray.compat.core import disable_dynamo, len_torch_function_stack, peek_interpreter_stack
+from vescale_ray.compat.core import disable_dynamo, has_function_mode, peek_interpreter_stack
 from vescale_ray.fsdp.groups.running_backward import will_accumulate
 
 _FORWARD, _LINEAR = nn.Linear.forward, F.linear
@@ -129,7 +129,7 @@ def _pays(input: torch.Tensor, weight: torch.Tensor) -> bool:
         and type(input) in (torch.Tensor, nn.Parameter)
         and not torch.is_autocast_enabled(input.device.type)
         and peek_interpreter_stack() is None
-        and not len_torch_function_stack()
+        and not has_function_mode()
     )
 
 
