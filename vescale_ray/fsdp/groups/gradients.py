@@ -12,7 +12,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +19,11 @@ from torch import nn
 
 from vescale_ray.communication import wait_notes
 from vescale_ray.compat.core import current_graph_task_id, disable_dynamo
-from vescale_ray.compat.fsdp import ReduceScatter
 from vescale_ray.fsdp.buffers.memory import Buffer, Pool
 from vescale_ray.fsdp.communication import comm
 from vescale_ray.fsdp.groups.delivery import Delivery
 from vescale_ray.fsdp.groups.flat_gradient import FlatGradient, give_back
+from vescale_ray.fsdp.groups.gradient_settings import GradientSettings
 from vescale_ray.fsdp.groups.linear import offer_sink
 from vescale_ray.fsdp.groups.reduction import InOrder, Sums, reduce_scatter
 from vescale_ray.fsdp.layouts.division import Division
@@ -43,7 +42,7 @@ class Reduction:
     """Parameters that this rank used."""
 
 
-class Gradients:
+class Gradients(GradientSettings):
     """The gradients of one group.
 
     Args:
@@ -53,6 +52,7 @@ class Gradients:
     """
 
     def __init__(self, place: Place, division: Division, params: Sequence[GroupParam], *, in_place: bool, offload: bool) -> None:
+        super().__init__()
         self.place, self.division, self.params = place, division, params
         self.layout, self.kept = division.layout, division.kept
         self.in_place = in_place
@@ -83,22 +83,8 @@ class Gradients:
         self.partial: torch.Tensor | None = None
         self._partial_used: set[int] = set()
 
-        # Set by the user through FSDPModule.
-        self.divide_factor: float | None = None
         self.leaves_out = False
         """Whether buffers of gathered parameters have no memory for this rank's own part (see ``memory``)."""
-        self.holds = False
-        """Whether backward adds gradients up and does not reduce them. Their buffer then has the reduce dtype from the start."""
-        self.sum_only = False
-        self.ordered = False
-        """Whether to sum in a fixed order, over the ranks and over the reductions of a step."""
-        self.contributes = True
-        """Whether this rank's gradients count. If not, it joins the reductions with zeros."""
-        self.custom_scatter: ReduceScatter | None = None
-        self.all_reduce = True
-        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-        self.all_reduce_stream: Any = None
-        """Stream of ``all_reduce_hook``; None: the current stream."""
         # Set by the unit. The callbacks must not hold the unit strongly.
         self.on_first: Callable[[], None] | None = None
         """Called before the first gradient of a backward arrives in the buffer."""
