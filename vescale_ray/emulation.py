@@ -1,7 +1,7 @@
 """EMULATION: a process group of one real rank that claims to be one of many, for benchmarks without a cluster.
 
 No data is sent. A collective fills its outputs as if every rank held this rank's data. It then takes the time that a model of the
-links gives (:func:`vescale_ray.planner.cost.collective_time`, 16-byte alignment included). Collectives of all groups queue on one
+links gives (:func:`vescale_ray.planner.hardware.collective_time`, 16-byte alignment included). Collectives of all groups queue on one
 link, each for a latency and for its bytes over the bandwidth. Kernels, allocator, streams and overlap are real, so two engines can
 be compared at 8 to 1024 claimed ranks on one device, or on none. It does not show stragglers, contention of communication kernels
 for the device, or meaningful numerical results.
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vescale_ray.planner.cost import HARDWARE, Hardware, collective_time
+from vescale_ray.planner.hardware import HARDWARE, Hardware, collective_time
 
 BACKEND = "emulated"
 

@@ -19,7 +19,7 @@ from vescale_ray import fully_shard
 from vescale_ray.emulation import emulated_world
 from vescale_ray.optim import clip_grad_norm_
 from vescale_ray.planner import plan_layout, units
-from vescale_ray.planner.cost import HARDWARE, collective_time
+from vescale_ray.planner.hardware import HARDWARE, collective_time
 
 
 class Model(nn.Module):

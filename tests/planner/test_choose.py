@@ -16,7 +16,8 @@ from torch import nn
 from vescale_ray.cli import main
 from vescale_ray.errors import BadInput
 from vescale_ray.planner import HARDWARE, Blocks, Lever, Policy, choose_sharding, plan_layout
-from vescale_ray.planner.cost import MISALIGNED, collective_time, plan_model, predict_memory, predict_time
+from vescale_ray.planner.cost import plan_model, predict_memory, predict_time
+from vescale_ray.planner.hardware import MISALIGNED, collective_time
 from vescale_ray.planner.models.model_shapes import model_shapes
 from vescale_ray.planner.placement.layout import TensorSpec
 from vescale_ray.planner.request import size_of

@@ -15,7 +15,7 @@ from tests.workers.fleet import Fleet, State
 from tests.workers.tiny import Run, slow_down, tiny
 from vescale_ray.config import RunConfig
 from vescale_ray.models.llama import Llama, LlamaConfig
-from vescale_ray.planner import cost
+from vescale_ray.planner import HARDWARE
 from vescale_ray.workers.messages import StepRecord, Usage
 from vescale_ray.workers.monitoring import flops
 
@@ -165,7 +165,7 @@ def test_flops_of_a_custom_model_count_its_weight_matrices() -> None:
 def test_known_peaks_are_the_planners_and_unknown_ones_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"a100": "NVIDIA A100-SXM4-80GB", "h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200", "b200": "NVIDIA B200"}
     for key, name in names.items():
-        assert flops.known_peak(name, "bfloat16") == cost.HARDWARE[key].flops
+        assert flops.known_peak(name, "bfloat16") == HARDWARE[key].flops
         single, tensor = flops.known_peak(name, "float32"), flops.known_peak(name, "bfloat16")
         assert single is not None and tensor is not None and 10 < tensor / single < 35
         with monkeypatch.context() as context:

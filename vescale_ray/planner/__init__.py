@@ -11,12 +11,13 @@ all orders, and ``bounds`` proves lower bounds; ``buffers`` divides tensors amon
 and process gets the same layout.
 
 ``models/``: ``shapes`` and ``architectures`` describe a model's tensors. ``units`` plans a unit's buffers, with levers against padding;
-``advice`` picks the lever. ``cost`` predicts memory and time, and ``choose`` picks the sharding. ``request`` and ``choice_report`` serve
-the command line. Imports torch, ``errors`` and ``geometry`` only.
+``advice`` picks the lever. ``cost`` predicts memory and time on the ``hardware``, and ``choose`` picks the sharding. ``request`` and
+``choice_report`` serve the command line. Imports torch, ``errors`` and ``geometry`` only.
 """
 
 from vescale_ray.planner.choose import Choice, Option, choose_sharding
-from vescale_ray.planner.cost import HARDWARE, Hardware, Memory, Policy
+from vescale_ray.planner.cost import Memory, Policy
+from vescale_ray.planner.hardware import HARDWARE, Hardware
 from vescale_ray.planner.models.model_shapes import model_shapes
 from vescale_ray.planner.models.shapes import ModelShapes
 from vescale_ray.planner.placement.layout import START_BYTES, Layout, TensorSpec

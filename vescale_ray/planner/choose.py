@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from vescale_ray.errors import BadInput
 from vescale_ray.planner.advice import GOAL, advise
-from vescale_ray.planner.cost import HARDWARE, Hardware, Memory, ModelPlan, Policy, Time, plan_model, predict_memory, predict_time
+from vescale_ray.planner.cost import Memory, ModelPlan, Policy, Time, plan_model, predict_memory, predict_time
+from vescale_ray.planner.hardware import HARDWARE, Hardware
 from vescale_ray.planner.models.model_shapes import model_shapes
 from vescale_ray.planner.models.shapes import ModelShapes
 from vescale_ray.planner.units import Blocks, Lever
@@ -83,7 +84,7 @@ def choose_sharding(
     Args:
         model: a model as for :func:`vescale_ray.planner.models.model_shapes.model_shapes`, or its result.
         num_devices: total number of devices; the group sizes tried are its divisors, from one node (or fewer devices) on.
-        hardware: a name of :data:`vescale_ray.planner.cost.HARDWARE`, or a description.
+        hardware: a name of :data:`vescale_ray.planner.hardware.HARDWARE`, or a description.
         policy: how the model is trained.
         groups: the group sizes to try; by default at most about a dozen.
 

@@ -12,7 +12,8 @@ import torch
 
 from vescale_ray.errors import BadInput
 from vescale_ray.planner.choose import Choice, choose_sharding
-from vescale_ray.planner.cost import HARDWARE, OPTIMIZERS, Policy
+from vescale_ray.planner.cost import OPTIMIZERS, Policy
+from vescale_ray.planner.hardware import HARDWARE
 from vescale_ray.planner.models.model_shapes import model_shapes
 from vescale_ray.planner.units import Blocks
 
