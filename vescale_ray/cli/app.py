@@ -7,7 +7,6 @@ Commands import torch, Ray and pydantic when they run, so ``vescale-ray --help``
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import time
 import traceback
@@ -20,9 +19,10 @@ import click
 
 from vescale_ray import __version__
 from vescale_ray.cli.checkpoint_group import ckpt
-from vescale_ray.cli.common import BAD_INPUT, FAILED, INTERRUPTED, OK, CommandGroup, Failed, folder_of, lasting_path
+from vescale_ray.cli.common import BAD_INPUT, FAILED, INTERRUPTED, OK, CommandGroup, Failed, folder_of
 from vescale_ray.cli.export_commands import dash, export
 from vescale_ray.cli.kubernetes_commands import k8s
+from vescale_ray.cli.plan_command import plan
 from vescale_ray.errors import BadInput
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ cli.add_command(ckpt)
 cli.add_command(dash)
 cli.add_command(export)
 cli.add_command(k8s)
+cli.add_command(plan)
 
 
 # ------------------------------------------------------------------------------------------------------------------- runs
@@ -372,85 +373,6 @@ def ls(runs: str, as_json: bool) -> int:
         line = f"{state.get('state', 'NEW')!s:<13}  {state.get('step', 0)}/{state.get('steps', '?')} steps  {folder.path}"
         click.echo(f"{when:<16}  {line if line.isprintable() else ascii(line)[1:-1]}")
     return code
-
-
-# --------------------------------------------------------------------------------------------------------------- capacity
-
-
-@cli.command()
-@click.option(
-    "--model", required=True, help="A known model (llama-3-70b, gpt-oss-120b, deepseek-v3, ..), a config.json, or pkg.mod:factory."
-)
-@click.option("--devices", type=int, required=True, help="Total number of devices.")
-@click.option("--hardware", default="h100", show_default=True, help="a100, h100, h800, h200 or b200.")
-@click.option("--memory", default=None, metavar="SIZE", help="Memory of one device, for example 80GiB. Default: the hardware's.")
-@click.option("--optimizer", default="adamw", show_default=True, help="adamw, adamw8bit, muon or sgd.")
-@click.option("--dtype", default="bf16", show_default=True, help="Dtype of gathered parameters: fp32, bf16 or fp8.")
-@click.option("--reduce", default="fp32", show_default=True, help="Dtype of the gradients' reduce-scatter: fp32 or bf16.")
-@click.option(
-    "--group", type=int, multiple=True, help="Ranks that share the parameters; may be given several times. Default: all divisors."
-)
-@click.option("--blocks", type=int, default=None, metavar="ROWS", help="Rows that no shard boundary separates; 0: whole matrices.")
-@click.option("--blocks-on", default="matrices", show_default=True, help="matrices or experts.")
-@click.option("--experts", default="fused", show_default=True, help="fused (stacks [E, n, m]) or separate.")
-@click.option("--strided", is_flag=True, help="The model tolerates experts that are strided views.")
-@click.option("--tokens", type=int, default=8192, show_default=True, help="Tokens per device and micro-batch.")
-@click.option("--keep-activations", is_flag=True, help="No recomputation in backward.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("--html", "html_file", default=None, metavar="FILE", callback=lasting_path, help="Write a page with pictures, too.")
-def plan(
-    model: str,
-    devices: int,
-    hardware: str,
-    memory: str | None,
-    optimizer: str,
-    dtype: str,
-    reduce: str,
-    group: tuple[int, ...],
-    blocks: int | None,
-    blocks_on: str,
-    experts: str,
-    strided: bool,
-    tokens: int,
-    keep_activations: bool,
-    as_json: bool,
-    html_file: str | None,
-) -> int:
-    """Choose the shard group, replicas, layers per unit and buffers for a model, and say why the others lose.
-
-    Needs neither devices nor the model's weights. Exit code 1 if nothing fits.
-
-    Example: vescale-ray plan --model gpt-oss-120b --devices 1024 --memory 80GiB --optimizer muon
-    """
-    from vescale_ray.planner import choice_report
-    from vescale_ray.planner.request import choose
-
-    choice = choose(
-        model,
-        devices,
-        hardware=hardware,
-        memory=memory,
-        optimizer=optimizer,
-        dtype=dtype,
-        reduce=reduce,
-        groups=group,
-        rows=blocks,
-        blocks_on=blocks_on,
-        experts=experts,
-        strided=strided,
-        tokens=tokens,
-        recompute=not keep_activations,
-    )
-    if html_file is not None:
-        try:
-            Path(html_file).write_text(choice_report.as_html(choice), encoding="utf-8")
-        except OSError as error:
-            raise BadInput(f"{html_file}: can't be written ({error.strerror})") from None
-    if as_json:
-        click.echo(json.dumps(choice_report.as_json(choice)))
-    else:
-        click.echo(choice_report.as_text(choice, shutil.get_terminal_size((140, 24)).columns))
-    return OK if choice.best is not None else FAILED
 
 
 if __name__ == "__main__":
