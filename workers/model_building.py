@@ -193,7 +193,7 @@ def build_sharded(config: RunConfig, device: torch.device, world: int, blank: Bl
     from vescale_ray.optim import build_optimizer
 
     model: Any = blank.model
-    routing = blank.routing
+    routing, staging_mb = blank.routing, config.train.reduce_staging_mb
     shared = {**sharding_of(config, device, world), "block_policy": routing.block_policy}
     for unit in select_units(model, config.model.units):
         set_forward(unit, config, blank.compiler)
@@ -203,6 +203,7 @@ def build_sharded(config: RunConfig, device: torch.device, world: int, blank: Bl
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
+            module.set_reduce_scatter_staging(None if staging_mb is None else staging_mb << 20, recurse=False)
             module.set_ordered_reduction(config.elastic.deterministic, recurse=False)
             # With experts, each slot may use other parameters, and each rank has other slots.
             module.set_reduce_scatter_unused_params(True, recurse=False)

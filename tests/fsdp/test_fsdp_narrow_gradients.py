@@ -36,12 +36,13 @@ def summed(rank, world, size, arrives, dtype, to, factor):
     return (total * factor).to(to)
 
 
-def exchange(rank, world, size, arrives, dtype, to, factor, pairwise):
+def exchange(rank, world, size, arrives, dtype, to, factor, pairwise, staging=None):
     out, full = torch.empty(size, dtype=to), gradients_of(rank, size, world, arrives)
     lane, pool, group = Lane(CPU), Pool(CPU), dist.group.WORLD
     assert group is not None
     together = reduction.Sums(lane)
-    pending = reduction.reduce_scatter(out, full, group, lane, pool, factor, dtype, together=together, pairwise=pairwise)
+    how = {"together": together, "pairwise": pairwise, "staging": staging}
+    pending = reduction.reduce_scatter(out, full, group, lane, pool, factor, dtype, **how)
     together.start()
     pending.wait()
     assert torch.equal(out, summed(rank, world, size, arrives, dtype, to, factor))
@@ -82,11 +83,10 @@ def test_a_reduction_in_chunks_gives_the_bits_of_a_whole_one(staging, monkeypatc
         sizes.append(full.nbytes)
         return in_rank_order(target, full, **options)
 
-    monkeypatch.setattr(reduction, "staging_bytes", lambda cast: staging)
     monkeypatch.setattr(dist, "reduce_scatter_single", scatter)
     for world, size in ((2, 5), (3, 1000), (4, 3001)):
         sizes.clear()
-        run_threads(world, exchange, size, torch.bfloat16, torch.float32, torch.float32, 0.5, False)
+        run_threads(world, exchange, size, torch.bfloat16, torch.float32, torch.float32, 0.5, False, staging)
         assert max(sizes) <= max(staging, world * 128)
 
 

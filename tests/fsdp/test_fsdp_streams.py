@@ -332,13 +332,14 @@ def a_buffer_for_each_matrix(specs, num_shards, **_):
     return tuple(plan_layout([spec, *others], num_shards) for spec, others in zip(matrices, [rest, []], strict=True))
 
 
-def train_uneven(rank, world, mixed):
+def train_uneven(rank, world, mixed, staging=None):
     """Train with blocks of 4 rows. Returns the number of groups of a layer, and all gradients and parameters."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()
     model = seeded(Uneven)
     for layer in model.layers:
         fully_shard(layer, mp_policy=policy, block_policy=lambda name, p: Block.rows(4) if p.dim() == 2 else None)
     fully_shard(model, mp_policy=policy)
+    model.set_reduce_scatter_staging(staging)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     values = []
     for step in range(3):
@@ -350,9 +351,9 @@ def train_uneven(rank, world, mixed):
     return len(unit_of(model.layers[0]).groups), values
 
 
-def uneven_calls(rank, world, streams, mixed):
+def uneven_calls(rank, world, streams, mixed, staging=None):
     here = streams()
-    groups, values = train_uneven(rank, world, mixed)
+    groups, values = train_uneven(rank, world, mixed, staging)
     return groups, values, here.races(), here.together, here.reduced_together
 
 
@@ -361,8 +362,7 @@ def uneven_calls(rank, world, streams, mixed):
 def test_a_unit_of_several_buffers_is_one_call_in_each_direction(streams, monkeypatch, mixed, staging):
     one = run_threads(2, uneven_calls, streams, mixed)
     monkeypatch.setattr(units, "plan_buffers", a_buffer_for_each_matrix)
-    monkeypatch.setattr(reduction, "staging_bytes", lambda cast: staging)
-    several = run_threads(2, uneven_calls, streams, mixed)
+    several = run_threads(2, uneven_calls, streams, mixed, staging)
     for (groups, expected, *_), (more, values, races, gathers, sums) in zip(one, several, strict=True):
         assert (groups, more) == (1, 2)
         assert races == []

@@ -65,6 +65,10 @@ def test_memory_by_kind_matches_values_worked_out_by_hand() -> None:
     assert memory.gradient_buffers == pytest.approx(2 * 525_340_672 + staging, rel=2e-3), "BF16 gradients of the larger one, and two chunks"
     wide = predict_memory(plan, Policy(tokens=1024, compute_dtype=torch.float32))
     assert wide.gradient_buffers == pytest.approx(4 * 525_340_672, rel=2e-3), "no chunk is cast"
+    chosen = predict_memory(plan, Policy(tokens=1024, staging=32 << 20))
+    assert chosen.gradient_buffers == pytest.approx(2 * 525_340_672 + 2 * (32 << 20), rel=2e-3), "two chunks of the size asked for"
+    whole = predict_memory(plan, Policy(tokens=1024, staging=4 << 30))
+    assert whole.gradient_buffers == pytest.approx((2 + 4) * 525_340_672, rel=2e-3), "all in one chunk"
     fp8 = predict_memory(plan, Policy(compute_dtype=torch.float8_e4m3fn))
     assert fp8.gathered == pytest.approx(525_340_672 * (1 + 4 / 128**2), rel=1e-3), "one unit in FP8, with its scales"
     assert fp8.gradient_buffers == pytest.approx(2 * (525_340_672 + 218_112_000) + staging, rel=2e-3), "and BF16 gradients of two"
@@ -110,6 +114,8 @@ def test_step_time_grows_with_tokens_and_covers_its_parts() -> None:
         assert time.exposed <= time.gather + time.reduce + time.replicate
     sent = 63 * plan.shard_numel * (2 + 2 + 4)
     assert small.sent == sent, "gathered twice in BF16, reduced once in FP32"
+    chunks, one = (predict_time(plan, Policy(tokens=512, staging=size), H100) for size in (8 << 20, 4 << 30))
+    assert chunks.reduce > small.reduce > one.reduce and chunks.sent == one.sent == sent, "each chunk is a call"
     replicated = predict_time(plan, Policy(tokens=512), H100, replicas=4)
     assert replicated.replicate > 0 and replicated.sent > sent
 
@@ -134,6 +140,10 @@ def test_a_group_must_divide_the_devices() -> None:
         Policy(optimizer="adam")  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="0 tokens"):
         Policy(tokens=0)
+    with pytest.raises(BadInput, match="a staging buffer of 0 bytes"):
+        Policy(staging=0)
+    with pytest.raises(BadInput, match="a staging buffer of 512 bytes is less than 128 bytes for each of 8 ranks: give at least 1024"):
+        choose_sharding("llama-3-8b", 8, policy=Policy(staging=512))
 
 
 def test_sizes_are_read_as_people_write_them() -> None:
@@ -163,6 +173,8 @@ def test_the_command_prints_tables_and_writes_json_and_a_page(capsys: pytest.Cap
     assert code == 0 and told["fits"] and told["best"] == told["options"][0]
     assert told["best"]["shard_group"] * told["best"]["replicas"] == 1024
     kinds = told["best"]["memory_bytes"]
+    small = json.loads(run(capsys, *asked, "--json", "--staging", "32MiB")[1])["best"]["memory_bytes"]
+    assert small["gradient_buffers"] < kinds["gradient_buffers"]
     assert kinds.pop("total") == sum(kinds.values())
     assert {u["name"] for u in told["best"]["units"]} == {"embed", "layer (experts)", "head"}
 
@@ -176,6 +188,8 @@ def test_the_command_prints_tables_and_writes_json_and_a_page(capsys: pytest.Cap
         (["--model", "llama-3-8b", "--devices", "8", "--dtype", "fp4"], 2, "dtype 'fp4' is unknown"),
         (["--model", "llama-3-8b", "--devices", "8", "--blocks", "-2"], 2, "blocks of -2 rows"),
         (["--model", "llama-3-8b", "--devices", "8", "--memory", "lots"], 2, "memory 'lots' is not a size"),
+        (["--model", "llama-3-8b", "--devices", "8", "--staging", "lots"], 2, "staging 'lots' is not a size: give it as 256MiB"),
+        (["--model", "llama-3-8b", "--devices", "8", "--staging", "1000"], 2, "each of 8 ranks: give at least 1024"),
         (["--model", "llama-3-8b", "--devices", "8", "--html", "/no/such/folder/x.html"], 2, "can't be written"),
         (["--model", "kimi-k2", "--devices", "8"], 1, ""),
     ],

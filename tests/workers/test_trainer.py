@@ -18,8 +18,9 @@ from tests.workers.fleet import Fleet, State
 from tests.workers.tiny import FullState, Run, evaluate, plain_run, running, text_of, tiny, write_text
 from vescale_ray import checkpoint
 from vescale_ray.data.stream import SampleStream
+from vescale_ray.fsdp.units.schedule import unit_of
 from vescale_ray.workers.messages import StepRecord
-from vescale_ray.workers.model_building import Blank, build_model, select_units
+from vescale_ray.workers.model_building import Blank, build_model, build_sharded, select_units
 from vescale_ray.workers.network import process_groups
 from vescale_ray.workers.resharding import copy_exchange
 from vescale_ray.workers.resharding.held_state import choose_resume
@@ -338,6 +339,19 @@ def test_states_of_other_blocks_are_refused_despite_equal_shapes(tmp_path: Path)
             one.close()
     finally:
         process_groups.dissolve()
+
+
+def test_staging_of_the_reduction_is_the_job_files(tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for megabytes, nbytes in ((3, 3 << 20), (None, None)):
+        config = tiny(write_text(tmp_path), train_reduce_staging_mb=megabytes)
+        process_groups.form("127.0.0.1", store.port, f"test/staging{megabytes}", 0, 1, "gloo", 10.0)
+        try:
+            model, _ = build_sharded(config, torch.device("cpu"), 1, Blank(config), filled=True)
+            units = {id(u): u for u in map(unit_of, model.modules()) if u is not None}.values()
+            assert len(units) > 1 and {group.grads.staging for unit in units for group in unit.groups} == {nbytes}
+        finally:
+            process_groups.dissolve()
 
 
 def test_copied_model_trains_as_its_original(tmp_path: Path) -> None:

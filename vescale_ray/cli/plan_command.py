@@ -22,6 +22,7 @@ from vescale_ray.errors import BadInput
 @click.option("--optimizer", default="adamw", show_default=True, help="adamw, adamw8bit, muon or sgd.")
 @click.option("--dtype", default="bf16", show_default=True, help="Dtype of gathered parameters: fp32, bf16 or fp8.")
 @click.option("--reduce", default="fp32", show_default=True, help="Dtype of the gradients' reduce-scatter: fp32 or bf16.")
+@click.option("--staging", default=None, metavar="SIZE", help="Each of the two buffers in which a reduction casts gradients.")
 @click.option(
     "--group", type=int, multiple=True, help="Ranks that share the parameters; may be given several times. Default: all divisors."
 )
@@ -41,6 +42,7 @@ def plan(
     optimizer: str,
     dtype: str,
     reduce: str,
+    staging: str | None,
     group: tuple[int, ...],
     blocks: int | None,
     blocks_on: str,
@@ -68,6 +70,7 @@ def plan(
         optimizer=optimizer,
         dtype=dtype,
         reduce=reduce,
+        staging=staging,
         groups=group,
         rows=blocks,
         blocks_on=blocks_on,

@@ -101,6 +101,12 @@ class TrainSection(Section):
     grad_clip: PositiveOrZero = Field(default=1.0, description="largest norm of the gradient; 0 turns clipping off")
     param_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of compute and of the all-gather")
     reduce_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of the gradients' reduce-scatter")
+    reduce_staging_mb: int | None = Field(
+        default=None,
+        ge=1,
+        description="MB of each of the two buffers in which an accelerator casts gradients from param_dtype to reduce_dtype, chunk by "
+        "chunk; null: a sixth of a unit's gradients, 64 to 512. Smaller buffers save memory and take more time",
+    )
     reshard_after_forward: bool = Field(default=True, description="free the full parameters between forward and backward")
     activation_checkpointing: Literal["none", "full", "selective"] = Field(
         default="none",

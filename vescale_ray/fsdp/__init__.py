@@ -24,7 +24,7 @@ P: elements of the group's parameters. W: ranks. S: elements of a rank's shard; 
 | autograd's gradient, except weights of large ``nn.Linear``s | its own, compute | until its hook has run | autograd |
 | gradient buffer (scratch) | W*S, arrival (below) | first gradient to the end of the reduce-scatter | hooks |
 | exchange buffer (scratch), gloo with W > 2 | W*S, arrival | during the reduce-scatter | memory just released, if sizes match |
-| two staging buffers, not gloo, if arrival is not reduce | W*S/8 each, reduce | during the reduce-scatter | casts, chunk by chunk |
+| two staging buffers, not gloo, if arrival is not reduce | W*S/6 or as set, reduce | during the reduce-scatter | casts, chunk by chunk |
 | gradient shard (flat); ``param.grad`` are views | S, orig | until ``zero_grad`` | reduce-scatter, directly if reduce is orig |
 | partial gradient shard, HSDP without all-reduce | S, orig | until the next backward with it | reduce-scatter |
 | optimizer states | the shards' | the optimizer's | the optimizer, on sharded parameters |

@@ -14,6 +14,7 @@ from vescale_ray.planner.cost import Memory, ModelPlan, Policy, Time, plan_model
 from vescale_ray.planner.hardware import HARDWARE, Hardware
 from vescale_ray.planner.models.model_shapes import model_shapes
 from vescale_ray.planner.models.shapes import ModelShapes
+from vescale_ray.planner.step_buffers import check_staging
 from vescale_ray.planner.units import Blocks, Lever
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ def choose_sharding(
         groups: the group sizes to try; by default at most about a dozen.
 
     Raises:
-        BadInput: there are no devices, the hardware is unknown, or a group does not divide the devices; one line.
+        BadInput: there are no devices, the hardware is unknown, a group does not divide the devices, or the largest group's chunks do
+            not fit the staging buffers; one line.
     """
     shapes = model if isinstance(model, ModelShapes) else model_shapes(model)
     if num_devices < 1:
@@ -102,6 +104,8 @@ def choose_sharding(
         if group < 1 or num_devices % group:
             raise BadInput(f"a shard group of {group} does not divide {num_devices} devices: use a divisor")
     sizes = sorted(groups) if groups else _group_sizes(num_devices, hardware.node)
+    if policy.staging is not None:
+        check_staging(policy.staging, sizes[-1])
 
     options = []
     for blocks, group in itertools.product(policy.block_options, sizes):

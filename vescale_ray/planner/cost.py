@@ -16,7 +16,15 @@ from vescale_ray.errors import BadInput
 from vescale_ray.planner.hardware import Hardware, collective_time
 from vescale_ray.planner.models.shapes import ModelShapes, UnitShape
 from vescale_ray.planner.placement.layout import Layout
-from vescale_ray.planner.step_buffers import HOST_MAPPED_BYTES, Travel, arrival_dtype, device_buffers, host_buffers, reduction_calls
+from vescale_ray.planner.step_buffers import (
+    HOST_MAPPED_BYTES,
+    Travel,
+    arrival_dtype,
+    check_staging,
+    device_buffers,
+    host_buffers,
+    reduction_calls,
+)
 from vescale_ray.planner.units import Blocks, Lever, UnitPlan, plan_unit
 
 Optimizer = Literal["adamw", "adamw8bit", "muon", "sgd"]
@@ -32,6 +40,7 @@ class Policy:
         compute_dtype: dtype of gathered parameters; ``float8_e4m3fn`` means FP8 gathers (with one FP32 scale per 128 x 128 tile).
         recompute: backward recomputes the activations of a layer; only the layer's input is kept.
         blocks: the block requirement; None: the one that the optimizer and the dtype need.
+        staging: bytes of each of the two buffers in which a reduction casts gradients; None: the engine's default.
         strided: the model tolerates experts that are strided views.
         most_layers: the most layers per unit.
         reserve: fraction of the device's memory that is left free (context, fragmentation, communication library).
@@ -44,6 +53,7 @@ class Policy:
     reduce_dtype: torch.dtype = torch.float32
     recompute: bool = True
     blocks: Blocks | None = None
+    staging: int | None = None
     strided: bool = False
     most_layers: int = 4
     reserve: float = 0.1
@@ -53,6 +63,8 @@ class Policy:
             raise BadInput(f"optimizer {self.optimizer!r} is unknown: use one of {', '.join(OPTIMIZERS)}")
         if self.tokens < 1:
             raise BadInput(f"{self.tokens} tokens per device: give at least 1")
+        if self.staging is not None:
+            check_staging(self.staging, 1)
 
     @property
     def block_options(self) -> tuple[Blocks, ...]:
@@ -199,7 +211,8 @@ def _buffers(plan: ModelPlan, policy: Policy, backend: str, rank: int) -> tuple[
             # On gloo, a shard without cast or gaps lives in the gathered buffer, unless that buffer is small.
             home = uncast and gathered >= HOST_MAPPED_BYTES and layout.kept(rank).in_place
             trained = layout.numel * (unit.trainable and not alone)
-            found.append(Travel(gathered, trained * arrives, layout.shard_numel * cast * home, trained * wide * (arrives != wide)))
+            widened = trained * wide * (arrives != wide)
+            found.append(Travel(gathered, trained * arrives, layout.shard_numel * cast * home, widened, policy.staging))
         return found
 
     units, root = _units(plan)
@@ -310,7 +323,7 @@ def predict_time(plan: ModelPlan, policy: Policy, hardware: Hardware, replicas: 
         if u.trainable:
             wide, stride = policy.reduce_dtype.itemsize, min(plan.group, hardware.node)
             part = u.plan.shard_numel * wide
-            calls = reduction_calls(part * plan.group, policy.compute_dtype, policy.reduce_dtype)
+            calls = reduction_calls(part * plan.group, policy.compute_dtype, policy.reduce_dtype, policy.staging)
             reductions = calls * collective_time(part * plan.group / calls, plan.group, hardware, rank_bytes=part)
             across = sum(2 * collective_time(b.shard_numel * wide, replicas, hardware, stride=stride) for b in u.plan.buffers)
             sent += u.count * (part * (plan.group - 1) + 2 * part * (replicas - 1) // replicas)

@@ -31,6 +31,7 @@ def choose(
     dtype: str = "bf16",
     reduce: str = "fp32",
     groups: Sequence[int] = (),
+    staging: str | None = None,
     rows: int | None = None,
     blocks_on: str = "matrices",
     experts: str = "fused",
@@ -56,6 +57,7 @@ def choose(
         compute_dtype=_DTYPES[_one_of("dtype", dtype, _DTYPES)],
         reduce_dtype=_DTYPES[_one_of("reduce", reduce, ("fp32", "bf16"))],
         recompute=recompute,
+        staging=None if staging is None else size_of(staging, "staging", "256MiB"),
         strided=strided,
     )
     if rows is not None:
@@ -65,15 +67,15 @@ def choose(
     return choose_sharding(model_shapes(model, experts=how), devices, machine, policy, groups=groups or None)
 
 
-def size_of(text: str) -> int:
-    """Return the bytes of a size such as ``80GiB``, ``80G``, ``1.5TB`` or ``1048576``.
+def size_of(text: str, what: str = "memory", example: str = "80GiB") -> int:
+    """Return the bytes of a size such as ``80GiB``, ``80G``, ``1.5TB`` or ``1048576``. ``what``: its name in the error.
 
     Raises:
         BadInput: the text is not a size.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
     if not found or found[2].lower() not in _SIZES or float(found[1]) <= 0:
-        raise BadInput(f"memory {text!r} is not a size: give it as 80GiB")
+        raise BadInput(f"{what} {text!r} is not a size: give it as {example}")
     return round(float(found[1]) * _SIZES[found[2].lower()])
 
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vescale_ray.errors import BadInput
+
 STAGING_BYTES = 64 << 20, 512 << 20
 """Least and most bytes of each of the two staging buffers in which a reduction casts gradients."""
 STAGING_CHUNKS = 6
@@ -25,14 +27,23 @@ STAGING_CHUNKS = 6
 A cast and a reduction can start when the running matrix product of the backward ends, so every chunk waits for up to some milliseconds. A
 step of emulated Llama-70B layers on an H200 took 1.11 times as long as FSDP2's with 52 chunks of a layer, 0.98 times with 9, and 0.97
 times with one."""
+ALIGNED_BYTES = 128
+"""A chunk has a multiple of this for each rank, since collectives of unaligned buffers are slow."""
 HOST_MAPPED_BYTES = 1 << 18
 """Size in bytes from which buffers in host memory are address ranges of their own; a rank's shard may live in such a range."""
 
 
-def staging_bytes(cast: int) -> int:
-    """Return the bytes of each of the two staging buffers of a reduction of ``cast`` bytes."""
+def staging_bytes(cast: int, given: int | None = None) -> int:
+    """Return the bytes of each of the two staging buffers of a reduction of ``cast`` bytes. ``given``: the user's choice."""
     least, most = STAGING_BYTES
-    return min(max(cast // STAGING_CHUNKS, least), most)
+    return given or min(max(cast // STAGING_CHUNKS, least), most)
+
+
+def check_staging(nbytes: int, ranks: int) -> None:
+    """Raise BadInput if a staging buffer of ``nbytes`` has no room for the least chunk of a reduction over ``ranks`` ranks."""
+    each, least = ALIGNED_BYTES, ALIGNED_BYTES * ranks
+    if nbytes < least:
+        raise BadInput(f"a staging buffer of {nbytes} bytes is less than {each} bytes for each of {ranks} ranks: give at least {least}")
 
 
 def arrival_dtype(compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
@@ -42,9 +53,9 @@ def arrival_dtype(compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
     return compute if torch.promote_types(compute, reduce) == reduce else reduce
 
 
-def reduction_calls(nbytes: int, compute: torch.dtype, reduce: torch.dtype) -> int:
+def reduction_calls(nbytes: int, compute: torch.dtype, reduce: torch.dtype, staging: int | None = None) -> int:
     """Collective calls that reduce a unit's gradients of ``nbytes`` in the reduce dtype: one, or one per chunk if they are cast."""
-    return 1 if arrival_dtype(compute, reduce) == reduce else max(1, -(-nbytes // staging_bytes(nbytes)))
+    return 1 if arrival_dtype(compute, reduce) == reduce else max(1, -(-nbytes // staging_bytes(nbytes, staging)))
 
 
 @dataclass(frozen=True)
@@ -52,13 +63,14 @@ class Travel:
     """Bytes of a group's collectives: gathered parameters, and gradients before they are reduced (0: frozen).
 
     ``stays``: the bytes of the gathered buffer that are never freed, because they hold the master shard itself. ``cast``: the bytes of the
-    gradients in the reduce dtype if they arrive in another one, else 0.
+    gradients in the reduce dtype if they arrive in another one, else 0. ``staging``: the user's choice of the bytes of a staging buffer.
     """
 
     gathered: int
     gradient: int
     stays: int = 0
     cast: int = 0
+    staging: int | None = None
 
     @property
     def moving(self) -> _Size:
@@ -115,9 +127,15 @@ def device_buffers(units: Sequence[Unit], root: Unit) -> tuple[int, int]:
         moments.append((parameters + (gathered[i - 1] if i else 0), gradients))
         moments.append((parameters, gradients + (trained[i + 1] if i + 1 < len(units) else 0)))
     parameters, gradients = max(moments, key=lambda moment: (sum(moment), moment[0]))
-    cast = max(sum(group.cast for group in unit) for unit in [*units, root])
-    staging = min(cast, 2 * staging_bytes(cast))
+    staging = max(_staging(unit) for unit in [*units, root])
     return sum(group.gathered for group in root) + parameters, sum(group.gradient for group in root) + gradients + staging
+
+
+def _staging(unit: Unit) -> int:
+    """Bytes in which a unit's reduction casts gradients: one buffer if they all fit, else two."""
+    cast = sum(group.cast for group in unit)
+    each = max((staging_bytes(cast, group.staging) for group in unit), default=0)
+    return cast if cast <= each else 2 * each
 
 
 class _Held:

@@ -98,6 +98,20 @@ def check_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def positive(name: str, value: Any) -> int:
+    """``value``, which must be a positive int.
+
+    Raises:
+        TypeError: it is not an int.
+        ValueError: it is less than 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be a positive int, got {value}")
+    return value
+
+
 def finite(name: str, value: Any) -> float:
     """``value`` as a float.
 

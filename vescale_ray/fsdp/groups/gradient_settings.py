@@ -21,6 +21,7 @@ class GradientSettings:
         sum_only: never use AVG.
         ordered: whether to sum in a fixed order, over the ranks and over the reductions of a step.
         contributes: whether this rank's gradients count. If not, it joins the reductions with zeros.
+        staging: bytes of each of the two buffers in which a reduction casts gradients; None: the default of the planner.
         all_reduce: whether backward also sums over the replicas (HSDP).
         all_reduce_stream: stream of ``all_reduce_hook``; None: the current stream.
     """
@@ -31,6 +32,7 @@ class GradientSettings:
     ordered: bool = False
     contributes: bool = True
     custom_scatter: ReduceScatter | None = None
+    staging: int | None = None
     all_reduce: bool = True
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_stream: Any = None

@@ -304,6 +304,7 @@ class Gradients(GradientSettings):
             sum_only=self.sum_only,
             ordered=self.ordered,
             custom=self.custom_scatter,
+            staging=self.staging,
         )
         self._reductions.append(Reduction(pending, out, buffer, used))
 

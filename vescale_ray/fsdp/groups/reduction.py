@@ -23,13 +23,11 @@ from vescale_ray.compat.distributed import reduce_scatter_many
 from vescale_ray.compat.fsdp import ReduceScatter
 from vescale_ray.fsdp.buffers.memory import NOWHERE, Buffer, Pool, may_stay
 from vescale_ray.fsdp.communication.comm import Done, EventPending, Lane, Pending, Works, allocate
-from vescale_ray.planner.step_buffers import staging_bytes
+from vescale_ray.planner.step_buffers import ALIGNED_BYTES, staging_bytes
 
 _TAG = 0x56530002
 """Tag that keeps these messages apart from a user's on the same process group."""
 _LEAST_PIECE = 1 << 12
-_ALIGNED_BYTES = 128
-"""Chunks are multiples of this, since collectives of unaligned buffers are slow."""
 _MOST_ROWS = 128
 """Most rows of a chunk that are cast as a list of tensors."""
 
@@ -49,6 +47,7 @@ def reduce_scatter(
     sum_only: bool = False,
     ordered: bool = False,
     custom: ReduceScatter | None = None,
+    staging: int | None = None,
 ) -> Pending:
     """Sum every rank's ``full`` in ``dtype`` and write this rank's part, times ``factor``, to ``out``, which may have another dtype.
 
@@ -57,7 +56,8 @@ def reduce_scatter(
     ``full`` belongs to the operation until the result's ``wait`` has returned. ``leaves_out``: buffers of gathered parameters have no
     memory for this rank's part. An exchange does not need that part either, so it can use such a buffer. ``sum_only``: never use AVG.
     ``ordered``: return an :class:`InOrder`, which sums only when its ``add_to`` is called. ``custom``: a collective that gets AVG if
-    ``factor`` is the mean, else SUM, and may return work to wait for. It needs ``full`` in ``dtype``.
+    ``factor`` is the mean, else SUM, and may return work to wait for. It needs ``full`` in ``dtype``. ``staging``: bytes of a buffer for
+    chunks that are cast; None: the default.
     """
     lane.issued += 1
     world = group.size()
@@ -76,7 +76,7 @@ def reduce_scatter(
             return lane.mark()
     if pairwise:
         return _ExchangeAndSum(out, full, group, lane, pool, factor, dtype, leaves_out)
-    return together.add(out, full, group, factor, dtype, sum_only=sum_only)
+    return together.add(out, full, group, factor, dtype, sum_only=sum_only, staging=staging)
 
 
 @dataclass(eq=False)
@@ -97,10 +97,18 @@ class Sums:
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
-        self._asked: dict[tuple[dist.ProcessGroup, torch.dtype, torch.dtype, Any], list[_Sum]] = {}
+        self._asked: dict[tuple[dist.ProcessGroup, torch.dtype, torch.dtype, Any, int | None], list[_Sum]] = {}
 
     def add(
-        self, out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, factor: float, dtype: torch.dtype, *, sum_only: bool
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        group: dist.ProcessGroup,
+        factor: float,
+        dtype: torch.dtype,
+        *,
+        sum_only: bool,
+        staging: int | None,
     ) -> Pending:
         lane, op, world = self._lane, dist.ReduceOp.SUM, group.size()
         with lane.context():
@@ -112,24 +120,24 @@ class Sums:
             halved = full.dtype == dtype == torch.float16
             if not (sum_only or halved) and abs(factor * world - 1.0) < 1e-12 and dist.get_backend(group) == "nccl":
                 op, factor = dist.ReduceOp.AVG, 1.0
-        self._asked.setdefault((group, full.dtype, dtype, op), []).append(_Sum(out, full, factor, target, pending))
+        self._asked.setdefault((group, full.dtype, dtype, op, staging), []).append(_Sum(out, full, factor, target, pending))
         return pending
 
     def start(self) -> None:
         asked, self._asked = self._asked, {}
         if asked:
             self._lane.after_current()
-        for (group, arrives, dtype, op), sums in asked.items():
+        for (group, arrives, dtype, op, staging), sums in asked.items():
             with self._lane.context():
-                self._start(sums, group, op, casts=arrives != dtype)
+                self._start(sums, group, op, staging, casts=arrives != dtype)
 
-    def _start(self, sums: list[_Sum], group: dist.ProcessGroup, op: Any, *, casts: bool) -> None:
+    def _start(self, sums: list[_Sum], group: dist.ProcessGroup, op: Any, staging: int | None, *, casts: bool) -> None:
         lane, works = self._lane, []
         if group.size() == 1:
             for one in sums:
                 one.target.copy_(one.full)
         elif casts:
-            works = _sum_in_chunks([(one.target, one.full) for one in sums], group, op)
+            works = _sum_in_chunks([(one.target, one.full) for one in sums], group, op, staging)
         else:
             for one in sums if lane.stream is not None else []:
                 if one.full.dtype == torch.float16 and one.factor != 1.0:
@@ -148,7 +156,7 @@ class Sums:
         lane.started([one.pending for one in sums if isinstance(one.pending, EventPending)], works)
 
 
-def _sum_in_chunks(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup, op: Any) -> list[Any]:
+def _sum_in_chunks(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup, op: Any, given: int | None) -> list[Any]:
     """Cast and reduce one chunk of every rank's part after the other. While one chunk is reduced, the next one is cast.
 
     ``pairs``: targets and gradients. A chunk may have the end of one pair and the beginning of the next; it is one call all the same.
@@ -156,9 +164,9 @@ def _sum_in_chunks(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: di
     Returns the work of the last two chunks. Earlier work has been waited for.
     """
     world, wide = group.size(), pairs[0][0]
-    aligned = max(1, _ALIGNED_BYTES // wide.element_size())
+    aligned = max(1, ALIGNED_BYTES // wide.element_size())
     size = sum(target.numel() for target, _ in pairs)
-    most = staging_bytes(world * size * wide.element_size()) // (world * wide.element_size())
+    most = staging_bytes(world * size * wide.element_size(), given) // (world * wide.element_size())
     chunk = max(aligned, most // aligned * aligned)
     staging = [wide.new_empty(world * min(chunk, size)) for _ in range(1 if size <= chunk else 2)]
     works: list[list[Any]] = []

@@ -165,7 +165,7 @@ def _memory(units: list[Unit], root: Unit | None, state_bytes: float | None) -> 
         gathered = group.gathered.nbytes + group.division.copies * group.gathered.parts_bytes
         arrives, wide = group.grads.buffer_dtype, group.reduce_dtype
         cast = group.layout.numel * wide.itemsize if reduced and arrives != wide else 0
-        return Travel(gathered, group.grads.buffer_bytes if reduced else 0, end - start, cast)
+        return Travel(gathered, group.grads.buffer_bytes if reduced else 0, end - start, cast, group.grads.staging)
 
     def travels(unit: Unit) -> list[Travel]:
         return [travel(group) for group in unit.groups if not group.in_place]

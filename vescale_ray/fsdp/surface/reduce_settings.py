@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from vescale_ray.errors import BadArgument
-from vescale_ray.fsdp.construction.arguments import check_call, check_flag, finite
+from vescale_ray.fsdp.construction.arguments import check_call, check_flag, finite, positive
 from vescale_ray.fsdp.surface.lookup import check_resting, sharded_unit, units_below
+from vescale_ray.planner.step_buffers import check_staging
 
 
 class ReducesGradients:
@@ -97,14 +98,35 @@ class ReducesGradients:
 
         The root uses the largest value.
         """
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
-        if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        max_input_buffers = positive("max_input_buffers", max_input_buffers)
         for unit in units_below(self, recurse):
             unit.options.max_reductions = max_input_buffers
             if unit.schedule is not None:
                 unit.schedule.max_reductions = max(other.options.max_reductions for other in unit.schedule.units)
+
+    def set_reduce_scatter_staging(self, nbytes: int | None, *, recurse: bool = True) -> None:
+        """Set the bytes of each of the two buffers in which the reduction of a unit casts gradients, one chunk in each.
+
+        None, the default: a sixth of the unit's gradients in the reduce dtype, at least 64 and at most 512 MiB. If all of them fit,
+        they are one chunk in one buffer. The result has the same bits. The size has no effect on gloo, with a custom reduce-scatter, and
+        if gradients arrive in the reduce dtype. All ranks must set the same.
+
+        Raises:
+            TypeError: ``nbytes`` is neither an int nor None.
+            ValueError: ``nbytes`` is less than 128 for each rank.
+            PhaseError: a forward or a backward is under way.
+        """
+        if nbytes is not None:
+            nbytes = positive("the size of a staging buffer in bytes", nbytes)
+        units = list(units_below(self, recurse))
+        for unit in units:
+            check_resting(unit, "staging buffers")
+            for group in unit.groups:
+                if nbytes is not None:
+                    check_staging(nbytes, group.place.world)
+        for unit in units:
+            for group in unit.groups:
+                group.grads.staging = nbytes
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Run reduce-scatters on a separate process group, so that they can overlap with all-gathers on the wire. Collective."""
