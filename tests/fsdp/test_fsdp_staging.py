@@ -171,3 +171,11 @@ def test_explain_counts_the_staging_buffers(rank: int, world: int) -> None:
         assert staged() == 2 * (cast - 128), "two chunks"
         model.set_reduce_scatter_staging(1 << 40)
         assert staged() == cast, "more than a unit has"
+
+
+@on_threads(2)
+def test_ranks_with_different_staging_sizes_are_told(rank: int, world: int) -> None:
+    model: Any = fully_shard(nn.Linear(8, 8), mp_policy=BF16)
+    model.set_reduce_scatter_staging(512 + 512 * rank)
+    with pytest.raises(RuntimeError, match=r"staging buffers of 512 bytes.*staging buffers of 1024 bytes"):
+        model(torch.ones(2, 8))

@@ -32,6 +32,7 @@ def check_same_plan(units: Sequence[Unit]) -> None:
     for unit in units:
         for index, group in enumerate(unit.groups):
             head = f"{unit.name}[{index}]: {len(group.params)} parameters, {group.compute_dtype}/{group.reduce_dtype}"
+            head += f", staging buffers of {group.grads.staging} bytes" if group.grads.staging else ""
             head += f", module states loaded: {unit.loads}" if unit.loads else ""
             key = id(group.place.shard_group), id(group.place.replicate_group)
             plans.setdefault(key, (group.place, []))[1].append((head, *group.division.describe()))
