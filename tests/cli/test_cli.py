@@ -483,6 +483,7 @@ def test_a_corpus_that_is_empty_or_missing_is_refused(elsewhere: Path, capsys: p
     (elsewhere / "empty").mkdir()
     assert "is empty; give a file or folder that holds text" in refused(capsys, "data.corpus=empty")
     assert "no such file or folder" in refused(capsys, "data.corpus=missing")
+    assert "data.corpus = /dev/zero: is neither a file nor a folder; give stdlib, or" in refused(capsys, "data.corpus=/dev/zero")
     assert not (elsewhere / "runs").exists(), "nothing was made"
 
 

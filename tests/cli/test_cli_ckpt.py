@@ -135,6 +135,9 @@ def test_the_tensors_are_listed_on_request(run, capsys):
     assert "  layers.0.ffn.gate_proj.weight  [40, 24]  param float32, exp_avg float32, exp_avg_sq float32" in out and "head" not in out
     about = json.loads(said(capsys, "show", "x", "--include", "norm.*", "--json")[1])
     assert about["tensor"] == {"norm.weight": {"shape": [24], "kinds": dict.fromkeys(("param", "exp_avg", "exp_avg_sq"), "float32")}}
+    assert "has no tensor that fits norm, none*; `ckpt show --tensors`" in refused(
+        capsys, "show", "x", "--include", "norm", "--include", "none*"
+    )
 
 
 def test_missing_run_or_checkpoint_is_named_with_the_remedy(run, capsys):

@@ -67,6 +67,8 @@ def show(path: str | None, name: str | None, tensors: bool, include: tuple[str, 
     opened = open_at(path, name)
     check_saved_meta(opened.commit.path, opened.meta)
     listed = {n: t for n, t in opened.tensors.items() if matches(n, include or ("*",))}
+    if include and not listed:
+        raise BadInput(f"{opened.commit.path} has no tensor that fits {', '.join(include)}; `ckpt show --tensors` lists all names")
     kinds: dict[str, tuple[int, int]] = {}
     for tensor in opened.tensors.values():
         for kind, dtype in tensor.kinds.items():

@@ -82,7 +82,9 @@ def _load_yaml(text: str, where: str) -> Any:
         mark = error.problem_mark or error.context_mark
         line = f" line {mark.line + 1}" if mark else ""
         raise ConfigError(f"{where}{line}: not valid YAML: {' '.join(str(error.problem or error.context).split())}") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except RecursionError:
+        raise ConfigError(f"{where}: brackets or braces are nested too deeply to be read; give sections of keys and values") from None
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
 
 

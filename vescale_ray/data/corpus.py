@@ -127,6 +127,8 @@ def _contents(spec: str) -> Iterator[tuple[str, bytes]]:
             paths = [root]
         elif root.is_dir():
             paths = sorted(_walk(root, stdlib=spec == "stdlib"), key=lambda path: path.relative_to(root).parts)
+        elif root.exists():
+            raise CorpusError(f"data.corpus = {spec}: is neither a file nor a folder; give stdlib, or a file or folder that holds text")
         else:
             raise CorpusError(f"data.corpus = {spec}: no such file or folder; give stdlib or a path that every worker can read")
         empty = True
