@@ -50,8 +50,8 @@ from ..format.tiling import Tiling
 from ..state.entries import PlainValues
 from ..state.matching import castable
 from ..state.names import Globs, NameTable, entry_of, globs, table_of
+from ..state.nested_state import unfold
 from ..state.saved_meta import check_saved_meta
-from ..state.scalars import decode
 from ..stores.store import Root
 from .dcp_state import DcpSource
 from .foreign import OBJECT_BYTES, Imported, Progress, into_commit, into_state, is_root, state_of
@@ -91,7 +91,7 @@ def nested(checkpoint: Checkpoint, entries: Mapping[str, str] | None = None) -> 
             for name in group["params"]:
                 per_param[name] = _states(checkpoint, key, saved, name)
         groups = [
-            {**{k: decode(v) for k, v in group["hyper"].items()}, "params": [_local(checkpoint, n) for n in group["params"]]}
+            {**{k: unfold(v) for k, v in group["hyper"].items()}, "params": [_local(checkpoint, n) for n in group["params"]]}
             for group in saved["groups"]
         ]
         state[called.get(key, key)] = {"state": {_local(checkpoint, n): s for n, s in per_param.items()}, "param_groups": groups}
@@ -102,14 +102,25 @@ def nested(checkpoint: Checkpoint, entries: Mapping[str, str] | None = None) -> 
 
 def _states(checkpoint: Checkpoint, key: str, saved: Mapping[str, Any], name: str) -> dict[str, Any]:
     stored = checkpoint.aliases.get(name, name)
-    states: dict[str, Any] = {k: decode(by_name[name]) for k, by_name in saved["scalars"].items() if name in by_name}
-    for state_key in saved["kinds"]:
+    refs: dict[str, Ref] = {}
+    for state_key in (*saved["kinds"], *saved.get("nested", ())):
         kind = state_key if key == "optimizer" else f"{key}.{state_key}"
         if stored in checkpoint.tensors and kind in checkpoint.tensors[stored].kinds:
-            states[state_key] = _ref(checkpoint, stored, kind)
+            refs[state_key] = _ref(checkpoint, stored, kind)
         elif f"{stored}/{kind}" in checkpoint.tensors:
-            states[state_key] = _ref(checkpoint, f"{stored}/{kind}", "state")
-    return states
+            refs[state_key] = _ref(checkpoint, f"{stored}/{kind}", "state")
+    scalars = {k: _by_keys(unfold(by_name[name], refs.__getitem__)) for k, by_name in saved["scalars"].items() if name in by_name}
+    return {**scalars, **{k: ref for k, ref in refs.items() if k in saved["kinds"]}}
+
+
+def _by_keys(value: Any) -> Any:
+    """Lists and tuples of tensors as dicts by position, since torch takes apart only those that hold its own tensors."""
+    if isinstance(value, Mapping):
+        return {key: _by_keys(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_by_keys(item) for item in value]
+        return dict(enumerate(items)) if any(isinstance(item, (Ref, Mapping)) for item in items) else value
+    return value
 
 
 def _ref(checkpoint: Checkpoint, stored: str, kind: str) -> Ref:
@@ -271,7 +282,7 @@ def _other_names(checkpoint: Checkpoint, leaves: Mapping[str, Any], entries: Map
         others |= {name.removeprefix(prefix): leaf for name, leaf in leaves.items() if name.startswith(prefix)}
     for key, saved in checkpoint.meta.get("optimizers", {}).items():
         flat = {
-            f"param_groups.{_local(checkpoint, name)}.{k}": decode(v)
+            f"param_groups.{_local(checkpoint, name)}.{k}": unfold(v)
             for group in saved["groups"]
             for name in group["params"]
             for k, v in group["hyper"].items()

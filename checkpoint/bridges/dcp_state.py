@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from ..errors import CheckpointMismatch, ForeignFileError
 from ..state.matching import StoredTensor
 from ..state.names import chosen
+from ..state.nested_state import fold, is_nested
 from ..state.plain import KIND, Packed, data_name, pack
 from ..state.scalars import encode
 from .dcp_files import DcpFiles
@@ -196,11 +197,15 @@ class DcpSource:
         found = self._optimizers[entry]
         tensor = self._files.tensors.get(key)
         held = self._tensors.get(owner)
-        if tensor is None or (tensor.shape == () and (field == "step" or held is None or held.shape != ())):
+        nested = len(self._files.paths[key]) > 4
+        if tensor is None or (tensor.shape == () and (nested or field == "step" or held is None or held.shape != ())):
             found.scalars.setdefault(field, {})[owner] = key
             return
         kind = field if entry == "optimizer" else f"{entry}.{field}"
-        found.kinds.setdefault(field)
+        if nested:
+            found.nested.setdefault(field, {})[owner] = key
+        else:
+            found.kinds.setdefault(field)
         if held is None or held.shape == tensor.shape:
             self._add(owner, kind, key)
         else:
@@ -218,15 +223,16 @@ class DcpSource:
         return out.view(tensor.shape)
 
     def _optimizer_meta(self, key: str, found: _Optimizer) -> dict[str, Any]:
-        def encoded(what: str, value: Any) -> Any:
+        def encoded(what: str, value: Any, *, field: str = "", paths: Mapping[int, str] | None = None) -> Any:
             try:
-                return encode(what, value)
+                return fold(what, field, value, paths or {}) if field and is_nested(value) else encode(what, value)
             except ValueError as error:
                 raise ForeignFileError(f"{self.describe()}: optimizer {key!r}: {error}") from None
 
+        states, paths = self._states(found)
         scalars = {
-            field: {name: encoded(f"{field!r} of {name!r}", self._scalar(where)) for name, where in by_name.items()}
-            for field, by_name in found.scalars.items()
+            field: {name: encoded(f"{field!r} of {name!r}", _whole(value), field=field, paths=paths) for name, value in by_name.items()}
+            for field, by_name in states.items()
         }
         groups: list[dict[str, Any]] = []
         flattened = False
@@ -247,23 +253,47 @@ class DcpSource:
         for group in groups:
             group["params"] = [name for name in group["params"] if chosen(name, self._include, self._exclude)]
         about = {"kinds": list(found.kinds), "groups": groups, "scalars": scalars}
+        about |= {"nested": list(found.nested)} if found.nested else {}
         return {**about, **({"by_parameter": True} if flattened else {})}
+
+    def _states(self, found: _Optimizer) -> tuple[dict[str, dict[str, Any]], dict[int, str]]:
+        """The states that are numbers, or are nested, by state key and name. The paths of the tensors in these, by the id of a stand-in."""
+        states: dict[str, dict[str, Any]] = {}
+        paths: dict[int, str] = {}
+        for path, by_name in (*found.scalars.items(), *found.nested.items()):
+            for name, where in by_name.items():
+                apart = where == found.nested.get(path, {}).get(name)
+                value = torch.empty(0) if apart else self._scalar(where)
+                if apart:
+                    paths[id(value)] = path
+                inner = self._files.paths[where][4:]
+                if inner:
+                    _put(states.setdefault(self._files.paths[where][3], {}).setdefault(name, _Node()), inner, value)
+                else:
+                    states.setdefault(path, {})[name] = value
+        return states, paths
 
 
 @dataclass
 class _Optimizer:
-    """The data of one optimizer, by DCP's keys: ``scalars[state][name]``, ``groups[group][field]``, kinds in order."""
+    """The data of one optimizer, by DCP's keys: ``scalars[state][name]``, ``groups[group][field]``, kinds in order.
+
+    ``nested[path][name]``: tensors within states that are dicts or lists.
+    """
 
     scalars: dict[str, dict[str, str]]
     groups: dict[str, dict[str, str]]
     kinds: dict[str, None]
     owners: list[str]
+    nested: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 def _optimizer_part(inner: Sequence[str]) -> tuple[str, str, str] | None:
     """("state" or "param_groups", parameter or group, field) of an optimizer's entry; ``None`` for anything else."""
     if len(inner) == 3 and inner[0] in ("state", "param_groups"):
         return inner[0], inner[1], inner[2]
+    if len(inner) > 3 and inner[0] == "state":  # within a state that is a dict or a list
+        return inner[0], inner[1], "/".join(inner[2:])
     if len(inner) == 1:
         kind, _, rest = inner[0].partition(".")
         name, _, field = rest.rpartition(".")

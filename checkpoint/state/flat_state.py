@@ -3,8 +3,9 @@
     entry of the state                          stored as
     "model": module or {fqn: tensor}            tensors `fqn`, kind "param" (parameters and persistent buffers)
     other key: module or {fqn: tensor}          tensors `key/fqn`, kind "param"
-    torch optimizer                             kinds `exp_avg`, .. of its parameters' tensors; 0-d states, numbers and
-                                                hyperparameters as JSON under meta["optimizers"][key]
+    torch optimizer                             kinds `exp_avg`, .. of its parameters' tensors; states of one element, numbers,
+                                                hyperparameters and the structure of nested states (``nested_state.py``)
+                                                as JSON under meta["optimizers"][key]
     anything with state_dict()/load_state_dict  a plain value (schedulers, data loaders)
     any other: a plain value (``plain.py``)     JSON under meta["state"][key], or meta["values"][key] and tensor `state.key`, kind "plain"
 
@@ -41,11 +42,21 @@ class FlatState:
     values: dict[str, Packed] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     """Name of each parameter by its id; ``tensors`` keeps the parameters alive."""
+    owners: dict[str, Pair] = field(default_factory=dict)
+    """(parameter's name, kind) of each tensor of kind "state", by its name."""
+    nested: dict[tuple[str, str, str], Any] = field(default_factory=dict)
+    """In a load, the nested states of optimizers, whose tensors are read: by entry, parameter's name and state key."""
 
     def add(self, name: str, kind: str, tensor: torch.Tensor) -> None:
         if (name, kind) in self.tensors:
             raise ValueError(f"{kind!r} of tensor {name!r} is in the state twice")
         self.tensors[name, kind] = tensor
+
+    def add_state(self, name: str, kind: str, tensor: torch.Tensor, *, apart: bool) -> None:
+        """Add an optimizer state of the parameter called ``name``; ``apart``: as a tensor of its own, since its shape is another."""
+        if apart:
+            self.owners[f"{name}/{kind}"] = name, kind
+        self.add(*((f"{name}/{kind}", "state") if apart else (name, kind)), tensor)
 
 
 class Holder(Protocol):
@@ -82,7 +93,7 @@ class TensorChoice:
         return any(chosen(one, self.include, self.exclude) for one in self._names(name, flat))
 
     def takes_pair(self, pair: Pair, flat: FlatState) -> bool:
-        return self.takes(pair[0].rpartition("/")[0] if pair[1] == "state" else pair[0], flat)
+        return self.takes(flat.owners.get(pair[0], pair)[0] if pair[1] == "state" else pair[0], flat)
 
     def takes_stored(self, name: str) -> bool:
         return chosen(name, self.include, self.exclude)
@@ -90,9 +101,9 @@ class TensorChoice:
     def source(self, pair: Pair, flat: FlatState, holder: Holder) -> Pair:
         """The stored pair of the model's pair; for a tied tensor, of its first name that the checkpoint has."""
         name, kind = pair
-        if kind == "state":
-            name, _, state_key = name.rpartition("/")
-            return f"{self.stored(name, flat, holder)}/{state_key}", kind
+        if kind == "state" and name in flat.owners:
+            owner, state_kind = flat.owners[name]
+            return f"{self.stored(owner, flat, holder)}/{state_kind}", kind
         return self.stored(name, flat, holder), kind
 
     def stored(self, name: str, flat: FlatState, holder: Holder) -> str:

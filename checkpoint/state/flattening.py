@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from .flat_state import FlatState, Saved, TensorChoice, flatten_models, is_stateful, is_tensors
 from .matching import Pair
 from .names import entry_of
-from .optimizer_state import Created, add_optimizer_tensors, check_groups, create_states, flatten_optimizer, kind_of, stateless
+from .optimizer_state import Created, add_targets, check_groups, create_states, flatten_optimizer, kind_of
 from .plain import data_name, pack
 
 
@@ -46,7 +46,7 @@ def flatten_targets(state: Mapping[str, Any], checkpoint: Saved, choice: TensorC
             saved = optimizers[key]
             check_groups(key, value, saved, flat, checkpoint, choice)
             create_states(key, value, saved, flat, checkpoint, choice, created)
-            add_optimizer_tensors(key, value, flat, stateless(key, value, saved, flat, checkpoint, choice))
+            add_targets(key, value, saved, flat, checkpoint, choice)
     return flat
 
 
@@ -59,12 +59,17 @@ def stored_pairs(state: Mapping[str, Any], checkpoint: Saved) -> set[Pair]:
         kind_of(key, state_key)
         for key, value in state.items()
         if isinstance(value, torch.optim.Optimizer)
-        for state_key in meta["optimizers"][key]["kinds"]
+        for state_key in (*meta["optimizers"][key]["kinds"], *meta["optimizers"][key].get("nested", ()))
     }
     pairs = set()
     for name, tensor in checkpoint.tensors.items():
         entry = entry_of(name, models)
         for kind in tensor.kinds:
-            if (kind == "param" and entry in wanted) or kind in kinds or (kind == "state" and name.rpartition("/")[2] in kinds):
+            if (kind == "param" and entry in wanted) or kind in kinds or (kind == "state" and _ends_in(name, kinds)):
                 pairs.add((name, kind))
     return pairs
+
+
+def _ends_in(name: str, kinds: Collection[str]) -> bool:
+    """Whether ``name`` is that of a parameter, a slash and one of ``kinds``, which may have slashes, too."""
+    return any(name[at + 1 :] in kinds for at, char in enumerate(name) if char == "/")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointMismatch
 from .flat_state import FlatState, Saved, TensorChoice
 from .names import matches
+from .nested_state import fold, is_folded, is_nested, is_replicated, leaves, unfold, zeros_beside
 from .scalars import decode, encode
 
 Created = list[tuple[torch.optim.Optimizer, torch.Tensor, str]]
@@ -52,52 +55,85 @@ def _params(key: str, optimizer: torch.optim.Optimizer, flat: FlatState) -> Iter
 
 
 def _is_scalar(param: torch.Tensor, state_key: str, value: Any) -> bool:
-    plain = hasattr(param, "device_mesh") and not hasattr(value, "device_mesh")
-    return isinstance(value, torch.Tensor) and value.dim() == 0 and (param.dim() > 0 or plain or state_key == "step")
+    """Whether a state is a number rather than a tensor. A plain tensor of one element beside a sharded parameter is not a part of one."""
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        return False
+    plain = not hasattr(value, "device_mesh")
+    if value.dim() == 0:
+        return param.dim() > 0 or (plain and hasattr(param, "device_mesh")) or state_key == "step"
+    return plain and (hasattr(param, "device_mesh") or value.shape != param.shape)
 
 
-def add_optimizer_tensors(key: str, optimizer: torch.optim.Optimizer, flat: FlatState, without: Collection[str] = ()) -> None:
-    """Add every state tensor of an optimizer, parameter by parameter, except for the parameters ``without``."""
-    for name, param in _params(key, optimizer, flat):
-        for state_key, value in ({} if name in without else optimizer.state.get(param, {})).items():
-            if not isinstance(value, torch.Tensor) or _is_scalar(param, state_key, value):
-                continue
-            if value.shape == param.shape:
-                flat.add(name, kind_of(key, state_key), value)
-            elif hasattr(value, "device_mesh") or not hasattr(param, "device_mesh"):
-                flat.add(f"{name}/{kind_of(key, state_key)}", "state", value)
-            else:
-                raise ValueError(
-                    f"state {state_key!r} of {name!r} in optimizer {key!r} is a plain tensor of shape {tuple(value.shape)} beside "
-                    f"a sharded parameter of shape {tuple(param.shape)}: which part this rank holds is unknown; "
-                    "make it a DTensor or RaggedDTensor"
-                )
+def _tensors(param: torch.Tensor, state_key: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of one state that are stored as such, by their paths: the state itself, or those in it."""
+    if is_nested(value) or isinstance(value, torch.Tensor):
+        for path, tensor in leaves(state_key, value):
+            if not _is_scalar(param, path.rpartition("/")[2], tensor):
+                yield path, tensor
+
+
+def _add(key: str, name: str, param: torch.Tensor, path: str, value: torch.Tensor, flat: FlatState) -> None:
+    apart = value.shape != param.shape
+    if apart and hasattr(param, "device_mesh") and not hasattr(value, "device_mesh"):
+        raise ValueError(
+            f"state {path!r} of {name!r} in optimizer {key!r} is a plain tensor of shape {tuple(value.shape)} beside "
+            f"a sharded parameter of shape {tuple(param.shape)}: which part this rank holds is unknown; "
+            "make it a DTensor or RaggedDTensor"
+        )
+    flat.add_state(name, kind_of(key, path), value, apart=apart)
 
 
 def flatten_optimizer(key: str, optimizer: torch.optim.Optimizer, flat: FlatState) -> dict[str, Any]:
-    add_optimizer_tensors(key, optimizer, flat)
+    """Add every state tensor of an optimizer, parameter by parameter. Returns the JSON of the rest."""
     scalars: dict[str, dict[str, Any]] = {}
     kinds: dict[str, None] = {}
+    nested: dict[str, None] = {}
+    replicated = []
     for name, param in _params(key, optimizer, flat):
         for state_key, value in optimizer.state.get(param, {}).items():
-            if isinstance(value, torch.Tensor) and not _is_scalar(param, state_key, value):
+            found = dict(_tensors(param, state_key, value))
+            for path, tensor in found.items():
+                _add(key, name, param, path, tensor, flat)
+                replicated += [f"{name}/{path}"] if is_replicated(param, tensor) else []
+            what = f"state {state_key!r} of {name!r}"
+            if is_nested(value):
+                nested.update(dict.fromkeys(found))
+                scalars.setdefault(state_key, {})[name] = fold(what, state_key, value, {id(tensor): path for path, tensor in found.items()})
+            elif found:
                 kinds[state_key] = None
             else:
-                scalars.setdefault(state_key, {})[name] = encode(f"state {state_key!r} of {name!r}", value)
+                scalars.setdefault(state_key, {})[name] = encode(what, value)
     groups = []
     for group in optimizer.param_groups:
         members = [_param_name(key, i, p, flat) for i, p in enumerate(group["params"])]
-        hyper = {k: encode(f"hyperparameter {k!r} of optimizer {key!r}", v) for k, v in group.items() if k not in ("params", "param_names")}
+        hyper = {k: _hyper(key, k, value) for k, value in group.items() if k not in ("params", "param_names")}
         groups.append({"params": members, "hyper": hyper})
+    about = {"type": type(optimizer).__name__, "groups": groups, "kinds": list(kinds), "scalars": scalars}
+    others = {"nested": list(nested), "replicated": replicated, "shared": _shared(key, optimizer)}
+    return {**about, **{field: value for field, value in others.items() if value}}
+
+
+def _hyper(key: str, name: str, value: Any) -> Any:
+    what = f"hyperparameter {name!r} of optimizer {key!r}"
+    try:
+        return encode(what, value)
+    except ValueError:
+        if not is_nested(value):
+            raise
+        return fold(what, name, value, {})
+
+
+def _shared(key: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The states whose keys are no parameters, which torch stores, too."""
     shared: dict[str, Any] = {}
-    states: Mapping[Any, Any] = optimizer.state  # torch also stores states whose keys are no parameters
+    states: Mapping[Any, Any] = optimizer.state
     for state_key, value in states.items():
         if not isinstance(state_key, torch.Tensor):
             if not isinstance(state_key, str):
                 raise ValueError(f"optimizer {key!r} has a state under the key {state_key!r}, neither a parameter nor a text: use a text")
-            shared[state_key] = encode(f"state {state_key!r} of optimizer {key!r}", value)
-    about = {"type": type(optimizer).__name__, "groups": groups, "kinds": list(kinds), "scalars": scalars}
-    return {**about, **({"shared": shared} if shared else {})}
+            what = f"state {state_key!r} of optimizer {key!r}"
+            shared[state_key] = fold(what, state_key, value, {}) if is_nested(value) else encode(what, value)
+    return shared
 
 
 def check_groups(
@@ -178,25 +214,80 @@ def create_states(
     created: Created,
 ) -> None:
     """Create states that would only exist after the first step, so that a load does not need a step."""
-    stored = checkpoint.tensors
     for name, param in _params(key, optimizer, flat):
         if not choice.takes(name, flat):
             continue
         source = _stored(name, flat, checkpoint, choice)
         for state_key in saved["kinds"]:
-            kind = kind_of(key, state_key)
-            if state_key in optimizer.state.get(param, {}):
+            form = _form(param, kind_of(key, state_key), source, checkpoint)
+            if form is None or state_key in optimizer.state.get(param, {}):
                 continue
-            with torch.no_grad():
-                if source in stored and kind in stored[source].kinds:
-                    made = torch.zeros_like(param, dtype=stored[source].kinds[kind], requires_grad=False)
-                elif f"{source}/{kind}" in stored:
-                    other = stored[f"{source}/{kind}"]
-                    made = param.new_zeros(other.shape, dtype=other.kinds["state"])  # replicated if the parameter is a DTensor
-                else:
-                    continue
-            optimizer.state[param][state_key] = made
+            optimizer.state[param][state_key] = _zeros(param, state_key, form, source, saved)
             created.append((optimizer, param, state_key))
+
+
+def _form(param: torch.Tensor, kind: str, source: str, checkpoint: Saved) -> tuple[tuple[int, ...], torch.dtype] | None:
+    """Shape and dtype that a state of ``param`` has if it is stored, for the parameter ``source``; else ``None``."""
+    stored = checkpoint.tensors
+    if source in stored and kind in stored[source].kinds:
+        return tuple(param.shape), stored[source].kinds[kind]
+    apart = stored.get(f"{source}/{kind}")
+    return (apart.shape, apart.kinds["state"]) if apart is not None else None
+
+
+def _zeros(
+    param: torch.Tensor, path: str, form: tuple[tuple[int, ...], torch.dtype], source: str, saved: Mapping[str, Any]
+) -> torch.Tensor:
+    with torch.no_grad():
+        return zeros_beside(param, *form, replicated=f"{source}/{path}" in saved.get("replicated", ()))
+
+
+def add_targets(
+    key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], flat: FlatState, checkpoint: Saved, choice: TensorChoice
+) -> None:
+    """Add the tensors of an optimizer that are read. The checkpoint tells which states are tensors; its nested states replace live ones."""
+    empty = stateless(key, optimizer, saved, flat, checkpoint, choice)
+    scalars: dict[str, dict[str, Any]] = {}
+    for state_key, by_name in saved["scalars"].items():
+        for name, value in by_name.items():
+            scalars.setdefault(checkpoint.aliases.get(name, name), {})[state_key] = value
+    for name, param in _params(key, optimizer, flat):
+        source = _stored(name, flat, checkpoint, choice)
+        live = {} if name in empty else optimizer.state.get(param, {})
+        stored = scalars.get(source, {}) if choice.takes(name, flat) else {}
+        for state_key, value in live.items():
+            if state_key in stored:
+                continue
+            kept = isinstance(value, torch.Tensor) and _form(param, kind_of(key, state_key), source, checkpoint) is not None
+            for path, tensor in [(state_key, value)] if kept else _tensors(param, state_key, value):
+                _add(key, name, param, path, tensor, flat)
+        for state_key, value in stored.items():
+            if is_folded(value):
+                ours = dict(leaves(state_key, live.get(state_key)))
+                take = partial(_nested_target, key, name, param, source, saved, flat, checkpoint, ours)
+                flat.nested[key, name, state_key] = unfold(value, cache(take))
+
+
+def _nested_target(
+    key: str,
+    name: str,
+    param: torch.Tensor,
+    source: str,
+    saved: Mapping[str, Any],
+    flat: FlatState,
+    checkpoint: Saved,
+    live: Mapping[str, torch.Tensor],
+    path: str,
+) -> torch.Tensor:
+    """The tensor to read a nested state's tensor ``path`` into: the live one if it fits, or a new one."""
+    form = _form(param, kind_of(key, path), source, checkpoint)
+    if form is None:
+        raise CheckpointMismatch(f"optimizer {key!r} has no tensor {path!r} of {name!r} in the checkpoint, but names it")
+    ours = live.get(path)
+    if ours is None or (ours.shape, ours.dtype) != form or isinstance(ours, DTensor) != isinstance(param, DTensor):
+        ours = _zeros(param, path, form, source, saved)
+    _add(key, name, param, path, ours, flat)
+    return ours
 
 
 def stateless(
@@ -230,19 +321,20 @@ def restore_optimizer(
     for state_key in [k for k in optimizer.state if flat.names.get(id(k)) in empty or not isinstance(k, torch.Tensor)]:
         del optimizer.state[state_key]
     for state_key, value in saved.get("shared", {}).items():
-        optimizer.state[state_key] = decode(value)
+        optimizer.state[state_key] = unfold(value)
     for state_key, by_name in saved["scalars"].items():
         for name, value in by_name.items():
             found = params.get(checkpoint.aliases.get(name, name))
             if found is not None:
-                optimizer.state[found][state_key] = decode(value, optimizer.state[found].get(state_key))
+                at, held = (key, flat.names[id(found)], state_key), optimizer.state[found].get(state_key)
+                optimizer.state[found][state_key] = flat.nested[at] if is_folded(value) else decode(value, held)
     for index, group in enumerate(optimizer.param_groups):
         if saved.get("by_parameter"):
             hyper = _hyper_of(key, index, [flat.names[id(p)] for p in group["params"]], saved, flat, checkpoint, choice) or {}
         else:
             hyper = saved["groups"][index]["hyper"]
         for name, value in hyper.items():
-            group[name] = decode(value, group.get(name))
+            group[name] = unfold(value, like=group.get(name))
     adopt = getattr(optimizer, "adopt_states", None)  # for an optimizer whose states are views or copies of others
     if adopt is not None:
         adopt()

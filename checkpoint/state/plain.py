@@ -65,17 +65,18 @@ def data_name(key: str) -> str:
     return f"state.{key}"
 
 
-def pack(what: str, value: Any, inline: float = INLINE_BYTES) -> Packed:
+def pack(what: str, value: Any, inline: float = INLINE_BYTES, tensor: Callable[[str, torch.Tensor], Any] | None = None) -> Packed:
     """A plain value as JSON and bytes.
 
     Args:
         what: path of the value, for messages.
         inline: most bytes of one array, tensor or ``bytes`` that go into the JSON.
+        tensor: function that returns the JSON of a tensor in ``value`` from its path and itself; the default stores its bytes.
 
     Raises:
         ValueError: a value cannot be stored. The message has its path and the remedy.
     """
-    packer = _Packer(inline)
+    packer = _Packer(inline, tensor)
     packed = packer.pack(what, value, 0)
     return Packed(packed, bytes(packer.data), frozenset(packer.tags))
 
@@ -83,6 +84,7 @@ def pack(what: str, value: Any, inline: float = INLINE_BYTES) -> Packed:
 @dataclass
 class _Packer:
     inline: float
+    tensor: Callable[[str, torch.Tensor], Any] | None = None
     data: bytearray = field(default_factory=bytearray)
     tags: set[str] = field(default_factory=set)
 
@@ -95,7 +97,7 @@ class _Packer:
             items = [self.pack(f"{what}[{index}]", item, depth + 1) for index, item in enumerate(value)]
             return items if type(value) is list else self._tag("$tuple" if type(value) is tuple else "$size", items)
         if isinstance(value, torch.Tensor):
-            return self._tensor(what, value)
+            return self.tensor(what, value) if self.tensor is not None else self._tensor(what, value)
         if isinstance(value, np.ndarray):
             return self._array(what, value)
         if isinstance(value, np.str_ | np.bytes_):  # an array of one element would lose trailing zero characters
@@ -233,10 +235,20 @@ def _remedy(value: Any) -> str:
 
 
 class EntryBytes:
-    """The bytes of one entry. It hands out at most as many bytes as it holds, so that a value is never larger than its storage."""
+    """The bytes of one entry. It hands out at most as many bytes as it holds, so that a value is never larger than its storage.
 
-    def __init__(self, data: memoryview | bytes = b"") -> None:
-        self._data, self._left = memoryview(data), len(data)
+    Args:
+        states: in an optimizer's state, function from the name of a tensor to the tensor.
+    """
+
+    def __init__(self, data: memoryview | bytes = b"", states: Callable[[Any], Any] | None = None) -> None:
+        self._data, self._left, self._states = memoryview(data), len(data), states
+
+    def state(self, name: Any) -> Any:
+        """The tensor ``name`` of an optimizer's state. Raises ValueError."""
+        if self._states is None:
+            raise ValueError("it names a tensor of an optimizer's state, but is none")
+        return self._states(name)
 
     def take(self, where: Any) -> bytearray:
         """The bytes at ``where``: base64 text, or (start, end). Raises ValueError."""
@@ -345,4 +357,5 @@ _READ: Mapping[str, Callable[[Any, EntryBytes], Any]] = {
     "$scalar": _scalar,
     "$array": lambda about, data: _numpy(about, _shape(about["shape"]), data),
     "$tensor": _torch,
+    "$state": lambda name, data: data.state(name),
 }

@@ -3,12 +3,12 @@ that: another program may store other values there, and a forged manifest anythi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from ..errors import CheckpointMismatch
+from .nested_state import unfold
 from .plain import unpack
-from .scalars import decode
 
 
 def check_saved_meta(where: str, meta: Mapping[str, Any], *, optimizers: bool = True) -> None:
@@ -22,9 +22,13 @@ def check_saved_meta(where: str, meta: Mapping[str, Any], *, optimizers: bool = 
         if not condition:
             raise CheckpointMismatch(f"{where}: meta.{path} is no {what}: save() did not write it, so it cannot be loaded as a state")
 
-    def encoded(value: Any, path: str) -> None:
+    def encoded(value: Any, path: str, tensors: Container[str] = ()) -> None:
+        def named(name: Any) -> None:
+            if not isinstance(name, str) or name not in tensors:
+                raise ValueError
+
         try:
-            decode(value)
+            unfold(value, named)
         except Exception:  # torch raises various types
             expect(False, path, "number, text or list")
 
@@ -43,6 +47,8 @@ def check_saved_meta(where: str, meta: Mapping[str, Any], *, optimizers: bool = 
         expect(isinstance(saved, dict), at, "object")
         expect(isinstance(saved.get("type", ""), str), f"{at}.type", "name")
         expect(_texts(saved.get("kinds")), f"{at}.kinds", "list of names")
+        for listed in ("nested", "replicated"):
+            expect(_texts(saved.get(listed, [])), f"{at}.{listed}", "list of names")
         groups, scalars = saved.get("groups"), saved.get("scalars")
         expect(isinstance(groups, list), f"{at}.groups", "list")
         for index, group in enumerate(groups):
@@ -59,7 +65,7 @@ def check_saved_meta(where: str, meta: Mapping[str, Any], *, optimizers: bool = 
         for state_key, by_name in scalars.items():
             expect(isinstance(by_name, dict), f"{at}.scalars.{state_key}", "object")
             for name, value in by_name.items():
-                encoded(value, f"{at}.scalars.{state_key}.{name}")
+                encoded(value, f"{at}.scalars.{state_key}.{name}", saved.get("nested", []))
 
 
 def _texts(value: Any) -> bool:

@@ -351,7 +351,7 @@ def test_hyperparameters_load_with_their_types(root):
 @pytest.mark.parametrize("value", [Level.HIGH, Word.ON, (1, Flag.A), Pair(1, "a"), Texts(["a"]), Real("nan")])
 def test_hyperparameters_and_meta_of_other_types_are_refused(root, value):
     model, optimizer = _sgd(sort=value)
-    with pytest.raises(ValueError, match="hyperparameter 'sort' of optimizer 'optimizer' is a"):
+    with pytest.raises(ValueError, match=r"hyperparameter 'sort' of optimizer 'optimizer'(: sort(\[1\])?)? is a"):
         ckpt.save({"model": model, "optimizer": optimizer}, root, 1)
     if isinstance(value, enum.Enum):
         with pytest.raises(ValueError, match=f"meta.sort is a {type(value).__name__}, which JSON can't hold"):

@@ -1,0 +1,112 @@
+"""Nested states of optimizers: dicts, lists and tuples with tensors in them, such as a history or the factors of a preconditioner.
+
+The structure is stored as a plain value is (``plain.py``). A tensor in it is stored as any other state, under its path: the state key and
+the keys within, joined by slashes ("old_dirs/0"). ``{"$state": path}`` stands in its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_ray.dtensor.spec import sharding_of
+
+from .plain import EntryBytes, pack, unpack
+from .scalars import decode, encode
+
+_FOLDED = "nested"
+
+
+def is_nested(value: Any) -> bool:
+    return isinstance(value, (Mapping, list, tuple))
+
+
+def leaves(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in a nested value by their paths, each tensor once."""
+    seen: set[int] = set()
+
+    def walk(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in seen:
+                seen.add(id(value))
+                yield path, value
+        elif is_nested(value) and id(value) not in within:
+            within.add(id(value))  # a value that holds itself is refused where it is packed
+            for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+                yield from walk(f"{path}/{key}", item)
+            within.discard(id(value))
+
+    within: set[int] = set()
+    return walk(path, value)
+
+
+def fold(what: str, name: str, value: Any, paths: Mapping[int, str]) -> dict[str, Any]:
+    """A nested value as JSON.
+
+    Args:
+        what, name: description and name of the value, for messages.
+        paths: path of each tensor that is stored apart, by its id. Others are in the JSON, and have one element.
+
+    Raises:
+        ValueError: a value cannot be stored.
+    """
+
+    def tensor(inner: str, found: torch.Tensor) -> dict[str, Any]:
+        return {"$state": paths[id(found)]} if id(found) in paths else {"tensor": encode(inner, found)}
+
+    try:
+        return {_FOLDED: pack(name, value, inline=math.inf, tensor=tensor).json}
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
+
+
+def is_folded(value: Any) -> bool:
+    return isinstance(value, dict) and _FOLDED in value
+
+
+def unfold(value: Any, tensor: Callable[[Any], Any] | None = None, like: Any = None) -> Any:
+    """The inverse of :func:`fold`, and of ``encode`` for any other value of an optimizer.
+
+    Args:
+        tensor: function from the path of a tensor to the tensor.
+        like: the value that it replaces, for :func:`decode`.
+    """
+    return unpack(value[_FOLDED], EntryBytes(states=tensor)) if is_folded(value) else decode(value, like)
+
+
+def is_replicated(param: torch.Tensor, state: torch.Tensor) -> bool:
+    """Whether every rank holds a whole state with as many elements as its sharded parameter: the shape alone would not tell."""
+    if not isinstance(param, DTensor) or not isinstance(state, DTensor) or state.numel() != param.numel():
+        return False
+    return all(p.is_replicate() for p in state.placements) and not all(p.is_replicate() for p in param.placements)
+
+
+def zeros_beside(param: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, replicated: bool) -> torch.Tensor:
+    """A state of ``param``. Beside a sharded parameter, it is sharded in the same way if it has as many elements, and else replicated."""
+    if not isinstance(param, DTensor):
+        return torch.zeros_like(param, dtype=dtype, requires_grad=False) if shape == param.shape else param.new_zeros(shape, dtype=dtype)
+    if not replicated and shape == param.shape:
+        return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+    if not replicated and math.prod(shape) == param.numel():
+        viewed = _reshaped(param, shape, dtype)
+        if viewed is not None:
+            return viewed
+    whole = torch.zeros(shape, dtype=dtype, device=param.device)
+    return DTensor.from_local(whole, param.device_mesh, [Replicate()] * param.device_mesh.ndim, run_check=False)
+
+
+def _reshaped(param: DTensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+    if isinstance(param, RaggedDTensor):
+        layout = sharding_of(param._spec).reshaped(shape)
+        if layout is None:
+            return None
+        return RaggedDTensor.from_spec(torch.zeros(layout.local_shape, dtype=dtype, device=param.device), layout.spec(dtype))
+    with suppress(RuntimeError):  # torch can't view rows that are cut unevenly
+        return torch.zeros_like(param, dtype=dtype, requires_grad=False).view(shape)
+    return None

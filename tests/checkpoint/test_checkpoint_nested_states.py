@@ -1,0 +1,299 @@
+"""Optimizer states that are dicts or lists, flattened, or of one element: stored by path, loaded as they were saved."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
+from torch.distributed.tensor import DTensor
+
+from tests.ranks import on_processes, run_gloo
+from vescale_ray import RaggedDTensor
+from vescale_ray import checkpoint as ckpt
+from vescale_ray.checkpoint.bridges.dcp import DcpReader
+from vescale_ray.fsdp import fully_shard
+
+pytestmark = pytest.mark.filterwarnings("ignore::vescale_ray.dtensor.RaggedFallbackWarning")
+
+Make = Callable[[Any], torch.optim.Optimizer]
+SHARD: dict[str, Callable[[nn.Module], Any]] = {"ours": fully_shard, "torch": fully_shard_of_torch, "no": lambda module: module}
+
+
+class Extra(torch.optim.SGD):
+    """SGD with momentum kept by ``first`` and used by ``use``, whose states may be nested."""
+
+    def __init__(self, params: Any, first: Callable[[torch.Tensor], Any], use: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__(params, 0.05)
+        self.first, self.use = first, use
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            if not state:
+                state.update(self.first(p))
+            kept = self.use(state)
+            kept.mul_(0.5).add_(p.grad.reshape(kept.shape))
+            p.add_(kept.view(p.shape), alpha=-0.05)
+            for step in (one for one in state.values() if isinstance(one, torch.Tensor) and one.shape == (1,) and p.shape != (1,)):
+                step += 1
+
+
+def nested(params: Any) -> Extra:
+    def first(p: torch.Tensor) -> dict[str, Any]:
+        factors = OrderedDict(ema=torch.zeros_like(p), scale=torch.tensor(2.0), name="a")
+        return {"f": {"block": factors, 3: [torch.ones_like(p), (1, None)]}, "empty": []}
+
+    return Extra(params, first, lambda state: state["f"]["block"]["ema"])
+
+
+def flattened(params: Any) -> Extra:
+    return Extra(params, lambda p: {"mom": torch.zeros_like(p).flatten(), "step": torch.zeros(1)}, lambda state: state["mom"])
+
+
+def lbfgs(params: Any) -> torch.optim.LBFGS:
+    return torch.optim.LBFGS(params, lr=0.1, max_iter=4, history_size=6)
+
+
+def lbfgs_searching(params: Any) -> torch.optim.LBFGS:
+    return torch.optim.LBFGS(params, lr=0.1, max_iter=4, history_size=6, line_search_fn="strong_wolfe")
+
+
+def net(seed: int, sort: str) -> nn.Sequential:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 6, bias=sort != "one parameter"))
+    SHARD["ours" if sort == "one parameter" else sort](model)
+    return model
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[torch.Tensor]:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = (model(torch.arange(10.0).view(2, 5) / 9) - 0.3).pow(4).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        optimizer.step(closure)
+    return [whole(p) for p in model.parameters()]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def common_folder() -> str:
+    box = [tempfile.mkdtemp() if not dist.is_initialized() or dist.get_rank() == 0 else ""]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def resumes_exactly(make: Make, sort: str) -> None:
+    """A load into a new optimizer, and one into a used one, go on as the run that was saved; for every number of steps before."""
+    for steps in (0, 1, 3):
+        model, other = net(0, sort), net(1, sort)
+        optimizer, resumed = make(model.parameters()), make(other.parameters())
+        train(model, optimizer, steps)
+        root, saved = common_folder(), described(optimizer)
+        ckpt.save({"model": model, "optimizer": optimizer}, root, 1)
+        expected = train(model, optimizer, 2)
+        for state in ({"model": other, "optimizer": resumed}, {"model": model, "optimizer": optimizer}):
+            ckpt.load(state, root)
+            assert described(state["optimizer"]) == saved
+            assert all(map(torch.equal, expected, train(state["model"], state["optimizer"], 2)))
+
+
+def described(value: Any) -> Any:
+    """The value with shapes and dtypes in the place of tensors."""
+    if isinstance(value, torch.optim.Optimizer):
+        states = [value.state.get(p, {}) for group in value.param_groups for p in group["params"]]
+        return [{key: described(item) for key, item in one.items()} for one in states]
+    if isinstance(value, Mapping):
+        return type(value).__name__, [(key, described(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [described(item) for item in value]
+    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("make", [nested, flattened, lbfgs, lbfgs_searching])
+def test_nested_and_flattened_states_resume_exactly(make: Make) -> None:
+    resumes_exactly(make, "no")
+
+
+@pytest.mark.parametrize("sort", ["ours", "torch", "one parameter"])
+@pytest.mark.parametrize("make", [nested, flattened, lbfgs])
+@on_processes(2)
+def test_sharded_nested_and_flattened_states_resume_exactly(rank: int, world: int, make: Make, sort: str) -> None:
+    if (make, sort) != (lbfgs, "torch"):  # torch's tensors don't support its operations
+        resumes_exactly(make, sort)
+
+
+def saved_rank(rank: int, world: int, make: Make, root: str) -> list[Any]:
+    model = net(0, "ours")
+    optimizer = make(model.parameters())
+    train(model, optimizer, 2)
+    ckpt.save({"model": model, "optimizer": optimizer}, root, 2)
+    return [p.numpy() for p in train(model, optimizer, 2)]
+
+
+def loaded_rank(rank: int, world: int, make: Make, root: str) -> list[Any]:
+    model = net(1, "ours")
+    optimizer = make(model.parameters())
+    ckpt.load({"model": model, "optimizer": optimizer}, root)
+    return [p.numpy() for p in train(model, optimizer, 2)]
+
+
+@pytest.mark.parametrize("make", [nested, flattened, lbfgs])
+def test_other_numbers_of_ranks_load_the_same_states(make: Make, tmp_path: Path) -> None:
+    expected = run_gloo(2, saved_rank, make, str(tmp_path))[0]
+    for found in run_gloo(3, loaded_rank, make, str(tmp_path)):
+        torch.testing.assert_close(found, expected)
+    model = net(1, "no")
+    optimizer = make(model.parameters())
+    ckpt.load({"model": model, "optimizer": optimizer}, tmp_path)
+    ckpt.save({"model": model, "optimizer": optimizer}, tmp_path, 3)  # and back, from one process to two
+    torch.testing.assert_close([p.numpy() for p in train(model, optimizer, 2)], expected)
+    for found in run_gloo(2, loaded_rank, make, str(tmp_path)):
+        torch.testing.assert_close(found, expected)
+
+
+@on_processes(2)
+def test_a_flattened_state_loads_sharded_as_its_parameter_is(rank: int, world: int) -> None:
+    model, other = net(0, "ours"), net(1, "ours")
+    optimizer, resumed = flattened(model.parameters()), flattened(other.parameters())
+    train(model, optimizer, 2)
+    root = common_folder()
+    ckpt.save({"model": model, "optimizer": optimizer}, root, 1)
+    ckpt.load({"model": other, "optimizer": resumed}, root)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        mine, theirs = optimizer.state[p]["mom"], resumed.state[q]["mom"]
+        assert isinstance(theirs, RaggedDTensor) and theirs.placements == mine.placements
+        assert torch.equal(mine.to_local(), theirs.to_local()) and theirs.to_local().numel() == q.to_local().numel()  # type: ignore[attr-defined]
+        assert type(resumed.state[q]["step"]) is torch.Tensor and resumed.state[q]["step"].shape == (1,)
+
+
+@on_processes(2)
+def test_a_plain_part_in_a_nested_state_is_refused(rank: int, world: int) -> None:
+    model = net(0, "ours")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.state[model[0].weight]["f"] = {"ema": torch.ones(3)}
+    with pytest.raises(ValueError, match=r"state 'f/ema' of '0.weight' .* which part this rank holds is unknown; make it a DTensor"):
+        ckpt.save({"model": model, "optimizer": optimizer}, common_folder(), 1)
+
+
+def test_a_nested_state_keeps_types_and_shared_tensors(tmp_path: Path) -> None:
+    model = net(0, "no")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    one = torch.arange(4.0)
+    value = {"a/b": [one, one], 1: (torch.tensor([[2.0]]), None), "size": torch.Size([2]), "o": OrderedDict(x=b"y"), "none": {}}
+    optimizer.state[model[0].weight].update(f=value, ro=[torch.tensor(0.5)], pair=(1, 2))
+    groups: dict[str, Any] = {"config": {"beta": 0.5, "dims": [1, (2, 3)]}}
+    optimizer.param_groups[0].update(groups)
+    shared: dict[Any, Any] = optimizer.state
+    shared["counts"] = {"steps": [1, 2]}
+    ckpt.save({"model": model, "optimizer": optimizer}, tmp_path, 1)
+    again = torch.optim.SGD(model.parameters(), 0.1)
+    again.param_groups[0]["config"] = None
+    ckpt.load({"model": model, "optimizer": again}, tmp_path)
+    found = again.state[model[0].weight]
+    assert described(again) == described(optimizer)
+    assert torch.equal(found["f"]["a/b"][0], one) and found["f"]["a/b"][1] is found["f"]["a/b"][0]
+    assert found["f"][1][0].tolist() == [[2.0]] and found["ro"][0].item() == 0.5
+    assert again.param_groups[0]["config"] == groups["config"] and dict[Any, Any](again.state)["counts"] == {"steps": [1, 2]}
+    assert {"0.weight/f/a/b/0"} == {name for name in ckpt.open(tmp_path).tensors if name.startswith("0.weight/")}
+
+
+def test_what_a_nested_state_can_not_hold_is_named(tmp_path: Path) -> None:
+    model = net(0, "no")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.state[model[0].weight]["f"] = {"seen": [{1, 2}]}
+    with pytest.raises(ValueError, match=r"state 'f' of '0.weight': f.seen\[0\] is a set, .*; give a sorted list"):
+        ckpt.save({"model": model, "optimizer": optimizer}, tmp_path, 1)
+    loop: list[Any] = []
+    loop.append(loop)
+    optimizer.state[model[0].weight]["f"] = loop
+    with pytest.raises(ValueError, match="deep, or holds itself"):
+        ckpt.save({"model": model, "optimizer": optimizer}, tmp_path, 1)
+
+
+def test_a_failed_load_leaves_nested_states_alone(tmp_path: Path) -> None:
+    model = net(0, "no")
+    optimizer = lbfgs(model.parameters())
+    train(model, optimizer, 2)
+    ckpt.save({"model": model, "optimizer": optimizer}, tmp_path, 1)
+    fresh = lbfgs(model.parameters())
+    with pytest.raises(ckpt.CheckpointMismatch):
+        ckpt.load({"model": model, "optimizer": fresh, "none": 1}, tmp_path)
+    other = nn.Sequential(nn.Linear(5, 7))
+    with pytest.raises(ckpt.CheckpointMismatch):
+        ckpt.load({"model": other, "optimizer": (of_other := lbfgs(other.parameters()))}, tmp_path)
+    assert not fresh.state and not of_other.state
+
+
+def test_a_nested_state_of_an_excluded_parameter_stays(tmp_path: Path) -> None:
+    model = net(0, "no")
+    optimizer = nested(model.parameters())
+    train(model, optimizer, 1)
+    ckpt.save({"model": model, "optimizer": optimizer}, tmp_path, 1)
+    train(model, optimizer, 1)
+    kept = optimizer.state[model[0].bias]["f"]["block"]["ema"].clone()
+    ckpt.load({"model": model, "optimizer": optimizer}, tmp_path, include="0.weight")
+    assert torch.equal(optimizer.state[model[0].bias]["f"]["block"]["ema"], kept)
+    ckpt.load({"model": model, "optimizer": optimizer}, tmp_path, exclude="0.weight")
+    assert not torch.equal(optimizer.state[model[0].bias]["f"]["block"]["ema"], kept)
+
+
+def test_stock_dcp_reads_nested_states(tmp_path: Path) -> None:
+    model = net(0, "no")
+    optimizer = nested(model.parameters())
+    train(model, optimizer, 2)
+    ckpt.save({"model": model, "optimizer": optimizer}, tmp_path, 1)
+    held = optimizer.state[model[0].weight]["f"]
+    want = {"optim": {"state": {"0.weight": {"f": {"block": {"ema": torch.zeros(6, 5)}, "3": {"0": torch.zeros(6, 5)}}}}}}
+    dcp.load(want, storage_reader=DcpReader(tmp_path))
+    assert torch.equal(want["optim"]["state"]["0.weight"]["f"]["block"]["ema"], held["block"]["ema"])
+    assert torch.equal(want["optim"]["state"]["0.weight"]["f"]["3"]["0"], held[3][0])
+
+
+@pytest.mark.parametrize("make", [nested, lbfgs])
+def test_nested_states_of_stock_dcp_are_imported(make: Make, tmp_path: Path) -> None:
+    model = net(0, "no")
+    optimizer = make(model.parameters())
+    train(model, optimizer, 2)
+    dcp.save({"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path / "theirs")
+    again = net(1, "no")
+    resumed = make(again.parameters())
+    ckpt.import_dcp(tmp_path / "theirs", {"model": again, "optimizer": resumed})
+    assert all(map(torch.equal, train(model, optimizer, 2), train(again, resumed, 2)))
+    ckpt.import_dcp(tmp_path / "theirs", tmp_path / "ours")
+    ckpt.load({"model": again, "optimizer": resumed}, tmp_path / "ours")
+    ckpt.export_dcp(tmp_path / "ours", None, tmp_path / "back")
+
+
+def test_a_forged_name_in_a_nested_state_is_refused(tmp_path: Path) -> None:
+    model = net(0, "no")
+    optimizer = nested(model.parameters())
+    train(model, optimizer, 1)
+    ckpt.save({"model": model, "optimizer": optimizer}, tmp_path, 1)
+    opened = ckpt.open(tmp_path)
+    saved = opened.meta["optimizers"]["optimizer"]
+    assert sorted(saved["nested"]) == ["f/3/0", "f/block/ema"] and not saved["kinds"]
+    from vescale_ray.checkpoint.state.saved_meta import check_saved_meta
+
+    check_saved_meta("x", opened.meta)
+    saved["nested"].remove("f/3/0")
+    with pytest.raises(ckpt.CheckpointMismatch, match=r"meta.optimizers.optimizer.scalars.f.0.weight is no number, text or list"):
+        check_saved_meta("x", opened.meta)
