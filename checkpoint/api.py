@@ -39,6 +39,7 @@ from .saving.voting import Attempt, conclude
 from .state.flat_state import State
 from .state.flattening import flatten
 from .state.matching import Pair, label
+from .state.optimizer_hooks import warn_of_hooks
 from .state.plain import KIND, Packed, data_name, pack
 from .state.rng import capture_rng
 from .state.tensors import LocalPart, local_part, owners
@@ -191,7 +192,15 @@ class Prepared:
         named = {key: [sorted(group["params"]) for group in saved["groups"]] for key, saved in self.document["optimizers"].items()}
         alike = digest_of(json.dumps(named, sort_keys=True).encode())
         order = digest_of("\n".join(self.copied).encode())[:8]
-        return Word(alike=alike, plain=self.plain, copies=order + self.copies, names=self.copied)
+        numbers = {
+            f"{what} of optimizer {key!r}": digest_of(json.dumps(value, sort_keys=True).encode())
+            for key, saved in self.document["optimizers"].items()
+            for what, value in (
+                ("hyperparameters", [group["hyper"] for group in saved["groups"]]),
+                ("scalar states", [saved["scalars"], saved.get("shared")]),
+            )
+        }
+        return Word(alike=alike, plain=self.plain, numbers=numbers, copies=order + self.copies, names=self.copied)
 
 
 def prepare(
@@ -219,6 +228,8 @@ def prepare(
     for name, value in finite.items():
         of_type(f"metrics.{name}", value, (int, float), "give a number")
     own = pack("aux", dict(aux or {}), inline=math.inf)
+    if rank == 0:
+        warn_of_hooks(state, "state_dict")
     flat = flatten(state)
     parts = {pair: local_part(pair[0], tensor, world, rank) for pair, tensor in flat.tensors.items()}
     pieces = _pieces(parts) + (_data(flat.values) if rank == 0 else [])

@@ -30,6 +30,7 @@ from .state.flattening import flatten_targets, stored_pairs
 from .state.matching import Pair, match, some
 from .state.materialize import materialize, on_meta
 from .state.names import Globs, NameTable, globs, matches, table_of
+from .state.optimizer_hooks import warn_of_hooks
 from .state.optimizer_state import created_states
 from .state.plain import EntryBytes, unpack
 from .state.rng import derive_rng, restore_rng
@@ -156,6 +157,8 @@ def _load_one(
     aux = checkpoint.aux(rank) if checkpoint.world == world else None
     where = f"checkpoint {checkpoint.commit.path}"
     own = _own(where, rank, aux)
+    if rank == 0:
+        warn_of_hooks(state, "load_state_dict")
     flat, there, values = prepared(state, checkpoint, where, choice, request.cast, request.device)
     try:
         plan = _fill(checkpoint, flat, there, request, world, rank)

@@ -49,6 +49,7 @@ class Word:
         left: why the rank left the save before it began. A rank without ``problem``, ``busy`` and ``left`` is ready.
         alike: digest of the parts of the state that must be equal on all ranks.
         plain: digests of the plain values, by entry. Rank 0's values are stored for all ranks.
+        numbers: digests of the optimizers' hyperparameters and scalar states, by their descriptions. Rank 0's are stored for all ranks.
         copies: eight hexadecimal digits of the names of the tensors assumed equal on all ranks, then eight of a sample of each.
         names: names of those tensors; not sent to other ranks.
     """
@@ -58,6 +59,7 @@ class Word:
     left: str | None = None
     alike: str = ""
     plain: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, str] = field(default_factory=dict)
     copies: str = ""
     names: Sequence[str] = ()
 
@@ -281,6 +283,16 @@ def _warn_of_others(words: Sequence[Word]) -> None:
                 key,
                 rank,
                 key,
+            )
+    numbers = {what: rank for rank, word in enumerate(words) for what in word.numbers if word.numbers[what] != own.numbers.get(what)}
+    for what, rank in numbers.items():
+        if f"numbers {what}" not in _warned:
+            _warned.add(f"numbers {what}")
+            _log.warning(
+                "the %s differ between ranks 0 and %d, and rank 0's are stored for all ranks; set the same on every rank (give a "
+                "scheduler such as ReduceLROnPlateau a loss that was reduced over the ranks)",
+                what,
+                rank,
             )
     unlike: dict[str, int] = {}
     for rank, word in enumerate(words):
