@@ -268,7 +268,7 @@ class DcpSource:
                     paths[id(value)] = path
                 inner = self._files.paths[where][4:]
                 if inner:
-                    _put(states.setdefault(self._files.paths[where][3], {}).setdefault(name, _Node()), inner, value)
+                    _put(states.setdefault(str(self._files.paths[where][3]), {}).setdefault(name, _Node()), inner, value)
                 else:
                     states.setdefault(path, {})[name] = value
         return states, paths

@@ -71,15 +71,24 @@ def lbfgs_searching(params: Any) -> torch.optim.LBFGS:
     return torch.optim.LBFGS(params, lr=0.1, max_iter=4, history_size=6, line_search_fn="strong_wolfe")
 
 
-def net(seed: int, sort: str) -> nn.Sequential:
+class Net(nn.Module):
+    def __init__(self, *, bias: bool) -> None:
+        super().__init__()
+        self.a = nn.Linear(5, 6, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x)  # type: ignore[no-any-return]
+
+
+def net(seed: int, sort: str) -> Net:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(5, 6, bias=sort != "one parameter"))
+    model = Net(bias=sort != "one parameter")
     SHARD["ours" if sort == "one parameter" else sort](model)
     return model
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[torch.Tensor]:
-    def closure() -> torch.Tensor:
+    def closure() -> Any:
         optimizer.zero_grad()
         loss: torch.Tensor = (model(torch.arange(10.0).view(2, 5) / 9) - 0.3).pow(4).sum()
         loss.backward()
@@ -110,10 +119,10 @@ def resumes_exactly(make: Make, sort: str) -> None:
         root, saved = common_folder(), described(optimizer)
         ckpt.save({"model": model, "optimizer": optimizer}, root, 1)
         expected = train(model, optimizer, 2)
-        for state in ({"model": other, "optimizer": resumed}, {"model": model, "optimizer": optimizer}):
-            ckpt.load(state, root)
-            assert described(state["optimizer"]) == saved
-            assert all(map(torch.equal, expected, train(state["model"], state["optimizer"], 2)))
+        for to, into in ((other, resumed), (model, optimizer)):
+            ckpt.load({"model": to, "optimizer": into}, root)
+            assert described(into) == saved
+            assert all(map(torch.equal, expected, train(to, into, 2)))
 
 
 def described(value: Any) -> Any:
@@ -189,8 +198,8 @@ def test_a_flattened_state_loads_sharded_as_its_parameter_is(rank: int, world: i
 def test_a_plain_part_in_a_nested_state_is_refused(rank: int, world: int) -> None:
     model = net(0, "ours")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    optimizer.state[model[0].weight]["f"] = {"ema": torch.ones(3)}
-    with pytest.raises(ValueError, match=r"state 'f/ema' of '0.weight' .* which part this rank holds is unknown; make it a DTensor"):
+    optimizer.state[model.a.weight]["f"] = {"ema": torch.ones(3)}
+    with pytest.raises(ValueError, match=r"state 'f/ema' of 'a.weight' .* which part this rank holds is unknown; make it a DTensor"):
         ckpt.save({"model": model, "optimizer": optimizer}, common_folder(), 1)
 
 
@@ -199,7 +208,7 @@ def test_a_nested_state_keeps_types_and_shared_tensors(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     one = torch.arange(4.0)
     value = {"a/b": [one, one], 1: (torch.tensor([[2.0]]), None), "size": torch.Size([2]), "o": OrderedDict(x=b"y"), "none": {}}
-    optimizer.state[model[0].weight].update(f=value, ro=[torch.tensor(0.5)], pair=(1, 2))
+    optimizer.state[model.a.weight].update(f=value, ro=[torch.tensor(0.5)], pair=(1, 2))
     groups: dict[str, Any] = {"config": {"beta": 0.5, "dims": [1, (2, 3)]}}
     optimizer.param_groups[0].update(groups)
     shared: dict[Any, Any] = optimizer.state
@@ -208,23 +217,23 @@ def test_a_nested_state_keeps_types_and_shared_tensors(tmp_path: Path) -> None:
     again = torch.optim.SGD(model.parameters(), 0.1)
     again.param_groups[0]["config"] = None
     ckpt.load({"model": model, "optimizer": again}, tmp_path)
-    found = again.state[model[0].weight]
+    found = again.state[model.a.weight]
     assert described(again) == described(optimizer)
     assert torch.equal(found["f"]["a/b"][0], one) and found["f"]["a/b"][1] is found["f"]["a/b"][0]
     assert found["f"][1][0].tolist() == [[2.0]] and found["ro"][0].item() == 0.5
     assert again.param_groups[0]["config"] == groups["config"] and dict[Any, Any](again.state)["counts"] == {"steps": [1, 2]}
-    assert {"0.weight/f/a/b/0"} == {name for name in ckpt.open(tmp_path).tensors if name.startswith("0.weight/")}
+    assert {"a.weight/f/a/b/0"} == {name for name in ckpt.open(tmp_path).tensors if name.startswith("a.weight/")}
 
 
 def test_what_a_nested_state_can_not_hold_is_named(tmp_path: Path) -> None:
     model = net(0, "no")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    optimizer.state[model[0].weight]["f"] = {"seen": [{1, 2}]}
-    with pytest.raises(ValueError, match=r"state 'f' of '0.weight': f.seen\[0\] is a set, .*; give a sorted list"):
+    optimizer.state[model.a.weight]["f"] = {"seen": [{1, 2}]}
+    with pytest.raises(ValueError, match=r"state 'f' of 'a.weight': f.seen\[0\] is a set, .*; give a sorted list"):
         ckpt.save({"model": model, "optimizer": optimizer}, tmp_path, 1)
     loop: list[Any] = []
     loop.append(loop)
-    optimizer.state[model[0].weight]["f"] = loop
+    optimizer.state[model.a.weight]["f"] = loop
     with pytest.raises(ValueError, match="deep, or holds itself"):
         ckpt.save({"model": model, "optimizer": optimizer}, tmp_path, 1)
 
@@ -237,7 +246,8 @@ def test_a_failed_load_leaves_nested_states_alone(tmp_path: Path) -> None:
     fresh = lbfgs(model.parameters())
     with pytest.raises(ckpt.CheckpointMismatch):
         ckpt.load({"model": model, "optimizer": fresh, "none": 1}, tmp_path)
-    other = nn.Sequential(nn.Linear(5, 7))
+    other = nn.Module()
+    other.a = nn.Linear(5, 7)
     with pytest.raises(ckpt.CheckpointMismatch):
         ckpt.load({"model": other, "optimizer": (of_other := lbfgs(other.parameters()))}, tmp_path)
     assert not fresh.state and not of_other.state
@@ -249,11 +259,11 @@ def test_a_nested_state_of_an_excluded_parameter_stays(tmp_path: Path) -> None:
     train(model, optimizer, 1)
     ckpt.save({"model": model, "optimizer": optimizer}, tmp_path, 1)
     train(model, optimizer, 1)
-    kept = optimizer.state[model[0].bias]["f"]["block"]["ema"].clone()
-    ckpt.load({"model": model, "optimizer": optimizer}, tmp_path, include="0.weight")
-    assert torch.equal(optimizer.state[model[0].bias]["f"]["block"]["ema"], kept)
-    ckpt.load({"model": model, "optimizer": optimizer}, tmp_path, exclude="0.weight")
-    assert not torch.equal(optimizer.state[model[0].bias]["f"]["block"]["ema"], kept)
+    kept = optimizer.state[model.a.bias]["f"]["block"]["ema"].clone()
+    ckpt.load({"model": model, "optimizer": optimizer}, tmp_path, include="a.weight")
+    assert torch.equal(optimizer.state[model.a.bias]["f"]["block"]["ema"], kept)
+    ckpt.load({"model": model, "optimizer": optimizer}, tmp_path, exclude="a.weight")
+    assert not torch.equal(optimizer.state[model.a.bias]["f"]["block"]["ema"], kept)
 
 
 def test_stock_dcp_reads_nested_states(tmp_path: Path) -> None:
@@ -261,11 +271,11 @@ def test_stock_dcp_reads_nested_states(tmp_path: Path) -> None:
     optimizer = nested(model.parameters())
     train(model, optimizer, 2)
     ckpt.save({"model": model, "optimizer": optimizer}, tmp_path, 1)
-    held = optimizer.state[model[0].weight]["f"]
-    want = {"optim": {"state": {"0.weight": {"f": {"block": {"ema": torch.zeros(6, 5)}, "3": {"0": torch.zeros(6, 5)}}}}}}
+    held = optimizer.state[model.a.weight]["f"]
+    want = {"optim": {"state": {"a.weight": {"f": {"block": {"ema": torch.zeros(6, 5)}, "3": {"0": torch.zeros(6, 5)}}}}}}
     dcp.load(want, storage_reader=DcpReader(tmp_path))
-    assert torch.equal(want["optim"]["state"]["0.weight"]["f"]["block"]["ema"], held["block"]["ema"])
-    assert torch.equal(want["optim"]["state"]["0.weight"]["f"]["3"]["0"], held[3][0])
+    assert torch.equal(want["optim"]["state"]["a.weight"]["f"]["block"]["ema"], held["block"]["ema"])
+    assert torch.equal(want["optim"]["state"]["a.weight"]["f"]["3"]["0"], held[3][0])
 
 
 @pytest.mark.parametrize("make", [nested, lbfgs])
@@ -295,5 +305,5 @@ def test_a_forged_name_in_a_nested_state_is_refused(tmp_path: Path) -> None:
 
     check_saved_meta("x", opened.meta)
     saved["nested"].remove("f/3/0")
-    with pytest.raises(ckpt.CheckpointMismatch, match=r"meta.optimizers.optimizer.scalars.f.0.weight is no number, text or list"):
+    with pytest.raises(ckpt.CheckpointMismatch, match=r"meta.optimizers.optimizer.scalars.f.a.weight is no number, text or list"):
         check_saved_meta("x", opened.meta)

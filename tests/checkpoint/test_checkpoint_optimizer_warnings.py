@@ -38,7 +38,7 @@ def test_hyperparameters_and_counters_that_differ_by_rank_warn_once(rank: int, w
     assert not heard.lines
     optimizer.param_groups[0]["lr"] = 0.1 + rank
     ckpt.save({"model": model, "optimizer": optimizer}, root, 2)
-    optimizer.state[model[0].weight]["step"] += rank
+    optimizer.state[model.a.weight]["step"] += rank
     for step in (3, 4):
         ckpt.save({"model": model, "optimizer": optimizer}, root, step)
     expected = [
