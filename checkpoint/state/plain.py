@@ -123,7 +123,7 @@ class _Packer:
         raise ValueError(f"{what} is a {type(value).__name__}, which a checkpoint can't hold; {_remedy(value)}")
 
     def _mapping(self, what: str, value: Mapping[Any, Any], depth: int) -> Any:
-        if _of_optimizer(value):
+        if self.tensor is None and _of_optimizer(value):
             raise ValueError(
                 f"{what} is an optimizer's state_dict(); give the objects, as "
                 '{"model": model, "optimizer": optimizer}, and not their state_dict(): each rank then stores its own part of the states'
@@ -247,7 +247,7 @@ class EntryBytes:
     def state(self, name: Any) -> Any:
         """The tensor ``name`` of an optimizer's state. Raises ValueError."""
         if self._states is None:
-            raise ValueError("it names a tensor of an optimizer's state, but is none")
+            raise ValueError("it has the tag $state, which only states of optimizers have")
         return self._states(name)
 
     def take(self, where: Any) -> bytearray:

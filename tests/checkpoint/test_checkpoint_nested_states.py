@@ -207,7 +207,14 @@ def test_a_nested_state_keeps_types_and_shared_tensors(tmp_path: Path) -> None:
     model = net(0, "no")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     one = torch.arange(4.0)
-    value = {"a/b": [one, one], 1: (torch.tensor([[2.0]]), None), "size": torch.Size([2]), "o": OrderedDict(x=b"y"), "none": {}}
+    value: dict[Any, Any] = {
+        "a/b": [one, one],
+        1: (torch.tensor([[2.0]]), None),
+        "size": torch.Size([2]),
+        "o": OrderedDict(x=b"y"),
+        "none": {},
+    }
+    value["inner"] = {"state": {0: {"m": torch.ones(2)}}, "param_groups": []}  # as an optimizer within has it
     optimizer.state[model.a.weight].update(f=value, ro=[torch.tensor(0.5)], pair=(1, 2))
     groups: dict[str, Any] = {"config": {"beta": 0.5, "dims": [1, (2, 3)]}}
     optimizer.param_groups[0].update(groups)
@@ -222,7 +229,9 @@ def test_a_nested_state_keeps_types_and_shared_tensors(tmp_path: Path) -> None:
     assert torch.equal(found["f"]["a/b"][0], one) and found["f"]["a/b"][1] is found["f"]["a/b"][0]
     assert found["f"][1][0].tolist() == [[2.0]] and found["ro"][0].item() == 0.5
     assert again.param_groups[0]["config"] == groups["config"] and dict[Any, Any](again.state)["counts"] == {"steps": [1, 2]}
-    assert {"a.weight/f/a/b/0"} == {name for name in ckpt.open(tmp_path).tensors if name.startswith("a.weight/")}
+    assert {"a.weight/f/a/b/0", "a.weight/f/inner/state/0/m"} == {
+        name for name in ckpt.open(tmp_path).tensors if name.startswith("a.weight/")
+    }
 
 
 def test_what_a_nested_state_can_not_hold_is_named(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ class Heard(logging.Handler):
 
 
 @on_processes(2)
-def test_hyperparameters_and_counters_that_differ_by_rank_warn_once(rank: int, world: int) -> None:
+def test_numbers_that_differ_by_rank_are_told_once(rank: int, world: int) -> None:
     heard = Heard()
     logging.getLogger("vescale_ray").addHandler(heard)
     model = net(0, "ours")

@@ -36,7 +36,7 @@ def _remedy(error: ErrorDetails, inner: Any) -> str:
             return "give a finite number"
         case "bool_parsing" | "bool_type":
             return "give true or false"
-        case "string_type":
+        case "string_type" | "string_unicode":
             return "give a text"
         case "string_too_short":
             return "must not be empty"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,13 +94,6 @@ _BY_THE_CUT = {
 """Optimizer options whose results depend, in the last bit, on how the parameters are sharded."""
 
 
-def _is_encodable(path: str) -> bool:
-    try:
-        return b"\0" not in os.fsencode(path)
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
-
-
 def _misfits(c: RunConfig) -> Iterator[str]:
     """Yield an error for each combination of values that don't match; it names the keys, their values and the remedy."""
     paths = {"checkpoint.dir": c.checkpoint.dir, "run.dir": c.run.dir, "data.corpus": c.data.corpus, "ray.address": c.ray.address}
@@ -111,8 +103,8 @@ def _misfits(c: RunConfig) -> Iterator[str]:
                 "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a profile or role" if key == "checkpoint.dir" else "leave them out"
             )
             yield f"{key}: credentials do not belong in a URL, which is written to the run's folder, manifests and logs; {remedy}"
-        elif not _is_encodable(given or ""):
-            yield f"{key} = {ascii(given)}: it has a character that no path can have; leave it out"
+        elif "\0" in (given or ""):
+            yield f"{key} = {given!r}: it has a character that no path can have; leave it out"
         elif (wrong := misread(given or "")) is not None:
             yield f"{key} = {given}: {wrong}"
     if (c.checkpoint.dir or "").startswith("memory://"):
