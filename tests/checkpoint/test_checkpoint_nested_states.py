@@ -21,6 +21,9 @@ from tests.ranks import on_processes, run_gloo
 from vescale_ray import RaggedDTensor
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.bridges.dcp import DcpReader
+from vescale_ray.checkpoint.state import optimizer_state
+from vescale_ray.checkpoint.state.saved_meta import check_saved_meta
+from vescale_ray.checkpoint.state.scalars import encode
 from vescale_ray.fsdp import fully_shard
 
 pytestmark = pytest.mark.filterwarnings("ignore::vescale_ray.dtensor.RaggedFallbackWarning")
@@ -234,6 +237,24 @@ def test_a_nested_state_keeps_types_and_shared_tensors(tmp_path: Path) -> None:
     }
 
 
+def test_states_in_the_form_of_older_checkpoints_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, a tuple was a list of JSON, and a plain tensor of one element a tensor."""
+    model = net(0, "no")
+    optimizer, resumed = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))
+    optimizer.state[model.a.weight].update(pair=(1, 2.5), step=torch.tensor([3.0]))
+    with monkeypatch.context() as older:
+        older.setattr(optimizer_state, "fold", lambda what, name, value, paths: encode(what, value))
+        older.setattr(optimizer_state, "_is_scalar", lambda param, state_key, value: value.dim() == 0)
+        ckpt.save({"model": model, "optimizer": optimizer}, tmp_path, 1)
+    saved = ckpt.open(tmp_path).meta["optimizers"]["optimizer"]
+    assert saved["scalars"] == {"pair": {"a.weight": [1, 2.5]}} and saved["kinds"] == ["step"]
+    for live in ({}, {"pair": (0, 0), "step": torch.tensor([9.0])}):
+        resumed.state[model.a.weight].update(live)
+        ckpt.load({"model": model, "optimizer": resumed}, tmp_path)
+        found = resumed.state[model.a.weight]
+        assert found["pair"] == (1, 2.5) and torch.equal(found["step"], torch.tensor([3.0]))
+
+
 def test_what_a_nested_state_can_not_hold_is_named(tmp_path: Path) -> None:
     model = net(0, "no")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -310,8 +331,6 @@ def test_a_forged_name_in_a_nested_state_is_refused(tmp_path: Path) -> None:
     opened = ckpt.open(tmp_path)
     saved = opened.meta["optimizers"]["optimizer"]
     assert sorted(saved["nested"]) == ["f/3/0", "f/block/ema"] and not saved["kinds"]
-    from vescale_ray.checkpoint.state.saved_meta import check_saved_meta
-
     check_saved_meta("x", opened.meta)
     saved["nested"].remove("f/3/0")
     with pytest.raises(ckpt.CheckpointMismatch, match=r"meta.optimizers.optimizer.scalars.f.a.weight is no number, text or list"):
