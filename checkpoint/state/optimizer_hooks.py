@@ -12,6 +12,10 @@ _log = logging.getLogger(__name__)
 _warned: set[tuple[str, str, str]] = set()
 """(entry, class, method) of warnings given, so that each is given once."""
 
+_HOOKS = {
+    "state_dict": ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
+    "load_state_dict": ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
+}
 _LOST = {
     "state_dict": "give what they add as another entry of the state",
     "load_state_dict": "do after load() what they do",
@@ -32,12 +36,11 @@ def warn_of_hooks(state: Mapping[str, Any], method: Literal["state_dict", "load_
 def _parts(value: Any) -> Iterator[torch.optim.Optimizer]:
     if isinstance(value, torch.optim.Optimizer):
         yield value
-        for part in getattr(value, "optimizers", ()):
+        for part in getattr(value, "optimizers", None) or ():
             yield from _parts(part)
 
 
 def _extends(optimizer: torch.optim.Optimizer, method: str) -> bool:
-    hooks = (getattr(optimizer, f"_optimizer_{method}_{when}_hooks", None) for when in ("pre", "post"))
-    used = getattr(optimizer, method)
-    at = getattr(used, "__module__", "") or ""
-    return any(hooks) or not at.startswith(("torch.optim.", "vescale_ray."))
+    at = getattr(getattr(optimizer, method), "__module__", None) or ""
+    hooks = any(getattr(optimizer, name, None) for name in _HOOKS[method])  # a wrapper may have none
+    return hooks or not at.startswith(("torch.optim.", "vescale_ray."))
