@@ -335,6 +335,11 @@ def restore_optimizer(
             hyper = saved["groups"][index]["hyper"]
         for name, value in hyper.items():
             group[name] = unfold(value, like=group.get(name))
+    for group in optimizer.param_groups:
+        for param in group["params"] if group.get("fused") or group.get("capturable") else ():
+            step = optimizer.state[param].get("step") if param in optimizer.state else None
+            if isinstance(step, torch.Tensor) and step.device != param.device:  # such kernels read it on the device
+                optimizer.state[param]["step"] = step.to(param.device)
     adopt = getattr(optimizer, "adopt_states", None)  # for an optimizer whose states are views or copies of others
     if adopt is not None:
         adopt()

@@ -69,6 +69,28 @@ def test_average_of_a_frozen_model_that_ran_with_gradients(rank: int, world: int
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
+@on_threads(2)
+def test_a_frozen_model_may_run_in_a_backward_hook(rank: int, world: int) -> None:
+    """A critic scales the gradient of another model. Afterwards its parameters are sharded."""
+    results = []
+    for how in (sharded, lambda m, units=(): m):
+        model, critic = (filled(nn.Sequential(nn.Linear(D, D), nn.Linear(D, D)), seed, 0.3) for seed in (1, 2))
+        for one in (model, critic):
+            how(one, [one[0]])
+        filled(model, 1, 0.3), filled(critic.requires_grad_(False), 2, 0.3)
+        y = model(batch())
+
+        def scaled(gradient: torch.Tensor, critic: Any = critic) -> torch.Tensor:
+            with torch.no_grad():
+                return gradient * critic(batch(1)).mean()
+
+        y.register_hook(scaled)
+        y.square().mean().backward()
+        assert how is not sharded or all(isinstance(p, DTensor) for p in critic.parameters())
+        results.append([full(p.grad) for p in model.parameters()])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
 # -- inputs that are changed in place --------------------------------------------------------------------------------------------
 
 

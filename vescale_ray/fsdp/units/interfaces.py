@@ -38,6 +38,9 @@ class UnitSchedule(Protocol[U]):
     def running(self) -> bool: ...
 
     @property
+    def recomputes(self) -> bool: ...
+
+    @property
     def overlaps(self) -> bool: ...
 
     def enter_forward(

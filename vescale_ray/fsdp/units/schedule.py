@@ -21,6 +21,7 @@ from vescale_ray.fsdp.communication.debug import agree, debugging
 from vescale_ray.fsdp.communication.labels import log, span
 from vescale_ray.fsdp.groups.group import ParameterGroup
 from vescale_ray.fsdp.groups.reduction import Sums
+from vescale_ray.fsdp.groups.running_backward import in_backward
 from vescale_ray.fsdp.groups.uses import Uses
 from vescale_ray.fsdp.layouts.phases import Phase, PhaseError, StepEnd
 from vescale_ray.fsdp.units.arrivals import will_come
@@ -83,6 +84,11 @@ class Schedule:
     def running(self) -> bool:
         """Whether a forward or a backward is under way."""
         return self.forward_root is not None or self._in_backward
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a forward that starts now is a recomputation. One of a frozen model in another model's hook is none."""
+        return in_backward() and (torch.is_grad_enabled() or (self._in_backward and self.forward_root is None))
 
     @property
     def overlaps(self) -> bool:

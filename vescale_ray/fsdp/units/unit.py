@@ -26,7 +26,6 @@ from vescale_ray.fsdp.buffers.lanes import Lanes
 from vescale_ray.fsdp.communication import comm
 from vescale_ray.fsdp.communication.labels import log, span
 from vescale_ray.fsdp.groups.group import ParameterGroup
-from vescale_ray.fsdp.groups.running_backward import in_backward
 from vescale_ray.fsdp.layouts.phases import Phase, PhaseError, StepEnd, check_transition
 from vescale_ray.fsdp.units.interfaces import TorchState, UnitSchedule
 from vescale_ray.fsdp.units.marks import Call, kept_tensors, mark_inputs
@@ -121,7 +120,7 @@ class Unit:
         if self._depth == 0:
             self._handled = id(sys.exc_info()[1])
         if self._depth == 0 and not self._waiting:
-            if in_backward():
+            if schedule.recomputes:
                 self._outer = self.phase
                 self.set_phase(Phase.RECOMPUTE)
                 self.unshard(backward=True)
@@ -189,9 +188,9 @@ class Unit:
         self.set_phase(Phase.RESTING)
         trains = self._trains
         if reshard and (self.resharding_after_forward or not trains):
-            # Without gradients no backward needs the parameters. The modules get the sharded ones back, so that an optimizer built now, or
-            # a write made now, reaches them. If the unit does not reshard after forward, the buffer keeps the gathered values for the next
-            # forward. If the user called unshard(), the modules keep them, too.
+            # If no backward needs the parameters, the modules get the sharded ones back, so that an optimizer built now, or a write made
+            # now, reaches them. The buffer keeps the gathered values for the next forward, unless the unit reshards. If the user called
+            # unshard(), the modules keep them, too.
             keep = not self.resharding_after_forward
             groups = [group for group in self.groups if not (keep and group.requested)]
             with outside_transforms():
