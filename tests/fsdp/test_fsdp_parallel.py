@@ -297,3 +297,19 @@ def test_parameters_that_do_not_fit_the_mesh_are_refused(rank, world):
         fully_shard(Global(mesh["tp"], [Shard(0)]), mesh=mesh, dp_mesh_dims=dims)
     with pytest.raises(ValueError, match="must have mesh_dim_names when dp_mesh_dims is provided"):
         fully_shard(Layer(), dp_mesh_dims=dims)
+
+
+@on_processes(2)
+def test_compiled_layers_above_tp_train_as_eager_ones(rank, world):
+    """All parameters but a unit's first begin inside its gathered buffer."""
+    trained = []
+    for compiled in (False, True):
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        model = with_tp(fully_shard, mesh, "dp")
+        if compiled:
+            for layer in model.layers:
+                layer.compile(backend="aot_eager")
+        for step in range(2):
+            model(batch(step, 0, 1)).square().mean().backward()
+        trained.append([full(p.grad) for p in model.parameters()])
+    torch.testing.assert_close(*trained, rtol=1e-5, atol=1e-6)

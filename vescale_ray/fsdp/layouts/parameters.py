@@ -214,8 +214,10 @@ class GroupParam:
         else:
             given = self.parallel.spec
             meta = TensorMeta(given.shape, contiguous_stride(given.shape), view.dtype)
-            whole = DTensor(local, DTensorSpec(given.mesh, given.placements, tensor_meta=meta), requires_grad=False)
+            # The DTensor is made of the view: torch.compile expects it to begin where its local tensor does.
+            whole = DTensor(view, DTensorSpec(given.mesh, given.placements, tensor_meta=meta), requires_grad=False)
             self.unsharded = nn.Parameter(whole, requires_grad=differentiable)
+            self.unsharded._local_tensor = local  # type: ignore[attr-defined]
         self.point_to(view)
         self.unsharded.__dict__[GATHERED_OF] = weakref.ref(self)
         return self.unsharded
