@@ -35,7 +35,7 @@ from .bridges.foreign import (
     publish,
     take_back,
 )
-from .bridges.safetensors_file import MAX_HEADER, SAFETENSORS_NAME, Located, header_of, once, read_header
+from .bridges.safetensors_file import SAFETENSORS_NAME, Located, header_of, read_header
 from .commits import Commit
 from .errors import CheckpointMismatch, ExportFailed, ForeignFileError
 from .format.digest import as_bytes, view_of
@@ -389,11 +389,8 @@ def _files_of(path: Path) -> tuple[Path, list[str], dict[str, str] | None]:
 
 def _indexed(path: Path) -> tuple[Path, list[str], dict[str, str]]:
     files = Files(path.parent)
-    size = files.size(path.name)
-    if size > MAX_HEADER:
-        raise ForeignFileError(f"{path}: no index: it is larger than {MAX_HEADER} bytes")
     try:
-        index = json.loads(files.read(path.name, 0, size), object_pairs_hook=once)
+        index = json.loads(files.read(path.name, 0, files.size(path.name)))
     except (ValueError, RecursionError) as error:
         raise ForeignFileError(f"{path}: no index: no JSON: {error}") from None
     weights = index.get("weight_map") if isinstance(index, dict) else None
