@@ -22,8 +22,9 @@ from tests.checkpoint.s3_fake import fake_s3
 from vescale_ray import checkpoint
 from vescale_ray.checkpoint import S3Store
 from vescale_ray.checkpoint.format.manifest_codec import seal
-from vescale_ray.cli import app, checkpoint_conversions, main
-from vescale_ray.cli.checkpoint_group import ckpt
+from vescale_ray.cli import app, main
+from vescale_ray.cli.checkpoints import checkpoint_conversions
+from vescale_ray.cli.checkpoints.checkpoint_group import ckpt
 from vescale_ray.models.llama import Llama
 from vescale_ray.runfolder import RunFolder
 
@@ -201,7 +202,7 @@ def test_a_table_of_names_comes_from_a_file(run, capsys):
 
 def test_malformed_files_are_bad_input(run, capsys):
     Path("bad.safetensors").write_bytes(b"\xff" * 20)
-    assert "no safetensors file: a header of" in refused(capsys, "import-hf", "bad.safetensors", "y")
+    assert "no complete safetensors file" in refused(capsys, "import-hf", "bad.safetensors", "y")
     assert "no such file or folder" in refused(capsys, "import-hf", "nowhere", "y")
     Path("empty").mkdir()
     assert "no DCP checkpoint: it has no .metadata" in refused(capsys, "import-dcp", "empty", "y")

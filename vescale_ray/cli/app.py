@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vescale_ray import __version__
-from vescale_ray.cli.checkpoint_group import ckpt
+from vescale_ray.cli.checkpoints.checkpoint_group import ckpt
 from vescale_ray.cli.common import BAD_INPUT, FAILED, INTERRUPTED, OK, CommandGroup, Failed, folder_of
 from vescale_ray.cli.export_commands import dash, export
 from vescale_ray.cli.kubernetes_commands import k8s

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vescale_ray.cli.checkpoint_output import Watched, bar
-from vescale_ray.cli.checkpoint_paths import run_folder_of, split, store_at
+from vescale_ray.cli.checkpoints.checkpoint_output import Watched, bar
+from vescale_ray.cli.checkpoints.checkpoint_paths import run_folder_of, split, store_at
 from vescale_ray.cli.common import OK, Failed
 from vescale_ray.errors import BadInput
 

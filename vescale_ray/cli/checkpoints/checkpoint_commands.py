@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from vescale_ray.cli.checkpoint_output import Watched, bar, clean, dtype_text, finite, size_text
-from vescale_ray.cli.checkpoint_paths import COMMIT, Target, bad_values, open_at, root_of, split, store_at
+from vescale_ray.cli.checkpoints.checkpoint_output import Watched, bar, clean, dtype_text, finite, size_text
+from vescale_ray.cli.checkpoints.checkpoint_paths import COMMIT, Target, bad_values, open_at, root_of, split, store_at
 from vescale_ray.cli.common import FAILED, OK, Failed
 from vescale_ray.errors import BadInput
 

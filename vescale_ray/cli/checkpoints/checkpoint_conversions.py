@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vescale_ray.cli.checkpoint_commands import as_json_flag, excludes, includes
-from vescale_ray.cli.checkpoint_output import bar, size_text
-from vescale_ray.cli.checkpoint_paths import Target, bad_values, open_at, root_of, split, store_at
+from vescale_ray.cli.checkpoints.checkpoint_commands import as_json_flag, excludes, includes
+from vescale_ray.cli.checkpoints.checkpoint_output import bar, size_text
+from vescale_ray.cli.checkpoints.checkpoint_paths import Target, bad_values, open_at, root_of, split, store_at
 from vescale_ray.cli.common import OK, lasting_path
 from vescale_ray.errors import BadInput
 
