@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from tests import ranks
 from tests.ranks import on_threads, run_gloo
+from vescale_ray.communication import abortable_waits
 from vescale_ray.fsdp import fully_shard
 from vescale_ray.workers.monitoring.heartbeat import (
     RECORDER,
@@ -244,3 +245,10 @@ def test_stacks_come_from_a_gil_holder_and_not_a_stopped_process():
         process.join()
     assert state_of(pid) == "" and "No such" in take_stacks(pid, descriptor, 0.3)
     assert take_stacks(os.getpid(), -1, 1.0) == "(this system cannot share the stacks with other processes)"
+
+
+def test_a_wait_counts_at_every_line_of_it() -> None:
+    """A wait for messages looks at them again and again. Under load, a look at the thread often comes between two of these."""
+    found: dict[str, Any] = {}
+    exec(compile("import sys\nfound['frame'] = sys._getframe()", abortable_waits.__file__, "exec"), {"found": found})
+    assert where(found["frame"]).waiting and not where(sys._getframe()).waiting
