@@ -11,6 +11,8 @@ Six Feistel rounds of a 64-bit mixing function are far more than a shuffle of tr
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
@@ -21,6 +23,7 @@ _Words = npt.NDArray[np.uint64]
 
 ROUNDS = 6
 _MASK = (1 << 64) - 1
+_PARTS = 1 << 32
 
 
 def _mix(value: int) -> int:
@@ -39,6 +42,37 @@ def _mix_words(words: _Words) -> _Words:
     return words ^ (words >> np.uint64(31))
 
 
+def permute(positions: _Words, count: int, key: int) -> Ids:
+    """Return the places of ``positions`` in the permutation of ``[0, count)`` that ``key`` chooses. All positions are below ``count``."""
+    half_bits = max(1, ((count - 1).bit_length() + 1) // 2)
+    keys = [_mix(key ^ number) for number in range(ROUNDS)]
+    words = _feistel(positions, half_bits, keys)
+    outside = np.flatnonzero(words >= count)
+    while outside.size:
+        words[outside] = _feistel(words[outside], half_bits, keys)
+        outside = outside[words[outside] >= count]
+    return words.astype(np.int64)
+
+
+def epoch_key(seed: int, epoch: int) -> int:
+    """Return the key of :func:`permute` for an epoch."""
+    return _mix(_mix(seed) ^ epoch)
+
+
+def part_key(key: int, part: int) -> int:
+    """Return the key for one part of what ``key`` permutes; it is none of ``key``'s round keys."""
+    return _mix(_mix(key ^ _PARTS) ^ part)
+
+
+def _feistel(words: _Words, half_bits: int, keys: list[int]) -> _Words:
+    bits = np.uint64(half_bits)
+    mask = np.uint64((1 << half_bits) - 1)
+    left, right = words >> bits, words & mask
+    for key in keys:
+        left, right = right, left ^ (_mix_words(right ^ np.uint64(key)) & mask)
+    return (left << bits) | right
+
+
 class SampleStream:
     """Sample ids at positions ``0, 1, 2, ..``: positions ``[e * n, (e + 1) * n)`` are epoch ``e``, a permutation of ``[0, n)``.
 
@@ -55,7 +89,6 @@ class SampleStream:
             raise BadInput(f"seed = {seed}: give at least 0")
         self.num_samples = num_samples
         self.seed = seed
-        self._half_bits = max(1, ((num_samples - 1).bit_length() + 1) // 2)
 
     def ids(self, start: int, count: int) -> Ids:
         """Return the ids at positions ``[start, start + count)``, int64 ``[count]``, in O(count) time.
@@ -70,7 +103,9 @@ class SampleStream:
         while done < count:
             epoch, offset = divmod(start + done, self.num_samples)
             take = min(count - done, self.num_samples - offset)
-            out[done : done + take] = self._permute(epoch, np.arange(offset, offset + take, dtype=np.uint64))
+            out[done : done + take] = permute(
+                np.arange(offset, offset + take, dtype=np.uint64), self.num_samples, epoch_key(self.seed, epoch)
+            )
             done += take
         return out
 
@@ -78,19 +113,6 @@ class SampleStream:
         """Return the epoch of the next sample after ``consumed`` samples."""
         return consumed // self.num_samples
 
-    def _permute(self, epoch: int, positions: _Words) -> Ids:
-        keys = [_mix(_mix(_mix(self.seed) ^ epoch) ^ number) for number in range(ROUNDS)]
-        words = self._feistel(positions, keys)
-        outside = np.flatnonzero(words >= self.num_samples)
-        while outside.size:
-            words[outside] = self._feistel(words[outside], keys)
-            outside = outside[words[outside] >= self.num_samples]
-        return words.astype(np.int64)
-
-    def _feistel(self, words: _Words, keys: list[int]) -> _Words:
-        bits = np.uint64(self._half_bits)
-        mask = np.uint64((1 << self._half_bits) - 1)
-        left, right = words >> bits, words & mask
-        for key in keys:
-            left, right = right, left ^ (_mix_words(right ^ np.uint64(key)) & mask)
-        return (left << bits) | right
+    def blocks(self, position: int) -> Iterator[int]:
+        """Yield nothing: the samples are in memory (:meth:`vescale_ray.data.dataset.SampleOrder.blocks`)."""
+        yield from ()
