@@ -152,7 +152,7 @@ def main() -> int:
     import torch.distributed as dist
 
     from vescale_ray.config import load_config
-    from vescale_ray.data.corpus import load_corpus
+    from vescale_ray.data.loading import load_dataset
     from vescale_ray.optim.routing import optimizer_class
 
     for name in list(runs):
@@ -163,7 +163,7 @@ def main() -> int:
             del runs[name]
     with as_file(files("vescale_ray.configs") / "demo.yaml") as path:
         data = load_config(path).data
-    corpus = load_corpus(data.corpus, data.seq_len, data.heldout)
+    corpus = load_dataset(data)
     curves: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         join(os.path.join(folder, "store"), 0, 1)

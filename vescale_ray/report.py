@@ -316,11 +316,9 @@ def _processes(events: Sequence[Record]) -> tuple[tuple[str, int], ...]:
 
 
 def _stream(config: RunConfig) -> Stream:
-    from vescale_ray.data.corpus import load_corpus
-    from vescale_ray.data.stream import SampleStream
+    from vescale_ray.data.loading import load_dataset
 
-    corpus = load_corpus(config.data.corpus, config.data.seq_len, config.data.heldout)
-    return SampleStream(corpus.num_samples, config.run.seed)
+    return load_dataset(config.data).order(config.run.seed)
 
 
 def _verify(config: RunConfig) -> tuple[str | None, tuple[str, ...]]:

@@ -1,7 +1,7 @@
 """Code that runs on a worker: process groups, the training loop of one generation, in-memory copies, and the reshard.
 
 Only ``worker.py``, the Ray actor, uses Ray. A worker is one process that goes through many generations; a generation is one fixed set of
-ranks. Between two generations the process keeps its imports, its corpus and its :class:`Snapshots`.
+ranks. Between two generations the process keeps its imports, its data set and its :class:`Snapshots`.
 
 ``membership.py`` and the tests drive a worker like this::
 
@@ -13,7 +13,7 @@ ranks. Between two generations the process keeps its imports, its corpus and its
     process_groups.form(host, port, f"{run}/{generation}/{attempt}", rank, world, "gloo", timeout_s)
     try:
         with process_groups.collectives("..."):                          # turns collective errors into GroupFailed(str), frames cleared
-            trainer = Trainer(config, rank, world, generation, device, corpus)
+            trainer = Trainer(config, rank, world, generation, device, dataset)
             trainer.initialize()                                 # source: fresh
             restore_from_checkpoint(trainer, checkpoint)         # source: checkpoint (vescale_ray.checkpoint.open(root, commit))
             report = reshard.execute(snapshots.shards(resume.generation, resume.step), trainer)   # source: memory; a joiner has [] to give

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import torch
 
     from vescale_ray.config import RunConfig
-    from vescale_ray.data.corpus import Corpus
+    from vescale_ray.data.dataset import Dataset
     from vescale_ray.workers.messages import StepRecord
     from vescale_ray.workers.model_building import NextModel
     from vescale_ray.workers.monitoring.heartbeat import Heartbeat
@@ -64,7 +64,7 @@ class Resources:
 
     config: RunConfig
     device: torch.device
-    corpus: Corpus
+    dataset: Dataset
     snapshots: Snapshots
     writer: Writer
     heartbeat: Heartbeat
@@ -211,7 +211,7 @@ class Membership:
                 order.seat.world,
                 order.ticket.generation,
                 resources.device,
-                resources.corpus,
+                resources.dataset,
                 resources.next_model.take(),
                 filled=order.origin is not Origin.FRESH,
             )

@@ -45,7 +45,7 @@ class WorkerPhase(StrEnum):
     """State of a worker's training thread.
 
     ======== ===================================================== =======================
-    WARMING  imports, reads the corpus, creates its CUDA context   then IDLE
+    WARMING  imports, opens the data set, creates its CUDA context   then IDLE
     IDLE     has never been in a generation                        waits for an order
     FORMING  joins its group, builds its trainer, loads its state  then TRAINING or PARKED
     TRAINING steps and evaluates                                   then PARKED or FINISHED

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
 
+from vescale_ray.config import VOCAB
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.workers.unit_forward import UnitCompiler, set_forward
 
@@ -46,6 +47,7 @@ def build_model(config: RunConfig) -> nn.Module:
                 heads=model.heads,
                 kv_heads=model.kv_heads,
                 ffn=model.ffn,
+                vocab=config.data.vocab or VOCAB,
                 max_seq=config.data.seq_len,
                 rope_theta=model.rope_theta,
                 tie=model.tie,

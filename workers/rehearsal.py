@@ -60,7 +60,7 @@ def _small(config: RunConfig) -> RunConfig:
     return config.model_copy(
         update={
             "model": config.model.model_copy(update=sizes),
-            "data": config.data.model_copy(update={"seq_len": _SEQ_LEN, "eval_samples": 0}),
+            "data": config.data.model_copy(update={"seq_len": _SEQ_LEN, "eval_samples": 0, "vocab": None}),
             "train": config.train.model_copy(update={"slots": 1, "slot_batch": 1, "compile": False}),
         }
     )
@@ -68,15 +68,15 @@ def _small(config: RunConfig) -> RunConfig:
 
 def _rehearse(config: RunConfig, device: torch.device) -> None:
     text = np.arange(4 * _SEQ_LEN, dtype=np.uint8)
-    corpus = Corpus(text, text[:0], _SEQ_LEN, "rehearsal", 1, len(text), "", 0)
+    dataset = Corpus(text, text[:0], _SEQ_LEN, "rehearsal", 1, len(text), "", 0)
     copies = Snapshots(1)
-    first = Trainer(config, 0, 1, 0, device, corpus)
+    first = Trainer(config, 0, 1, 0, device, dataset)
     first.initialize()
     copies.begin(first)
     first.step(settle=copies.settle)
     copies.after_step(first)
     copies.park(first)
-    second = Trainer(config, 0, 1, 1, device, corpus, filled=True)
+    second = Trainer(config, 0, 1, 1, device, dataset, filled=True)
     execute(copies.shards(0, first.completed), second)
     copies.clear()
     for trainer in (first, second):

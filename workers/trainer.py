@@ -44,7 +44,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_ray.communication import wait_notes
-from vescale_ray.data.stream import SampleStream
 from vescale_ray.lr_schedule import lr_at
 from vescale_ray.workers.messages import StepRecord, Usage
 from vescale_ray.workers.model_building import Blank, build_sharded
@@ -55,7 +54,7 @@ from vescale_ray.workers.step_exchange import RankStep, Seconds, exchange
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
-    from vescale_ray.data.corpus import Corpus
+    from vescale_ray.data.dataset import Dataset
 
 
 class Trainer:
@@ -68,7 +67,7 @@ class Trainer:
         config: configuration of the run, the same on every rank.
         rank, world, generation: rank of this worker, and size and number of its generation.
         device: device of the shards.
-        corpus: the text, the same on every rank.
+        dataset: the samples, the same on every rank.
         blank: unsharded model for this trainer, built ahead; None builds it now.
         filled: whether all values will come from elsewhere, so that optimizer states stay uninitialised. Not with :meth:`initialize`.
 
@@ -93,7 +92,7 @@ class Trainer:
         world: int,
         generation: int,
         device: torch.device | str,
-        corpus: Corpus,
+        dataset: Dataset,
         blank: Blank | None = None,
         *,
         filled: bool = False,
@@ -102,9 +101,9 @@ class Trainer:
             raise ValueError(f"{world} workers for train.slots = {config.train.slots}: use at most as many workers as slots")
         self.config, self.rank, self.world, self.generation = config, rank, world, generation
         self.device = torch.device(device)
-        self.corpus = corpus
+        self.dataset = dataset
         self.completed = 0
-        self._stream = SampleStream(corpus.num_samples, config.run.seed)
+        self._order = dataset.order(config.run.seed)
         torch.set_num_threads(config.train.threads)
         blank = blank or Blank(config)
         self.take_problems = blank.compiler.take_problems
@@ -157,6 +156,7 @@ class Trainer:
         begin = time.perf_counter()
         meter = self._meter
         meter.begin()
+        self.dataset.read_ahead(self._order, self.consumed)
         train, index = self.config.train, self.completed
         tokens = train.slots * train.slot_batch * self.config.data.seq_len
         table = deal(self.pace.view.shares)
@@ -209,7 +209,7 @@ class Trainer:
 
         It uses the same ``data.eval_samples`` windows, evenly spaced, at every call and world size.
         """
-        available = self.corpus.heldout_samples
+        available = self.dataset.heldout_samples
         count = min(self.config.data.eval_samples, available)
         if count == 0:
             return float("nan"), 0
@@ -220,7 +220,7 @@ class Trainer:
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         self.model.eval()
         for turn in range(-(-len(mine) // self.world)):
-            inputs, targets = self.corpus.heldout_batch(mine[share[turn]]) if turn < len(share) else self._filler
+            inputs, targets = self.dataset.heldout_batch(mine[share[turn]]) if turn < len(share) else self._filler
             nll = self._nll(inputs, targets)
             if turn < len(share):
                 total += nll.double()
@@ -259,7 +259,7 @@ class Trainer:
             self.model.set_contributes(turn < len(mine))
             turned, waited = time.perf_counter(), self.model.waited_s
             ids = self._slot_ids(index, mine[turn]) if turn < len(mine) else None
-            inputs, targets = self.corpus.batch(ids) if ids is not None else self._filler
+            inputs, targets = self.dataset.batch(ids) if ids is not None else self._filler
             self._meter.data_s += time.perf_counter() - turned
             self._seed_generators(_seed(self.config.run.seed, index, mine[turn] if ids is not None else -1))
             nll = self._nll(inputs, targets)
@@ -284,7 +284,7 @@ class Trainer:
 
     def _slot_ids(self, index: int, slot: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         train = self.config.train
-        return self._stream.ids((index * train.slots + slot) * train.slot_batch, train.slot_batch)
+        return self._order.ids((index * train.slots + slot) * train.slot_batch, train.slot_batch)
 
     def _seed_generators(self, seed: int) -> None:
         """Seed as ``torch.manual_seed`` does. Without accelerators, that function spends 0.7 ms to find that there is none to seed."""

@@ -175,7 +175,7 @@ class Worker:
                 self._state.rest()
 
     def _warm_up(self, heartbeat: Heartbeat) -> tuple[WorkerInfo, Resources]:
-        """Do the slow work that needs no peer: imports, corpus, device."""
+        """Do the slow work that needs no peer: imports, data set, device."""
         begin = time.perf_counter()
         for name, value in RECORDER.items():
             os.environ.setdefault(name, value)
@@ -184,7 +184,7 @@ class Worker:
         import torch
 
         from vescale_ray.config import parse_config
-        from vescale_ray.data.corpus import load_corpus
+        from vescale_ray.data.loading import load_dataset
         from vescale_ray.workers.membership import Resources
         from vescale_ray.workers.model_building import NextModel
         from vescale_ray.workers.network import process_groups
@@ -196,7 +196,7 @@ class Worker:
         torch.set_num_threads(config.train.threads)
         # A backward pass, also one on the CPU, has torch count the GPUs once and for all. A standby of a GPU rehearses when it has one.
         device = None if self._standby is not None and _uses_gpu(config) else _device(config)
-        corpus = load_corpus(config.data.corpus, config.data.seq_len, config.data.heldout)
+        dataset = load_dataset(config.data)
         node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         choose_interface(host)
         next_model = NextModel(config)
@@ -226,7 +226,7 @@ class Worker:
             address=Door(group_address(host)).address,
             devices=os.environ.get(VISIBLE, "") if config.ray.gpus_per_worker > 0 else "",
         )
-        return info, Resources(config, device, corpus, snapshots, writer, heartbeat, next_model)
+        return info, Resources(config, device, dataset, snapshots, writer, heartbeat, next_model)
 
 
 def _uses_gpu(config: RunConfig) -> bool:

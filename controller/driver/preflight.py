@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vescale_ray.config import RunConfig
+from vescale_ray.config import VOCAB, RunConfig
 from vescale_ray.controller.driver.local_ray import address_of, knock
 from vescale_ray.controller.protocol import RunRefused, StateSource
 from vescale_ray.errors import BadInput
@@ -22,7 +22,7 @@ from vescale_ray.workers.messages import Origin
 
 if TYPE_CHECKING:
     from vescale_ray.checkpoint import Checkpoint
-    from vescale_ray.data.corpus import Corpus
+    from vescale_ray.data.dataset import Dataset
 
 STATES: dict[str, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),
@@ -83,10 +83,12 @@ def foresee(config: RunConfig) -> Foreseen:
     config = absolute(config)
     knock(address_of(config))
     _check_port(config.metrics.host, config.metrics.port)
-    from vescale_ray.data.corpus import load_corpus
+    from vescale_ray.data.loading import load_dataset
 
-    corpus = load_corpus(config.data.corpus, config.data.seq_len, config.data.heldout)
-    return Foreseen(config, stream_of(config, corpus), _expected(config), warnings)
+    dataset = load_dataset(config.data)
+    if config.data.vocab is None and dataset.vocab != VOCAB:  # the tokenizer's; a worker builds its model without looking at the data
+        config = config.model_copy(update={"data": config.data.model_copy(update={"vocab": dataset.vocab})})
+    return Foreseen(config, stream_of(config, dataset), _expected(config), warnings)
 
 
 def check(config: RunConfig, foreseen: Foreseen | None = None, oldest: int | None = None) -> Preflight:
@@ -127,20 +129,22 @@ def absolute(config: RunConfig) -> RunConfig:
     def path(text: str) -> str:
         return text if "://" in text else str(Path(text).expanduser().resolve())
 
-    checkpoint_dir, corpus = config.checkpoint.dir, config.data.corpus
+    checkpoint_dir, tokenizer = config.checkpoint.dir, config.data.tokenizer
+    corpora = [one if one == "stdlib" else path(one) for one in config.data.corpora]
+    data = {"corpus": corpora[0] if isinstance(config.data.corpus, str) else corpora, "tokenizer": path(tokenizer) if tokenizer else None}
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"dir": path(config.run.dir)}),
-            "data": config.data.model_copy(update={"corpus": corpus if corpus == "stdlib" else path(corpus)}),
+            "data": config.data.model_copy(update=data),
             "checkpoint": config.checkpoint.model_copy(update={"dir": path(checkpoint_dir) if checkpoint_dir else None}),
         }
     )
 
 
-def stream_of(config: RunConfig, corpus: Corpus) -> dict[str, Any]:
+def stream_of(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
     """The values that determine the sample at each position. A run that resumes must not have changed any of them."""
     return {
-        "data.corpus": corpus.sha256,
+        **dataset.identity(),
         "data.seq_len": config.data.seq_len,
         "data.heldout": config.data.heldout,
         "run.seed": config.run.seed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -56,6 +57,16 @@ def test_text_keys_keep_values_that_yaml_would_convert() -> None:
     assert (given.run.name, given.metrics.host, given.data.corpus, given.checkpoint.dir) == ("2026", "::", "1.50", "on")
     assert load_config(None, ["ray.address=[::1]:6379"]).ray.address == "[::1]:6379"
     assert given.run.dir == "a b" and load_config(None, ["checkpoint.dir=null"]).checkpoint.dir is None
+
+
+def test_corpus_is_a_path_or_a_list_of_paths() -> None:
+    assert load_config(None, ["data.corpus=*.parquet"]).data.corpora == ["*.parquet"]
+    assert load_config(None, ["data.corpus=[a.bin, 's3://b/[0-9].bin']"]).data.corpora == ["a.bin", "s3://b/[0-9].bin"]
+    assert load_config(None, ["data.end_token=50256"]).data.end_token == "50256"
+    for wrong in ("[]", "[a, '']", "[true]", "[[a]]"):
+        assert refusal(f"data.corpus={wrong}").endswith("give a path, or a list of paths in brackets")
+    assert parse_config(RunConfig().model_dump(mode="json")) == RunConfig()
+    assert refusal("data.corpus=[a, 's3://AKIA:hush@b/x']").startswith("data.corpus: credentials do not belong in a URL")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +180,7 @@ SIZES = [
     f"{name}.{key}"
     for name, section in sections()
     for key, field in section.model_fields.items()
-    if "int" in str(field.annotation) and "seed" not in key
+    if int in (field.annotation, *get_args(field.annotation)) and "seed" not in key
 ]
 
 

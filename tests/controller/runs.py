@@ -15,8 +15,7 @@ from vescale_ray import report
 from vescale_ray.config import RunConfig, parse_config
 from vescale_ray.controller.driver.driver import RunResult, run
 from vescale_ray.controller.protocol import ScheduledAction
-from vescale_ray.data.corpus import load_corpus
-from vescale_ray.data.stream import SampleStream
+from vescale_ray.data.loading import load_dataset
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.monitoring.process import born
 
@@ -77,9 +76,8 @@ class Finished:
         return [tuple(event["workers"]) for event in self.of("generation")]
 
     def accounting(self) -> report.Accounting:
-        """Samples lost and repeated, as computed from the corpus and the stream and not by the run."""
-        corpus = load_corpus(self.config.data.corpus, self.config.data.seq_len, self.config.data.heldout)
-        stream = SampleStream(corpus.num_samples, self.config.run.seed)
+        """Samples lost and repeated, as computed from the data set and its order and not by the run."""
+        stream = load_dataset(self.config.data).order(self.config.run.seed)
         return report.accounting(self.folder, stream, self.config.global_batch, len(self.losses))
 
 

@@ -19,7 +19,7 @@ from vescale_ray.controller.driver import driver, preflight
 from vescale_ray.controller.policy import choose_source
 from vescale_ray.controller.protocol import ScheduledAction
 from vescale_ray.controller.state.checkpoint_stats import CheckpointStats
-from vescale_ray.data.corpus import load_corpus
+from vescale_ray.data.loading import load_dataset
 from vescale_ray.errors import BadInput
 from vescale_ray.workers.messages import Origin
 from vescale_ray.workers.model_building import build_model
@@ -42,8 +42,7 @@ def save(config: RunConfig, step: int, epoch: int = 3) -> None:
             pieces.append(checkpoint.ShardPiece(name, kind, 0, parameter.numel(), shape, torch.float32, torch.zeros(parameter.numel())))
     attempt = f"a{step}-{epoch}"
     vote = checkpoint.write_shard(config.checkpoint_root, attempt, 0, pieces, step=step, epoch=epoch)
-    corpus = load_corpus(config.data.corpus, config.data.seq_len, config.data.heldout)
-    meta = {"stream": preflight.stream_of(config, corpus)}
+    meta = {"stream": preflight.stream_of(config, load_dataset(config.data))}
     checkpoint.commit(config.checkpoint_root, [vote], step=step, epoch=epoch, attempt=attempt, world=1, meta=meta)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from vescale_ray import report
 from vescale_ray.config import RunConfig, load_config
-from vescale_ray.data.corpus import load_corpus
+from vescale_ray.data.loading import load_dataset
 from vescale_ray.data.stream import SampleStream
 from vescale_ray.report import accounting, describe_event, draw, summarize, table
 from vescale_ray.runfolder import RunFolder, RunFolderError
@@ -93,7 +93,7 @@ def whole(tmp_path: Path) -> tuple[RunFolder, RunConfig]:
             "train.slot_batch=2",
         ],
     )
-    corpus = load_corpus(config.data.corpus, 16, config.data.heldout)
+    corpus = load_dataset(config.data)
     stream = SampleStream(corpus.num_samples, 0)
     run = RunFolder(config.run_folder).create()
     run.write_config(config.to_yaml())

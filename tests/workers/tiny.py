@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from tests.workers.fleet import Fleet, State
 from vescale_ray import checkpoint
 from vescale_ray.config import RunConfig, parse_config
-from vescale_ray.data.corpus import Corpus, load_corpus
+from vescale_ray.data.dataset import Dataset
+from vescale_ray.data.loading import load_dataset
 from vescale_ray.data.stream import SampleStream
 from vescale_ray.lr_schedule import lr_at
 from vescale_ray.models.llama import Llama, LlamaConfig
@@ -69,8 +70,8 @@ def tiny(corpus: str, **changes: Any) -> RunConfig:
     return parse_config(tree)
 
 
-def text_of(config: RunConfig) -> Corpus:
-    return load_corpus(config.data.corpus, config.data.seq_len, config.data.heldout)
+def text_of(config: RunConfig) -> Dataset:
+    return load_dataset(config.data)
 
 
 class DropoutModel(nn.Module):

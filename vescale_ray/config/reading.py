@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -116,7 +116,7 @@ def _apply(tree: dict[str, Any], text: str, known: Mapping[str, FieldInfo]) -> N
     key = key.strip()
     if not equals or not key:
         raise ConfigError(f"override {text!r}: write section.key=value, for example train.steps=100")
-    value = _text(raw) if key in known and _is_text(known[key]) else _load_yaml(raw, f"override {text!r}")
+    value = _text(raw, known[key]) if key in known and _is_text(known[key]) else _load_yaml(raw, f"override {text!r}")
     path = key.split(".")
     if len(path) == 1 and isinstance(value, dict):
         addition: dict[str, Any] = {key: value}
@@ -132,16 +132,19 @@ def _apply(tree: dict[str, Any], text: str, known: Mapping[str, FieldInfo]) -> N
 
 
 def _is_text(field: FieldInfo) -> bool:
-    """Return whether a key takes only text (or null)."""
-    return field.annotation is str or set(get_args(field.annotation)) == {str, NoneType}
+    """Return whether a key takes only text (or null, or a list of texts)."""
+    kinds = {field.annotation} if get_origin(field.annotation) is list else set(get_args(field.annotation)) or {field.annotation}
+    return str in kinds and kinds <= {str, NoneType, list[str]}
 
 
-def _text(raw: str) -> str | None:
+def _text(raw: str, field: FieldInfo) -> str | list[str] | None:
     """Return the value of a key that takes text: run.name=2026, metrics.host=:: and ray.address=[::1]:6379 stay text, unlike in YAML."""
     try:
         value = _load_yaml(raw, "")
     except ConfigError:
         return raw.strip()
+    if isinstance(value, list) and list[str] in get_args(field.annotation):
+        return value
     return value if value is None or isinstance(value, str) else raw.strip()
 
 

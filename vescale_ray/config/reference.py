@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import UnionType
 from typing import Any, Literal, Union, get_args
 
 import yaml
@@ -14,14 +15,17 @@ from vescale_ray.config.reading import sections
 def describe_type(field: FieldInfo) -> str:
     """Return the type of a key in the documentation's words: ``whole number >= 1``, ``adamw | sgd``, .."""
     annotation: Any = field.annotation
+    words: dict[Any, str] = {int: "whole number", float: "number", bool: "true or false", str: "text"}
     optional = type(None) in get_args(annotation)
+    several = [words.get(arg, "list") for arg in get_args(annotation) if arg is not type(None)]
+    if isinstance(annotation, UnionType) and len(several) > 1:
+        return " or ".join(several) + (", or null" if optional else "")
     if optional:
         annotation = next(arg for arg in get_args(annotation) if arg is not type(None))
     bounds = [*field.metadata]
     if get_args(annotation) and getattr(annotation, "__metadata__", None):
         bounds += [m for extra in annotation.__metadata__ for m in (extra.metadata if isinstance(extra, FieldInfo) else [extra])]
         annotation = get_args(annotation)[0]
-    words: dict[Any, str] = {int: "whole number", float: "number", bool: "true or false", str: "text"}
     origin = getattr(annotation, "__origin__", None)
     if origin is Union:
         return f"{words[get_args(annotation)[0]]} >= 0, or auto"

@@ -79,7 +79,7 @@ class RunConfig(Section):
 
     @property
     def tokens_per_step(self) -> int:
-        """Bytes predicted per optimizer step."""
+        """Tokens predicted per optimizer step."""
         return self.global_batch * self.data.seq_len
 
     def to_yaml(self) -> str:
@@ -96,8 +96,8 @@ _BY_THE_CUT = {
 
 def _misfits(c: RunConfig) -> Iterator[str]:
     """Yield an error for each combination of values that don't match; it names the keys, their values and the remedy."""
-    paths = {"checkpoint.dir": c.checkpoint.dir, "run.dir": c.run.dir, "data.corpus": c.data.corpus, "ray.address": c.ray.address}
-    for key, given in paths.items():
+    paths = [("checkpoint.dir", c.checkpoint.dir), ("run.dir", c.run.dir), ("ray.address", c.ray.address)]
+    for key, given in [*paths, *(("data.corpus", path) for path in c.data.corpora), ("data.tokenizer", c.data.tokenizer)]:
         if holds_credentials(given or ""):  # checked first, because the value must not be shown
             remedy = (
                 "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a profile or role" if key == "checkpoint.dir" else "leave them out"

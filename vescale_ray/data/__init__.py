@@ -1,5 +1,7 @@
-"""Text as bytes, and the order in which samples are read.
+"""Data sets: samples of tokens by id, and the order in which they are read, with one integer as its whole state.
 
-``corpus`` turns files into fixed windows of bytes with a held-out part. ``stream`` shuffles the window ids by a seeded permutation,
-with one integer as its whole state. Imports numpy and torch, and no higher layer of this package.
+``dataset`` is the interface and ``loading`` opens what the configuration names. ``corpus`` holds local text as bytes in memory; its order
+is the permutation of ``stream``. ``block_dataset`` reads everything else in blocks: ``files`` finds the files, ``token_files`` and
+``document_files`` read them, ``encoders`` make tokens, ``block_order`` shuffles with locality, and ``read_ahead`` hides the storage's
+latency. Imports numpy, torch, pyarrow and fsspec, and no higher layer of this package.
 """

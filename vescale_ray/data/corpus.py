@@ -20,12 +20,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vescale_ray.data.dataset import SampleOrder
+from vescale_ray.data.stream import SampleStream
 from vescale_ray.errors import BadInput
 
 STDLIB_SKIPPED = frozenset(
     {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "site-packages", "dist-packages", "__pycache__"}
 )
 """Folders that are not the standard library, or that some distributions strip. All are skipped, for the same text everywhere."""
+
+VOCAB = 256
+"""Number of tokens of text that is read as bytes."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -56,6 +61,11 @@ class Corpus:
     sha256: str
     heldout_files: int
 
+    @property
+    def vocab(self) -> int:
+        """Number of token ids; tokens are bytes."""
+        return VOCAB
+
     @cached_property
     def num_samples(self) -> int:
         """Number of windows of the training part."""
@@ -78,9 +88,20 @@ class Corpus:
         """Return tokens and their successors of the held-out samples ``ids``, as :meth:`batch` does."""
         return _gather(self.heldout, self.seq_len, self.heldout_samples, ids)
 
+    def order(self, seed: int) -> SampleStream:
+        """Return the order of the training samples."""
+        return SampleStream(self.num_samples, seed)
+
+    def read_ahead(self, order: SampleOrder, position: int) -> None:
+        """Do nothing: the text is in memory."""
+
     def describe(self) -> dict[str, str | int]:
-        """Return the JSON-compatible description of the text that run.json and checkpoints record."""
+        """Return the JSON-compatible description of the text."""
         return {"name": self.name, "files": self.files, "heldout_files": self.heldout_files, "bytes": self.bytes, "sha256": self.sha256}
+
+    def identity(self) -> dict[str, str | int]:
+        """Return what determines the sample of each id, by configuration key."""
+        return {"data.corpus": self.sha256}
 
 
 def load_corpus(spec: str, seq_len: int, heldout_fraction: float) -> Corpus:
@@ -121,16 +142,8 @@ def load_corpus(spec: str, seq_len: int, heldout_fraction: float) -> Corpus:
 
 def _contents(spec: str) -> Iterator[tuple[str, bytes]]:
     """Yield the relative name and the content of each non-empty file, in sorted order."""
-    root = Path(sysconfig.get_paths()["stdlib"]) if spec == "stdlib" else Path(spec).expanduser()
     try:
-        if root.is_file():
-            paths = [root]
-        elif root.is_dir():
-            paths = sorted(_walk(root, stdlib=spec == "stdlib"), key=lambda path: path.relative_to(root).parts)
-        elif root.exists():
-            raise CorpusError(f"data.corpus = {spec}: is neither a file nor a folder; give stdlib, or a file or folder that holds text")
-        else:
-            raise CorpusError(f"data.corpus = {spec}: no such file or folder; give stdlib or a path that every worker can read")
+        root, paths = text_files(spec)
         empty = True
         for path in paths:
             content = path.read_bytes()
@@ -138,9 +151,28 @@ def _contents(spec: str) -> Iterator[tuple[str, bytes]]:
                 empty = False
                 yield path.name if path == root else path.relative_to(root).as_posix(), content
     except OSError as error:
-        raise CorpusError(f"data.corpus = {spec}: {error.filename or root} can't be read: {error.strerror}") from None
+        raise CorpusError(f"data.corpus = {spec}: {error.filename or spec} can't be read: {error.strerror}") from None
     if empty:
         raise CorpusError(f"data.corpus = {spec}: is empty; give a file or folder that holds text")
+
+
+def text_files(spec: str) -> tuple[Path, list[Path]]:
+    """Return the root of a corpus and its files, in sorted order. The root of a single file is the file.
+
+    Raises:
+        CorpusError: the path does not exist, or a folder can't be read.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"]) if spec == "stdlib" else Path(spec).expanduser()
+    try:
+        if root.is_file():
+            return root, [root]
+        if root.is_dir():
+            return root, sorted(_walk(root, stdlib=spec == "stdlib"), key=lambda path: path.relative_to(root).parts)
+    except OSError as error:
+        raise CorpusError(f"data.corpus = {spec}: {error.filename or root} can't be read: {error.strerror}") from None
+    if root.exists():
+        raise CorpusError(f"data.corpus = {spec}: is neither a file nor a folder; give stdlib, or a file or folder that holds text")
+    raise CorpusError(f"data.corpus = {spec}: no such file or folder; give stdlib or a path that every worker can read")
 
 
 def _walk(root: Path, *, stdlib: bool) -> Iterator[Path]:

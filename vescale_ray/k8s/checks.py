@@ -191,12 +191,13 @@ def _run(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
 
 def _paths(c: RunConfig, mount: str) -> Iterator[str]:
     """Yield the folders of the run that not all pods would see."""
-    for key, path in (("run.dir", c.run.dir), ("checkpoint.dir", c.checkpoint.dir), ("data.corpus", c.data.corpus)):
-        if path is None or (key == "data.corpus" and path == "stdlib"):
+    data = [("data.corpus", path) for path in c.data.corpora if path != "stdlib"] + [("data.tokenizer", c.data.tokenizer)]
+    for key, path in (("run.dir", c.run.dir), ("checkpoint.dir", c.checkpoint.dir), *data):
+        if path is None or (key.startswith("data.") and "://" in path and not path.startswith(ON_A_DISK)):
             continue
         if key == "checkpoint.dir" and "://" in path and not path.startswith(ON_A_DISK):
             yield from _store(path)
-        elif "://" in path and key != "checkpoint.dir":
+        elif "://" in path and key == "run.dir":
             yield f"{key} = {path}: is read as a file or folder; put it on the volume that all pods share, below {mount}"
         elif not _inside(posixpath.normpath(re.sub("^(file|local)://", "", path)), (mount,)):
             yield f"{key} = {path} is not on the volume that all pods share: set {key}={mount}/.. or --mount"

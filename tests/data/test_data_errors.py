@@ -1,0 +1,219 @@
+"""Every mistake in a data set is one line that names the file, and is found when the data set is opened, if it can be."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.data.sources import dataset, keys, random_rows, write_ipc, write_jsonl, write_parquet
+from vescale_ray.data.loading import load_dataset
+from vescale_ray.errors import BadInput
+
+IDS = pa.list_(pa.int32())
+
+
+def refused(corpus: str | list[str] | Path, **changes: Any) -> str:
+    """The message with which opening the data set, or reading all of it, is refused."""
+    with pytest.raises(BadInput) as caught:
+        made = load_dataset(keys(str(corpus) if isinstance(corpus, Path) else corpus, **changes), least=64)
+        made.batch(np.arange(made.num_samples))
+    text = str(caught.value)
+    assert "\n" not in text and len(text) < 600
+    return text
+
+
+@pytest.fixture
+def parquet(tmp_path: Path) -> Path:
+    return write_parquet(tmp_path / "a.parquet", pa.array(random_rows(np.random.default_rng(0), 200), IDS), 20)
+
+
+def test_missing_files_are_named(tmp_path: Path, parquet: Path) -> None:
+    assert f"data.corpus = {tmp_path}/none: no such file or folder" in refused([str(tmp_path / "none")])
+    assert "no file matches this glob" in refused(tmp_path / "*.arrow")
+    (tmp_path / "empty").mkdir()
+    assert "is empty" in refused([str(tmp_path / "empty")])
+    assert "file://" in refused("file:///no/such/folder") and "no such file" in refused("file:///no/such/folder")
+    assert f"{tmp_path}/none.parquet: no such file" in refused([str(parquet), str(tmp_path / "none.parquet")])
+
+
+def test_empty_files_are_named(tmp_path: Path, parquet: Path) -> None:
+    (tmp_path / "b.parquet").write_bytes(b"")
+    assert f"{tmp_path}/b.parquet is empty" in refused(tmp_path)
+
+
+def test_a_missing_column_is_refused_with_those_that_exist(tmp_path: Path, parquet: Path) -> None:
+    said = refused(parquet, column="tokens")
+    assert said == f"data.column = tokens: {parquet} has no column of that name; it has text, other"
+    arrow = write_ipc(tmp_path / "a.arrow", pa.array([[1]], IDS))
+    assert refused(arrow, column="tokens") == f"data.column = tokens: {arrow} has no column of that name; it has other, text"
+    lines = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+    assert refused(lines, column="body") == f"data.column = body: {lines}: line 1 has no such field; it has n, text"
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.float32()), pa.int64(), pa.list_(pa.string()), pa.bool_()], ids=str)
+def test_a_column_of_another_type_is_refused(kind: pa.DataType, tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", pa.nulls(3, kind))
+    said = refused(path)
+    assert said.startswith(f"data.column = text: {path} holds ") and said.endswith("give a column of text or of lists of token ids")
+
+
+@pytest.mark.parametrize("source", ["parquet", "arrow"])
+@pytest.mark.parametrize("bad", [1000, -1])
+def test_a_token_outside_the_vocabulary_is_named_with_its_row(source: str, bad: int, tmp_path: Path) -> None:
+    rows = random_rows(np.random.default_rng(1), 100)
+    rows[57] = [5, bad, 5]
+    write = write_parquet if source == "parquet" else write_ipc
+    path = write(tmp_path / f"a.{source}", pa.array(rows, IDS), 20)
+    assert f"{path}: row 57: token {bad} is not below the vocabulary's size, 1000" in refused(path)
+
+
+def test_a_token_outside_the_vocabulary_of_a_flat_file_is_named(tmp_path: Path) -> None:
+    tokens = np.zeros(1000, dtype=np.uint16)
+    tokens[777] = 1000
+    tokens.tofile(tmp_path / "a.bin")
+    assert f"{tmp_path}/a.bin: token 777: token 1000 is not below" in refused(tmp_path / "a.bin")
+    np.save(tmp_path / "a.npy", tokens.reshape(100, 10))
+    assert f"{tmp_path}/a.npy: row 77, column 7: token 1000" in refused(tmp_path / "a.npy")
+
+
+def test_a_null_token_is_named(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", pa.array([[1] * 20, [1, None]], IDS))
+    assert f"{path}: row 1: a token is null" in refused(path)
+
+
+def test_files_of_different_types_are_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros(50, np.uint16))
+    np.save(tmp_path / "b.npy", np.zeros(50, np.int32))
+    assert f"{tmp_path}/a.npy holds uint16, but {tmp_path}/b.npy holds int32; give files of one type" in refused(tmp_path)
+    folder = tmp_path / "p"
+    folder.mkdir()
+    write_parquet(folder / "a.parquet", pa.array([[1] * 30], IDS))
+    write_parquet(folder / "b.parquet", pa.array(["text"]))
+    assert "give files of one type" in refused(folder)
+
+
+def test_files_of_different_formats_are_refused(tmp_path: Path, parquet: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    said = refused(tmp_path)
+    assert f"{parquet} is parquet by its suffix, but {tmp_path}/notes.txt is text" in said and "data.format" in said
+
+
+@pytest.mark.parametrize("cut", [3, 100, 500])
+def test_a_truncated_parquet_file_is_named(cut: int, tmp_path: Path, parquet: Path) -> None:
+    parquet.write_bytes(parquet.read_bytes()[:-cut])
+    assert refused(tmp_path).startswith(f"{parquet}: its footer is damaged or truncated (")
+
+
+def test_a_damaged_page_is_named_with_its_row_group(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", pa.array(random_rows(np.random.default_rng(2), 200), IDS), 20, compression="zstd")
+    chunk = pq.read_metadata(path).row_group(4).column(0)
+    content = bytearray(path.read_bytes())
+    middle = chunk.data_page_offset + 40
+    content[middle : middle + 30] = b"\xff" * 30
+    path.write_bytes(content)
+    assert refused(path).startswith(f"{path}: row group 4 is damaged or truncated (")
+
+
+def test_other_damaged_files_are_named(tmp_path: Path) -> None:
+    path = write_ipc(tmp_path / "a.arrow", pa.array(random_rows(np.random.default_rng(3), 100), IDS))
+    content = path.read_bytes()
+    path.write_bytes(content[:-200])
+    assert refused(path).startswith(f"{path}: its format is damaged or truncated (")
+    path.write_bytes(b"no arrow file at all")
+    assert refused(path).startswith(f"{path}: its format is damaged or truncated (")
+    stream = write_ipc(tmp_path / "b.arrow", pa.array(random_rows(np.random.default_rng(3), 100), IDS), 20, stream=True)
+    stream.write_bytes(stream.read_bytes()[:-300])
+    assert refused(stream).startswith(f"{stream}: its format is damaged or truncated (")
+    (tmp_path / "a.bin").write_bytes(b"12345")
+    assert "5 bytes are no multiple of 2, the size of data.dtype = uint16" in refused(tmp_path / "a.bin")
+    np.save(tmp_path / "a.npy", np.zeros(100, np.uint16))
+    (tmp_path / "a.npy").write_bytes((tmp_path / "a.npy").read_bytes()[:-20])
+    assert f"{tmp_path}/a.npy is truncated: 308 bytes of 328" in refused(tmp_path / "a.npy")
+    (tmp_path / "a.npy").write_bytes(b"garbage" * 30)
+    assert "is damaged or no .npy file" in refused(tmp_path / "a.npy")
+    for wrong in (np.zeros((3, 3, 3), int), np.zeros(9), np.zeros((3, 4), order="F", dtype=int), np.zeros(9, ">i4")):
+        np.save(tmp_path / "a.npy", wrong)
+        assert "give a 1-D or row-major 2-D array of little-endian integers" in refused(tmp_path / "a.npy")
+
+
+def test_broken_lines_are_named_with_their_number(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for line, words in (
+        ("{", "is not JSON"),
+        ("[1]", "is no JSON object"),
+        ('{"text": 5}', "the field is no text, but int"),
+        ("\ufeff", "is not JSON"),
+    ):
+        path.write_text('{"text": "a"}\n\n{"text": "b"}\n' + line)
+        said = refused(path)
+        assert "line 4" in said and words in said and str(path) in said
+
+
+def test_text_that_is_not_utf8_is_refused_for_a_tokenizer(tmp_path: Path) -> None:
+    from tests.data.test_token_sources import train_tokenizer
+
+    train_tokenizer(tmp_path / "tokenizer.json", ["some words"])
+    path = write_parquet(tmp_path / "a.parquet", pa.array([b"fine", b"\xff\xfe"], pa.binary()))
+    said = refused(path, tokenizer=str(tmp_path / "tokenizer.json"), end_token="<|end|>", vocab=None)
+    assert said == f"{path}: row 1: is not UTF-8"
+
+
+def test_keys_that_do_not_fit_the_data_are_refused(tmp_path: Path, parquet: Path) -> None:
+    from tests.data.test_token_sources import train_tokenizer
+
+    size = train_tokenizer(tmp_path / "tokenizer.json", ["some words"]).get_vocab_size()
+    tokenizer = str(tmp_path / "tokenizer.json")
+    assert "holds token ids: set data.vocab to the number of tokens" in refused(parquet, vocab=None)
+    assert f"data.vocab = 5: data.tokenizer has {size} tokens" in refused(parquet, tokenizer=tokenizer, vocab=5)
+    text = write_parquet(tmp_path / "b.parquet", pa.array(["text"]))
+    assert "data.vocab = 255: text without data.tokenizer is bytes" in refused(text, vocab=255)
+    assert "data.vocab = 255: text without data.tokenizer is bytes" in refused("stdlib", vocab=255)
+    assert "needs the token that ends a document" in refused(text, tokenizer=tokenizer)
+    assert "has no such token; its special tokens are <|end|>" in refused(text, tokenizer=tokenizer, end_token="</s>")
+    assert "give the token's number" in refused(parquet, end_token="</s>")
+    assert "data.end_token = 1000: is not below the vocabulary's size, 1000" in refused(parquet, end_token=1000)
+    assert "data.end_token = 256: is not below the vocabulary's size, 256" in refused(text, vocab=None, end_token=256)
+    np.zeros(100, np.uint16).tofile(tmp_path / "a.bin")
+    assert "data.end_token = 5: .bin files hold their documents' ends already" in refused(tmp_path / "a.bin", end_token=5)
+
+
+def test_a_wrong_tokenizer_is_refused(tmp_path: Path, parquet: Path) -> None:
+    assert f"data.tokenizer = {tmp_path}/none.json: can't be read" in refused(parquet, tokenizer=str(tmp_path / "none.json"))
+    (tmp_path / "wrong.json").write_text("{}")
+    assert f"data.tokenizer = {tmp_path}/wrong.json: is no tokenizer.json" in refused(parquet, tokenizer=str(tmp_path / "wrong.json"))
+
+
+def test_missing_extras_are_named(tmp_path: Path, parquet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.split(".")[0] in ("tokenizers", "s3fs"):
+            raise ImportError(f"No module named {name!r}")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    for name in [name for name in sys.modules if name.split(".")[0] in ("tokenizers", "s3fs")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
+    assert "pip install 'vescale-ray[hf]'" in refused(parquet, tokenizer="tokenizer.json")
+    assert "pip install 'vescale-ray[s3]'" in refused("s3://bucket/a.parquet")
+    assert "data.corpus = nope://x/a.parquet: can't be listed (Protocol not known: nope" in refused("nope://x/a.parquet")
+
+
+def test_too_little_data_or_memory_is_refused(tmp_path: Path, parquet: Path) -> None:
+    short = write_parquet(tmp_path / "b.parquet", pa.array([[1, 2]], IDS))
+    assert "2 tokens in 1 file(s) give no training sample of data.seq_len = 8" in refused(short)
+    rows = pa.array([np.zeros(100_000, np.int32)] * 40, IDS)
+    large = write_parquet(tmp_path / "c.parquet", rows, 2)
+    said = refused(large, readahead_mb=1, shuffle_blocks=2)
+    assert "data.readahead_mb = 1 is too little: two windows of data.shuffle_blocks = 2 blocks take 2 MB" in said
+    assert dataset(str(large), readahead_mb=1, shuffle_blocks=1, seq_len=1000, vocab=256).num_samples > 0
+    (tmp_path / "x.txt.gz").write_bytes(b"x")
+    assert "is compressed; decompress it" in refused([str(tmp_path / "x.txt.gz")])

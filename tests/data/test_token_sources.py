@@ -1,0 +1,236 @@
+"""Every source gives the tokens that were written, in windows that do not overlap, for documents of random lengths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.data.sources import (
+    VOCAB,
+    as_bytes,
+    dataset,
+    ended,
+    random_rows,
+    random_texts,
+    samples,
+    windows_of,
+    write_ipc,
+    write_jsonl,
+    write_parquet,
+)
+from vescale_ray.data import document_files
+from vescale_ray.data.block_dataset import block_tokens
+from vescale_ray.data.loading import load_dataset
+
+LISTS = [pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint16()), pa.list_(pa.field("x", pa.uint32(), nullable=False))]
+
+
+def cut(rows: list[Any], size: int) -> list[list[Any]]:
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
+@pytest.mark.parametrize("kind", LISTS, ids=str)
+@pytest.mark.parametrize("end", [None, 7])
+@pytest.mark.parametrize("seed", range(3))
+def test_parquet_gives_the_written_tokens(kind: pa.DataType, end: int | None, seed: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(seed)
+    parts = []
+    for name in ("a", "b"):
+        rows, size = random_rows(rng, int(rng.integers(1, 300))), int(rng.integers(1, 60))
+        write_parquet(tmp_path / f"{name}.parquet", pa.array(rows, kind), size, write_statistics=seed != 2)
+        parts += [ended(group, end) for group in cut(rows, size)]
+    made = dataset(str(tmp_path), end_token=end)
+    assert samples(made) == windows_of(parts, 64, 8)
+    assert made.tokens == sum(map(len, parts))
+
+
+def test_null_rows_are_empty_and_fixed_rows_work(tmp_path: Path) -> None:
+    rows = [[1, 2, 3], None, [], [4, 5, 6, 7, 8, 9, 10]]
+    write_parquet(tmp_path / "a.parquet", pa.array(rows, pa.list_(pa.int32())))
+    assert samples(dataset(str(tmp_path), end_token=0)) == [[1, 2, 3, 0, 0, 0, 4, 5, 6]]
+    fixed = pa.array([[i, i + 1, i + 2] for i in range(20)], pa.list_(pa.int32(), 3))
+    write_parquet(tmp_path / "a.parquet", fixed)
+    assert samples(dataset(str(tmp_path))) == windows_of([fixed.flatten().to_pylist()], 64, 8)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("compression", [None, "zstd", "lz4"])
+@pytest.mark.parametrize("text", [False, True])
+def test_arrow_gives_the_written_tokens(stream: bool, compression: str | None, text: bool, tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    rows = random_texts(rng, 170) if text else random_rows(rng, 170)
+    column = pa.array(rows, pa.large_string() if text else pa.list_(pa.int32()))
+    write_ipc(tmp_path / "a.arrow", column, 33, stream, compression)
+    tokens = [ended(as_bytes(part) if text else part, 0) for part in cut(rows, 33)]
+    assert samples(dataset(str(tmp_path / "*.arrow"), end_token=0)) == windows_of(tokens, 64, 8)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+@pytest.mark.parametrize("length", [9, 10, 16, 17, 64, 65, 66, 1000, 1025])
+def test_flat_files_lose_no_token_between_blocks(dtype: str, length: int, tmp_path: Path) -> None:
+    tokens = np.random.default_rng(length).integers(0, VOCAB, length).astype(dtype)
+    expected = windows_of([tokens.tolist()], 1 << 40, 8)
+    tokens.tofile(tmp_path / "a.bin")
+    assert samples(dataset(str(tmp_path / "a.bin"), dtype=dtype)) == expected
+    np.save(tmp_path / "a.npy", tokens)
+    assert samples(dataset(str(tmp_path / "a.npy"))) == expected
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64])
+def test_npy_in_two_dimensions_is_read_row_by_row(dtype: Any, tmp_path: Path) -> None:
+    table = np.random.default_rng(0).integers(0, 200, (30, 11)).astype(dtype)
+    np.save(tmp_path / "a.npy", table)
+    np.save(tmp_path / "b.npy", table[:2])
+    expected = windows_of([table.flatten().tolist()], 1 << 40, 8) + windows_of([table[:2].flatten().tolist()], 1 << 40, 8)
+    assert samples(dataset(str(tmp_path))) == expected
+
+
+@pytest.mark.parametrize("source", ["parquet", "jsonl", "text"])
+@pytest.mark.parametrize("chunk", [50, 1000, 1 << 20])
+def test_text_as_bytes_ends_each_document_with_a_zero(source: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document_files, "CHUNK", chunk)
+    texts = random_texts(np.random.default_rng(2), 90)
+    if source == "parquet":
+        write_parquet(tmp_path / "a.parquet", pa.array(texts), 90)
+    elif source == "jsonl":
+        write_jsonl(tmp_path / "a.jsonl", texts)
+    else:
+        for number, text in enumerate(texts := [text + "x" for text in texts]):
+            (tmp_path / f"{number:03}.txt").write_text(text)
+    made = dataset([str(tmp_path)], vocab=None, least=1 << 30)
+    assert samples(made) == windows_of([ended(as_bytes(texts), 0)], 1 << 30, 8)
+    assert made.vocab == 256
+
+
+def test_a_long_text_is_one_document_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document_files, "CHUNK", 100)
+    text = "\n".join(random_texts(np.random.default_rng(3), 50))
+    (tmp_path / "a.txt").write_text(text)
+    made = dataset([str(tmp_path / "a.txt")], vocab=None, least=1 << 30)
+    assert samples(made) == windows_of([[*text.encode(), 0]], 1 << 30, 8)
+
+
+def train_tokenizer(path: Path, texts: list[str]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator(texts, trainer)
+    made.save(str(path))
+    return made
+
+
+@pytest.mark.parametrize("source", ["parquet", "arrow", "jsonl", "text"])
+def test_a_tokenizer_gives_its_tokens_and_its_vocabulary(source: str, tmp_path: Path) -> None:
+    texts = [text + "." for text in random_texts(np.random.default_rng(4), 120)]
+    tokenizer = train_tokenizer(tmp_path / "tokenizer.json", texts)
+    data = tmp_path / "data"
+    data.mkdir()
+    if source == "text":
+        for number, text in enumerate(texts):
+            (data / f"{number:03}").write_text(text)
+    elif source == "jsonl":
+        write_jsonl(data / "a.jsonl", texts)
+    elif source == "arrow":
+        write_ipc(data / "a.arrow", pa.array(texts), 200)
+    else:
+        write_parquet(data / "a.parquet", pa.array(texts), 200)
+    made = dataset(str(data), tokenizer=str(tmp_path / "tokenizer.json"), end_token="<|end|>", vocab=None, least=1 << 30)
+    tokens = ended([tokenizer.encode(text).ids for text in texts], tokenizer.token_to_id("<|end|>"))
+    assert samples(made) == windows_of([tokens], 1 << 30, 8)
+    assert made.vocab == tokenizer.get_vocab_size()
+
+
+def test_heldout_samples_are_the_last_ones_and_never_trained(tmp_path: Path) -> None:
+    rows = random_rows(np.random.default_rng(5), 400)
+    write_parquet(tmp_path / "a.parquet", pa.array(rows, pa.list_(pa.int32())), 20)
+    all_of_them = samples(dataset(str(tmp_path)))
+    made = dataset(str(tmp_path), heldout=0.3)
+    assert samples(made) == all_of_them and made.heldout_samples == int(len(all_of_them) * 0.3)
+    order = made.order(1)
+    assert order.num_samples == made.num_samples
+    assert sorted(order.ids(0, made.num_samples).tolist()) == list(range(made.num_samples))
+    for ids in ([made.num_samples], [-1]):
+        with pytest.raises(IndexError, match="there are"):
+            made.batch(ids)
+
+
+def test_files_are_ordered_by_name_and_may_move(tmp_path: Path) -> None:
+    rng = np.random.default_rng(6)
+    for folder in ("one", "two"):
+        (tmp_path / folder / "sub").mkdir(parents=True)
+    for name in ("b.parquet", "a.parquet", "sub/c.parquet"):
+        column = pa.array(random_rows(rng, 60), pa.list_(pa.int32()))
+        for folder in ("one", "two"):
+            write_parquet(tmp_path / folder / name, column)
+    (tmp_path / "one" / "_SUCCESS").write_text("")
+    (tmp_path / "one" / ".hidden").write_text("x")
+    first, second = dataset(str(tmp_path / "one")), dataset(f"file://{tmp_path}/two")
+    assert first.identity() == second.identity() and samples(first) == samples(second)
+    listed = [str(tmp_path / "two" / name) for name in ("a.parquet", "b.parquet", "sub/c.parquet")]
+    assert samples(dataset(listed)) == samples(first)
+    assert samples(dataset(str(tmp_path / "two" / "**" / "*.parquet"))) == samples(first)
+    assert samples(dataset(listed[::-1])) != samples(first), "a list keeps its order"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"end_token": 3}, {"shuffle_blocks": 4}, {"column": "more"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_identity_names_the_key_that_differs(change: dict[str, Any], tmp_path: Path) -> None:
+    rows = pa.array(random_rows(np.random.default_rng(7), 60), pa.list_(pa.int32()))
+    pq.write_table(pa.table({"text": rows, "more": rows}), tmp_path / "a.parquet")
+    before, after = dataset(str(tmp_path)).identity(), dataset(str(tmp_path), **change).identity()
+    assert before.keys() == after.keys()
+    assert f"data.{next(iter(change))}" in {key for key in before if before[key] != after[key]}
+
+
+@pytest.mark.parametrize("source", ["parquet", "arrow", "bin", "npy", "jsonl"])
+def test_other_content_is_another_identity(source: str, tmp_path: Path) -> None:
+    rows, texts = random_rows(np.random.default_rng(8), 60), random_texts(np.random.default_rng(8), 60)
+
+    def write() -> None:
+        lists, flat = pa.array(rows, pa.list_(pa.int32())), np.array(ended(rows, None), dtype=np.uint16)
+        match source:
+            case "parquet":
+                write_parquet(tmp_path / "a.parquet", lists)
+            case "arrow":
+                write_ipc(tmp_path / "a.arrow", lists)
+            case "bin":
+                flat.tofile(tmp_path / "a.bin")
+            case "npy":
+                np.save(tmp_path / "a.npy", flat)
+            case _:
+                write_jsonl(tmp_path / "a.jsonl", texts)
+
+    write()
+    before = dataset(str(tmp_path)).identity()
+    assert dataset(str(tmp_path)).identity() == before
+    rows[-1] = [*rows[-1][:-1], 5] if rows[-1] else [5]
+    texts[-1] += "!"
+    write()
+    assert dataset(str(tmp_path)).identity() != before
+
+
+def test_default_blocks_hold_a_million_tokens_and_many_samples() -> None:
+    for seq_len in (1, 128, 1000, 8192, 131072):
+        assert block_tokens(seq_len) % seq_len == 0 and block_tokens(seq_len) >= max(1 << 20, 64 * seq_len)
+
+
+def test_a_data_set_with_default_blocks_reads_as_one_block(tmp_path: Path) -> None:
+    rows = random_rows(np.random.default_rng(9), 500)
+    write_parquet(tmp_path / "a.parquet", pa.array(rows, pa.list_(pa.int32())))
+    from tests.data.sources import keys
+
+    made = load_dataset(keys(str(tmp_path)))
+    tokens, _ = made.batch(range(made.num_samples))
+    assert tokens.flatten().tolist() == ended(rows, None)[: made.num_samples * 8]

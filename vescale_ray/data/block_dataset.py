@@ -1,0 +1,185 @@
+"""A data set of token files, read in blocks: the samples are windows of a block's tokens.
+
+A block is a run of consecutive parts (row groups, record batches, ranges of a file) with about :data:`BLOCK_TOKENS` tokens. The tokens of
+its documents follow each other, and sample ``i`` of a block is its tokens ``[i * seq_len, (i + 1) * seq_len + 1)``. The rest of a block
+that is shorter than a sample is not used. Flat files lose nothing at a block's end, since their blocks overlap by one token.
+
+Samples are numbered in file order. The last ``heldout`` of them are held out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vescale_ray.data.block_order import BlockOrder
+from vescale_ray.data.dataset import SampleOrder
+from vescale_ray.data.encoders import Tokens
+from vescale_ray.data.read_ahead import ReadAhead
+from vescale_ray.data.token_files import TokenFile
+from vescale_ray.errors import BadInput
+
+BLOCK_TOKENS = 1 << 20
+"""Least tokens of a block, unless its file ends. A window of blocks must be larger than the batch, and fit into memory."""
+BLOCK_SAMPLES = 64
+"""Least samples of a block, so that the unused rest is below 1 %."""
+
+
+def block_tokens(seq_len: int) -> int:
+    """Return the least number of tokens of a block for samples of ``seq_len`` tokens, a multiple of ``seq_len``."""
+    return seq_len * max(BLOCK_SAMPLES, -(-BLOCK_TOKENS // seq_len))
+
+
+class BlockDataset:
+    """A :class:`vescale_ray.data.dataset.Dataset` of token files.
+
+    Args:
+        files: at least one.
+        name: what the files were found by, for messages.
+        least: least number of tokens of a block, as :func:`block_tokens`.
+        window: blocks whose samples are shuffled together.
+        memory: bytes of the blocks in memory, at most.
+        keys: what else identifies the tokens, by configuration key.
+
+    Raises:
+        BadInput: there is no training sample, the files' types differ, or ``memory`` is less than two windows.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[TokenFile],
+        name: str,
+        seq_len: int,
+        heldout: float,
+        vocab: int,
+        window: int,
+        memory: int,
+        least: int,
+        keys: Mapping[str, str | int],
+    ) -> None:
+        self._files, self._name, self.seq_len, self._vocab, self._window, self._keys = files, name, seq_len, vocab, window, keys
+        other = next((file for file in files if file.kind != files[0].kind), None)
+        if other is not None:
+            raise BadInput(
+                f"data.corpus = {name}: {files[0].file.url} holds {files[0].kind}, but {other.file.url} holds {other.kind}; "
+                "give files of one type"
+            )
+        self._blocks = [block for block in _blocks(files, least) if (_tokens(files, block) - 1) // seq_len >= 1]
+        samples = np.array([(_tokens(files, block) - 1) // seq_len for block in self._blocks], dtype=np.int64)
+        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(samples)])
+        self._heldout = int(int(self._starts[-1]) * heldout)
+        if self.num_samples < 1:
+            raise BadInput(
+                f"data.corpus = {name}: {self.tokens} tokens in {len(files)} file(s) give no training sample of data.seq_len = {seq_len}; "
+                "give more data or lower data.seq_len"
+            )
+        self._training = np.diff(np.minimum(self._starts, self.num_samples))
+        self._training = self._training[self._training > 0]
+        sizes = [_tokens(files, block) * files[0].itemsize for block in self._blocks]
+        needed = sum(sorted(sizes, reverse=True)[: 2 * window])
+        if needed > memory:
+            raise BadInput(
+                f"data.readahead_mb = {memory >> 20} is too little: two windows of data.shuffle_blocks = {window} blocks take "
+                f"{-(-needed >> 20)} MB; raise it, lower data.shuffle_blocks, or write smaller row groups"
+            )
+        self.reader = ReadAhead(self._read, sizes, memory)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of training samples."""
+        return int(self._starts[-1]) - self._heldout
+
+    @property
+    def heldout_samples(self) -> int:
+        """Number of held-out samples; may be 0."""
+        return self._heldout
+
+    @property
+    def vocab(self) -> int:
+        """Number of token ids."""
+        return self._vocab
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all files, end tokens included."""
+        return sum(int(file.counts.sum()) for file in self._files)
+
+    def batch(self, ids: npt.ArrayLike) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens and targets of training samples (:meth:`vescale_ray.data.dataset.Dataset.batch`)."""
+        return self._gather(ids, 0, self.num_samples)
+
+    def heldout_batch(self, ids: npt.ArrayLike) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens and targets of held-out samples, as :meth:`batch` does."""
+        return self._gather(ids, self.num_samples, self._heldout)
+
+    def order(self, seed: int) -> BlockOrder:
+        """Return the order of the training samples."""
+        return BlockOrder(self._training, seed, self._window)
+
+    def read_ahead(self, order: SampleOrder, position: int) -> None:
+        """Begin to read the blocks of the samples from ``position`` on."""
+        self.reader.expect(order.blocks(position))
+
+    def describe(self) -> dict[str, str | int]:
+        """Return a JSON-compatible description of the data."""
+        counts = {"files": len(self._files), "tokens": self.tokens, "blocks": len(self._blocks), "samples": self.num_samples}
+        return {"name": self._name, "type": self._files[0].kind, **counts, "heldout_samples": self._heldout, "sha256": self._digest()}
+
+    def identity(self) -> Mapping[str, str | int]:
+        """Return what determines the sample of each id, by configuration key."""
+        return {**self._keys, "data.corpus": self._digest(), "data.shuffle_blocks": self._window}
+
+    def _digest(self) -> str:
+        """Hash of every file's name, content and parts."""
+        digest = hashlib.sha256()
+        for file in self._files:
+            digest.update(file.file.name.encode() + b"\0" + file.fingerprint + file.counts.tobytes())
+        return digest.hexdigest()
+
+    def _gather(self, ids: npt.ArrayLike, first: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        index = np.asarray(ids, dtype=np.int64).reshape(-1)
+        if index.size and (index.min() < 0 or index.max() >= samples):
+            raise IndexError(f"sample ids {index.min()}..{index.max()}: there are {samples} samples")
+        index = index + first
+        blocks = np.searchsorted(self._starts, index, side="right") - 1
+        begins = (index - self._starts[blocks]) * self.seq_len
+        windows = np.empty((len(index), self.seq_len + 1), dtype=np.int64)
+        for row in np.argsort(blocks, kind="stable").tolist():  # a block that is not kept is read once
+            begin = int(begins[row])
+            windows[row] = self.reader.get(int(blocks[row]))[begin : begin + self.seq_len + 1]
+        whole = torch.from_numpy(windows)
+        return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+
+    def _read(self, block: int) -> Tokens:
+        parts = [self._files[file].read(part) for file, part in self._blocks[block]]
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+Block = list[tuple[int, int]]
+"""The parts of a block, each as the number of its file and its number in the file."""
+
+
+def _blocks(files: Sequence[TokenFile], least: int) -> list[Block]:
+    """Cut the parts of all files, in order, into blocks of at least ``least`` tokens, except where files do not join."""
+    blocks: list[Block] = []
+    current: Block = []
+    total = 0
+    for number, file in enumerate(files):
+        if current and not file.joins:
+            blocks.append(current)
+            current, total = [], 0
+        for part, count in enumerate(file.counts.tolist()):
+            current.append((number, part))
+            total += count
+            if total >= least:
+                blocks.append(current)
+                current, total = [], 0
+    return [*blocks, current] if current else blocks
+
+
+def _tokens(files: Sequence[TokenFile], block: Block) -> int:
+    return sum(int(files[file].counts[part]) for file, part in block)

@@ -1,0 +1,109 @@
+"""The interface of a data set: samples by id, the order of a seed, and what identifies the data.
+
+Two classes implement it: :class:`vescale_ray.data.corpus.Corpus` holds bytes of text in memory, and
+:class:`vescale_ray.data.block_dataset.BlockDataset` reads blocks of tokens from files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import numpy.typing as npt
+import torch
+
+from vescale_ray.data.stream import Ids
+
+
+class SampleOrder(Protocol):
+    """An endless sequence of sample ids, addressed by position; each epoch of ``num_samples`` positions is a permutation."""
+
+    num_samples: int
+
+    def ids(self, start: int, count: int) -> Ids:
+        """Return the ids at positions ``[start, start + count)``, int64."""
+        ...
+
+    def epoch(self, consumed: int) -> int:
+        """Return the epoch of the next sample after ``consumed`` samples."""
+        ...
+
+    def blocks(self, position: int) -> Iterator[int]:
+        """Yield the blocks that samples from ``position`` on are read from, in the order of need; none if all are in memory."""
+        ...
+
+
+class Dataset(Protocol):
+    """Samples of one length, addressed by id. A sample is ``seq_len`` tokens and, as targets, their successors."""
+
+    @property
+    def num_samples(self) -> int:
+        """Number of training samples."""
+        ...
+
+    @property
+    def heldout_samples(self) -> int:
+        """Number of held-out samples; may be 0."""
+        ...
+
+    @property
+    def vocab(self) -> int:
+        """Number of token ids; all tokens are below it."""
+        ...
+
+    def batch(self, ids: npt.ArrayLike) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens and targets of the training samples ``ids``, int64 ``[n, seq_len]`` each.
+
+        Raises:
+            IndexError: an id is not in ``[0, num_samples)``.
+            BadInput: the data is damaged or does not fit the configuration; the message names the file and the place.
+            OSError: the storage does not answer.
+        """
+        ...
+
+    def heldout_batch(self, ids: npt.ArrayLike) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens and targets of the held-out samples ``ids``, as :meth:`batch` does."""
+        ...
+
+    def order(self, seed: int) -> SampleOrder:
+        """Return the order of the training samples for ``seed``, the same in every process."""
+        ...
+
+    def read_ahead(self, order: SampleOrder, position: int) -> None:
+        """Begin to read what samples from ``position`` on need. Returns at once."""
+        ...
+
+    def describe(self) -> dict[str, str | int]:
+        """Return a JSON-compatible description of the data."""
+        ...
+
+    def identity(self) -> Mapping[str, str | int]:
+        """Return, by configuration key, what determines the sample of each id. A run that resumes must not have changed any of it."""
+        ...
+
+
+class DataKeys(Protocol):
+    """The keys of the configuration's section ``data`` that choose a data set."""
+
+    @property
+    def corpus(self) -> str | Sequence[str]: ...
+    @property
+    def format(self) -> str: ...
+    @property
+    def column(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def tokenizer(self) -> str | None: ...
+    @property
+    def end_token(self) -> str | None: ...
+    @property
+    def vocab(self) -> int | None: ...
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def heldout(self) -> float: ...
+    @property
+    def shuffle_blocks(self) -> int: ...
+    @property
+    def readahead_mb(self) -> int: ...

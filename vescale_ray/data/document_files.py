@@ -1,0 +1,270 @@
+"""Files of documents: Parquet, Arrow, JSONL and text. A part becomes an Arrow array of documents, which an encoder turns into tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vescale_ray.data.encoders import BadDocument, Encoder, Tokens
+from vescale_ray.data.files import DataFile, reason_of
+from vescale_ray.data.stream import Ids
+from vescale_ray.errors import BadInput
+
+CHUNK = 4 << 20
+"""Bytes of a part of a file of text or JSONL, without the rest of its last line."""
+
+ChooseEncoder = Callable[[DataFile, pa.DataType], Encoder]
+"""Returns the encoder for a column's type. Raises BadInput if the type is neither text nor lists of integers."""
+
+
+class DocumentFile(ABC):
+    """A file in parts of documents; see :class:`vescale_ray.data.token_files.TokenFile`. Subclasses set ``counts`` and ``fingerprint``."""
+
+    joins = True
+    counts: Ids
+    fingerprint: bytes
+    kind: str
+    parts = "part"
+    """Name of a part in messages."""
+
+    def __init__(self, file: DataFile, encoder: Encoder) -> None:
+        self.file, self.encoder = file, encoder
+        self.itemsize = int(np.dtype(encoder.dtype).itemsize)
+
+    @abstractmethod
+    def documents(self, part: int) -> Sequence[pa.Array]:
+        """The documents of a part; pyarrow's errors mean that they are damaged."""
+
+    @abstractmethod
+    def first_row(self, part: int) -> int:
+        """Number of the part's first document in the file, for messages."""
+
+    def ends(self, part: int) -> bool:
+        """Whether the last document of the part ends there."""
+        return True
+
+    def read(self, part: int) -> Tokens:
+        return self.encoded(part, guarded(self.file, lambda: self.documents(part), f"{self.parts} {part}"))
+
+    def encoded(self, part: int, arrays: Sequence[pa.Array]) -> Tokens:
+        """Return the tokens of a part's documents."""
+        row = self.first_row(part)
+        encoded = []
+        for documents in arrays:
+            try:
+                encoded.append(self.encoder.encode(documents, ends=self.ends(part)))
+            except BadDocument as error:
+                raise BadInput(f"{self.file.url}: row {row + error.row}: {error.reason}") from None
+            row += len(documents)
+        tokens: Tokens = np.concatenate(encoded) if len(encoded) > 1 else encoded[0] if encoded else np.zeros(0, self.encoder.dtype)
+        return tokens
+
+
+def guarded(file: DataFile, work: Callable[[], Any], what: str) -> Any:
+    """Do ``work``, which reads with pyarrow. An error of the storage stays an OSError; any other one of pyarrow names the file as damaged.
+
+    Raises:
+        BadInput: ``what`` of the file is damaged.
+        OSError: the storage does not answer.
+    """
+    try:
+        return work()
+    except BadInput:
+        raise
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and str(error).startswith(file.url):
+            raise  # DataFile.read
+        raise BadInput(f"{file.url}: {what} is damaged or truncated ({reason_of(error)})") from None
+
+
+def column_of(file: DataFile, schema: pa.Schema, column: str) -> pa.Field:
+    """Return the field of a column.
+
+    Raises:
+        BadInput: there is none, or several of that name.
+    """
+    if schema.names.count(column) != 1:
+        many = "several columns" if column in schema.names else "no column"
+        raise BadInput(f"data.column = {column}: {file.url} has {many} of that name; it has {', '.join(schema.names[:20]) or 'none'}")
+    return schema.field(column)
+
+
+class ParquetFile(DocumentFile):
+    """A column of a Parquet file. A part is a row group. Numbers of tokens come from the footer if the column holds token ids."""
+
+    parts = "row group"
+
+    def __init__(self, file: DataFile, column: str, encoder_of: ChooseEncoder) -> None:
+        opened = guarded(file, lambda: pq.ParquetFile(file.opened()), "its footer")
+        field = column_of(file, opened.schema_arrow, column)
+        super().__init__(file, encoder_of(file, field.type))
+        self._column, self._metadata, self.kind = column, opened.metadata, str(field.type)
+        groups = [self._metadata.row_group(group) for group in range(self._metadata.num_row_groups)]
+        self._rows = np.concatenate([np.zeros(1, np.int64), np.cumsum([group.num_rows for group in groups], dtype=np.int64)])
+        digest = hashlib.sha256(f"{column} {file.size}".encode())
+        chunks = [self._chunk(group) for group in groups]
+        for chunk in chunks:
+            digest.update(f"{chunk.data_page_offset} {chunk.total_compressed_size} {chunk.num_values}".encode())
+            if chunk.statistics is not None and chunk.statistics.has_min_max:
+                digest.update(repr((chunk.statistics.min, chunk.statistics.max)).encode())
+        self.fingerprint = digest.digest()
+        self._footer = [self._footer_count(part, chunk) for part, chunk in enumerate(chunks)]
+        self.counts = np.array([len(self.read(p)) if count is None else count for p, count in enumerate(self._footer)], dtype=np.int64)
+
+    def documents(self, part: int) -> Sequence[pa.Array]:
+        reader = pq.ParquetFile(self.file.opened(), metadata=self._metadata, pre_buffer=not self.file.is_local)
+        chunks: Sequence[pa.Array] = reader.read_row_group(part, columns=[self._column], use_threads=False).column(0).chunks
+        return chunks
+
+    def first_row(self, part: int) -> int:
+        return int(self._rows[part])
+
+    def encoded(self, part: int, arrays: Sequence[pa.Array]) -> Tokens:
+        tokens = super().encoded(part, arrays)
+        told = self._footer[part]
+        if told is not None and len(tokens) != told:
+            raise BadInput(f"{self.file.url}: row group {part} holds {len(tokens)} tokens, but its footer counts {told}; write it anew")
+        return tokens
+
+    def _chunk(self, group: Any) -> Any:
+        chunks = (group.column(number) for number in range(group.num_columns))
+        return next(chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] == self._column.partition(".")[0])
+
+    def _footer_count(self, part: int, chunk: Any) -> int | None:
+        """Number of tokens of a row group, if the footer tells: values that are no nulls, as empty lists count as nulls."""
+        if self.encoder.identity != "ids" or chunk.statistics is None or not chunk.statistics.has_null_count:
+            return None
+        rows = int(self._rows[part + 1] - self._rows[part])
+        return int(chunk.num_values - chunk.statistics.null_count) + (rows if self.encoder.end is not None else 0)
+
+
+class ArrowFile(DocumentFile):
+    """A column of an Arrow IPC file (Feather) or stream. A part is a record batch."""
+
+    parts = "record batch"
+
+    def __init__(self, file: DataFile, column: str, encoder_of: ChooseEncoder) -> None:
+        self._schema, self._places = guarded(file, lambda: self._parts_of(file), "its format")
+        field = column_of(file, self._schema, column)
+        super().__init__(file, encoder_of(file, field.type))
+        self._number, self.kind = self._schema.names.index(column), str(field.type)
+        self._rows = np.zeros(len(self._places) + 1, dtype=np.int64)
+        self.counts = np.zeros(len(self._places), dtype=np.int64)
+        for part in range(len(self._places)):
+            documents = guarded(file, partial(self.documents, part), f"{self.parts} {part}")
+            self._rows[part + 1] = self._rows[part] + sum(map(len, documents))
+            self.counts[part] = len(self.encoded(part, documents))
+        tail = file.read(max(0, file.size - (1 << 16)), file.size)
+        self.fingerprint = hashlib.sha256(f"{column} {file.size} {self._rows.tolist()}".encode() + tail).digest()
+
+    @staticmethod
+    def _parts_of(file: DataFile) -> tuple[pa.Schema, list[int | None]]:
+        """The schema, and where each batch begins; None in a file, whose footer knows it."""
+        opened = file.opened()
+        if file.read(0, min(6, file.size)) == b"ARROW1":
+            reader = pa.ipc.open_file(opened)
+            return reader.schema, [None] * reader.num_record_batches
+        stream, places = pa.ipc.open_stream(opened), list[int | None]()
+        while True:
+            place = opened.tell()
+            try:
+                stream.read_next_batch()
+            except StopIteration:
+                return stream.schema, places
+            places.append(place)
+
+    def documents(self, part: int) -> Sequence[pa.Array]:
+        opened, place = self.file.opened(), self._places[part]
+        if place is None:
+            options = pa.ipc.IpcReadOptions(included_fields=[self._number], use_threads=False)
+            array = pa.ipc.open_file(opened, options=options).get_batch(part).column(0)
+        else:
+            opened.seek(place)
+            array = pa.ipc.read_record_batch(pa.ipc.read_message(opened), self._schema).column(self._number)
+        return [array]
+
+    def first_row(self, part: int) -> int:
+        return int(self._rows[part])
+
+
+class LinesFile(DocumentFile):
+    """A file of lines in parts of about :data:`CHUNK` bytes. One pass over the file counts its tokens."""
+
+    def __init__(self, file: DataFile, encoder: Encoder) -> None:
+        super().__init__(file, encoder)
+        self.kind = "text"
+        self._places, self._lines, digest = [0], [0], hashlib.sha256()
+        counts = []
+        for content in chunks_of(file):
+            digest.update(content)
+            self._places.append(self._places[-1] + len(content))
+            self._lines.append(self._lines[-1] + content.count(b"\n"))
+            counts.append(len(self.read(len(self._places) - 2)))
+        self.counts, self.fingerprint = np.array(counts, dtype=np.int64), digest.digest()
+
+    def content(self, part: int) -> bytes:
+        return self.file.read(self._places[part], self._places[part + 1])
+
+
+class JsonLinesFile(LinesFile):
+    """A text field of a file with one JSON object a line; each line is a document."""
+
+    def __init__(self, file: DataFile, column: str, encoder: Encoder) -> None:
+        self._column = column
+        super().__init__(file, encoder)
+
+    def documents(self, part: int) -> Sequence[pa.Array]:
+        lines = self.content(part).split(b"\n")
+        texts = [self._text(line, self._lines[part] + number) for number, line in enumerate(lines, 1) if line.strip()]
+        return [pa.array(texts, type=pa.large_string())]
+
+    def first_row(self, part: int) -> int:
+        return self._lines[part] + 1
+
+    def _text(self, line: bytes, number: int) -> str:
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise BadInput(f"{self.file.url}: line {number} is not JSON ({reason_of(error)})") from None
+        if not isinstance(record, dict):
+            raise BadInput(f"{self.file.url}: line {number} is no JSON object")
+        if self._column not in record:
+            raise BadInput(f"data.column = {self._column}: {self.file.url}: line {number} has no such field; it has {', '.join(record)}")
+        text = record[self._column]
+        if not isinstance(text, str):
+            raise BadInput(f"data.column = {self._column}: {self.file.url}: line {number}: the field is no text, but {type(text).__name__}")
+        return text
+
+
+class TextFile(LinesFile):
+    """A file of text, which is one document. A long one is encoded in parts that end with a line."""
+
+    def documents(self, part: int) -> Sequence[pa.Array]:
+        return [pa.array([self.content(part)], type=pa.large_binary())]
+
+    def first_row(self, part: int) -> int:
+        return part
+
+    def ends(self, part: int) -> bool:
+        return self._places[part + 1] == self.file.size
+
+
+def chunks_of(file: DataFile) -> Iterator[bytes]:
+    """Yield the content in chunks of at least :data:`CHUNK` bytes that end with a line, or with the file."""
+    at, pending = 0, b""
+    while at < file.size:
+        end = min(at + CHUNK, file.size)
+        pending += file.read(at, end)
+        at = end
+        cut = len(pending) if at == file.size else pending.rfind(b"\n") + 1
+        if cut:
+            yield pending[:cut]
+            pending = pending[cut:]

@@ -1,0 +1,179 @@
+"""Encoders turn an Arrow array of documents into token ids: lists of ids, text as bytes, or text by a file of ``tokenizers``."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import fsspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from vescale_ray.data.stream import Ids
+from vescale_ray.errors import BadInput
+
+Tokens = npt.NDArray[Any]
+"""Token ids, of an unsigned or signed integer dtype."""
+_BATCH = 1024
+"""Documents that ``tokenizers`` encodes at a time; its results take some hundred bytes a token."""
+
+
+class BadDocument(Exception):
+    """A document of an array can't be used. ``row``: its index in the array; ``reason``: what is wrong, for a message."""
+
+    def __init__(self, row: int, reason: str) -> None:
+        super().__init__(row, reason)
+        self.row, self.reason = row, reason
+
+
+class Encoder(ABC):
+    """Encodes documents.
+
+    Args:
+        vocab: number of token ids.
+        end: token that ends each document, or None.
+        identity: name of the encoding.
+    """
+
+    def __init__(self, vocab: int, end: int | None, identity: str) -> None:
+        self.vocab, self.end, self.identity = vocab, end, identity
+        self.dtype: Any = np.uint16 if vocab <= 1 << 16 else np.uint32
+
+    @abstractmethod
+    def values(self, documents: pa.Array) -> tuple[Tokens, Ids]:
+        """Return the tokens of all documents, one after another, and the number of tokens of each; a null is an empty document.
+
+        Raises:
+            BadDocument: a document is no text, or has an impossible token.
+        """
+
+    def encode(self, documents: pa.Array, *, ends: bool = True) -> Tokens:
+        """Return the tokens of all documents, each with its end token unless ``ends`` is false, in :attr:`dtype`."""
+        values, lengths = self.values(documents)
+        if self.end is None or not ends:
+            return values.astype(self.dtype, copy=False)
+        places = np.cumsum(lengths) + np.arange(len(lengths))
+        joined = np.empty(len(values) + len(lengths), dtype=self.dtype)
+        inside = np.ones(len(joined), dtype=bool)
+        inside[places] = False
+        joined[places] = self.end
+        joined[inside] = values
+        return joined
+
+
+class IdEncoder(Encoder):
+    """Takes token ids as they are. ``documents`` are lists of integers."""
+
+    def __init__(self, vocab: int, end: int | None) -> None:
+        super().__init__(vocab, end, "ids")
+
+    def values(self, documents: pa.Array) -> tuple[Tokens, Ids]:
+        lengths = pc.list_value_length(documents)
+        counts = (lengths.fill_null(0) if lengths.null_count else lengths).to_numpy(zero_copy_only=False).astype(np.int64)
+        flat = documents.flatten()
+        if flat.null_count:
+            place = int(np.flatnonzero(flat.is_null().to_numpy(zero_copy_only=False))[0])
+            raise BadDocument(_row_of(counts, place), "a token is null")
+        values = flat.to_numpy()
+        check_ids(values, self.vocab, counts)
+        return values, counts
+
+
+class ByteEncoder(Encoder):
+    """Text as UTF-8 bytes; a zero byte ends each document."""
+
+    def __init__(self, vocab: int, end: int = 0) -> None:
+        super().__init__(vocab, end, "bytes")
+
+    def values(self, documents: pa.Array) -> tuple[Tokens, Ids]:
+        if documents.null_count:
+            documents = documents.fill_null(b"" if pa.types.is_binary(documents.type) or pa.types.is_large_binary(documents.type) else "")
+        wide = pa.types.is_large_string(documents.type) or pa.types.is_large_binary(documents.type)
+        _, places, data = documents.buffers()
+        if len(documents) == 0:
+            return np.zeros(0, np.uint8), np.zeros(0, np.int64)
+        offsets = np.frombuffer(places, dtype=np.int64 if wide else np.int32)[documents.offset : documents.offset + len(documents) + 1]
+        content = np.frombuffer(data, dtype=np.uint8) if data is not None else np.zeros(0, np.uint8)
+        return content[offsets[0] : offsets[-1]], np.diff(offsets).astype(np.int64)
+
+
+class TokenizerEncoder(Encoder):
+    """Text by a ``tokenizer.json`` of the package ``tokenizers``; its special tokens are not added.
+
+    Args:
+        tokenizer: a ``tokenizers.Tokenizer``.
+        vocab: number of token ids, at least the tokenizer's.
+        digest: hash of the tokenizer's file.
+    """
+
+    def __init__(self, tokenizer: Any, vocab: int, end: int, digest: str) -> None:
+        super().__init__(vocab, end, f"tokenizer {digest}")
+        self._tokenizer = tokenizer
+
+    def values(self, documents: pa.Array) -> tuple[Tokens, Ids]:
+        parts = [[one.ids for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)] for texts in _texts(documents)]
+        ids = [row for part in parts for row in part]
+        lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
+        return np.fromiter(chain.from_iterable(ids), dtype=self.dtype, count=int(lengths.sum())), lengths
+
+
+def _texts(documents: pa.Array) -> Iterator[list[str]]:
+    for start in range(0, len(documents), _BATCH):
+        texts = [text or "" for text in documents.slice(start, _BATCH).to_pylist()]
+        try:
+            yield [text.decode() if isinstance(text, bytes) else text for text in texts]
+        except UnicodeDecodeError:
+            bad = next(row for row, text in enumerate(texts) if isinstance(text, bytes) and not _is_utf8(text))
+            raise BadDocument(start + bad, "is not UTF-8") from None
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def load_tokenizer(path: str) -> tuple[Any, str]:
+    """Return the tokenizer of a ``tokenizer.json`` at a path or URL, and a hash of the file.
+
+    Raises:
+        BadInput: the package or the file is missing, or the file is no tokenizer.
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise BadInput(f"data.tokenizer = {path}: the package tokenizers is not installed; pip install 'vescale-ray[hf]'") from None
+    try:
+        with fsspec.open(path, "rb") as file:
+            content = file.read()
+    except Exception as error:
+        raise BadInput(f"data.tokenizer = {path}: can't be read ({' '.join(str(error).split())[:200]}); give a tokenizer.json") from None
+    try:
+        return Tokenizer.from_str(content.decode()), hashlib.sha256(content).hexdigest()[:16]
+    except Exception as error:
+        raise BadInput(f"data.tokenizer = {path}: is no tokenizer.json ({' '.join(str(error).split())[:200]})") from None
+
+
+def check_ids(values: Tokens, vocab: int, lengths: Ids | None = None) -> None:
+    """Check that all ids are in ``[0, vocab)``. ``lengths``: tokens of each row; None: each value is a row.
+
+    Raises:
+        BadDocument: an id is not.
+    """
+    if not values.size or (values.dtype.kind == "u" and np.iinfo(values.dtype).max < vocab):
+        return
+    if int(values.max()) >= vocab or (values.dtype.kind == "i" and int(values.min()) < 0):
+        place = int(np.flatnonzero((values >= vocab) | (values < 0))[0])
+        row = place if lengths is None else _row_of(lengths, place)
+        raise BadDocument(row, f"token {values[place]} is not below the vocabulary's size, {vocab}; set data.vocab or use other data")
+
+
+def _row_of(lengths: Ids, place: int) -> int:
+    return int(np.searchsorted(np.cumsum(lengths), place, side="right"))

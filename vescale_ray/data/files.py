@@ -1,0 +1,172 @@
+"""Files of a data set: found by path, folder, glob or URL, and read by ranges of bytes over fsspec.
+
+Local files are mapped into memory where a reader can use that. Every other file system is read by ranges with ``cat_file``, which keeps
+no state between reads and is safe in threads.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import PurePosixPath
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+from fsspec.implementations.local import LocalFileSystem
+
+from vescale_ray.data.corpus import text_files
+from vescale_ray.errors import BadInput
+
+_GLOB = frozenset("*?[")
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One file of a data set.
+
+    Attributes:
+        fs: file system that holds it.
+        path: path in ``fs``.
+        url: path or URL for messages.
+        name: path relative to the given folder or glob, the same wherever the data lies.
+        size: number of bytes, at least 1.
+    """
+
+    fs: Any
+    path: str
+    url: str
+    name: str
+    size: int
+
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self.fs, LocalFileSystem)
+
+    @cached_property
+    def mapped(self) -> mmap.mmap:
+        """The content of a local file, mapped into memory."""
+        with open(self.path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def read(self, start: int, end: int) -> bytes:
+        """Return the bytes ``[start, end)``.
+
+        Raises:
+            OSError: the storage does not answer.
+            BadInput: the file has become shorter.
+        """
+        try:
+            if self.is_local:
+                with open(self.path, "rb") as file:
+                    file.seek(start)
+                    data = file.read(end - start)
+            else:
+                data = self.fs.cat_file(self.path, start=start, end=end)
+        except Exception as error:
+            raise OSError(f"{self.url}: bytes {start} to {end} can't be read ({reason_of(error)})") from error
+        if len(data) != end - start:
+            raise BadInput(f"{self.url}: {len(data)} bytes came of {end - start} from byte {start} on; the file is truncated")
+        return data
+
+    def opened(self) -> pa.NativeFile:
+        """Return the file for a reader of pyarrow: mapped if it is local, else read by ranges."""
+        return pa.memory_map(self.path) if self.is_local else pa.PythonFile(_Ranged(self), mode="r")
+
+
+class _Ranged(io.RawIOBase):
+    """A file object over :meth:`DataFile.read`, without a buffer: each read is one request."""
+
+    def __init__(self, file: DataFile) -> None:
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._file.size)[whence]
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        end = self._file.size if size is None or size < 0 else min(self._at + size, self._file.size)
+        data = self._file.read(self._at, end) if end > self._at else b""
+        self._at += len(data)
+        return data
+
+
+def find_files(corpus: str | Sequence[str]) -> list[DataFile]:
+    """Return the files of a path, folder, glob or URL, or of a list of them, in a fixed order. Hidden files and ``_SUCCESS`` are left out.
+
+    Raises:
+        BadInput: there is no such file, a file is empty, or a file system's package is not installed.
+    """
+    found: list[DataFile] = []
+    for spec in [corpus] if isinstance(corpus, str) else corpus:
+        try:
+            found += sorted(_find(spec), key=lambda file: PurePosixPath(file.name).parts)
+        except BadInput:
+            raise
+        except ImportError as error:
+            extra = "s3" if spec.startswith(("s3://", "s3a://")) else None
+            remedy = f"pip install 'vescale-ray[{extra}]'" if extra else f"install it ({reason_of(error)})"
+            raise BadInput(f"data.corpus = {spec}: the package of this file system is not installed; {remedy}") from None
+        except Exception as error:
+            raise BadInput(f"data.corpus = {spec}: can't be listed ({reason_of(error)})") from None
+    if not found:
+        raise BadInput(f"data.corpus = {corpus}: no file but hidden ones; give paths that every worker can read")
+    for file in found:
+        if file.size < 1:
+            raise BadInput(f"data.corpus: {file.url} is empty; remove it, or give a glob that leaves it out")
+    return found
+
+
+def _find(spec: str) -> Iterator[DataFile]:
+    if spec == "stdlib":
+        library, texts = text_files(spec)
+        local = LocalFileSystem()
+        for text in texts:
+            yield DataFile(local, str(text), str(text), text.relative_to(library).as_posix(), text.stat().st_size)
+        return
+    fs, path = fsspec.core.url_to_fs(spec)
+    entries, root = _entries(fs, path)
+    files = {name: info for name, info in entries.items() if info["type"] == "file"}
+    if not files:
+        remedy = "no file matches this glob" if is_glob(path) else "no such file or folder" if not entries else "is empty"
+        raise BadInput(f"data.corpus = {spec}: {remedy}; give paths that every worker can read")
+    for name, info in files.items():
+        relative = name[len(root) :].lstrip("/") if root and name.startswith(root) else PurePosixPath(name).name
+        if not any(part.startswith((".", "_")) for part in PurePosixPath(relative).parts):
+            yield DataFile(fs, name, name if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(name), relative, int(info["size"]))
+
+
+def _entries(fs: Any, path: str) -> tuple[dict[str, Any], str]:
+    """The entries that ``path`` means, by path, and the folder that their names are relative to (empty: none)."""
+    fs.invalidate_cache()
+    if fs.exists(path):
+        if not fs.isdir(path):
+            return {path: fs.info(path)}, ""
+        return fs.find(path, detail=True) or {path: {"type": "directory"}}, path.rstrip("/")
+    if is_glob(path):
+        fixed = path[: min(path.index(sign) for sign in _GLOB if sign in path)]
+        return fs.glob(path, detail=True), fixed.rpartition("/")[0]
+    return {}, ""
+
+
+def is_glob(path: str) -> bool:
+    """Return whether the path has signs of a glob."""
+    return bool(_GLOB & set(path))
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the reason in an error of the storage or of pyarrow, as one line without its traceback."""
+    text = (getattr(error, "strerror", None) or str(error)) or type(error).__name__
+    return " ".join(text.split())[:200].rstrip(". ")

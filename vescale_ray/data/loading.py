@@ -1,0 +1,191 @@
+"""Load the data set that the configuration's section ``data`` names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pyarrow as pa
+
+from vescale_ray.data.block_dataset import BlockDataset, block_tokens
+from vescale_ray.data.corpus import VOCAB, load_corpus, text_files
+from vescale_ray.data.dataset import DataKeys, Dataset
+from vescale_ray.data.document_files import ArrowFile, JsonLinesFile, ParquetFile, TextFile
+from vescale_ray.data.encoders import ByteEncoder, Encoder, IdEncoder, TokenizerEncoder, load_tokenizer
+from vescale_ray.data.files import DataFile, find_files, is_glob
+from vescale_ray.data.token_files import TokenFile, open_bin, open_npy
+from vescale_ray.errors import BadInput
+
+FORMATS = {
+    ".bin": "bin",
+    ".npy": "npy",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+}
+"""Format of a file by its suffix; all others are text."""
+_COMPRESSED = frozenset({".gz", ".zst", ".bz2", ".xz", ".zip"})
+_OPENERS = 16
+"""Threads that open the files of an object store, whose footers take two requests each."""
+
+
+def load_dataset(keys: DataKeys, least: int | None = None) -> Dataset:
+    """Open the data set, check its files and count their tokens.
+
+    Local text without a tokenizer is read into memory as bytes. Everything else is read in blocks. Token ids are counted from footers;
+    text is read once, to count its tokens.
+
+    Args:
+        least: least number of tokens of a block; None: :func:`vescale_ray.data.block_dataset.block_tokens`.
+
+    Raises:
+        BadInput: with one line, for the first thing that is wrong.
+    """
+    if _is_plain_text(keys):
+        assert isinstance(keys.corpus, str)
+        _vocab_of_bytes(keys)
+        return load_corpus(keys.corpus, keys.seq_len, keys.heldout)
+    found = find_files(keys.corpus)
+    name = keys.corpus if isinstance(keys.corpus, str) else ", ".join(keys.corpus)
+    kind = keys.format if keys.format != "auto" else _format_of(name, [(file.name, file.url) for file in found])
+    packed = next((file for file in found if PurePosixPath(file.name).suffix in _COMPRESSED), None)
+    if packed is not None:
+        raise BadInput(f"data.corpus = {name}: {packed.url} is compressed; decompress it, or write Parquet, which compresses its pages")
+    encoders = _Encoders(keys)
+    least = least or block_tokens(keys.seq_len)
+    opened = _open_all(found, _opener(kind, keys, encoders, -(-least // keys.seq_len) * keys.seq_len))
+    return BlockDataset(
+        opened,
+        name=name,
+        seq_len=keys.seq_len,
+        heldout=keys.heldout,
+        vocab=encoders.vocab,
+        window=keys.shuffle_blocks,
+        memory=keys.readahead_mb << 20,
+        least=least,
+        keys=encoders.identity,
+    )
+
+
+def _is_plain_text(keys: DataKeys) -> bool:
+    """Whether the data is local text that is read as bytes. Raises BadInput if the files of a folder have several formats."""
+    spec = keys.corpus
+    if not isinstance(spec, str) or "://" in spec or keys.tokenizer is not None or keys.format not in ("auto", "text"):
+        return False
+    if spec == "stdlib":
+        return True
+    if is_glob(spec) and not Path(spec).expanduser().exists():
+        return False
+    if keys.format == "text":
+        return True
+    root, paths = text_files(spec)
+    return not paths or _format_of(spec, [(path.name, str(path)) for path in paths]) == "text"
+
+
+def _format_of(spec: str, files: Sequence[tuple[str, str]]) -> str:
+    """The format that the suffixes of ``files``, names and paths, have in common."""
+    first: dict[str, str] = {}
+    for name, path in files:
+        if not name.startswith("_"):
+            first.setdefault(FORMATS.get(PurePosixPath(name).suffix.lower(), "text"), path)
+    if len(first) > 1:
+        (one, here), (other, there) = list(first.items())[:2]
+        raise BadInput(
+            f"data.corpus = {spec}: {here} is {one} by its suffix, but {there} is {other}; give a glob (*.parquet), or set data.format"
+        )
+    return next(iter(first), "text")
+
+
+class _Encoders:
+    """The encoders that the configuration chooses, by the type of a column.
+
+    Attributes:
+        vocab: number of token ids.
+        identity: what identifies the tokens, beside the files.
+    """
+
+    def __init__(self, keys: DataKeys) -> None:
+        self._keys = keys
+        none: tuple[Any, str] = (None, "")
+        self._tokenizer, self._digest = load_tokenizer(keys.tokenizer) if keys.tokenizer is not None else none
+        smallest = int(self._tokenizer.get_vocab_size()) if self._tokenizer is not None else 1
+        self.vocab = keys.vocab or (smallest if self._tokenizer is not None else 0)
+        if keys.vocab is not None and keys.vocab < smallest:
+            raise BadInput(f"data.vocab = {keys.vocab}: data.tokenizer has {smallest} tokens; raise it, or leave it out")
+        self.end = self._end(keys.end_token)
+        self.identity = {"data.column": keys.column, "data.tokenizer": self._digest, "data.end_token": str(self.end)}
+
+    def _end(self, given: str | None) -> int | None:
+        if given is None or given.isdecimal():
+            return None if given is None else int(given)
+        if self._tokenizer is None:
+            raise BadInput(f"data.end_token = {given}: give the token's number, as there is no data.tokenizer to look up a name")
+        found = self._tokenizer.token_to_id(given)
+        if found is None:
+            special = [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
+            raise BadInput(f"data.end_token = {given}: data.tokenizer has no such token; its special tokens are {', '.join(special[:20])}")
+        return int(found)
+
+    def ids(self, what: str) -> IdEncoder:
+        """The encoder of token ids. ``what``: the data, for the message."""
+        if not self.vocab:
+            raise BadInput(f"{what} holds token ids: set data.vocab to the number of tokens, or data.tokenizer to the file that made them")
+        self._check_end()
+        return IdEncoder(self.vocab, self.end)
+
+    def text(self) -> Encoder:
+        """The encoder of text."""
+        if self._tokenizer is None:
+            self.vocab = _vocab_of_bytes(self._keys)
+            self._check_end()
+            return ByteEncoder(self.vocab, 0 if self.end is None else self.end)
+        if self.end is None:
+            raise BadInput("data.end_token = null: data.tokenizer needs the token that ends a document, for example <|endoftext|>")
+        self._check_end()
+        return TokenizerEncoder(self._tokenizer, self.vocab, self.end, self._digest)
+
+    def _check_end(self) -> None:
+        if self.end is not None and self.end >= self.vocab:
+            raise BadInput(f"data.end_token = {self._keys.end_token}: is not below the vocabulary's size, {self.vocab}")
+
+    def of(self, file: DataFile, kind: pa.DataType) -> Encoder:
+        """The encoder of a column's type."""
+        types = pa.types
+        if types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind):
+            return self.text()
+        if (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)) and types.is_integer(kind.value_type):
+            return self.ids(f"data.column = {self._keys.column}: {file.url}")
+        raise BadInput(f"data.column = {self._keys.column}: {file.url} holds {kind} there; give a column of text or of lists of token ids")
+
+
+def _vocab_of_bytes(keys: DataKeys) -> int:
+    if keys.vocab is not None and keys.vocab < VOCAB:
+        raise BadInput(f"data.vocab = {keys.vocab}: text without data.tokenizer is bytes, with {VOCAB} tokens; raise it, or leave it out")
+    return keys.vocab or VOCAB
+
+
+def _opener(kind: str, keys: DataKeys, encoders: _Encoders, step: int) -> Callable[[DataFile], TokenFile]:
+    match kind:
+        case "parquet":
+            return lambda file: ParquetFile(file, keys.column, encoders.of)
+        case "arrow":
+            return lambda file: ArrowFile(file, keys.column, encoders.of)
+        case "jsonl" | "text":
+            encoder = encoders.text()
+            return lambda file: JsonLinesFile(file, keys.column, encoder) if kind == "jsonl" else TextFile(file, encoder)
+    vocab = encoders.ids(f"data.corpus = {keys.corpus}").vocab
+    if keys.end_token is not None:
+        raise BadInput(f"data.end_token = {keys.end_token}: .{kind} files hold their documents' ends already; leave it out")
+    return lambda file: open_bin(file, keys.dtype, step, vocab) if kind == "bin" else open_npy(file, step, vocab)
+
+
+def _open_all(found: Sequence[DataFile], opener: Callable[[DataFile], TokenFile]) -> list[TokenFile]:
+    if all(file.is_local for file in found):
+        return [opener(file) for file in found]
+    with ThreadPoolExecutor(_OPENERS) as pool:
+        return list(pool.map(opener, found))

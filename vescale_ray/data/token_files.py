@@ -1,0 +1,119 @@
+"""The interface of a file of tokens, and files that are one flat array: ``.bin`` and ``.npy``."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from typing import Any, Protocol
+
+import numpy as np
+
+from vescale_ray.data.encoders import BadDocument, Tokens, check_ids
+from vescale_ray.data.files import DataFile
+from vescale_ray.data.stream import Ids
+from vescale_ray.errors import BadInput
+
+_EDGE = 1 << 16
+"""Bytes at both ends of a flat file that identify it; reading all of it would take as long as an epoch."""
+
+
+class TokenFile(Protocol):
+    """A file in parts, the smallest pieces that are read at once.
+
+    Attributes:
+        counts: number of tokens of each part.
+        itemsize: bytes of a token in memory.
+        joins: whether a block may hold parts of several files.
+        fingerprint: identifies the content, together with ``counts``.
+        kind: type of the content; all files of a data set have the same.
+    """
+
+    file: DataFile
+    counts: Ids
+    itemsize: int
+    joins: bool
+    fingerprint: bytes
+    kind: str
+
+    def read(self, part: int) -> Tokens:
+        """Return the tokens of a part. Safe in threads.
+
+        Raises:
+            BadInput: the data is damaged, or a token is not in the vocabulary; the message names the file and the place.
+            OSError: the storage does not answer.
+        """
+        ...
+
+
+class FlatFile:
+    """A file with one array of integers. Its samples follow each other across parts, since each part has one token of the next.
+
+    Args:
+        start: byte at which the array begins.
+        length: number of tokens.
+        step: number of tokens of a part, without the one of the next part; a multiple of the sample's length.
+        width: tokens of a row, for messages.
+    """
+
+    joins = False
+
+    def __init__(self, file: DataFile, dtype: Any, start: int, length: int, step: int, vocab: int, width: int = 1) -> None:
+        self.file, self._dtype, self._start, self._length, self._step, self._vocab = file, np.dtype(dtype), start, length, step, vocab
+        self._width = width
+        self.itemsize = self._dtype.itemsize
+        self.kind = str(self._dtype)
+        begins = np.arange(0, max(1, length - 1), step, dtype=np.int64)
+        self.counts: Ids = np.minimum(begins + step + 1, length) - begins
+        head, tail = file.read(0, min(_EDGE, file.size)), file.read(max(0, file.size - _EDGE), file.size)
+        self.fingerprint = hashlib.sha256(head + tail).digest()
+
+    def read(self, part: int) -> Tokens:
+        begin, count = part * self._step, int(self.counts[part])
+        start = self._start + begin * self.itemsize
+        if self.file.is_local:
+            tokens: Tokens = np.frombuffer(self.file.mapped, dtype=self._dtype, count=count, offset=start)
+        else:
+            tokens = np.frombuffer(self.file.read(start, start + count * self.itemsize), dtype=self._dtype)
+        try:
+            check_ids(tokens, self._vocab)
+        except BadDocument as error:
+            place = begin + error.row
+            where = f"token {place}" if self._width == 1 else f"row {place // self._width}, column {place % self._width}"
+            raise BadInput(f"{self.file.url}: {where}: {error.reason}") from None
+        return tokens
+
+
+def open_bin(file: DataFile, dtype: str, step: int, vocab: int) -> FlatFile:
+    """Open a file of token ids without a header.
+
+    Raises:
+        BadInput: its size is no multiple of the token's.
+    """
+    itemsize = np.dtype(dtype).itemsize
+    if file.size % itemsize:
+        raise BadInput(f"{file.url}: {file.size} bytes are no multiple of {itemsize}, the size of data.dtype = {dtype}; it is truncated")
+    return FlatFile(file, np.dtype(dtype).newbyteorder("<"), 0, file.size // itemsize, step, vocab)
+
+
+def open_npy(file: DataFile, step: int, vocab: int) -> FlatFile:
+    """Open a file of numpy with an array of integers in one or two dimensions; rows follow each other.
+
+    Raises:
+        BadInput: it has another type or shape, or is truncated.
+    """
+    head = io.BytesIO(file.read(0, min(_EDGE, file.size)))
+    try:
+        version = np.lib.format.read_magic(head)  # type: ignore[no-untyped-call]
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, in_columns, dtype = read(head)  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        raise BadInput(f"{file.url} is damaged or no .npy file ({' '.join(str(error).split())[:200]})") from None
+    by_column = in_columns and len(shape) > 1
+    if dtype.kind not in "iu" or dtype.byteorder == ">" or len(shape) not in (1, 2) or by_column:
+        form = f"{'column-major ' if by_column else ''}{len(shape)}-D array of {dtype.str}"
+        raise BadInput(f"{file.url} holds a {form}; give a 1-D or row-major 2-D array of little-endian integers")
+    length, begin = math.prod(shape), head.tell()
+    if file.size < begin + length * dtype.itemsize:
+        raise BadInput(f"{file.url} is truncated: {file.size} bytes of {begin + length * dtype.itemsize}")
+    return FlatFile(file, dtype, begin, length, step, vocab, shape[1] if len(shape) == 2 else 1)
