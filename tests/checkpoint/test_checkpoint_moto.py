@@ -10,7 +10,6 @@ import contextlib
 import http.client
 import http.server
 import json
-import logging
 import os
 import threading
 import urllib.error
@@ -25,6 +24,7 @@ from tests.checkpoint.checkpoint_ranks import load_rank, save_rank
 from tests.checkpoint.checkpoint_support import adam_like, assert_equals, load_in_process, random_bits, random_layout, save_in_process
 from tests.checkpoint.stores import collect, s3_store
 from tests.checkpoint.test_checkpoint_stores import chunks, content, race
+from tests.moto_server import moto_server
 from tests.ranks import run_gloo
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.stores.store import KeyExists, KeyMissing
@@ -34,14 +34,8 @@ A, B = adam_like(seed=1), {**adam_like(seed=2), ("large", "param"): random_bits(
 
 @pytest.fixture(scope="module")
 def server():
-    threaded = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    threaded.start()
-    host, port = threaded.get_host_and_port()
-    with contextlib.suppress(urllib.error.HTTPError):  # the first request imports moto's back ends, and takes longer than a client waits
-        urllib.request.urlopen(f"http://{host}:{port}/nobodys-bucket", timeout=120)
-    yield f"http://{host}:{port}"
-    threaded.stop()
+    with moto_server() as url:
+        yield url
 
 
 @pytest.fixture

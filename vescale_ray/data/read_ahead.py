@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from vescale_ray.data.encoders import Tokens
 
@@ -61,15 +62,13 @@ class ReadAhead:
     def expect(self, blocks: Iterable[int]) -> None:
         """Keep the first of ``blocks`` that fit into the bound, read those that are missing, and forget all others."""
         expected, total = dict[int, None](), 0
-        for block in blocks:
+        for block in islice(blocks, 2 * len(self._sizes)):  # the rest of an epoch, and all of the next one
             if block in expected:
                 continue
             total += self._sizes[block]
             if total > self._most:
                 break
             expected[block] = None
-            if len(expected) == len(self._sizes):
-                break
         with self._lock:
             self._expected = expected
             for block in [one for one in self._slots if one not in expected]:
