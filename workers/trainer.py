@@ -141,7 +141,7 @@ class Trainer:
     def initialize(self) -> None:
         """Fill every parameter from a generator seeded by (run.seed, name), so that values are the same at every world size."""
         for name, parameter in self.parameters:
-            generator = torch.Generator().manual_seed(_seed(self.config.run.seed, name))
+            generator = torch.Generator().manual_seed(seed_of(self.config.run.seed, name))
             full = torch.empty(parameter.shape, dtype=parameter.dtype)
             self.model.init_parameter(name, full, generator)
             parameter.copy_(full.to(self.device))
@@ -261,7 +261,7 @@ class Trainer:
             ids = self._slot_ids(index, mine[turn]) if turn < len(mine) else None
             inputs, targets = self.dataset.batch(ids) if ids is not None else self._filler
             self._meter.data_s += time.perf_counter() - turned
-            self._seed_generators(_seed(self.config.run.seed, index, mine[turn] if ids is not None else -1))
+            self._seed_generators(seed_of(self.config.run.seed, index, mine[turn] if ids is not None else -1))
             nll = self._nll(inputs, targets)
             self.beat()
             (nll / tokens if ids is not None else nll * 0.0).backward()
@@ -370,6 +370,6 @@ class _Fetched:
     clipped: bool
 
 
-def _seed(*parts: int | str) -> int:
+def seed_of(*parts: int | str) -> int:
     """63 bits that depend on every part, the same in every process."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big") >> 1

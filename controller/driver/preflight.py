@@ -190,6 +190,7 @@ def _expected(config: RunConfig) -> dict[str, _Expected]:
     try:
         model = build_model(config)
         select_units(model, config.model.units)
+        _check_vocabulary(model, config)
         routing = route_parameters(model, OptimizerConfig.of(config.train))
     except BadInput:
         raise
@@ -197,6 +198,16 @@ def _expected(config: RunConfig) -> dict[str, _Expected]:
         raise RunRefused(" ".join(str(error).split())) from None
     trained = {route.name: STATES[route.optimizer] for route in routing.routes}
     return {name: _Expected(tuple(p.shape), trained.get(name, ())) for name, p in model.named_parameters()}
+
+
+def _check_vocabulary(model: Any, config: RunConfig) -> None:
+    """Refuse a model of the user's whose embeddings have no row for some tokens. It would fail in a step, on a GPU without a reason."""
+    rows = [int(module.num_embeddings) for module in model.modules() if hasattr(module, "num_embeddings")]
+    if config.data.vocab is not None and rows and max(rows) < config.data.vocab:
+        raise RunRefused(
+            f"data.vocab = {config.data.vocab}: the embedding of model.factory = {config.model.factory} has {max(rows)} rows; "
+            "give the model a row for each token"
+        )
 
 
 def _resume(config: RunConfig, stream: Mapping[str, Any], expected: Mapping[str, _Expected], oldest: int | None) -> tuple[StateSource, int]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from tests.controller.runs import tiny
+from tests.data.sources import train_tokenizer
 from vescale_ray import checkpoint
 from vescale_ray.config import ConfigError, RunConfig
 from vescale_ray.controller.checkpointing.coordinator import CheckpointCoordinator
@@ -103,6 +108,47 @@ def test_checkpoint_of_another_sample_stream_is_refused(tmp_path: Path) -> None:
     assert "train.slots * train.slot_batch = 12, now it is 24" in refused(tiny(tmp_path, "r", train_slot_batch=4))
     (tmp_path / "other.txt").write_text("other words " * 500)
     assert "data.corpus" in refused(tiny(tmp_path, "r", data_corpus=str(tmp_path / "other.txt")))
+
+
+def write_tokens(path: Path, seed: int = 0) -> None:
+    rows = np.random.default_rng(seed).integers(0, 300, (400, 40)).tolist()
+    pq.write_table(pa.table({"ids": pa.array(rows, pa.list_(pa.int32()))}), path)
+
+
+def test_checkpoint_of_another_token_stream_is_refused(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "a.parquet")
+    data = {"data_corpus": str(tmp_path / "a.parquet"), "data_column": "ids", "data_vocab": 300}
+    save(tiny(tmp_path, "r", **data), 10)
+    preflight.check(tiny(tmp_path, "r", **data))
+    assert "data.shuffle_blocks = 16, now it is 3" in refused(tiny(tmp_path, "r", **data, data_shuffle_blocks=3))
+    assert "data.end_token = None, now it is 5" in refused(tiny(tmp_path, "r", **data, data_end_token=5))
+    assert "is of another model: embed.weight has shape" in refused(tiny(tmp_path, "r", **{**data, "data_vocab": 400}))
+    write_tokens(tmp_path / "a.parquet", seed=1)
+    said = refused(tiny(tmp_path, "r", **data))
+    assert "was saved with data.corpus = " in said and "samples would be lost or repeated" in said and "\n" not in said
+
+
+def test_the_model_has_the_vocabulary_of_the_data(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "a.parquet")
+    data = {"data_corpus": str(tmp_path / "a.parquet"), "data_column": "ids", "data_vocab": 300}
+    assert preflight.foresee(tiny(tmp_path, "r", **data)).expected["embed.weight"].shape[0] == 300
+    factory = {"model_factory": "tests.workers.tiny:DropoutModel", "model_units": ["body"]}
+    assert "the embedding of model.factory = tests.workers.tiny:DropoutModel has 256 rows" in refused(
+        tiny(tmp_path, "r", **data, **factory)
+    )
+    assert "set data.vocab to the number of tokens" in refused(tiny(tmp_path, "r", **{**data, "data_vocab": None}))
+
+
+def test_the_vocabulary_comes_from_the_tokenizer(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(tmp_path / "tokenizer.json", ["shard worker ring"] * 10)
+    pq.write_table(pa.table({"text": ["shard worker ring"] * 500}), tmp_path / "a.parquet")
+    with contextlib.chdir(tmp_path):
+        data = {"data_corpus": ["a.parquet"], "data_tokenizer": "tokenizer.json", "data_end_token": "<|end|>"}
+        found = preflight.foresee(tiny(tmp_path, "r", **data))
+    assert found.config.data.vocab == tokenizer.get_vocab_size() == found.expected["embed.weight"].shape[0]
+    assert found.config.data.corpus == [str(tmp_path / "a.parquet")]
+    assert found.config.data.tokenizer == str(tmp_path / "tokenizer.json")
+    assert preflight.foresee(found.config).config == found.config
 
 
 def test_checkpoint_past_last_step_or_missing_one_is_refused(tmp_path: Path) -> None:

@@ -92,3 +92,17 @@ def samples(made: BlockDataset) -> list[list[int]]:
         assert torch.equal(tokens[:, 1:], targets[:, :-1])
         found += torch.cat([tokens, targets[:, -1:]], dim=1).tolist()
     return found
+
+
+def train_tokenizer(path: Path, texts: list[str]) -> Any:
+    """Save a small byte-level BPE tokenizer with the special token ``<|end|>``, and return it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator(texts, trainer)
+    made.save(str(path))
+    return made

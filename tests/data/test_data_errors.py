@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.sources import dataset, keys, random_rows, write_ipc, write_jsonl, write_parquet
+from tests.data.sources import dataset, keys, random_rows, train_tokenizer, write_ipc, write_jsonl, write_parquet
 from vescale_ray.data.loading import load_dataset
 from vescale_ray.errors import BadInput
 
@@ -157,8 +157,6 @@ def test_broken_lines_are_named_with_their_number(tmp_path: Path) -> None:
 
 
 def test_text_that_is_not_utf8_is_refused_for_a_tokenizer(tmp_path: Path) -> None:
-    from tests.data.test_token_sources import train_tokenizer
-
     train_tokenizer(tmp_path / "tokenizer.json", ["some words"])
     path = write_parquet(tmp_path / "a.parquet", pa.array([b"fine", b"\xff\xfe"], pa.binary()))
     said = refused(path, tokenizer=str(tmp_path / "tokenizer.json"), end_token="<|end|>", vocab=None)
@@ -166,8 +164,6 @@ def test_text_that_is_not_utf8_is_refused_for_a_tokenizer(tmp_path: Path) -> Non
 
 
 def test_keys_that_do_not_fit_the_data_are_refused(tmp_path: Path, parquet: Path) -> None:
-    from tests.data.test_token_sources import train_tokenizer
-
     size = train_tokenizer(tmp_path / "tokenizer.json", ["some words"]).get_vocab_size()
     tokenizer = str(tmp_path / "tokenizer.json")
     assert "holds token ids: set data.vocab to the number of tokens" in refused(parquet, vocab=None)

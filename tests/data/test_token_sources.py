@@ -18,6 +18,7 @@ from tests.data.sources import (
     random_rows,
     random_texts,
     samples,
+    train_tokenizer,
     windows_of,
     write_ipc,
     write_jsonl,
@@ -113,19 +114,6 @@ def test_a_long_text_is_one_document_in_parts(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "a.txt").write_text(text)
     made = dataset([str(tmp_path / "a.txt")], vocab=None, least=1 << 30)
     assert samples(made) == windows_of([[*text.encode(), 0]], 1 << 30, 8)
-
-
-def train_tokenizer(path: Path, texts: list[str]) -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator(texts, trainer)
-    made.save(str(path))
-    return made
 
 
 @pytest.mark.parametrize("source", ["parquet", "arrow", "jsonl", "text"])

@@ -25,7 +25,6 @@ from vescale_ray import checkpoint
 from vescale_ray.config import RunConfig, parse_config
 from vescale_ray.data.dataset import Dataset
 from vescale_ray.data.loading import load_dataset
-from vescale_ray.data.stream import SampleStream
 from vescale_ray.lr_schedule import lr_at
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.workers.messages import StepRecord
@@ -198,9 +197,8 @@ def plain_run(config: RunConfig, start: FullState, steps: int) -> tuple[list[flo
     if m.factory is not None:
         model = globals()[m.factory.partition(":")[2]]()
     else:
-        model = Llama(
-            LlamaConfig(m.dim, m.layers, m.heads, m.kv_heads, m.ffn, max_seq=config.data.seq_len, rope_theta=m.rope_theta, tie=m.tie)
-        )
+        sizes = LlamaConfig(m.dim, m.layers, m.heads, m.kv_heads, m.ffn, corpus.vocab, config.data.seq_len, m.rope_theta, tie=m.tie)
+        model = Llama(sizes)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             model.init_buffer(name, buffer)
@@ -216,7 +214,7 @@ def plain_run(config: RunConfig, start: FullState, steps: int) -> tuple[list[flo
         clipped = [p for p in everything if not any(p is q for q in hidden)]
         muon = torch.optim.Muon(hidden, lr=t.lr, weight_decay=t.weight_decay, adjust_lr_fn="match_rms_adamw")
         optimizers = [muon, torch.optim.AdamW(clipped, **adamw)]  # type: ignore[list-item, arg-type]
-    stream = SampleStream(corpus.num_samples, config.run.seed)
+    stream = corpus.order(config.run.seed)
     batch = t.slots * t.slot_batch
     losses = []
     for step in range(steps):

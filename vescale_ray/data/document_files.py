@@ -109,14 +109,8 @@ class ParquetFile(DocumentFile):
         self._column, self._metadata, self.kind = column, opened.metadata, str(field.type)
         groups = [self._metadata.row_group(group) for group in range(self._metadata.num_row_groups)]
         self._rows = np.concatenate([np.zeros(1, np.int64), np.cumsum([group.num_rows for group in groups], dtype=np.int64)])
-        digest = hashlib.sha256(f"{column} {file.size}".encode())
-        chunks = [self._chunk(group) for group in groups]
-        for chunk in chunks:
-            digest.update(f"{chunk.data_page_offset} {chunk.total_compressed_size} {chunk.num_values}".encode())
-            if chunk.statistics is not None and chunk.statistics.has_min_max:
-                digest.update(repr((chunk.statistics.min, chunk.statistics.max)).encode())
-        self.fingerprint = digest.digest()
-        self._footer = [self._footer_count(part, chunk) for part, chunk in enumerate(chunks)]
+        self.fingerprint = file.edges()
+        self._footer = [self._footer_count(part, self._chunk(group)) for part, group in enumerate(groups)]
         self.counts = np.array([len(self.read(p)) if count is None else count for p, count in enumerate(self._footer)], dtype=np.int64)
 
     def documents(self, part: int) -> Sequence[pa.Array]:
@@ -162,8 +156,7 @@ class ArrowFile(DocumentFile):
             documents = guarded(file, partial(self.documents, part), f"{self.parts} {part}")
             self._rows[part + 1] = self._rows[part] + sum(map(len, documents))
             self.counts[part] = len(self.encoded(part, documents))
-        tail = file.read(max(0, file.size - (1 << 16)), file.size)
-        self.fingerprint = hashlib.sha256(f"{column} {file.size} {self._rows.tolist()}".encode() + tail).digest()
+        self.fingerprint = file.edges()
 
     @staticmethod
     def _parts_of(file: DataFile) -> tuple[pa.Schema, list[int | None]]:

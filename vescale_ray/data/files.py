@@ -6,6 +6,7 @@ no state between reads and is safe in threads.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import mmap
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,8 @@ from fsspec.implementations.local import LocalFileSystem
 from vescale_ray.data.corpus import text_files
 from vescale_ray.errors import BadInput
 
+_EDGE = 1 << 16
+"""Bytes of each end that identify a file."""
 _GLOB = frozenset("*?[")
 
 
@@ -71,6 +74,11 @@ class DataFile:
         if len(data) != end - start:
             raise BadInput(f"{self.url}: {len(data)} bytes came of {end - start} from byte {start} on; the file is truncated")
         return data
+
+    def edges(self) -> bytes:
+        """Return a hash of the size and of both ends, which identifies a file that would take long to read."""
+        ends = self.read(0, min(_EDGE, self.size)) + self.read(max(0, self.size - _EDGE), self.size)
+        return hashlib.sha256(f"{self.size} ".encode() + ends).digest()
 
     def opened(self) -> pa.NativeFile:
         """Return the file for a reader of pyarrow: mapped if it is local, else read by ranges."""
