@@ -64,6 +64,7 @@ def test_blocks_are_announced_window_by_window(samples: list[int], seed: int, wi
         assert set(used[at : at + size].tolist()) == set(inside)
         if at <= offset < at + size:
             assert list(islice(order.blocks(start), len(samples) - first)) == whole[first:]
+            assert order.stays_until(start) == start - offset + at + size
         at += size
 
 

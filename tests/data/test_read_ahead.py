@@ -39,9 +39,7 @@ def block(number: int) -> np.ndarray:
     most=st.integers(1, 40),
     calls=st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 11), max_size=8)), max_size=20),
 )
-def test_any_sequence_of_calls_gives_the_right_blocks_within_the_bound(
-    sizes: list[int], most: int, calls: list[tuple[bool, list[int]]]
-) -> None:
+def test_any_calls_give_the_right_blocks_within_the_bound(sizes: list[int], most: int, calls: list[tuple[bool, list[int]]]) -> None:
     reader = ReadAhead(block, sizes, most)
     for is_expected, numbers in calls:
         blocks = [number % len(sizes) for number in numbers]

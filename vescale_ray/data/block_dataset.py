@@ -87,6 +87,9 @@ class BlockDataset:
                 f"{-(-needed >> 20)} MB; raise it, lower data.shuffle_blocks, or write smaller row groups"
             )
         self.reader = ReadAhead(self._read, sizes, memory)
+        self._ahead_of: SampleOrder | None = None
+        self._stays = (0, 0)
+        """Order and range of positions for which the reader was last told what to expect."""
 
     @property
     def num_samples(self) -> int:
@@ -122,7 +125,9 @@ class BlockDataset:
 
     def read_ahead(self, order: SampleOrder, position: int) -> None:
         """Begin to read the blocks of the samples from ``position`` on."""
-        self.reader.expect(order.blocks(position))
+        if order is not self._ahead_of or not self._stays[0] <= position < self._stays[1]:
+            self._ahead_of, self._stays = order, (position, order.stays_until(position))
+            self.reader.expect(order.blocks(position))
 
     def describe(self) -> dict[str, str | int]:
         """Return a JSON-compatible description of the data."""
@@ -148,9 +153,10 @@ class BlockDataset:
         blocks = np.searchsorted(self._starts, index, side="right") - 1
         begins = (index - self._starts[blocks]) * self.seq_len
         windows = np.empty((len(index), self.seq_len + 1), dtype=np.int64)
-        for row in np.argsort(blocks, kind="stable").tolist():  # a block that is not kept is read once
-            begin = int(begins[row])
-            windows[row] = self.reader.get(int(blocks[row]))[begin : begin + self.seq_len + 1]
+        for block in np.unique(blocks).tolist():  # a block that is not kept is read once
+            tokens = self.reader.get(block)
+            for row in np.flatnonzero(blocks == block).tolist():
+                windows[row] = tokens[begins[row] : begins[row] + self.seq_len + 1]
         whole = torch.from_numpy(windows)
         return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
 

@@ -9,7 +9,7 @@ a fixed number of blocks. Within a window, all samples are permuted. Both levels
     window 0         samples of blocks 5, 2 and 7, shuffled
 
 The places of the windows in an epoch need a cumulative sum over the blocks, computed once per epoch. A window needs memory for its own
-blocks only.
+samples only.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class BlockOrder:
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(samples)])
         self.num_samples = int(self._starts[-1])
         self._epochs: dict[int, _Epoch] = {}
+        self._last: tuple[int, int, Ids] | None = None
+        """Key of the epoch, number and ids of the window that was used last."""
 
     def ids(self, start: int, count: int) -> Ids:
         """Return the ids at positions ``[start, start + count)``, int64 ``[count]``.
@@ -74,9 +76,7 @@ class BlockOrder:
             window = int(np.searchsorted(epoch.windows, offset, side="right")) - 1
             begin, end = int(epoch.windows[window]), int(epoch.windows[window + 1])
             take = min(count - done, end - offset)
-            places = np.arange(offset - begin, offset - begin + take, dtype=np.uint64)
-            shuffled = permute(places, end - begin, part_key(epoch.key, window))
-            out[done : done + take] = self._ids_of(self._blocks_of(epoch, window), shuffled)
+            out[done : done + take] = self._window_ids(epoch, window, end - begin)[offset - begin : offset - begin + take]
             done += take
         return out
 
@@ -90,9 +90,21 @@ class BlockOrder:
         while True:
             epoch = self._epoch(number)
             first = int(np.searchsorted(epoch.windows, offset, side="right")) - 1
-            for window in range(first, len(epoch.windows) - 1):
-                yield from self._blocks_of(epoch, window).tolist()
+            yield from epoch.blocks[first * self.window :].tolist()
             number, offset = number + 1, 0
+
+    def stays_until(self, position: int) -> int:
+        """Return the position at which the next window begins."""
+        number, offset = divmod(position, self.num_samples)
+        windows = self._epoch(number).windows
+        return number * self.num_samples + int(windows[np.searchsorted(windows, offset, side="right")])
+
+    def _window_ids(self, epoch: _Epoch, window: int, size: int) -> Ids:
+        """The ids of a whole window. The last one is kept, since a batch alone takes half a millisecond to permute."""
+        if self._last is None or self._last[:2] != (epoch.key, window):
+            places = permute(np.arange(size, dtype=np.uint64), size, part_key(epoch.key, window))
+            self._last = epoch.key, window, self._ids_of(self._blocks_of(epoch, window), places)
+        return self._last[2]
 
     def _blocks_of(self, epoch: _Epoch, window: int) -> Ids:
         return epoch.blocks[window * self.window : (window + 1) * self.window]
@@ -106,7 +118,7 @@ class BlockOrder:
 
     def _epoch(self, number: int) -> _Epoch:
         if number not in self._epochs:
-            for old in [one for one in self._epochs if abs(one - number) > 1]:
+            for old in [one for one in self._epochs if abs(one - number) > 2]:  # a reader looks two ahead
                 del self._epochs[old]
             key = epoch_key(self.seed, number)
             count = len(self._samples)

@@ -32,6 +32,10 @@ class SampleOrder(Protocol):
         """Yield the blocks that samples from ``position`` on are read from, in the order of need; none if all are in memory."""
         ...
 
+    def stays_until(self, position: int) -> int:
+        """Return the first position after ``position`` from which :meth:`blocks` yields others."""
+        ...
+
 
 class Dataset(Protocol):
     """Samples of one length, addressed by id. A sample is ``seq_len`` tokens and, as targets, their successors."""

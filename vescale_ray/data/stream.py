@@ -116,3 +116,7 @@ class SampleStream:
     def blocks(self, position: int) -> Iterator[int]:
         """Yield nothing: the samples are in memory (:meth:`vescale_ray.data.dataset.SampleOrder.blocks`)."""
         yield from ()
+
+    def stays_until(self, position: int) -> int:
+        """Return the end of the epoch (:meth:`vescale_ray.data.dataset.SampleOrder.stays_until`)."""
+        return (self.epoch(position) + 1) * self.num_samples
