@@ -224,6 +224,7 @@ class Membership:
         """Fill the trainers of all ranks, take the first copies, and report it. ``phases``: seconds of the phases before."""
         order, began = self._order, time.perf_counter()
         moved, read_bytes = self.fill(trainer)
+        trainer.read_ahead()  # while the other ranks load
         # Ranks may finish loading minutes apart. In a step's collective such a delay would count as a lost rank.
         process_groups.barrier(FILL_SECONDS)
         # The new generation's ranks come first among the participants of the move.

@@ -147,6 +147,10 @@ class Trainer:
             parameter.copy_(full.to(self.device))
             self.beat()
 
+    def read_ahead(self) -> None:
+        """Begin to read the samples of the next steps. Returns at once."""
+        self.dataset.read_ahead(self._order, self.consumed)
+
     def step(self, flags: int = 0, settle: Callable[[], None] | None = None) -> StepRecord:
         """Run one optimizer step on the global batch. ``flags`` (0 <= flags < 2**62) are ORed over the ranks.
 
@@ -156,7 +160,7 @@ class Trainer:
         begin = time.perf_counter()
         meter = self._meter
         meter.begin()
-        self.dataset.read_ahead(self._order, self.consumed)
+        self.read_ahead()
         train, index = self.config.train, self.completed
         tokens = train.slots * train.slot_batch * self.config.data.seq_len
         table = deal(self.pace.view.shares)

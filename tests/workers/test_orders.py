@@ -43,7 +43,7 @@ def resources(**given: Any) -> Any:
     made = {
         "config": SimpleNamespace(elastic=SimpleNamespace(collective_timeout_s=30.0), train=SimpleNamespace(steps=5)),
         "device": torch.device("cpu"),
-        "corpus": None,
+        "dataset": None,
         "snapshots": nothing,
         "writer": SimpleNamespace(abandon=lambda: None, writing=False),
         "heartbeat": Heartbeat(),
@@ -289,7 +289,8 @@ def test_finished_worker_parks_only_after_all_have_their_values(
     happened: list[str] = []
     monkeypatch.setattr(process_groups, "form", lambda *about, **rest: None)
     monkeypatch.setattr(process_groups, "barrier", lambda bound_s: happened.append("all have their values"))
-    monkeypatch.setattr(membership, "Trainer", lambda *about, filled: SimpleNamespace(completed=5, close=lambda: happened.append("closed")))
+    trainer = SimpleNamespace(completed=5, read_ahead=lambda: None, close=lambda: happened.append("closed"))
+    monkeypatch.setattr(membership, "Trainer", lambda *about, filled: trainer)
     monkeypatch.setattr(Membership, "fill", lambda self, trainer: (None, 0))
     monkeypatch.setattr(membership, "outline_of", lambda trainer: None)
     snapshots = SimpleNamespace(
