@@ -67,6 +67,8 @@ def _one_or_more(value: Any) -> Any:
     listed = value if isinstance(value, list) else [value]
     if not listed or not all(isinstance(one, (str, int, float)) and not isinstance(one, bool) and one != "" for one in listed):
         raise ValueError("give a path, or a list of paths in brackets")
+    if any(isinstance(one, str) and not one.isascii() and one.encode(errors="replace").decode() != one for one in listed):
+        raise ValueError("give a text")
     return value
 
 
