@@ -8,8 +8,9 @@ The layers are: ``stores.store`` (the interface) and its back ends ``stores.posi
 ``stores.memory_store``; ``format.digest``; ``format.object_layout`` (a rank's object), ``format.manifest`` and
 ``format.manifest_codec`` (the commit object); the operations ``format.shard``, ``format.copies``, ``commits``, ``format.reader``,
 ``compare``, ``scrub``, ``saving.proof``, ``retention``, ``pins``, ``collection``, ``rollback``; a training script's state in
-``state.tensors``, ``state.flat_state``, ``state.plain``, ``state.entries``, ``state.scalars``, ``state.saved_meta``, ``state.rng``, ``api``
-and ``loading`` with ``state.names``, ``state.matching``, ``state.materialize``, ``saving.saver`` and ``saving.writer`` with
+``state.tensors``, ``state.flat_state``, ``state.flattening``, ``state.optimizer_state`` with ``state.nested_state`` and
+``state.optimizer_hooks``, ``state.plain``, ``state.entries``, ``state.scalars``, ``state.saved_meta``, ``state.rng``, ``api`` and
+``loading`` with ``state.names``, ``state.matching``, ``state.materialize``, ``saving.saver`` and ``saving.writer`` with
 ``format.staging``, ``saving.handle``, ``saving.accord``, ``saving.voting``, ``saving.bounded`` and ``saving.polling``; ``interval``; other
 programs' formats in ``bridges.foreign``, ``huggingface`` with ``bridges.safetensors_file``, and ``bridges.dcp`` with
 ``bridges.dcp_export``, ``bridges.dcp_state``, ``bridges.dcp_files`` and ``bridges.dcp_index``. The package may import
