@@ -48,7 +48,7 @@ class Archives:
         self._payloads: dict[tuple[str, int], Payload] = {}
 
     def load(self, info: StorageInfo, load: Callable[[IO[bytes]], Any]) -> Any:
-        """What ``load`` returns for the archive as a file. Raises ForeignFileError if it fails."""
+        """Return the result of ``load`` for the archive as a file. Raises ForeignFileError if it fails."""
         where = f"{self.folder / info.relative_path}, archive at byte {info.offset}"
         if info.offset + info.length > self._files.size(info.relative_path):
             raise ForeignFileError(f"{where}: the file ends before byte {info.offset + info.length}: truncated")

@@ -23,7 +23,7 @@ with private_names():
 
 
 def load_without_elements(file: IO[bytes]) -> Any:
-    """What ``torch.save`` wrote to ``file``, with fake tensors, whose elements are not read."""
+    """Return what ``torch.save`` wrote to ``file``, with fake tensors, whose elements are not read."""
     with FakeTensorMode():
         return torch.load(file, weights_only=True)
 

@@ -106,7 +106,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def has_function_mode() -> bool:
-    """Whether a TorchFunctionMode is active, other than that of ``torch.set_default_device``."""
+    """Return whether a TorchFunctionMode is active, other than that of ``torch.set_default_device``."""
     depth = len_torch_function_stack()
     return depth > 0 and depth > (getattr(GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None)
 
