@@ -148,9 +148,15 @@ def test_the_size_changes_between_steps_only(rank: int, world: int) -> None:
     assert unit_of(model).groups[0].grads.staging is None
 
 
+@pytest.fixture
+def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have ``explain`` count an accelerator's buffers. The patch is made once, not by each rank's thread."""
+    monkeypatch.setattr(overview, "host_buffers", lambda units, root, ranks: device_buffers(units, root))
+
+
+@pytest.mark.usefixtures("as_on_an_accelerator")
 @on_threads(2)
 def test_explain_counts_the_staging_buffers(rank: int, world: int) -> None:
-    """On an accelerator; here, only its figures are made."""
     model: Any = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
     for layer in model:
         fully_shard(layer, mp_policy=BF16)
@@ -160,17 +166,15 @@ def test_explain_counts_the_staging_buffers(rank: int, world: int) -> None:
     def staged() -> int:
         return explain(model).memory["gradient_buffers"] - cast // 2  # without the gradients of one unit
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overview, "host_buffers", lambda units, root, ranks: device_buffers(units, root))
-        assert staged() == cast, "one chunk by default"
-        model.set_reduce_scatter_staging(1024)
-        assert staged() == 2 * 1024
-        model[1].set_reduce_scatter_staging(4096)
-        assert staged() == 2 * 4096, "the unit with the largest buffers"
-        model.set_reduce_scatter_staging(cast - 128)
-        assert staged() == 2 * (cast - 128), "two chunks"
-        model.set_reduce_scatter_staging(1 << 40)
-        assert staged() == cast, "more than a unit has"
+    assert staged() == cast, "one chunk by default"
+    model.set_reduce_scatter_staging(1024)
+    assert staged() == 2 * 1024
+    model[1].set_reduce_scatter_staging(4096)
+    assert staged() == 2 * 4096, "the unit with the largest buffers"
+    model.set_reduce_scatter_staging(cast - 128)
+    assert staged() == 2 * (cast - 128), "two chunks"
+    model.set_reduce_scatter_staging(1 << 40)
+    assert staged() == cast, "more than a unit has"
 
 
 @on_threads(2)
