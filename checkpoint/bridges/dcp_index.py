@@ -243,7 +243,7 @@ def _check_tiling(key: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None
 
 
 def _counts(values: Any) -> TypeGuard[tuple[int, ...]]:
-    """Whether ``values`` is a tuple of numbers that are valid in a shape or an offset."""
+    """Return whether ``values`` is a tuple of numbers that are valid in a shape or an offset."""
     return type(values) is tuple and all(type(n) is int and 0 <= n < 1 << 62 for n in values)
 
 

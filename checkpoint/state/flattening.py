@@ -71,5 +71,5 @@ def stored_pairs(state: Mapping[str, Any], checkpoint: Saved) -> set[Pair]:
 
 
 def _ends_in(name: str, kinds: Collection[str]) -> bool:
-    """Whether ``name`` is that of a parameter, a slash and one of ``kinds``, which may have slashes, too."""
+    """Return whether ``name`` is that of a parameter, a slash and one of ``kinds``, which may have slashes, too."""
     return any(name[at + 1 :] in kinds for at, char in enumerate(name) if char == "/")

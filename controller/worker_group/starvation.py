@@ -20,8 +20,8 @@ LOOKS = 8
 
 
 def excused(members: Mapping[str, Member], workers: Collection[str], starved: Any, call_s: float) -> dict[str, float]:
-    """Those of ``workers`` that owe an answer because their machine is overloaded, each with the seconds of silence that this call excuses.
-    They come on top of those from earlier calls since its last report.
+    """Return those of ``workers`` that owe an answer because their machine is overloaded, each with the seconds of silence that this call
+    excuses. They come on top of those from earlier calls since its last report.
 
     A worker is excused for the time in which its training thread got no processor. For the threads that answer, it is excused for a
     multiple of the lateness of others on its machine: its other workers, and the agent that answers this call.

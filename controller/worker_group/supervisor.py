@@ -255,7 +255,7 @@ class Supervisor:
         return Dismissal.ENDED if info is None or sent else Dismissal.GONE if sent is not None else Dismissal.UNKNOWN
 
     def _can_be_taken(self, info: WorkerInfo) -> bool:
-        """Whether a standby could take a worker's place."""
+        """Return whether a standby could take a worker's place."""
         return info.node in self._standbys.ready() and (bool(info.devices) or not self._each()[1])
 
     def _vacate(self, place: WorkerPlace) -> None:

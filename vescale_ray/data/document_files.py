@@ -48,7 +48,7 @@ class DocumentFile(ABC):
         """Number of the part's first document in the file, for messages."""
 
     def ends(self, part: int) -> bool:
-        """Whether the last document of the part ends there."""
+        """Return whether the last document of the part ends there."""
         return True
 
     def read(self, part: int) -> Tokens:

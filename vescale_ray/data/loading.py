@@ -73,7 +73,7 @@ def load_dataset(keys: DataKeys, least: int | None = None) -> Dataset:
 
 
 def _is_plain_text(keys: DataKeys) -> bool:
-    """Whether the data is local text that is read as bytes. Raises BadInput if the files of a folder have several formats."""
+    """Return whether the data is local text that is read as bytes. Raises BadInput if the files of a folder have several formats."""
     spec = keys.corpus
     if not isinstance(spec, str) or "://" in spec or keys.tokenizer is not None or keys.format not in ("auto", "text"):
         return False

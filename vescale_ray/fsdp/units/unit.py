@@ -90,7 +90,7 @@ class Unit:
         self.reduced = False
         """Whether the running backward has started a reduction."""
         self._trains = False
-        """Whether a backward may reach the running forward."""
+        """True if a backward may reach the running forward."""
         self._owes = False
         """Whether a backward has accumulated gradients here since the last reduction; the rank then joins the next one."""
         self.keeps_graph = False
