@@ -12,8 +12,9 @@ The layers are: ``stores.store`` (the interface) and its back ends ``stores.posi
 ``state.optimizer_hooks``, ``state.plain``, ``state.entries``, ``state.scalars``, ``state.saved_meta``, ``state.rng``, ``api`` and
 ``loading`` with ``state.names``, ``state.matching``, ``state.materialize``, ``saving.saver`` and ``saving.writer`` with
 ``format.staging``, ``saving.handle``, ``saving.accord``, ``saving.voting``, ``saving.bounded`` and ``saving.polling``; ``interval``; other
-programs' formats in ``bridges.foreign``, ``huggingface`` with ``bridges.safetensors_file``, and ``bridges.dcp`` with
-``bridges.dcp_export``, ``bridges.dcp_state``, ``bridges.dcp_files`` and ``bridges.dcp_index``. The package may import
+programs' formats in ``bridges.foreign``, ``huggingface``, ``huggingface_layout`` and ``huggingface_export`` with
+``bridges.safetensors_file`` and ``bridges.pieces``, and ``bridges.dcp`` with ``bridges.dcp_export``, ``bridges.dcp_state``,
+``bridges.dcp_files`` and ``bridges.dcp_index``. The package may import
 ``vescale_ray.geometry``, ``vescale_ray.lasting``, torch, numpy, xxhash, and in a back end its client library, but neither Ray nor fsdp.
 """
 
@@ -43,7 +44,8 @@ from .format.read_plan import ReadPlan
 from .format.reader import Checkpoint
 from .format.reader import open_checkpoint as open
 from .format.shard import Vote, new_attempt, write_shard
-from .huggingface import Exported, export_hf, import_hf
+from .huggingface import import_hf
+from .huggingface_export import Exported, export_hf
 from .interval import Interval, choose_interval, daly_interval, expected_mtbf
 from .loading import Loaded, load
 from .pins import pin, pins, unpin

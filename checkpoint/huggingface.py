@@ -1,26 +1,18 @@
-"""Import weights from Hugging Face's safetensors folders into shards or a new commit, and export a commit to them.
-
-Import reads flat ranges, each rank its own. Export streams verified blocks in bounded pieces, and reads back what it wrote.
-"""
+"""Import weights from Hugging Face's safetensors folders into shards or a new commit. Each rank reads its own flat ranges."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import nn
 
-from .api import from_first, ranks_of, together
-from .arguments import nbytes
+from .api import together
 from .bridges.foreign import (
     OBJECT_BYTES,
     Files,
@@ -31,24 +23,17 @@ from .bridges.foreign import (
     into_state,
     is_root,
     local_folder,
-    new_folder,
-    publish,
-    take_back,
 )
-from .bridges.safetensors_file import SAFETENSORS_NAME, Located, header_of, read_header
+from .bridges.pieces import FileLayout, PiecedSource
+from .bridges.safetensors_file import Located, read_header
 from .commits import Commit
-from .errors import CheckpointMismatch, ExportFailed, ForeignFileError
-from .format.digest import as_bytes, view_of
-from .format.object_layout import dtype_name
-from .format.reader import Checkpoint, open_checkpoint
-from .state.matching import StoredTensor, some
+from .errors import ForeignFileError
+from .state.matching import StoredTensor
 from .state.names import Globs, NameTable, chosen, globs, table_of
-from .stores.posix import sync_folder
 from .stores.store import Root
 
 INDEX = "model.safetensors.index.json"
-_ALIASES = "vescale_ray.aliases"
-_PIECE_BYTES = 32 << 20
+ALIASES = "vescale_ray.aliases"
 
 LLAMA = {
     "embed.weight": "model.embed_tokens.weight",
@@ -118,6 +103,7 @@ def import_hf(
     target: Root | nn.Module | Mapping[str, torch.Tensor],
     *,
     rename: Mapping[str, str] | NameTable | None = None,
+    layout: FileLayout | None = None,
     include: Globs = "*",
     exclude: Globs = (),
     allow_missing: Globs = (),
@@ -136,6 +122,8 @@ def import_hf(
         target: a model or dict of tensors, sharded or not, to fill; or a checkpoint root.
         rename: table from our names to the files' (:data:`LLAMA`). For a root its inverse is used, which regular expressions do not have:
             give the inverse of a ``NameTable`` of the other direction, or a table of globs.
+        layout: for a model, its tensors as the files store them
+            (:func:`~vescale_ray.checkpoint.huggingface_layout.file_layout`); ``rename`` then has the model's names.
         include, exclude: globs of our names.
         allow_missing, allow_unexpected, cast, device: for a model, as in :func:`~vescale_ray.checkpoint.load`.
         step, object_bytes: for a root, the commit's step and the size of its objects in bytes, which is also the memory used.
@@ -148,7 +136,7 @@ def import_hf(
         if not isinstance(target, (nn.Module, Mapping)):
             raise ValueError(f"the target is a {type(target).__name__}; give a module, a dict of tensors, a checkpoint folder or a store")
         return into_state(
-            source,
+            source if layout is None else together(lambda: PiecedSource(source, layout), group),
             {"model": target},
             include=include,
             exclude=exclude,
@@ -160,6 +148,8 @@ def import_hf(
             group=group,
             progress=progress,
         )
+    if layout is not None:
+        raise ValueError("layout is for a model; a checkpoint folder takes the files' tensors as they are, with rename")
     back = table_of(rename).inverse()
     ours = back.map([*source.tensors, *source.aliases])
     taken = {name: ours[name] for name in source.tensors if chosen(ours[name], globs(include), globs(exclude))}
@@ -176,196 +166,6 @@ def import_hf(
         group=group,
         progress=progress,
     )
-
-
-@dataclass(frozen=True)
-class Exported:
-    """Files written, in order; names written; bytes of the tensors."""
-
-    files: tuple[str, ...]
-    tensors: tuple[str, ...]
-    bytes: int
-
-
-def export_hf(
-    root: Root,
-    commit: str | Commit | None,
-    folder: str | os.PathLike[str],
-    *,
-    rename: Mapping[str, str] | NameTable | None = None,
-    include: Globs = "*",
-    exclude: Globs = (),
-    key: str = "model",
-    dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5_000_000_000,
-    group: dist.ProcessGroup | None = None,
-    progress: Progress | None = None,
-) -> Exported:
-    """Export the weights of a commit as safetensors files and, last, their index. Every rank calls it, and the ranks share the files.
-
-    Each file is written under a temporary name, synced, read back and compared, and then renamed. Tied tensors are written once, under
-    their first name. The header lists their other names, for :func:`import_hf`. Takes 64 MiB of memory.
-
-    Args:
-        commit: name of a commit; ``None`` means the newest.
-        folder: folder to create; it must not hold safetensors files.
-        rename: table from our names to the files' (:data:`LLAMA`).
-        include, exclude: globs of our names.
-        key: entry of the state (``"ema"``, ..).
-        dtype: dtype to which floating-point tensors are cast.
-        max_shard_bytes: most bytes of tensors in a file; a larger tensor gets its own file.
-
-    Raises:
-        ValueError: the folder holds model files, or is a URL. CheckpointMismatch: there is nothing to write, or safetensors lacks a dtype.
-            CheckpointCorrupt: the checkpoint is damaged. ExportFailed: the data read back differs from the written data.
-    """
-    rank, world = ranks_of(group)
-    nbytes("max_shard_bytes", max_shard_bytes)
-    place = local_folder(folder, "the folder to write")
-
-    made: list[Path] = []
-
-    def begin() -> Commit:
-        found = open_checkpoint(root, commit).commit
-        made.extend(new_folder(folder))
-        there = sorted(p.name for p in place.iterdir() if p.name.endswith((".safetensors", ".index.json")))
-        if there:
-            raise ValueError(f"{place} holds {some(there)}: give a folder without model files")
-        return found
-
-    chosen_commit = from_first(begin, group)
-
-    def write() -> tuple[list[_File], dict[str, str]]:
-        checkpoint = open_checkpoint(root, chosen_commit)
-        files, aliases = _plan(checkpoint, table_of(rename), globs(include), globs(exclude), key, dtype, max_shard_bytes)
-        metadata = {"format": "pt", **({_ALIASES: json.dumps(aliases)} if aliases else {})}
-        for file in files[rank::world]:
-            _write(checkpoint, place / file.name, file, metadata, progress)
-            mine.append(place / file.name)
-        return files, aliases
-
-    def finish() -> None:
-        weights = {entry.name: file.name for file in files for entry in file.entries}
-        text = json.dumps({"metadata": {"total_size": size}, "weight_map": weights}, indent=2, sort_keys=True) + "\n"
-        publish(place / INDEX, text.encode())
-
-    mine: list[Path] = []
-    try:
-        files, _ = together(write, group)
-        size = sum(entry.bytes for file in files for entry in file.entries)
-        from_first(finish, group)
-    except BaseException:
-        take_back(mine, made)
-        raise
-    return Exported(tuple(f.name for f in files), tuple(e.name for f in files for e in f.entries), size)
-
-
-@dataclass(frozen=True)
-class _Entry:
-    name: str
-    stored: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class _File:
-    name: str
-    entries: tuple[_Entry, ...]
-
-
-def _plan(
-    checkpoint: Checkpoint,
-    table: NameTable,
-    include: Sequence[str],
-    exclude: Sequence[str],
-    key: str,
-    dtype: torch.dtype | None,
-    max_bytes: int,
-) -> tuple[list[_File], dict[str, str]]:
-    """Assign tensors to files, in the same way on every rank; also ``{alias: name}`` of tied tensors, by the files' names."""
-    names = {name: stored for name, stored in checkpoint.names(key).items() if chosen(name, include, exclude)}
-    if not names:
-        raise CheckpointMismatch(f"checkpoint {checkpoint.commit.path} has no tensor of {key!r} that fits {', '.join(include)}")
-    new = table.map(names)
-    entries: list[_Entry] = []
-    first: dict[str, str] = {}
-    aliases: dict[str, str] = {}
-    for name, stored in names.items():
-        if stored in first:
-            aliases[new[name]] = first[stored]
-            continue
-        first[stored] = new[name]
-        tensor = checkpoint.tensors[stored]
-        kept = tensor.kinds["param"]
-        to = dtype if dtype is not None and kept.is_floating_point else kept
-        if to not in SAFETENSORS_NAME:
-            raise CheckpointMismatch(f"{name!r} is {dtype_name(to)}, which safetensors has no name for: exclude it, or give a dtype")
-        entries.append(_Entry(new[name], stored, tensor.shape, to))
-    shards: list[list[_Entry]] = [[]]
-    filled = 0
-    for entry in entries:
-        if shards[-1] and filled + entry.bytes > max_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(entry)
-        filled += entry.bytes
-    count = len(shards)
-    files = []
-    for index, held in enumerate(shards):
-        called = "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-        # Wide elements first, so that every tensor begins at a multiple of its element size.
-        files.append(_File(called, tuple(sorted(held, key=lambda e: -e.dtype.itemsize))))
-    return files, aliases
-
-
-def _write(checkpoint: Checkpoint, path: Path, file: _File, metadata: Mapping[str, str], progress: Progress | None) -> None:
-    temporary = path.with_name(f".tmp-{path.name}")
-    fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            written = xxhash.xxh3_128()
-            header = header_of([(e.name, e.shape, e.dtype) for e in file.entries], metadata)
-            _append(fd, memoryview(header), written)
-            for entry in file.entries:
-                stored = checkpoint.tensors[entry.stored].kinds["param"]
-                step = max(1, _PIECE_BYTES // max(stored.itemsize, entry.dtype.itemsize))
-                numel = math.prod(entry.shape)
-                for start in range(0, numel, step):
-                    piece = checkpoint.read_range(entry.stored, start, min(numel, start + step)).to(entry.dtype)
-                    _append(fd, view_of(as_bytes(piece)), written)
-                    if progress is not None:
-                        progress(piece.numel() * stored.itemsize)
-            os.fsync(fd)
-            with suppress(OSError):
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that the data is read back from the disk
-            _compare(fd, path, written)
-        finally:
-            os.close(fd)
-        os.rename(temporary, path)
-        sync_folder(path.parent)
-    except BaseException:
-        take_back([temporary, path])
-        raise
-
-
-def _append(fd: int, data: memoryview, digest: Any) -> None:
-    digest.update(data)
-    while len(data):
-        data = data[os.write(fd, data) :]
-
-
-def _compare(fd: int, path: Path, written: Any) -> None:
-    found, offset = xxhash.xxh3_128(), 0
-    while data := os.pread(fd, 4 << 20, offset):
-        found.update(data)
-        offset += len(data)
-    if found.digest() != written.digest():
-        raise ExportFailed(f"{path}: the data read back differs from the data written: the disk or its connection is at fault")
 
 
 def _from_all(path: str | os.PathLike[str], group: dist.ProcessGroup | None) -> TensorSource:
@@ -405,12 +205,12 @@ def _indexed(path: Path) -> tuple[Path, list[str], dict[str, str]]:
 
 
 def _stored_aliases(path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
-    if _ALIASES not in metadata:
+    if ALIASES not in metadata:
         return {}
     try:
-        aliases = json.loads(metadata[_ALIASES])
+        aliases = json.loads(metadata[ALIASES])
     except (ValueError, RecursionError):
         aliases = None
     if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):
-        raise ForeignFileError(f"{path}: its {_ALIASES} is not a JSON object of names")
+        raise ForeignFileError(f"{path}: its {ALIASES} is not a JSON object of names")
     return aliases

@@ -8,6 +8,7 @@
     events.jsonl    one line per event
     samples.jsonl   the sample ids that each step consumed
     checkpoints/    see vescale_ray.checkpoint
+    model/          configuration, tokenizer and buffers of model.hf, for `vescale-ray ckpt export-hf`
     hangs/          stacks of every worker at a hang
     failures/       tracebacks and stacks of all workers of a run that failed
     curve.png       the picture that report.draw makes
@@ -75,6 +76,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """Folder of the checkpoints, unless the configuration names another one."""
         return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """Folder of the configuration and tokenizer of ``model.hf``."""
+        return self.path / "model"
 
     @property
     def curve_path(self) -> Path:

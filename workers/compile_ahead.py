@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from vescale_ray.compat.core import tree_leaves, tree_map_only
-from vescale_ray.workers.model_building import Blank, select_units, sharding_of
+from vescale_ray.models.units import select_units
+from vescale_ray.workers.model_building import Blank, sharding_of
 from vescale_ray.workers.unit_forward import set_forward
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ Only :func:`build_sharded` needs a process group. The rest is the same for every
 from __future__ import annotations
 
 import copy
-import fnmatch
 import importlib
 import logging
 import time
@@ -18,7 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
 
 from vescale_ray.config import VOCAB
+from vescale_ray.models import hf
 from vescale_ray.models.llama import Llama, LlamaConfig
+from vescale_ray.models.units import select_units
+from vescale_ray.workers.initial_values import buffer_values, check_initializable
 from vescale_ray.workers.unit_forward import UnitCompiler, set_forward
 
 if TYPE_CHECKING:
@@ -35,11 +37,14 @@ def build_model(config: RunConfig) -> nn.Module:
     """The unsharded model of ``config.model``, on the meta device.
 
     Raises:
-        ValueError: the factory cannot be imported, or its model lacks ``init_parameter``, has persistent buffers, or has other buffers but
-            no ``init_buffer``. With ``elastic.deterministic``, also if an optimizer other than AdamW would step 16-bit parameters.
+        ValueError: the folder or the factory gives no model, or its parameters or buffers can't be filled
+            (:func:`vescale_ray.workers.initial_values.check_initializable`). With ``elastic.deterministic``, also if an optimizer other
+            than AdamW would step 16-bit parameters.
     """
     model = config.model
     with torch.device("meta"), _NoValues():
+        if model.hf is not None:
+            return hf.build(hf.open_folder(model.hf))
         if model.factory is None:
             sizes = LlamaConfig(
                 dim=model.dim,
@@ -53,25 +58,15 @@ def build_model(config: RunConfig) -> nn.Module:
                 tie=model.tie,
             )
             return Llama(sizes)
-        module_name, _, function = model.factory.partition(":")
         try:
-            built: nn.Module = getattr(importlib.import_module(module_name), function)()
+            built: nn.Module = function_of(model.factory)(**model.args)
         except (ImportError, AttributeError) as error:
             raise ValueError(f"model.factory = {model.factory}: {error}; give an importable pkg.mod:function") from None
-    if not callable(getattr(built, "init_parameter", None)):
-        raise ValueError(f"model.factory = {model.factory}: its {type(built).__name__} has no method init_parameter(name, full, generator)")
-    kept = set(built.state_dict()) - {name for name, _ in built.named_parameters(remove_duplicate=False)}
-    if kept:
-        raise ValueError(
-            f"model.factory = {model.factory}: persistent buffers {sorted(kept)[:3]} have no values on the meta device; "
-            "register them with persistent=False and fill them in init_buffer(name, full)"
-        )
-    buffers = [name for name, _ in built.named_buffers()]
-    if buffers and not callable(getattr(built, "init_buffer", None)):
-        raise ValueError(
-            f"model.factory = {model.factory}: buffers {buffers[:3]} have no values on the meta device; "
-            f"give {type(built).__name__} a method init_buffer(name, full), or compute them in forward"
-        )
+        except TypeError as error:
+            if not model.args:
+                raise
+            raise ValueError(f"model.factory = {model.factory} with model.args = {model.args}: {error}") from None
+    check_initializable(built, f"model.factory = {model.factory}")
     if config.elastic.deterministic and config.train.optimizer != "adamw":
         short = next((name for name, p in built.named_parameters() if p.requires_grad and p.dtype.itemsize < 4), None)
         if short is not None:
@@ -81,6 +76,12 @@ def build_model(config: RunConfig) -> nn.Module:
                 "(train.param_dtype = bfloat16 still computes in bfloat16), or use adamw"
             )
     return built
+
+
+def function_of(path: str) -> Any:
+    """The function ``pkg.mod:name``. Raises ImportError or AttributeError if there is none."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 class _NoValues(TorchFunctionMode):
@@ -94,23 +95,6 @@ class _NoValues(TorchFunctionMode):
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 return tensor
         return func(*args, **kwargs)
-
-
-def select_units(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
-    """Modules whose dotted name matches a pattern part by part, children first. ``layers.*`` matches ``layers.0``, not ``layers.0.ffn``.
-
-    Raises:
-        ValueError: a pattern, which the message names, matches nothing.
-    """
-    named = [(name.split("."), module) for name, module in model.named_modules() if name]
-    found: dict[int, tuple[int, nn.Module]] = {}
-    for pattern in patterns:
-        parts = pattern.split(".")
-        hits = [(n, m) for n, m in named if len(n) == len(parts) and all(map(fnmatch.fnmatchcase, n, parts))]
-        if not hits:
-            raise ValueError(f"model.units: {pattern!r} matches no module; the model has {', '.join(n for n, _ in model.named_children())}")
-        found.update((id(module), (len(name), module)) for name, module in hits)
-    return [module for _, module in sorted(found.values(), key=lambda item: -item[0])]
 
 
 class Blank:
@@ -131,6 +115,8 @@ class Blank:
         self._config = config
         self.compiler = compiler or UnitCompiler(config)
         self.model = build_model(config) if model is None else model
+        self.buffers = buffer_values(config, self.model)
+        """Values of the model's buffers."""
         self.chosen = OptimizerConfig.of(config)
         self.routing = route_parameters(self.model, self.chosen)
 
@@ -213,5 +199,5 @@ def build_sharded(config: RunConfig, device: torch.device, world: int, blank: Bl
         model.to_empty(device=device)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
-            model.init_buffer(name, buffer)
+            buffer.copy_(blank.buffers[name])
     return model, build_optimizer(model, blank.chosen, routing=routing, log=None, zeroed=not filled)

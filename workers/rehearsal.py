@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_ray import gloo
+from vescale_ray.config.sections import ModelSection
 from vescale_ray.data.corpus import Corpus
 from vescale_ray.workers.compile_ahead import compile_units
 from vescale_ray.workers.network import process_groups
@@ -55,11 +56,11 @@ def _attempt(what: str, work: Callable[[], None]) -> None:
 
 
 def _small(config: RunConfig) -> RunConfig:
-    sizes = {"factory": None, "dim": 64, "layers": 2, "heads": 2, "kv_heads": 2, "ffn": 128, "units": ["layers.*"]}
+    model = ModelSection(dim=64, layers=2, heads=2, kv_heads=2, ffn=128)
     # Skip validation: the full configuration is already validated.
     return config.model_copy(
         update={
-            "model": config.model.model_copy(update=sizes),
+            "model": model,
             "data": config.data.model_copy(update={"seq_len": _SEQ_LEN, "eval_samples": 0, "vocab": None}),
             "train": config.train.model_copy(update={"slots": 1, "slot_batch": 1, "compile": False}),
         }

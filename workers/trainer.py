@@ -30,7 +30,6 @@ On an accelerator the host enqueues forward, backward and clipping without waiti
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -45,8 +44,9 @@ from torch import Tensor
 
 from vescale_ray.communication import wait_notes
 from vescale_ray.lr_schedule import lr_at
+from vescale_ray.workers.initial_values import fill, seed_of
 from vescale_ray.workers.messages import StepRecord, Usage
-from vescale_ray.workers.model_building import Blank, build_sharded
+from vescale_ray.workers.model_building import Blank, build_model, build_sharded, function_of
 from vescale_ray.workers.monitoring.meter import Meter
 from vescale_ray.workers.monitoring.pace import Pace, deal
 from vescale_ray.workers.resharding.shards import Views, formats_of
@@ -123,6 +123,7 @@ class Trainer:
         shortest = int(getattr(self.model, "shortest_input", config.data.seq_len))
         filler = (config.train.slot_batch, config.data.seq_len) if config.train.compile else (1, shortest)
         self._filler = (torch.zeros(filler, dtype=torch.int64),) * 2
+        self._loss = None if config.model.loss is None else function_of(config.model.loss)
         self._meter = Meter(config, self.model, self.optimizer, self.device)
         self._proves = self.device.type == "cuda"
         from vescale_ray.optim import Muon
@@ -139,13 +140,8 @@ class Trainer:
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Fill every parameter from a generator seeded by (run.seed, name), so that values are the same at every world size."""
-        for name, parameter in self.parameters:
-            generator = torch.Generator().manual_seed(seed_of(self.config.run.seed, name))
-            full = torch.empty(parameter.shape, dtype=parameter.dtype)
-            self.model.init_parameter(name, full, generator)
-            parameter.copy_(full.to(self.device))
-            self.beat()
+        """Fill the parameters with the run's initial values, the same at every world size (``initial_values``). Collective."""
+        fill(self.config, self.model, lambda: build_model(self.config), self.device, self.beat)
 
     def read_ahead(self) -> None:
         """Begin to read the samples of the next steps. Returns at once."""
@@ -298,7 +294,10 @@ class Trainer:
 
     def _nll(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Summed negative log-likelihood of a batch, float32 0-d."""
-        logits = self.model(self._sent(inputs))
+        output = self.model(self._sent(inputs))
+        if self._loss is not None:
+            return self._loss(output, self._sent(targets))
+        logits = output if isinstance(output, Tensor) else output.logits
         return F.cross_entropy(logits.flatten(0, 1).float(), self._sent(targets).flatten(), reduction="sum")
 
     def _sent(self, batch: Tensor) -> Tensor:
@@ -372,8 +371,3 @@ class _Fetched:
     nlls: tuple[float, ...]
     norm: float
     clipped: bool
-
-
-def seed_of(*parts: int | str) -> int:
-    """63 bits that depend on every part, the same in every process."""
-    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big") >> 1

@@ -23,6 +23,7 @@ from vescale_ray.workers.messages import Origin
 if TYPE_CHECKING:
     from vescale_ray.checkpoint import Checkpoint
     from vescale_ray.data.dataset import Dataset
+    from vescale_ray.models.hf import HfFolder
 
 STATES: dict[str, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),
@@ -80,7 +81,7 @@ def foresee(config: RunConfig) -> Foreseen:
         BadInput: with one line, for the first thing that is wrong.
     """
     warnings = tuple(_lasting(config))
-    config = absolute(config)
+    config = with_model_data(absolute(config))
     knock(address_of(config))
     _check_port(config.metrics.host, config.metrics.port)
     from vescale_ray.data.loading import load_dataset
@@ -106,6 +107,8 @@ def check(config: RunConfig, foreseen: Foreseen | None = None, oldest: int | Non
     _check_writable(config.checkpoint_root)
     source, first = _resume(config, found.stream, found.expected, oldest)
     never = config.checkpoint.resume == "never"
+    if config.model.hf is not None:
+        _describe_model(config)
     return Preflight(config, source, first, found.stream, oldest if oldest is not None else first if never else 0)
 
 
@@ -129,16 +132,60 @@ def absolute(config: RunConfig) -> RunConfig:
     def path(text: str) -> str:
         return text if "://" in text else str(Path(text).expanduser().resolve())
 
-    checkpoint_dir, tokenizer = config.checkpoint.dir, config.data.tokenizer
+    checkpoint_dir, tokenizer, hf = config.checkpoint.dir, config.data.tokenizer, config.model.hf
     corpora = [one if one == "stdlib" else path(one) for one in config.data.corpora]
     data = {"corpus": corpora[0] if isinstance(config.data.corpus, str) else corpora, "tokenizer": path(tokenizer) if tokenizer else None}
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"dir": path(config.run.dir)}),
+            "model": config.model.model_copy(update={"hf": path(hf) if hf else None}),
             "data": config.data.model_copy(update=data),
             "checkpoint": config.checkpoint.model_copy(update={"dir": path(checkpoint_dir) if checkpoint_dir else None}),
         }
     )
+
+
+def with_model_data(config: RunConfig) -> RunConfig:
+    """The same configuration with the tokenizer and vocabulary of ``model.hf``, where ``data`` leaves them out.
+
+    Raises:
+        BadInput: the folder is no model's, or ``data`` does not fit it.
+    """
+    if config.model.hf is None:
+        return config
+    from vescale_ray.models.hf import open_folder
+
+    folder, data = open_folder(config.model.hf), config.data
+    where = f"model.hf = {config.model.hf}"
+    if folder.positions is not None and data.seq_len > folder.positions:
+        raise RunRefused(f"data.seq_len = {data.seq_len}: {where} takes {folder.positions} tokens at most (max_position_embeddings)")
+    if data.vocab is not None and data.vocab > folder.vocab:
+        raise RunRefused(
+            f"data.vocab = {data.vocab}: {where} has embeddings of {folder.vocab} tokens; use the model's tokens, or leave it out"
+        )
+    update: dict[str, Any] = {"vocab": data.vocab or folder.vocab}
+    if data.tokenizer is None and folder.tokenizer is not None:
+        update["tokenizer"] = str(folder.tokenizer)
+    given = data.tokenizer or update.get("tokenizer")
+    if given is not None:
+        _check_tokenizer(given, folder)
+    return config.model_copy(update={"data": data.model_copy(update=update)})
+
+
+def _check_tokenizer(given: str, folder: HfFolder) -> None:
+    """Refuse a tokenizer whose tokens the model lacks, or mean something else to its weights."""
+    from vescale_ray.data.encoders import load_tokenizer
+
+    tokenizer, digest = load_tokenizer(given)
+    if tokenizer.get_vocab_size() > folder.vocab:
+        raise RunRefused(
+            f"data.tokenizer = {given}: it has {tokenizer.get_vocab_size()} tokens, the embeddings of model.hf = {folder.path} "
+            f"{folder.vocab}; use the tokenizer that the model was made for"
+        )
+    if folder.tokenizer is not None and folder.tokenizer != Path(given):
+        own, own_digest = load_tokenizer(str(folder.tokenizer))
+        if digest != own_digest and tokenizer.get_vocab() != own.get_vocab():
+            raise RunRefused(f"data.tokenizer = {given}: its tokens are not those of the model's {folder.tokenizer}; leave it out")
 
 
 def stream_of(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
@@ -184,12 +231,15 @@ def _check_port(host: str, port: int) -> None:
 
 def _expected(config: RunConfig) -> dict[str, _Expected]:
     """Shape and optimizer states of each parameter, from a model on the meta device, which takes no memory."""
+    from vescale_ray.models.units import select_units
     from vescale_ray.optim import OptimizerConfig, route_parameters
-    from vescale_ray.workers.model_building import build_model, select_units
+    from vescale_ray.workers.initial_values import check_weights_of
+    from vescale_ray.workers.model_building import build_model
 
     try:
         model = build_model(config)
         select_units(model, config.model.units)
+        check_weights_of(config, model)
         _check_vocabulary(model, config)
         routing = route_parameters(model, OptimizerConfig.of(config.train))
     except BadInput:
@@ -198,6 +248,23 @@ def _expected(config: RunConfig) -> dict[str, _Expected]:
         raise RunRefused(" ".join(str(error).split())) from None
     trained = {route.name: STATES[route.optimizer] for route in routing.routes}
     return {name: _Expected(tuple(p.shape), trained.get(name, ())) for name, p in model.named_parameters()}
+
+
+def _describe_model(config: RunConfig) -> None:
+    """Copy what `ckpt export-hf` needs of ``model.hf`` to the run's folder."""
+    from vescale_ray.checkpoint.huggingface_layout import file_layout, persistent_buffers
+    from vescale_ray.models import hf
+    from vescale_ray.workers.initial_values import buffer_values
+    from vescale_ray.workers.model_building import build_model
+
+    model = build_model(config)
+    kept, values = persistent_buffers(model), buffer_values(config, model)
+    buffers = {name: values[piece.name] for name, piece in file_layout(model).pieces.items() if piece.name in kept}
+    assert config.model.hf is not None
+    try:
+        hf.write_description(hf.open_folder(config.model.hf), buffers, RunFolder(config.run_folder).model)
+    except OSError as error:
+        raise RunRefused(f"model.hf = {config.model.hf}: its files can't be copied to the run's folder ({error.strerror})") from None
 
 
 def _check_vocabulary(model: Any, config: RunConfig) -> None:

@@ -24,7 +24,7 @@ from tests.checkpoint.faulty_store import Fault, FaultyStore
 from tests.checkpoint.test_checkpoint_state import Net
 from tests.ranks import run_gloo
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint import huggingface
+from vescale_ray.checkpoint import huggingface, huggingface_export
 from vescale_ray.checkpoint.bridges import foreign
 from vescale_ray.models.llama import Llama
 
@@ -211,7 +211,7 @@ def test_export_fails_if_the_disk_stored_other_bytes(root, monkeypatch):
         raw[-1] ^= 1
         return real(fd, raw)
 
-    monkeypatch.setattr(huggingface.os, "write", flipped)
+    monkeypatch.setattr(huggingface_export.os, "write", flipped)
     with pytest.raises(ckpt.ExportFailed, match="the data read back differs from the data written"):
         ckpt.export_hf(root / "a", None, root / "hf")
     monkeypatch.undo()
@@ -368,7 +368,7 @@ def test_export_failing_late_leaves_nothing_and_can_be_retried(root, monkeypatch
     A reader would take an index without its files for a whole export. A leftover temporary folder would make the next try fail.
     """
     ckpt.save({"model": {"a": torch.arange(5.0), "b": torch.arange(3)}}, root / "root", 1)
-    for name, holder in (("rename", os), ("sync_folder", foreign), ("sync_folder", huggingface)):
+    for name, holder in (("rename", os), ("sync_folder", foreign), ("sync_folder", huggingface_export)):
         for nth in range(3):
             calls, real = [0], getattr(holder, name)
 

@@ -21,8 +21,8 @@ THEMES = sorted(COMPAT.glob("*.py"))
 PRODUCT = [path for part, path in SOURCES if part != "compat"] + [ROOT / "vescale_ray" / "__init__.py"]
 # Pickles name the classes and functions that wrote them. This reader compares the names and imports none.
 FILE_FORMATS = {"checkpoint/bridges/dcp_index.py"}
-# Names of Python and of pybind11, not of torch.
-NOT_TORCHS = {"_exit", "_current_frames", "_pybind11_conduit_v1_", "_call_s3"}
+# Names of Python, pybind11, s3fs and transformers, not of torch.
+NOT_TORCHS = {"_exit", "_current_frames", "_pybind11_conduit_v1_", "_call_s3", "_init_weights"}
 
 
 def private(name: str) -> bool:

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.workers.fleet import Fleet, State
-from tests.workers.tiny import FullState, Run, evaluate, plain_run, running, text_of, tiny, write_text
+from tests.workers.tiny import FullState, Run, evaluate, forget, plain_run, running, same_bits, text_of, tiny, write_text
 from vescale_ray import checkpoint
 from vescale_ray.data.stream import SampleStream
 from vescale_ray.fsdp.units.schedule import unit_of
+from vescale_ray.models.units import select_units
 from vescale_ray.workers.messages import StepRecord
-from vescale_ray.workers.model_building import Blank, build_model, build_sharded, select_units
+from vescale_ray.workers.model_building import Blank, build_model, build_sharded
 from vescale_ray.workers.network import process_groups
 from vescale_ray.workers.resharding import copy_exchange
 from vescale_ray.workers.resharding.held_state import choose_resume
@@ -158,12 +159,33 @@ def test_unit_patterns_match_by_part_and_unmatched_ones_raise(text: str) -> None
         select_units(model, ["blocks.*"])
 
 
+def test_modules_fill_themselves_equally_at_every_world_size(text: str) -> None:
+    """A factory with arguments, a loss of its own, and a model whose modules have ``reset_parameters``."""
+    name = "tests.workers.tiny:"
+    config = tiny(text, model_factory=f"{name}Plain", model_args={"dim": 24}, model_loss=f"{name}loss_of_scores", model_units="auto")
+    states, losses = [], []
+    with Fleet(3) as fleet:
+        for members in ([0], [2, 1, 0]):
+            run = Run(fleet, config)
+            run.fresh(members)
+            states.append({key: value for key, value in run.full_state().items() if key[1] == "param"})
+            losses.append([record.loss for record in run.train(3)])
+            run.end()
+            fleet.run(members, forget)
+    assert same_bits(*states) and losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert states[0]["embed.weight", "param"].std() == pytest.approx(1.0, rel=0.05)
+    assert abs(states[0]["blocks.1.0.weight", "param"]).max() <= 24**-0.5
+    assert (states[0]["blocks.0.2.weight", "param"] == 1).all() and losses[0][2] < losses[0][0]
+    with pytest.raises(ValueError, match=r"model.factory = .*:Plain with model.args = {'width': 3}: .*unexpected keyword argument 'width'"):
+        build_model(tiny(text, model_factory=f"{name}Plain", model_args={"width": 3}))
+
+
 def test_untrainable_model_or_world_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match=r"6 workers for train\.slots = 5"):
         Trainer(tiny(text), 0, 6, 1, "cpu", text_of(tiny(text)))
     with pytest.raises(ValueError, match=r"model\.factory = tests\.workers\.tiny:nothing"):
         build_model(tiny(text, model_factory="tests.workers.tiny:nothing"))
-    with pytest.raises(ValueError, match="Linear has no method init_parameter"):
+    with pytest.raises(ValueError, match=r"nothing fills the parameters of 1; .* or give Sequential a method init_parameter"):
         build_model(tiny(text, model_factory="tests.workers.tiny:without_init"))
     with pytest.raises(ValueError, match=r"persistent buffers \['seen'\]"):
         build_model(tiny(text, model_factory="tests.workers.tiny:with_buffer"))

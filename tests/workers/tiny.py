@@ -163,8 +163,37 @@ class OneWeight(nn.Module):
         full.normal_(0, 0.1, generator=generator)
 
 
+class Gain(nn.Module):
+    """A module without a way to fill its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(3))
+
+
 def without_init() -> nn.Module:
-    return nn.Linear(2, 2)
+    return nn.Sequential(nn.Linear(2, 2), Gain())
+
+
+class Plain(nn.Module):
+    """A model of torch's own modules, which fill themselves. ``dim`` is its width; the head is tied to the embedding."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, dim)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(dim, dim), nn.Tanh(), nn.LayerNorm(dim)) for _ in range(2))
+        self.head = nn.Linear(dim, 256, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return {"scores": self.head(x)}
+
+
+def loss_of_scores(output: dict[str, Tensor], targets: Tensor) -> Tensor:
+    return F.cross_entropy(output["scores"].flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 def with_buffer() -> nn.Module:

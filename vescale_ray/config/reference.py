@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import UnionType
-from typing import Any, Literal, Union, get_args
+from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic.fields import FieldInfo
@@ -28,7 +28,8 @@ def describe_type(field: FieldInfo) -> str:
         annotation = get_args(annotation)[0]
     origin = getattr(annotation, "__origin__", None)
     if origin is Union:
-        return f"{words[get_args(annotation)[0]]} >= 0, or auto"
+        value = next(arg for arg in get_args(annotation) if get_origin(arg) is not Literal)
+        return f"{words[value]} >= 0, or auto" if value in words else "list, or auto"
     text = words.get(annotation) or (
         " | ".join(map(str, get_args(annotation))) if origin is Literal else "keys and values" if origin is dict else "list"
     )

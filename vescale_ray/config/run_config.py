@@ -96,7 +96,7 @@ _BY_THE_CUT = {
 
 def _misfits(c: RunConfig) -> Iterator[str]:
     """Yield an error for each combination of values that don't match; it names the keys, their values and the remedy."""
-    paths = [("checkpoint.dir", c.checkpoint.dir), ("run.dir", c.run.dir), ("ray.address", c.ray.address)]
+    paths = [("checkpoint.dir", c.checkpoint.dir), ("run.dir", c.run.dir), ("ray.address", c.ray.address), ("model.hf", c.model.hf)]
     for key, given in [*paths, *(("data.corpus", path) for path in c.data.corpora), ("data.tokenizer", c.data.tokenizer)]:
         if holds_credentials(given or ""):  # checked first, because the value must not be shown
             remedy = (
@@ -140,7 +140,20 @@ def _misfits(c: RunConfig) -> Iterator[str]:
     if c.watches_room and not c.resources_per_worker:
         key = "elastic.grow = true" if c.elastic.grow else f"elastic.spares = {c.elastic.spares}"
         yield f"{key} with ray.cpus_per_worker = 0 and ray.gpus_per_worker = 0: the run can't find free capacity; set one of them"
-    if c.model.factory is None:
+    yield from _model_misfits(c)
+    if c.checkpoint.auto_min_s > c.checkpoint.auto_max_s:
+        low, high = c.checkpoint.auto_min_s, c.checkpoint.auto_max_s
+        yield f"checkpoint.auto_min_s = {low:g} is more than checkpoint.auto_max_s = {high:g}: lower the one or raise the other"
+    if c.train.device == "cuda" and c.ray.gpus_per_worker == 0:
+        yield "train.device = cuda with ray.gpus_per_worker = 0: workers would see no GPU; set ray.gpus_per_worker=1"
+
+
+def _model_misfits(c: RunConfig) -> Iterator[str]:
+    if c.model.hf and c.model.factory:
+        yield f"model.hf = {c.model.hf} with model.factory = {c.model.factory}: leave one of the two out"
+    if c.model.args and not c.model.factory:
+        yield f"model.args = {shown(c.model.args)} without model.factory: only a factory has arguments; leave it out"
+    if c.model.factory is None and c.model.hf is None:
         dim, heads, kv_heads = c.model.dim, c.model.heads, c.model.kv_heads
         if dim % heads:
             yield f"model.heads = {heads} does not divide model.dim = {dim}: choose a multiple of model.heads as model.dim"
@@ -148,10 +161,3 @@ def _misfits(c: RunConfig) -> Iterator[str]:
             yield f"model.dim = {dim} over model.heads = {heads} gives heads of {dim // heads} elements: rotation needs an even number"
         if heads % kv_heads:
             yield f"model.kv_heads = {kv_heads} does not divide model.heads = {heads}: choose a divisor of model.heads"
-    if c.checkpoint.auto_min_s > c.checkpoint.auto_max_s:
-        low, high = c.checkpoint.auto_min_s, c.checkpoint.auto_max_s
-        yield f"checkpoint.auto_min_s = {low:g} is more than checkpoint.auto_max_s = {high:g}: lower the one or raise the other"
-    if not c.model.units:
-        yield "model.units = []: give at least one pattern of module names, for example [layers.*]"
-    if c.train.device == "cuda" and c.ray.gpus_per_worker == 0:
-        yield "train.device = cuda with ray.gpus_per_worker = 0: workers would see no GPU; set ray.gpus_per_worker=1"

@@ -43,6 +43,16 @@ class RunSection(Section):
     seed: CountOrZero = Field(default=0, description="seeds the initial parameters and the order of the samples")
 
 
+_FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+
+
+def _patterns_or_auto(value: Any) -> Any:
+    # One check for both types, so that a mistake gives one line and not one for each type.
+    if value == "auto" or (isinstance(value, list) and value and all(isinstance(one, str) and one for one in value)):
+        return value
+    raise ValueError("give auto, or a list of patterns of module names, for example [layers.*]")
+
+
 class ModelSection(Section):
     """The model to train."""
 
@@ -54,12 +64,29 @@ class ModelSection(Section):
     ffn: Count = Field(default=384, description="width of the SwiGLU hidden layer")
     rope_theta: Positive = Field(default=10000.0, description="base of the rotary frequencies")
     tie: bool = Field(default=False, description="share the embedding with the output head")
+    hf: str | None = Field(
+        default=None,
+        min_length=1,
+        description="folder of a causal language model of `transformers`: its config.json and, to start from them, its safetensors "
+        "weights (needs the extra `hf`); replaces `kind`",
+    )
     factory: str | None = Field(
         default=None,
-        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
-        description="`pkg.mod:fn` that returns a module with forward(tokens) and init_parameter (see your-model.md); replaces `kind`",
+        pattern=_FUNCTION,
+        description="`pkg.mod:fn` that returns a module whose forward takes tokens and returns logits (see your-model.md); replaces `kind`",
     )
-    units: list[str] = Field(default=["layers.*"], description="patterns of module names; each match becomes one fully_shard unit")
+    args: dict[str, Any] = Field(default={}, description="arguments of `factory`: {dim: 512}")
+    loss: str | None = Field(
+        default=None,
+        pattern=_FUNCTION,
+        description="`pkg.mod:fn` that takes the model's output and the targets (batch, seq_len), and returns the loss summed over all "
+        "targets; null: cross-entropy of the logits",
+    )
+    units: Annotated[Literal["auto"] | list[str], BeforeValidator(_patterns_or_auto)] = Field(
+        default="auto",
+        description="patterns of module names; each match becomes one fully_shard unit. auto: each block of the model's outermost "
+        "`nn.ModuleList`",
+    )
 
 
 def _one_or_more(value: Any) -> Any:
@@ -88,16 +115,20 @@ class DataSection(Section):
     )
     dtype: Literal["uint16", "uint32"] = Field(default="uint16", description="type of the tokens in `.bin` files")
     tokenizer: str | None = Field(
-        default=None, min_length=1, description="a `tokenizer.json` that turns text into tokens (needs the extra `hf`); null: bytes"
+        default=None,
+        min_length=1,
+        description="a `tokenizer.json` that turns text into tokens (needs the extra `hf`); null: that of `model.hf`; else bytes",
     )
     end_token: str | None = Field(
         default=None,
         min_length=1,
-        description="token that ends each document: its name in `tokenizer`, or its number; null: none after lists of token ids, zero "
-        "after bytes",
+        description="token that ends each document: its name in `tokenizer`, or its number; null: the end token "
+        "named in the files beside `tokenizer`, none after lists of token ids, zero after bytes",
     )
     vocab: int | None = Field(
-        default=None, ge=1, description="number of token ids, and of the model's embeddings; null: the tokenizer's, or 256 for bytes"
+        default=None,
+        ge=1,
+        description="number of token ids, and of the model's embeddings; null: that of `model.hf` or the tokenizer, or 256 for bytes",
     )
     seq_len: Count = Field(default=128, description="tokens that one sample predicts")
     heldout: float = Field(

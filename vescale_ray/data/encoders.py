@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import chain
@@ -159,6 +160,21 @@ def load_tokenizer(path: str) -> tuple[Any, str]:
         return Tokenizer.from_str(content.decode()), hashlib.sha256(content).hexdigest()[:16]
     except Exception as error:
         raise BadInput(f"data.tokenizer = {path}: is no tokenizer.json ({' '.join(str(error).split())[:200]})") from None
+
+
+def end_token_beside(path: str) -> str | None:
+    """Return the token that ends a document, by the files of ``transformers`` beside the tokenizer at ``path``: its name, or its number."""
+    folder = path.rpartition("/")[0]
+    for name, key in (("tokenizer_config.json", "eos_token"), ("config.json", "eos_token_id")):
+        try:
+            with fsspec.open(f"{folder}/{name}" if folder else name, "rb") as file:
+                found = json.loads(file.read()).get(key)
+        except Exception:  # many tokenizers come without these files
+            continue
+        found = found.get("content") if isinstance(found, dict) else found[0] if isinstance(found, list) and found else found
+        if isinstance(found, (str, int)):
+            return str(found)
+    return None
 
 
 def check_ids(values: Tokens, vocab: int, lengths: Ids | None = None) -> None:

@@ -13,7 +13,7 @@ from vescale_ray.data.block_dataset import BlockDataset, block_tokens
 from vescale_ray.data.corpus import VOCAB, load_corpus, text_files
 from vescale_ray.data.dataset import DataKeys, Dataset
 from vescale_ray.data.document_files import ArrowFile, JsonLinesFile, ParquetFile, TextFile
-from vescale_ray.data.encoders import ByteEncoder, Encoder, IdEncoder, TokenizerEncoder, load_tokenizer
+from vescale_ray.data.encoders import ByteEncoder, Encoder, IdEncoder, TokenizerEncoder, end_token_beside, load_tokenizer
 from vescale_ray.data.files import DataFile, find_files, is_glob
 from vescale_ray.data.token_files import TokenFile, open_bin, open_npy
 from vescale_ray.errors import BadInput
@@ -144,6 +144,10 @@ class _Encoders:
             self.vocab = _vocab_of_bytes(self._keys)
             self._check_end()
             return ByteEncoder(self.vocab, 0 if self.end is None else self.end)
+        if self.end is None:
+            assert self._keys.tokenizer is not None
+            self.end = self._end(end_token_beside(self._keys.tokenizer))
+            self.identity["data.end_token"] = str(self.end)
         if self.end is None:
             raise BadInput("data.end_token = null: data.tokenizer needs the token that ends a document, for example <|endoftext|>")
         self._check_end()

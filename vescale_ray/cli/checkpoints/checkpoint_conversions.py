@@ -14,12 +14,16 @@ import click
 
 from vescale_ray.cli.checkpoints.checkpoint_commands import as_json_flag, excludes, includes
 from vescale_ray.cli.checkpoints.checkpoint_output import bar, size_text
-from vescale_ray.cli.checkpoints.checkpoint_paths import Target, bad_values, open_at, root_of, split, store_at
+from vescale_ray.cli.checkpoints.checkpoint_paths import Target, bad_values, open_at, root_of, run_folder_of, split, store_at
 from vescale_ray.cli.common import OK, lasting_path
 from vescale_ray.errors import BadInput
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from vescale_ray.checkpoint import Checkpoint
+    from vescale_ray.checkpoint.bridges.pieces import FileLayout
+    from vescale_ray.models.hf import HfFolder
 
 _UNITS = {"": 1, "B": 1, **{f"{u}B": 1000**i for i, u in enumerate("KMGT", 1)}, **{f"{u}iB": 1024**i for i, u in enumerate("KMGT", 1)}}
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
@@ -35,6 +39,7 @@ _names = click.option("--names", metavar="TABLE", help="Translation of names: ll
 @click.option("--key", default="model", show_default=True, help="The entry of the state to write.")
 @click.option("--dtype", type=click.Choice(list(_DTYPES)), help="Cast floating-point tensors to this dtype.")
 @click.option("--max-shard", default="5GB", show_default=True, metavar="SIZE", help="Largest size of one file.")
+@click.option("--model", metavar="FOLDER", help="The model's folder, as model.hf. [default: the one that the run at PATH trained]")
 @as_json_flag
 def export_hf(
     path: str,
@@ -45,25 +50,35 @@ def export_hf(
     key: str,
     dtype: str | None,
     max_shard: str,
+    model: str | None,
     as_json: bool,
 ) -> int:
     """Write a checkpoint's weights to FOLDER as Hugging Face safetensors with their index, then read them back and compare.
+
+    A model of model.hf gets its configuration and tokenizer, too, so that from_pretrained loads FOLDER.
 
     Example: vescale-ray ckpt export-hf runs/demo out --names llama --dtype bf16
     """
     import torch
 
     from vescale_ray import checkpoint
+    from vescale_ray.models.hf import copy_description
 
     opened = open_at(path, None)
     cast: torch.dtype | None = getattr(torch, _DTYPES[dtype]) if dtype else None
     limit, table = _bytes("--max-shard", max_shard), _table(names)
+    described = _described(path, model) if names is None else None
+    layout, extra = (None, None) if described is None else _files_of(described)
+    if described is not None and cast is None:
+        cast = described.dtype
     with bad_values(), bar("writing", _weights(opened, key), as_json) as advance:
         done = checkpoint.export_hf(
             store_at(split(path)[0]),
             opened.commit,
             folder,
             rename=table,
+            layout=layout,
+            extra=extra,
             include=include or "*",
             exclude=exclude,
             key=key,
@@ -71,6 +86,8 @@ def export_hf(
             max_shard_bytes=limit,
             progress=advance,
         )
+    if described is not None:
+        copy_description(described, Path(folder), cast)
     return _told(
         folder, {"commit": opened.commit.name, "files": list(done.files), "tensors": len(done.tensors), "bytes": done.bytes}, as_json
     )
@@ -169,6 +186,26 @@ def import_dcp(
         )
     assert isinstance(commit, checkpoint.Commit)
     return _told(root, {"commit": commit.name, "bytes": commit.bytes}, as_json)
+
+
+def _described(path: str, model: str | None) -> HfFolder | None:
+    """The model's folder: ``model``, or the copy in the folder of the run at PATH; None if the run trained another kind of model."""
+    from vescale_ray.models.hf import CONFIG, open_folder
+
+    if model is not None:
+        return open_folder(model, "--model")
+    run = run_folder_of(path.rpartition("@")[0] or path)
+    return open_folder(run.model) if run is not None and (run.model / CONFIG).is_file() else None
+
+
+def _files_of(folder: HfFolder) -> tuple[FileLayout, dict[str, Tensor]]:
+    """The layout of the model's parameters in files, and its buffers by their names there."""
+    from vescale_ray.checkpoint.huggingface_layout import file_layout, read_buffers
+    from vescale_ray.models.hf import build
+
+    built = build(folder)
+    layout, values = file_layout(built), read_buffers(folder.path, built)
+    return layout, {name: values[piece.name] for name, piece in layout.pieces.items() if piece.name in values}
 
 
 def _told(where: Target, about: Mapping[str, Any], as_json: bool) -> int:

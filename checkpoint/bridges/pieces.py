@@ -1,0 +1,99 @@
+"""A file's tensors as contiguous ranges of larger tensors: experts that a file stores one by one and a model as one parameter."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointMismatch
+from ..state.matching import StoredTensor, some
+from .foreign import TensorSource
+
+
+@dataclass(frozen=True)
+class FilePiece:
+    """A file's tensor of shape ``shape``: the elements of tensor ``name`` from ``start`` on, in row-major order."""
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """The tensors of a model as files store them.
+
+    Attributes:
+        pieces: the piece of each tensor in the files.
+        shapes: shape of each tensor that the pieces make up.
+        ignored: regular expressions; files may have tensors whose names one of them is found in.
+    """
+
+    pieces: Mapping[str, FilePiece]
+    shapes: Mapping[str, tuple[int, ...]]
+    ignored: tuple[str, ...] = ()
+
+
+class PiecedSource:
+    """A source of the tensors that the tensors of ``source`` make up.
+
+    Raises:
+        CheckpointMismatch: ``source`` lacks a tensor, has one too many, or one of another shape.
+    """
+
+    def __init__(self, source: TensorSource, layout: FileLayout) -> None:
+        where, pieces, shapes, ignored = source.describe(), layout.pieces, layout.shapes, layout.ignored
+        missing = [name for name in pieces if name not in source.tensors]
+        if missing:
+            raise CheckpointMismatch(f"{where} lacks {len(missing)} of the model's {len(pieces)} tensors: {some(missing)}")
+        more = [name for name in source.tensors if name not in pieces and not any(re.search(one, name) for one in ignored)]
+        if more:
+            raise CheckpointMismatch(f"{where} has {len(more)} tensors that the model lacks: {some(more)}")
+        for name, piece in pieces.items():
+            if tuple(source.tensors[name].shape) != piece.shape:
+                raise CheckpointMismatch(
+                    f"{where}: {name!r} has shape {list(source.tensors[name].shape)}, the model's has {list(piece.shape)}"
+                )
+        self._source = source
+        self._parts: dict[str, list[tuple[int, str, int]]] = {}
+        for name, piece in pieces.items():
+            self._parts.setdefault(piece.name, []).append((piece.start, name, piece.numel))
+        self.tensors: dict[str, StoredTensor] = {}
+        for ours, parts in self._parts.items():
+            parts.sort()
+            dtypes = {source.tensors[name].kinds["param"] for _, name, _ in parts}
+            if len(dtypes) > 1:
+                raise CheckpointMismatch(f"{where}: {some([name for _, name, _ in parts])} have several dtypes, but are one tensor here")
+            self.tensors[ours] = StoredTensor(shapes[ours], {"param": dtypes.pop()})
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        return {}
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        return self._source.meta
+
+    def describe(self) -> str:
+        return self._source.describe()
+
+    def read_into(self, name: str, kind: str, start: int, out: torch.Tensor) -> None:
+        parts = self._parts[name]
+        index = max(0, bisect.bisect_right(parts, start, key=lambda part: part[0]) - 1)
+        done = 0
+        while done < out.numel():
+            begin, theirs, numel = parts[index]
+            skip = start + done - begin
+            count = min(numel - skip, out.numel() - done)
+            self._source.read_into(theirs, kind, skip, out[done : done + count])
+            done, index = done + count, index + 1

@@ -1,0 +1,254 @@
+"""Export the weights of a commit as Hugging Face's safetensors files: stream verified blocks in bounded pieces, and read back."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from .api import from_first, ranks_of, together
+from .arguments import nbytes
+from .bridges.foreign import Progress, local_folder, new_folder, publish, take_back
+from .bridges.pieces import FileLayout, FilePiece
+from .bridges.safetensors_file import SAFETENSORS_NAME, header_of
+from .commits import Commit
+from .errors import CheckpointMismatch, ExportFailed
+from .format.digest import as_bytes, view_of
+from .format.object_layout import dtype_name
+from .format.reader import Checkpoint, open_checkpoint
+from .huggingface import ALIASES, INDEX
+from .state.matching import some
+from .state.names import Globs, NameTable, chosen, globs, table_of
+from .stores.posix import sync_folder
+from .stores.store import Root
+
+_PIECE_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Files written, in order; names written; bytes of the tensors."""
+
+    files: tuple[str, ...]
+    tensors: tuple[str, ...]
+    bytes: int
+
+
+def export_hf(
+    root: Root,
+    commit: str | Commit | None,
+    folder: str | os.PathLike[str],
+    *,
+    rename: Mapping[str, str] | NameTable | None = None,
+    layout: FileLayout | None = None,
+    extra: Mapping[str, torch.Tensor] | None = None,
+    include: Globs = "*",
+    exclude: Globs = (),
+    key: str = "model",
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
+) -> Exported:
+    """Export the weights of a commit as safetensors files and, last, their index. Every rank calls it, and the ranks share the files.
+
+    Each file is written under a temporary name, synced, read back and compared, and then renamed. Tied tensors are written once, under
+    their first name. The header lists their other names, for :func:`import_hf`. Takes 64 MiB of memory.
+
+    Args:
+        commit: name of a commit; ``None`` means the newest.
+        folder: folder to create; it must not hold safetensors files.
+        rename: table from our names to the files' (:data:`~vescale_ray.checkpoint.huggingface.LLAMA`).
+        layout: the model's tensors as the files store them; names that it lacks keep their names.
+        extra: tensors that the commit lacks, by their names in the files.
+        include, exclude: globs of our names.
+        key: entry of the state (``"ema"``, ..).
+        dtype: dtype to which floating-point tensors are cast.
+        max_shard_bytes: most bytes of tensors in a file; a larger tensor gets its own file.
+
+    Raises:
+        ValueError: the folder holds model files, or is a URL. CheckpointMismatch: there is nothing to write, or safetensors lacks a dtype.
+            CheckpointCorrupt: the checkpoint is damaged. ExportFailed: the data read back differs from the written data.
+    """
+    rank, world = ranks_of(group)
+    nbytes("max_shard_bytes", max_shard_bytes)
+    place = local_folder(folder, "the folder to write")
+
+    made: list[Path] = []
+
+    def begin() -> Commit:
+        found = open_checkpoint(root, commit).commit
+        made.extend(new_folder(folder))
+        there = sorted(p.name for p in place.iterdir() if p.name.endswith((".safetensors", ".index.json")))
+        if there:
+            raise ValueError(f"{place} holds {some(there)}: give a folder without model files")
+        return found
+
+    chosen_commit = from_first(begin, group)
+
+    def write() -> tuple[list[_File], dict[str, str]]:
+        checkpoint = open_checkpoint(root, chosen_commit)
+        entries, aliases = _entries(checkpoint, table_of(rename), layout, globs(include), globs(exclude), key, dtype)
+        for name, tensor in (extra or {}).items():
+            entries.append(_Entry(name, tuple(tensor.shape), tensor.dtype, value=tensor.contiguous()))
+        files = _cut(entries, max_shard_bytes)
+        metadata = {"format": "pt", **({ALIASES: json.dumps(aliases)} if aliases else {})}
+        for file in files[rank::world]:
+            _write(checkpoint, place / file.name, file, metadata, progress)
+            mine.append(place / file.name)
+        return files, aliases
+
+    def finish() -> None:
+        weights = {entry.name: file.name for file in files for entry in file.entries}
+        text = json.dumps({"metadata": {"total_size": size}, "weight_map": weights}, indent=2, sort_keys=True) + "\n"
+        publish(place / INDEX, text.encode())
+
+    mine: list[Path] = []
+    try:
+        files, _ = together(write, group)
+        size = sum(entry.bytes for file in files for entry in file.entries)
+        from_first(finish, group)
+    except BaseException:
+        take_back(mine, made)
+        raise
+    return Exported(tuple(f.name for f in files), tuple(e.name for f in files for e in f.entries), size)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor of the files: ``numel`` elements of the stored tensor ``stored`` from ``start`` on, or ``value``."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stored: str = ""
+    start: int = 0
+    value: torch.Tensor | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def pieces(self, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
+        """Yield the elements in order, in bounded pieces, in the dtype of the file."""
+        if self.value is not None:
+            yield self.value.flatten()
+            return
+        stored = checkpoint.tensors[self.stored].kinds["param"]
+        step = max(1, _PIECE_BYTES // max(stored.itemsize, self.dtype.itemsize))
+        for start in range(self.start, self.start + self.numel, step):
+            yield checkpoint.read_range(self.stored, start, min(self.start + self.numel, start + step)).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class _File:
+    name: str
+    entries: tuple[_Entry, ...]
+
+
+def _entries(
+    checkpoint: Checkpoint,
+    table: NameTable,
+    layout: FileLayout | None,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    key: str,
+    dtype: torch.dtype | None,
+) -> tuple[list[_Entry], dict[str, str]]:
+    """The tensors of the files; also ``{alias: name}`` of tied tensors, by the files' names."""
+    names = {name: stored for name, stored in checkpoint.names(key).items() if chosen(name, include, exclude)}
+    if not names:
+        raise CheckpointMismatch(f"checkpoint {checkpoint.commit.path} has no tensor of {key!r} that fits {', '.join(include)}")
+    parts: dict[str, list[tuple[str, FilePiece]]] = {}
+    for file_name, piece in (layout.pieces if layout is not None else {}).items():
+        parts.setdefault(piece.name, []).append((file_name, piece))
+    new = table.map(names)
+    entries: list[_Entry] = []
+    first: dict[str, str] = {}
+    aliases: dict[str, str] = {}
+    for name, stored in names.items():
+        if stored in first:
+            aliases[new[name]] = first[stored]
+            continue
+        first[stored] = new[name]
+        tensor = checkpoint.tensors[stored]
+        kept = tensor.kinds["param"]
+        to = dtype if dtype is not None and kept.is_floating_point else kept
+        if to not in SAFETENSORS_NAME:
+            raise CheckpointMismatch(f"{name!r} is {dtype_name(to)}, which safetensors has no name for: exclude it, or give a dtype")
+        for file_name, piece in parts.get(name) or [(new[name], FilePiece(name, 0, tensor.shape))]:
+            entries.append(_Entry(file_name, piece.shape, to, stored, piece.start))
+    return entries, aliases
+
+
+def _cut(entries: Sequence[_Entry], max_bytes: int) -> list[_File]:
+    """Assign tensors to files, in the same way on every rank."""
+    shards: list[list[_Entry]] = [[]]
+    filled = 0
+    for entry in entries:
+        if shards[-1] and filled + entry.bytes > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(entry)
+        filled += entry.bytes
+    count = len(shards)
+    files = []
+    for index, held in enumerate(shards):
+        called = "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+        # Wide elements first, so that every tensor begins at a multiple of its element size.
+        files.append(_File(called, tuple(sorted(held, key=lambda e: -e.dtype.itemsize))))
+    return files
+
+
+def _write(checkpoint: Checkpoint, path: Path, file: _File, metadata: Mapping[str, str], progress: Progress | None) -> None:
+    temporary = path.with_name(f".tmp-{path.name}")
+    fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            written = xxhash.xxh3_128()
+            header = header_of([(e.name, e.shape, e.dtype) for e in file.entries], metadata)
+            _append(fd, memoryview(header), written)
+            for entry in file.entries:
+                for piece in entry.pieces(checkpoint):
+                    _append(fd, view_of(as_bytes(piece)), written)
+                    if progress is not None and entry.value is None:
+                        progress(piece.numel() * checkpoint.tensors[entry.stored].kinds["param"].itemsize)
+            os.fsync(fd)
+            with suppress(OSError):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that the data is read back from the disk
+            _compare(fd, path, written)
+        finally:
+            os.close(fd)
+        os.rename(temporary, path)
+        sync_folder(path.parent)
+    except BaseException:
+        take_back([temporary, path])
+        raise
+
+
+def _append(fd: int, data: memoryview, digest: Any) -> None:
+    digest.update(data)
+    while len(data):
+        data = data[os.write(fd, data) :]
+
+
+def _compare(fd: int, path: Path, written: Any) -> None:
+    found, offset = xxhash.xxh3_128(), 0
+    while data := os.pread(fd, 4 << 20, offset):
+        found.update(data)
+        offset += len(data)
+    if found.digest() != written.digest():
+        raise ExportFailed(f"{path}: the data read back differs from the data written: the disk or its connection is at fault")

@@ -1,0 +1,99 @@
+"""The layout of a transformers model's tensors in safetensors files. It comes from transformers' own conversion, run on meta tensors."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .bridges.pieces import FileLayout, FilePiece, PiecedSource
+from .errors import CheckpointMismatch
+from .huggingface import HfSource
+
+
+class _Views(TorchFunctionMode):
+    """Keep results as views of their arguments: no copy is contiguous memory of its own."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in (Tensor.contiguous, Tensor.clone, torch.clone):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def file_layout(model: nn.Module) -> FileLayout:
+    """Return the layout of the model's parameters and persistent buffers in safetensors files.
+
+    transformers converts a few architectures when it saves them: for example, it splits the experts of Qwen3-MoE, which are one parameter
+    per layer. The conversion runs here on views of meta tensors, whose offsets tell where each tensor of a file lies.
+
+    Args:
+        model: a model on the meta device.
+
+    Raises:
+        CheckpointMismatch: the conversion rearranges elements (a transposition, for example).
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    convert: Any = revert_weight_conversion
+
+    ours: dict[str, Tensor] = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    ours |= persistent_buffers(model)
+    owner = {tensor.untyped_storage()._cdata: name for name, tensor in ours.items()}
+    with _Views(), torch.no_grad():
+        stored: Mapping[str, Tensor] = convert(model, dict(ours))
+    pieces: dict[str, FilePiece] = {}
+    for name, tensor in stored.items():
+        source = owner.get(tensor.untyped_storage()._cdata)
+        if source is None or not tensor.is_contiguous():
+            raise CheckpointMismatch(
+                f"{type(model).__name__}: files hold {name!r} in another order of elements than the model, which can't be read in parts; "
+                "train it with model.factory, which may load it with from_pretrained"
+            )
+        pieces[name] = FilePiece(source, int(tensor.storage_offset()), tuple(tensor.shape))
+    # Some files hold a tied tensor twice, the tables of an old transformers, or layers that only inference uses.
+    taken = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(ours)
+    patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"]
+    return FileLayout(
+        pieces,
+        {name: tuple(tensor.shape) for name, tensor in ours.items()},
+        (*(rf"^{re.escape(name)}$" for name in sorted(taken)), *patterns),
+    )
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a state dict holds. transformers' models do not change them in training."""
+    kept = set(model.state_dict(keep_vars=True))
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+
+
+def check_weights(path: str | os.PathLike[str], model: nn.Module) -> None:
+    """Check that the safetensors in the folder ``path`` are those of ``model``, which is on the meta device. Reads headers only.
+
+    Raises:
+        ForeignFileError, CheckpointMismatch: a file or tensor is missing, is one too many, or has another shape.
+    """
+    PiecedSource(HfSource(path), file_layout(model))
+
+
+def read_buffers(path: str | os.PathLike[str], model: nn.Module) -> dict[str, Tensor]:
+    """Read the persistent buffers of ``model``, which is on the meta device, from the safetensors in the folder ``path``.
+
+    Raises:
+        ForeignFileError, CheckpointMismatch: a buffer is missing, or a file can't be read.
+    """
+    buffers = persistent_buffers(model)
+    if not buffers:
+        return {}
+    whole, values, source = file_layout(model), dict[str, Tensor](), HfSource(path)
+    of_buffers = {name: piece for name, piece in whole.pieces.items() if piece.name in buffers}
+    layout = FileLayout(of_buffers, whole.shapes, ("",))
+    read = PiecedSource(source, layout)
+    for name, stored in read.tensors.items():
+        values[name] = torch.empty(stored.shape, dtype=stored.kinds["param"])
+        read.read_into(name, "param", 0, values[name].view(-1))
+    return values

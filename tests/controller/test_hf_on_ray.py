@@ -1,0 +1,59 @@
+"""A run on Ray trains a model of transformers on a Parquet file of token ids, through a kill and growth, and is exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from tests.controller.runs import carry_out, tiny, worst_difference
+from tests.models import hf_folders
+from tests.workers.test_hf_models import plain_losses
+from vescale_ray.cli import main
+from vescale_ray.controller.driver.driver import ScheduledAction as Act
+
+VOCAB, STEPS = 160, 24
+pytest.importorskip("transformers")
+
+
+def write_tokens(path: Path) -> None:
+    """Write 3.2 million tokens in three blocks; most tokens are their predecessor plus one."""
+    rng = np.random.default_rng(0)
+    rows = ((rng.integers(0, VOCAB, (3200, 1)) + np.arange(1000) + (rng.random((3200, 1000)) < 0.1)) % VOCAB).astype(np.int32)
+    column = pa.ListArray.from_arrays(np.arange(0, rows.size + 1, 1000, dtype=np.int32), rows.reshape(-1))
+    pq.write_table(pa.table({"input_ids": column}), path, row_group_size=500)
+
+
+@pytest.mark.usefixtures("ray_here")
+@pytest.mark.timeout(240)
+def test_a_hugging_face_run_outlives_changes_and_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three workers, two, one of which is killed: each sample is used once, and from_pretrained loads what one process would have."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    write_tokens(tmp_path / "tokens.parquet")
+    folder = hf_folders.write(tmp_path / "model", "qwen3_moe")
+    data = {
+        "data_corpus": str(tmp_path / "*.parquet"),
+        "data_column": "input_ids",
+        "data_vocab": VOCAB,
+        "data_shuffle_blocks": 2,
+        "data_eval_samples": 20,
+    }
+    config = tiny(tmp_path, "hf", train_steps=STEPS, model_hf=str(folder), **data)
+    finished = carry_out(config, Act(8, "rescale", 2), Act(16, "kill", 1))
+    assert (finished.result.state, finished.result.step) == ("DONE", STEPS), finished.result
+    assert [(e["from"], e["to"]) for e in finished.of("rescaled")] == [(3, 2), (2, 1)]
+    assert finished.accounting().exact
+    losses, model = plain_losses(folder, config, STEPS)
+    assert worst_difference(finished.losses, dict(enumerate(losses, 1))) < 1e-4
+    assert losses[-1] < losses[0]
+    out = tmp_path / "out"
+    assert main(["ckpt", "export-hf", str(config.run_folder), str(out)]) == 0
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.arange(VOCAB)[None, :100]
+    exported = AutoModelForCausalLM.from_pretrained(out).eval()
+    torch.testing.assert_close(exported(tokens).logits, model.eval()(tokens).logits, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,160 @@
+"""Models of transformers on several workers: weights from files, training through deaths and rescales, initial values."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.models import hf_folders
+from tests.workers.fleet import Fleet, State
+from tests.workers.tiny import Run, forget, form, leave, same_bits, text_of, tiny
+from vescale_ray.config import RunConfig
+from vescale_ray.lr_schedule import lr_at
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+pytest.importorskip("transformers")
+
+
+def configured(folder: Path, tokens: str, **changes: Any) -> RunConfig:
+    data = {"data_seq_len": hf_folders.SEQ_LEN, "data_vocab": hf_folders.VOCAB, "data_heldout": 0.0, "data_eval_samples": 0}
+    return tiny(tokens, model_hf=str(folder), train_lr=1e-3, **{**data, **changes})
+
+
+def plain_losses(folder: Path, config: RunConfig, steps: int) -> tuple[list[float], Any]:
+    """Losses of the folder's model in one process by transformers and torch alone, over the same batches; and the trained model."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    train, dataset = config.train, text_of(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay)
+    order, batch, losses = dataset.order(config.run.seed), config.global_batch, []
+    for step in range(steps):
+        tokens, targets = dataset.batch(order.ids(step * batch, batch))
+        loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        nn.utils.clip_grad_norm_(model.parameters(), train.grad_clip)
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(step, train)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    """Workers for all tests, since each imports transformers."""
+    with Fleet(3) as workers:
+        yield workers
+
+
+@pytest.mark.parametrize("kind", list(hf_folders.ARCHITECTURES))
+def test_architectures_train_as_in_one_process_through_rescales(tmp_path: Path, fleet: Fleet, kind: str) -> None:
+    """Two workers, three, two: losses and weights are those of transformers in one process."""
+    folder = hf_folders.write(tmp_path / "model", kind)
+    config = configured(folder, hf_folders.write_tokens(tmp_path / "tokens.npy"))
+    run = Run(fleet, config)
+    run.fresh([0, 1])
+    first = run.full_state()
+    for step, members in ((2, [0, 1, 2]), (4, [2, 0])):
+        run.train(step, rescale=True)
+        before = run.members
+        run.end()
+        run.resume(before, members)
+    run.train(6)
+    state = run.full_state()
+    run.end()
+    fleet.run([0, 1, 2], forget)
+    losses, model = plain_losses(folder, config, 6)
+    from transformers import AutoModelForCausalLM
+
+    start = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, parameter in start.named_parameters():
+        assert np.array_equal(first[name, "param"], parameter.detach().numpy()), f"{name} is not as in the files"
+    np.testing.assert_allclose(run.losses(), losses, rtol=1e-4)
+    assert len(set(losses)) == 6
+    for name, parameter in model.named_parameters():
+        np.testing.assert_allclose(state[name, "param"], parameter.detach().numpy(), atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "deepseek_v3"])
+def test_random_weights_are_equal_at_every_world_size(tmp_path: Path, fleet: Fleet, kind: str) -> None:
+    """A folder without weights gets transformers' initialization: its spread, equal bits on one worker and on three."""
+    folder = hf_folders.write(tmp_path / "model", kind, hidden_size=64)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    states = []
+    for members in ([0], [2, 1, 0]):
+        run = Run(fleet, configured(folder, hf_folders.write_tokens(tmp_path / "tokens.npy")))
+        run.fresh(members)
+        states.append({key: value for key, value in run.full_state().items() if key[1] == "param"})
+        run.train(1)
+        run.end()
+        fleet.run([0, 1, 2], forget)
+    assert same_bits(*states)
+    for (name, _), values in states[0].items():
+        if name.endswith("norm.weight"):
+            assert (values == 1).all(), name
+        elif "layernorm" not in name:
+            assert values.std() == pytest.approx(0.02, rel=0.2) and abs(values.mean()) < 0.01, name
+    assert not np.array_equal(
+        states[0]["model.layers.0.self_attn.o_proj.weight", "param"], states[0]["model.layers.1.self_attn.o_proj.weight", "param"]
+    )
+
+
+def _peak_of_loading(state: State, config: RunConfig, port: int, prefix: str, rank: int, world: int) -> int:
+    """Growth of this process's peak memory in bytes while it loads into shards that have memory already."""
+    form(state, config, port, prefix, rank, world, 1, filled=False)
+    trainer = state["trainer"]
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.fill_(1.0)  # gives each page of the shards memory
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins at the present size
+    before = _kilobytes("VmRSS")
+    trainer.initialize()
+    grown = _kilobytes("VmHWM") - before
+    leave(state, park=False)
+    return grown * 1024
+
+
+def _kilobytes(field: str) -> int:
+    found = re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+@pytest.mark.slow
+def test_loading_takes_little_more_memory_than_the_shard(tmp_path: Path) -> None:
+    """1 GB of BF16 weights on two ranks: beside its shard a rank takes less than 256 MiB."""
+    folder = hf_folders.write(
+        tmp_path / "model",
+        "llama",
+        torch.bfloat16,
+        shard="200MB",
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=28,
+        vocab_size=32000,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        head_dim=64,
+    )
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert size > 1e9
+    config = configured(folder, hf_folders.write_tokens(tmp_path / "tokens.npy"), data_vocab=32000)
+    with Fleet(2) as fleet:
+        prefix = fleet.prefix()
+        peaks = fleet.run_each({w: (config, fleet.port, prefix, w, 2) for w in (0, 1)}, _peak_of_loading)
+    for grown in peaks.values():
+        assert grown < 256 << 20, f"{grown / 2**20:.0f} MiB"

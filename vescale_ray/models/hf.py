@@ -1,0 +1,186 @@
+"""Causal language models of the package ``transformers``, from a local folder with ``config.json`` and, if it has any, safetensors weights.
+
+A model is built on the meta device. ``checkpoint.huggingface_layout`` tells how its tensors lie in files. No network is used.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vescale_ray.errors import BadInput
+
+TOKENIZER = "tokenizer.json"
+CONFIG = "config.json"
+SMALL_FILES = (
+    CONFIG,
+    "generation_config.json",
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+"""Files beside the weights, which an export copies."""
+
+
+@dataclass(frozen=True)
+class HfFolder:
+    """A model's folder.
+
+    Attributes:
+        path: the folder.
+        config: transformers' configuration.
+        has_weights: whether the folder holds safetensors.
+    """
+
+    path: Path
+    config: Any
+    has_weights: bool
+
+    @property
+    def vocab(self) -> int:
+        """Number of rows of the embeddings."""
+        return int(self._text.vocab_size)
+
+    @property
+    def positions(self) -> int | None:
+        """Most tokens of a sequence, if the model has a limit."""
+        limit = getattr(self._text, "max_position_embeddings", None)
+        return limit if isinstance(limit, int) else None
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The folder's tokenizer, if it has one that the package ``tokenizers`` reads."""
+        path = self.path / TOKENIZER
+        return path if path.is_file() else None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the weights in the files, if ``config.json`` names it."""
+        named = getattr(self.config, "dtype", None)
+        return named if isinstance(named, torch.dtype) else None
+
+    @property
+    def _text(self) -> Any:
+        return self.config.get_text_config()
+
+
+def open_folder(path: str | os.PathLike[str], key: str = "model.hf") -> HfFolder:
+    """Read the configuration in the folder ``path``.
+
+    Args:
+        key: name of the setting, for messages.
+
+    Raises:
+        BadInput: transformers is missing, or ``path`` is no folder of a causal language model that can be trained.
+    """
+    where = f"{key} = {path}"
+    folder = Path(path).expanduser()
+    file = folder / CONFIG
+    if not file.is_file():
+        what = f"has no {CONFIG}" if folder.is_dir() else "no such folder"
+        raise BadInput(f"{where}: {what}; give a folder that save_pretrained wrote, or a downloaded snapshot of a model")
+    try:
+        given = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{where}: {CONFIG} can't be read ({' '.join(str(error).split())})") from None
+    if not isinstance(given, dict) or not isinstance(given.get("model_type"), str):
+        raise BadInput(f"{where}: {CONFIG} names no model_type; give a folder that save_pretrained wrote")
+    if "quantization_config" in given:
+        raise BadInput(f"{where}: its weights are quantized; give a folder of the model in bfloat16")
+    transformers = _transformers(where)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise BadInput(f"{where}: transformers {transformers.__version__} refuses its {CONFIG}: {_line(error)}") from None
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise BadInput(
+            f"{where}: {given['model_type']} is no causal language model of transformers {transformers.__version__}; "
+            "train another architecture with model.factory"
+        )
+    names = [entry.name for entry in folder.iterdir()]
+    has_weights = any(name.endswith((".safetensors", ".safetensors.index.json")) and not name.startswith(".") for name in names)
+    foreign = next((name for name in names if re.fullmatch(r"pytorch_model.*\.bin|model.*\.(pt|pth|ckpt|h5|msgpack|gguf)", name)), None)
+    if foreign is not None and not has_weights:
+        raise BadInput(f"{where}: {foreign} is no safetensors file; load the model with from_pretrained, and save_pretrained it")
+    return HfFolder(folder, config, has_weights)
+
+
+def build(folder: HfFolder) -> nn.Module:
+    """Build the model, with float32 parameters without values, on the meta device. Its forward takes token ids and returns logits.
+
+    Raises:
+        BadInput: transformers cannot build it.
+    """
+    transformers = _transformers(str(folder.path))
+    config = copy.deepcopy(folder.config)  # transformers writes the dtype to it
+    config.use_cache = False
+    try:
+        with torch.device("meta"):
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:
+        raise BadInput(f"model.hf = {folder.path}: {type(config).__name__}: {_line(error)}") from None
+    return model
+
+
+def initialize(model: nn.Module, module: nn.Module, *, recurse: bool = True) -> None:
+    """Fill the parameters and buffers of ``module``, a part of ``model``, as transformers does; with ``recurse``, those below it, too."""
+    fill: Any = model._init_weights
+    module.apply(fill) if recurse else fill(module)
+
+
+def is_hf(model: nn.Module) -> bool:
+    """Return whether ``model`` is transformers'."""
+    return callable(getattr(model, "_init_weights", None)) and hasattr(model, "config")
+
+
+def write_description(folder: HfFolder, buffers: Mapping[str, Tensor], target: Path) -> None:
+    """Copy what an export needs beside a checkpoint to the folder ``target``: configuration, tokenizer, and persistent ``buffers``, by
+    their names in files."""
+    from safetensors.torch import save_file
+
+    target.mkdir(exist_ok=True)
+    _copy_small_files(folder, target)
+    if buffers:
+        save_file({name: value.contiguous() for name, value in buffers.items()}, target / "buffers.safetensors")
+
+
+def copy_description(folder: HfFolder, target: Path, dtype: torch.dtype | None) -> None:
+    """Copy configuration and tokenizer to an export's folder. ``dtype``: the dtype of the exported weights, which ``config.json`` names."""
+    _copy_small_files(folder, target)
+    given = json.loads((target / CONFIG).read_text(encoding="utf-8"))
+    given.pop("torch_dtype", None)
+    given["dtype"] = str(dtype or torch.float32).removeprefix("torch.")
+    (target / CONFIG).write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
+
+
+def _copy_small_files(folder: HfFolder, target: Path) -> None:
+    for name in SMALL_FILES:
+        if (folder.path / name).is_file():
+            shutil.copyfile(folder.path / name, target / name)
+
+
+def _transformers(where: str) -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise BadInput(f"{where}: the package transformers is not installed; pip install 'vescale-ray[hf]'") from None
+    return transformers
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

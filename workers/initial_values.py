@@ -1,0 +1,190 @@
+"""Initial values of a model: from weights, by the model's own method, or module by module. The same at every world size.
+
+    model.hf with weights        each rank reads the ranges of its shards
+    init_parameter, init_buffer  a model fills one whole parameter or buffer at a time
+    otherwise                    a part of the model gets memory at a time, and its modules fill themselves: ``reset_parameters``, or
+                                 transformers' initialization. A part is a unit, or the largest module without a unit
+
+Random values depend on ``run.seed`` and on the name of the parameter or part.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from vescale_ray import checkpoint
+from vescale_ray.checkpoint.huggingface_layout import check_weights, file_layout, persistent_buffers, read_buffers
+from vescale_ray.errors import BadInput
+from vescale_ray.models import hf
+from vescale_ray.models.units import select_units
+
+if TYPE_CHECKING:
+    from vescale_ray.config import RunConfig
+
+
+def seed_of(*parts: int | str) -> int:
+    """63 bits that depend on every part, the same in every process."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big") >> 1
+
+
+def check_initializable(model: nn.Module, where: str) -> None:
+    """Check that each parameter and buffer of ``model``, which is on the meta device, can be filled.
+
+    Args:
+        where: name of the model, for messages.
+
+    Raises:
+        ValueError: the model has neither ``init_parameter`` nor a way for each of its modules, or it has persistent buffers, or other
+            buffers without a way to fill them.
+    """
+    if hf.is_hf(model):
+        return
+    kind = type(model).__name__
+    kept = list(persistent_buffers(model))
+    if kept:
+        raise ValueError(
+            f"{where}: persistent buffers {kept[:3]} have no values on the meta device; "
+            "register them with persistent=False and fill them in init_buffer(name, full)"
+        )
+    if not callable(getattr(model, "init_parameter", None)):
+        lacking = [
+            name for name, module in model.named_modules() if _owns(module) and not callable(getattr(module, "reset_parameters", None))
+        ]
+        if lacking:
+            raise ValueError(
+                f"{where}: nothing fills the parameters of {lacking[0] or kind}; give its class a method reset_parameters(), "
+                f"or give {kind} a method init_parameter(name, full, generator)"
+            )
+    buffers = [name for name, _ in model.named_buffers()]
+    if buffers and not callable(getattr(model, "init_buffer", None)):
+        raise ValueError(
+            f"{where}: buffers {buffers[:3]} have no values on the meta device; "
+            f"give {kind} a method init_buffer(name, full), or compute them in forward"
+        )
+
+
+def buffer_values(config: RunConfig, model: nn.Module) -> dict[str, Tensor]:
+    """Return the values of the buffers of ``model``, which is on the meta device, on the CPU.
+
+    Raises:
+        BadInput: the weights of ``model.hf`` lack a buffer, or can't be read.
+    """
+    values = {name: torch.empty_like(buffer, device="cpu") for name, buffer in model.named_buffers()}
+    if not values:
+        return {}
+    if not hf.is_hf(model):
+        for name, value in values.items():
+            model.init_buffer(name, value)  # type: ignore[operator]
+        return values
+    for name in {name.rpartition(".")[0] for name in values}:
+        # The copy's parameters stay on the meta device, where filling them does nothing.
+        module = copy.deepcopy(model.get_submodule(name))
+        module._buffers = {key: values.get(f"{name}.{key}".lstrip("."), buffer) for key, buffer in module._buffers.items()}
+        hf.initialize(model, module, recurse=False)
+    if (weights := weights_of(config)) is not None:
+        with _named(weights):
+            stored = read_buffers(weights, model)
+        for name, value in stored.items():
+            values[name].copy_(value)
+    return values
+
+
+@torch.no_grad()
+def fill(config: RunConfig, model: Any, pristine: Callable[[], nn.Module], device: torch.device, beat: Callable[[], None]) -> None:
+    """Fill the parameters of ``model``, which is sharded. Collective.
+
+    Args:
+        pristine: builds the model again, unsharded and on the meta device.
+        beat: called from time to time.
+
+    Raises:
+        BadInput: the weights do not fit the model.
+    """
+    weights = weights_of(config)
+    if weights is not None:
+        buffers = [name for name, _ in model.named_buffers()]
+        with _named(weights):
+            layout = file_layout(pristine())
+            checkpoint.import_hf(weights, model, layout=layout, exclude=buffers, cast=True, progress=lambda _: beat())
+        return
+    parameters = dict(model.named_parameters())
+    for name, full in _fresh(config, model, pristine, parameters):
+        parameters[name].copy_(full.to(device))
+        beat()
+
+
+def weights_of(config: RunConfig) -> str | None:
+    """The folder of the run's initial weights, or None."""
+    folder = config.model.hf
+    return folder if folder is not None and hf.open_folder(folder).has_weights else None
+
+
+def check_weights_of(config: RunConfig, model: nn.Module) -> None:
+    """Check that the run's initial weights, if there are any, are those of ``model``, which is on the meta device.
+
+    Raises:
+        BadInput: they do not fit, or a file is missing or damaged.
+    """
+    if (weights := weights_of(config)) is not None:
+        with _named(weights):
+            check_weights(weights, model)
+
+
+@contextmanager
+def _named(weights: str) -> Iterator[None]:
+    try:
+        yield
+    except (checkpoint.CheckpointMismatch, checkpoint.ForeignFileError) as error:
+        raise BadInput(f"model.hf = {weights}: {' '.join(str(error).split())}") from None
+
+
+def _fresh(config: RunConfig, model: Any, pristine: Callable[[], nn.Module], shapes: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each parameter's name and initial values, whole, on the CPU."""
+    if callable(getattr(model, "init_parameter", None)):
+        for name, parameter in shapes.items():
+            full = torch.empty(parameter.shape, dtype=parameter.dtype)
+            model.init_parameter(name, full, torch.Generator().manual_seed(seed_of(config.run.seed, name)))
+            yield name, full
+        return
+    built = pristine()
+    units = {id(unit) for unit in select_units(built, config.model.units)}
+    names = {id(parameter): name for name, parameter in built.named_parameters()}
+    done: set[str] = set()
+    for part, whole in _parts(built, units):
+        own = {name: names[id(p)] for name, p in part.named_parameters(recurse=whole) if names[id(p)] not in done}
+        if not own:
+            continue
+        part.to_empty(device="cpu", recurse=whole)
+        with torch.random.fork_rng([]):
+            torch.manual_seed(seed_of(config.run.seed, next(iter(own.values()))))
+            if hf.is_hf(built):
+                hf.initialize(built, part, recurse=whole)
+            else:
+                for module in part.modules() if whole else (part,):
+                    if _owns(module):
+                        module.reset_parameters()  # type: ignore[operator]
+        for local, name in own.items():
+            yield name, part.get_parameter(local).detach()
+        done |= set(own.values())
+        part.to(device="meta")
+
+
+def _parts(module: nn.Module, units: set[int]) -> Iterator[tuple[nn.Module, bool]]:
+    """Yield disjoint parts of a model: units and the largest modules without units, as a whole, and the others without their children."""
+    if id(module) in units or not any(id(inner) in units for inner in module.modules()):
+        yield module, True
+        return
+    for child in module.children():
+        yield from _parts(child, units)
+    yield module, False
+
+
+def _owns(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
