@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,15 @@ class Exported:
     bytes: int
 
 
+@dataclass(frozen=True)
+class Computed:
+    """A tensor of an export that ``make`` computes from the checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[Checkpoint], torch.Tensor]
+
+
 def export_hf(
     root: Root,
     commit: str | Commit | None,
@@ -50,7 +59,7 @@ def export_hf(
     *,
     rename: Mapping[str, str] | NameTable | None = None,
     layout: FileLayout | None = None,
-    extra: Mapping[str, torch.Tensor] | None = None,
+    extra: Mapping[str, Computed] | None = None,
     include: Globs = "*",
     exclude: Globs = (),
     key: str = "model",
@@ -69,7 +78,7 @@ def export_hf(
         folder: folder to create; it must not hold safetensors files.
         rename: table from our names to the files' (:data:`~vescale_ray.checkpoint.huggingface.LLAMA`).
         layout: the model's tensors as the files store them; names that it lacks keep their names.
-        extra: tensors that the commit lacks, by their names in the files.
+        extra: tensors that the commit lacks, by their names in the files; each is computed when it is written.
         include, exclude: globs of our names.
         key: entry of the state (``"ema"``, ..).
         dtype: dtype to which floating-point tensors are cast.
@@ -98,8 +107,8 @@ def export_hf(
     def write() -> tuple[list[_File], dict[str, str]]:
         checkpoint = open_checkpoint(root, chosen_commit)
         entries, aliases = _entries(checkpoint, table_of(rename), layout, globs(include), globs(exclude), key, dtype)
-        for name, tensor in (extra or {}).items():
-            entries.append(_Entry(name, tuple(tensor.shape), tensor.dtype, value=tensor.contiguous()))
+        for name, given in (extra or {}).items():
+            entries.append(_Entry(name, given.shape, given.dtype, computed=given))
         files = _cut(entries, max_shard_bytes)
         metadata = {"format": "pt", **({ALIASES: json.dumps(aliases)} if aliases else {})}
         for file in files[rank::world]:
@@ -125,14 +134,14 @@ def export_hf(
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor of the files: ``numel`` elements of the stored tensor ``stored`` from ``start`` on, or ``value``."""
+    """A tensor of the files: ``numel`` elements of the stored tensor ``stored`` from ``start`` on, or ``computed``."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     stored: str = ""
     start: int = 0
-    value: torch.Tensor | None = None
+    computed: Computed | None = None
 
     @property
     def numel(self) -> int:
@@ -144,8 +153,8 @@ class _Entry:
 
     def pieces(self, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
         """Yield the elements in order, in bounded pieces, in the dtype of the file."""
-        if self.value is not None:
-            yield self.value.flatten()
+        if self.computed is not None:
+            yield self.computed.make(checkpoint).to(self.dtype).flatten()
             return
         stored = checkpoint.tensors[self.stored].kinds["param"]
         step = max(1, _PIECE_BYTES // max(stored.itemsize, self.dtype.itemsize))
@@ -224,7 +233,7 @@ def _write(checkpoint: Checkpoint, path: Path, file: _File, metadata: Mapping[st
             for entry in file.entries:
                 for piece in entry.pieces(checkpoint):
                     _append(fd, view_of(as_bytes(piece)), written)
-                    if progress is not None and entry.value is None:
+                    if progress is not None and entry.computed is None:
                         progress(piece.numel() * checkpoint.tensors[entry.stored].kinds["param"].itemsize)
             os.fsync(fd)
             with suppress(OSError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -71,29 +71,27 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
-def check_weights(path: str | os.PathLike[str], model: nn.Module) -> None:
-    """Check that the safetensors in the folder ``path`` are those of ``model``, which is on the meta device. Reads headers only.
+def check_weights(path: str | os.PathLike[str], layout: FileLayout) -> None:
+    """Check that the safetensors in the folder ``path`` are those of ``layout``. Reads headers only.
 
     Raises:
         ForeignFileError, CheckpointMismatch: a file or tensor is missing, is one too many, or has another shape.
     """
-    PiecedSource(HfSource(path), file_layout(model))
+    PiecedSource(HfSource(path), layout)
 
 
-def read_buffers(path: str | os.PathLike[str], model: nn.Module) -> dict[str, Tensor]:
-    """Read the persistent buffers of ``model``, which is on the meta device, from the safetensors in the folder ``path``.
+def read_buffers(path: str | os.PathLike[str], layout: FileLayout, names: Container[str]) -> dict[str, Tensor]:
+    """Read the tensors ``names`` of ``layout`` from the safetensors in the folder ``path``.
 
     Raises:
-        ForeignFileError, CheckpointMismatch: a buffer is missing, or a file can't be read.
+        ForeignFileError, CheckpointMismatch: a tensor is missing, or a file can't be read.
     """
-    buffers = persistent_buffers(model)
-    if not buffers:
+    pieces = {file: piece for file, piece in layout.pieces.items() if piece.name in names}
+    if not pieces:
         return {}
-    whole, values, source = file_layout(model), dict[str, Tensor](), HfSource(path)
-    of_buffers = {name: piece for name, piece in whole.pieces.items() if piece.name in buffers}
-    layout = FileLayout(of_buffers, whole.shapes, ("",))
-    read = PiecedSource(source, layout)
-    for name, stored in read.tensors.items():
+    source = PiecedSource(HfSource(path), FileLayout(pieces, layout.shapes, ignored=("",)))
+    values: dict[str, Tensor] = {}
+    for name, stored in source.tensors.items():
         values[name] = torch.empty(stored.shape, dtype=stored.kinds["param"])
-        read.read_into(name, "param", 0, values[name].view(-1))
+        source.read_into(name, "param", 0, values[name].view(-1))
     return values

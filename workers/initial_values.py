@@ -14,15 +14,17 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from vescale_ray import checkpoint
+from vescale_ray.checkpoint.bridges.pieces import FileLayout
 from vescale_ray.checkpoint.huggingface_layout import check_weights, file_layout, persistent_buffers, read_buffers
 from vescale_ray.errors import BadInput
-from vescale_ray.models import hf
+from vescale_ray.models import hf, lora
 from vescale_ray.models.units import select_units
 
 if TYPE_CHECKING:
@@ -88,9 +90,9 @@ def buffer_values(config: RunConfig, model: nn.Module) -> dict[str, Tensor]:
         module = copy.deepcopy(model.get_submodule(name))
         module._buffers = {key: values.get(f"{name}.{key}".lstrip("."), buffer) for key, buffer in module._buffers.items()}
         hf.initialize(model, module, recurse=False)
-    if (weights := weights_of(config)) is not None:
+    if persistent_buffers(model) and (weights := weights_of(config)) is not None:
         with _named(weights):
-            stored = read_buffers(weights, model)
+            stored = read_buffers(weights, layout_of(config, model), persistent_buffers(model))
         for name, value in stored.items():
             values[name].copy_(value)
     return values
@@ -109,13 +111,16 @@ def fill(config: RunConfig, model: Any, pristine: Callable[[], nn.Module], devic
     """
     weights = weights_of(config)
     if weights is not None:
-        buffers = [name for name, _ in model.named_buffers()]
+        others = [*(name for name, _ in model.named_buffers()), *lora.PARAMETERS]
         with _named(weights):
-            layout = file_layout(pristine())
-            checkpoint.import_hf(weights, model, layout=layout, exclude=buffers, cast=True, progress=lambda _: beat())
-        return
+            layout = layout_of(config, model)
+            checkpoint.import_hf(weights, model, layout=layout, exclude=others, cast=True, progress=lambda _: beat())
     parameters = dict(model.named_parameters())
-    for name, full in _fresh(config, model, pristine, parameters):
+    if config.model.lora is not None:
+        fresh = lora.initial_adapters(pristine(), partial(seed_of, config.run.seed))
+    else:
+        fresh = _fresh(config, model, pristine, parameters) if weights is None else iter(())
+    for name, full in fresh:
         parameters[name].copy_(full.to(device))
         beat()
 
@@ -126,6 +131,12 @@ def weights_of(config: RunConfig) -> str | None:
     return folder if folder is not None and hf.open_folder(folder).has_weights else None
 
 
+def layout_of(config: RunConfig, model: nn.Module) -> FileLayout:
+    """The layout of the weights of ``model.hf`` in files, by the parameters' names in ``model``, sharded or not."""
+    assert config.model.hf is not None
+    return file_layout(hf.build(hf.open_folder(config.model.hf))).renamed(lora.base_names(model))
+
+
 def check_weights_of(config: RunConfig, model: nn.Module) -> None:
     """Check that the run's initial weights, if there are any, are those of ``model``, which is on the meta device.
 
@@ -134,7 +145,7 @@ def check_weights_of(config: RunConfig, model: nn.Module) -> None:
     """
     if (weights := weights_of(config)) is not None:
         with _named(weights):
-            check_weights(weights, model)
+            check_weights(weights, layout_of(config, model))
 
 
 @contextmanager

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
 
 from vescale_ray.config import VOCAB
-from vescale_ray.models import hf
+from vescale_ray.errors import BadInput
+from vescale_ray.models import hf, lora
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.models.units import select_units
 from vescale_ray.workers.initial_values import buffer_values, check_initializable
@@ -25,6 +26,7 @@ from vescale_ray.workers.unit_forward import UnitCompiler, set_forward
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
+    from vescale_ray.config.sections import LoraSettings
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ def build_model(config: RunConfig) -> nn.Module:
     model = config.model
     with torch.device("meta"), _NoValues():
         if model.hf is not None:
-            return hf.build(hf.open_folder(model.hf))
+            return _build_hf(model.hf, model.lora)
         if model.factory is None:
             sizes = LlamaConfig(
                 dim=model.dim,
@@ -75,6 +77,18 @@ def build_model(config: RunConfig) -> nn.Module:
                 "element, so its rounding depends on its place in the shard; make the parameters float32 "
                 "(train.param_dtype = bfloat16 still computes in bfloat16), or use adamw"
             )
+    return built
+
+
+def _build_hf(path: str, keys: LoraSettings | None) -> nn.Module:
+    folder = hf.open_folder(path)
+    if keys is None:
+        return hf.build(folder)
+    if not folder.has_weights:
+        raise BadInput(f"model.lora with model.hf = {path}: the folder holds no safetensors weights, and adapters train on a frozen base")
+    # The base is frozen, so it needs no more bits than its files have.
+    built = hf.build(folder, folder.dtype or torch.float32)
+    lora.add_adapters(built, keys)
     return built
 
 

@@ -6,7 +6,7 @@ import bisect
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,11 @@ class FileLayout:
     pieces: Mapping[str, FilePiece]
     shapes: Mapping[str, tuple[int, ...]]
     ignored: tuple[str, ...] = ()
+
+    def renamed(self, names: Mapping[str, str]) -> FileLayout:
+        """The layout with other names of the model's tensors: ``{name: new name}``."""
+        pieces = {file: replace(piece, name=names.get(piece.name, piece.name)) for file, piece in self.pieces.items()}
+        return FileLayout(pieces, {names.get(name, name): shape for name, shape in self.shapes.items()}, self.ignored)
 
 
 class PiecedSource:

@@ -495,7 +495,7 @@ def test_interpreter_exits_in_bounded_time_with_a_save_in_flight(root, how, code
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert ended.returncode == code, ended.stderr
     began = float(ended.stdout.split()[0])  # this clock is common to all processes; imports may take a minute on a loaded machine
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < 120, "without the bound it would take until the time limit above"
     assert "KeyError" in ended.stderr if how == "raise" else "Traceback" not in ended.stderr
     if how == "hang":
         assert ckpt.latest(root) is None and "given up" in ended.stderr

@@ -23,7 +23,7 @@ from vescale_ray import checkpoint
 from vescale_ray.checkpoint import S3Store
 from vescale_ray.checkpoint.format.manifest_codec import seal
 from vescale_ray.cli import app, main
-from vescale_ray.cli.checkpoints import checkpoint_conversions
+from vescale_ray.cli.checkpoints import checkpoint_conversions, export_hf
 from vescale_ray.cli.checkpoints.checkpoint_group import ckpt
 from vescale_ray.models.llama import Llama
 from vescale_ray.runfolder import RunFolder
@@ -307,7 +307,8 @@ def test_ctrl_c_in_an_export_leaves_no_partial_output(run, capsys, monkeypatch, 
 
         yield advance
 
-    monkeypatch.setattr(checkpoint_conversions, "bar", interrupted)
+    for module in (checkpoint_conversions, export_hf):
+        monkeypatch.setattr(module, "bar", interrupted)
     options = ["--max-shard", "1KB"] if command == "export-hf" else []
     code, _, err = said(capsys, command, "x", "out", *options)
     assert (code, err) == (130, "\nvescale-ray: interrupted\n"), "on a line after the terminal's ^C"

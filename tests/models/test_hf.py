@@ -21,8 +21,11 @@ from vescale_ray.cli import main
 from vescale_ray.config import ConfigError, parse_config
 from vescale_ray.controller.driver import preflight
 from vescale_ray.errors import BadInput
-from vescale_ray.models import hf
+from vescale_ray.models import hf, lora
 from vescale_ray.models.units import select_units
+from vescale_ray.runfolder import RunFolder
+from vescale_ray.workers.initial_values import layout_of
+from vescale_ray.workers.model_building import build_model
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
@@ -161,6 +164,11 @@ def test_data_that_does_not_fit_the_model_is_refused(tmp_path: Path, llama: Path
         ({"hf": "x", "factory": "a:b"}, "model.hf = x with model.factory = a:b: leave one of the two out"),
         ({"args": {"dim": 3}}, "model.args = {'dim': 3} without model.factory"),
         ({"units": []}, "model.units = []: give auto, or a list of patterns"),
+        ({"lora": {"rank": 4}}, "model.lora without model.hf: adapters need the weights of a folder; set model.hf"),
+        ({"hf": "x", "lora": {"rank": 0}}, "model.lora.rank = 0: give at least 1"),
+        ({"hf": "x", "lora": {"ranks": 4}}, "model.lora.ranks = 4: there is no such key"),
+        ({"hf": "x", "lora": {"targets": []}}, "model.lora.targets = []: give all-linear, or a list of names of layers"),
+        ({"hf": "x", "lora": 4}, "model.lora = 4: give keys and values in braces"),
         ({"loss": "nothing"}, "model.loss = nothing: give module and function as pkg.mod:fn"),
     ],
 )
@@ -176,6 +184,46 @@ def test_a_run_keeps_what_an_export_needs(tmp_path: Path) -> None:
     kept = config.run_folder / "model"
     shutil.rmtree(folder)
     opened = hf.open_folder(kept)
-    buffers = read_buffers(kept, hf.build(opened))
+    built = hf.build(opened)
+    buffers = read_buffers(kept, file_layout(built), persistent_buffers(built))
     assert list(buffers) == ["model.layers.1.mlp.gate.e_score_correction_bias"]
     assert 0 < next(iter(buffers.values())).max() < 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_adapters_are_exported_alone_and_merged(tmp_path: Path, dtype: torch.dtype) -> None:
+    """peft loads the exported adapter; the merged weights give the logits of peft's merge."""
+    folder = hf_folders.write(tmp_path / "model", "qwen3", dtype)
+    config = preflight.check(configured(folder, tmp_path, model_lora={"rank": 4, "targets": ["q_proj", "down_proj"]})).config
+    RunFolder(config.run_folder).write_config(config.to_yaml())
+    RunFolder(config.run_folder).write_state({"run": "r", "state": "DONE", "step": 1, "steps": 1})
+    model = build_model(config)
+    held = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in model.named_parameters()}
+    assert {p.dtype for n, p in held.items() if ".lora_" not in n} == {dtype}
+    checkpoint.import_hf(folder, held, layout=layout_of(config, model), exclude=lora.PARAMETERS)
+    torch.manual_seed(1)
+    for name in held:
+        if ".lora_" in name:
+            held[name].normal_(0, 0.2)
+    checkpoint.save({"model": held}, config.checkpoint_root, 1)
+    run, alone, merged = str(config.run_folder), tmp_path / "alone", tmp_path / "merged"
+    assert main(["ckpt", "export-hf", run, str(alone)]) == 0
+    assert main(["ckpt", "export-hf", run, str(merged), "--merge", "--dtype", "fp32"]) == 0
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    from peft import PeftModel
+
+    tokens = torch.arange(16)[None]
+    before = base(tokens).logits
+    expected = PeftModel.from_pretrained(base, alone).merge_and_unload().eval()(tokens).logits
+    found = transformers.AutoModelForCausalLM.from_pretrained(merged).eval()(tokens).logits
+    assert not torch.allclose(before, expected, atol=1e-2)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert main(["ckpt", "export-hf", run, str(alone)]) == 2, "the folder is not empty"
+
+
+def test_adapters_without_weights_or_targets_are_refused(tmp_path: Path, llama: Path) -> None:
+    said = refused(llama, tmp_path, model_lora={"targets": ["no_proj"]})
+    assert "model.lora.targets = ['no_proj']" in said and "the model's linear layers are down_proj, gate_proj" in said
+    for file in llama.glob("*.safetensors*"):
+        file.unlink()
+    assert "the folder holds no safetensors weights" in refused(llama, tmp_path, model_lora={})

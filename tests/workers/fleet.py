@@ -79,7 +79,7 @@ class Fleet:
             process.join(10)
             raise RankFailed(f"worker {worker} (process {process.pid}) was dead already: exit code {process.exitcode}") from None
 
-    def results(self, workers: Iterable[int], timeout: float = 60.0) -> dict[int, Any]:
+    def results(self, workers: Iterable[int], timeout: float = 200.0) -> dict[int, Any]:
         """Results by worker. Fails if a worker has raised or died."""
         outcome = self.outcomes(workers, timeout)
         failed = {w: value for w, (ok, value) in outcome.items() if not ok}
@@ -87,7 +87,7 @@ class Fleet:
             raise RankFailed("\n".join(f"--- worker {w} ---\n{text}" for w, text in sorted(failed.items())))
         return {w: value for w, (_, value) in outcome.items()}
 
-    def outcomes(self, workers: Iterable[int], timeout: float = 60.0) -> dict[int, tuple[bool, Any]]:
+    def outcomes(self, workers: Iterable[int], timeout: float = 200.0) -> dict[int, tuple[bool, Any]]:
         """By worker, (True, result) or (False, traceback or 'died')."""
         pending = {self._workers[w][1]: w for w in workers}
         got: dict[int, tuple[bool, Any]] = {}
@@ -105,11 +105,11 @@ class Fleet:
                     got[worker] = (False, "died")
         return got
 
-    def run(self, workers: Iterable[int], function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> dict[int, Any]:
+    def run(self, workers: Iterable[int], function: Callable[..., Any], *args: Any, timeout: float = 200.0) -> dict[int, Any]:
         """Run the same call on each worker, at the same time."""
         return self.run_each(dict.fromkeys(workers, args), function, timeout=timeout)
 
-    def run_each(self, calls: Mapping[int, tuple[Any, ...]], function: Callable[..., Any], *, timeout: float = 60.0) -> dict[int, Any]:
+    def run_each(self, calls: Mapping[int, tuple[Any, ...]], function: Callable[..., Any], *, timeout: float = 200.0) -> dict[int, Any]:
         for worker, args in calls.items():
             self.start(worker, function, *args)
         return self.results(calls, timeout)

@@ -26,7 +26,7 @@ pytest.importorskip("transformers")
 
 def configured(folder: Path, tokens: str, **changes: Any) -> RunConfig:
     data = {"data_seq_len": hf_folders.SEQ_LEN, "data_vocab": hf_folders.VOCAB, "data_heldout": 0.0, "data_eval_samples": 0}
-    return tiny(tokens, model_hf=str(folder), train_lr=1e-3, **{**data, **changes})
+    return tiny(tokens, model_hf=str(folder), **{"train_lr": 1e-3, **data, **changes})
 
 
 def plain_losses(folder: Path, config: RunConfig, steps: int) -> tuple[list[float], Any]:
@@ -34,22 +34,27 @@ def plain_losses(folder: Path, config: RunConfig, steps: int) -> tuple[list[floa
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return train_plainly(model, config, steps), model
+
+
+def train_plainly(model: Any, config: RunConfig, steps: int) -> list[float]:
     train, dataset = config.train, text_of(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay)
     order, batch, losses = dataset.order(config.run.seed), config.global_batch, []
     for step in range(steps):
         tokens, targets = dataset.batch(order.ids(step * batch, batch))
         loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten())
         loss.backward()
-        for parameter in model.parameters():
+        for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        nn.utils.clip_grad_norm_(model.parameters(), train.grad_clip)
+        nn.utils.clip_grad_norm_(parameters, train.grad_clip)
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, train)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, model
+    return losses
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +106,7 @@ def test_random_weights_are_equal_at_every_world_size(tmp_path: Path, fleet: Fle
         states.append({key: value for key, value in run.full_state().items() if key[1] == "param"})
         run.train(1)
         run.end()
-        fleet.run([0, 1, 2], forget)
+        fleet.run(members, forget)
     assert same_bits(*states)
     for (name, _), values in states[0].items():
         if name.endswith("norm.weight"):
@@ -158,3 +163,48 @@ def test_loading_takes_little_more_memory_than_the_shard(tmp_path: Path) -> None
         peaks = fleet.run_each({w: (config, fleet.port, prefix, w, 2) for w in (0, 1)}, _peak_of_loading)
     for grown in peaks.values():
         assert grown < 256 << 20, f"{grown / 2**20:.0f} MiB"
+
+
+def peft_losses(folder: Path, config: RunConfig, adapters: dict[str, np.ndarray], steps: int) -> tuple[list[float], Any]:
+    """Losses by peft in one process, from the initial values ``adapters``; and the trained model."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    keys = config.model.lora
+    assert keys is not None
+    base: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    chosen = LoraConfig(r=keys.rank, lora_alpha=int(keys.alpha), target_modules=keys.targets, task_type="CAUSAL_LM")
+    model: Any = get_peft_model(base, chosen)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.from_numpy(adapters[name.removeprefix("base_model.model.")]))
+    return train_plainly(model, config, steps), model
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_adapters_train_as_with_peft_alone(tmp_path: Path, fleet: Fleet, kind: str) -> None:
+    folder = hf_folders.write(tmp_path / "model", kind)
+    tokens = hf_folders.write_tokens(tmp_path / "tokens.npy")
+    config = configured(folder, tokens, model_lora={"rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}, train_lr=0.02)
+    run = Run(fleet, config)
+    run.fresh([0, 1])
+    first = {name: value for (name, kind), value in run.full_state().items() if kind == "param"}
+    run.train(3, rescale=True)
+    before = run.members
+    run.end()
+    run.resume(before, [1, 2, 0])
+    run.train(6)
+    state = run.full_state()
+    run.end()
+    fleet.run([0, 1, 2], forget)
+    assert {name for name, kind in state if kind == "exp_avg"} == {name for name in first if ".lora_" in name}
+    losses, model = peft_losses(folder, config, first, 6)
+    np.testing.assert_allclose(run.losses(), losses, rtol=1e-4)
+    assert losses[-1] < losses[0]
+    for name, parameter in model.named_parameters():
+        ours = state[name.removeprefix("base_model.model."), "param"]
+        np.testing.assert_allclose(ours, parameter.detach().numpy(), atol=2e-5, err_msg=name)
+    for name, value in first.items():
+        assert not name.endswith("lora_B.default.weight") or not value.any()
+        assert ".lora_" in name or np.array_equal(state[name, "param"], value), f"{name} is frozen"

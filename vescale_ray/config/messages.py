@@ -48,7 +48,9 @@ def _remedy(error: ErrorDetails, inner: Any) -> str:
             return "give module and function as pkg.mod:fn"
         case "list_type" | "tuple_type":
             return "give a list in brackets"
-        case "dict_type":
+        case "extra_forbidden":
+            return "there is no such key; docs/reference/configuration.md lists all"
+        case "dict_type" | "model_type":
             return "give keys and values in braces, for example {nesterov: false}"
         case "missing" | "too_long":
             return "give as many entries as the default has"

@@ -31,7 +31,11 @@ def describe_type(field: FieldInfo) -> str:
         value = next(arg for arg in get_args(annotation) if get_origin(arg) is not Literal)
         return f"{words[value]} >= 0, or auto" if value in words else "list, or auto"
     text = words.get(annotation) or (
-        " | ".join(map(str, get_args(annotation))) if origin is Literal else "keys and values" if origin is dict else "list"
+        " | ".join(map(str, get_args(annotation)))
+        if origin is Literal
+        else "keys and values"
+        if origin is dict or isinstance(annotation, type)
+        else "list"
     )
     for symbol, name in ((">=", "ge"), (">", "gt"), ("<=", "le"), ("<", "lt")):
         text += "".join(f" {symbol} {number(getattr(bound, name))}" for bound in bounds if getattr(bound, name, None) is not None)

@@ -151,6 +151,8 @@ def _misfits(c: RunConfig) -> Iterator[str]:
 def _model_misfits(c: RunConfig) -> Iterator[str]:
     if c.model.hf and c.model.factory:
         yield f"model.hf = {c.model.hf} with model.factory = {c.model.factory}: leave one of the two out"
+    if c.model.lora and not c.model.hf:
+        yield "model.lora without model.hf: adapters need the weights of a folder; set model.hf"
     if c.model.args and not c.model.factory:
         yield f"model.args = {shown(c.model.args)} without model.factory: only a factory has arguments; leave it out"
     if c.model.factory is None and c.model.hf is None:

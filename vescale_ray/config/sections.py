@@ -53,6 +53,24 @@ def _patterns_or_auto(value: Any) -> Any:
     raise ValueError("give auto, or a list of patterns of module names, for example [layers.*]")
 
 
+def _targets(value: Any) -> Any:
+    if value == "all-linear" or (isinstance(value, list) and value and all(isinstance(one, str) and one for one in value)):
+        return value
+    raise ValueError("give all-linear, or a list of names of layers, for example [q_proj, v_proj]")
+
+
+class LoraSettings(Section):
+    """Low-rank adapters of a frozen base."""
+
+    rank: Count = Field(default=8, description="rank of each adapter")
+    alpha: Positive = Field(default=16.0, description="an adapter counts alpha / rank times")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout of an adapter's input")
+    targets: Annotated[str | list[str], BeforeValidator(_targets)] = Field(
+        default="all-linear",
+        description="last parts of the names of layers: [q_proj, v_proj]; all-linear: all but the head",
+    )
+
+
 class ModelSection(Section):
     """The model to train."""
 
@@ -69,6 +87,10 @@ class ModelSection(Section):
         min_length=1,
         description="folder of a causal language model of `transformers`: its config.json and, to start from them, its safetensors "
         "weights (needs the extra `hf`); replaces `kind`",
+    )
+    lora: LoraSettings | None = Field(
+        default=None,
+        description="freeze the weights of `hf`, and train adapters of `peft`: {rank: 8, alpha: 16, dropout: 0, targets: all-linear}",
     )
     factory: str | None = Field(
         default=None,

@@ -120,8 +120,8 @@ def open_folder(path: str | os.PathLike[str], key: str = "model.hf") -> HfFolder
     return HfFolder(folder, config, has_weights)
 
 
-def build(folder: HfFolder) -> nn.Module:
-    """Build the model, with float32 parameters without values, on the meta device. Its forward takes token ids and returns logits.
+def build(folder: HfFolder, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Build the model, with parameters of ``dtype`` without values, on the meta device. Its forward takes token ids and returns logits.
 
     Raises:
         BadInput: transformers cannot build it.
@@ -131,7 +131,7 @@ def build(folder: HfFolder) -> nn.Module:
     config.use_cache = False
     try:
         with torch.device("meta"):
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:
         raise BadInput(f"model.hf = {folder.path}: {type(config).__name__}: {_line(error)}") from None
     return model

@@ -19,9 +19,7 @@ from vescale_ray.cli.common import FAILED, OK, Failed
 from vescale_ray.errors import BadInput
 
 if TYPE_CHECKING:
-
     from vescale_ray.checkpoint import GcReport, Retention
-
 
 
 as_json_flag = click.option("--json", "as_json", is_flag=True, help="One JSON object.")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 
 from vescale_ray.cli.checkpoints.checkpoint_commands import diff, gc, ls, pin, show, unpin, verify
-from vescale_ray.cli.checkpoints.checkpoint_conversions import export_dcp, export_hf, import_dcp, import_hf
+from vescale_ray.cli.checkpoints.checkpoint_conversions import export_dcp, import_dcp, import_hf
+from vescale_ray.cli.checkpoints.export_hf import export_hf
 from vescale_ray.cli.checkpoints.rollback_command import rollback
 from vescale_ray.cli.common import CommandGroup
 

@@ -1,0 +1,181 @@
+"""``vescale-ray ckpt export-hf``: a checkpoint's weights as a folder of Hugging Face's, which from_pretrained loads."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vescale_ray.cli.checkpoints.checkpoint_commands import as_json_flag, excludes, includes
+from vescale_ray.cli.checkpoints.checkpoint_conversions import DTYPES, bytes_of, names_option, table_at, told, weights
+from vescale_ray.cli.checkpoints.checkpoint_output import bar
+from vescale_ray.cli.checkpoints.checkpoint_paths import bad_values, open_at, run_folder_of, split, store_at
+from vescale_ray.cli.common import lasting_path
+from vescale_ray.errors import BadInput
+
+if TYPE_CHECKING:
+    import torch
+
+    from vescale_ray.checkpoint import Checkpoint
+    from vescale_ray.checkpoint.bridges.pieces import FileLayout
+    from vescale_ray.checkpoint.huggingface_export import Computed
+    from vescale_ray.config.sections import LoraSettings
+    from vescale_ray.models.hf import HfFolder
+
+
+@click.command("export-hf")
+@click.argument("path")
+@click.argument("folder", callback=lasting_path)
+@names_option
+@includes
+@excludes
+@click.option("--key", default="model", show_default=True, help="The entry of the state to write.")
+@click.option("--dtype", type=click.Choice(list(DTYPES)), help="Cast floating-point tensors to this dtype.")
+@click.option("--max-shard", default="5GB", show_default=True, metavar="SIZE", help="Largest size of one file.")
+@click.option("--model", metavar="FOLDER", help="The model's folder, as model.hf. [default: the one that the run at PATH trained]")
+@click.option("--merge", is_flag=True, help="Add the adapters of model.lora to the weights, and write those. [default: the adapter alone]")
+@as_json_flag
+def export_hf(
+    path: str,
+    folder: str,
+    names: str | None,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    key: str,
+    dtype: str | None,
+    max_shard: str,
+    model: str | None,
+    merge: bool,
+    as_json: bool,
+) -> int:
+    """Write a checkpoint's weights to FOLDER as Hugging Face safetensors with their index, then read them back and compare.
+
+    A model of model.hf gets its configuration and tokenizer, too, so that from_pretrained loads FOLDER.
+
+    Example: vescale-ray ckpt export-hf runs/demo out --names llama --dtype bf16
+    """
+    import torch
+
+    from vescale_ray import checkpoint
+    from vescale_ray.models.hf import copy_description
+
+    opened = open_at(path, None)
+    cast: torch.dtype | None = getattr(torch, DTYPES[dtype]) if dtype else None
+    limit, table = bytes_of("--max-shard", max_shard), table_at(names)
+    described = _described(path, model) if names is None else None
+    adapters = _adapters(path) if described is not None else None
+    if merge and adapters is None:
+        raise BadInput(f"--merge: {path} is no checkpoint of a run with model.lora; leave it out")
+    if adapters is not None and not merge:
+        return _write_adapter(path, folder, opened, adapters, as_json)
+    layout: FileLayout | None = None
+    extra: dict[str, Computed] = {}
+    if described is not None:
+        layout, extra, left_out = _files_of(described, adapters, opened, cast or described.dtype)
+        cast, exclude = cast or described.dtype, (*exclude, *left_out)
+    with bad_values(), bar("writing", weights(opened, key), as_json) as advance:
+        done = checkpoint.export_hf(
+            store_at(split(path)[0]),
+            opened.commit,
+            folder,
+            rename=table,
+            layout=layout,
+            extra=extra,
+            include=include or "*",
+            exclude=exclude,
+            key=key,
+            dtype=cast,
+            max_shard_bytes=limit,
+            progress=advance,
+        )
+    if described is not None:
+        copy_description(described, Path(folder), cast)
+    return told(
+        folder, {"commit": opened.commit.name, "files": list(done.files), "tensors": len(done.tensors), "bytes": done.bytes}, as_json
+    )
+
+
+def _described(path: str, model: str | None) -> HfFolder | None:
+    """The model's folder: ``model``, or the copy in the folder of the run at PATH; None if the run trained another kind of model."""
+    from vescale_ray.models.hf import CONFIG, open_folder
+
+    if model is not None:
+        return open_folder(model, "--model")
+    run = run_folder_of(_without_name(path))
+    return open_folder(run.model) if run is not None and (run.model / CONFIG).is_file() else None
+
+
+def _without_name(path: str) -> str:
+    return path.rpartition("@")[0] or path
+
+
+def _adapters(path: str) -> LoraSettings | None:
+    """The adapters of the run at PATH."""
+    from vescale_ray.config import load_config
+
+    run = run_folder_of(_without_name(path))
+    return load_config(run.config_path).model.lora if run is not None and run.config_path.is_file() else None
+
+
+def _files_of(
+    folder: HfFolder, adapters: LoraSettings | None, opened: Checkpoint, dtype: torch.dtype | None
+) -> tuple[FileLayout, dict[str, Computed], list[str]]:
+    """The layout of the model's parameters in files; its buffers and merged weights by their names there; names of the commit that these
+    replace."""
+    from vescale_ray.checkpoint.huggingface_export import Computed
+    from vescale_ray.checkpoint.huggingface_layout import file_layout, persistent_buffers, read_buffers
+    from vescale_ray.models import lora
+    from vescale_ray.models.hf import build
+
+    built = build(folder)
+    layout = file_layout(built)
+    values = read_buffers(folder.path, layout, persistent_buffers(built))
+    extra = {
+        name: Computed(piece.shape, value.dtype, lambda _, value=value: value)  # type: ignore[misc]
+        for name, piece in layout.pieces.items()
+        if (value := values.get(piece.name)) is not None
+    }
+    if adapters is None:
+        return layout, extra, []
+    lora.add_adapters(built, adapters)
+    names = lora.base_names(built)
+    layout, merged = layout.renamed(names), set(names.values())
+    for name, piece in layout.pieces.items():
+        if piece.name in merged:
+            kept = dtype or opened.tensors[piece.name].kinds["param"]
+            extra[name] = Computed(piece.shape, kept, partial(_merged, adapters, piece.name))
+    return layout, extra, [*sorted(merged), *lora.PARAMETERS]
+
+
+def _merged(adapters: LoraSettings, name: str, opened: Checkpoint) -> torch.Tensor:
+    from vescale_ray.models import lora
+
+    layer = name.removesuffix(".base_layer.weight")
+    down, up = (whole(opened, f"{layer}.{kind}.{lora.ADAPTER}.weight") for kind in ("lora_A", "lora_B"))
+    return whole(opened, name).float() + lora.delta(adapters, down, up)
+
+
+def whole(opened: Checkpoint, name: str) -> torch.Tensor:
+    """The whole tensor ``name`` of a checkpoint."""
+    shape = opened.tensors[name].shape
+    return opened.read_range(name, 0, math.prod(shape)).view(shape)
+
+
+def _write_adapter(path: str, folder: str, opened: Checkpoint, adapters: LoraSettings, as_json: bool) -> int:
+    from vescale_ray.checkpoint.state.names import matches
+    from vescale_ray.config import load_config
+    from vescale_ray.models import lora
+
+    run = run_folder_of(_without_name(path))
+    assert run is not None
+    target = Path(folder)
+    if target.exists() and any(target.iterdir()):
+        raise BadInput(f"{folder} is not empty; give a new folder")
+    tensors: dict[str, Any] = {name: whole(opened, name) for name in opened.tensors if matches(name, lora.PARAMETERS) and "/" not in name}
+    base = load_config(run.config_path).model.hf
+    lora.write_adapter(target, adapters, base or "", tensors)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    return told(folder, {"commit": opened.commit.name, "tensors": len(tensors), "bytes": size}, as_json)

@@ -1,0 +1,111 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) by the package ``peft``: the base is frozen, the adapters are trained.
+
+``peft`` puts a targeted layer ``X`` below ``X.base_layer``, beside ``X.lora_A.default`` and ``X.lora_B.default``. The layer's weight is
+then ``base_layer.weight + alpha / rank * lora_B.weight @ lora_A.weight``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from vescale_ray.errors import BadInput
+
+ADAPTER = "default"
+PARAMETERS = ("*.lora_A.*", "*.lora_B.*")
+"""Globs of the adapters' parameters."""
+
+
+class LoraKeys(Protocol):
+    """The keys of the configuration's ``model.lora``."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def alpha(self) -> float: ...
+    @property
+    def dropout(self) -> float: ...
+    @property
+    def targets(self) -> str | list[str]: ...
+
+
+def add_adapters(model: nn.Module, keys: LoraKeys) -> None:
+    """Add adapters to ``model``, which is on the meta device, and freeze its other parameters.
+
+    Raises:
+        BadInput: peft is missing, or the targets name no linear layer.
+    """
+    peft = _peft()
+    try:
+        with torch.device("meta"):
+            peft.inject_adapter_in_model(_config(peft, keys), model)
+    except ValueError as error:
+        names = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
+        said = " ".join(str(error).split())[:200]
+        raise BadInput(f"model.lora.targets = {keys.targets}: {said}; the model's linear layers are {', '.join(names)}") from None
+
+
+def base_names(model: nn.Module) -> dict[str, str]:
+    """The names of the base's parameters with adapters, by their names without."""
+    return {name.replace(".base_layer.", "."): name for name, _ in model.named_parameters() if ".base_layer." in name}
+
+
+def initial_adapters(model: nn.Module, seed: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and initial values of the adapters' parameters, as peft chooses them: ``lora_A`` random, ``lora_B`` zero.
+
+    Args:
+        model: a model with adapters, on the meta device. Its adapters get memory in turn.
+        seed: the seed of a module's name.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            layer: Any = module
+            with torch.random.fork_rng([]):
+                torch.manual_seed(seed(name))
+                for part in (layer.lora_A, layer.lora_B):
+                    part.to_empty(device="cpu")
+                layer.reset_lora_parameters(ADAPTER, True)
+            for kind, part in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
+                yield f"{name}.{kind}.{ADAPTER}.weight", part[ADAPTER].weight.detach()
+                part.to(device="meta")
+
+
+def write_adapter(folder: Path, keys: LoraKeys, base: str, tensors: Mapping[str, Tensor]) -> None:
+    """Write ``tensors``, by their names in the model, as an adapter that ``PeftModel.from_pretrained`` loads.
+
+    Args:
+        base: the folder of the base model, which the adapter names.
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = _config(_peft(), keys)
+    config.base_model_name_or_path, config.inference_mode = base, True
+    named = {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": value.contiguous() for name, value in tensors.items()}
+    save_file(named, folder / "adapter_model.safetensors", {"format": "pt"})
+    config.save_pretrained(folder)
+
+
+def delta(keys: LoraKeys, down: Tensor, up: Tensor) -> Tensor:
+    """What the adapter adds to a weight: ``alpha / rank * lora_B @ lora_A``, in float32."""
+    return (up.float() @ down.float()) * (keys.alpha / keys.rank)
+
+
+def _config(peft: Any, keys: LoraKeys) -> Any:
+    return peft.LoraConfig(
+        r=keys.rank, lora_alpha=keys.alpha, lora_dropout=keys.dropout, target_modules=keys.targets, task_type="CAUSAL_LM"
+    )
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise BadInput("model.lora: the package peft is not installed; pip install 'vescale-ray[hf]'") from None
+    return peft
