@@ -84,9 +84,10 @@ def foresee(config: RunConfig) -> Foreseen:
     config = with_model_data(absolute(config))
     knock(address_of(config))
     _check_port(config.metrics.host, config.metrics.port)
-    from vescale_ray.data.loading import load_dataset
+    from vescale_ray.data.loading import load_dataset, load_eval_sets
 
     dataset = load_dataset(config.data)
+    load_eval_sets(config.data, dataset)
     if config.data.vocab is None and dataset.vocab != VOCAB:  # the tokenizer's; a worker builds its model without looking at the data
         config = config.model_copy(update={"data": config.data.model_copy(update={"vocab": dataset.vocab})})
     return Foreseen(config, stream_of(config, dataset), _expected(config), warnings)
@@ -133,13 +134,12 @@ def absolute(config: RunConfig) -> RunConfig:
         return text if "://" in text else str(Path(text).expanduser().resolve())
 
     checkpoint_dir, tokenizer, hf = config.checkpoint.dir, config.data.tokenizer, config.model.hf
-    corpora = [one if one == "stdlib" else path(one) for one in config.data.corpora]
-    data = {"corpus": corpora[0] if isinstance(config.data.corpus, str) else corpora, "tokenizer": path(tokenizer) if tokenizer else None}
+    data = config.data.with_paths(lambda one: one if one == "stdlib" else path(one))
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"dir": path(config.run.dir)}),
             "model": config.model.model_copy(update={"hf": path(hf) if hf else None}),
-            "data": config.data.model_copy(update=data),
+            "data": data.model_copy(update={"tokenizer": path(tokenizer) if tokenizer else None}),
             "checkpoint": config.checkpoint.model_copy(update={"dir": path(checkpoint_dir) if checkpoint_dir else None}),
         }
     )

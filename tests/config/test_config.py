@@ -60,8 +60,8 @@ def test_text_keys_keep_values_that_yaml_would_convert() -> None:
 
 
 def test_corpus_is_a_path_or_a_list_of_paths() -> None:
-    assert load_config(None, ["data.corpus=*.parquet"]).data.corpora == ["*.parquet"]
-    assert load_config(None, ["data.corpus=[a.bin, 's3://b/[0-9].bin']"]).data.corpora == ["a.bin", "s3://b/[0-9].bin"]
+    assert load_config(None, ["data.corpus=*.parquet"]).data.corpus == "*.parquet"
+    assert load_config(None, ["data.corpus=[a.bin, 's3://b/[0-9].bin']"]).data.corpus == ["a.bin", "s3://b/[0-9].bin"]
     assert load_config(None, ["data.end_token=50256"]).data.end_token == "50256"
     for wrong in ("[]", "[a, '']", "[true]", "[[a]]"):
         assert refusal(f"data.corpus={wrong}").endswith("give a path, or a list of paths in brackets")

@@ -128,6 +128,20 @@ def test_checkpoint_of_another_token_stream_is_refused(tmp_path: Path) -> None:
     assert "was saved with data.corpus = " in said and "samples would be lost or repeated" in said and "\n" not in said
 
 
+def test_checkpoint_of_another_mixture_is_refused(tmp_path: Path) -> None:
+    for name in "ab":
+        write_tokens(tmp_path / f"{name}.parquet", seed=ord(name))
+    a, b = ({"corpus": str(tmp_path / f"{name}.parquet"), "weight": weight} for name, weight in (("a", 0.7), ("b", 0.3)))
+    data = {"data_corpus": None, "data_column": "ids", "data_vocab": 300}
+    save(tiny(tmp_path, "r", **data, data_mixture=[a, b]), 10)
+    preflight.check(tiny(tmp_path, "r", **data, data_mixture=[a, b]))
+    changed = refused(tiny(tmp_path, "r", **data, data_mixture=[a, {**b, "weight": 0.7}]))
+    assert "was saved with data.mixture = weights 7 : 3, now it is weights 1 : 1: samples would be lost or repeated" in changed
+    assert "data.mixture = weights 7 : 3" in refused(tiny(tmp_path, "r", **data, data_mixture=[b, a]))
+    assert "data.mixture.1.corpus" in refused(tiny(tmp_path, "r", **data, data_mixture=[a, {**a, "weight": 0.3}]))
+    assert "data.corpus = a mixture" in refused(tiny(tmp_path, "r", **{**data, "data_corpus": a["corpus"]}))
+
+
 def test_the_model_has_the_vocabulary_of_the_data(tmp_path: Path) -> None:
     write_tokens(tmp_path / "a.parquet")
     data = {"data_corpus": str(tmp_path / "a.parquet"), "data_column": "ids", "data_vocab": 300}
@@ -215,6 +229,9 @@ def test_paths_mean_the_same_in_every_process(tmp_path: Path, monkeypatch: pytes
     assert (absolute.run_folder, absolute.checkpoint_root) == (tmp_path / "here" / "r", str(tmp_path / "there"))
     assert absolute.data.corpus == str(tmp_path / "text.txt")
     assert preflight.absolute(tiny(tmp_path, "r", data_corpus="stdlib")).data.corpus == "stdlib"
+    mixture, sets = [{"corpus": ["a", "stdlib"]}, {"corpus": "s3://b/c"}], {"w": {"corpus": "w"}}
+    found = preflight.absolute(tiny(tmp_path, "r", data_corpus=None, data_mixture=mixture, data_eval=sets)).data
+    assert [path for _, path in found.corpora] == [str(tmp_path / "a"), "stdlib", "s3://b/c", str(tmp_path / "w")]
 
 
 def test_an_option_that_the_optimizer_does_not_have_is_refused(tmp_path: Path) -> None:

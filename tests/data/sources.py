@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import torch
 
 from vescale_ray.config import parse_config
-from vescale_ray.config.sections import DataSection
+from vescale_ray.config.data_section import DataSection
 from vescale_ray.data.block_dataset import BlockDataset
 from vescale_ray.data.loading import load_dataset
 
@@ -33,7 +33,7 @@ def random_texts(rng: np.random.Generator, count: int) -> list[str]:
     return [" ".join(WORDS[i] for i in rng.integers(0, len(WORDS), rng.integers(0, 20))) for _ in range(count)]
 
 
-def keys(corpus: str | list[str], **changes: Any) -> DataSection:
+def keys(corpus: str | list[str] | None, **changes: Any) -> DataSection:
     """The section ``data`` with a vocabulary of 1000, samples of 8 tokens, and no held-out part."""
     data = {"corpus": corpus, "seq_len": 8, "heldout": 0.0, "vocab": VOCAB, "shuffle_blocks": 3, **changes}
     return parse_config({"data": data}).data

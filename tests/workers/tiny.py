@@ -54,7 +54,7 @@ def write_text(folder: Path) -> str:
     return str(path)
 
 
-def tiny(corpus: str, **changes: Any) -> RunConfig:
+def tiny(corpus: str | None, **changes: Any) -> RunConfig:
     """``tiny(path, train_steps=3)`` sets ``train.steps``. It has 5 slots of 2 sequences; only the world sizes 1 and 5 divide them."""
     tree: dict[str, dict[str, Any]] = {
         "run": {"seed": 7},

@@ -9,11 +9,11 @@ import yaml
 from pydantic import model_validator
 
 from vescale_ray.config.credentials import holds_credentials
+from vescale_ray.config.data_section import DataSection
 from vescale_ray.config.messages import shown
 from vescale_ray.config.sections import (
     CheckpointSection,
     ConfigError,
-    DataSection,
     ElasticSection,
     MetricsSection,
     ModelSection,
@@ -97,7 +97,7 @@ _BY_THE_CUT = {
 def _misfits(c: RunConfig) -> Iterator[str]:
     """Yield an error for each combination of values that don't match; it names the keys, their values and the remedy."""
     paths = [("checkpoint.dir", c.checkpoint.dir), ("run.dir", c.run.dir), ("ray.address", c.ray.address), ("model.hf", c.model.hf)]
-    for key, given in [*paths, *(("data.corpus", path) for path in c.data.corpora), ("data.tokenizer", c.data.tokenizer)]:
+    for key, given in [*paths, *c.data.corpora, ("data.tokenizer", c.data.tokenizer)]:
         if holds_credentials(given or ""):  # checked first, because the value must not be shown
             remedy = (
                 "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a profile or role" if key == "checkpoint.dir" else "leave them out"

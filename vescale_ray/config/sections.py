@@ -111,68 +111,6 @@ class ModelSection(Section):
     )
 
 
-def _one_or_more(value: Any) -> Any:
-    # One check for both types, so that a mistake gives one line and not one for each type.
-    listed = value if isinstance(value, list) else [value]
-    if not listed or not all(isinstance(one, (str, int, float)) and not isinstance(one, bool) and one != "" for one in listed):
-        raise ValueError("give a path, or a list of paths in brackets")
-    if any(isinstance(one, str) and not one.isascii() and one.encode(errors="replace").decode() != one for one in listed):
-        raise ValueError("give a text")
-    return value
-
-
-class DataSection(Section):
-    """The training data."""
-
-    corpus: Annotated[str | list[str], BeforeValidator(_one_or_more)] = Field(
-        default="stdlib",
-        description="`stdlib` (this Python's library sources), or a path, folder, glob or URL (`s3://bucket/tokens/*.parquet`), "
-        "or a list of them",
-    )
-    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "bin", "npy"] = Field(
-        default="auto", description="format of the files; auto: by their suffix, and text for unknown ones"
-    )
-    column: str = Field(
-        default="text", min_length=1, description="column of Parquet and Arrow (text, or lists of token ids), or field of JSONL (text)"
-    )
-    dtype: Literal["uint16", "uint32"] = Field(default="uint16", description="type of the tokens in `.bin` files")
-    tokenizer: str | None = Field(
-        default=None,
-        min_length=1,
-        description="a `tokenizer.json` that turns text into tokens (needs the extra `hf`); null: that of `model.hf`; else bytes",
-    )
-    end_token: str | None = Field(
-        default=None,
-        min_length=1,
-        description="token that ends each document: its name in `tokenizer`, or its number; null: the end token "
-        "named in the files beside `tokenizer`, none after lists of token ids, zero after bytes",
-    )
-    vocab: int | None = Field(
-        default=None,
-        ge=1,
-        description="number of token ids, and of the model's embeddings; null: that of `model.hf` or the tokenizer, or 256 for bytes",
-    )
-    seq_len: Count = Field(default=128, description="tokens that one sample predicts")
-    heldout: float = Field(
-        default=0.05,
-        ge=0,
-        le=0.9,
-        description="fraction that is kept for evaluation: of local text as bytes, files chosen by hash; else the last samples",
-    )
-    eval_samples: CountOrZero = Field(default=64, description="held-out samples per evaluation; 0 turns evaluation off")
-    shuffle_blocks: Count = Field(
-        default=16, description="blocks (row groups, or about a million tokens) whose samples are shuffled together; the blocks are, too"
-    )
-    readahead_mb: Count = Field(
-        default=512, description="MB of blocks that each worker holds and reads ahead; at least twice `shuffle_blocks` of them"
-    )
-
-    @property
-    def corpora(self) -> list[str]:
-        """``corpus`` as a list."""
-        return [self.corpus] if isinstance(self.corpus, str) else self.corpus
-
-
 class TrainSection(Section):
     """Optimization. The global batch is slots * slot_batch sequences, for any number of workers."""
 

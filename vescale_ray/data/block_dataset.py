@@ -17,7 +17,6 @@ import numpy.typing as npt
 import torch
 
 from vescale_ray.data.block_order import BlockOrder
-from vescale_ray.data.dataset import SampleOrder
 from vescale_ray.data.encoders import Tokens
 from vescale_ray.data.read_ahead import ReadAhead
 from vescale_ray.data.token_files import TokenFile
@@ -42,11 +41,14 @@ class BlockDataset:
         name: what the files were found by, for messages.
         least: least number of tokens of a block, as :func:`block_tokens`.
         window: blocks whose samples are shuffled together.
-        memory: bytes of the blocks in memory, at most.
         keys: what else identifies the tokens, by configuration key.
 
+    Attributes:
+        needed: bytes of two windows of blocks, the least to reserve for training.
+        reader: reads the blocks; it keeps none but the last until :meth:`reserve` is called.
+
     Raises:
-        BadInput: there is no training sample, the files' types differ, or ``memory`` is less than two windows.
+        BadInput: there is no training sample, or the files' types differ.
     """
 
     def __init__(
@@ -57,7 +59,6 @@ class BlockDataset:
         heldout: float,
         vocab: int,
         window: int,
-        memory: int,
         least: int,
         keys: Mapping[str, str | int],
     ) -> None:
@@ -79,17 +80,16 @@ class BlockDataset:
             )
         self._training = np.diff(np.minimum(self._starts, self.num_samples))
         self._training = self._training[self._training > 0]
-        sizes = [_tokens(files, block) * files[0].itemsize for block in self._blocks]
-        needed = sum(sorted(sizes, reverse=True)[: 2 * window])
-        if needed > memory:
-            raise BadInput(
-                f"data.readahead_mb = {memory >> 20} is too little: two windows of data.shuffle_blocks = {window} blocks take "
-                f"{-(-needed >> 20)} MB; raise it, lower data.shuffle_blocks, or write smaller row groups"
-            )
-        self.reader = ReadAhead(self._read, sizes, memory)
-        self._ahead_of: SampleOrder | None = None
+        self._sizes = [_tokens(files, block) * files[0].itemsize for block in self._blocks]
+        self.needed = sum(sorted(self._sizes, reverse=True)[: 2 * window])
+        self.reserve(0)
+        self._ahead_of: BlockOrder | None = None
         self._stays = (0, 0)
         """Order and range of positions for which the reader was last told what to expect."""
+
+    def reserve(self, memory: int) -> None:
+        """Keep at most ``memory`` bytes of blocks in memory, those that are read ahead included."""
+        self.reader = ReadAhead(self._read, self._sizes, memory)
 
     @property
     def num_samples(self) -> int:
@@ -105,6 +105,16 @@ class BlockDataset:
     def vocab(self) -> int:
         """Number of token ids."""
         return self._vocab
+
+    @property
+    def unit(self) -> str:
+        """What tokens are (:class:`vescale_ray.data.dataset.Dataset`)."""
+        return self._files[0].unit
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Mean bytes of text of a token, end tokens included; None if the text is not known."""
+        return {"bytes": 1.0, "tokenizer": sum(file.text_bytes for file in self._files) / self.tokens}.get(self.unit)
 
     @property
     def tokens(self) -> int:
@@ -123,7 +133,7 @@ class BlockDataset:
         """Return the order of the training samples."""
         return BlockOrder(self._training, seed, self._window)
 
-    def read_ahead(self, order: SampleOrder, position: int) -> None:
+    def read_ahead(self, order: BlockOrder, position: int) -> None:
         """Begin to read the blocks of the samples from ``position`` on."""
         if order is not self._ahead_of or not self._stays[0] <= position < self._stays[1]:
             self._ahead_of, self._stays = order, (position, order.stays_until(position))

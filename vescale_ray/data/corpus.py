@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vescale_ray.data.dataset import SampleOrder
 from vescale_ray.data.stream import SampleStream
 from vescale_ray.errors import BadInput
 
@@ -66,6 +65,16 @@ class Corpus:
         """Number of token ids; tokens are bytes."""
         return VOCAB
 
+    @property
+    def unit(self) -> str:
+        """What tokens are."""
+        return "bytes"
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Mean bytes of text of a token."""
+        return 1.0
+
     @cached_property
     def num_samples(self) -> int:
         """Number of windows of the training part."""
@@ -92,7 +101,7 @@ class Corpus:
         """Return the order of the training samples."""
         return SampleStream(self.num_samples, seed)
 
-    def read_ahead(self, order: SampleOrder, position: int) -> None:
+    def read_ahead(self, order: SampleStream, position: int) -> None:
         """Do nothing: the text is in memory."""
 
     def describe(self) -> dict[str, str | int]:

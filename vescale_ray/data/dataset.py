@@ -1,13 +1,14 @@
 """The interface of a data set: samples by id, the order of a seed, and what identifies the data.
 
-Two classes implement it: :class:`vescale_ray.data.corpus.Corpus` holds bytes of text in memory, and
-:class:`vescale_ray.data.block_dataset.BlockDataset` reads blocks of tokens from files.
+Three classes implement it: :class:`vescale_ray.data.corpus.Corpus` holds bytes of text in memory,
+:class:`vescale_ray.data.block_dataset.BlockDataset` reads blocks of tokens from files, and :class:`vescale_ray.data.mixture.Mixture` mixes
+such sources.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy.typing as npt
 import torch
@@ -16,24 +17,10 @@ from vescale_ray.data.stream import Ids
 
 
 class SampleOrder(Protocol):
-    """An endless sequence of sample ids, addressed by position; each epoch of ``num_samples`` positions is a permutation."""
-
-    num_samples: int
+    """An endless sequence of sample ids, addressed by position. Each source repeats its samples in epochs, each a permutation."""
 
     def ids(self, start: int, count: int) -> Ids:
         """Return the ids at positions ``[start, start + count)``, int64."""
-        ...
-
-    def epoch(self, consumed: int) -> int:
-        """Return the epoch of the next sample after ``consumed`` samples."""
-        ...
-
-    def blocks(self, position: int) -> Iterator[int]:
-        """Yield the blocks that samples from ``position`` on are read from, in the order of need; none if all are in memory."""
-        ...
-
-    def stays_until(self, position: int) -> int:
-        """Return the first position after ``position`` from which :meth:`blocks` yields others."""
         ...
 
 
@@ -55,6 +42,11 @@ class Dataset(Protocol):
         """Number of token ids; all tokens are below it."""
         ...
 
+    @property
+    def unit(self) -> str:
+        """What tokens are: ``bytes`` of text, a ``tokenizer``'s, or ``ids`` of unknown text."""
+        ...
+
     def batch(self, ids: npt.ArrayLike) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens and targets of the training samples ``ids``, int64 ``[n, seq_len]`` each.
 
@@ -73,8 +65,8 @@ class Dataset(Protocol):
         """Return the order of the training samples for ``seed``, the same in every process."""
         ...
 
-    def read_ahead(self, order: SampleOrder, position: int) -> None:
-        """Begin to read what samples from ``position`` on need. Returns at once."""
+    def read_ahead(self, order: Any, position: int) -> None:
+        """Begin to read what samples from ``position`` on need. ``order`` is a result of :meth:`order`. Returns at once."""
         ...
 
     def describe(self) -> dict[str, str | int]:
@@ -86,11 +78,20 @@ class Dataset(Protocol):
         ...
 
 
-class DataKeys(Protocol):
-    """The keys of the configuration's section ``data`` that choose a data set."""
+class Source(Dataset, Protocol):
+    """A data set that is not made of others."""
 
     @property
-    def corpus(self) -> str | Sequence[str]: ...
+    def bytes_per_token(self) -> float | None:
+        """Mean bytes of text of a token; None if the text is not known."""
+        ...
+
+
+class SourceKeys(Protocol):
+    """The keys of the configuration's section ``data`` that choose a source. ``corpus`` is None in a section with a mixture."""
+
+    @property
+    def corpus(self) -> str | Sequence[str] | None: ...
     @property
     def format(self) -> str: ...
     @property
@@ -111,3 +112,23 @@ class DataKeys(Protocol):
     def shuffle_blocks(self) -> int: ...
     @property
     def readahead_mb(self) -> int: ...
+
+
+class Weighted(Protocol):
+    """A source of a mixture."""
+
+    @property
+    def weight(self) -> float: ...
+
+
+class DataKeys(SourceKeys, Protocol):
+    """The keys of the configuration's section ``data`` that choose a data set."""
+
+    @property
+    def mixture(self) -> Sequence[Weighted] | None: ...
+    @property
+    def eval(self) -> Mapping[str, Any]: ...
+
+    def of(self, source: Any) -> SourceKeys:
+        """Return the keys of an element of ``mixture`` or of ``eval``."""
+        ...

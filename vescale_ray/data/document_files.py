@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from vescale_ray.data.encoders import BadDocument, Encoder, Tokens
@@ -37,7 +38,12 @@ class DocumentFile(ABC):
 
     def __init__(self, file: DataFile, encoder: Encoder) -> None:
         self.file, self.encoder = file, encoder
-        self.itemsize = int(np.dtype(encoder.dtype).itemsize)
+        self.itemsize, self.unit = int(np.dtype(encoder.dtype).itemsize), encoder.unit
+        self._text_bytes: dict[int, int] = {}
+
+    @property
+    def text_bytes(self) -> int:
+        return sum(self._text_bytes.values())
 
     @abstractmethod
     def documents(self, part: int) -> Sequence[pa.Array]:
@@ -58,6 +64,8 @@ class DocumentFile(ABC):
         """Return the tokens of a part's documents."""
         row = self.first_row(part)
         encoded = []
+        if self.unit == "tokenizer" and part not in self._text_bytes:
+            self._text_bytes[part] = sum(pc.sum(pc.binary_length(documents)).as_py() or 0 for documents in arrays)
         for documents in arrays:
             try:
                 encoded.append(self.encoder.encode(documents, ends=self.ends(part)))

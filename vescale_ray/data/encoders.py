@@ -44,6 +44,8 @@ class Encoder(ABC):
     def __init__(self, vocab: int, end: int | None, identity: str) -> None:
         self.vocab, self.end, self.identity = vocab, end, identity
         self.dtype: Any = np.uint16 if vocab <= 1 << 16 else np.uint32
+        self.unit = identity.partition(" ")[0]
+        """What tokens are: ``ids`` of unknown text, ``bytes``, or a ``tokenizer``'s."""
 
     @abstractmethod
     def values(self, documents: pa.Array) -> tuple[Tokens, Ids]:

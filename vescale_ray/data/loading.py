@@ -11,10 +11,11 @@ import pyarrow as pa
 
 from vescale_ray.data.block_dataset import BlockDataset, block_tokens
 from vescale_ray.data.corpus import VOCAB, load_corpus, text_files
-from vescale_ray.data.dataset import DataKeys, Dataset
+from vescale_ray.data.dataset import DataKeys, Dataset, Source, SourceKeys
 from vescale_ray.data.document_files import ArrowFile, JsonLinesFile, ParquetFile, TextFile
 from vescale_ray.data.encoders import ByteEncoder, Encoder, IdEncoder, TokenizerEncoder, end_token_beside, load_tokenizer
 from vescale_ray.data.files import DataFile, find_files, is_glob
+from vescale_ray.data.mixture import Mixture, check_unit
 from vescale_ray.data.token_files import TokenFile, open_bin, open_npy
 from vescale_ray.errors import BadInput
 
@@ -37,15 +38,66 @@ _OPENERS = 16
 def load_dataset(keys: DataKeys, least: int | None = None) -> Dataset:
     """Open the data set, check its files and count their tokens.
 
-    Local text without a tokenizer is read into memory as bytes. Everything else is read in blocks. Token ids are counted from footers;
-    text is read once, to count its tokens.
-
     Args:
         least: least number of tokens of a block; None: :func:`vescale_ray.data.block_dataset.block_tokens`.
 
     Raises:
         BadInput: with one line, for the first thing that is wrong.
     """
+    if keys.mixture is None:
+        alone = _load(keys, least)
+        _reserve([alone], [1.0], keys)
+        return alone
+    weighted = [(f"data.mixture.{i}", one) for i, one in enumerate(keys.mixture) if one.weight > 0]
+    sources = [_load_part(name, keys.of(one), least) for name, one in weighted]
+    made = Mixture(sources, [one.weight for _, one in weighted], [name for name, _ in weighted])
+    _reserve(sources, made.shares.counts.tolist(), keys)
+    return made
+
+
+def load_eval_sets(keys: DataKeys, trained: Dataset) -> dict[str, Source]:
+    """Open the evaluation sets of ``data.eval``, by name. All their samples are training samples of their sources.
+
+    Args:
+        trained: the data set of the run.
+
+    Raises:
+        BadInput: with one line, for the first thing that is wrong; among them, a set's tokens are bytes and the run's are not.
+    """
+    sets = {name: _load_part(f"data.eval.{name}", keys.of(one), None) for name, one in keys.eval.items()}
+    check_unit([trained, *sets.values()], ["the training data", *(f"data.eval.{name}" for name in sets)])
+    return sets
+
+
+def _load_part(name: str, keys: SourceKeys, least: int | None) -> Source:
+    """Open a source of several; ``name`` is its key, for messages."""
+    try:
+        return _load(keys, least)
+    except BadInput as error:
+        raise BadInput(f"{name}: {error}") from None
+
+
+def _reserve(sources: Sequence[Source], shares: Sequence[float], keys: SourceKeys) -> None:
+    """Divide ``data.readahead_mb`` between the sources in blocks. Each gets what two windows take, and its share of the rest."""
+    blocks = [(source, share) for source, share in zip(sources, shares, strict=True) if isinstance(source, BlockDataset)]
+    needed, memory = sum(source.needed for source, _ in blocks), keys.readahead_mb << 20
+    if needed > memory:
+        of_all = "" if len(blocks) == 1 else f" of each of {len(blocks)} sources"
+        raise BadInput(
+            f"data.readahead_mb = {keys.readahead_mb} is too little: two windows of data.shuffle_blocks = {keys.shuffle_blocks} "
+            f"blocks{of_all} take {-(-needed >> 20)} MB; raise it, lower data.shuffle_blocks, or write smaller row groups"
+        )
+    for source, share in blocks:
+        source.reserve(source.needed + int((memory - needed) * share / sum(share for _, share in blocks)))
+
+
+def _load(keys: SourceKeys, least: int | None) -> Source:
+    """Open one source.
+
+    Local text without a tokenizer is read into memory as bytes. Everything else is read in blocks. Token ids are counted from footers;
+    text is read once, to count its tokens.
+    """
+    assert keys.corpus is not None
     if _is_plain_text(keys):
         assert isinstance(keys.corpus, str)
         _vocab_of_bytes(keys)
@@ -66,13 +118,12 @@ def load_dataset(keys: DataKeys, least: int | None = None) -> Dataset:
         heldout=keys.heldout,
         vocab=encoders.vocab,
         window=keys.shuffle_blocks,
-        memory=keys.readahead_mb << 20,
         least=least,
         keys=encoders.identity,
     )
 
 
-def _is_plain_text(keys: DataKeys) -> bool:
+def _is_plain_text(keys: SourceKeys) -> bool:
     """Return whether the data is local text that is read as bytes. Raises BadInput if the files of a folder have several formats."""
     spec = keys.corpus
     if not isinstance(spec, str) or "://" in spec or keys.tokenizer is not None or keys.format not in ("auto", "text"):
@@ -109,7 +160,7 @@ class _Encoders:
         identity: what identifies the tokens, beside the files.
     """
 
-    def __init__(self, keys: DataKeys) -> None:
+    def __init__(self, keys: SourceKeys) -> None:
         self._keys = keys
         none: tuple[Any, str] = (None, "")
         self._tokenizer, self._digest = load_tokenizer(keys.tokenizer) if keys.tokenizer is not None else none
@@ -167,13 +218,13 @@ class _Encoders:
         raise BadInput(f"data.column = {self._keys.column}: {file.url} holds {kind} there; give a column of text or of lists of token ids")
 
 
-def _vocab_of_bytes(keys: DataKeys) -> int:
+def _vocab_of_bytes(keys: SourceKeys) -> int:
     if keys.vocab is not None and keys.vocab < VOCAB:
         raise BadInput(f"data.vocab = {keys.vocab}: text without data.tokenizer is bytes, with {VOCAB} tokens; raise it, or leave it out")
     return keys.vocab or VOCAB
 
 
-def _opener(kind: str, keys: DataKeys, encoders: _Encoders, step: int) -> Callable[[DataFile], TokenFile]:
+def _opener(kind: str, keys: SourceKeys, encoders: _Encoders, step: int) -> Callable[[DataFile], TokenFile]:
     match kind:
         case "parquet":
             return lambda file: ParquetFile(file, keys.column, encoders.of)

@@ -11,8 +11,6 @@ Six Feistel rounds of a 64-bit mixing function are far more than a shuffle of tr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 
@@ -112,11 +110,3 @@ class SampleStream:
     def epoch(self, consumed: int) -> int:
         """Return the epoch of the next sample after ``consumed`` samples."""
         return consumed // self.num_samples
-
-    def blocks(self, position: int) -> Iterator[int]:
-        """Yield nothing: the samples are in memory (:meth:`vescale_ray.data.dataset.SampleOrder.blocks`)."""
-        yield from ()
-
-    def stays_until(self, position: int) -> int:
-        """Return the end of the epoch (:meth:`vescale_ray.data.dataset.SampleOrder.stays_until`)."""
-        return (self.epoch(position) + 1) * self.num_samples

@@ -26,6 +26,8 @@ class TokenFile(Protocol):
         joins: whether a block may hold parts of several files.
         fingerprint: identifies the content, together with ``counts``.
         kind: type of the content; all files of a data set have the same.
+        unit: what tokens are (:class:`vescale_ray.data.dataset.Dataset`).
+        text_bytes: bytes of the text that a tokenizer has turned into the tokens; else 0.
     """
 
     file: DataFile
@@ -34,6 +36,10 @@ class TokenFile(Protocol):
     joins: bool
     fingerprint: bytes
     kind: str
+    unit: str
+
+    @property
+    def text_bytes(self) -> int: ...
 
     def read(self, part: int) -> Tokens:
         """Return the tokens of a part. Safe in threads.
@@ -56,6 +62,8 @@ class FlatFile:
     """
 
     joins = False
+    unit = "ids"
+    text_bytes = 0
 
     def __init__(self, file: DataFile, dtype: Any, start: int, length: int, step: int, vocab: int, width: int = 1) -> None:
         self.file, self._dtype, self._start, self._length, self._step, self._vocab = file, np.dtype(dtype), start, length, step, vocab

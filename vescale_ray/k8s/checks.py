@@ -191,7 +191,7 @@ def _run(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
 
 def _paths(c: RunConfig, mount: str) -> Iterator[str]:
     """Yield the folders of the run that not all pods would see."""
-    data = [("data.corpus", path) for path in c.data.corpora if path != "stdlib"] + [("data.tokenizer", c.data.tokenizer)]
+    data = [(key, path) for key, path in c.data.corpora if path != "stdlib"] + [("data.tokenizer", c.data.tokenizer)]
     for key, path in (("run.dir", c.run.dir), ("checkpoint.dir", c.checkpoint.dir), *data):
         if path is None or (key.startswith("data.") and "://" in path and not path.startswith(ON_A_DISK)):
             continue
