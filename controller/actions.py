@@ -99,7 +99,7 @@ class Launch(LoopAction):
 
     Attributes:
         givers: workers outside the generation that give shards to it.
-        evaluate: the members compute the held-out loss before their first step.
+        evaluate: the members evaluate before their first step.
         fence_s: seconds that the end of the last generation took.
         numbered_by: basis of the rank assignment: the planned layouts, or equal intervals if the layouts were not known yet.
     """

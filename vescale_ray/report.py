@@ -7,7 +7,7 @@ imported only to draw, and the checkpoint code only to verify.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vescale_ray.config import RunConfig, load_config
+from vescale_ray.event_words import count_words, describe_event, one_line, set_words
 from vescale_ray.runfolder import Record, RunFolder, RunFolderError, committed
 
 GUESSING_BPB = 8.0
@@ -82,6 +83,7 @@ class Summary:
         goodput: ``productive`` seconds of the run's last start, and seconds ``lost`` by cause, as in run.json.
         tokens_per_second: tokens of the committed steps over the seconds of those steps.
         heldout: bits per byte of each evaluation, in order, with its step.
+        sets: figures of each evaluation set in the first and in the last evaluation, by name.
         events: the events in order: seconds since the run started, step, text, and the seconds without training (None: none).
         processes: worker processes ever started: id and process id of each, by id.
         left_out: parts of the report that were left out because the files are too large; usually empty.
@@ -106,6 +108,7 @@ class Summary:
     checkpoint: str | None
     checkpoint_problems: tuple[str, ...]
     left_out: str = ""
+    sets: Mapping[str, tuple[Record, Record]] = field(default_factory=dict)
 
     @property
     def sound(self) -> bool:
@@ -159,6 +162,7 @@ def summarize(run: RunFolder | str | Path) -> Summary:
         checkpoint=checkpoint,
         checkpoint_problems=problems,
         left_out="; ".join(left_out),
+        sets=_sets(events),
     )
 
 
@@ -185,6 +189,8 @@ def table(run: RunFolder | str | Path, summary: Summary | None = None) -> str:
         first, last = s.heldout[0], s.heldout[-1]
         change = f"{first[1]:.3f}" if first == last else f"{first[1]:.3f} -> {last[1]:.3f}"
         rows.append(("held-out text", f"{change} bits per byte (guessing: {GUESSING_BPB:.0f})"))
+    for name, (begin, end) in s.sets.items():
+        rows.append((f"evaluation {name}", set_words(begin) if begin is end else f"{set_words(begin)} -> {set_words(end)}"))
     if s.tokens_per_second is not None:
         rows.append(("speed", f"{s.tokens_per_second:,.0f} tokens/s while training"))
     if s.goodput:
@@ -201,7 +207,7 @@ def table(run: RunFolder | str | Path, summary: Summary | None = None) -> str:
         rows.append(("events" if index == 0 else "", f"{elapsed:7.1f} s  {at:<10}{what}{paused}"))
     if s.accounting is not None:
         a = s.accounting
-        replayed = f" ({_count(a.replayed_steps)} replayed)" if a.replayed_steps else ""
+        replayed = f" ({count_words(a.replayed_steps)} replayed)" if a.replayed_steps else ""
         rows.append(("samples", f"lost {a.lost}, repeated {a.repeated}, of {a.due:,} due{replayed}"))
     if s.left_out:
         rows.append(("left out", s.left_out))
@@ -309,6 +315,15 @@ def _lines_to_sum_up(folder: RunFolder) -> tuple[list[Record], list[str]]:
     return ends, [f"metrics.jsonl ({_gigabytes(folder, 'metrics.jsonl')}) was not read: vescale-ray dash {folder.path} shows it"]
 
 
+def _sets(events: Sequence[Record]) -> dict[str, tuple[Record, Record]]:
+    """Return the first and the last figures of each evaluation set, by name."""
+    found: dict[str, tuple[Record, Record]] = {}
+    for event in events:
+        for name, figures in ((event.get("sets") or {}) if event["event"] == "evaluation" else {}).items():
+            found[name] = (found[name][0] if name in found else figures, figures)
+    return found
+
+
 def _processes(events: Sequence[Record]) -> tuple[tuple[str, int], ...]:
     """Return the worker processes by numeric id: w9 comes before w10."""
     found = [(str(e["worker"]), int(e["pid"])) for e in events if e["event"] == "worker_started" and e.get("pid")]
@@ -347,78 +362,10 @@ def _undone(lines: Sequence[Record]) -> Iterator[list[Record]]:
         kept.append(line)
 
 
-def loss_words(line: Mapping[str, Any], digits: int = 3) -> str:
-    """Return the loss of a step's line or of a status as words. null stands for a loss that is not finite, or not known yet."""
-    if line.get("loss") is None:
-        return "none yet" if line.get("tokens_per_second") is None else "not a finite number"
-    return f"{line['loss']:.{digits}f} ({line.get('bpb') or 0:.{digits - 1}f} bits/byte)"
-
-
-def one_line(text: object) -> str:
-    """Return the text on one line without control characters, because errors and names come from outside."""
-    words = " ".join(str(text).split())
-    return words if words.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
-
-
-def describe_event(event: Record) -> tuple[str, float | None] | None:
-    """Return an event in a few words, and the seconds without training; None for events that only programs need."""
-    told = _described(event)
-    return None if told is None else (one_line(told[0]), told[1])
-
-
-def _described(event: Record) -> tuple[str, float | None] | None:
-    kind = event["event"]
-    match kind:
-        case "worker_started":
-            return f"worker {event.get('worker')} started, process {event.get('pid')}", None
-        case "worker_lost":
-            return f"worker {event.get('worker')} lost: {event.get('reason')}", None
-        case "rescaled":
-            words = f"{event.get('from')} -> {event.get('to')} workers ({event.get('reason')}), state from {event.get('source')}"
-            replayed = event.get("steps_replayed")
-            moved, least = _number(event.get("moved_bytes")), _number(event.get("lower_bound_bytes"))
-            words += f", {moved / 1e6:.1f} MB moved of at least {least / 1e6:.1f}" if moved and least is not None else ""
-            return words + (f", {_count(replayed)} replayed" if replayed else ""), _number(event.get("pause_seconds"))
-        case "checkpoint_saved":
-            seconds = _number(event.get("seconds"))
-            written = "" if seconds is None else f", written in {seconds:.2f} s"
-            return f"checkpoint, {float(event.get('bytes') or 0) / 1e6:.1f} MB{written}", _number(event.get("stall_seconds"))
-        case "rolled_back":
-            return f"rolled back to step {event.get('step')}, from {event.get('from')}", None
-        case "checkpoint_load_failed":
-            return f"checkpoint {event.get('commit')} could not be read: {event.get('error')}", None
-        case "checkpoint_failed":
-            return f"checkpoint failed: {event.get('error')}", None
-        case "checkpoint_skipped":
-            return f"checkpoint skipped: {event.get('reason')}", None
-        case "checkpoint_interval":
-            held = {"least": ", held at its least", "most": ", held at its most", "persist": ", held at the time of writing"}
-            why = f"stall {float(event['stall_seconds']):.3g} s, a failure every {float(event['mtbf_hours']):.3g} h"
-            return f"checkpoint every {float(event['seconds']):.0f} s ({why}{held.get(str(event.get('by')), '')})", None
-        case "controller_restarted":
-            return "controller lost, and started again", None
-        case "warning":
-            return str(event.get("text")), None
-        case "run_failed":
-            return f"failed: {event.get('error')}", None
-        case "run_started" | "run_finished" | "run_stopped":
-            return kind.removeprefix("run_"), None
-        case _:
-            return None
-
-
 def _story(events: Sequence[Record]) -> Iterator[tuple[float, int | None, str, float | None]]:
     begin = float(events[0]["time"]) if events else 0.0
     for event in events:
-        # Workers have a separate row in the table.
-        words = None if event["event"] == "worker_started" else describe_event(event)
+        # Workers and evaluations have separate rows in the table.
+        words = None if event["event"] in ("worker_started", "evaluation") else describe_event(event)
         if words is not None:
             yield float(event["time"]) - begin, event.get("step"), *words
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
-
-
-def _count(steps: int) -> str:
-    return "1 step" if steps == 1 else f"{steps} steps"

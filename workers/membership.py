@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import torch
 
     from vescale_ray.config import RunConfig
-    from vescale_ray.data.dataset import Dataset
+    from vescale_ray.data.dataset import Dataset, Source
     from vescale_ray.workers.messages import StepRecord
     from vescale_ray.workers.model_building import NextModel
     from vescale_ray.workers.monitoring.heartbeat import Heartbeat
@@ -60,6 +60,7 @@ class Resources:
     Attributes:
         heartbeat: heartbeat of the training thread.
         next_model: builder of the next generation's unsharded model.
+        eval_sets: evaluation sets by name.
     """
 
     config: RunConfig
@@ -69,6 +70,7 @@ class Resources:
     writer: Writer
     heartbeat: Heartbeat
     next_model: NextModel
+    eval_sets: Mapping[str, Source]
 
 
 class Membership:
@@ -214,6 +216,7 @@ class Membership:
                 resources.dataset,
                 resources.next_model.take(),
                 filled=order.origin is not Origin.FRESH,
+                eval_sets=resources.eval_sets,
             )
         except ValueError as error:
             raise BadInput(" ".join(str(error).split())) from None
@@ -297,8 +300,9 @@ class Membership:
 
     def _evaluate(self, trainer: Trainer) -> None:
         loss, samples = trainer.evaluate()
-        if samples:
-            self._state.publish(Evaluated(self._order.ticket, trainer.completed, loss, samples), completed=trainer.completed)
+        sets = trainer.evaluate_sets()
+        if samples or sets:
+            self._state.publish(Evaluated(self._order.ticket, trainer.completed, loss, samples, sets), completed=trainer.completed)
 
     def _stage(self, trainer: Trainer, step: int, took: dict[str, float]) -> None:
         """Begin to write a checkpoint of this rank's shards, or publish why it failed. Adds the seconds of the copy to ``took``."""

@@ -278,12 +278,13 @@ class Outlined:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Held-out loss in nats per token after ``step`` steps."""
+    """Held-out loss in nats per token after ``step`` steps. ``sets``: loss, samples and bits per byte of each evaluation set."""
 
     ticket: Ticket
     step: int
     loss: float
     samples: int
+    sets: Mapping[str, tuple[float, int, float | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_ray.communication import wait_notes
+from vescale_ray.data.loss_units import bits_per_byte
 from vescale_ray.lr_schedule import lr_at
 from vescale_ray.workers.initial_values import fill, seed_of
 from vescale_ray.workers.messages import StepRecord, Usage
@@ -54,7 +55,7 @@ from vescale_ray.workers.step_exchange import RankStep, Seconds, exchange
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
-    from vescale_ray.data.dataset import Dataset
+    from vescale_ray.data.dataset import Dataset, Source
 
 
 class Trainer:
@@ -70,6 +71,7 @@ class Trainer:
         dataset: the samples, the same on every rank.
         blank: unsharded model for this trainer, built ahead; None builds it now.
         filled: whether all values will come from elsewhere, so that optimizer states stay uninitialised. Not with :meth:`initialize`.
+        eval_sets: evaluation sets by name, the same on every rank.
 
     Attributes:
         completed: number of completed steps, which is also the next step's index.
@@ -96,12 +98,13 @@ class Trainer:
         blank: Blank | None = None,
         *,
         filled: bool = False,
+        eval_sets: Mapping[str, Source] | None = None,
     ) -> None:
         if world > config.train.slots:
             raise ValueError(f"{world} workers for train.slots = {config.train.slots}: use at most as many workers as slots")
         self.config, self.rank, self.world, self.generation = config, rank, world, generation
         self.device = torch.device(device)
-        self.dataset = dataset
+        self.dataset, self.eval_sets = dataset, eval_sets or {}
         self.completed = 0
         self._order = dataset.order(config.run.seed)
         torch.set_num_threads(config.train.threads)
@@ -203,13 +206,24 @@ class Trainer:
         self.usage = meter.end(record.seconds)
         return record
 
-    @torch.no_grad()
     def evaluate(self) -> tuple[float, int]:
         """Mean nats per token on the held-out samples, and their number; ``(nan, 0)`` if none are held out. Collective.
 
         It uses the same ``data.eval_samples`` windows, evenly spaced, at every call and world size.
         """
-        available = self.dataset.heldout_samples
+        return self._mean_loss(self.dataset.heldout_batch, self.dataset.heldout_samples)
+
+    def evaluate_sets(self) -> dict[str, tuple[float, int, float | None]]:
+        """Loss and number of samples of each evaluation set, as :meth:`evaluate`, and bits per byte of its text, if that is known."""
+        found = {}
+        for name, data in self.eval_sets.items():
+            loss, samples = self._mean_loss(data.batch, data.num_samples)
+            found[name] = loss, samples, bits_per_byte(loss) / data.bytes_per_token if data.bytes_per_token else None
+        return found
+
+    @torch.no_grad()
+    def _mean_loss(self, read: Callable[[Any], tuple[Tensor, Tensor]], available: int) -> tuple[float, int]:
+        """Mean nats per token on ``data.eval_samples`` of the ``available`` samples of ``read``, and their number."""
         count = min(self.config.data.eval_samples, available)
         if count == 0:
             return float("nan"), 0
@@ -220,7 +234,7 @@ class Trainer:
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         self.model.eval()
         for turn in range(-(-len(mine) // self.world)):
-            inputs, targets = self.dataset.heldout_batch(mine[share[turn]]) if turn < len(share) else self._filler
+            inputs, targets = read(mine[share[turn]]) if turn < len(share) else self._filler
             nll = self._nll(inputs, targets)
             if turn < len(share):
                 total += nll.double()

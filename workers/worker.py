@@ -184,7 +184,7 @@ class Worker:
         import torch
 
         from vescale_ray.config import parse_config
-        from vescale_ray.data.loading import load_dataset
+        from vescale_ray.data.loading import load_dataset, load_eval_sets
         from vescale_ray.workers.membership import Resources
         from vescale_ray.workers.model_building import NextModel
         from vescale_ray.workers.network import process_groups
@@ -197,6 +197,7 @@ class Worker:
         # A backward pass, also one on the CPU, has torch count the GPUs once and for all. A standby of a GPU rehearses when it has one.
         device = None if self._standby is not None and _uses_gpu(config) else _device(config)
         dataset = load_dataset(config.data)
+        eval_sets = load_eval_sets(config.data, dataset)
         node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         choose_interface(host)
         next_model = NextModel(config)
@@ -226,7 +227,7 @@ class Worker:
             address=Door(group_address(host)).address,
             devices=os.environ.get(VISIBLE, "") if config.ray.gpus_per_worker > 0 else "",
         )
-        return info, Resources(config, device, dataset, snapshots, writer, heartbeat, next_model)
+        return info, Resources(config, device, dataset, snapshots, writer, heartbeat, next_model, eval_sets)
 
 
 def _uses_gpu(config: RunConfig) -> bool:

@@ -112,6 +112,15 @@ class _Families:
             family.add_metric([self._run], float(value))
             yield family
 
+    def gauge_by(self, key: str, name: str, text: str, values: Mapping[str, float | None]) -> Iterator[Metric]:
+        """Values by one label. A value that is None is left out."""
+        family = GaugeMetricFamily(name, text, labels=["run", key])
+        for label, value in sorted(values.items()):
+            if value is not None:
+                family.add_metric([self._run, label], float(value))
+        if family.samples:
+            yield family
+
     def counter(self, name: str, text: str, value: float) -> Iterator[Metric]:
         family = CounterMetricFamily(name, text, labels=["run"])
         family.add_metric([self._run], float(value))
@@ -196,6 +205,9 @@ def _of_steps(s: Snapshot, of: _Families) -> Iterator[Metric]:
     yield from of.histogram("vescale_step_duration_seconds", "Wall time of one optimizer step.", s.step_seconds)
     yield from of.gauge("vescale_loss", "Training loss of the last step, nats per token.", s.loss)
     yield from of.gauge("vescale_loss_bpb", "Training loss of the last step, bits per byte.", s.bpb)
+    text = "the newest evaluation of each set; heldout: of the held-out part of the training data."
+    for name, unit in (("loss", "Loss, nats per token, in"), ("perplexity", "Perplexity of"), ("bpb", "Loss, bits per byte of text, in")):
+        yield from of.gauge_by("set", f"vescale_eval_{name}", f"{unit} {text}", {one: s.evaluations[one][name] for one in s.evaluations})
     yield from of.gauge("vescale_grad_norm", "Norm of the gradient of the last step, before clipping.", s.grad_norm)
     yield from of.gauge("vescale_learning_rate", "Learning rate of the last step.", s.learning_rate)
     yield from of.counter("vescale_nonfinite_steps", "Steps with a loss or a gradient norm that is not a finite number.", s.nonfinite_steps)

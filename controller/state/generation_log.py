@@ -11,7 +11,7 @@ from vescale_ray.controller.protocol import World
 from vescale_ray.controller.state.run_log import RunLog
 from vescale_ray.controller.state.step_stats import line_of
 from vescale_ray.controller.state.worker_stats import WorkerStats
-from vescale_ray.data.loss_units import bits_per_byte
+from vescale_ray.data.loss_units import bits_per_byte, perplexity
 from vescale_ray.workers.messages import Evaluated, Filled, Origin, Stepped, StepRecord, WorkerInfo
 
 
@@ -102,13 +102,21 @@ class GenerationLog:
         following, self._next = self._next, None
         if following is not None:
             self._start_rescale(*following, step=record.step)
-        self._log.record_step(line_of(item, seconds, self._tokens_per_step, self.workers), record)
+        line = line_of(item, seconds, self._tokens_per_step, self.workers)
+        if record.index in stats.evaluations:
+            line["evaluation"] = stats.evaluations[record.index]
+        self._log.record_step(line, record)
         return True
 
     def evaluated(self, item: Evaluated) -> None:
-        """A held-out loss, recorded once for each step."""
-        if item.step not in self._log.stats.heldout and self.world is not None and item.ticket == self.world.ticket:
-            self._log.record("evaluation", loss=item.loss, bpb=bits_per_byte(item.loss), samples=item.samples, step=item.step)
+        """The losses of an evaluation, recorded once for each step."""
+        if item.step not in self._log.stats.evaluations and self.world is not None and item.ticket == self.world.ticket:
+            figures = {"loss": item.loss, "perplexity": perplexity(item.loss), "bpb": bits_per_byte(item.loss), "samples": item.samples}
+            sets = {
+                name: {"loss": loss, "perplexity": perplexity(loss), "bpb": bpb, "samples": samples}
+                for name, (loss, samples, bpb) in item.sets.items()
+            }
+            self._log.record("evaluation", **figures, **({"sets": sets} if sets else {}), step=item.step)
 
     def begin_rescale(self, reason: str, before: int) -> None:
         """Record the first sign of a rescale. If a rescale under way fails, it stays the same one, and its reason becomes the failure."""

@@ -111,6 +111,7 @@ class Publisher:
             workers={} if seen.over else self._about,
             stragglers=self._stragglers(seen.newest),
             checkpoints_pending=seen.saves_pending,
+            evaluations=stats.newest_evaluation,
             **stats.steps.figures(),
             **stats.rescales.figures(),
             **stats.checkpoints.figures(),

@@ -39,7 +39,7 @@ class RunStats:
         step: completed steps; a rollback lowers it.
         rescale: the rescale under way, None if there is none; ``rescales``: those that were completed.
         waiting: whether the run waits for workers or for storage.
-        heldout: held-out loss by step; None where it was not finite.
+        evaluations: by step, the figures of each evaluated set by name, ``heldout`` among them; None for what was not finite.
         workers: every worker that was ever warm, by name.
         stragglers: workers that are slow now: ``rank``, ``factor``, ``since_step``, ``node``.
         spread: generation in which slots were last spread anew, and the slots of each rank.
@@ -62,7 +62,7 @@ class RunStats:
     rescale: Rescale | None = None
     rescales: RescaleStats = field(default_factory=RescaleStats)
     waiting: bool = False
-    heldout: dict[int, float | None] = field(default_factory=dict)
+    evaluations: dict[int, dict[str, Mapping[str, Any]]] = field(default_factory=dict)
     workers: dict[str, WorkerInfo] = field(default_factory=dict)
     stragglers: dict[str, dict[str, Any]] = field(default_factory=dict)
     spread: tuple[int, tuple[int, ...]] = (0, ())
@@ -87,16 +87,21 @@ class RunStats:
         """Whether the newest generation has completed a step."""
         return self.generation > 0 and self.steps.last.get("generation") == self.generation
 
+    @property
+    def newest_evaluation(self) -> Mapping[str, Mapping[str, Any]]:
+        """Figures of the last step that was evaluated, by set."""
+        return self.evaluations[max(self.evaluations)] if self.evaluations else {}
+
     def ended(self, step: int) -> float | None:
         """When ``step`` steps were complete: known of recent steps and of checkpoints."""
         found = self.steps.ended(step)
         return self.checkpoints.ended.get(step) if found is None else found
 
     def metrics_of(self, step: int) -> dict[str, float]:
-        """Metrics of the state after ``step`` steps, for its checkpoint: ``loss``, and ``heldout_loss`` of the newest evaluation that is
-        not later. Values that are not finite are left out."""
-        evaluated = max((one for one in self.heldout if one <= step), default=None)
-        found = {"loss": self.steps.loss(step), "heldout_loss": None if evaluated is None else self.heldout[evaluated]}
+        """Metrics of the state after ``step`` steps, for its checkpoint: ``loss``, and of the newest evaluation that is not later
+        ``heldout_loss`` and the like of each set. Values that are not finite are left out."""
+        evaluated = self.evaluations.get(max((one for one in self.evaluations if one <= step), default=-1), {})
+        found = {"loss": self.steps.loss(step), **{f"{name}_loss": figures["loss"] for name, figures in evaluated.items()}}
         return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
 
     def goodput_at(self, now: float) -> Goodput:
@@ -165,8 +170,9 @@ class RunStats:
         self.goodput.turn(Loss.WAITING if self.waiting else self._change, float(event["time"]))
 
     def on_evaluation(self, event: Line) -> None:
-        step, loss = int(event["step"]), event.get("loss")
-        self.heldout[step] = None if loss is None else float(loss)
+        step, names = int(event["step"]), ("loss", "perplexity", "bpb", "samples")
+        heldout = {"heldout": {name: event.get(name) for name in names}} if event.get("samples") else {}
+        self.evaluations[step] = {**heldout, **(event.get("sets") or {})}
         if step >= self.last_step and self.goodput.cause is None:
             # No later step's line will say what the time before it was spent on.
             self.goodput.open(Loss.EVALUATION)

@@ -71,6 +71,7 @@ class Snapshot:
         nonfinite_steps: steps with a loss or a gradient norm that is not finite; ``clipped_steps``: steps with a gradient that was scaled;
             ``skipped_steps``: steps that the optimizer did not take because gradients were not finite.
         loss: loss of the last step, in nats per token; ``bpb``: the same in bits per byte.
+        evaluations: ``loss``, ``perplexity`` and ``bpb`` of each set in the newest evaluation, by name.
         world_target, world_min, world_max: workers wanted, and the bounds.
         draining: members whose node is about to go.
         unprotected: ranks without a copy of their shards on another node. The loss of their node would lose all steps since the checkpoint.
@@ -112,6 +113,7 @@ class Snapshot:
     tokens: int = 0
     loss: float | None = None
     bpb: float | None = None
+    evaluations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     tokens_per_second: float | None = None
     flops_utilization: float | None = None
     phase_seconds: Mapping[str, float] = field(default_factory=dict)

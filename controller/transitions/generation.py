@@ -43,7 +43,7 @@ class Generations:
         ticket = Ticket(seen.durable.last_number + 1, max(1, seen.budget.tries))
         world = World(ticket, tuple(members), source)
         givers = tuple(givers_of(world))
-        evaluate = evaluation_due(source.step, self._config, self._spec, seen.stats.heldout)
+        evaluate = evaluation_due(source.step, self._config, self._spec, seen.stats.evaluations)
         do: list[Action] = []
         if seen.world is not None and seen.stats.rescale is None:
             do.append(actions.BeginRescale("failure", seen.world.size))  # the first generation failed before it began

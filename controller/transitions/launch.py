@@ -20,7 +20,7 @@ def orders_of(world: World, givers: Sequence[str], store: tuple[str, int], run_i
 
     Args:
         store: host and port of the generation's store.
-        evaluate: whether the members compute the held-out loss before their first step.
+        evaluate: whether the members evaluate before their first step.
     """
     source = world.source
     prefix = f"{run_id}/{world.ticket}"
@@ -46,11 +46,11 @@ def orders_of(world: World, givers: Sequence[str], store: tuple[str, int], run_i
 
 
 def evaluation_due(step: int, config: RunConfig, spec: RunSpec, evaluated: Collection[int]) -> bool:
-    """Return whether to compute the held-out loss of ``step`` before the next step: at the first step, or if the loss was lost with a
+    """Return whether to evaluate the state of ``step`` before the next step: at the first step, or if the losses were lost with a
     worker.
 
     Args:
-        evaluated: steps whose loss is known. If the run began from a checkpoint, the loss of that step was computed before the checkpoint
+        evaluated: steps whose losses are known. If the run began from a checkpoint, those of that step were computed before the checkpoint
         was written.
     """
     every, first = config.train.eval_every, spec.source.step

@@ -625,8 +625,8 @@ def test_lost_evaluation_is_made_up_and_none_is_made_twice(tmp_path: Path) -> No
     stage = Stage(WorkerGroup(report("a", WorkerPhase.PARKED)), tmp_path, config=config)
     spec: Any = SimpleNamespace(source=StateSource(Origin.CHECKPOINT, 20))
     stage.executor.generation.evaluated(Evaluated(TICKET, 40, 1.5, 8))
-    heldout = stage.run.stats.heldout
-    due = [step for step in (0, 1, 20, 21, 40, 60) if evaluation_due(step, stage.config, spec, heldout)]
+    evaluated = stage.run.stats.evaluations
+    due = [step for step in (0, 1, 20, 21, 40, 60) if evaluation_due(step, stage.config, spec, evaluated)]
     assert due == [0, 60], "that of step 20 was made before the checkpoint that the run has begun with, that of 40 is there"
     assert [step for step in (39, 40, 41) if evaluation_due(step, stage.config, spec, ())] == [40]
 

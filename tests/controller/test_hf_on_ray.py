@@ -13,6 +13,7 @@ import torch
 from tests.controller.runs import carry_out, tiny, worst_difference
 from tests.models import hf_folders
 from tests.workers.test_hf_models import plain_losses
+from vescale_ray import checkpoint
 from vescale_ray.cli import main
 from vescale_ray.controller.driver.driver import ScheduledAction as Act
 
@@ -41,6 +42,9 @@ def test_a_hugging_face_run_outlives_changes_and_is_exported(tmp_path: Path, mon
         "data_vocab": VOCAB,
         "data_shuffle_blocks": 2,
         "data_eval_samples": 20,
+        "data_eval": {"same": {"corpus": str(tmp_path / "*.parquet")}},
+        "checkpoint_keep_best": 1,
+        "checkpoint_keep_metric": "same_loss",
     }
     config = tiny(tmp_path, "hf", train_steps=STEPS, model_hf=str(folder), **data)
     finished = carry_out(config, Act(8, "rescale", 2), Act(16, "kill", 1))
@@ -50,6 +54,10 @@ def test_a_hugging_face_run_outlives_changes_and_is_exported(tmp_path: Path, mon
     losses, model = plain_losses(folder, config, STEPS)
     assert worst_difference(finished.losses, dict(enumerate(losses, 1))) < 1e-4
     assert losses[-1] < losses[0]
+    first, last = (event["sets"]["same"] for event in finished.of("evaluation"))
+    assert last["loss"] < first["loss"] and last["samples"] == 20 and last["bpb"] is None
+    newest = checkpoint.ls(config.checkpoint_root)[-1]
+    assert checkpoint.open(config.checkpoint_root, newest).meta["metrics"]["same_loss"] == last["loss"]
     out = tmp_path / "out"
     assert main(["ckpt", "export-hf", str(config.run_folder), str(out)]) == 0
     from transformers import AutoModelForCausalLM

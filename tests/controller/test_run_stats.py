@@ -120,7 +120,8 @@ class Player:
 
     def evaluate(self) -> None:
         step = self.random.choice((self.run.stats.step, self.run.config.train.steps))
-        self.run.generation.evaluated(Evaluated(self.world.ticket, step, self.random.choice((1.5, float("nan"))), 8))
+        sets = self.random.choice(({}, {"wiki": (2.5, 8, None), "code": (float("nan"), 8, 1.5)}))
+        self.run.generation.evaluated(Evaluated(self.world.ticket, step, self.random.choice((1.5, float("nan"))), 8, sets))
 
     def lose(self) -> None:
         kind, pid = self.random.choice(("killed", "died")), self.random.choice((3, None))

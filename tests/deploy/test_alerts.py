@@ -126,6 +126,7 @@ def full_snapshot() -> Snapshot:
         state="RUNNING",
         loss=1.0,
         bpb=1.0,
+        evaluations={"heldout": {"loss": 1.0, "perplexity": 2.7, "bpb": 1.4, "samples": 8}},
         tokens_per_second=1.0,
         grad_norm=1.0,
         learning_rate=1.0,

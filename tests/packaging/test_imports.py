@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS: list[set[str]] = [
     {"errors", "geometry", "compat", "gloo", "communication"},
     {"planner"},
-    {"dtensor", "dbuffer", "emulation", "lasting", "runfolder", "lr_schedule"},
+    {"dtensor", "dbuffer", "emulation", "lasting", "runfolder", "event_words", "lr_schedule"},
     {"fsdp", "models", "data", "config", "checkpoint", "state_dict", "full_state"},
     {"optim"},
     {"report", "parquet", "k8s"},
@@ -29,7 +29,20 @@ LAYERS: list[set[str]] = [
 DATA_ONLY = {"configs"}
 RANK = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 MAY_IMPORT_RAY = {"controller", "workers"}
-TORCH_FREE = {"geometry", "errors", "config", "lr_schedule", "runfolder", "report", "lasting", "deploy", "cli", "k8s", "parquet"}
+TORCH_FREE = {
+    "geometry",
+    "errors",
+    "config",
+    "lr_schedule",
+    "runfolder",
+    "event_words",
+    "report",
+    "lasting",
+    "deploy",
+    "cli",
+    "k8s",
+    "parquet",
+}
 
 
 def sources() -> Iterator[tuple[str, Path]]:

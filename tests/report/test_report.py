@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from pathlib import Path
@@ -13,7 +14,8 @@ from vescale_ray import report
 from vescale_ray.config import RunConfig, load_config
 from vescale_ray.data.loading import load_dataset
 from vescale_ray.data.stream import SampleStream
-from vescale_ray.report import accounting, describe_event, draw, summarize, table
+from vescale_ray.event_words import describe_event
+from vescale_ray.report import accounting, draw, summarize, table
 from vescale_ray.runfolder import RunFolder, RunFolderError
 
 BATCH = 6
@@ -198,6 +200,18 @@ def test_table_shows_the_summary_in_under_25_lines(whole: tuple[RunFolder, RunCo
     assert "4 started: w0 (pid 100)" in text
     assert str(whole[0].path) in text
     assert len(text.splitlines()) < 25
+
+
+def test_table_shows_evaluation_sets_in_rows_of_their_own(whole: tuple[RunFolder, RunConfig]) -> None:
+    run, _ = whole
+    for step, loss in ((0, 5.0), (20, 2.0)):
+        figures = {"loss": loss, "perplexity": math.exp(loss), "bpb": None if step else 7.2, "samples": 8}
+        run.append_event(
+            {"event": "evaluation", "time": 1030.0, "step": step, "loss": 2.0, "bpb": 3.0, "samples": 8, "sets": {"wiki": figures}}
+        )
+    text = table(run)
+    assert "evaluation wiki   5.000 (perplexity 148.4, 7.200 bits/byte) -> 2.000 (perplexity 7.389)" in text
+    assert "evaluation: " not in text, "the list of events leaves evaluations out"
 
 
 def test_table_lists_the_restart_of_a_lost_controller(whole: tuple[RunFolder, RunConfig]) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 
 from tests.data.sources import write_jsonl
-from tests.workers.fleet import Fleet
-from tests.workers.tiny import Run, plain_run, text_of, tiny, write_text
+from tests.workers.fleet import Fleet, State
+from tests.workers.tiny import FullState, Run, plain_run, text_of, tiny, write_text
 from vescale_ray.config import RunConfig
+from vescale_ray.data.loading import load_eval_sets
 from vescale_ray.data.mixture import Mixture
+from vescale_ray.models.llama import Llama, LlamaConfig
 
 
 @pytest.fixture
@@ -22,8 +27,30 @@ def sources(tmp_path: Path) -> list[dict[str, Any]]:
     return [{"corpus": write_text(tmp_path), "weight": 0.6}, {"corpus": str(lines), "weight": 0.4}]
 
 
+def evaluate_sets(state: State) -> dict[str, tuple[float, int, float | None]]:
+    trainer = state["trainer"]
+    trainer.eval_sets = load_eval_sets(trainer.config.data, trainer.dataset)
+    return trainer.evaluate_sets()
+
+
+def check_losses(config: RunConfig, state: FullState, told: dict[int, dict[str, tuple[float, int, float | None]]]) -> None:
+    """Compare the losses of all ranks on the set ``few`` with those of one unsharded model."""
+    m, (few,) = config.model, load_eval_sets(config.data, text_of(config)).values()
+    model = Llama(LlamaConfig(m.dim, m.layers, m.heads, m.kv_heads, m.ffn, 256, config.data.seq_len))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(state[name, "param"]))
+        count = min(config.data.eval_samples, few.num_samples)
+        tokens, targets = few.batch([i * few.num_samples // count for i in range(count)])
+        expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).item()
+    answers = [answer["few"] for answer in told.values()]
+    assert len(answers) == 2 and answers[0] == answers[1]
+    loss, samples, bpb = answers[0]
+    assert samples == count and loss == pytest.approx(expected, rel=1e-5) and bpb == pytest.approx(loss / math.log(2))
+
+
 def mixed(sources: list[dict[str, Any]], **changes: Any) -> RunConfig:
-    return tiny(None, data_mixture=sources, **changes)
+    return tiny(None, data_mixture=sources, data_eval={"few": {"corpus": sources[1]["corpus"]}}, **changes)
 
 
 def test_a_mixture_is_trained_once_through_rescales(sources: list[dict[str, Any]]) -> None:
@@ -40,7 +67,9 @@ def test_a_mixture_is_trained_once_through_rescales(sources: list[dict[str, Any]
                 run.end()
                 run.resume(survivors, list(range(world)))
             run.train(3 * (transition + 1))
+        state, told = run.full_state(), fleet.run(run.members, evaluate_sets)
         run.end()
+    check_losses(config, state, told)
     used = [i for index in range(9) for i in run.records[index].ids]
     assert used == made.order(config.run.seed).ids(0, 90).tolist(), "a sample is lost, repeated or out of order"
     small = [i for i in used if i >= made.sources[0].num_samples]

@@ -49,7 +49,7 @@ def resources(**given: Any) -> Any:
         "heartbeat": Heartbeat(),
         "next_model": SimpleNamespace(prepare=lambda: None, take=lambda: None),
     }
-    return SimpleNamespace(**{**made, **given})
+    return SimpleNamespace(**{"eval_sets": {}, **made, **given})
 
 
 def started(monkeypatch: pytest.MonkeyPatch, has: Any) -> Any:
@@ -290,7 +290,7 @@ def test_finished_worker_parks_only_after_all_have_their_values(
     monkeypatch.setattr(process_groups, "form", lambda *about, **rest: None)
     monkeypatch.setattr(process_groups, "barrier", lambda bound_s: happened.append("all have their values"))
     trainer = SimpleNamespace(completed=5, read_ahead=lambda: None, close=lambda: happened.append("closed"))
-    monkeypatch.setattr(membership, "Trainer", lambda *about, filled: trainer)
+    monkeypatch.setattr(membership, "Trainer", lambda *about, **rest: trainer)
     monkeypatch.setattr(Membership, "fill", lambda self, trainer: (None, 0))
     monkeypatch.setattr(membership, "outline_of", lambda trainer: None)
     snapshots = SimpleNamespace(

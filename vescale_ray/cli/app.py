@@ -238,11 +238,12 @@ def status(run_folder: str | None, as_json: bool) -> int:
     if note is not None:
         click.echo(note)
         if merged.get("error"):
-            from vescale_ray.report import one_line
+            from vescale_ray.event_words import one_line
 
             click.echo(f"error: {one_line(merged['error'])}")
         return OK
-    from vescale_ray.report import goodput_line, loss_words
+    from vescale_ray.event_words import loss_words
+    from vescale_ray.report import goodput_line
 
     where = f"{merged.get('state')}, step {merged.get('step')} of {merged.get('steps')}"
     click.echo(f"{merged.get('run')}: {where}, loss {loss_words(merged)}")

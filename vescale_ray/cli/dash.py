@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vescale_ray import report
 from vescale_ray.cli import prometheus
 from vescale_ray.cli.page import COLUMNS, Chart, Mark, Page, Points, Series, few
 from vescale_ray.errors import BadInput
+from vescale_ray.event_words import describe_event, one_line
 from vescale_ray.runfolder import Record, RunFolder, RunFolderError
 
 WAITING = "Waiting for other ranks, % of a step"
@@ -40,7 +40,7 @@ def from_folder(run: RunFolder | str | Path) -> Page:
     except BadInput:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        said = f"{type(error).__name__}: {report.one_line(error)}"
+        said = f"{type(error).__name__}: {one_line(error)}"
         raise RunFolderError(f"{folder.path}: its files are not as a run writes them ({said}); they were changed from outside") from error
 
 
@@ -58,12 +58,16 @@ def _told(folder: RunFolder) -> Page:
     memory = [
         Series(f"rank {rank}", [(float(line["time"]), _number((line.get("memory") or {}).get(rank))) for line in lines]) for rank in ranks
     ]
-    heldout = [(float(e["time"]), _number(e.get("bpb"))) for e in events if e["event"] == "evaluation"]
+    evaluations = [e for e in events if e["event"] == "evaluation"]
+    heldout = [(float(e["time"]), _number(e.get("bpb"))) for e in evaluations if e.get("samples")]
+    by_set = [{"time": e["time"], "loss": {name: one.get("loss") for name, one in e["sets"].items()}} for e in evaluations if e.get("sets")]
+    sets = _by_name(by_set, "loss", lambda line: 1.0)
     loss = (Series("training", of("bpb")), *((Series("held-out", heldout),) if heldout else ()))
     charts = (
         Chart("Tokens per second (of each step)", (Series("tokens/s", of("tokens_per_second")),)),
         Chart("Resident memory by rank", few(memory), "bytes"),
         Chart("Loss, bits per byte", loss, zero=False),
+        *([Chart("Loss of evaluation sets, nats per token", sets, zero=False)] if sets else []),
         Chart("Workers", (Series("workers", of("world")),), steps=True),
         Chart("Step time", (Series("seconds", of("step_seconds")),), "s"),
         Chart("Gradient norm", (Series("norm", of("grad_norm")),)),
@@ -76,7 +80,7 @@ def _told(folder: RunFolder) -> Page:
         for e in events
         if e["event"] == "rescaled"
     )
-    told = [(e, report.describe_event(e)) for e in events]
+    told = [(e, describe_event(e)) for e in events]
     story = tuple((float(e["time"]), e.get("step"), words[0], words[1]) for e, words in told if words is not None)
     facts = [
         ("state", str(state.get("state", "unknown"))),
@@ -87,7 +91,7 @@ def _told(folder: RunFolder) -> Page:
         ("checkpoint", str(state["checkpoint"]) if state.get("checkpoint") else "none"),
     ]
     if state.get("error"):
-        facts.append(("error", report.one_line(state["error"])))
+        facts.append(("error", one_line(state["error"])))
     began = min([float(one["time"]) for one in (*lines[:1], *events[:1])])
     name = str(state.get("run") or folder.path.name)
     starts = sum(e["event"] == "run_started" for e in events)

@@ -12,7 +12,7 @@ import time
 from types import TracebackType
 from typing import Any, TextIO
 
-from vescale_ray.report import describe_event, loss_words
+from vescale_ray.event_words import describe_event, loss_words
 from vescale_ray.runfolder import Record, RunFolder
 
 POLL_S = 0.1

@@ -94,11 +94,11 @@ _BY_THE_CUT = {
 """Optimizer options whose results depend, in the last bit, on how the parameters are sharded."""
 
 
-def _misfits(c: RunConfig) -> Iterator[str]:
-    """Yield an error for each combination of values that don't match; it names the keys, their values and the remedy."""
+def _wrong_paths(c: RunConfig) -> Iterator[str]:
+    """Yield an error for each path that can't be used. Credentials come first, because other errors would show the value."""
     paths = [("checkpoint.dir", c.checkpoint.dir), ("run.dir", c.run.dir), ("ray.address", c.ray.address), ("model.hf", c.model.hf)]
     for key, given in [*paths, *c.data.corpora, ("data.tokenizer", c.data.tokenizer)]:
-        if holds_credentials(given or ""):  # checked first, because the value must not be shown
+        if holds_credentials(given or ""):
             remedy = (
                 "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a profile or role" if key == "checkpoint.dir" else "leave them out"
             )
@@ -112,6 +112,11 @@ def _misfits(c: RunConfig) -> Iterator[str]:
             f"checkpoint.dir = {c.checkpoint.dir}: each process has its own memory, so no process could read what another writes; "
             "give a folder, or a store that all processes reach"
         )
+
+
+def _misfits(c: RunConfig) -> Iterator[str]:
+    """Yield an error for each combination of values that don't match; it names the keys, their values and the remedy."""
+    yield from _wrong_paths(c)
     if c.ray.gpus_per_worker > 1 and c.ray.gpus_per_worker % 1:
         yield f"ray.gpus_per_worker = {c.ray.gpus_per_worker:g}: above 1 Ray takes whole GPUs only; give a whole number, or less than 1"
     workers, fewest, most, slots = c.elastic.workers, c.elastic.min_workers, c.max_workers, c.train.slots
@@ -144,6 +149,9 @@ def _misfits(c: RunConfig) -> Iterator[str]:
     if c.checkpoint.auto_min_s > c.checkpoint.auto_max_s:
         low, high = c.checkpoint.auto_min_s, c.checkpoint.auto_max_s
         yield f"checkpoint.auto_min_s = {low:g} is more than checkpoint.auto_max_s = {high:g}: lower the one or raise the other"
+    known = ["loss", "heldout_loss", *(f"{name}_loss" for name in c.data.eval)]
+    if c.checkpoint.keep_metric not in known:
+        yield f"checkpoint.keep_metric = {shown(c.checkpoint.keep_metric)}: give one of {', '.join(known)}"
     if c.train.device == "cuda" and c.ray.gpus_per_worker == 0:
         yield "train.device = cuda with ray.gpus_per_worker = 0: workers would see no GPU; set ray.gpus_per_worker=1"
 

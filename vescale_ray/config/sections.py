@@ -266,8 +266,10 @@ class CheckpointSection(Section):
     keep_last: Count = Field(default=2, description="number of newest checkpoints to keep")
     keep_every: CountOrZero = Field(default=0, description="number of steps for each of which one checkpoint is kept, too; 0: off")
     keep_best: CountOrZero = Field(default=0, description="number of checkpoints with the best keep_metric that are kept, too; 0: off")
-    keep_metric: Literal["loss", "heldout_loss"] = Field(
-        default="loss", description="metric of keep_best: the training loss of the step, or the newest held-out loss"
+    keep_metric: str = Field(
+        default="loss",
+        description="metric of keep_best: `loss`, the training loss of the step; `heldout_loss`, the newest held-out loss; or `NAME_loss`, "
+        "the newest loss of the set NAME of `data.eval`",
     )
     keep_mode: Literal["min", "max"] = Field(default="min", description="whether a small or a large metric is better")
     keep_verified: bool = Field(default=True, description="a checkpoint counts only after all of it was read back and verified")

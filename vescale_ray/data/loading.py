@@ -45,11 +45,11 @@ def load_dataset(keys: DataKeys, least: int | None = None) -> Dataset:
         BadInput: with one line, for the first thing that is wrong.
     """
     if keys.mixture is None:
-        alone = _load(keys, least)
+        alone = _load(keys, keys.heldout, least)
         _reserve([alone], [1.0], keys)
         return alone
     weighted = [(f"data.mixture.{i}", one) for i, one in enumerate(keys.mixture) if one.weight > 0]
-    sources = [_load_part(name, keys.of(one), least) for name, one in weighted]
+    sources = [_load_part(name, keys.of(one), keys.heldout, least) for name, one in weighted]
     made = Mixture(sources, [one.weight for _, one in weighted], [name for name, _ in weighted])
     _reserve(sources, made.shares.counts.tolist(), keys)
     return made
@@ -64,15 +64,15 @@ def load_eval_sets(keys: DataKeys, trained: Dataset) -> dict[str, Source]:
     Raises:
         BadInput: with one line, for the first thing that is wrong; among them, a set's tokens are bytes and the run's are not.
     """
-    sets = {name: _load_part(f"data.eval.{name}", keys.of(one), None) for name, one in keys.eval.items()}
+    sets = {name: _load_part(f"data.eval.{name}", keys.of(one), 0.0) for name, one in keys.eval.items()}
     check_unit([trained, *sets.values()], ["the training data", *(f"data.eval.{name}" for name in sets)])
     return sets
 
 
-def _load_part(name: str, keys: SourceKeys, least: int | None) -> Source:
+def _load_part(name: str, keys: SourceKeys, heldout: float, least: int | None = None) -> Source:
     """Open a source of several; ``name`` is its key, for messages."""
     try:
-        return _load(keys, least)
+        return _load(keys, heldout, least)
     except BadInput as error:
         raise BadInput(f"{name}: {error}") from None
 
@@ -91,8 +91,8 @@ def _reserve(sources: Sequence[Source], shares: Sequence[float], keys: SourceKey
         source.reserve(source.needed + int((memory - needed) * share / sum(share for _, share in blocks)))
 
 
-def _load(keys: SourceKeys, least: int | None) -> Source:
-    """Open one source.
+def _load(keys: SourceKeys, heldout: float, least: int | None) -> Source:
+    """Open one source, and hold out a fraction of it.
 
     Local text without a tokenizer is read into memory as bytes. Everything else is read in blocks. Token ids are counted from footers;
     text is read once, to count its tokens.
@@ -101,7 +101,7 @@ def _load(keys: SourceKeys, least: int | None) -> Source:
     if _is_plain_text(keys):
         assert isinstance(keys.corpus, str)
         _vocab_of_bytes(keys)
-        return load_corpus(keys.corpus, keys.seq_len, keys.heldout)
+        return load_corpus(keys.corpus, keys.seq_len, heldout)
     found = find_files(keys.corpus)
     name = keys.corpus if isinstance(keys.corpus, str) else ", ".join(keys.corpus)
     kind = keys.format if keys.format != "auto" else _format_of(name, [(file.name, file.url) for file in found])
@@ -115,7 +115,7 @@ def _load(keys: SourceKeys, least: int | None) -> Source:
         opened,
         name=name,
         seq_len=keys.seq_len,
-        heldout=keys.heldout,
+        heldout=heldout,
         vocab=encoders.vocab,
         window=keys.shuffle_blocks,
         least=least,
