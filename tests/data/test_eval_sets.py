@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 
 from tests.data.sources import VOCAB, keys, random_rows, random_texts, samples, train_tokenizer, write_ipc, write_jsonl, write_parquet
+from vescale_ray.data import document_files
 from vescale_ray.data.block_dataset import BlockDataset
 from vescale_ray.data.loading import load_dataset, load_eval_sets
 from vescale_ray.errors import BadInput
@@ -52,14 +53,15 @@ def test_a_set_keeps_no_more_than_a_block_in_memory(ids: str) -> None:
 
 
 @pytest.mark.parametrize("source", ["jsonl", "parquet", "arrow", "text"])
-def test_bytes_of_tokenized_text_are_counted(source: str, tmp_path: Path) -> None:
+def test_documents_and_bytes_of_text_are_counted(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document_files, "CHUNK", 500)
     texts = [text + "." for text in random_texts(np.random.default_rng(4), 120)]
     tokenizer = train_tokenizer(tmp_path / "tokenizer.json", texts)
     path = tmp_path / f"a.{source}"
     if source == "jsonl":
         write_jsonl(path, texts)
     elif source == "text":
-        texts = ["".join(texts)]
+        texts = ["\n".join(texts)]
         path.write_text(texts[0])
     elif source == "parquet":
         write_parquet(path, pa.array(texts), 30)
@@ -69,6 +71,7 @@ def test_bytes_of_tokenized_text_are_counted(source: str, tmp_path: Path) -> Non
     found = opened(str(path), {"same": {"corpus": str(path)}}, **changes)["same"]
     size, tokens = sum(len(text.encode()) for text in texts), sum(len(tokenizer.encode(text).ids) + 1 for text in texts)
     assert found.bytes_per_token == pytest.approx(size / tokens)
+    assert found.describe()["documents"] == len(texts)
     found.batch(range(found.num_samples))
     assert found.bytes_per_token == pytest.approx(size / tokens), "reading again counts nothing twice"
 

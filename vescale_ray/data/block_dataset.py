@@ -139,10 +139,20 @@ class BlockDataset:
             self._ahead_of, self._stays = order, (position, order.stays_until(position))
             self.reader.expect(order.blocks(position))
 
-    def describe(self) -> dict[str, str | int]:
+    def describe(self) -> dict[str, str | int | None]:
         """Return a JSON-compatible description of the data."""
-        counts = {"files": len(self._files), "tokens": self.tokens, "blocks": len(self._blocks), "samples": self.num_samples}
-        return {"name": self._name, "type": self._files[0].kind, **counts, "heldout_samples": self._heldout, "sha256": self._digest()}
+        counts = [file.count for file in self._files]
+        return {
+            "name": self._name,
+            "type": self._files[0].kind,
+            "files": len(self._files),
+            "documents": None if None in counts else sum(count or 0 for count in counts),
+            "tokens": self.tokens,
+            "blocks": len(self._blocks),
+            "samples": self.num_samples,
+            "heldout_samples": self._heldout,
+            "sha256": self._digest(),
+        }
 
     def identity(self) -> Mapping[str, str | int]:
         """Return what determines the sample of each id, by configuration key."""

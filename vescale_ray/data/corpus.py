@@ -104,9 +104,10 @@ class Corpus:
     def read_ahead(self, order: SampleStream, position: int) -> None:
         """Do nothing: the text is in memory."""
 
-    def describe(self) -> dict[str, str | int]:
-        """Return the JSON-compatible description of the text."""
-        return {"name": self.name, "files": self.files, "heldout_files": self.heldout_files, "bytes": self.bytes, "sha256": self.sha256}
+    def describe(self) -> dict[str, str | int | None]:
+        """Return the JSON-compatible description of the text, which is one block in memory."""
+        counts = {"files": self.files, "documents": self.files, "tokens": self.bytes, "blocks": 1, "samples": self.num_samples}
+        return {"name": self.name, "type": "text", **counts, "heldout_samples": self.heldout_samples, "sha256": self.sha256}
 
     def identity(self) -> dict[str, str | int]:
         """Return what determines the sample of each id, by configuration key."""

@@ -69,7 +69,7 @@ class Dataset(Protocol):
         """Begin to read what samples from ``position`` on need. ``order`` is a result of :meth:`order`. Returns at once."""
         ...
 
-    def describe(self) -> dict[str, str | int]:
+    def describe(self) -> dict[str, str | int | None]:
         """Return a JSON-compatible description of the data."""
         ...
 

@@ -39,11 +39,17 @@ class DocumentFile(ABC):
     def __init__(self, file: DataFile, encoder: Encoder) -> None:
         self.file, self.encoder = file, encoder
         self.itemsize, self.unit = int(np.dtype(encoder.dtype).itemsize), encoder.unit
-        self._text_bytes: dict[int, int] = {}
+        self._seen: dict[int, tuple[int, int]] = {}
+        """Documents that end in each part read so far, and bytes of the text that a tokenizer has read in it."""
 
     @property
     def text_bytes(self) -> int:
-        return sum(self._text_bytes.values())
+        return sum(size for _, size in self._seen.values())
+
+    @property
+    def count(self) -> int:
+        """Number of documents."""
+        return sum(ended for ended, _ in self._seen.values())
 
     @abstractmethod
     def documents(self, part: int) -> Sequence[pa.Array]:
@@ -64,8 +70,9 @@ class DocumentFile(ABC):
         """Return the tokens of a part's documents."""
         row = self.first_row(part)
         encoded = []
-        if self.unit == "tokenizer" and part not in self._text_bytes:
-            self._text_bytes[part] = sum(pc.sum(pc.binary_length(documents)).as_py() or 0 for documents in arrays)
+        if part not in self._seen:
+            size = sum(pc.sum(pc.binary_length(one)).as_py() or 0 for one in arrays) if self.unit == "tokenizer" else 0
+            self._seen[part] = sum(map(len, arrays)) if self.ends(part) else 0, size
         for documents in arrays:
             try:
                 encoded.append(self.encoder.encode(documents, ends=self.ends(part)))
@@ -120,6 +127,10 @@ class ParquetFile(DocumentFile):
         self.fingerprint = file.edges()
         self._footer = [self._footer_count(part, self._chunk(group)) for part, group in enumerate(groups)]
         self.counts = np.array([len(self.read(p)) if count is None else count for p, count in enumerate(self._footer)], dtype=np.int64)
+
+    @property
+    def count(self) -> int:
+        return int(self._rows[-1])
 
     def documents(self, part: int) -> Sequence[pa.Array]:
         reader = pq.ParquetFile(self.file.opened(), metadata=self._metadata, pre_buffer=not self.file.is_local)

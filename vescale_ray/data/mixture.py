@@ -114,7 +114,7 @@ class Mixture:
         for source, own, taken in zip(self.sources, order.orders, self.shares.taken(position), strict=True):
             source.read_ahead(own, taken)
 
-    def describe(self) -> dict[str, str | int]:
+    def describe(self) -> dict[str, str | int | None]:
         """Return a JSON-compatible description of the data, with the number of each source before its keys."""
         every = enumerate(source.describe() for source in self.sources)
         return {f"{number}.{key}": value for number, told in every for key, value in told.items()}

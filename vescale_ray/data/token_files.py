@@ -28,6 +28,7 @@ class TokenFile(Protocol):
         kind: type of the content; all files of a data set have the same.
         unit: what tokens are (:class:`vescale_ray.data.dataset.Dataset`).
         text_bytes: bytes of the text that a tokenizer has turned into the tokens; else 0.
+        count: number of documents; None if the file does not tell.
     """
 
     file: DataFile
@@ -40,6 +41,9 @@ class TokenFile(Protocol):
 
     @property
     def text_bytes(self) -> int: ...
+
+    @property
+    def count(self) -> int | None: ...
 
     def read(self, part: int) -> Tokens:
         """Return the tokens of a part. Safe in threads.
@@ -64,6 +68,7 @@ class FlatFile:
     joins = False
     unit = "ids"
     text_bytes = 0
+    count = None
 
     def __init__(self, file: DataFile, dtype: Any, start: int, length: int, step: int, vocab: int, width: int = 1) -> None:
         self.file, self._dtype, self._start, self._length, self._step, self._vocab = file, np.dtype(dtype), start, length, step, vocab
