@@ -108,6 +108,7 @@ def test_json_list_holds_the_documents_of_the_yaml(kind: str, capsys: pytest.Cap
         ([CLUSTER, "run.dir=file:///mnt/shared/runs"], "run.dir = file:///mnt/shared/runs: is read as a file or folder"),
         ([CLUSTER, "checkpoint.dir=file:///scratch/ck"], "checkpoint.dir = file:///scratch/ck is not on the volume"),
         ([CLUSTER, "data.corpus=file:///tmp/text"], "data.corpus = file:///tmp/text is not on the volume that all pods share"),
+        ([CLUSTER, "data.eval={w: {corpus: /tmp/w}}"], "data.eval.w.corpus = /tmp/w is not on the volume that all pods share"),
         ([CLUSTER, "checkpoint.dir=s3://b/p?endpoint=http://minio:99999"], "the endpoint's port is invalid"),
         ([CLUSTER, "checkpoint.dir=s3://bkt/p?endpoint_url=http://minio:9000"], "option 'endpoint_url' is not possible: known are"),
         ([CLUSTER, "checkpoint.dir=s3://bucket/p?endpoint=minio:9000"], "give http://host:port or https://host:port"),

@@ -32,6 +32,7 @@ def inspect(target: str, overrides: tuple[str, ...], as_json: bool) -> int:
     Example: vescale-ray data inspect 'tokens/*.parquet' data.column=input_ids data.vocab=50257
     """
     from vescale_ray.config import load_config
+    from vescale_ray.controller.driver.preflight import absolute, with_model_data
     from vescale_ray.data.inspection import inspect as report_on
 
     is_run = Path(target).suffix in (".yaml", ".yml")
@@ -39,6 +40,7 @@ def inspect(target: str, overrides: tuple[str, ...], as_json: bool) -> int:
         config = load_config(target, overrides)
     else:
         config = load_config(None, [f"data.corpus={target}", *overrides])
+    config = with_model_data(absolute(config))
     found = report_on(config.data, config.run.seed, config.train.steps * config.global_batch)
     if as_json:
         click.echo(json.dumps({"seq_len": config.data.seq_len, "sources": [asdict(one) for one in found]}))

@@ -154,7 +154,14 @@ def _gather(ids: npt.ArrayLike, starts: Ids, reads: Sequence[Callable[[Ids], Bat
     if index.size and (index.min() < 0 or index.max() >= starts[-1]):
         raise IndexError(f"sample ids {index.min()}..{index.max()}: there are {starts[-1]} samples")
     which = np.searchsorted(starts, index, side="right") - 1
-    places = [np.flatnonzero(which == source) for source in np.unique(which).tolist()] or [index]
-    parts = [reads[which[rows[0]] if rows.size else 0](index[rows] - starts[which[rows]]) for rows in places]
-    back = torch.from_numpy(np.argsort(np.concatenate(places), kind="stable"))
-    return torch.cat([tokens for tokens, _ in parts])[back], torch.cat([targets for _, targets in parts])[back]
+    sources = np.flatnonzero(np.bincount(which)).tolist() or [0]
+    if len(sources) == 1:
+        return reads[sources[0]](index - starts[sources[0]])
+    out: list[npt.NDArray[np.int64]] = []
+    for source in sources:
+        rows = np.flatnonzero(which == source)
+        parts = [part.numpy() for part in reads[source](index[rows] - starts[source])]
+        out = out or [np.empty((len(index), part.shape[1]), dtype=np.int64) for part in parts]
+        for whole, part in zip(out, parts, strict=True):
+            whole[rows] = part
+    return torch.from_numpy(out[0]), torch.from_numpy(out[1])
