@@ -52,6 +52,7 @@ from vescale_ray.workers.monitoring.meter import Meter
 from vescale_ray.workers.monitoring.pace import Pace, deal
 from vescale_ray.workers.resharding.shards import Views, formats_of
 from vescale_ray.workers.step_exchange import RankStep, Seconds, exchange
+from vescale_ray.workers.unit_forward import kept_results
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
@@ -278,7 +279,8 @@ class Trainer:
             self._seed_generators(seed_of(self.config.run.seed, index, mine[turn] if ids is not None else -1))
             nll = self._nll(inputs, targets)
             self.beat()
-            (nll / tokens if ids is not None else nll * 0.0).backward()
+            with kept_results():
+                (nll / tokens if ids is not None else nll * 0.0).backward()
             self.beat()
             if ids is not None:
                 nlls.append(nll.detach())

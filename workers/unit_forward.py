@@ -10,12 +10,15 @@ units of the next generation. It does not depend on the world size, because a un
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from vescale_ray.errors import BadInput
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
@@ -58,6 +61,20 @@ def _recomputed(forward: Forward, *, selective: bool) -> Forward:
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     return run
+
+
+@contextmanager
+def kept_results() -> Iterator[None]:
+    """Name the remedy if a backward pass finds that the model has changed a result that selective checkpointing kept."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "selective activation checkpoint has been mutated" not in str(error):
+            raise
+        raise BadInput(
+            "train.activation_checkpointing = selective: a unit changes the result of a matrix product or of attention in place, so it "
+            "can't be kept; use full or none"
+        ) from None
 
 
 class UnitCompiler:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.models import hf_folders
+from tests.ranks import RankFailed
 from tests.workers.fleet import Fleet, State
 from tests.workers.tiny import Run, forget, form, leave, same_bits, text_of, tiny
 from vescale_ray.config import RunConfig
@@ -208,3 +209,14 @@ def test_adapters_train_as_with_peft_alone(tmp_path: Path, fleet: Fleet, kind: s
     for name, value in first.items():
         assert not name.endswith("lora_B.default.weight") or not value.any()
         assert ".lora_" in name or np.array_equal(state[name, "param"], value), f"{name} is frozen"
+
+
+def test_selective_checkpointing_of_changed_results_is_refused(tmp_path: Path) -> None:
+    """The experts of GPT-OSS add their bias to a matrix product in place."""
+    folder = hf_folders.write(tmp_path / "model", "gpt_oss")
+    config = configured(folder, hf_folders.write_tokens(tmp_path / "tokens.npy"), train_activation_checkpointing="selective")
+    with Fleet(1) as alone:
+        run = Run(alone, config)
+        run.fresh([0])
+        with pytest.raises(RankFailed, match="BadInput: train.activation_checkpointing = selective: .* use full or none"):
+            run.train(1)
