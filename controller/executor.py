@@ -64,7 +64,7 @@ class Executor:
     ) -> None:
         self.spec, self.config, self.worker_group, self.log = spec, config, worker_group, log
         self.publisher, self.committer, self.durable = publisher, committer, durable
-        self.generation = GenerationLog(log, config)
+        self.generation = GenerationLog(log, config, spec.bytes_per_token)
         if durable.state.generation is not None:
             self.generation.adopt(durable.state.generation.world())
         self.spend(budget_of(config, durable.state, log.stats.step))

@@ -243,6 +243,7 @@ class RunSpec:
         capacity: most workers that the cluster can ever place; None: unknown, it may grow.
         driver_pid: process id of the driver, for run.json.
         stream: values that determine the order of samples, recorded with each checkpoint.
+        bytes_per_token: mean bytes of text of a token of the training data; None: unknown.
     """
 
     run_id: str
@@ -257,3 +258,4 @@ class RunSpec:
     schedule: tuple[ScheduledAction, ...] = ()
     bounds: Bounds = Bounds()
     oldest: int = 0
+    bytes_per_token: float | None = None

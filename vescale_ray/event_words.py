@@ -12,7 +12,8 @@ def loss_words(line: Mapping[str, Any], digits: int = 3) -> str:
     """Return the loss of a step's line or of a status as words. null stands for a loss that is not finite, or not known yet."""
     if line.get("loss") is None:
         return "none yet" if line.get("tokens_per_second") is None else "not a finite number"
-    return f"{line['loss']:.{digits}f} ({line.get('bpb') or 0:.{digits - 1}f} bits/byte)"
+    bpb = number_or_none(line.get("bpb"))
+    return f"{line['loss']:.{digits}f}" + (f" ({bpb:.{digits - 1}f} bits/byte)" if bpb is not None else "")
 
 
 def set_words(figures: Mapping[str, Any]) -> str:

@@ -82,7 +82,9 @@ class Summary:
     Attributes:
         goodput: ``productive`` seconds of the run's last start, and seconds ``lost`` by cause, as in run.json.
         tokens_per_second: tokens of the committed steps over the seconds of those steps.
-        heldout: bits per byte of each evaluation, in order, with its step.
+        heldout: held-out loss of each evaluation, in order, with its step: in bits per byte if they are known for all, else in nats per
+            token.
+        heldout_unit: that unit.
         sets: figures of each evaluation set in the first and in the last evaluation, by name.
         events: the events in order: seconds since the run started, step, text, and the seconds without training (None: none).
         processes: worker processes ever started: id and process id of each, by id.
@@ -108,6 +110,7 @@ class Summary:
     checkpoint: str | None
     checkpoint_problems: tuple[str, ...]
     left_out: str = ""
+    heldout_unit: str = "bits per byte"
     sets: Mapping[str, tuple[Record, Record]] = field(default_factory=dict)
 
     @property
@@ -142,6 +145,8 @@ def summarize(run: RunFolder | str | Path) -> Summary:
     elif done:
         count = accounting(folder, _stream(config), config.global_batch, done)
     checkpoint, problems = _verify(config)
+    evaluations = [e for e in events if e["event"] == "evaluation" and e.get("samples") and e.get("loss") is not None]
+    key = "bpb" if all(e.get("bpb") is not None for e in evaluations) else "loss"
     return Summary(
         run=config.run.name,
         state=str(state.get("state", "UNKNOWN")),
@@ -150,9 +155,8 @@ def summarize(run: RunFolder | str | Path) -> Summary:
         steps_done=done,
         loss_first=metrics[0].get("loss") if metrics else None,
         loss_last=metrics[-1].get("loss") if metrics else None,
-        heldout=tuple(
-            (int(e.get("step") or 0), float(e["bpb"])) for e in events if e["event"] == "evaluation" and e.get("bpb") is not None
-        ),
+        heldout=tuple((int(e.get("step") or 0), float(e[key])) for e in evaluations),
+        heldout_unit="bits per byte" if key == "bpb" else "nats per token",
         tokens=done * config.tokens_per_step,
         tokens_per_second=trained / sum(seconds) if sum(seconds) > 0 and not _is_long(folder) else None,
         events=tuple(_story(events)),
@@ -184,11 +188,12 @@ def table(run: RunFolder | str | Path, summary: Summary | None = None) -> str:
     if s.error:
         rows.append(("error", one_line(s.error)))
     if s.loss_first is not None and s.loss_last is not None:
-        rows.append(("training loss", f"{s.loss_first:.3f} -> {s.loss_last:.3f} nats per byte"))
+        rows.append(("training loss", f"{s.loss_first:.3f} -> {s.loss_last:.3f} nats per token"))
     if s.heldout:
         first, last = s.heldout[0], s.heldout[-1]
         change = f"{first[1]:.3f}" if first == last else f"{first[1]:.3f} -> {last[1]:.3f}"
-        rows.append(("held-out text", f"{change} bits per byte (guessing: {GUESSING_BPB:.0f})"))
+        guess = f" (guessing: {GUESSING_BPB:.0f})" if s.heldout_unit == "bits per byte" else ""
+        rows.append(("held-out text", f"{change} {s.heldout_unit}{guess}"))
     for name, (begin, end) in s.sets.items():
         rows.append((f"evaluation {name}", set_words(begin) if begin is end else f"{set_words(begin)} -> {set_words(end)}"))
     if s.tokens_per_second is not None:

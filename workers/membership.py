@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import torch
 
     from vescale_ray.config import RunConfig
-    from vescale_ray.data.dataset import Dataset, Source
+    from vescale_ray.data.dataset import Dataset
     from vescale_ray.workers.messages import StepRecord
     from vescale_ray.workers.model_building import NextModel
     from vescale_ray.workers.monitoring.heartbeat import Heartbeat
@@ -70,7 +70,7 @@ class Resources:
     writer: Writer
     heartbeat: Heartbeat
     next_model: NextModel
-    eval_sets: Mapping[str, Source]
+    eval_sets: Mapping[str, Dataset]
 
 
 class Membership:

@@ -56,7 +56,7 @@ from vescale_ray.workers.unit_forward import kept_results
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
-    from vescale_ray.data.dataset import Dataset, Source
+    from vescale_ray.data.dataset import Dataset
 
 
 class Trainer:
@@ -99,7 +99,7 @@ class Trainer:
         blank: Blank | None = None,
         *,
         filled: bool = False,
-        eval_sets: Mapping[str, Source] | None = None,
+        eval_sets: Mapping[str, Dataset] | None = None,
     ) -> None:
         if world > config.train.slots:
             raise ValueError(f"{world} workers for train.slots = {config.train.slots}: use at most as many workers as slots")
@@ -219,7 +219,7 @@ class Trainer:
         found = {}
         for name, data in self.eval_sets.items():
             loss, samples = self._mean_loss(data.batch, data.num_samples)
-            found[name] = loss, samples, bits_per_byte(loss) / data.bytes_per_token if data.bytes_per_token else None
+            found[name] = loss, samples, bits_per_byte(loss, data.bytes_per_token)
         return found
 
     @torch.no_grad()

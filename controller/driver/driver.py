@@ -252,6 +252,7 @@ class _Attempt:
             capacity=cluster.capacity,
             driver_pid=os.getpid(),
             stream=self._ready.stream,
+            bytes_per_token=self._ready.bytes_per_token,
             schedule=self._schedule,
             bounds=self._bounds,
         )

@@ -46,11 +46,13 @@ class _Expected(NamedTuple):
 @dataclass(frozen=True)
 class Foreseen:
     """Findings of the checks that touch no folder. ``config``: configuration with absolute paths; ``stream``: values that determine the
-    order of samples; ``expected``: required content of a checkpoint, by parameter; ``warnings``: faults that do not prevent the run."""
+    order of samples; ``expected``: required content of a checkpoint, by parameter; ``bytes_per_token``: mean bytes of text of a token, if
+    known; ``warnings``: faults that do not prevent the run."""
 
     config: RunConfig
     stream: Mapping[str, Any]
     expected: Mapping[str, _Expected]
+    bytes_per_token: float | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -65,6 +67,7 @@ class Preflight:
         stream: values that determine the order of samples.
         oldest: generation of the oldest checkpoint that the run may go back to. With ``checkpoint.resume: never``, earlier checkpoints do
             not belong to it.
+        bytes_per_token: mean bytes of text of a token, if known.
     """
 
     config: RunConfig
@@ -72,6 +75,7 @@ class Preflight:
     first_generation: int
     stream: Mapping[str, Any]
     oldest: int = 0
+    bytes_per_token: float | None = None
 
 
 def foresee(config: RunConfig) -> Foreseen:
@@ -90,7 +94,7 @@ def foresee(config: RunConfig) -> Foreseen:
     load_eval_sets(config.data, dataset)
     if config.data.vocab is None and dataset.vocab != VOCAB:  # the tokenizer's; a worker builds its model without looking at the data
         config = config.model_copy(update={"data": config.data.model_copy(update={"vocab": dataset.vocab})})
-    return Foreseen(config, stream_of(config, dataset), _expected(config), warnings)
+    return Foreseen(config, stream_of(config, dataset), _expected(config), dataset.bytes_per_token, warnings)
 
 
 def check(config: RunConfig, foreseen: Foreseen | None = None, oldest: int | None = None) -> Preflight:
@@ -110,7 +114,8 @@ def check(config: RunConfig, foreseen: Foreseen | None = None, oldest: int | Non
     never = config.checkpoint.resume == "never"
     if config.model.hf is not None:
         _describe_model(config)
-    return Preflight(config, source, first, found.stream, oldest if oldest is not None else first if never else 0)
+    begins = oldest if oldest is not None else first if never else 0
+    return Preflight(config, source, first, found.stream, begins, found.bytes_per_token)
 
 
 def _lasting(config: RunConfig) -> Iterator[str]:

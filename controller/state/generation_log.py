@@ -24,8 +24,8 @@ class GenerationLog:
         newest: record of its newest step.
     """
 
-    def __init__(self, log: RunLog, config: RunConfig) -> None:
-        self._log, self._tokens_per_step = log, config.tokens_per_step
+    def __init__(self, log: RunLog, config: RunConfig, bytes_per_token: float | None = None) -> None:
+        self._log, self._tokens_per_step, self._bytes_per_token = log, config.tokens_per_step, bytes_per_token
         self.world: World | None = None
         self.workers = WorkerStats()
         self.newest: StepRecord | None = None
@@ -102,7 +102,7 @@ class GenerationLog:
         following, self._next = self._next, None
         if following is not None:
             self._start_rescale(*following, step=record.step)
-        line = line_of(item, seconds, self._tokens_per_step, self.workers)
+        line = line_of(item, seconds, self._tokens_per_step, self._bytes_per_token, self.workers)
         if record.index in stats.evaluations:
             line["evaluation"] = stats.evaluations[record.index]
         self._log.record_step(line, record)
@@ -111,7 +111,12 @@ class GenerationLog:
     def evaluated(self, item: Evaluated) -> None:
         """The losses of an evaluation, recorded once for each step."""
         if item.step not in self._log.stats.evaluations and self.world is not None and item.ticket == self.world.ticket:
-            figures = {"loss": item.loss, "perplexity": perplexity(item.loss), "bpb": bits_per_byte(item.loss), "samples": item.samples}
+            figures = {
+                "loss": item.loss,
+                "perplexity": perplexity(item.loss),
+                "bpb": bits_per_byte(item.loss, self._bytes_per_token),
+                "samples": item.samples,
+            }
             sets = {
                 name: {"loss": loss, "perplexity": perplexity(loss), "bpb": bpb, "samples": samples}
                 for name, (loss, samples, bpb) in item.sets.items()

@@ -70,7 +70,7 @@ class Snapshot:
         phase_seconds: seconds of steps by phase (``messages.Usage``), and of ``checkpoint``.
         nonfinite_steps: steps with a loss or a gradient norm that is not finite; ``clipped_steps``: steps with a gradient that was scaled;
             ``skipped_steps``: steps that the optimizer did not take because gradients were not finite.
-        loss: loss of the last step, in nats per token; ``bpb``: the same in bits per byte.
+        loss: loss of the last step, in nats per token; ``bpb``: the same in bits per byte of text, if those are known.
         evaluations: ``loss``, ``perplexity`` and ``bpb`` of each set in the newest evaluation, by name.
         world_target, world_min, world_max: workers wanted, and the bounds.
         draining: members whose node is about to go.

@@ -30,7 +30,7 @@ NEWEST = {
 """Fields of the snapshot from the newest line, and their names there."""
 
 
-def line_of(item: Stepped, seconds: float, tokens_per_step: int, workers: WorkerStats) -> dict[str, Any]:
+def line_of(item: Stepped, seconds: float, tokens_per_step: int, bytes_per_token: float | None, workers: WorkerStats) -> dict[str, Any]:
     """The line of a step, from the report of the first member and the statistics of all ``workers``.
 
     Args:
@@ -46,7 +46,7 @@ def line_of(item: Stepped, seconds: float, tokens_per_step: int, workers: Worker
     return {
         "step": record.step,
         "loss": record.loss,
-        "bpb": bits_per_byte(record.loss),
+        **({"bpb": bits_per_byte(record.loss, bytes_per_token)} if bytes_per_token else {}),
         "tokens": record.step * tokens_per_step,
         "tokens_per_second": speed,
         "model_flops_utilization": workers.utilisation(speed),

@@ -29,7 +29,7 @@ class Recorded:
         self.config, self.about = config, (run_id, source, steps_before, epoch)
         self.folder = RunFolder(config.run_folder).create()
         self.log = RunLog(self.folder, run_id, config.train.steps, source, steps_before)
-        self.generation = GenerationLog(self.log, config)
+        self.generation = GenerationLog(self.log, config, bytes_per_token=1.0)
         self.seen = Observed(config.elastic.workers, Budget(Limits.of(config.elastic)))
         self.publisher = Publisher(self.log, config, 1, epoch, self.seen)
 

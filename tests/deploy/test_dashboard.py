@@ -96,7 +96,7 @@ def test_queries_use_existing_series_and_every_series_is_used() -> None:
             asked |= set(re.findall(r"\bvescale_\w+", rule["expr"]))
     shown = {re.sub(r"_(bucket|sum|count)$", "", name) if "duration_seconds_" in name else name for name in asked}
     wanted = {re.sub(r"_(bucket|sum|count)$", "", name) if "duration_seconds_" in name else name for name in known()}
-    assert wanted - shown <= {"vescale_run_info", "vescale_loss", "vescale_steps_total"}
+    assert wanted - shown <= {"vescale_run_info", "vescale_steps_total", "vescale_loss_bpb", "vescale_eval_perplexity", "vescale_eval_bpb"}
 
 
 def test_ray_queries_use_exported_series_of_the_runs_cluster() -> None:

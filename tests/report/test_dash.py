@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> RunFolder:
     run.append_event({"time": BEGAN, "event": "run_started", "generation": 0, "step": 0})
     for i, step in enumerate([1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10]):
         memory = {str(r): (300 + r) << 20 for r in range(3 if i < 5 else 2)}
-        values = {"loss": 3.0 - i / 10, "bpb": None if i == 2 else 4.0 - i / 10, "tokens": step * 64, "tokens_per_second": 100.0 + i}
+        values = {"loss": None if i == 2 else 4.0 - i / 10, "tokens": step * 64, "tokens_per_second": 100.0 + i}
         more = {"world": len(memory), "generation": 1 + (i >= 5), "grad_norm": 1.0, "step_seconds": 0.5, "memory": memory}
         more |= {"waited_seconds": {"all_gather": 0.05, "step_end": 0.1}, "memory_kinds": {"parameters": 8 << 20}}
         more |= {"model_flops_utilization": 0.25 if i else None}
@@ -76,7 +76,7 @@ def test_page_shows_the_figures_of_the_runs_lines(folder: RunFolder) -> None:
     page = dash.from_folder(folder)
     charts = {chart.title: chart for chart in page.charts}
     assert list(charts)[:2] == ["Tokens per second (of each step)", "Resident memory by rank"], "throughput and memory first"
-    assert [value for _, value in charts["Loss, bits per byte"].series[0].points][1:4] == [3.9, None, 3.7]
+    assert [value for _, value in charts["Loss, nats per token"].series[0].points][1:4] == [3.9, None, 3.7]
     assert [series.name for series in charts["Resident memory by rank"].series] == ["rank 0", "rank 1", "rank 2"]
     assert charts["Resident memory by rank"].series[2].points[-1] == (BEGAN + 13, None), "a rank that is gone has no line"
     waiting = {series.name: series.points for series in charts["Waiting for other ranks, % of a step"].series}
@@ -112,7 +112,7 @@ def test_run_failed_before_step_1_has_a_page_with_the_reason(tmp_path: Path) -> 
 
 def test_a_run_of_one_step_without_a_loss_has_a_page(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "r").create()
-    figures = {"loss": float("nan"), "bpb": None, "tokens_per_second": 5.0, "world": 1, "memory": {"0": 1}}
+    figures = {"loss": float("nan"), "tokens_per_second": 5.0, "world": 1, "memory": {"0": 1}}
     run.append_metrics({"step": 1, "time": BEGAN, **figures})
     text = render(dash.from_folder(run))
     assert ">no data<" in text and "nan" not in text and all(len(svg) for svg in drawing(text))
@@ -171,7 +171,7 @@ def test_charts_without_data_in_a_run_are_left_out(folder: RunFolder, tmp_path: 
 def test_long_run_is_thinned_in_memory_with_all_extremes_kept(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the head's pod, a page that takes as much memory as the file would end the run."""
     random = Random(7)
-    keys = ("bpb", "tokens_per_second", "world", "step_seconds", "grad_norm", "model_flops_utilization")
+    keys = ("loss", "tokens_per_second", "world", "step_seconds", "grad_norm", "model_flops_utilization")
     lines: list[Record] = [{"step": i, "time": float(i)} for i in range(9000)]
     for line in lines:
         line |= {key: random.choice([None, random.random()]) for key in keys}

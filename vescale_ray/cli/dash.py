@@ -23,7 +23,7 @@ UTILISATION = "Model FLOPs utilisation, %"
 MOST_HOURS = 87_600
 LONG_BYTES = 32 << 20
 """Bytes of a run's lines above which they are thinned out while they are read."""
-DRAWN = ("bpb", "tokens_per_second", "world", "step_seconds", "grad_norm", "model_flops_utilization")
+DRAWN = ("loss", "tokens_per_second", "world", "step_seconds", "grad_norm", "model_flops_utilization")
 """Keys of the single-valued figures of each line."""
 
 
@@ -59,14 +59,14 @@ def _told(folder: RunFolder) -> Page:
         Series(f"rank {rank}", [(float(line["time"]), _number((line.get("memory") or {}).get(rank))) for line in lines]) for rank in ranks
     ]
     evaluations = [e for e in events if e["event"] == "evaluation"]
-    heldout = [(float(e["time"]), _number(e.get("bpb"))) for e in evaluations if e.get("samples")]
+    heldout = [(float(e["time"]), _number(e.get("loss"))) for e in evaluations if e.get("samples")]
     by_set = [{"time": e["time"], "loss": {name: one.get("loss") for name, one in e["sets"].items()}} for e in evaluations if e.get("sets")]
     sets = _by_name(by_set, "loss", lambda line: 1.0)
-    loss = (Series("training", of("bpb")), *((Series("held-out", heldout),) if heldout else ()))
+    loss = (Series("training", of("loss")), *((Series("held-out", heldout),) if heldout else ()))
     charts = (
         Chart("Tokens per second (of each step)", (Series("tokens/s", of("tokens_per_second")),)),
         Chart("Resident memory by rank", few(memory), "bytes"),
-        Chart("Loss, bits per byte", loss, zero=False),
+        Chart("Loss, nats per token", loss, zero=False),
         *([Chart("Loss of evaluation sets, nats per token", sets, zero=False)] if sets else []),
         Chart("Workers", (Series("workers", of("world")),), steps=True),
         Chart("Step time", (Series("seconds", of("step_seconds")),), "s"),
@@ -179,7 +179,7 @@ def from_prometheus(url: str, run: str, hours: float, where: Mapping[str, str] |
     charts = (
         Chart("Tokens per second (of each step)", throughput),
         Chart("Resident memory by rank", few(ask("max by (rank) (vescale_worker_host_rss_bytes{})", "rank {rank}")), "bytes"),
-        Chart("Loss, bits per byte", ask("max(vescale_loss_bpb{})", "training"), zero=False),
+        Chart("Loss, nats per token", ask("max(vescale_loss{})", "training"), zero=False),
         Chart("Workers", (*world, *ask("max(vescale_world_size_target{})", "wanted")), steps=True),
         Chart(f"Step time, mean of {window}", ask(f"{took} / {steps}", "seconds"), "s"),
         Chart("Gradient norm", ask("max(vescale_grad_norm{})", "norm")),

@@ -47,6 +47,11 @@ class Dataset(Protocol):
         """What tokens are: ``bytes`` of text, a ``tokenizer``'s, or ``ids`` of unknown text."""
         ...
 
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Mean bytes of text of a token; None if the text is not known."""
+        ...
+
     def batch(self, ids: npt.ArrayLike) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens and targets of the training samples ``ids``, int64 ``[n, seq_len]`` each.
 
@@ -75,15 +80,6 @@ class Dataset(Protocol):
 
     def identity(self) -> Mapping[str, str | int]:
         """Return, by configuration key, what determines the sample of each id. A run that resumes must not have changed any of it."""
-        ...
-
-
-class Source(Dataset, Protocol):
-    """A data set that is not made of others."""
-
-    @property
-    def bytes_per_token(self) -> float | None:
-        """Mean bytes of text of a token; None if the text is not known."""
         ...
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vescale_ray.data.dataset import DataKeys, SampleOrder, Source
+from vescale_ray.data.dataset import DataKeys, Dataset, SampleOrder
 from vescale_ray.data.encoders import load_tokenizer
 from vescale_ray.data.loading import load_dataset, load_eval_sets
 from vescale_ray.data.mixture import Mixture
@@ -54,7 +54,7 @@ def inspect(keys: DataKeys, seed: int, samples: int) -> list[SourceReport]:
 
 
 def _report(
-    key: str, source: Source, order: SampleOrder, tokenizer: Any, share: float | None = None, epochs: float | None = None
+    key: str, source: Dataset, order: SampleOrder, tokenizer: Any, share: float | None = None, epochs: float | None = None
 ) -> SourceReport:
     about = {name: value for name, value in source.describe().items() if name != "sha256"}
     ids = source.batch(order.ids(0, 1))[0][0].tolist()

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from vescale_ray.data.block_dataset import BlockDataset, block_tokens
 from vescale_ray.data.corpus import VOCAB, load_corpus, text_files
-from vescale_ray.data.dataset import DataKeys, Dataset, Source, SourceKeys
+from vescale_ray.data.dataset import DataKeys, Dataset, SourceKeys
 from vescale_ray.data.document_files import ArrowFile, JsonLinesFile, ParquetFile, TextFile
 from vescale_ray.data.encoders import ByteEncoder, Encoder, IdEncoder, TokenizerEncoder, end_token_beside, load_tokenizer
 from vescale_ray.data.files import DataFile, find_files, is_glob
@@ -55,7 +55,7 @@ def load_dataset(keys: DataKeys, least: int | None = None) -> Dataset:
     return made
 
 
-def load_eval_sets(keys: DataKeys, trained: Dataset) -> dict[str, Source]:
+def load_eval_sets(keys: DataKeys, trained: Dataset) -> dict[str, Dataset]:
     """Open the evaluation sets of ``data.eval``, by name. All their samples are training samples of their sources.
 
     Args:
@@ -69,7 +69,7 @@ def load_eval_sets(keys: DataKeys, trained: Dataset) -> dict[str, Source]:
     return sets
 
 
-def _load_part(name: str, keys: SourceKeys, heldout: float, least: int | None = None) -> Source:
+def _load_part(name: str, keys: SourceKeys, heldout: float, least: int | None = None) -> Dataset:
     """Open a source of several; ``name`` is its key, for messages."""
     try:
         return _load(keys, heldout, least)
@@ -77,7 +77,7 @@ def _load_part(name: str, keys: SourceKeys, heldout: float, least: int | None = 
         raise BadInput(f"{name}: {error}") from None
 
 
-def _reserve(sources: Sequence[Source], shares: Sequence[float], keys: SourceKeys) -> None:
+def _reserve(sources: Sequence[Dataset], shares: Sequence[float], keys: SourceKeys) -> None:
     """Divide ``data.readahead_mb`` between the sources in blocks. Each gets what two windows take, and its share of the rest."""
     blocks = [(source, share) for source, share in zip(sources, shares, strict=True) if isinstance(source, BlockDataset)]
     needed, memory = sum(source.needed for source, _ in blocks), keys.readahead_mb << 20
@@ -91,7 +91,7 @@ def _reserve(sources: Sequence[Source], shares: Sequence[float], keys: SourceKey
         source.reserve(source.needed + int((memory - needed) * share / sum(share for _, share in blocks)))
 
 
-def _load(keys: SourceKeys, heldout: float, least: int | None) -> Source:
+def _load(keys: SourceKeys, heldout: float, least: int | None) -> Dataset:
     """Open one source, and hold out a fraction of it.
 
     Local text without a tokenizer is read into memory as bytes. Everything else is read in blocks. Token ids are counted from footers;

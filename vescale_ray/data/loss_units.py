@@ -1,13 +1,17 @@
-"""Units of a loss on bytes. Imports no torch, so that the control process starts fast."""
+"""Units of a loss. Imports no torch, so that the control process starts fast."""
 
 from __future__ import annotations
 
 import math
 
 
-def bits_per_byte(nats: float) -> float:
-    """Convert a mean loss from nats per byte to bits per byte; a random guess gives 8."""
-    return nats / math.log(2.0)
+def bits_per_byte(nats: float, bytes_per_token: float | None = 1.0) -> float | None:
+    """Convert a mean loss from nats per token to bits per byte of the text; a random guess at bytes gives 8.
+
+    Args:
+        bytes_per_token: mean bytes of text of a token; None: unknown, and the result is None.
+    """
+    return nats / math.log(2.0) / bytes_per_token if bytes_per_token else None
 
 
 def perplexity(nats: float) -> float:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vescale_ray.data.dataset import Dataset, SampleOrder, Source
+from vescale_ray.data.dataset import Dataset, SampleOrder
 from vescale_ray.data.shares import Shares
 from vescale_ray.data.stream import Ids, part_key
 from vescale_ray.errors import BadInput
@@ -66,7 +66,7 @@ class Mixture:
         BadInput: some sources hold bytes and others token ids, or a weight can't be used.
     """
 
-    def __init__(self, sources: Sequence[Source], weights: Sequence[float], names: Sequence[str]) -> None:
+    def __init__(self, sources: Sequence[Dataset], weights: Sequence[float], names: Sequence[str]) -> None:
         check_unit(sources, names)
         self.sources, self.names = sources, names
         try:
@@ -95,6 +95,14 @@ class Mixture:
     def unit(self) -> str:
         """What tokens are (:class:`vescale_ray.data.dataset.Dataset`)."""
         return self.sources[0].unit
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Mean bytes of text of a token, if all sources know theirs."""
+        known = [source.bytes_per_token for source in self.sources]
+        counts = self.shares.counts.tolist()
+        whole = [one * count for one, count in zip(known, counts, strict=True) if one is not None]
+        return sum(whole) / sum(counts) if len(whole) == len(known) else None
 
     def batch(self, ids: npt.ArrayLike) -> Batch:
         """Return tokens and targets of training samples (:meth:`vescale_ray.data.dataset.Dataset.batch`)."""
