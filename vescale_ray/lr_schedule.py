@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 
@@ -17,11 +18,27 @@ class ScheduleConfig(Protocol):
     def warmup_steps(self) -> int: ...
     @property
     def min_lr_ratio(self) -> float: ...
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def decay_steps(self) -> int | None: ...
+    @property
+    def decay_type(self) -> str: ...
+
+
+_LEFT: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}
+"""Part of the way from the lowest to the highest rate that is left after a part of the decay."""
 
 
 def lr_at(step: int, train: ScheduleConfig) -> float:
-    """Learning rate of 0-based ``step``: linear warm-up that ends at ``lr``, then half a cosine down to ``lr * min_lr_ratio``.
+    """Return the learning rate of 0-based ``step``: a linear warm-up that ends at ``lr``, then ``schedule``.
 
+    ``cosine`` and ``linear`` decay to ``lr * min_lr_ratio`` from the end of the warm-up; ``constant`` stays at ``lr``. ``wsd`` stays there
+    and decays in the last ``decay_steps`` steps, in the form ``decay_type``.
     The first step already trains (at ``lr / warmup_steps``); the last step of the run uses exactly the lowest rate.
 
     Raises:
@@ -31,7 +48,18 @@ def lr_at(step: int, train: ScheduleConfig) -> float:
         raise ValueError(f"step = {step}: steps count from 0")
     if step < train.warmup_steps:
         return train.lr * (step + 1) / train.warmup_steps
-    decay_steps = train.steps - 1 - train.warmup_steps
-    progress = min(1.0, (step - train.warmup_steps) / decay_steps) if decay_steps > 0 else 1.0
+    if train.schedule == "constant":
+        return train.lr
+    stable = train.schedule == "wsd"
+    decay = _final_steps(train) if stable else train.steps - 1 - train.warmup_steps
+    progress = min(1.0, (step - (train.steps - 1 - decay)) / decay) if decay > 0 else 1.0
+    if progress <= 0.0:
+        return train.lr
     lowest = train.lr * train.min_lr_ratio
-    return lowest + 0.5 * (train.lr - lowest) * (1.0 + math.cos(math.pi * progress))
+    return lowest + (train.lr - lowest) * _LEFT[train.decay_type if stable else train.schedule](progress)
+
+
+def _final_steps(train: ScheduleConfig) -> int:
+    """Return the steps of the final decay; the last step before them has the highest rate."""
+    wanted = max(1, train.steps // 10) if train.decay_steps is None else train.decay_steps
+    return min(wanted, train.steps - train.warmup_steps)

@@ -275,6 +275,12 @@ def test_rates_and_times_must_be_positive_and_finite(key: str, value: str) -> No
         (["checkpoint.every=often"], "checkpoint.every = often: give a whole number, or auto"),
         (["checkpoint.every=-1"], "checkpoint.every = -1: give at least 0, or auto"),
         (["checkpoint.auto_min_s=10", "checkpoint.auto_max_s=5"], "checkpoint.auto_min_s = 10 is more than checkpoint.auto_max_s = 5"),
+        (["train.schedule=step"], "train.schedule = step: give one of cosine, linear, constant or wsd"),
+        (["train.decay_steps=5"], "train.decay_steps = 5 with train.schedule = cosine: only wsd has a final decay"),
+        (
+            ["train.schedule=wsd", "train.steps=100", "train.decay_steps=81"],
+            "train.warmup_steps = 20 and train.decay_steps = 81 are more than train.steps = 100",
+        ),
         (["checkpoint.keep_mode=low"], "checkpoint.keep_mode = low: give one of min or max"),
         (["metrics.port=65536"], "metrics.port = 65536: give at most 65535"),
         (["data.heldout=0.95"], "data.heldout = 0.95: give at most 0.9"),

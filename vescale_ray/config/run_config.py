@@ -146,6 +146,7 @@ def _misfits(c: RunConfig) -> Iterator[str]:
         key = "elastic.grow = true" if c.elastic.grow else f"elastic.spares = {c.elastic.spares}"
         yield f"{key} with ray.cpus_per_worker = 0 and ray.gpus_per_worker = 0: the run can't find free capacity; set one of them"
     yield from _model_misfits(c)
+    yield from _misfits_of_training(c)
     if c.checkpoint.auto_min_s > c.checkpoint.auto_max_s:
         low, high = c.checkpoint.auto_min_s, c.checkpoint.auto_max_s
         yield f"checkpoint.auto_min_s = {low:g} is more than checkpoint.auto_max_s = {high:g}: lower the one or raise the other"
@@ -171,3 +172,15 @@ def _model_misfits(c: RunConfig) -> Iterator[str]:
             yield f"model.dim = {dim} over model.heads = {heads} gives heads of {dim // heads} elements: rotation needs an even number"
         if heads % kv_heads:
             yield f"model.kv_heads = {kv_heads} does not divide model.heads = {heads}: choose a divisor of model.heads"
+
+
+def _misfits_of_training(c: RunConfig) -> Iterator[str]:
+    """Yield the errors of ``train``'s schedule."""
+    train, decay = c.train, c.train.decay_steps
+    if decay is not None and train.schedule != "wsd":
+        yield f"train.decay_steps = {decay} with train.schedule = {train.schedule}: only wsd has a final decay; leave one of the two out"
+    elif decay is not None and train.warmup_steps + decay > train.steps:
+        yield (
+            f"train.warmup_steps = {train.warmup_steps} and train.decay_steps = {decay} are more than train.steps = {train.steps}: "
+            "lower one of the two, or raise train.steps"
+        )

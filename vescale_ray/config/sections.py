@@ -130,7 +130,16 @@ class TrainSection(Section):
         default=None, gt=0, description="highest learning rate of parameters that another optimizer than adamw and sgd steps; null: lr"
     )
     warmup_steps: CountOrZero = Field(default=20, description="steps of linear warm-up")
-    min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="last learning rate, as a fraction of lr (cosine decay)")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        default="cosine",
+        description="learning rate after the warm-up. cosine, linear: decay until the last step; constant: lr; wsd: lr, and a decay in the "
+        "last decay_steps",
+    )
+    decay_steps: int | None = Field(default=None, ge=1, description="steps of the final decay of wsd; null: a tenth of steps")
+    decay_type: Literal["linear", "cosine", "sqrt"] = Field(
+        default="linear", description="form of the final decay of wsd; sqrt: 1 minus the root of its progress"
+    )
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="last learning rate, as a fraction of lr; not with constant")
     weight_decay: PositiveOrZero = Field(default=0.1, description="decoupled weight decay")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         default=(0.9, 0.95), description="betas of AdamW"
