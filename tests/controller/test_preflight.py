@@ -237,3 +237,8 @@ def test_paths_mean_the_same_in_every_process(tmp_path: Path, monkeypatch: pytes
 def test_an_option_that_the_optimizer_does_not_have_is_refused(tmp_path: Path) -> None:
     line = refused(tiny(tmp_path, "r", train_optimizer="muon", train_optimizer_options={"nesterof": True}))
     assert line.startswith("muon has no option 'nesterof': it takes momentum, nesterov")
+
+
+def test_a_pattern_of_no_decay_that_matches_nothing_is_refused(tmp_path: Path) -> None:
+    line = refused(tiny(tmp_path, "r", train_no_decay=["*.bias"]))
+    assert line.startswith("no_decay: '*.bias' matches no parameter; there are embed.weight, ")

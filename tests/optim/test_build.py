@@ -285,6 +285,34 @@ def test_a_run_s_configuration_says_which_optimizer() -> None:
     assert isinstance(build_optimizer(llama(), "adamw", log=None), AdamW)
 
 
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon", "shampoo", "soap", "sgd"])
+def test_no_decay_leaves_out_the_matching_parameters_alone(name: str) -> None:
+    patterns = ["*.ffn.*", "*norm*"]
+
+    def stepped(**changes: Any) -> dict[str, Tensor]:
+        model = llama()
+        optimizer = build_optimizer(model, {"name": name, "lr": 0.05, **changes}, log=None)
+        loss_of(model, 0).backward()
+        optimizer.step()
+        return {key: p.detach() for key, p in model.named_parameters()}
+
+    split, full, none = stepped(weight_decay=0.5, no_decay=patterns), stepped(weight_decay=0.5), stepped(weight_decay=0.0)
+    exempt = {key for key in split if "norm" in key or ".ffn." in key}
+    assert {key for key in split if torch.equal(split[key], none[key])} == exempt
+    assert {key for key in split if torch.equal(split[key], full[key])} == split.keys() - exempt
+
+
+def test_patterns_of_no_decay_must_match_and_be_a_list() -> None:
+    with pytest.raises(ValueError, match="no_decay: 'norms' matches no parameter; there are embed.weight, "):
+        route_parameters(llama(), {"no_decay": ["*norm*", "norms"]})
+    with pytest.raises(ValueError, match=r"no_decay = '\*norm\*': give a list of patterns"):
+        OptimizerConfig(no_decay="*norm*")
+    table = str(route_parameters(llama(), {"no_decay": ["*norm*"]}))
+    assert [line.split()[3] for line in table.splitlines() if line.startswith("norm")] == ["no"]
+    optimizer = build_optimizer(llama(), {"name": "adamw", "weight_decay": 0.3}, log=None)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3], "by default every parameter decays"
+
+
 def loss_of(model: nn.Module, step: int) -> Tensor:
     tokens = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(step))
     return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())

@@ -37,8 +37,16 @@ def _difference(a: FullState, b: FullState) -> float:
     return max(float(np.linalg.norm(a[key] - b[key]) / np.linalg.norm(b[key])) for key in b)
 
 
-OTHER = {"train_optimizer": "sgd", "train_lr": 0.3, "train_activation_checkpointing": "full", "train_grad_clip": 0, "model_tie": True}
-EXPERTS = {"model_factory": "tests.workers.tiny:ExpertsModel", "model_units": ["body"], "train_lr": 0.02}
+OTHER: dict[str, Any] = {
+    "train_optimizer": "sgd",
+    "train_lr": 0.3,
+    "train_activation_checkpointing": "full",
+    "train_grad_clip": 0,
+    "model_tie": True,
+}
+OTHER |= {"train_no_decay": ["*norm*"]}
+EXPERTS: dict[str, Any] = {"model_factory": "tests.workers.tiny:ExpertsModel", "model_units": ["body"], "train_lr": 0.02}
+EXPERTS |= {"train_no_decay": ["*.bias", "embed.*"]}
 
 
 PATCHES = {**EXPERTS, "model_factory": "tests.workers.tiny:PatchModel"}

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -234,10 +235,12 @@ def plain_run(config: RunConfig, start: FullState, steps: int) -> tuple[list[flo
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(start[name, "param"]))
     everything = list(model.parameters())
+    kept = [p for name, p in model.named_parameters() if any(fnmatchcase(name, pattern) for pattern in t.no_decay)]
+    groups = [{"params": [p for p in everything if not any(p is q for q in kept)]}, {"params": kept, "weight_decay": 0.0}]
     adamw = {"lr": t.lr, "betas": t.betas, "eps": t.eps, "weight_decay": t.weight_decay}
-    clipped, optimizers = everything, [torch.optim.AdamW(everything, **adamw)]  # type: ignore[arg-type]
+    clipped, optimizers = everything, [torch.optim.AdamW(groups, **adamw)]  # type: ignore[arg-type]
     if t.optimizer == "sgd":
-        optimizers = [torch.optim.SGD(everything, lr=t.lr, momentum=t.betas[0], weight_decay=t.weight_decay)]  # type: ignore[list-item]
+        optimizers = [torch.optim.SGD(groups, lr=t.lr, momentum=t.betas[0], weight_decay=t.weight_decay)]  # type: ignore[list-item]
     if t.optimizer == "muon":
         hidden = [p for name, p in model.named_parameters() if name.startswith("layers.") and p.ndim == 2]
         clipped = [p for p in everything if not any(p is q for q in hidden)]

@@ -140,7 +140,10 @@ class TrainSection(Section):
         default="linear", description="form of the final decay of wsd; sqrt: 1 minus the root of its progress"
     )
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="last learning rate, as a fraction of lr; not with constant")
-    weight_decay: PositiveOrZero = Field(default=0.1, description="decoupled weight decay")
+    weight_decay: PositiveOrZero = Field(default=0.1, description="decoupled weight decay of all parameters but no_decay")
+    no_decay: list[str] = Field(
+        default=[], description="patterns of names of parameters without weight decay, for example [`*.bias`, `*norm*`]"
+    )
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         default=(0.9, 0.95), description="betas of AdamW"
     )

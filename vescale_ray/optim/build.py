@@ -86,23 +86,22 @@ def _made(
     options = dict(config.options) if main else {}
     lr = config.matrix_lr if main and config.matrix_lr is not None and name not in ("adamw", "sgd") else config.lr
     common: dict[str, Any] = {"lr": lr, "weight_decay": config.weight_decay}
-    pairs = [(route.name, named[route.name]) for route in routes]
-    made = optimizer_class(name)
+    groups: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        about: dict[str, Any] = {"row_blocks": route.row_blocks} if name == "muon" else {}
+        about |= {} if route.decays else {"weight_decay": 0.0}
+        groups.setdefault(repr(about), {"params": [], **about})["params"].append((route.name, named[route.name]))
     if name == "muon":
         options.setdefault("adjust_lr_fn", "match_rms_adamw")  # one learning rate then serves AdamW and Muon
-        groups: dict[str, dict[str, Any]] = {}
-        for route, pair in zip(routes, pairs, strict=True):
-            group = groups.setdefault(repr(route.row_blocks), {"params": [], "row_blocks": route.row_blocks})
-            group["params"].append(pair)
-        optimizer: torch.optim.Optimizer = Muon(list(groups.values()), **common, **options)
     elif name == "sgd":
-        optimizer = made(pairs, **common, **{"momentum": config.betas[0], **options})
+        options.setdefault("momentum", config.betas[0])
     else:
+        common |= {"betas": config.betas, "eps": config.eps}
         if name == "adamw" and config.fused and not options.keys() & {"fused", "foreach", "differentiable"}:
             # None, not False: torch then chooses its foreach form.
-            options["fused"] = all(p.device.type != "cpu" for _, p in pairs) or None
-        optimizer = made(pairs, betas=config.betas, eps=config.eps, **common, **options)
-    return optimizer
+            options["fused"] = all(named[route.name].device.type != "cpu" for route in routes) or None
+    made: torch.optim.Optimizer = optimizer_class(name)(list(groups.values()), **common, **options)
+    return made
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ import fnmatch
 import importlib
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -54,9 +54,10 @@ class OptimizerConfig:
         name: the optimizer; ``adamw`` and ``sgd`` step everything, the others step matrices and experts, and AdamW steps the rest.
         lr: learning rate of AdamW (or SGD), and of the others unless ``matrix_lr`` is given.
         matrix_lr: learning rate of matrices and experts if another optimizer than AdamW steps them; None: ``lr``.
-        weight_decay: decoupled weight decay of all parameters (SGD adds it to the gradient).
+        weight_decay: decoupled weight decay of all parameters but ``no_decay`` (SGD adds it to the gradient).
         betas, eps: for AdamW and its derivatives. SGD's momentum is the first of ``betas``.
         options: further keyword arguments of the optimizer ``name``, as its docstring names them (``{"normuon": 0.95}``).
+        no_decay: patterns of names of parameters without weight decay: ``["*.bias", "*norm*"]``.
         routes: optimizer by pattern of parameter names, with precedence over roles: ``{"*.router.weight": "adamw"}``.
         row_blocks: Muon's row blocks by pattern of parameter names: rows of each head, or of the parts of a fused projection.
         whole_matrices: keep each matrix (and each expert) whole on a rank. Muon then sends nothing; costs padding.
@@ -71,6 +72,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     matrix_lr: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    no_decay: Sequence[str] = ()
     routes: Mapping[str, Name] = field(default_factory=dict)
     row_blocks: Mapping[str, RowBlocks] = field(default_factory=dict)
     whole_matrices: bool = False
@@ -84,6 +86,8 @@ class OptimizerConfig:
             if getattr(self, key) is not None:
                 check_number({key: getattr(self, key)}, key)
         check_betas(self.betas)
+        if isinstance(self.no_decay, str):
+            raise ValueError(f"no_decay = {self.no_decay!r}: give a list of patterns of parameter names, for example ['*.bias']")
         if self.row_blocks and self.name != "muon":
             raise ValueError(f"row_blocks are Muon's, but the optimizer is {self.name}: leave them out, or use muon")
 
@@ -111,13 +115,15 @@ class OptimizerConfig:
             betas=train.betas,
             eps=train.eps,
             options=train.optimizer_options,
+            no_decay=train.no_decay,
             fused=not (hasattr(given, "elastic") and given.elastic.deterministic),
         )
 
 
 @dataclass(frozen=True)
 class ParameterRoute:
-    """Route of one parameter. ``shape`` is global; no shard boundary may cut a ``block`` (None: any cut is allowed)."""
+    """Route of one parameter. ``shape`` is global; no shard boundary may cut a ``block`` (None: any cut is allowed). ``decays``: weight
+    decay applies."""
 
     name: str
     role: Role
@@ -125,6 +131,7 @@ class ParameterRoute:
     shape: tuple[int, ...]
     block: Block | None
     row_blocks: RowBlocks = None
+    decays: bool = True
 
 
 class Routing:
@@ -158,8 +165,9 @@ class Routing:
     def __str__(self) -> str:
         rows: dict[tuple[str, ...], list[ParameterRoute]] = {}
         for route in self.routes:
-            rows.setdefault((route.role, route.optimizer, "-" if route.block is None else str(route.block)), []).append(route)
-        table: list[tuple[str, ...]] = [("role", "optimizer", "block", "tensors", "parameters", "for example")]
+            block = "-" if route.block is None else str(route.block)
+            rows.setdefault((route.role, route.optimizer, block, "yes" if route.decays else "no"), []).append(route)
+        table: list[tuple[str, ...]] = [("role", "optimizer", "block", "decay", "tensors", "parameters", "for example")]
         for key, routes in rows.items():
             numel = sum(math.prod(route.shape) for route in routes)
             table.append((*key, str(len(routes)), f"{numel:,}", f"{routes[0].name} {list(routes[0].shape)}"))
@@ -175,7 +183,7 @@ def route_parameters(model: nn.Module, config: OptimizerConfig | Mapping[str, An
 
     Raises:
         TypeError: ``model`` is not a module, or ``config`` is not a configuration.
-        ValueError: a pattern of ``routes`` or ``row_blocks`` matches nothing, a matrix optimizer gets something other than a matrix,
+        ValueError: a pattern of ``routes``, ``row_blocks`` or ``no_decay`` matches nothing, a matrix optimizer gets no matrix,
             or an option is unknown.
     """
     if not isinstance(model, nn.Module):
@@ -188,7 +196,7 @@ def route_parameters(model: nn.Module, config: OptimizerConfig | Mapping[str, An
             raise ValueError(f"{config.name} has no option {option!r}: it takes {free}")
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     roles = _roles(model)
-    for what, patterns in (("routes", config.routes), ("row_blocks", config.row_blocks)):
+    for what, patterns in (("routes", config.routes), ("row_blocks", config.row_blocks), ("no_decay", config.no_decay)):
         for pattern in patterns:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in named):
                 raise ValueError(f"{what}: {pattern!r} matches no parameter; there are {', '.join(list(named)[:4])}, ..")
@@ -206,7 +214,8 @@ def route_parameters(model: nn.Module, config: OptimizerConfig | Mapping[str, An
             raise ValueError(f"routes: {name} of shape {shape} is not a matrix, which {optimizer} needs: route it to adamw")
         blocks = next((b for pattern, b in config.row_blocks.items() if fnmatch.fnmatchcase(name, pattern)), None)
         block = _block(name, parameter, optimizer, config)
-        routes.append(ParameterRoute(name, role, optimizer, shape, block, blocks if optimizer == "muon" else None))
+        decays = not any(fnmatch.fnmatchcase(name, pattern) for pattern in config.no_decay)
+        routes.append(ParameterRoute(name, role, optimizer, shape, block, blocks if optimizer == "muon" else None, decays))
     return Routing(tuple(routes), named)
 
 
