@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -32,6 +33,7 @@ from vescale_ray.controller.failures.budget import Budget, Limits
 from vescale_ray.controller.http.metrics import MetricsServer, PortInUse
 from vescale_ray.controller.protocol import NAMESPACE, Bounds, Outcome, RequestRefused, RunSpec
 from vescale_ray.controller.state.durable_state import DurableState
+from vescale_ray.controller.state.loggers import Loggers
 from vescale_ray.controller.state.publisher import Observed, Publisher
 from vescale_ray.controller.state.run_lifecycle import begin, outcome_of, take_up
 from vescale_ray.controller.state.run_log import RunLog
@@ -44,6 +46,8 @@ _log = logging.getLogger(__name__)
 
 FLUSH_S = 5.0
 """Longest wait, at the end of the run, for a disk that accepts no writes."""
+LOGGERS_S = 30.0
+"""Longest wait, at the end of the run, for TensorBoard's files and W&B."""
 LATEST_S = 10.0
 """Longest wait of a restarted controller for the checkpoints' storage."""
 BEGIN_S = 5.0
@@ -106,7 +110,8 @@ class Controller:
             done = 0 if config.checkpoint.resume == "never" else max(folder.last_step(), *known)
             state = DurableState(spec.run_id, first, target=config.elastic.workers, steps_before=done)
         state = replace(state, epoch=state.epoch + 1)
-        self._log = RunLog(folder, spec.run_id, config.train.steps, spec.source, state.steps_before)
+        loggers = Loggers(config, Path(spec.folder), spec.run_id, state.steps_before)
+        self._log = RunLog(folder, spec.run_id, config.train.steps, spec.source, state.steps_before, loggers)
         seen = Observed(state.target, Budget(Limits.of(config.elastic)))
         session = ray.get_runtime_context().get_session_name()
         self._publisher = Publisher(self._log, config, spec.driver_pid, state.epoch, seen, session)
@@ -212,7 +217,7 @@ class Controller:
         outcome = outcome_of(conduct, log, publisher)
         if committer is not None:
             committer.close()
-        log.journal.flush(FLUSH_S)
+        log.close(LOGGERS_S, FLUSH_S)
         publisher.publish(replace(publisher.seen, over=True))  # one more scrape sees how the run ended
         self._outcome = outcome
 

@@ -9,6 +9,8 @@
     samples.jsonl   the sample ids that each step consumed
     checkpoints/    see vescale_ray.checkpoint
     model/          configuration, tokenizer and buffers of model.hf, for `vescale-ray ckpt export-hf`
+    tensorboard/    event files, if metrics.tensorboard is set
+    wandb/          files of Weights & Biases, if metrics.wandb is set
     hangs/          stacks of every worker at a hang
     failures/       tracebacks and stacks of all workers of a run that failed
     curve.png       the picture that report.draw makes

@@ -9,10 +9,11 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vescale_ray.config import VOCAB, RunConfig
+from vescale_ray.config import VOCAB, RunConfig, WandbConfig
 from vescale_ray.controller.driver.local_ray import address_of, knock
 from vescale_ray.controller.protocol import RunRefused, StateSource
 from vescale_ray.errors import BadInput
@@ -88,6 +89,7 @@ def foresee(config: RunConfig) -> Foreseen:
     config = with_model_data(absolute(config))
     knock(address_of(config))
     _check_port(config.metrics.host, config.metrics.port)
+    _check_wandb(config.metrics.wandb)
     from vescale_ray.data.loading import load_dataset, load_eval_sets
 
     dataset = load_dataset(config.data)
@@ -232,6 +234,22 @@ def _check_port(host: str, port: int) -> None:
 
     with suppress(PortInUse):
         MetricsServer(host, port, lambda: Snapshot("", ""), None, "").close()
+
+
+def _check_wandb(wanted: WandbConfig | None) -> None:
+    """Refuse W&B without its package, or online without a key. The controller runs on this machine."""
+    if wanted is None:
+        return
+    if find_spec("wandb") is None:
+        where = f"metrics.wandb.project = {wanted.project}"
+        raise RunRefused(f"{where}: the package wandb is not installed; pip install 'vescale-ray[wandb]'")
+    if wanted.mode == "online":
+        import wandb
+
+        if not wandb.login(prompt=False, verify=False):
+            raise RunRefused(
+                "metrics.wandb.mode = online: this machine has no key of W&B; run `wandb login`, set WANDB_API_KEY, or use mode=offline"
+            )
 
 
 def _expected(config: RunConfig) -> dict[str, _Expected]:

@@ -11,6 +11,7 @@ from vescale_ray.controller.protocol import StateSource
 from vescale_ray.controller.state.checkpoint_stats import CheckpointStats
 from vescale_ray.controller.state.goodput import Goodput
 from vescale_ray.controller.state.journal import Journal
+from vescale_ray.controller.state.loggers import Loggers
 from vescale_ray.controller.state.run_stats import Line, RunStats
 from vescale_ray.controller.state.step_stats import EACH, LEAST, SO_FAR, StepStats
 from vescale_ray.runfolder import RunFolder, plain
@@ -26,14 +27,23 @@ class RunLog:
         last_step: steps of the whole run.
         source: source of the state that this start begins from.
         steps_before: steps that an earlier start had completed.
+        loggers: also receive the figures.
 
     Attributes:
         stats: statistics of all lines; :meth:`replay` replaces them.
         journal: writes the lines, run.json, and warnings.
     """
 
-    def __init__(self, folder: RunFolder, run_id: str, last_step: int, source: StateSource, steps_before: int = 0) -> None:
-        self.folder, self.run_id = folder, run_id
+    def __init__(
+        self,
+        folder: RunFolder,
+        run_id: str,
+        last_step: int,
+        source: StateSource,
+        steps_before: int = 0,
+        loggers: Loggers | None = None,
+    ) -> None:
+        self.folder, self.run_id, self._loggers = folder, run_id, loggers
         self._last_step, self._source, self._before, self._now = last_step, source, steps_before, time.time()
         self.stats = self._fresh()
         self.journal = Journal(folder, self._applied)
@@ -55,6 +65,8 @@ class RunLog:
         stamp = {"time": time.time(), "event": name, "generation": stats.generation, "step": stats.step}
         event: Line = plain({**stamp, **about, **self._follows()})
         stats.apply(event)
+        if self._loggers is not None and name == "evaluation":
+            self._loggers.evaluation(event)
         return event
 
     def _follows(self) -> dict[str, Any]:
@@ -68,10 +80,30 @@ class RunLog:
         if self._sampled != (record.generation, record.index):
             self.journal.samples(record.index, record.generation, record.ids)
         made: dict[str, Any] = plain({**line, "run_id": self.run_id, **self._follows()})
+        again = record.step <= stats.steps.highest
         stats.apply(made)
         if stats.steps.executed % EACH == 0:
             made[SO_FAR] = stats.totals()  # with this line, so that a replay which begins here comes to the same
         self.journal.metrics(made)
+        if self._loggers is not None:
+            if not again:
+                self._loggers.step(made)
+            self._warn_of_loggers(self._loggers)
+
+    def close(self, loggers_s: float, flush_s: float) -> None:
+        """Write all that waits.
+
+        Args:
+            loggers_s: longest wait for the loggers; ``flush_s``: for the disk.
+        """
+        if self._loggers is not None:
+            self._loggers.close(loggers_s)
+            self._warn_of_loggers(self._loggers)
+        self.journal.flush(flush_s)
+
+    def _warn_of_loggers(self, loggers: Loggers) -> None:
+        for problem in loggers.problems():
+            self.journal.warn(problem)
 
     def tell_goodput(self, now: float) -> Goodput:
         """The accounts until ``now``, to be published. No account falls afterwards: time that was published as lost stays lost."""

@@ -170,9 +170,8 @@ class RunStats:
         self.goodput.turn(Loss.WAITING if self.waiting else self._change, float(event["time"]))
 
     def on_evaluation(self, event: Line) -> None:
-        step, names = int(event["step"]), ("loss", "perplexity", "bpb", "samples")
-        heldout = {"heldout": {name: event.get(name) for name in names}} if event.get("samples") else {}
-        self.evaluations[step] = {**heldout, **(event.get("sets") or {})}
+        step = int(event["step"])
+        self.evaluations[step] = evaluated_sets(event)
         if step >= self.last_step and self.goodput.cause is None:
             # No later step's line will say what the time before it was spent on.
             self.goodput.open(Loss.EVALUATION)
@@ -230,3 +229,9 @@ class RunStats:
     def _change(self) -> Loss:
         """The cause to which time between two generations is lost."""
         return Loss.FAILURE if self.rescale is None or self.rescale.reason == "failure" else Loss.RESCALE
+
+
+def evaluated_sets(event: Line) -> dict[str, Mapping[str, Any]]:
+    """Return the figures of an ``evaluation`` by set, ``heldout`` among them if there are held-out samples."""
+    heldout = {name: event.get(name) for name in ("loss", "perplexity", "bpb", "samples")}
+    return {**({"heldout": heldout} if event.get("samples") else {}), **(event.get("sets") or {})}

@@ -47,6 +47,13 @@ def test_an_override_may_hold_a_whole_section() -> None:
     assert (config.train.steps, config.train.slots) == (4, 5)
 
 
+def test_an_override_may_set_one_key_inside_another() -> None:
+    config = load_config(None, ["metrics.wandb={project: p, entity: team}", "metrics.wandb.project=7", "metrics.wandb.mode=online"])
+    assert config.metrics.wandb is not None
+    assert config.metrics.wandb.model_dump() == {"project": "7", "mode": "online", "entity": "team", "name": None}
+    assert load_config(None, ["metrics.wandb={project: p}", "metrics.wandb=null"]).metrics.wandb is None
+
+
 @pytest.mark.parametrize("text", ["1e-3", "0.001", "1.0e-3", "'1e-3'"])
 def test_scientific_notation_is_read_as_a_number(text: str) -> None:
     assert load_config(None, [f"train.lr={text}"]).train.lr == 0.001
@@ -282,6 +289,13 @@ def test_rates_and_times_must_be_positive_and_finite(key: str, value: str) -> No
             "train.warmup_steps = 20 and train.decay_steps = 81 are more than train.steps = 100",
         ),
         (["checkpoint.keep_mode=low"], "checkpoint.keep_mode = low: give one of min or max"),
+        (["metrics.tensorboard=logs"], "metrics.tensorboard = logs: give true or false"),
+        (["metrics.wandb=p"], "metrics.wandb = p: give keys and values in braces"),
+        (["metrics.wandb=true"], "metrics.wandb = true: give a value of its own type, not a boolean"),
+        (["metrics.wandb={mode: online}"], "metrics.wandb.project must be given"),
+        (["metrics.wandb.projct=p"], "metrics.wandb.projct = p: there is no such key"),
+        (["metrics.wandb={project: p, mode: disabled}"], "metrics.wandb.mode = disabled: give one of offline or online"),
+        (["metrics.port.x=1"], "unknown key metrics.port.x"),
         (["metrics.port=65536"], "metrics.port = 65536: give at most 65535"),
         (["data.heldout=0.95"], "data.heldout = 0.95: give at most 0.9"),
         (["train.steps=-1", "train.lr=-1"], "train.steps = -1: give at least 1; train.lr = -1: give more than 0"),

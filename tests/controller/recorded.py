@@ -11,6 +11,7 @@ from vescale_ray.controller.failures.budget import Budget, Limits
 from vescale_ray.controller.protocol import RunState, StateSource, World
 from vescale_ray.controller.state.durable_state import DurableState, LaunchedGeneration
 from vescale_ray.controller.state.generation_log import GenerationLog
+from vescale_ray.controller.state.loggers import Loggers
 from vescale_ray.controller.state.publisher import Observed, Publisher
 from vescale_ray.controller.state.run_lifecycle import begin, enter, take_up
 from vescale_ray.controller.state.run_log import RunLog
@@ -28,7 +29,8 @@ class Recorded:
     def __init__(self, config: RunConfig, run_id: str = "r1", source: StateSource = FRESH, steps_before: int = 0, epoch: int = 1) -> None:
         self.config, self.about = config, (run_id, source, steps_before, epoch)
         self.folder = RunFolder(config.run_folder).create()
-        self.log = RunLog(self.folder, run_id, config.train.steps, source, steps_before)
+        loggers = Loggers(config, self.folder.path, run_id, steps_before)
+        self.log = RunLog(self.folder, run_id, config.train.steps, source, steps_before, loggers)
         self.generation = GenerationLog(self.log, config, bytes_per_token=1.0)
         self.seen = Observed(config.elastic.workers, Budget(Limits.of(config.elastic)))
         self.publisher = Publisher(self.log, config, 1, epoch, self.seen)

@@ -242,3 +242,13 @@ def test_an_option_that_the_optimizer_does_not_have_is_refused(tmp_path: Path) -
 def test_a_pattern_of_no_decay_that_matches_nothing_is_refused(tmp_path: Path) -> None:
     line = refused(tiny(tmp_path, "r", train_no_decay=["*.bias"]))
     assert line.startswith("no_decay: '*.bias' matches no parameter; there are embed.weight, ")
+
+
+def test_wandb_without_its_package_or_a_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    line = refused(tiny(tmp_path, "r", metrics_wandb={"project": "p", "mode": "online"}))
+    assert line.startswith("metrics.wandb.mode = online: this machine has no key of W&B; run `wandb login`, set WANDB_API_KEY,")
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    line = refused(tiny(tmp_path, "r", metrics_wandb={"project": "p"}))
+    assert line == "metrics.wandb.project = p: the package wandb is not installed; pip install 'vescale-ray[wandb]'"

@@ -19,6 +19,7 @@ from vescale_ray.config.sections import (
     RaySection,
     RunSection,
     TrainSection,
+    WandbConfig,
 )
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "RunConfig",
     "RunSection",
     "TrainSection",
+    "WandbConfig",
     "holds_credentials",
     "load_config",
     "parse_config",

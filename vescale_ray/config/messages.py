@@ -16,6 +16,8 @@ def describe(error: ErrorDetails) -> str:
     if isinstance(inner, ConfigError):
         return str(inner)
     key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "missing" and not key.rpartition(".")[2].isdigit():
+        return f"{key} must be given"
     return f"{key} = {shown(error['input'])}: {_remedy(error, inner)}"
 
 

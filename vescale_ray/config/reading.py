@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
 import yaml
@@ -53,6 +53,12 @@ def sections() -> Iterator[tuple[str, type[BaseModel]]]:
     for name, field in RunConfig.model_fields.items():
         assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
         yield name, field.annotation
+
+
+def nested(field: FieldInfo | None) -> type[BaseModel] | None:
+    """Return the model of a key that holds keys of its own, or null (``metrics.wandb``); None for other keys."""
+    kinds: tuple[Any, ...] = get_args(field.annotation) if field is not None and isinstance(field.annotation, UnionType) else ()
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def _keys() -> Iterator[tuple[str, FieldInfo]]:
@@ -122,6 +128,9 @@ def _apply(tree: dict[str, Any], text: str, known: Mapping[str, FieldInfo]) -> N
         addition: dict[str, Any] = {key: value}
     elif key in known:
         addition = {path[0]: {path[1]: value}}
+    elif len(path) == 3 and nested(known.get(".".join(path[:2]))) is not None:
+        before = (tree.get(path[0]) or {}).get(path[1])
+        addition = {path[0]: {path[1]: {**(before if isinstance(before, dict) else {}), path[2]: value}}}
     elif len(path) == 1 and any(other.startswith(f"{key}.") for other in known):
         addition = {key: value if value is not None else "null"}  # a section needs keys; the check below gives the error
     else:

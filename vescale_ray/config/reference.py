@@ -9,7 +9,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from vescale_ray.config.messages import number
-from vescale_ray.config.reading import sections
+from vescale_ray.config.reading import nested, sections
 
 
 def describe_type(field: FieldInfo) -> str:
@@ -67,9 +67,9 @@ def reference() -> str:
             "|---|---|---|---|",
         ]
         for key, field in section.model_fields.items():
-            kind = describe_type(field).replace("|", "\\|")
-            default = yaml.safe_dump(_as_yaml(field.default), default_flow_style=True).removesuffix("...\n").strip()
-            lines.append(f"| `{name}.{key}` | {kind} | `{default}` | {field.description} |")
+            lines.append(_row(f"{name}.{key}", field))
+            if (inner := nested(field)) is not None:
+                lines += [_row(f"{name}.{key}.{more}", about) for more, about in inner.model_fields.items()]
     lines += [
         "",
         "## Constraints between keys",
@@ -84,6 +84,14 @@ def reference() -> str:
         "- `train.device = cuda` needs `ray.gpus_per_worker` above 0; above 1 it is a whole number, as Ray requires",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _row(key: str, field: FieldInfo) -> str:
+    kind = "keys and values, or null" if nested(field) is not None else describe_type(field).replace("|", "\\|")
+    default = "must be given"
+    if not field.is_required():
+        default = f"`{yaml.safe_dump(_as_yaml(field.default), default_flow_style=True).strip().removesuffix('...').strip()}`"
+    return f"| `{key}` | {kind} | {default} | {field.description} |"
 
 
 def _as_yaml(value: Any) -> Any:

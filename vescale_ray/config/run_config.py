@@ -175,7 +175,7 @@ def _model_misfits(c: RunConfig) -> Iterator[str]:
 
 
 def _misfits_of_training(c: RunConfig) -> Iterator[str]:
-    """Yield the errors of ``train``'s schedule."""
+    """Yield the errors of ``train``: schedule."""
     train, decay = c.train, c.train.decay_steps
     if decay is not None and train.schedule != "wsd":
         yield f"train.decay_steps = {decay} with train.schedule = {train.schedule}: only wsd has a final decay; leave one of the two out"

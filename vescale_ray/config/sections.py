@@ -302,8 +302,19 @@ class RaySection(Section):
     gpus_per_worker: PositiveOrZero = Field(default=0.0, description="GPUs that each worker requests from Ray")
 
 
+class WandbConfig(Section):
+    """A run of Weights & Biases."""
+
+    project: str = Field(min_length=1, description="its project")
+    mode: Literal["offline", "online"] = Field(
+        default="offline", description="offline: files in the run's folder, for `wandb sync`; online: sent at once"
+    )
+    entity: str | None = Field(default=None, min_length=1, description="user or team; null: your default one")
+    name: str | None = Field(default=None, min_length=1, description="shown name; null: run.name")
+
+
 class MetricsSection(Section):
-    """Metrics server and progress lines."""
+    """Metrics server, progress lines and loggers. Every run writes metrics.jsonl."""
 
     host: str = Field(
         default="127.0.0.1",
@@ -318,3 +329,5 @@ class MetricsSection(Section):
         description="peak floating-point operations per second of a worker's device in train.param_dtype, for the model FLOPs "
         "utilisation; null: the data sheet's for an A100, H100, H200 or B200, else no utilisation is reported",
     )
+    tensorboard: bool = Field(default=False, description="write TensorBoard's event files, to `tensorboard` in the run's folder")
+    wandb: WandbConfig | None = Field(default=None, description="log to Weights & Biases, too (needs the extra `wandb`)")
