@@ -35,10 +35,10 @@ from vescale_ray.workers.messages import (
     Damaged,
     Evaluated,
     Filled,
+    Happened,
     Noticed,
     Outlined,
     SavedShard,
-    Skipped,
     Stepped,
     WorkerPhase,
     WorkerReport,
@@ -184,8 +184,8 @@ class ControlLoop:
                 case Noticed():
                     if item.text not in to.log.journal.warnings:
                         to.log.journal.warn(item.text)
-                case Skipped():
-                    to.log.record("checkpoint_skipped", step=item.step, reason="some rank still writes the ones before")
+                case Happened():
+                    to.log.record(item.event, **item.about)
         world = generation.world
         if (
             world is not None

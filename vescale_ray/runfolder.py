@@ -11,6 +11,7 @@
     model/          configuration, tokenizer and buffers of model.hf, for `vescale-ray ckpt export-hf`
     tensorboard/    event files, if metrics.tensorboard is set
     wandb/          files of Weights & Biases, if metrics.wandb is set
+    profiles/       traces and memory snapshots of train.profile
     hangs/          stacks of every worker at a hang
     failures/       tracebacks and stacks of all workers of a run that failed
     curve.png       the picture that report.draw makes

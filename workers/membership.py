@@ -22,15 +22,16 @@ from vescale_ray.workers.messages import (
     STOP,
     Evaluated,
     Filled,
+    Happened,
     Join,
     Noticed,
     Origin,
     Outlined,
     SavedShard,
-    Skipped,
     Stepped,
     WorkerPhase,
 )
+from vescale_ray.workers.monitoring.profiling import WRITE_S
 from vescale_ray.workers.network import process_groups
 from vescale_ray.workers.network.process_groups import Closing, GroupFailed
 from vescale_ray.workers.resharding.reshard import restore_from_checkpoint
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from vescale_ray.workers.messages import StepRecord
     from vescale_ray.workers.model_building import NextModel
     from vescale_ray.workers.monitoring.heartbeat import Heartbeat
+    from vescale_ray.workers.monitoring.profiling import StepProfiler
     from vescale_ray.workers.resharding.memory_snapshots import Snapshots
     from vescale_ray.workers.resharding.reshard import ReshardReport
     from vescale_ray.workers.saving import Writer
@@ -71,6 +73,7 @@ class Resources:
     heartbeat: Heartbeat
     next_model: NextModel
     eval_sets: Mapping[str, Dataset]
+    profiler: StepProfiler
 
 
 class Membership:
@@ -139,6 +142,7 @@ class Membership:
                 self._step_on(trainer)
                 self.settle_copies()
                 self._snapshots.park(trainer)
+                self._resources.profiler.finish(WRITE_S)
             return WorkerPhase.FINISHED if trainer.completed >= self._config.train.steps else WorkerPhase.PARKED
         finally:
             if trainer is not None:
@@ -178,7 +182,8 @@ class Membership:
         if due and step < steps:
             if record.flags & BUSY:
                 if trainer.rank == 0:
-                    self._state.publish(Skipped(self._order.ticket, step))
+                    about = {"step": step, "reason": "some rank still writes the ones before"}
+                    self._state.publish(Happened(self._order.ticket, "checkpoint_skipped", about))
             else:
                 self._stage(trainer, step, took)
         return took
@@ -268,9 +273,10 @@ class Membership:
 
     def _step_on(self, trainer: Trainer) -> None:
         """Step until the run ends or the flags of a step tell all ranks to stop."""
-        config, between = self._config, dict[str, float]()
+        config, profiler, between = self._config, self._resources.profiler, dict[str, float]()
         while trainer.completed < config.train.steps:
-            record = trainer.step(self._flags(), self.settle_copies)
+            with profiler.step(trainer.completed + 1, trainer.rank, self._order.ticket):
+                record = trainer.step(self._flags(), self.settle_copies)
             if self._closing is not None and self._closing.is_over():
                 self._closing = None
             usage = replace(trainer.usage, memory={**trainer.usage.memory, "copies": self._snapshots.nbytes})
@@ -285,6 +291,7 @@ class Membership:
                 self._snapshots.after_step(trainer, rescale=rescale)
                 between = {"peer_copy": time.perf_counter() - before, **self.between_steps(trainer, record)}
             if record.flags & (STOP | RESCALE):
+                profiler.end()
                 break
 
     def _flags(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vescale_ray.workers.monitoring.pace import View
@@ -342,11 +342,12 @@ class Damaged:
 
 
 @dataclass(frozen=True)
-class Skipped:
-    """The checkpoint of ``step`` was due but did not begin, since some rank is still writing earlier ones."""
+class Happened:
+    """An event for events.jsonl, with its fields."""
 
     ticket: Ticket
-    step: int
+    event: str
+    about: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -357,7 +358,7 @@ class Noticed:
     text: str
 
 
-Item = Stepped | Evaluated | Filled | SavedShard | Damaged | Skipped | Noticed
+Item = Stepped | Evaluated | Filled | SavedShard | Damaged | Happened | Noticed
 
 
 @dataclass(frozen=True)

@@ -187,6 +187,7 @@ class Worker:
         from vescale_ray.data.loading import load_dataset, load_eval_sets
         from vescale_ray.workers.membership import Resources
         from vescale_ray.workers.model_building import NextModel
+        from vescale_ray.workers.monitoring.profiling import StepProfiler
         from vescale_ray.workers.network import process_groups
         from vescale_ray.workers.rehearsal import rehearse
         from vescale_ray.workers.resharding.memory_snapshots import Snapshots
@@ -227,7 +228,8 @@ class Worker:
             address=Door(group_address(host)).address,
             devices=os.environ.get(VISIBLE, "") if config.ray.gpus_per_worker > 0 else "",
         )
-        return info, Resources(config, device, dataset, snapshots, writer, heartbeat, next_model, eval_sets)
+        profiler = StepProfiler(config, device, heartbeat, self._state.publish)
+        return info, Resources(config, device, dataset, snapshots, writer, heartbeat, next_model, eval_sets, profiler)
 
 
 def _uses_gpu(config: RunConfig) -> bool:

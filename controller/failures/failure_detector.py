@@ -36,7 +36,9 @@ class FailureDetector:
         elastic = config.elastic
         patience = None if elastic.hang_timeout_s == "auto" else elastic.hang_timeout_s
         replaced = elastic.replace_lost or elastic.grow or elastic.spares > 0
-        self.hangs = HangWatch(patience, elastic.collective_timeout_s, replaced)
+        window = config.train.profile
+        slow = range(window.step, window.last + 2) if window is not None else range(0)  # the profile ends after the last one
+        self.hangs = HangWatch(patience, elastic.collective_timeout_s, replaced, slow)
         self._silence_s = bounds.silence or elastic.collective_timeout_s
 
     # --------------------------------------------------------------------------------------------------------------- news

@@ -106,11 +106,13 @@ class HangWatch:
             a file system, for example), they are hung after twice this time. Some may wait in a collective after all, since that is not
             visible on an accelerator; its timeout must come first.
         replaced: whether another worker takes the place of one that trained alone.
+        slow_steps: numbers of steps in which a worker may answer nothing for longer than other steps take. Their bound is ``patience_s``.
     """
 
     fixed: float | None = None
     patience_s: float = math.inf
     replaced: bool = False
+    slow_steps: range = range(0)
     _ticket: Ticket | None = None
     _steps: dict[int, float] = field(default_factory=dict)
     """Longest duration that any rank has reported, for each of the last steps."""
@@ -194,6 +196,15 @@ class HangWatch:
     @property
     def bound_s(self) -> float:
         """Seconds without a heartbeat after which a generation hangs; :attr:`longest_s` before any step was seen."""
+        return max(self._usual_s, self.patience_s) if self.slow_steps and self._under_way in self.slow_steps else self._usual_s
+
+    @property
+    def _under_way(self) -> int:
+        """Number of the step that is under way; 0 if no worker has reported."""
+        return max((1 + seen.report.completed for seen in self._seen.values() if seen.report is not None), default=0)
+
+    @property
+    def _usual_s(self) -> float:
         if self.fixed is not None:
             return self.fixed or math.inf
         if self._settled:
@@ -282,7 +293,6 @@ class HangWatch:
         """Note that these workers are ended. The workers that repeat their step get twice the time."""
         if self._blamed != self._ticket:
             self._blamed = self._ticket
-            under_way = 1 + max(seen.report.completed for seen in self._seen.values() if seen.report is not None)
-            self._accused = max(under_way, self._accused if self._patience > 1 else 0)
+            self._accused = max(self._under_way, self._accused if self._patience > 1 else 0)
             self._stood = any(self._seen[worker].silent(self._asked or 0.0) < self.bound_s for worker in hung)
             self._patience *= 2

@@ -103,6 +103,24 @@ def test_silent_worker_is_hung_even_if_no_peer_is_seen_waiting():
     assert set(play.go(5, a="stuck", b="silent", c="stuck")) == {"b"}
 
 
+@pytest.mark.parametrize("fixed", [None, 3.0])
+def test_silent_worker_of_a_profiled_step_gets_more_time(fixed: float | None):
+    """torch holds the interpreter lock for seconds while it ends a profile."""
+    play = Play(fixed, steps=4)
+    play.watch.patience_s, play.watch.slow_steps = 20.0, range(6, 8)
+    play.go(1)
+    for _ in range(2):
+        play.done(0.2)
+        assert play.go(19, a="waits", b="waits", c="silent") == {}
+        play.go(1)
+    play.done(0.2)
+    assert set(play.go(5, a="waits", b="waits", c="silent")) == {"c"} and play.since < 4
+    other = Play(fixed, steps=5)
+    other.watch.patience_s, other.watch.slow_steps = 20.0, range(6, 8)
+    other.go(1)
+    assert set(other.go(30, a="waits", b="waits", c="silent")) == {"c"} and 20 <= other.since < 21
+
+
 def test_two_workers_are_found_hung_at_once():
     play = Play()
     play.go(1)

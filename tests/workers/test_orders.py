@@ -18,7 +18,7 @@ from tests.controller.runs import until
 from tests.workers.tiny import tiny, write_text
 from vescale_ray.workers import membership, model_building, shard_move
 from vescale_ray.workers.membership import Membership
-from vescale_ray.workers.messages import FaultKind, Give, Join, Origin, Save, SavedShard, Seat, Skipped, Ticket, WorkerPhase
+from vescale_ray.workers.messages import FaultKind, Give, Happened, Join, Origin, Save, SavedShard, Seat, Ticket, WorkerPhase
 from vescale_ray.workers.model_building import NextModel
 from vescale_ray.workers.monitoring.heartbeat import Heartbeat
 from vescale_ray.workers.network import process_groups
@@ -48,6 +48,7 @@ def resources(**given: Any) -> Any:
         "writer": SimpleNamespace(abandon=lambda: None, writing=False),
         "heartbeat": Heartbeat(),
         "next_model": SimpleNamespace(prepare=lambda: None, take=lambda: None),
+        "profiler": SimpleNamespace(finish=lambda wait_s: None),
     }
     return SimpleNamespace(**{"eval_sets": {}, **made, **given})
 
@@ -150,7 +151,7 @@ def test_worker_reports_out_of_generation_fenced_before_it_began(state: WorkerSt
 
 def test_restarted_controller_gets_the_last_vote_again(state: WorkerState) -> None:
     vote = SavedShard(Ticket(4, 1), "r-g4-s8", 8, 4, 0, 1, "{}", None, 0.1)
-    for item in (replace(vote, step=4), vote, Skipped(Ticket(4, 1), 12)):
+    for item in (replace(vote, step=4), vote, Happened(Ticket(4, 1), "checkpoint_skipped", {"step": 12})):
         state.publish(item)
     assert [number for number, _ in state.report(0, None, 0.0, tuple).items] == [1, 2, 3]
     assert state.report(3, None, 0.0, tuple).items == (), "all are acknowledged"

@@ -175,7 +175,7 @@ def _model_misfits(c: RunConfig) -> Iterator[str]:
 
 
 def _misfits_of_training(c: RunConfig) -> Iterator[str]:
-    """Yield the errors of ``train``: schedule."""
+    """Yield the errors of ``train``: schedule and profile."""
     train, decay = c.train, c.train.decay_steps
     if decay is not None and train.schedule != "wsd":
         yield f"train.decay_steps = {decay} with train.schedule = {train.schedule}: only wsd has a final decay; leave one of the two out"
@@ -184,3 +184,11 @@ def _misfits_of_training(c: RunConfig) -> Iterator[str]:
             f"train.warmup_steps = {train.warmup_steps} and train.decay_steps = {decay} are more than train.steps = {train.steps}: "
             "lower one of the two, or raise train.steps"
         )
+    if (window := train.profile) is not None:
+        if window.last > train.steps:
+            last = f"train.profile = {{step: {window.step}, steps: {window.steps}}} ends after train.steps = {train.steps}"
+            yield f"{last}: lower train.profile.step or train.profile.steps"
+        if not window.ranks:
+            yield "train.profile.ranks = []: give at least one rank, for example [0]"
+        elif max(window.ranks) >= c.max_workers:
+            yield f"train.profile.ranks = {window.ranks}: there are at most {c.max_workers} workers, so give ranks below {c.max_workers}"

@@ -111,6 +111,19 @@ class ModelSection(Section):
     )
 
 
+class ProfileWindow(Section):
+    """Steps to profile."""
+
+    step: Count = Field(description="first profiled step, counted from 1 as in metrics.jsonl")
+    steps: Count = Field(default=3, description="number of profiled steps; a trace of a large model takes tens of MB a step")
+    ranks: list[CountOrZero] = Field(default=[0], description="profiled ranks")
+
+    @property
+    def last(self) -> int:
+        """The last profiled step."""
+        return self.step + self.steps - 1
+
+
 class TrainSection(Section):
     """Optimization. The global batch is slots * slot_batch sequences, for any number of workers."""
 
@@ -169,6 +182,9 @@ class TrainSection(Section):
         "and is compiled in pieces. Evaluations run uncompiled",
     )
     eval_every: CountOrZero = Field(default=0, description="steps between evaluations; 0: before the first step and after the last")
+    profile: ProfileWindow | None = Field(
+        default=None, description="write a Chrome trace of a few steps, and a memory snapshot on CUDA, to `profiles` in the run's folder"
+    )
     threads: Count = Field(default=1, description="CPU threads per worker")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda if the worker has a GPU")
 
