@@ -49,6 +49,8 @@ class Commands:
         self._spec, self._config, self._worker_group, self._log, self._durable = spec, config, worker_group, log, durable
         self._commands: queue.Queue[_Command] = queue.Queue()
         self._door = threading.Lock()
+        self._judged = len(log.evaluated_before)
+        """Evaluations that have been judged for ``train.early_stop``."""
         self._over_at: int | None = None
         """Completed steps when the run ended; None before."""
         self.stop = durable.state.stop_reason
@@ -81,9 +83,10 @@ class Commands:
             raise RequestRefused(f"the controller is at {action}, and takes long; `vescale-ray status` tells what came of it") from None
 
     def heed(self) -> None:
-        """Carry out the commands that have arrived, and the scheduled actions that are due."""
+        """Carry out the commands that have arrived, the scheduled actions that are due, and an early stop."""
         self._answer_all(lambda given: self._do(given.action, given.body))
         self._act()
+        self._stop_early()
 
     def close(self) -> None:
         """Close the queue, because the control loop has ended. Pending and later commands get an answer at once."""
@@ -153,6 +156,22 @@ class Commands:
                     self._do(action.action, {"workers": action.value, "reason": "schedule"})
             except (RequestRefused, IndexError, KeyError) as error:
                 self._log.record("scheduled_action_failed", action=action.action, error=str(error))
+
+
+    def _stop_early(self) -> None:
+        """Stop the run if the newest evaluation is the last that ``train.early_stop`` allows without an improvement."""
+        rule, known = self._config.train.early_stop, {**self._log.evaluated_before, **self._log.stats.evaluations}
+        if rule is None or len(known) <= self._judged:
+            return
+        self._judged = len(known)
+        name = rule.metric.removesuffix("_loss")
+        losses = [(step, known[step][name].get("loss")) for step in sorted(known) if name in known[step]]
+        best = policy.best_evaluation(losses, rule.min_delta)
+        worse = len(losses) - 1 - best
+        if worse >= rule.patience and not self.stop and self._log.stats.step < self._config.train.steps:
+            step, loss = losses[best]
+            than = "finite" if loss is None else f"better than that of step {step} ({loss:.4f})"
+            self._do("stop", {"reason": f"early stop: no {rule.metric} of the last {worse} evaluations is {than}"})
 
 
 def _too_late(action: str, step: int) -> dict[str, Any]:

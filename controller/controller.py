@@ -35,7 +35,7 @@ from vescale_ray.controller.protocol import NAMESPACE, Bounds, Outcome, RequestR
 from vescale_ray.controller.state.durable_state import DurableState
 from vescale_ray.controller.state.loggers import Loggers
 from vescale_ray.controller.state.publisher import Observed, Publisher
-from vescale_ray.controller.state.run_lifecycle import begin, outcome_of, take_up
+from vescale_ray.controller.state.run_lifecycle import begin, evaluated_before, outcome_of, take_up
 from vescale_ray.controller.state.run_log import RunLog
 from vescale_ray.controller.state.state_store import StateStore, StateWriter, read_state
 from vescale_ray.controller.worker_group.worker_group import WorkerGroup
@@ -111,7 +111,8 @@ class Controller:
             state = DurableState(spec.run_id, first, target=config.elastic.workers, steps_before=done)
         state = replace(state, epoch=state.epoch + 1)
         loggers = Loggers(config, Path(spec.folder), spec.run_id, state.steps_before)
-        self._log = RunLog(folder, spec.run_id, config.train.steps, spec.source, state.steps_before, loggers)
+        before = evaluated_before(folder, spec.source) if config.train.early_stop is not None else {}
+        self._log = RunLog(folder, spec.run_id, config.train.steps, spec.source, state.steps_before, loggers, before)
         seen = Observed(state.target, Budget(Limits.of(config.elastic)))
         session = ray.get_runtime_context().get_session_name()
         self._publisher = Publisher(self._log, config, spec.driver_pid, state.epoch, seen, session)

@@ -102,6 +102,20 @@ def check_rescale(workers: object, *, fewest: int, most: int, slots: int, capaci
     return workers
 
 
+def best_evaluation(losses: Sequence[tuple[int, float | None]], min_delta: float) -> int:
+    """Return the index of the best evaluation: the last one that was better than all before by more than ``min_delta``.
+
+    Args:
+        losses: step and loss of each evaluation; None stands for a loss that is not finite.
+    """
+    best = 0
+    for index, (_, loss) in enumerate(losses):
+        before = losses[best][1]
+        if loss is not None and (before is None or loss < before - min_delta):
+            best = index
+    return best
+
+
 # ------------------------------------------------------------------------------------------------------------------- source
 
 

@@ -77,7 +77,7 @@ def _described(event: Record) -> tuple[str, float | None] | None:
         case "run_failed":
             return f"failed: {event.get('error')}", None
         case "run_started" | "run_finished" | "run_stopped":
-            return kind.removeprefix("run_"), None
+            return kind.removeprefix("run_") + (f" ({event['reason']})" if event.get("reason") else ""), None
         case _:
             return None
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.failures.budget import Budget, Cause, Limits
-from vescale_ray.controller.protocol import FINAL, Outcome, RunState
+from vescale_ray.controller.protocol import FINAL, Outcome, RunState, StateSource
 from vescale_ray.controller.state.durable_state import DurableState
 from vescale_ray.controller.state.generation_log import GenerationLog
 from vescale_ray.controller.state.publisher import Observed, Publisher
 from vescale_ray.controller.state.run_log import RunLog
+from vescale_ray.controller.state.run_stats import evaluated_sets
 from vescale_ray.controller.worker_group.worker_news import SupervisorLost
+from vescale_ray.runfolder import RunFolder
+from vescale_ray.workers.messages import Origin
 
 _log = logging.getLogger(__name__)
 
@@ -70,3 +74,11 @@ def outcome_of(conduct: Callable[[], Outcome], log: RunLog, publisher: Publisher
         log.record("run_failed", error=text)
         enter(log, publisher, RunState.FAILED)
         return Outcome("FAILED", log.stats.step, text, log.stats.checkpoints.path, orphaned=isinstance(error, SupervisorLost))
+
+
+def evaluated_before(folder: RunFolder, source: StateSource) -> dict[int, dict[str, Mapping[str, Any]]]:
+    """Return the evaluations of earlier starts by step and set, up to the checkpoint from which this start goes on."""
+    if source.origin is not Origin.CHECKPOINT:
+        return {}
+    found = (event for event in folder.read_events() if event["event"] == "evaluation")
+    return {int(event["step"]): evaluated_sets(event) for event in found if int(event["step"]) <= source.step}

@@ -28,6 +28,7 @@ class RunLog:
         source: source of the state that this start begins from.
         steps_before: steps that an earlier start had completed.
         loggers: also receive the figures.
+        evaluated_before: evaluations of earlier starts by step and set, up to the step from which this one goes on.
 
     Attributes:
         stats: statistics of all lines; :meth:`replay` replaces them.
@@ -42,7 +43,9 @@ class RunLog:
         source: StateSource,
         steps_before: int = 0,
         loggers: Loggers | None = None,
+        evaluated_before: Mapping[int, Mapping[str, Mapping[str, Any]]] | None = None,
     ) -> None:
+        self.evaluated_before = evaluated_before or {}
         self.folder, self.run_id, self._loggers = folder, run_id, loggers
         self._last_step, self._source, self._before, self._now = last_step, source, steps_before, time.time()
         self.stats = self._fresh()

@@ -13,7 +13,7 @@ from vescale_ray.controller.state.durable_state import DurableState, LaunchedGen
 from vescale_ray.controller.state.generation_log import GenerationLog
 from vescale_ray.controller.state.loggers import Loggers
 from vescale_ray.controller.state.publisher import Observed, Publisher
-from vescale_ray.controller.state.run_lifecycle import begin, enter, take_up
+from vescale_ray.controller.state.run_lifecycle import begin, enter, evaluated_before, take_up
 from vescale_ray.controller.state.run_log import RunLog
 from vescale_ray.controller.state.run_stats import RunStats
 from vescale_ray.controller.state.snapshot import Snapshot
@@ -30,7 +30,8 @@ class Recorded:
         self.config, self.about = config, (run_id, source, steps_before, epoch)
         self.folder = RunFolder(config.run_folder).create()
         loggers = Loggers(config, self.folder.path, run_id, steps_before)
-        self.log = RunLog(self.folder, run_id, config.train.steps, source, steps_before, loggers)
+        before = evaluated_before(self.folder, source)
+        self.log = RunLog(self.folder, run_id, config.train.steps, source, steps_before, loggers, before)
         self.generation = GenerationLog(self.log, config, bytes_per_token=1.0)
         self.seen = Observed(config.elastic.workers, Budget(Limits.of(config.elastic)))
         self.publisher = Publisher(self.log, config, 1, epoch, self.seen)

@@ -81,6 +81,7 @@ def reference() -> str:
         "- `elastic.deterministic` excludes `fused` and `normuon` in `train.optimizer_options`",
         "- `model.heads` divides `model.dim` into heads of an even size; `model.kv_heads` divides `model.heads`",
         "- `train.decay_steps` needs `train.schedule = wsd`; `train.warmup_steps + train.decay_steps <= train.steps`",
+        "- `train.early_stop` needs `train.eval_every` and `data.eval_samples` above 0, and `data.heldout`, too, for `heldout_loss`",
         "- `train.profile` ends with the run's last step at the latest; its ranks are below `elastic.max_workers`",
         "- `train.device = cuda` needs `ray.gpus_per_worker` above 0; above 1 it is a whole number, as Ray requires",
     ]

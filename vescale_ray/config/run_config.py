@@ -175,7 +175,7 @@ def _model_misfits(c: RunConfig) -> Iterator[str]:
 
 
 def _misfits_of_training(c: RunConfig) -> Iterator[str]:
-    """Yield the errors of ``train``: schedule and profile."""
+    """Yield the errors of ``train``: schedule, early stop and profile."""
     train, decay = c.train, c.train.decay_steps
     if decay is not None and train.schedule != "wsd":
         yield f"train.decay_steps = {decay} with train.schedule = {train.schedule}: only wsd has a final decay; leave one of the two out"
@@ -184,6 +184,14 @@ def _misfits_of_training(c: RunConfig) -> Iterator[str]:
             f"train.warmup_steps = {train.warmup_steps} and train.decay_steps = {decay} are more than train.steps = {train.steps}: "
             "lower one of the two, or raise train.steps"
         )
+    if train.early_stop is not None:
+        metric, known = train.early_stop.metric, ["heldout_loss", *(f"{name}_loss" for name in c.data.eval)]
+        if metric not in known:
+            yield f"train.early_stop.metric = {shown(metric)}: give one of {', '.join(known)}"
+        needed = {"train.eval_every": train.eval_every, "data.eval_samples": c.data.eval_samples}
+        for key, value in {**needed, **({"data.heldout": c.data.heldout} if metric == "heldout_loss" else {})}.items():
+            if not value:
+                yield f"train.early_stop with {key} = 0: there is no {shown(metric)} to go by; raise {key}"
     if (window := train.profile) is not None:
         if window.last > train.steps:
             last = f"train.profile = {{step: {window.step}, steps: {window.steps}}} ends after train.steps = {train.steps}"

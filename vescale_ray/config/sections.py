@@ -124,6 +124,14 @@ class ProfileWindow(Section):
         return self.step + self.steps - 1
 
 
+class EarlyStop(Section):
+    """When to stop before the last step."""
+
+    patience: Count = Field(description="stop after so many evaluations in a row without a better loss")
+    metric: str = Field(default="heldout_loss", description="the loss: heldout_loss, or that of a set of data.eval, for example wiki_loss")
+    min_delta: PositiveOrZero = Field(default=0.0, description="nats per token by which a loss must be lower to count as better")
+
+
 class TrainSection(Section):
     """Optimization. The global batch is slots * slot_batch sequences, for any number of workers."""
 
@@ -182,6 +190,7 @@ class TrainSection(Section):
         "and is compiled in pieces. Evaluations run uncompiled",
     )
     eval_every: CountOrZero = Field(default=0, description="steps between evaluations; 0: before the first step and after the last")
+    early_stop: EarlyStop | None = Field(default=None, description="stop, with a checkpoint, if the loss of an evaluation no longer falls")
     profile: ProfileWindow | None = Field(
         default=None, description="write a Chrome trace of a few steps, and a memory snapshot on CUDA, to `profiles` in the run's folder"
     )
