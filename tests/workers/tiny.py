@@ -236,7 +236,10 @@ def plain_run(config: RunConfig, start: FullState, steps: int) -> tuple[list[flo
             parameter.copy_(torch.from_numpy(start[name, "param"]))
     everything = list(model.parameters())
     kept = [p for name, p in model.named_parameters() if any(fnmatchcase(name, pattern) for pattern in t.no_decay)]
-    groups = [{"params": [p for p in everything if not any(p is q for q in kept)]}, {"params": kept, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in everything if not any(p is q for q in kept)]},
+        {"params": kept, "weight_decay": 0.0},
+    ]
     adamw = {"lr": t.lr, "betas": t.betas, "eps": t.eps, "weight_decay": t.weight_decay}
     clipped, optimizers = everything, [torch.optim.AdamW(groups, **adamw)]  # type: ignore[arg-type]
     if t.optimizer == "sgd":

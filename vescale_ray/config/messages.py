@@ -52,7 +52,9 @@ def _remedy(error: ErrorDetails, inner: Any) -> str:
             return "give a list in brackets"
         case "extra_forbidden":
             return "there is no such key; docs/reference/configuration.md lists all"
-        case "dict_type" | "model_type":
+        case "model_type":
+            return "give keys and values in braces"
+        case "dict_type":
             return "give keys and values in braces, for example {nesterov: false}"
         case "missing" | "too_long":
             return "give as many entries as the default has"
