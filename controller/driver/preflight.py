@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vescale_ray.config import VOCAB, RunConfig, WandbConfig
+from vescale_ray.config import VOCAB, RunConfig
 from vescale_ray.controller.driver.local_ray import address_of, knock
 from vescale_ray.controller.protocol import RunRefused, StateSource
 from vescale_ray.errors import BadInput
@@ -89,7 +89,7 @@ def foresee(config: RunConfig) -> Foreseen:
     config = with_model_data(absolute(config))
     knock(address_of(config))
     _check_port(config.metrics.host, config.metrics.port)
-    _check_wandb(config.metrics.wandb)
+    _check_loggers(config)
     from vescale_ray.data.loading import load_dataset, load_eval_sets
 
     dataset = load_dataset(config.data)
@@ -236,8 +236,11 @@ def _check_port(host: str, port: int) -> None:
         MetricsServer(host, port, lambda: Snapshot("", ""), None, "").close()
 
 
-def _check_wandb(wanted: WandbConfig | None) -> None:
-    """Refuse W&B without its package, or online without a key. The controller runs on this machine."""
+def _check_loggers(config: RunConfig) -> None:
+    """Refuse a logger without its package, or W&B online without a key. The controller runs on this machine."""
+    wanted = config.metrics.wandb
+    if config.metrics.tensorboard and find_spec("tensorboard") is None:
+        raise RunRefused("metrics.tensorboard = true: the package tensorboard is not installed; pip install 'vescale-ray[tensorboard]'")
     if wanted is None:
         return
     if find_spec("wandb") is None:

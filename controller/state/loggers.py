@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from vescale_ray.config import RunConfig
-from vescale_ray.controller.state.event_file import EventFile
 from vescale_ray.controller.state.run_stats import evaluated_sets
 
 MOST_WAITING = 10_000
 """Most entries that wait for slow loggers. Beyond that, new ones are left out."""
 FLUSH_S = 5.0
 """Pause between two flushes."""
+_LARGEST = 3.4028234e38
+"""Largest number of 32 bits, in which TensorBoard keeps figures."""
 _NOT_FIGURES = frozenset({"step", "time", "seq", "generation", "lost_until", "samples"})
 
 
@@ -157,14 +158,22 @@ class TensorBoard:
     """Event files in ``folder``. Of steps that an earlier start had done, TensorBoard shows the newest figures."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = EventFile(folder)
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = EventFileWriter(str(folder))
         self._begun = False
 
     def write(self, entry: LoggedFigures) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         if not self._begun:
             self._begun = True
-            self._file.restart(entry.undone)
-        self._file.write(entry.step, entry.when, entry.figures)
+            # TensorBoard forgets the figures of this step and later steps that were written before.
+            self._file.add_event(Event(wall_time=entry.when, step=entry.undone, session_log=SessionLog(status=SessionLog.START)))
+        values = [Summary.Value(tag=tag, simple_value=max(-_LARGEST, min(_LARGEST, value))) for tag, value in entry.figures.items()]
+        self._file.add_event(Event(wall_time=entry.when, step=entry.step, summary=Summary(value=values)))
 
     def flush(self) -> None:
         self._file.flush()

@@ -354,5 +354,7 @@ class MetricsSection(Section):
         description="peak floating-point operations per second of a worker's device in train.param_dtype, for the model FLOPs "
         "utilisation; null: the data sheet's for an A100, H100, H200 or B200, else no utilisation is reported",
     )
-    tensorboard: bool = Field(default=False, description="write TensorBoard's event files, to `tensorboard` in the run's folder")
+    tensorboard: bool = Field(
+        default=False, description="write TensorBoard's event files (needs the extra `tensorboard`) to `tensorboard` in the run's folder"
+    )
     wandb: WandbConfig | None = Field(default=None, description="log to Weights & Biases, too (needs the extra `wandb`)")
