@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -10,6 +11,7 @@ import yaml
 
 from vescale_ray.config import ConfigError, RunConfig, load_config, parse_config, sections
 from vescale_ray.config.reference import reference
+from vescale_ray.planner.request import choose
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -358,9 +360,28 @@ def test_a_missing_file_and_a_folder_are_refused_with_the_remedy(tmp_path: Path)
         load_config(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["demo.yaml", "cluster.yaml"])
-def test_the_configurations_that_come_with_the_package_are_valid(name: str) -> None:
-    load_config(ROOT / "vescale_ray" / "configs" / name)
+CONFIGS = sorted((ROOT / "vescale_ray" / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_configurations_that_come_with_the_package_are_valid(path: Path) -> None:
+    load_config(path)
+    assert len(CONFIGS) == 6
+
+
+PLANNED = [(p.stem, found[1]) for p in CONFIGS if (found := re.search(r"plan --model (\S+) --devices", p.read_text(encoding="utf-8")))]
+
+
+@pytest.mark.parametrize(("name", "model"), PLANNED)
+def test_the_least_number_of_workers_has_the_memory(name: str, model: str) -> None:
+    """The plan for the fewest GPUs of the job file fits in 80 GB."""
+    text = (ROOT / "vescale_ray" / "configs" / f"{name}.yaml").read_text(encoding="utf-8")
+    config = load_config(ROOT / "vescale_ray" / "configs" / f"{name}.yaml")
+    fewest = config.elastic.min_workers
+    assert f"--devices {fewest}" in text and config.train.param_dtype == "bfloat16"
+    tokens = config.train.slot_batch * config.data.seq_len
+    choice = choose(model, fewest, hardware="h100", optimizer=config.train.optimizer, groups=(fewest,), tokens=tokens)
+    assert choice.best is not None
 
 
 def test_every_key_is_documented() -> None:
