@@ -181,12 +181,12 @@ def with_model_data(config: RunConfig) -> RunConfig:
 
 def _check_tokenizer(given: str, folder: HfFolder) -> None:
     """Refuse a tokenizer whose tokens the model lacks, or mean something else to its weights."""
-    from vescale_ray.data.encoders import load_tokenizer
+    from vescale_ray.data.encoders import id_count, load_tokenizer
 
     tokenizer, digest = load_tokenizer(given)
-    if tokenizer.get_vocab_size() > folder.vocab:
+    if id_count(tokenizer) > folder.vocab:
         raise RunRefused(
-            f"data.tokenizer = {given}: it has {tokenizer.get_vocab_size()} tokens, the embeddings of model.hf = {folder.path} "
+            f"data.tokenizer = {given}: its ids need {id_count(tokenizer)} rows, the embeddings of model.hf = {folder.path} "
             f"{folder.vocab}; use the tokenizer that the model was made for"
         )
     if folder.tokenizer is not None and folder.tokenizer != Path(given):

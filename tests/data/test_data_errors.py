@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,58 @@ def test_broken_lines_are_named_with_their_number(tmp_path: Path) -> None:
         assert "line 4" in said and words in said and str(path) in said
 
 
+def test_lines_that_python_reads_but_nobody_can_use_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for line, words in (
+        ('{"text": "half \\ud800"}', "line 2: '\\ud800' alone is no character"),
+        ('{"text": ' + "[" * 10**5 + "]" * 10**5 + "}", "line 2 is not JSON"),
+        (json.dumps({f"key{i}": 0 for i in range(10**4)}), "line 2 has no such field; it has key0, key1"),
+    ):
+        path.write_text('{"text": "a"}\n' + line)
+        said = refused(path)
+        assert words in said and str(path) in said
+
+
+def test_damaged_headers_and_offsets_are_named(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros(100, np.uint16))
+    whole = (tmp_path / "a.npy").read_bytes()
+    for damaged in (whole.replace(b")", b"(", 1), whole.replace(b"(100,)", b"(-10,)")):
+        (tmp_path / "a.npy").write_bytes(damaged)
+        assert "is damaged or no .npy file" in refused(tmp_path / "a.npy")
+    for column, changes in ((pa.array(["text"] * 50), {"vocab": None}), (pa.array([[7] * 4] * 50, IDS), {})):
+        path = write_ipc(tmp_path / "a.arrow", column)
+        content = path.read_bytes()
+        offsets = np.arange(0, 204, 4, dtype=np.int32).tobytes()
+        assert offsets in content
+        for wild in (-4, 1 << 28):
+            places = np.frombuffer(offsets, np.int32).copy()
+            places[20] = wild
+            path.write_bytes(content.replace(offsets, places.tobytes()))
+            assert refused(path, **changes).startswith(f"{path}: record batch 0 is damaged or truncated (")
+
+
+def test_a_damaged_footer_does_not_end_the_process(tmp_path: Path, parquet: Path) -> None:
+    content = parquet.read_bytes()
+    name = content.rindex(b"\x04text\x04list\x07element")  # the path of a column chunk
+    kind = content.rindex(b"\x1c\x15\x02", 0, name) + 2  # its type
+    parquet.write_bytes(content[:kind] + b"\x04" + content[kind + 1 :])
+    assert refused(parquet).startswith(f"{parquet}: its footer is damaged or truncated (")
+
+
+def test_a_name_that_is_no_text_is_named_as_damage(tmp_path: Path) -> None:
+    path = write_ipc(tmp_path / "a.arrow", pa.array([[1] * 30], IDS))
+    path.write_bytes(path.read_bytes().replace(b"text", b"\xfeext"))
+    assert refused(path).startswith(f"{path}: its format is damaged or truncated (")
+
+
+def test_columns_with_dots_in_their_names_are_not_confused(tmp_path: Path) -> None:
+    table = pa.table({"text.raw": pa.array([[9]] * 50, IDS), "other": [{"text": 1}] * 50, "text": pa.array([[1, 2, 3]] * 50, IDS)})
+    pq.write_table(table, tmp_path / "a.parquet")
+    for column, first in (("text", [1, 2, 3, 1, 2, 3, 1, 2]), ("text.raw", [9] * 8)):
+        made = dataset(str(tmp_path / "a.parquet"), column=column)
+        assert sorted(made.batch(np.array([0]))[0][0].tolist())[::7] == sorted(first)[::7]
+
+
 def test_text_that_is_not_utf8_is_refused_for_a_tokenizer(tmp_path: Path) -> None:
     train_tokenizer(tmp_path / "tokenizer.json", ["some words"])
     path = write_parquet(tmp_path / "a.parquet", pa.array([b"fine", b"\xff\xfe"], pa.binary()))
@@ -167,7 +220,7 @@ def test_keys_that_do_not_fit_the_data_are_refused(tmp_path: Path, parquet: Path
     size = train_tokenizer(tmp_path / "tokenizer.json", ["some words"]).get_vocab_size()
     tokenizer = str(tmp_path / "tokenizer.json")
     assert "holds token ids: set data.vocab to the number of tokens" in refused(parquet, vocab=None)
-    assert f"data.vocab = 5: data.tokenizer has {size} tokens" in refused(parquet, tokenizer=tokenizer, vocab=5)
+    assert f"data.vocab = 5: data.tokenizer has ids up to {size - 1}" in refused(parquet, tokenizer=tokenizer, vocab=5)
     text = write_parquet(tmp_path / "b.parquet", pa.array(["text"]))
     assert "data.vocab = 255: text without data.tokenizer is bytes" in refused(text, vocab=255)
     assert "data.vocab = 255: text without data.tokenizer is bytes" in refused("stdlib", vocab=255)
@@ -184,6 +237,17 @@ def test_a_wrong_tokenizer_is_refused(tmp_path: Path, parquet: Path) -> None:
     assert f"data.tokenizer = {tmp_path}/none.json: can't be read" in refused(parquet, tokenizer=str(tmp_path / "none.json"))
     (tmp_path / "wrong.json").write_text("{}")
     assert f"data.tokenizer = {tmp_path}/wrong.json: is no tokenizer.json" in refused(parquet, tokenizer=str(tmp_path / "wrong.json"))
+
+
+def test_text_that_a_tokenizer_can_not_encode_is_named(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    made = Tokenizer(models.WordLevel({"known": 0, "<|end|>": 1}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    path = write_jsonl(tmp_path / "a.jsonl", ["known known"] * 5 + ["unknown"])
+    said = refused(path, tokenizer=str(tmp_path / "tokenizer.json"), end_token="<|end|>", vocab=None)
+    assert said == f"{path}: row 6: data.tokenizer can't encode it (WordLevel error: Missing [UNK] token from the vocabulary)"
 
 
 def test_missing_extras_are_named(tmp_path: Path, parquet: Path, monkeypatch: pytest.MonkeyPatch) -> None:

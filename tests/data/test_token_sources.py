@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from tests.data.sources import (
     VOCAB,
@@ -27,6 +29,7 @@ from tests.data.sources import (
 from vescale_ray.data import document_files
 from vescale_ray.data.block_dataset import block_tokens
 from vescale_ray.data.loading import load_dataset
+from vescale_ray.errors import BadInput
 
 LISTS = [pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint16()), pa.list_(pa.field("x", pa.uint32(), nullable=False))]
 
@@ -135,6 +138,37 @@ def test_a_tokenizer_gives_its_tokens_and_its_vocabulary(source: str, tmp_path: 
     tokens = ended([tokenizer.encode(text).ids for text in texts], tokenizer.token_to_id("<|end|>"))
     assert samples(made) == windows_of([tokens], 1 << 30, 8)
     assert made.vocab == tokenizer.get_vocab_size()
+
+
+def test_a_tokenizers_own_settings_change_no_token(tmp_path: Path) -> None:
+    """Truncation, padding and dropout in ``tokenizer.json`` would drop text, add tokens, and give other tokens in each read."""
+    texts = ["shard worker ring step buddy loss plan " * 20] * 10
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    made = train_tokenizer(tmp_path / "tokenizer.json", texts)
+    changes: dict[str, Any] = {"tokenizer": str(tmp_path / "tokenizer.json"), "end_token": "<|end|>", "vocab": None}
+    plain = dataset(str(path), **changes)
+    every = np.arange(plain.num_samples)
+    made.enable_truncation(16)
+    made.enable_padding(length=400)
+    made.model.dropout = 0.5
+    made.save(str(tmp_path / "tokenizer.json"))
+    other = dataset(str(path), **changes)
+    assert other.num_samples == plain.num_samples and torch.equal(other.batch(every)[0], plain.batch(every)[0])
+
+
+def test_a_vocabulary_with_unused_ids_has_room_for_the_largest(tmp_path: Path) -> None:
+    texts = ["shard worker ring step"] * 20
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    train_tokenizer(tmp_path / "tokenizer.json", texts)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    words = content["model"]["vocab"]
+    words[max(words, key=words.__getitem__)] = 90_000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    changes: dict[str, Any] = {"tokenizer": str(tmp_path / "tokenizer.json"), "end_token": "<|end|>"}
+    made = dataset(str(path), vocab=None, **changes)
+    assert made.vocab == 90_001 and int(made.batch(np.arange(made.num_samples))[0].max()) == 90_000
+    with pytest.raises(BadInput, match="data.vocab = 5000: data.tokenizer has ids up to 90000; raise it"):
+        dataset(str(path), vocab=5000, **changes)
 
 
 def test_heldout_samples_are_the_last_ones_and_never_trained(tmp_path: Path) -> None:

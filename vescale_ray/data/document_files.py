@@ -94,7 +94,7 @@ def guarded(file: DataFile, work: Callable[[], Any], what: str) -> Any:
         return work()
     except BadInput:
         raise
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and str(error).startswith(file.url):
             raise  # DataFile.read
         raise BadInput(f"{file.url}: {what} is damaged or truncated ({reason_of(error)})") from None
@@ -119,13 +119,15 @@ class ParquetFile(DocumentFile):
 
     def __init__(self, file: DataFile, column: str, encoder_of: ChooseEncoder) -> None:
         opened = guarded(file, lambda: pq.ParquetFile(file.opened()), "its footer")
-        field = column_of(file, opened.schema_arrow, column)
+        schema = guarded(file, lambda: opened.schema_arrow, "its footer")
+        field = column_of(file, schema, column)
         super().__init__(file, encoder_of(file, field.type))
         self._column, self._metadata, self.kind = column, opened.metadata, str(field.type)
+        self._leaf = sum(_leaves(one.type) for one in list(schema)[: schema.get_field_index(column)])
         groups = [self._metadata.row_group(group) for group in range(self._metadata.num_row_groups)]
         self._rows = np.concatenate([np.zeros(1, np.int64), np.cumsum([group.num_rows for group in groups], dtype=np.int64)])
         self.fingerprint = file.edges()
-        self._footer = [self._footer_count(part, self._chunk(group)) for part, group in enumerate(groups)]
+        self._footer = [guarded(file, partial(self._footer_count, part, group), "its footer") for part, group in enumerate(groups)]
         self.counts = np.array([len(self.read(p)) if count is None else count for p, count in enumerate(self._footer)], dtype=np.int64)
 
     @property
@@ -134,7 +136,7 @@ class ParquetFile(DocumentFile):
 
     def documents(self, part: int) -> Sequence[pa.Array]:
         reader = pq.ParquetFile(self.file.opened(), metadata=self._metadata, pre_buffer=not self.file.is_local)
-        chunks: Sequence[pa.Array] = reader.read_row_group(part, columns=[self._column], use_threads=False).column(0).chunks
+        chunks: Sequence[pa.Array] = reader.read_row_group(part, columns=[self._column], use_threads=False).column(self._column).chunks
         return chunks
 
     def first_row(self, part: int) -> int:
@@ -147,16 +149,23 @@ class ParquetFile(DocumentFile):
             raise BadInput(f"{self.file.url}: row group {part} holds {len(tokens)} tokens, but its footer counts {told}; write it anew")
         return tokens
 
-    def _chunk(self, group: Any) -> Any:
-        chunks = (group.column(number) for number in range(group.num_columns))
-        return next(chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] == self._column.partition(".")[0])
-
-    def _footer_count(self, part: int, chunk: Any) -> int | None:
+    def _footer_count(self, part: int, group: Any) -> int | None:
         """Number of tokens of a row group, if the footer tells: values that are no nulls, as empty lists count as nulls."""
-        if self.encoder.identity != "ids" or chunk.statistics is None or not chunk.statistics.has_null_count:
+        if self.encoder.identity != "ids":
+            return None
+        chunk, described = group.column(self._leaf), self._metadata.schema.column(self._leaf)
+        if chunk.physical_type != described.physical_type:  # pyarrow would end the process
+            raise pa.ArrowInvalid(f"row group {part} holds {chunk.physical_type}, its schema says {described.physical_type}")
+        if chunk.statistics is None or not chunk.statistics.has_null_count:
             return None
         rows = int(self._rows[part + 1] - self._rows[part])
         return int(chunk.num_values - chunk.statistics.null_count) + (rows if self.encoder.end is not None else 0)
+
+
+def _leaves(kind: pa.DataType) -> int:
+    """Number of Parquet columns that hold a column of an Arrow type."""
+    kind = getattr(kind, "storage_type", kind)
+    return sum(_leaves(kind.field(child).type) for child in range(kind.num_fields)) or 1
 
 
 class ArrowFile(DocumentFile):
@@ -166,7 +175,7 @@ class ArrowFile(DocumentFile):
 
     def __init__(self, file: DataFile, column: str, encoder_of: ChooseEncoder) -> None:
         self._schema, self._places = guarded(file, lambda: self._parts_of(file), "its format")
-        field = column_of(file, self._schema, column)
+        field = guarded(file, lambda: column_of(file, self._schema, column), "its format")
         super().__init__(file, encoder_of(file, field.type))
         self._number, self.kind = self._schema.names.index(column), str(field.type)
         self._rows = np.zeros(len(self._places) + 1, dtype=np.int64)
@@ -201,6 +210,7 @@ class ArrowFile(DocumentFile):
         else:
             opened.seek(place)
             array = pa.ipc.read_record_batch(pa.ipc.read_message(opened), self._schema).column(self._number)
+        array.validate(full=True)  # offsets are read as they are, and would lead out of the array if they are damaged
         return [array]
 
     def first_row(self, part: int) -> int:
@@ -235,8 +245,12 @@ class JsonLinesFile(LinesFile):
 
     def documents(self, part: int) -> Sequence[pa.Array]:
         lines = self.content(part).split(b"\n")
-        texts = [self._text(line, self._lines[part] + number) for number, line in enumerate(lines, 1) if line.strip()]
-        return [pa.array(texts, type=pa.large_string())]
+        texts = {number: self._text(line, number) for number, line in enumerate(lines, self._lines[part] + 1) if line.strip()}
+        try:
+            return [pa.array(texts.values(), type=pa.large_string())]
+        except UnicodeEncodeError as error:
+            number = next(number for number, text in texts.items() if text == error.object)
+            raise BadInput(f"{self.file.url}: line {number}: {error.object[error.start]!a} alone is no character; remove it") from None
 
     def first_row(self, part: int) -> int:
         return self._lines[part] + 1
@@ -244,12 +258,14 @@ class JsonLinesFile(LinesFile):
     def _text(self, line: bytes, number: int) -> str:
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadInput(f"{self.file.url}: line {number} is not JSON ({reason_of(error)})") from None
         if not isinstance(record, dict):
             raise BadInput(f"{self.file.url}: line {number} is no JSON object")
         if self._column not in record:
-            raise BadInput(f"data.column = {self._column}: {self.file.url}: line {number} has no such field; it has {', '.join(record)}")
+            raise BadInput(
+                f"data.column = {self._column}: {self.file.url}: line {number} has no such field; it has {', '.join(list(record)[:20])}"
+            )
         text = record[self._column]
         if not isinstance(text, str):
             raise BadInput(f"data.column = {self._column}: {self.file.url}: line {number}: the field is no text, but {type(text).__name__}")

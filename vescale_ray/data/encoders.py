@@ -119,10 +119,22 @@ class TokenizerEncoder(Encoder):
         self._tokenizer = tokenizer
 
     def values(self, documents: pa.Array) -> tuple[Tokens, Ids]:
-        parts = [[one.ids for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)] for texts in _texts(documents)]
-        ids = [row for part in parts for row in part]
+        ids: list[list[int]] = []
+        for texts in _texts(documents):
+            try:
+                ids += [one.ids for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+            except Exception as error:  # the package raises no narrower class
+                raise BadDocument(len(ids) + self._first_refused(texts), f"data.tokenizer can't encode it ({error})") from None
         lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
         return np.fromiter(chain.from_iterable(ids), dtype=self.dtype, count=int(lengths.sum())), lengths
+
+    def _first_refused(self, texts: list[str]) -> int:
+        for row, text in enumerate(texts):
+            try:
+                self._tokenizer.encode(text, add_special_tokens=False)
+            except Exception:
+                return row
+        return 0
 
 
 def _texts(documents: pa.Array) -> Iterator[list[str]]:
@@ -146,6 +158,9 @@ def _is_utf8(text: bytes) -> bool:
 def load_tokenizer(path: str) -> tuple[Any, str]:
     """Return the tokenizer of a ``tokenizer.json`` at a path or URL, and a hash of the file.
 
+    The file may switch on truncation, padding and BPE dropout, which would drop text, add tokens and change the tokens of each read. They
+    are switched off.
+
     Raises:
         BadInput: the package or the file is missing, or the file is no tokenizer.
     """
@@ -159,9 +174,19 @@ def load_tokenizer(path: str) -> tuple[Any, str]:
     except Exception as error:
         raise BadInput(f"data.tokenizer = {path}: can't be read ({' '.join(str(error).split())[:200]}); give a tokenizer.json") from None
     try:
-        return Tokenizer.from_str(content.decode()), hashlib.sha256(content).hexdigest()[:16]
+        made = Tokenizer.from_str(content.decode())
     except Exception as error:
         raise BadInput(f"data.tokenizer = {path}: is no tokenizer.json ({' '.join(str(error).split())[:200]})") from None
+    made.no_truncation()
+    made.no_padding()
+    if getattr(made.model, "dropout", None):
+        made.model.dropout = None
+    return made, hashlib.sha256(content).hexdigest()[:16]
+
+
+def id_count(tokenizer: Any) -> int:
+    """Return one more than the tokenizer's largest token id, which exceeds the number of its tokens if some ids are not used."""
+    return 1 + max(tokenizer.get_vocab().values(), default=0)
 
 
 def end_token_beside(path: str) -> str | None:

@@ -13,7 +13,7 @@ from vescale_ray.data.block_dataset import BlockDataset, block_tokens
 from vescale_ray.data.corpus import VOCAB, load_corpus, text_files
 from vescale_ray.data.dataset import DataKeys, Dataset, SourceKeys
 from vescale_ray.data.document_files import ArrowFile, JsonLinesFile, ParquetFile, TextFile
-from vescale_ray.data.encoders import ByteEncoder, Encoder, IdEncoder, TokenizerEncoder, end_token_beside, load_tokenizer
+from vescale_ray.data.encoders import ByteEncoder, Encoder, IdEncoder, TokenizerEncoder, end_token_beside, id_count, load_tokenizer
 from vescale_ray.data.files import DataFile, find_files, is_glob
 from vescale_ray.data.mixture import Mixture, check_unit
 from vescale_ray.data.token_files import TokenFile, open_bin, open_npy
@@ -164,10 +164,10 @@ class _Encoders:
         self._keys = keys
         none: tuple[Any, str] = (None, "")
         self._tokenizer, self._digest = load_tokenizer(keys.tokenizer) if keys.tokenizer is not None else none
-        smallest = int(self._tokenizer.get_vocab_size()) if self._tokenizer is not None else 1
+        smallest = id_count(self._tokenizer) if self._tokenizer is not None else 1
         self.vocab = keys.vocab or (smallest if self._tokenizer is not None else 0)
         if keys.vocab is not None and keys.vocab < smallest:
-            raise BadInput(f"data.vocab = {keys.vocab}: data.tokenizer has {smallest} tokens; raise it, or leave it out")
+            raise BadInput(f"data.vocab = {keys.vocab}: data.tokenizer has ids up to {smallest - 1}; raise it, or leave it out")
         self.end = self._end(keys.end_token)
         self.identity = {"data.column": keys.column, "data.tokenizer": self._digest, "data.end_token": str(self.end)}
 

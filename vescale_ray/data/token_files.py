@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from vescale_ray.data.encoders import BadDocument, Tokens, check_ids
-from vescale_ray.data.files import DataFile
+from vescale_ray.data.files import DataFile, reason_of
 from vescale_ray.data.stream import Ids
 from vescale_ray.errors import BadInput
 
@@ -118,8 +118,10 @@ def open_npy(file: DataFile, step: int, vocab: int) -> FlatFile:
         version = np.lib.format.read_magic(head)  # type: ignore[no-untyped-call]
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, in_columns, dtype = read(head)  # type: ignore[no-untyped-call]
-    except ValueError as error:
-        raise BadInput(f"{file.url} is damaged or no .npy file ({' '.join(str(error).split())[:200]})") from None
+        if min(shape, default=0) < 0:
+            raise ValueError(f"its shape is {shape}")
+    except Exception as error:  # a damaged header can fail in any step of numpy's parser
+        raise BadInput(f"{file.url} is damaged or no .npy file ({reason_of(error)})") from None
     by_column = in_columns and len(shape) > 1
     if dtype.kind not in "iu" or dtype.byteorder == ">" or len(shape) not in (1, 2) or by_column:
         form = f"{'column-major ' if by_column else ''}{len(shape)}-D array of {dtype.str}"
