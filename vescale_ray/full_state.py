@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor, RaggedShard, distribute_tensor
+from vescale_ray.dtensor.spec import replicated
 from vescale_ray.dtensor.transfer import MOVABLE, movable
 
 
@@ -64,6 +65,8 @@ class FullState:
                 target.copy_(RaggedDTensor.from_spec(self._part(name, entry, target), target._spec))
                 return target
             full = self._whole(name, entry)
+            if isinstance(target, DTensor) and any(p.is_partial() for p in target.placements):
+                target = target.redistribute(placements=replicated(target.device_mesh))  # a norm that an optimizer keeps
             if isinstance(target, DTensor) and not isinstance(target, RaggedDTensor):
                 full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
             target.copy_(full)

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_ray.communication.collectives import in_parameter_order
 from vescale_ray.full_state import FullState, FullTensor
+from vescale_ray.new_states import adopt, undisturbed
 
 __all__ = [
     "StateDictOptions",
@@ -58,6 +59,12 @@ def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizers, *, option
     if options == StateDictOptions():
         return mine
     if options.full_state_dict:
+        shapes = {name: getattr(value, "shape", ()) for name, value in _flattened(mine).items() if name.startswith("state.")}
+        if _differ(shapes, model.parameters()):
+            raise ValueError(
+                "the ranks have optimizer states of different parameters or shapes, which can't be gathered: "
+                "let all ranks take the same steps"
+            )
         for optimizer in optimizers:
             in_parameter_order(optimizer.state, model.parameters())
     return torchs.get_optimizer_state_dict(model, optimizers, options=options)
@@ -96,16 +103,19 @@ def set_optimizer_state_dict(
     optimizers = _listed(optimizers)
     _rest(model, optimizers)
     if not options.full_state_dict:
-        torchs.set_optimizer_state_dict(model, optimizers, dict(optim_state_dict), options=options)
+        with undisturbed(optimizers):
+            torchs.set_optimizer_state_dict(model, optimizers, dict(optim_state_dict), options=options)
         return
     mine = _with_states(model, optimizers)
     flat = _flattened(mine)
     source = FullState(optim_state_dict, options, _device(flat), _flattened)
+    adopt(mine, flat, optimizers, source.items)
     _fill(flat, source, options, "optimizer", mine["param_groups"])
     state = {name: _nested(f"state.{name}", states, flat) for name, states in mine["state"].items()}
     groups = [{**group, **_of_group(group, flat)} for group in mine["param_groups"]]
     loaded: dict[str, Any] = {"state": state, "param_groups": groups}
-    torchs.set_optimizer_state_dict(model, optimizers, loaded, options=StateDictOptions(strict=options.strict))
+    with undisturbed(optimizers):  # torch lets an optimizer without states step once more
+        torchs.set_optimizer_state_dict(model, optimizers, loaded, options=StateDictOptions(strict=options.strict))
 
 
 def _fill(
@@ -123,7 +133,8 @@ def _fill(
             _check_groups(groups, source.items)
     except ValueError as error:
         refusal = error
-    differ = not source.sends and _differ(mine, source.items, refusal)
+    loaded = {name: _shown(value) for name, value in source.items.items() if name in mine}
+    differ = not source.sends and _differ({**loaded, "": refusal is not None}, (value for _, value in sorted(mine.items())))
     if refusal is not None:
         raise refusal
     if differ:
@@ -137,11 +148,10 @@ def _fill(
     return missing, unexpected
 
 
-def _differ(mine: Mapping[str, Any], items: Mapping[str, Any], refusal: ValueError | None) -> bool:
-    """Return whether the ranks that share tensors of ``mine`` load different names or shapes, or only some refuse. Collective."""
-    loaded = [(name, getattr(items[name], "shape", ())) for name in sorted(mine) if name in items]
-    digest = _hash(repr((loaded, refusal is not None)).encode())
-    meshes = [value.device_mesh for _, value in sorted(mine.items()) if isinstance(value, DTensor)]
+def _differ(mine: Mapping[str, Any], sharded: Iterable[Any]) -> bool:
+    """Return whether the ranks that share the ``sharded`` tensors have a different ``mine``. Collective."""
+    digest = _hash(repr(sorted(mine.items())).encode())
+    meshes = [one.device_mesh for one in sharded if isinstance(one, DTensor)]
     groups = {group: mesh.device_type for mesh in meshes for group in mesh.get_all_groups()}
     differ = False
     for group, device in groups.items():
@@ -152,6 +162,13 @@ def _differ(mine: Mapping[str, Any], items: Mapping[str, Any], refusal: ValueErr
         differ = differ or bool((parts != parts[0]).any())
         digest = _hash(bytes(every.tolist()))  # ranks in the other dimensions of the mesh learn of a difference in this one
     return differ
+
+
+def _shown(value: Any) -> Any:
+    """What identifies an entry of a full state dict: its value, or the shape of a tensor. Other objects may show their address."""
+    if isinstance(value, list | tuple):
+        return [_shown(item) for item in value]
+    return value if isinstance(value, bool | int | float | str | bytes) else getattr(value, "shape", type(value).__name__)
 
 
 def _hash(data: bytes) -> bytes:
@@ -225,21 +242,28 @@ def _device(state: Mapping[str, Any]) -> torch.device:
 
 
 def _with_states(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> dict[str, Any]:
-    """Return the optimizers' sharded state. torch makes the states of a new optimizer by a step, but not while there are gradients."""
-    params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
-    gradients = [param.grad for param in params]
+    """Return the optimizers' sharded state. torch makes the states of a new optimizer by a step."""
     new = " or ".join(type(optimizer).__name__ for optimizer in optimizers if not optimizer.state)
-    for param in params:
-        param.grad = None
-    try:
-        return torchs.get_optimizer_state_dict(model, optimizers)
-    except TypeError as error:
-        if not new:
+    with undisturbed(optimizers):
+        try:
+            return torchs.get_optimizer_state_dict(model, optimizers)
+        except TypeError as error:
+            if not new:
+                raise
+            raise ValueError(f"{new} can't make its states without a closure ({error}): take a step before") from error
+        except KeyError:
+            _check_keys(optimizers)  # the step has made a state of no parameter
             raise
-        raise ValueError(f"{new} can't make its states without a closure ({error}): take a step before") from error
-    finally:
-        for param, gradient in zip(params, gradients, strict=True):
-            param.grad = gradient
+
+
+def _check_keys(optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+    for optimizer in optimizers:
+        other = next((key for key in optimizer.state if not isinstance(key, Tensor)), None)
+        if other is not None:
+            raise ValueError(
+                f"{type(optimizer).__name__} has a state of no parameter, {other!r}, for which torch's state dicts have no name: "
+                "vescale_ray.checkpoint stores it"
+            )
 
 
 def _flattened(given: Mapping[str, Any]) -> dict[str, Any]:

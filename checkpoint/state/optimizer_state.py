@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from vescale_ray.dtensor.beside import zeros_beside
+from vescale_ray.new_states import OF_SCHEDULERS
+
 from ..errors import CheckpointMismatch
 from .flat_state import FlatState, Saved, TensorChoice
 from .names import matches
-from .nested_state import fold, is_folded, is_nested, is_replicated, leaves, unfold, zeros_beside
+from .nested_state import fold, is_folded, is_nested, is_replicated, leaves, unfold
 from .scalars import decode, encode
 
 Created = list[tuple[torch.optim.Optimizer, torch.Tensor, str]]
@@ -163,9 +166,6 @@ def check_groups(
             raise CheckpointMismatch(f"parameter group {index} of optimizer {key!r} differs from the checkpoint's in {shown}")
 
 
-_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
-
-
 def _check_sort(key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Check that the optimizer is the saved one, or one with the same hyperparameters (Adam and AdamW). Another optimizer's states would be
     mistaken for this one's, or be ignored, without any error.
@@ -176,7 +176,7 @@ def _check_sort(key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, 
     sort = saved.get("type")
     same = sort is None or any(cls.__name__ == sort for cls in type(optimizer).__mro__)
     for group, stored in zip(optimizer.param_groups, saved["groups"], strict=False):
-        ours, theirs = set(group) - {"params", "param_names"} - _OF_SCHEDULERS, set(stored["hyper"]) - _OF_SCHEDULERS
+        ours, theirs = set(group) - {"params", "param_names"} - OF_SCHEDULERS, set(stored["hyper"]) - OF_SCHEDULERS
         if ours != theirs and not (same and (ours <= theirs or theirs <= ours)):
             odd = ", ".join(sorted(ours ^ theirs)[:4])
             raise CheckpointMismatch(
@@ -312,11 +312,11 @@ def stateless(
 def restore_optimizer(
     key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], flat: FlatState, checkpoint: Saved, choice: TensorChoice
 ) -> None:
-    params: dict[str, torch.Tensor] = {}
+    params: dict[str, list[torch.Tensor]] = {}  # several if parameters were tied when they were saved
     for param in (p for group in optimizer.param_groups for p in group["params"]):
         name = flat.names[id(param)]
         if choice.takes(name, flat):
-            params[_stored(name, flat, checkpoint, choice)] = param
+            params.setdefault(_stored(name, flat, checkpoint, choice), []).append(param)
     empty = stateless(key, optimizer, saved, flat, checkpoint, choice)
     for state_key in [k for k in optimizer.state if flat.names.get(id(k)) in empty or not isinstance(k, torch.Tensor)]:
         del optimizer.state[state_key]
@@ -324,8 +324,7 @@ def restore_optimizer(
         optimizer.state[state_key] = unfold(value)
     for state_key, by_name in saved["scalars"].items():
         for name, value in by_name.items():
-            found = params.get(checkpoint.aliases.get(name, name))
-            if found is not None:
+            for found in params.get(checkpoint.aliases.get(name, name), ()):
                 at, held = (key, flat.names[id(found)], state_key), optimizer.state[found].get(state_key)
                 optimizer.state[found][state_key] = flat.nested[at] if is_folded(value) else decode(value, held)
     for index, group in enumerate(optimizer.param_groups):

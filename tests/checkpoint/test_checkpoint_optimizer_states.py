@@ -116,6 +116,21 @@ def test_one_parameter_without_states_is_cleared_alone(tmp_path: Path) -> None:
     assert all(map(torch.equal, first, train(model, optimizer)))
 
 
+@pytest.mark.parametrize("make", [Counter, lambda p: torch.optim.AdamW(p, 0.1)], ids=["counter", "adamw"])
+def test_parameters_that_were_tied_all_get_the_states(tmp_path: Path, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    """The numbers among the states went to one of the parameters alone: AdamW's next step failed, a counter began anew."""
+    torch.manual_seed(0)
+    tied, untied = (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2))
+    tied[1].weight = tied[0].weight
+    optimizer, resumed = make(tied.parameters()), make(untied.parameters())
+    train(tied, optimizer)
+    ckpt.save({"model": tied, "optimizer": optimizer}, tmp_path, 1)
+    ckpt.load({"model": untied, "optimizer": resumed}, tmp_path)
+    first, second = (resumed.state[layer.weight] for layer in (untied[0], untied[1]))
+    assert first["step"] == second["step"] == 2 and first.keys() == second.keys()
+    train(untied, resumed)
+
+
 @on_threads(1)
 def test_plain_states_of_a_sharded_0d_parameter_load_plain(rank: int, world: int) -> None:
     """As a DTensor, NAdam's ``mu_product`` would be sent between the ranks in every step."""

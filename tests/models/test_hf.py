@@ -146,7 +146,7 @@ def test_data_that_does_not_fit_the_model_is_refused(tmp_path: Path, llama: Path
     text = tmp_path / "text.txt"
     text.write_text("shard worker ring\n" * 500)
     said = refused(llama, tmp_path, data_corpus=str(text))
-    assert "it has 271 tokens, the embeddings of model.hf" in said and "160; use the tokenizer" in said
+    assert "its ids need 271 rows, the embeddings of model.hf" in said and "160; use the tokenizer" in said
     for file in llama.glob("*.safetensors*"):
         file.unlink()
     edit(llama, vocab_size=300)

@@ -34,6 +34,41 @@ class Nested(torch.optim.Optimizer):
                 p.add_(state["factors"]["ema"], alpha=-group["lr"])
 
 
+class OnDemand(torch.optim.Optimizer):
+    """An optimizer that makes states, and a hyperparameter, only as they are needed, as D-Adaptation and Prodigy do."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        for p in (p for group in self.param_groups for p in group["params"]):
+            assert not self.state[p]  # now it has an entry, as after train() of schedule-free optimizers
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None and p.grad.any()):
+                state = self.state[p]
+                state["total"] = state.get("total", 0) + 1 if "ema" in state else 1.0
+                state.setdefault("ema", torch.zeros_like(p)).lerp_(p.grad, 0.5)
+                group["reached"] = max(group.get("reached", 0.0), state["total"])
+                p.add_(state["ema"], alpha=-group["lr"] / group["reached"])
+
+
+class Restless(torch.optim.Optimizer):
+    """An optimizer whose steps move the parameters whatever the learning rate, as FTRL's, and that keeps norms, as LAMB does."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            state["scale"] = 0.5 if not state else torch.ones_like(p)  # a number at first
+            state.setdefault("ema", torch.zeros_like(p)).lerp_(p.grad, 0.5)
+            state["norm"] = torch.linalg.vector_norm(p)
+            p.mul_(0.5 * state["scale"]).sub_(state["ema"] / (1 + state["norm"]))
+
+
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
@@ -61,6 +96,8 @@ def with_empty_group(model: nn.Module) -> torch.optim.Optimizer:
         pytest.param(lambda m: torch.optim.SGD(m.parameters(), lr=0.01), id="without states"),
         pytest.param(lambda m: Nested(m.parameters(), lr=0.01), id="nested"),
         pytest.param(with_empty_group, id="an empty group"),
+        pytest.param(lambda m: OnDemand(m.parameters(), lr=0.01), id="on demand"),
+        pytest.param(lambda m: Restless(m.parameters(), lr=0.01), id="restless"),
     ],
 )
 @on_threads(2)
@@ -70,7 +107,8 @@ def test_training_goes_on_from_a_full_optimizer_state(
     """The target optimizer has no states yet, and perhaps gradients of another backward, which stay."""
     model, other = net(), net()
     optimizer = make(model)
-    train(model, optimizer, 0)
+    for seed in (2, 0):
+        train(model, optimizer, seed)
     saved = get_optimizer_state_dict(model, optimizer, options=FULL)
     other.load_state_dict(model.state_dict())
     resumed = make(other)
@@ -107,3 +145,52 @@ def test_an_optimizer_that_needs_a_closure_is_named(rank: int, world: int) -> No
     model = net()
     with pytest.raises(ValueError, match=r"LBFGS can't make its states without a closure .*: take a step before"):
         get_optimizer_state_dict(model, torch.optim.LBFGS(model.parameters()), options=FULL)
+
+
+@on_threads(2)
+def test_state_dicts_of_new_optimizers_move_no_parameter(rank: int, world: int) -> None:
+    model = net()
+    before = [p.to_local().clone() for p in model.parameters()]
+    for options in (FULL, StateDictOptions()):
+        saved = get_optimizer_state_dict(model, Restless(model.parameters(), lr=0.01), options=options)
+        set_optimizer_state_dict(model, Restless(model.parameters(), lr=0.01), saved, options=options)
+        assert all(torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+@on_threads(2)
+def test_schedulers_hyperparameters_may_be_on_either_side_alone(rank: int, world: int) -> None:
+    model = net()
+    plain, scheduled = (torch.optim.AdamW(model.parameters(), lr=0.01) for _ in range(2))
+    torch.optim.lr_scheduler.LinearLR(scheduled)
+    for source, target in ((plain, scheduled), (scheduled, plain)):
+        train(model, source, 0)
+        saved = get_optimizer_state_dict(model, source, options=FULL)
+        set_optimizer_state_dict(model, target, saved, options=FULL)
+        assert target.param_groups[0]["initial_lr"] == 0.01 and target.param_groups[0]["lr"] == source.param_groups[0]["lr"]
+
+
+@on_threads(2)
+def test_states_and_numbers_that_differ_by_rank_are_refused(rank: int, world: int) -> None:
+    """Without the check, the ranks would wait for each other, or train with different learning rates."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, 0)
+    saved = get_optimizer_state_dict(model, optimizer, options=FULL)
+    saved["param_groups"][0]["lr"] = 0.5 + rank
+    with pytest.raises(ValueError, match="the ranks have different full optimizer state dicts"):
+        set_optimizer_state_dict(model, optimizer, saved, options=FULL)
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    if rank == 1:
+        del optimizer.state[next(model.parameters())]
+    with pytest.raises(ValueError, match="optimizer states of different parameters or shapes, .* let all ranks take the same steps"):
+        get_optimizer_state_dict(model, optimizer, options=FULL)
+
+
+@on_threads(2)
+def test_a_state_of_no_parameter_is_named(rank: int, world: int) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    states: dict[Any, Any] = optimizer.state
+    states["steps"] = 3
+    with pytest.raises(ValueError, match="SGD has a state of no parameter, 'steps', .*: vescale_ray.checkpoint stores it"):
+        get_optimizer_state_dict(model, optimizer, options=FULL)
