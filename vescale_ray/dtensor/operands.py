@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +18,8 @@ def operand(cls: type[DTensor], value: Any, sharding: LocalSharding, op: str) ->
     """``value`` as an operand of an element-wise operation on local tensors of ``sharding``; non-tensors are returned unchanged.
 
     Raises:
-        ValueError: it is a plain tensor with dimensions, which may be the whole tensor or this rank's part; or it is on another mesh.
+        ValueError: it is a plain tensor with dimensions, which may be the whole tensor or this rank's part; or it is on another mesh, or
+            of a shape that can't be broadcast to the layout's.
     """
     if not isinstance(value, Tensor):
         return value
@@ -26,7 +28,7 @@ def operand(cls: type[DTensor], value: Any, sharding: LocalSharding, op: str) ->
             refuse_leaf(op, value, sharding.describe())
             return value if sharding.shape else value.view(1)
         if plain_is_whole():
-            return spread(value, sharding)
+            return spread(_broadcast(value, sharding, op), sharding)
         raise ValueError(
             f"{op}: a plain tensor of shape {tuple(value.shape)} meets {sharding.describe()}: "
             "distribute it first (vescale_ray.distribute_tensor for a whole tensor, RaggedDTensor.from_local for this rank's part); "
@@ -47,7 +49,20 @@ def operand(cls: type[DTensor], value: Any, sharding: LocalSharding, op: str) ->
         local, _ = move(value._local_tensor, value._spec, sharding.placements)
         return local.contiguous()
     full, _ = move(value._local_tensor, value._spec, replicated(sharding.mesh))
-    return spread(full, sharding)
+    return spread(_broadcast(full, sharding, op), sharding)
+
+
+def broadcasts(shape: Sequence[int], into: Sequence[int]) -> bool:
+    """Whether a tensor of ``shape`` can be broadcast to the shape ``into``."""
+    return len(shape) <= len(into) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(into), strict=False))
+
+
+def _broadcast(full: Tensor, sharding: LocalSharding, op: str) -> Tensor:
+    if not broadcasts(full.shape, sharding.shape):
+        raise ValueError(
+            f"{op}: a tensor of shape {tuple(full.shape)} can't be broadcast to {sharding.describe()}: give one of the same shape"
+        )
+    return full
 
 
 def spread(full: Tensor, sharding: LocalSharding) -> Tensor:

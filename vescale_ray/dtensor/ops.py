@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_ray.compat.core import tree_map
 from vescale_ray.dtensor.fallback import Cls, Handler, RaggedFallbackWarning, Rule, fallback, plain_target
-from vescale_ray.dtensor.operands import gathered, operand, spread
+from vescale_ray.dtensor.operands import broadcasts, gathered, operand, spread
 from vescale_ray.dtensor.pending import any_pending, on_pending
 from vescale_ray.dtensor.redistribution import move, plain_spec
 from vescale_ray.dtensor.reduce import REDUCTIONS, allclose, amp_unscale, equal, foreach_max, foreach_norm, reduce_op, scalar
@@ -387,7 +387,7 @@ def _copy(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
         local = operand(cls, source, sharding, "copy_")
     elif source.shape == sharding.shape:
         local = view_of(source, sharding)
-    elif _broadcasts(source.shape, sharding.shape):
+    elif broadcasts(source.shape, sharding.shape):
         local = spread(source, sharding)
     else:
         raise ValueError(
@@ -396,10 +396,6 @@ def _copy(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
         )
     func(target._local_tensor, local, *args[2:], **kwargs)
     return target
-
-
-def _broadcasts(shape: Sequence[int], into: Sequence[int]) -> bool:
-    return len(shape) <= len(into) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(into), strict=False))
 
 
 # -- the rest -------------------------------------------------------------------------------------------------------------

@@ -91,6 +91,10 @@ def start(local: torch.Tensor, source: DTensorSpec, placements: Sequence[Placeme
     target = layout_of(mesh, want, shape).spec(dtype) if ragged else plain_spec(mesh, want, shape, dtype)
     if local.is_meta:
         return Transfer(local.new_empty(local_shape(mesh, want, shape))), target
+    if not all(type(p) is Shard or isinstance(p, RaggedShard | Replicate) or p.is_partial() for p in source.placements):
+        # The order of the cuts of torch's _StridedShard is in the spec, not in its placements.
+        whole = plain_spec(mesh, [p if p.is_partial() else Replicate() for p in source.placements], shape, dtype)
+        local, source = arrived(redistribute_local_tensor(local, source, whole)), whole
     return _steps(local, mesh, tuple(source.placements), target.placements, shape, dtype), target
 
 

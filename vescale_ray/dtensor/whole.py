@@ -22,7 +22,8 @@ from vescale_ray.dtensor.transfer import arrived
 def held_whole(operands: Sequence[DTensor]) -> bool:
     """Whether every rank holds all elements of each operand, or a contribution to all, on one mesh."""
     mesh = operands[0].device_mesh
-    return all(not any(p.is_shard() for p in v.placements) and (v.device_mesh is mesh or v.device_mesh == mesh) for v in operands)
+    whole = all(p.is_replicate() or p.is_partial() for v in operands for p in v.placements)  # torch's _StridedShard is no Shard
+    return whole and all(v.device_mesh is mesh or v.device_mesh == mesh for v in operands)
 
 
 def on_local(func: Any, mesh: DeviceMesh, placements: tuple[Placement, ...], args: Any, kwargs: dict[str, Any]) -> Any:
