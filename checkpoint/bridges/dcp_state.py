@@ -52,6 +52,7 @@ class DcpSource:
         only: Collection[str] | None = None,
     ) -> None:
         self._files = DcpFiles(folder)
+        self._paths = _unwrapped(self._files.paths)
         self._table, self._include, self._exclude = table, include, exclude
         self._ours = {theirs: ours for ours, theirs in entries.items()}
         self._keys: dict[tuple[str, str], str] = {}
@@ -61,9 +62,9 @@ class DcpSource:
         self._optimizers: dict[str, _Optimizer] = {}
         self._values: dict[tuple[Any, ...], str] = {}
         states: list[tuple[str, str, str, str]] = []  # our optimizer, name, state key, DCP's key
-        bare = not any(len(path) > 1 and self._entry(path) == "model" for path in self._files.paths.values())
+        bare = not any(len(path) > 1 and self._entry(path) == "model" for path in self._paths.values())
         mixed = self._mixed()
-        for key, path in self._files.paths.items():
+        for key, path in self._paths.items():
             entry = self._entry(path)
             inner = [str(part) for part in path[1:]]
             part = _optimizer_part(inner)
@@ -140,7 +141,7 @@ class DcpSource:
         """Entries that mix tensors and other values, such as a data loader's state; each becomes one plain value. A module with extra state
         does not count."""
         sorts: dict[str, set[bool]] = {}
-        for key, path in self._files.paths.items():
+        for key, path in self._paths.items():
             if len(path) > 1 and _optimizer_part([str(part) for part in path[1:]]) is None and not str(path[-1]).endswith("_extra_state"):
                 sorts.setdefault(self._entry(path), set()).add(key in self._files.tensors)
         return {entry for entry, found in sorts.items() if len(found) == 2 and entry != "model"}
@@ -197,7 +198,7 @@ class DcpSource:
         found = self._optimizers[entry]
         tensor = self._files.tensors.get(key)
         held = self._tensors.get(owner)
-        nested = len(self._files.paths[key]) > 4
+        nested = len(self._paths[key]) > 4
         if tensor is None or (tensor.shape == () and (nested or field == "step" or held is None or held.shape != ())):
             found.scalars.setdefault(field, {})[owner] = key
             return
@@ -266,9 +267,9 @@ class DcpSource:
                 value = torch.empty(0) if apart else self._scalar(where)
                 if apart:
                     paths[id(value)] = path
-                inner = self._files.paths[where][4:]
+                inner = self._paths[where][4:]
                 if inner:
-                    _put(states.setdefault(str(self._files.paths[where][3]), {}).setdefault(name, _Node()), inner, value)
+                    _put(states.setdefault(str(self._paths[where][3]), {}).setdefault(name, _Node()), inner, value)
                 else:
                     states.setdefault(path, {})[name] = value
         return states, paths
@@ -300,6 +301,21 @@ def _optimizer_part(inner: Sequence[str]) -> tuple[str, str, str] | None:
         if kind in ("state", "param_groups") and name:
             return kind, name, field
     return None
+
+
+def _unwrapped(paths: Mapping[str, tuple[Any, ...]]) -> Mapping[str, tuple[Any, ...]]:
+    """``paths`` without the name of one object around the model and the optimizers, as the ``app`` of torch's tutorial."""
+
+    def around(path: Sequence[Any]) -> bool:
+        texts = [str(part) for part in path]
+        whole = texts[0] != "model" and texts[1:2] == ["model"]
+        return len(path) > 2 and (whole or _optimizer_part(texts[2:]) is not None) and _optimizer_part(texts[1:]) is None
+
+    names = {path[0] for path in paths.values() if around(path)}
+    inner = {path[1] for path in paths.values() if path[0] in names and len(path) > 1}
+    if len(names) != 1 or inner & {path[0] for path in paths.values()}:
+        return paths
+    return {key: path[1:] if path[0] in names and len(path) > 1 else path for key, path in paths.items()}
 
 
 class _Node(dict[Any, Any]):

@@ -322,6 +322,26 @@ def test_import_ties_tensors_that_dcp_stored_twice_only_if_equal(root):
     assert same_module(net, other)
 
 
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+def test_import_looks_into_an_object_around_the_whole_state(root, flat):
+    """torch's tutorial saves ``{"app": AppState(model, optimizer)}``."""
+    net, other = Net(tie=False), Net(1, tie=False)
+    optimizer = adam(net)
+    train(net, optimizer, 2)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    app = {"model": get_model_state_dict(net), "optim": get_optimizer_state_dict(net, optimizer, options=options), "step": 7}
+    dcp.save({"app": app, "epoch": 3}, checkpoint_id=root / "dcp", no_dist=True)
+    state = {"model": other, "optimizer": adam(other), "step": None, "epoch": None}
+    ckpt.import_dcp(root / "dcp", state)
+    assert same_module(net, other) and (state["step"], state["epoch"]) == (7, 3)
+    train(net, optimizer, 1)
+    train(other, state["optimizer"], 1)
+    assert same_module(net, other)
+    dcp.save({"app": {"model": get_model_state_dict(net)}}, checkpoint_id=root / "weights", no_dist=True)
+    ckpt.import_dcp(root / "weights", other)
+    assert same_module(net, other)
+
+
 def test_import_takes_a_bare_state_dict_with_model_dot_names(root):
     tensors = {
         "model.embed": torch.randn(4, 3),
