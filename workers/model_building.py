@@ -39,7 +39,7 @@ def build_model(config: RunConfig) -> nn.Module:
     """The unsharded model of ``config.model``, on the meta device.
 
     Raises:
-        ValueError: the folder or the factory gives no model, or its parameters or buffers can't be filled
+        ValueError: the folder or the factory gives no model, or raises, or its parameters or buffers can't be filled
             (:func:`vescale_ray.workers.initial_values.check_initializable`). With ``elastic.deterministic``, also if an optimizer other
             than AdamW would step 16-bit parameters.
     """
@@ -61,13 +61,22 @@ def build_model(config: RunConfig) -> nn.Module:
             )
             return Llama(sizes)
         try:
-            built: nn.Module = function_of(model.factory)(**model.args)
+            factory = function_of(model.factory)
         except (ImportError, AttributeError) as error:
             raise ValueError(f"model.factory = {model.factory}: {error}; give an importable pkg.mod:function") from None
-        except TypeError as error:
-            if not model.args:
-                raise
-            raise ValueError(f"model.factory = {model.factory} with model.args = {model.args}: {error}") from None
+        except Exception as error:
+            raise ValueError(f"model.factory = {model.factory}: its import raises {type(error).__name__}: {error}") from error
+        try:
+            built = factory(**model.args)
+        except Exception as error:
+            called = f"model.args = {model.args}" if model.args else "no arguments"
+            raise ValueError(
+                f"model.factory = {model.factory} with {called} raises {type(error).__name__}: {error}; it runs on the meta device, where "
+                "tensors have no values"
+            ) from error
+    if not isinstance(built, nn.Module):
+        what = f"the class {built.__name__}" if isinstance(built, type) else f"a {type(built).__name__}"
+        raise ValueError(f"model.factory = {model.factory}: it returns {what}; give a function that returns a torch.nn.Module")
     check_initializable(built, f"model.factory = {model.factory}")
     if config.elastic.deterministic and config.train.optimizer != "adamw":
         short = next((name for name, p in built.named_parameters() if p.requires_grad and p.dtype.itemsize < 4), None)

@@ -259,6 +259,7 @@ def _expected(config: RunConfig) -> dict[str, _Expected]:
     """Shape and optimizer states of each parameter, from a model on the meta device, which takes no memory."""
     from vescale_ray.models.units import select_units
     from vescale_ray.optim import OptimizerConfig, route_parameters
+    from vescale_ray.optim.build import check_options
     from vescale_ray.workers.initial_values import check_weights_of
     from vescale_ray.workers.model_building import build_model
 
@@ -268,8 +269,11 @@ def _expected(config: RunConfig) -> dict[str, _Expected]:
         check_weights_of(config, model)
         _check_vocabulary(model, config)
         routing = route_parameters(model, OptimizerConfig.of(config.train))
+        check_options(OptimizerConfig.of(config.train))
     except BadInput:
         raise
+    except SystemExit as error:
+        raise RunRefused(f"model.factory = {config.model.factory}: it ends the process, with {error.code!r}; raise an error") from None
     except ValueError as error:
         raise RunRefused(" ".join(str(error).split())) from None
     trained = {route.name: STATES[route.optimizer] for route in routing.routes}
@@ -296,9 +300,10 @@ def _describe_model(config: RunConfig) -> None:
 def _check_vocabulary(model: Any, config: RunConfig) -> None:
     """Refuse a model of the user's whose embeddings have no row for some tokens. It would fail in a step, on a GPU without a reason."""
     rows = [int(module.num_embeddings) for module in model.modules() if hasattr(module, "num_embeddings")]
-    if config.data.vocab is not None and rows and max(rows) < config.data.vocab:
+    vocab = config.data.vocab or VOCAB
+    if rows and max(rows) < vocab:
         raise RunRefused(
-            f"data.vocab = {config.data.vocab}: the embedding of model.factory = {config.model.factory} has {max(rows)} rows; "
+            f"data.vocab = {vocab}: the embedding of model.factory = {config.model.factory} has {max(rows)} rows; "
             "give the model a row for each token"
         )
 

@@ -176,6 +176,70 @@ def test_model_that_can_not_be_built_is_refused(tmp_path: Path) -> None:
     assert "no_such_module" in refused(tiny(tmp_path, "r", model_factory="no_such_module:make"))
 
 
+FACTORIES = """
+import torch
+from torch import nn
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(100, 4)
+    def init_parameter(self, name, full, generator):
+        pass
+
+def raising():
+    raise RuntimeError("no\\nvalue")
+def missing_attribute():
+    return torch.no_such_thing()
+def needs(size):
+    return Small()
+def the_class():
+    return Small
+def leaving():
+    raise SystemExit(3)
+number = 5
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("raising", " with no arguments raises RuntimeError: no value; it runs on the meta device"),
+        ("missing_attribute", " with no arguments raises AttributeError: module 'torch' has no attribute 'no_such_thing'"),
+        ("needs", " with no arguments raises TypeError: needs() missing 1 required positional argument: 'size'"),
+        ("number", " with no arguments raises TypeError: 'int' object is not callable"),
+        ("leaving", ": it ends the process, with 3; raise an error"),
+        ("the_class", ": it returns the class Small; give a function that returns a torch.nn.Module"),
+    ],
+)
+def test_a_model_factory_that_fails_is_named(name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "factories_that_fail.py").write_text(FACTORIES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    said = refused(tiny(tmp_path, "r", model_factory=f"factories_that_fail:{name}", model_units=["embed"]))
+    assert said.startswith(f"model.factory = factories_that_fail:{name}{words}")
+
+
+def test_a_model_without_a_row_for_each_byte_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "factories_of_small.py").write_text(FACTORIES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    said = refused(tiny(tmp_path, "r", model_factory="factories_of_small:Small", model_units=["embed"]))
+    assert "data.vocab = 256: the embedding of model.factory = factories_of_small:Small has 100 rows" in said
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "words"),
+    [
+        ("sgd", {"momentum": "x"}, "train.optimizer_options = {momentum: 'x'}: sgd refuses them ("),
+        ("muon", {"ns_steps": -1}, "train.optimizer_options = {ns_steps: -1}: muon refuses them (ns_steps = -1: give 1 to 99)"),
+    ],
+)
+def test_options_that_an_optimizer_refuses_are_named(optimizer: str, options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    assert words in refused(tiny(tmp_path, "r", train_optimizer=optimizer, train_optimizer_options=options))
+    preflight.foresee(tiny(tmp_path, "r", train_optimizer="sgd", train_optimizer_options={"nesterov": True}))
+    for one in ("adamw", "adamw8bit", "muon", "shampoo", "soap", "sgd"):
+        preflight.foresee(tiny(tmp_path, "r", train_optimizer=one))
+
+
 def test_unknown_scheduled_action_is_refused() -> None:
     with pytest.raises(BadInput):
         ScheduledAction(1, "explode", 0)  # type: ignore[arg-type]

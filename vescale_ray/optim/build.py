@@ -104,6 +104,16 @@ def _made(
     return made
 
 
+def check_options(config: OptimizerConfig) -> None:
+    """Raise ValueError for options that the optimizer refuses when it is made."""
+    route = ParameterRoute("weight", "matrix", config.name, (2, 2), None, None)
+    try:
+        _made(config.name, [route], {"weight": nn.Parameter(torch.zeros(2, 2))}, config)
+    except (TypeError, ValueError) as error:
+        options = ", ".join(f"{key}: {value!r}" for key, value in config.options.items())
+        raise ValueError(f"train.optimizer_options = {{{options}}}: {config.name} refuses them ({error})") from None
+
+
 @torch.no_grad()
 def create_states(optimizer: torch.optim.Optimizer, *, zeroed: bool = True) -> None:
     """Create the states that ``optimizer`` would create in its first step; parameters and gradients stay.
