@@ -331,11 +331,12 @@ def test_import_looks_into_an_object_around_the_whole_state(root, flat):
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     app = {"model": get_model_state_dict(net), "optim": get_optimizer_state_dict(net, optimizer, options=options), "step": 7}
     dcp.save({"app": app, "epoch": 3}, checkpoint_id=root / "dcp", no_dist=True)
-    state = {"model": other, "optimizer": adam(other), "step": None, "epoch": None}
+    resumed = adam(other)
+    state: dict[str, Any] = {"model": other, "optimizer": resumed, "step": None, "epoch": None}
     ckpt.import_dcp(root / "dcp", state)
     assert same_module(net, other) and (state["step"], state["epoch"]) == (7, 3)
     train(net, optimizer, 1)
-    train(other, state["optimizer"], 1)
+    train(other, resumed, 1)
     assert same_module(net, other)
     dcp.save({"app": {"model": get_model_state_dict(net)}}, checkpoint_id=root / "weights", no_dist=True)
     ckpt.import_dcp(root / "weights", other)

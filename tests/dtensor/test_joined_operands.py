@@ -78,4 +78,4 @@ def test_flattened_columns_of_torchs_dtensors_are_joined_whole(rank: int, world:
     for tensor in (ragged, ragged.redistribute(placements=[Replicate(), Replicate()])):
         for name, join in JOINS.items():
             found: Tensor = whole(join(tensor, columns, ragged.norm()))
-            torch.testing.assert_close(found, join(full, other, full.norm()), msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(found, join(full, other, full.norm()), msg=name)
