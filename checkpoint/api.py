@@ -234,7 +234,9 @@ def prepare(
     parts = {pair: local_part(pair[0], tensor, world, rank) for pair, tensor in flat.tensors.items()}
     pieces = _pieces(parts) + (_data(flat.values) if rank == 0 else [])
     # A plain tensor does not tell which ranks hold it, so assume that all do, with equal values.
-    plain = {label(*pair): part for pair, part in parts.items() if part.replicas == world > 1 and not part.among and part.shared}
+    # Sorted, because the order of a state dict may differ by rank.
+    plain = {label(*pair): parts[pair] for pair in sorted(parts)}
+    plain = {name: part for name, part in plain.items() if part.replicas == world > 1 and not part.among and part.shared}
     values = {key: value.json for key, value in flat.values.items() if value.extended}
     state_json = {key: value.json for key, value in flat.values.items() if not value.extended}
     document = {"models": flat.models, "state": state_json, "optimizers": flat.optimizers, "meta": dict(meta or {})}
@@ -261,10 +263,11 @@ def _data(values: Mapping[str, Packed]) -> list[ShardPiece]:
 
 
 def _pieces(parts: Mapping[Pair, LocalPart]) -> list[ShardPiece]:
-    writes = owners(list(parts.values()))
+    alike = sorted(parts, key=lambda pair: (pair[1], pair[0]))  # every rank's order, whatever that of its state dict
+    writes = dict(zip(alike, owners([parts[pair] for pair in alike]), strict=True))
     pieces = []
-    for ((name, kind), part), mine in zip(parts.items(), writes, strict=True):
-        if mine and part.intervals:
+    for (name, kind), part in parts.items():
+        if writes[name, kind] and part.intervals:
             held = part.pieces(part.flat())
             about = part.shape, part.dtype
             pieces += [ShardPiece(name, kind, start, end, *about, data, part.apart, part.tiling) for start, end, data in held]

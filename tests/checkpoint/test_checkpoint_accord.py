@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.checkpoint.checkpoint_support import DTYPES, random_bits
+from tests.ranks import on_processes
+from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.api import prepare
 from vescale_ray.checkpoint.errors import SaveFailed
 from vescale_ray.checkpoint.saving.accord import Accord, Verdict, Word
@@ -141,3 +146,20 @@ def test_plain_tensors_differing_between_ranks_cause_one_warning(caplog):
         assert leader.agree(f"{step}.1", mine, named, 5.0).fate == "go", "it may be meant: running statistics"
         assert [record.message.startswith(told) for record in caplog.records] == ([True] if told else []), caplog.text
     assert len(theirs.to_json()) < 1000, "no name is told to the others"
+
+
+@on_processes(2)
+def test_ranks_may_give_a_states_tensors_in_any_order(rank: int, world: int) -> None:
+    """The order decided which rank writes a copy, so that two ranks wrote the same one, and none another."""
+    with tempfile.TemporaryDirectory() as mine:
+        place: list[Any] = [mine]
+        dist.broadcast_object_list(place)
+        tensors = {f"w{i}": torch.full((40 - 5 * i,), float(i)) for i in range(6)}
+        entries: dict[str, Any] = {"model": tensors, "ema": {name: tensor + 10 for name, tensor in tensors.items()}}
+        if rank == 1:
+            entries = {key: dict(reversed(entries[key].items())) for key in reversed(entries)}
+        ckpt.save(entries, place[0], 1)
+        loaded = {key: {name: torch.zeros_like(tensor) for name, tensor in given.items()} for key, given in entries.items()}
+        ckpt.load(loaded, place[0])
+        assert all(torch.equal(loaded[key][name], tensor) for key, given in entries.items() for name, tensor in given.items())
+        dist.barrier()
