@@ -1,4 +1,4 @@
-"""Gradients are cleared and parameters are frozen between a forward and its backward, when the root is gathered."""
+"""Gradients are cleared and parameters are frozen in the middle of a step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import on_processes
 from vescale_ray import fully_shard
@@ -61,3 +62,83 @@ def test_a_step_is_as_in_one_process(rank: int, world: int, reshard: bool | None
                 model.requires_grad_(True)
     for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(q.full_tensor(), p.data, msg=lambda text, name=name: f"{name}: {text}")  # type: ignore[misc]
+
+
+class Branches(nn.ModuleList):
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self[which](x)
+
+
+class Net(nn.Module):
+    """Each micro-batch of each rank uses one of three branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.branches = Branches(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.last(self.branches(torch.tanh(self.first(x)), which))
+
+
+def no_sync(model: Any, last: bool) -> None:
+    model.set_requires_gradient_sync(last)
+
+
+def not_last(model: Any, last: bool) -> None:
+    model.set_is_last_backward(last)
+
+
+def no_all_reduce(model: Any, last: bool) -> None:
+    model.set_requires_all_reduce(last)
+
+
+def no_sync_with_zeros(model: Any, last: bool) -> None:
+    model.set_reduce_scatter_unused_params(True)
+    model.set_requires_gradient_sync(last)
+
+
+FROZEN = {
+    "one": lambda m: [m.branches[0].weight],
+    "of the root": lambda m: [m.first.weight, m.first.bias],
+    "a unit": lambda m: list(m.branches.parameters()),
+    "all but one": lambda m: [p for p in m.parameters() if p is not m.last.bias],
+}
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("accumulate", [no_sync, not_last, no_all_reduce, no_sync_with_zeros])
+@on_processes(4)
+def test_frozen_parameters_keep_their_earlier_gradients(
+    rank: int, world: int, accumulate: Callable[[Any, bool], None], frozen: str
+) -> None:
+    """A parameter is frozen after a micro-batch whose gradients are not reduced yet. They are, with those of the next one."""
+    torch.manual_seed(0)
+    alone, ours = Net(), Net()
+    ours.load_state_dict(alone.state_dict())
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if accumulate is no_all_reduce else None
+    for unit in (ours.branches, ours):
+        fully_shard(unit, mesh=mesh)
+    for p in [*FROZEN[frozen](alone), *FROZEN[frozen](ours)]:
+        p.requires_grad_(True)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (alone, ours)]
+    for step in range(2):
+        for micro in range(2):
+            for model in (alone, ours):
+                for p in FROZEN[frozen](model):
+                    p.requires_grad_(micro == 0)
+            accumulate(ours, micro == 1)
+            inputs = [torch.randn(2, 6, generator=torch.Generator().manual_seed(100 * step + 10 * micro + r)) for r in range(world)]
+            which = [(r + step) % 2 if micro == 0 else 2 * ((r + step) % 2) for r in range(world)]
+            for r in range(world):
+                (alone(inputs[r], which[r]).square().mean() / world).backward()
+            ours(inputs[rank], which[rank]).square().mean().backward()
+        for (name, p), q in zip(alone.named_parameters(), ours.parameters(), strict=True):
+            if p.grad is None or q.grad is None:
+                zero = accumulate is no_sync_with_zeros and p.grad is None and q.grad is not None and not q.grad.full_tensor().any()
+                assert zero or p.grad is q.grad is None, f"{name}: {p.grad} in one process, {q.grad}"
+            else:
+                torch.testing.assert_close(q.grad.full_tensor(), p.grad, msg=lambda text, name=name: f"{name}: {text}")  # type: ignore[misc]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()

@@ -32,14 +32,48 @@ class Delivery:
         self.params, self.kept, self.offload = params, kept, offload
         self._rest: dict[int, torch.Tensor] = {}
         """Gradients of parameters that this rank did not use, by index: views of the shards that the reductions filled."""
+        self._used: set[int] = set()
+        """Parameters whose gradients this rank has sent since the ranks last exchanged their uses (:mod:`vescale_ray.fsdp.groups.uses`)."""
+        self._held: set[int] = set()
+        """Parameters that were trained in a backward whose gradients are not delivered yet. They may have been frozen since."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether gradients of an earlier backward may be undelivered, on this rank or on others."""
+        return bool(self._held)
+
+    def expects(self, index: int) -> bool:
+        """Whether a rank may have a gradient of the parameter: it is trained, or was when an undelivered gradient was made."""
+        return self.params[index].sharded.requires_grad or index in self._held
+
+    def settle(self, *, delivered: bool) -> None:
+        """End a backward on every rank. If its gradients are not ``delivered``, remember which parameters it may have trained."""
+        if not delivered:
+            self._held.update(index for index, param in enumerate(self.params) if param.sharded.requires_grad)
+
+    def used(self, counted: set[int], *, asks: bool, delivers: bool) -> list[int]:
+        """The parameters whose gradients a reduction delivers at once: those ``counted`` on this rank, or all if no rank ``asks``.
+
+        ``delivers``: whether the reduction includes everything that was held.
+        """
+        used = [index for index in (sorted(counted) if asks else range(len(self.params))) if self.expects(index)]
+        if asks:
+            self._used.update(used)
+        elif delivers:
+            self._held.clear()
+        return used
+
+    def uses(self) -> list[bool]:
+        """For each parameter: whether this rank has sent a gradient since the last exchange of uses, or no rank can have one."""
+        return [index in self._used or not self.expects(index) for index in range(len(self.params))]
 
     def deliver(self, part: torch.Tensor, used: Sequence[int], *, replaces: bool = False) -> None:
-        """Deliver the gradients of the parameters ``used``, and keep those of the other trainable parameters.
+        """Deliver the gradients of the parameters ``used``, and keep those of the other parameters that other ranks may have used.
 
         ``replaces``: whether ``part`` includes the earlier gradients.
         """
         shard = self._shard_of(part.to("cpu") if self.offload else part)
-        unused = self._trainable_but(used)
+        unused = self._expected_but(used)
         for index in unused:
             self._put_aside(index, self._local_view(shard, index), replaces=replaces)
         if replaces:
@@ -55,12 +89,14 @@ class Delivery:
     def added(self, flat: torch.Tensor, used: Sequence[int]) -> None:
         """Note that a reduction was added to ``flat``. Keep its gradients that this rank did not use: their hooks may have to run."""
         shard = KeptShard(self.kept, flat)
-        for index in self._trainable_but(used):
+        for index in self._expected_but(used):
             self._rest[index] = self._local_view(shard, index)
 
     def deliver_rest(self, used: Sequence[bool], *, replaces: bool) -> None:
         """Deliver the kept gradients of parameters that any rank ``used``, and drop the others."""
         rest, self._rest = self._rest, {}
+        self._used.clear()
+        self._held.clear()
         late = [index for index in sorted(rest) if used[index]]
         with torch.no_grad():
             if replaces:
@@ -118,12 +154,14 @@ class Delivery:
     def discard(self) -> None:
         """Drop the gradients that were not delivered."""
         self._rest = {}
+        self._used.clear()
+        self._held.clear()
 
-    def _trainable_but(self, used: Sequence[int]) -> list[int]:
+    def _expected_but(self, used: Sequence[int]) -> list[int]:
         if len(used) == len(self.params):
             return []
         there = set(used)
-        return [index for index, param in enumerate(self.params) if index not in there and param.sharded.requires_grad]
+        return [index for index in range(len(self.params)) if index not in there and self.expects(index)]
 
     def _put_aside(self, index: int, view: torch.Tensor, *, replaces: bool) -> None:
         earlier = None if replaces else self._rest.get(index)

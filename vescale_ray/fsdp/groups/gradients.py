@@ -67,8 +67,6 @@ class Gradients(GradientSettings):
         self._arrived = [False] * len(params)
         self._counts: set[int] = set()
         """Indices of the arrived gradients that count. Gradients of a rank that does not contribute do not count."""
-        self._used: set[int] = set()
-        """Parameters whose gradients this rank has sent since the ranks last exchanged their uses (:mod:`vescale_ray.fsdp.groups.uses`)."""
         self.seen_count = 0
         """Number of parameters whose gradient arrived in the open part of a backward."""
         self._seen = [False] * len(params)
@@ -82,7 +80,6 @@ class Gradients(GradientSettings):
         self._reductions: list[Reduction] = []
         self.partial: torch.Tensor | None = None
         self._partial_used: set[int] = set()
-
         self.leaves_out = False
         """Whether buffers of gathered parameters have no memory for this rank's own part (see ``memory``)."""
         # Set by the unit. The callbacks must not hold the unit strongly.
@@ -111,6 +108,16 @@ class Gradients(GradientSettings):
     def delivers(self) -> bool:
         """Whether a reduction becomes ``.grad`` at once, instead of waiting for a later sum over the replicas."""
         return self.place.replicate_group is None or self.all_reduce
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of this rank wait for a reduction, or for a sum over the replicas that may start now."""
+        return bool(self.arrived_count) or (self.partial is not None and self.delivers)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the group joins a reduction of its unit. If no rank's settings differ, neither does the answer."""
+        return self.waits or bool(self.trainable_count) or self.delivery.holds
 
     @property
     def why_unordered(self) -> str | None:
@@ -148,7 +155,7 @@ class Gradients(GradientSettings):
         leaf = self.params[index].unsharded
         if not self.contributes or self._arrived[index] or index in self._claims:
             return None
-        if leaf is None or not leaf.requires_grad or leaf._backward_hooks:
+        if leaf is None or not (leaf.requires_grad and self.params[index].sharded.requires_grad) or leaf._backward_hooks:
             return None
         flat = self._begin()
         view = flat.views[index]
@@ -163,7 +170,7 @@ class Gradients(GradientSettings):
         leaf = self.params[index].unsharded
         assert leaf is not None
         grad, leaf.grad = leaf.grad, None
-        if grad is None:
+        if grad is None or not self.params[index].sharded.requires_grad:  # frozen since the forward
             return
         if torch.is_grad_enabled():  # with create_graph=True, reduced gradients have no graph, as with FSDP2
             with torch.no_grad():
@@ -274,8 +281,7 @@ class Gradients(GradientSettings):
         """
         gradients = self.open()
         gradients.writes_all()
-        used = [i for i in (sorted(self._counts) if asks else range(len(self.params))) if self.params[i].sharded.requires_grad]
-        self._used.update(used if asks else ())
+        used = self.delivery.used(self._counts, asks=asks, delivers=self.delivers)
         for index in range(len(self.params)):
             self._fill(gradients, index, counts=False)
         factor = 1.0 / (self.divide_factor if self.divide_factor is not None else self.place.world * self.place.replicas)
@@ -368,13 +374,8 @@ class Gradients(GradientSettings):
             self.delivery.deliver(out, reduction.used, replaces=True)
         self.delivery.call_hooks(reduction.used)
 
-    def uses(self) -> list[bool]:
-        """For each parameter: whether this rank has sent a gradient since the last exchange of uses, or the parameter is frozen."""
-        return [index in self._used or not param.sharded.requires_grad for index, param in enumerate(self.params)]
-
     def deliver_rest(self, used: Sequence[bool]) -> None:
         """Deliver the gradients of parameters that another rank ``used`` and this one did not."""
-        self._used.clear()
         self.delivery.deliver_rest(used, replaces=self.ordered and not self.in_place)
 
     def _over_replicas(self, reduction: Reduction) -> torch.Tensor | None:
@@ -433,7 +434,6 @@ class Gradients(GradientSettings):
         reductions, self._reductions = self._reductions, []
         flat, self.partial, self._partial_used = self._flat, None, set()
         self._clear()
-        self._used.clear()
         self.delivery.discard()
         for param in self.params:
             if param.unsharded is not None:

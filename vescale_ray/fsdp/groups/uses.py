@@ -86,7 +86,7 @@ class _Question:
     def ask(self, lane: Lane) -> None:
         group = next(iter(self.groups)).grads.group
         agree(f"end of a backward that reduced {', '.join(repr(one.name) for one in self.groups)}", group, self._place.device)
-        self._own = [bit for one in self.groups for bit in one.grads.uses()]
+        self._own = [bit for one in self.groups for bit in one.grads.delivery.uses()]
         if group.size() > 1:
             self._send(group, lane)
 

@@ -348,6 +348,7 @@ class Schedule:
         for unit in self.units:
             for group in unit.groups:
                 group.drop_prefetch()
+                group.grads.delivery.settle(delivered=wait and unit.options.reduces and group.grads.delivers)
         if self.forward_root is None:
             self.last_call = None
         self.lanes.pool.settle()

@@ -339,10 +339,10 @@ class Unit:
         self.prefetch_backward()
         assert self.schedule is not None
         owes, self._owes = self._owes, False
-        if not owes and not any(group.grads.arrived_count for group in self.groups):
+        if not owes and not any(group.grads.waits for group in self.groups):
             return
         # Include groups of which this rank used nothing: another rank may have used them.
-        due = [g for g in reversed(self.groups) if (g.grads.arrived_count or g.grads.trainable_count) and not g.grads.awaits_claimed]
+        due = [g for g in reversed(self.groups) if g.grads.is_due and not g.grads.awaits_claimed]
         if due:
             with span("post_backward_reduce", self.fqn):
                 self.schedule.reduce(due, asks=not self.options.reduce_unused)
@@ -361,7 +361,7 @@ class Unit:
             return
         if self.options.reduce_unused and self.options.reduces and not self.reduced:
             self._open_unused()
-        left = any(g.grads.arrived_count or g.residency is not g.residency.SHARDED for g in self.groups)
+        left = any(g.grads.waits or g.residency is not g.residency.SHARDED for g in self.groups)
         if self.phase is Phase.BACKWARD or self._owes or left:
             self.close()
         for group in self.groups:
