@@ -254,3 +254,31 @@ def test_a_gradient_that_never_arrives_holds_up_nothing(rank: int, world: int) -
     for r in range(world):
         alone(samples(r, world, 2)).sum().backward()
     agree(ours, alone, 1 / world)
+
+
+class Decayed(nn.Module):
+    """A parametrization with a state, as that of ``spectral_norm``."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return weight / self.calls
+
+
+@on_threads(2)
+def test_a_parametrization_runs_once_per_forward(rank: int, world: int) -> None:
+    ours, alone = (filled(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), 3, 0.3) for _ in "ab")
+    for model in (ours, alone):
+        nn.utils.parametrize.register_parametrization(model[1], "weight", Decayed())
+    fully_shard(ours[1])
+    fully_shard(ours)
+    for step in range(2):
+        for model in (ours, alone):
+            model(samples(0, 1, step)).square().sum().backward()
+        assert model[1].parametrizations.weight[0].calls == ours[1].parametrizations.weight[0].calls == 2 + step
+        agree(ours, alone)

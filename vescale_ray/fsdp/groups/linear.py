@@ -104,10 +104,11 @@ def _forward(layer: _Layer, input: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return type(module).forward(module, input)
     call = layer.call()
-    if type(module).forward is _FORWARD and F.linear is _LINEAR and _pays(input, module.weight):
+    weight = module._parameters.get("weight")  # reading a parametrized weight would run its parametrization once more
+    if type(module).forward is _FORWARD and F.linear is _LINEAR and weight is not None and _pays(input, weight):
         if call is not None:
             call.reachable = True
-        written: torch.Tensor = _Linear.apply(input, module.weight, module.bias, module.weight.__dict__[_SINK], call)
+        written: torch.Tensor = _Linear.apply(input, weight, module.bias, weight.__dict__[_SINK], call)
         return written
     out = type(module).forward(module, input)
     if call is not None and out.requires_grad:
