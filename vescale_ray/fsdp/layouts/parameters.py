@@ -23,6 +23,7 @@ from vescale_ray.dtensor.redistribution import plain_spec
 from vescale_ray.dtensor.spec import contiguous_stride, make_spec
 from vescale_ray.fsdp.layouts.division import Division
 from vescale_ray.fsdp.layouts.phases import Retain
+from vescale_ray.fsdp.layouts.shared_memory import sharers
 from vescale_ray.geometry import Block
 
 Owner = tuple["weakref.ref[nn.Module]", str]
@@ -184,14 +185,16 @@ class GroupParam:
     """One parameter: the sharded ``nn.Parameter`` (a RaggedDTensor or DTensor), and the unsharded leaf once it was gathered."""
 
     __slots__ = (
-        "__weakref__", "fqn", "home", "kept", "name", "owners", "parallel", "placement", "shape", "sharded", "slots", "spec", "tied",
-        "unsharded"
+        "__weakref__", "fqn", "home", "kept", "name", "owners", "parallel", "placement", "shape", "sharded", "sharers", "slots", "spec",
+        "tied", "unsharded"
     )  # fmt: skip
 
     def __init__(self, source: OriginalParameter, sharded: nn.Parameter, placement: Placement, spec: DTensorSpec) -> None:
         self.name, self.fqn, self.owners, self.parallel = source.name, source.name, source.owners, source.parallel
         self.sharded, self.placement, self.spec = sharded, placement, spec
         self.tied = sharded if source.tied else None
+        self.sharers = () if source.tied else sharers(source.value, self)
+        """Parameters whose originals had the same memory."""
         self.shape = source.shape
         """Shape of the tensor that is sharded: the parameter's, or that of its local part under tensor or expert parallelism."""
         self.unsharded: nn.Parameter | None = None
@@ -225,7 +228,7 @@ class GroupParam:
     def replace(self, sharded: nn.Parameter) -> None:
         """Use ``sharded`` as the sharded parameter, and mark the previous one as replaced."""
         if sharded is not self.sharded:
-            self.sharded.__dict__[REPLACED] = True
+            self.sharded.__dict__[REPLACED], self.sharers = True, ()
             sharded.__dict__.pop(REPLACED, None)
             self.sharded = sharded
         self.kept = local_of(sharded)

@@ -247,6 +247,20 @@ def check_tied(units: list[Unit]) -> None:
                     f"{home.fqn!r} after fully_shard. Tie the modules first, then put them into one unit, as fully_shard([module_a, "
                     f"module_b])"
                 )
+    check_memory([param for unit in units for group in unit.groups for param in group.params])
+
+
+def check_memory(params: Sequence[GroupParam]) -> None:
+    """Check that no two parameters of a model shared memory before ``fully_shard``, unless both are frozen or were replaced since."""
+    mine = {id(param): param for param in params}
+    for param in params:
+        for other in (mine.get(id(ref())) for ref in param.sharers):
+            if other is None or param.installed() is other.installed() or not (param.sharded.requires_grad or other.sharded.requires_grad):
+                continue
+            raise ValueError(
+                f"parameters {other.fqn!r} and {param.fqn!r} shared memory before fully_shard, which gives each its own shards: tie them "
+                f"as one parameter of one unit (head.weight = embedding.weight), or give one its own memory (weight.data.clone())"
+            )
 
 
 def adopt_parameters(units: Sequence[Unit]) -> None:
