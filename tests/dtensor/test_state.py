@@ -75,7 +75,12 @@ def test_parameters_survive_copy_pickle_and_data_assignment(rank: int, world: in
     assert torch.equal(p.full_tensor(), full) and p.data.to_local().data_ptr() == p.to_local().data_ptr()
     p.data.mul_(2)
     assert torch.equal(p.full_tensor(), full * 2)
-    for wrong in (full, ragged(Case((6, 5), 1, (1, 2, 3)), full, mesh, rank)):
+    placements = p.placements
+    for other in (ragged(Case((6, 5), 1, (1, 2, 3)), full, mesh, rank), distribute_tensor(full, mesh, [Replicate()])):
+        p.data.zero_()
+        p.data = other
+        assert p.placements == placements and torch.equal(p.full_tensor(), full)
+    for wrong in (full, p.detach()[:2]):
         with pytest.raises(ValueError, match="can't set .data of a ragged tensor"):
             p.data = wrong
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.fsdp.towers import filled
 from tests.fsdp.transformer import full
 from tests.ranks import on_threads
 from vescale_ray.fsdp import fully_shard
@@ -17,7 +18,6 @@ from vescale_ray.fsdp import fully_shard
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.embedding, self.inner, self.head = nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 6, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ def neighbours(model: Any) -> None:
 @pytest.mark.parametrize("remedy", [one_parameter, own_memory, frozen, neighbours])
 @on_threads(2)
 def test_parameters_with_their_own_memory_train(rank: int, world: int, remedy: Callable[[Any], None]) -> None:
-    ours, alone = Tied(), Tied()
+    ours, alone = (filled(Tied(), 1, 0.3) for _ in "ab")
     for model in (ours, alone):
         remedy(model)
     fully_shard(ours.inner)

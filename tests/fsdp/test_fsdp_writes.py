@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
+from tests.fsdp.towers import filled
+from tests.fsdp.transformer import full
 from tests.ranks import on_threads
 from vescale_ray.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -41,3 +44,45 @@ def test_a_write_to_a_sharded_parameter_reaches_the_next_forward(rank: int, worl
         # Doubling is exact in every floating-point format.
         seen[way] = torch.equal(model(x).detach().float(), 4 * before)
     assert seen == dict.fromkeys(WAYS, True)
+
+
+def layers() -> Any:
+    return filled(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), 1, 0.3)
+
+
+@on_threads(2)
+def test_parameters_can_be_written_as_one_vector(rank: int, world: int) -> None:
+    ours, alone = layers(), layers()
+    for module in (*ours, ours):
+        fully_shard(module)
+    for step in range(2):
+        for model in (ours, alone):
+            model(torch.ones(2, 8) * (step + 1)).square().sum().backward()
+            vector = nn.utils.parameters_to_vector(model.parameters())
+            nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
+            torch.optim.SGD(model.parameters(), lr=0.01).step()
+    for p, q in zip(ours.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(full(p), q.detach())
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+@on_threads(2)
+def test_a_value_assigned_to_data_of_a_plain_shard_raises(rank: int, world: int, reshard: bool | None) -> None:
+    """The assignment leaves the local tensor of torch's DTensor as it was, so the value would be lost."""
+    model, x = layers(), torch.ones(2, 8)
+    for module in (*model, model):
+        fully_shard(module, shard_placement_fn=lambda p: Shard(0), reshard_after_forward=reshard)
+    model(x).sum().backward()
+    before, values = full(model[0].weight), model[0].weight.detach().clone()
+    model[0].weight.data = values * 2
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"a tensor was assigned to .data of parameter '0.weight', but .* parameter.data.copy_"):
+            model(x)
+        model[0].weight.data = values
+    with pytest.raises(ValueError, match="'0.weight'"):
+        model(x)
+    model[0].weight.data.copy_(values * 2)
+    expected = layers()
+    expected[0].weight.data.mul_(2)
+    torch.testing.assert_close(model(x), expected(x))
+    assert torch.equal(full(model[0].weight), before * 2)

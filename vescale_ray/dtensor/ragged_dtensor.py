@@ -142,14 +142,15 @@ class RaggedDTensor(RaggedAwareDTensor):
 
     @property
     def data(self) -> Tensor:
-        """The tensor without its autograd history, sharing memory. Unlike DTensor's, the setter also swaps the local tensor."""
+        """The tensor without its autograd history, sharing memory. The setter swaps the local tensor, too, and takes any placements."""
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if isinstance(value, DTensor) and value.shape == self.shape and value.device_mesh == self.device_mesh:
+            value = redistribute(cast(DTensor, value.detach()), self.placements)  # as vector_to_parameters() assigns
         if not isinstance(value, RaggedDTensor) or not sharding_of(value._spec).same_layout(sharding_of(self._spec)):
-            mine = sharding_of(self._spec).describe()
-            raise ValueError(f"can't set .data of {mine} to {_describe(value)}: give a RaggedDTensor of the same layout")
+            raise ValueError(f"can't set .data of {sharding_of(self._spec).describe()} to {_describe(value)}: give a DTensor of its shape")
         TENSOR_DATA.__set__(self, value)
         self._local_tensor, self._spec = value._local_tensor, value._spec
 
@@ -160,8 +161,7 @@ class RaggedDTensor(RaggedAwareDTensor):
         if not self.is_leaf:
             raise RuntimeError("only graph leaves can be deep-copied: call .detach() first")
         # The mesh and the spec are shared: they are values, and process groups can't be copied.
-        result = self.from_spec(self._local_tensor.detach().clone(), self._spec, self.requires_grad)
-        memo[id(self)] = result
+        result = memo[id(self)] = self.from_spec(self._local_tensor.detach().clone(), self._spec, self.requires_grad)
         for key, value in self.__dict__.items():
             if key not in ("_local_tensor", "_spec"):
                 result.__dict__[key] = value if isinstance(value, bool | str | int | float) else _deepcopy(value, memo)

@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -185,8 +186,8 @@ class GroupParam:
     """One parameter: the sharded ``nn.Parameter`` (a RaggedDTensor or DTensor), and the unsharded leaf once it was gathered."""
 
     __slots__ = (
-        "__weakref__", "fqn", "home", "kept", "name", "owners", "parallel", "placement", "shape", "sharded", "sharers", "slots", "spec",
-        "tied", "unsharded"
+        "__weakref__", "fqn", "home", "kept", "name", "outer", "owners", "parallel", "placement", "shape", "sharded", "sharers", "slots",
+        "spec", "tied", "unsharded"
     )  # fmt: skip
 
     def __init__(self, source: OriginalParameter, sharded: nn.Parameter, placement: Placement, spec: DTensorSpec) -> None:
@@ -200,6 +201,7 @@ class GroupParam:
         self.unsharded: nn.Parameter | None = None
         self.kept = local_of(sharded)
         """The local tensor, a view of the master shard. After ``.data`` is assigned, the sharded parameter has another one."""
+        self.outer = outer_of(sharded)
         self.slots = [(module._parameters, attribute) for ref, attribute in source.owners if (module := ref()) is not None]
         """The dicts and names under which the modules hold the parameter."""
         self.home: GroupParam | None = None
@@ -231,7 +233,15 @@ class GroupParam:
             self.sharded.__dict__[REPLACED], self.sharers = True, ()
             sharded.__dict__.pop(REPLACED, None)
             self.sharded = sharded
-        self.kept = local_of(sharded)
+        self.kept, self.outer = local_of(sharded), outer_of(sharded)
+
+    def lost_data(self) -> bool:
+        """Whether a tensor was assigned to ``.data`` of torch's DTensor since the last call, which leaves its local tensor as it was."""
+        if self.outer is outer_of(self.sharded) or local_of(self.sharded) is not self.kept:
+            return False
+        self.sharded.data = as_dtensor(self.kept, self.spec)  # a storage of its own again
+        self.outer = outer_of(self.sharded)
+        return True
 
     def point_to(self, view: torch.Tensor) -> None:
         """Make the unsharded parameter a view of ``view``."""
@@ -278,6 +288,11 @@ def local_of(param: torch.Tensor) -> torch.Tensor:
     """The local part of a DTensor, without autograd."""
     local: torch.Tensor = param._local_tensor  # type: ignore[attr-defined]
     return local
+
+
+def outer_of(sharded: nn.Parameter) -> Any:
+    """The storage that torch's DTensor itself has; an assignment to ``.data`` replaces it. None for a RaggedDTensor."""
+    return None if isinstance(sharded, RaggedDTensor) else sharded.untyped_storage()
 
 
 def is_view_of(param: nn.Parameter, flat: torch.Tensor) -> bool:

@@ -123,7 +123,7 @@ def check_managed(unit: Unit) -> None:
     """Check that the modules hold the parameters that ``unit`` manages. Adopt values that were assigned to ``.data``.
 
     Raises:
-        ValueError: a parameter was replaced, removed, or cast without the others of its group.
+        ValueError: a parameter was replaced, removed, or cast without the others of its group; or a value assigned to ``.data`` is lost.
     """
     for group in unit.groups:
         gathered, moved = group.residency is Residency.UNSHARDED, False
@@ -134,6 +134,11 @@ def check_managed(unit: Unit) -> None:
             for held, attribute in param.slots:
                 if held.get(attribute) is not expected:
                     raise ValueError(_describe(param, held.get(attribute)))
+            if param.lost_data():
+                raise ValueError(
+                    f"a tensor was assigned to .data of parameter {param.fqn!r}, but torch's DTensor keeps its old values: write them into "
+                    f"the parameter, as parameter.data.copy_(value), or shard it without shard_placement_fn and plain_shards"
+                )
         if moved and not gathered:
             group.adopt()  # param.data = value has replaced the local tensor
             check_alike(group)
