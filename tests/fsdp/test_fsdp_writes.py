@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 
 from tests.fsdp.towers import filled
 from tests.fsdp.transformer import full
-from tests.ranks import on_threads
+from tests.ranks import on_processes, on_threads
 from vescale_ray.fsdp import MixedPrecisionPolicy, fully_shard
 
 WAYS: dict[str, Callable[[Any], Any]] = {
@@ -86,3 +86,48 @@ def test_a_value_assigned_to_data_of_a_plain_shard_raises(rank: int, world: int,
     expected[0].weight.data.mul_(2)
     torch.testing.assert_close(model(x), expected(x))
     assert torch.equal(full(model[0].weight), before * 2)
+
+
+class Momentum(nn.Module):
+    """MoCo: the forward moves the key encoder towards the query encoder before it runs it."""
+
+    def __init__(self, write: Callable[[Any, Any], Any], later: bool) -> None:
+        super().__init__()
+        self.query, self.key = layers(), filled(layers(), 2, 0.3).requires_grad_(False)
+        self.write, self.later = write, later
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = self.query(x) if self.later else None
+        with torch.no_grad():
+            for key, q in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                self.write(key, q)
+            key = self.key(x)
+        return nn.functional.mse_loss(self.query(x) if query is None else query, key)
+
+
+BLENDS: dict[str, Callable[[Any, Any], Any]] = {
+    "data": lambda key, q: setattr(key, "data", key.data * 0.5 + q.data * 0.5),
+    "in place": lambda key, q: key.data.mul_(0.5).add_(q.data * 0.5),
+}
+
+
+@pytest.mark.parametrize("width", [8, 256], ids=["small", "shards in the buffer"])
+@pytest.mark.parametrize("blend", BLENDS)
+@on_processes(2)
+def test_a_write_in_a_models_forward_reaches_its_later_units(rank: int, world: int, blend: str, width: int) -> None:
+    for later in (False, True):
+        ours, alone = (Momentum(BLENDS[blend], later) for _ in "ab")
+        if width > 8:
+            for model in (ours, alone):
+                model.query, model.key = (filled(nn.Sequential(nn.Linear(8, width), nn.Linear(width, width)), i, 0.1) for i in (1, 2))
+                model.key.requires_grad_(False)
+        for module in (*ours.query, *ours.key, ours):
+            fully_shard(module)
+        optimizers = [torch.optim.SGD(model.query.parameters(), lr=0.1) for model in (ours, alone)]
+        for step in range(3):  # from the second on, units are prefetched
+            for model, optimizer in zip((ours, alone), optimizers, strict=True):
+                model(torch.ones(2, 8) * (step + 1)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for p, q in zip(ours.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(full(p), q.detach(), rtol=1e-4, atol=1e-5)

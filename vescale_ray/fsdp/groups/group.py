@@ -68,7 +68,6 @@ class ParameterGroup:
         self._local_of = 0
         """Version of the master shard's memory at the last gather. It also counts writes that only one rank made."""
         self._writes = 0
-
         self._renormed = any(getattr(ref(), "max_norm", None) is not None for source in plan.sources for ref, _ in source.owners)
         """Whether an embedding with ``max_norm`` writes to the gathered parameters in forward. These writes are dropped on purpose."""
         self.gathered = GatheredBuffer(self.place, self.division, self.compute_dtype, weakref.WeakMethod(self.invalid_because))
@@ -185,6 +184,9 @@ class ParameterGroup:
 
         ``fresh``: gather again if the sharded parameters have changed since (an optimizer step while the unit stayed unsharded).
         """
+        if fresh and any(param.moved for param in self.params):  # the model's own forward assigned param.data, as MoCo does
+            self.reshard()
+            self.adopt()
         if self.residency is not Residency.SHARDED:
             if not fresh:
                 return

@@ -235,9 +235,14 @@ class GroupParam:
             self.sharded = sharded
         self.kept, self.outer = local_of(sharded), outer_of(sharded)
 
+    @property
+    def moved(self) -> bool:
+        """Whether a tensor was assigned to ``.data`` of a RaggedDTensor, or another value was swapped in, since the group adopted it."""
+        return local_of(self.sharded) is not self.kept
+
     def lost_data(self) -> bool:
         """Whether a tensor was assigned to ``.data`` of torch's DTensor since the last call, which leaves its local tensor as it was."""
-        if self.outer is outer_of(self.sharded) or local_of(self.sharded) is not self.kept:
+        if self.outer is outer_of(self.sharded) or self.moved:
             return False
         self.sharded.data = as_dtensor(self.kept, self.spec)  # a storage of its own again
         self.outer = outer_of(self.sharded)

@@ -130,7 +130,7 @@ def check_managed(unit: Unit) -> None:
         for param in group.params:
             sharded = param.sharded
             expected = param.unsharded if gathered else sharded
-            moved = moved or sharded._local_tensor is not param.kept  # type: ignore[attr-defined]
+            moved = moved or param.moved
             for held, attribute in param.slots:
                 if held.get(attribute) is not expected:
                     raise ValueError(_describe(param, held.get(attribute)))
