@@ -31,6 +31,9 @@ with private_names():
     from torch import _GLOBAL_DEVICE_CONTEXT as GLOBAL_DEVICE_CONTEXT
     from torch._C import _len_torch_function_stack as len_torch_function_stack
 
+    # Batched tensors of vmap have no graph of their own: that of the tensor inside needs the marks.
+    from torch._C._functorch import get_unwrapped, is_batchedtensor
+
     # Returns None outside functorch transforms, where linear layers may write gradients in place.
     from torch._C._functorch import peek_interpreter_stack
 

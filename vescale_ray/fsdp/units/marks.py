@@ -20,7 +20,7 @@ from torch import nn
 from vescale_ray.compat.core import CreationMeta, are_functorch_transforms_active, disable_dynamo, run_as_is, set_creation_meta
 from vescale_ray.fsdp.groups.linear import adopt_linear
 from vescale_ray.fsdp.groups.running_backward import will_accumulate
-from vescale_ray.fsdp.units.tree import Copies, grad_tensors, map_arguments
+from vescale_ray.fsdp.units.tree import Copies, grad_tensors, graph_tensors, map_arguments
 
 _MARK = -1
 """Key of an entry mark in a tensor's hooks. Torch's own keys count from 0."""
@@ -165,7 +165,7 @@ def watch_modules(unit: MarkedUnit, managed: Iterable[nn.Module]) -> None:
             return
         unit = unit_ref()
         if unit is not None and unit.call is not None:
-            unit.call.mark(grad_tensors(output))
+            unit.call.mark(graph_tensors(output))
 
     roots = {id(module) for ref in unit.modules if (module := ref()) is not None}
     for module in managed:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from vescale_ray.compat.core import are_functorch_transforms_active, get_unwrapped, is_batchedtensor
+
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -176,6 +178,23 @@ def grad_tensors(tree: Any) -> list[torch.Tensor]:
 
     map_tensors(visit, tree)
     return found
+
+
+def graph_tensors(outputs: Any) -> list[torch.Tensor]:
+    """The tensors of :func:`grad_tensors`. Inside vmap, those whose graph the batched tensors stand for."""
+    if not are_functorch_transforms_active():
+        return grad_tensors(outputs)
+    found: list[torch.Tensor] = []
+
+    def visit(tensor: torch.Tensor) -> torch.Tensor:
+        inner = tensor
+        while is_batchedtensor(inner):
+            inner = get_unwrapped(inner)
+        found.append(inner)
+        return tensor
+
+    map_tensors(visit, outputs)
+    return [tensor for tensor in found if tensor.requires_grad]
 
 
 def floating_as(dtype: torch.dtype) -> TensorMap:

@@ -29,7 +29,7 @@ from vescale_ray.fsdp.groups.group import ParameterGroup
 from vescale_ray.fsdp.layouts.phases import Phase, PhaseError, StepEnd, check_transition
 from vescale_ray.fsdp.units.interfaces import TorchState, UnitSchedule
 from vescale_ray.fsdp.units.marks import Call, kept_tensors, mark_inputs
-from vescale_ray.fsdp.units.tree import Copies, floating_as, grad_tensors, map_arguments, map_tensors
+from vescale_ray.fsdp.units.tree import Copies, floating_as, graph_tensors, map_arguments, map_tensors
 from vescale_ray.fsdp.units.unit_options import UnitOptions
 
 
@@ -227,7 +227,7 @@ class Unit:
         call, self.call = self.call, None
         if call is None or not torch.is_grad_enabled():
             return
-        call.mark(grad_tensors(output))
+        call.mark(graph_tensors(output))
         for ref in self.stashing:
             module = ref()
             if module is not None:
