@@ -10,6 +10,7 @@ import types
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
@@ -187,3 +188,15 @@ def test_names_of_earlier_imports_are_replaced_and_restored() -> None:
             assert script.shard is script.fully_shard is vescale_ray.fully_shard and script.cut is vescale_ray.distribute_tensor
             assert torch_state.torch_fully_shard is kept
         assert script.__dict__ == before
+
+
+@on_processes(2)
+def test_dim_of_a_ragged_placement_names_how_to_get_shards(rank: int, world: int) -> None:
+    """The remedies of the error give placements that code for FSDP2 can read, such as peft's set_peft_model_state_dict."""
+    ragged: Any = vescale_ray.fully_shard(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match=r"stand_in_for_torch\(plain_shards=True\), or .* shard_placement_fn=lambda param: Shard\(0\)"):
+        ragged.weight.placements[0].dim  # noqa: B018
+    chosen: Any = vescale_ray.fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda param: torch_tensor.Shard(0))
+    with stand_in_for_torch(plain_shards=True):
+        stood_in: Any = torch_fsdp.fully_shard(nn.Linear(4, 4))
+    assert chosen.weight.placements[0].dim == stood_in.weight.placements[0].dim == 0

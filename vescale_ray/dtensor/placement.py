@@ -194,7 +194,10 @@ class RaggedShard(Placement):
     @property
     def dim(self) -> NoReturn:
         """Raise RuntimeError: there is no single sharded dimension. An AttributeError would be hidden by ``getattr(p, "dim", None)``."""
-        raise RuntimeError(f"{self} has no single dim. {_ON_BASE_DTENSOR}")
+        raise RuntimeError(
+            f"{self} has no single dim. Code that reads placement.dim needs Shard placements: call stand_in_for_torch(plain_shards=True), "
+            f"or give fully_shard the argument shard_placement_fn=lambda param: Shard(0). {_ON_BASE_DTENSOR}"
+        )
 
     def _loud(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(f"can't use {self} here. {_ON_BASE_DTENSOR}")
