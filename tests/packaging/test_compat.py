@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import re
 import subprocess
 import sys
@@ -13,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.test_imports import ROOT, SOURCES
+from tests.packaging.sources import PRODUCT, ROOT, nodes
 from vescale_ray import compat
 
 COMPAT = ROOT / "vescale_ray" / "compat"
 THEMES = sorted(COMPAT.glob("*.py"))
-PRODUCT = [path for part, path in SOURCES if part != "compat"] + [ROOT / "vescale_ray" / "__init__.py"]
+OTHERS = [path for path in PRODUCT if path.parent != COMPAT]
 # Pickles name the classes and functions that wrote them. This reader compares the names and imports none.
 FILE_FORMATS = {"checkpoint/bridges/dcp_index.py"}
 # Names of Python, pybind11, s3fs and transformers, not of torch.
@@ -35,19 +34,6 @@ def chain(node: ast.AST) -> str:
         return node.id
     base = chain(node.value) if isinstance(node, ast.Attribute) else ""
     return f"{base}.{node.attr}" if base and isinstance(node, ast.Attribute) else ""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _trees_go_with_the_module() -> Iterator[None]:
-    """Free the trees after this module. A million nodes would make each later garbage collection slow."""
-    yield
-    nodes.cache_clear()
-
-
-@functools.cache
-def nodes(path: Path) -> tuple[ast.AST, ...]:
-    """All nodes of a file."""
-    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 def torch_names(tree: Iterable[ast.AST]) -> dict[str, str]:
@@ -107,7 +93,7 @@ def test_private_names_of_torch_are_in_compat_alone() -> None:
     known = {name for name in listed() if name.split(".")[-2][0].isupper()}  # attributes of classes are used on the objects themselves
     found = {
         f"{path.relative_to(ROOT)}: {name}"
-        for path in PRODUCT
+        for path in OTHERS
         if path.relative_to(ROOT).as_posix() not in FILE_FORMATS
         for name in private_names_in(nodes(path))
         if name not in known
@@ -119,7 +105,7 @@ def test_compat_lists_private_attributes_of_torchs_objects() -> None:
     """An attribute with an underscore is torch's if the product reads it from an object and defines it nowhere."""
     used: dict[str, str] = {}
     defined: set[str] = set()
-    for path in PRODUCT:
+    for path in OTHERS:
         for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 defined.add(node.name)
@@ -137,7 +123,7 @@ def test_compat_lists_private_attributes_of_torchs_objects() -> None:
 def test_every_name_in_compat_is_used() -> None:
     imported: dict[str, set[str]] = defaultdict(set)
     attributes: set[str] = set()
-    for path in [*PRODUCT, *THEMES]:
+    for path in PRODUCT:
         for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vescale_ray.compat."):
                 imported[str(node.module).rpartition(".")[2]] |= {alias.name for alias in node.names}
@@ -189,24 +175,42 @@ def test_version_check_reads_the_torch_that_an_import_gives(monkeypatch) -> None
     assert compat.installed_version() == torch.__version__, "read from its file"
 
 
-def test_missing_private_names_are_all_listed_in_one_sentence() -> None:
-    """Names of three themes are removed: a function, a class's method, a module's class. The first import names all of them."""
-    done = run(
+@pytest.fixture(scope="module")
+def imports() -> subprocess.CompletedProcess[str]:
+    """One interpreter imports some themes and prints what they import needlessly, then imports the package from a torch with fewer names.
+
+    Names of three themes are removed: a function, a class's method, a module's class.
+    """
+    spared = {"optional": "torch", "core": "torch.distributed.tensor", "distributed": "torch.distributed.tensor", "tensor": "torch._dynamo"}
+    return run(
+        "from importlib import import_module\n"
+        f"for theme, module in {spared!r}.items():\n"
+        "    import_module('vescale_ray.compat.' + theme)\n"
+        "    print(theme, module in sys.modules)\n"
+        "for name in [name for name in sys.modules if name.startswith('vescale_ray')]: del sys.modules[name]\n"
         "import torch, torch.distributed.tensor as t, torch.distributed.checkpoint._nested_dict as n\n"
         "del torch._C._current_graph_task_id, n.flatten_state_dict, t.DTensor._stable_hash_for_caching\n"
         "from vescale_ray import fully_shard\n"
     )
-    assert done.returncode == 1
+
+
+def test_a_theme_imports_no_more_of_torch_than_it_needs(imports: subprocess.CompletedProcess[str]) -> None:
+    assert imports.stdout.split() == ["optional", "False", "core", "False", "distributed", "False", "tensor", "False"], imports.stderr
+
+
+def test_missing_private_names_are_all_listed_in_one_sentence(imports: subprocess.CompletedProcess[str]) -> None:
+    """The first import names all of them."""
+    assert imports.returncode == 1
     found = re.fullmatch(
         r"ImportError: torch (\S+) lacks (.*), which vescale-ray needs \(it supports torch 2.13 to 2.15\): pip install 'torch==2.15.\*'",
-        done.stderr.splitlines()[-1],
+        imports.stderr.splitlines()[-1],
     )
     assert found and found[2].split(", ") == [
         "torch._C._current_graph_task_id",
         "torch.distributed.checkpoint._nested_dict.flatten_state_dict",
         "torch.distributed.tensor.DTensor._stable_hash_for_caching",
     ]
-    assert "During handling" not in done.stderr
+    assert "During handling" not in imports.stderr
 
 
 @pytest.mark.parametrize("code", ["from vescale_ray import fully_shard", "import vescale_ray.compat.core"])
@@ -215,17 +219,6 @@ def test_a_torch_that_does_not_load_keeps_its_own_error(tmp_path: Path, code: st
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
     done = run(code, tmp_path)
     assert done.stderr.splitlines()[-1] == "ImportError: libcudart.so.13: cannot open shared object file"
-
-
-def test_a_theme_imports_no_more_of_torch_than_it_needs() -> None:
-    spared = {"optional": "torch", "core": "torch.distributed.tensor", "distributed": "torch.distributed.tensor", "tensor": "torch._dynamo"}
-    done = run(
-        "from importlib import import_module\n"
-        f"for theme, module in {spared!r}.items():\n"
-        "    import_module('vescale_ray.compat.' + theme)\n"
-        "    assert module not in sys.modules, theme\n"
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_torch_range_agrees_in_pyproject_and_docs() -> None:

@@ -11,12 +11,12 @@ import click
 import pytest
 
 from tests.deploy.test_alerts import full_snapshot
+from tests.packaging.sources import ROOT, nodes
 from vescale_ray.cli.app import cli
 from vescale_ray.controller.http.exposition import families
 from vescale_ray.controller.state.snapshot import DRIVER_ONLY, Snapshot
 from vescale_ray.runfolder import RunFolder
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
@@ -158,7 +158,7 @@ def test_test_names_have_at_most_60_characters() -> None:
     found = [
         f"{path.relative_to(ROOT)}: {node.name}"
         for path in (ROOT / "tests").rglob("test_*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and len(node.name) > 60
     ]
     assert not found

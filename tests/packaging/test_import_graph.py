@@ -7,39 +7,22 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = {
-    "vescale_ray": "",
-    "controller": "vescale_ray.",
-    "workers": "vescale_ray.",
-    "checkpoint": "vescale_ray.",
-    "deploy": "vescale_ray.",
-}
+from tests.packaging.sources import PRODUCT, module_of, nodes
 
 TWICE: set[str] = {"_Piece"}
 """Names of classes that are defined more than once; none may be added."""
 
 
-def modules() -> dict[str, Path]:
-    found = {}
-    for folder, prefix in FOLDERS.items():
-        for path in (ROOT / folder).rglob("*.py"):
-            name = prefix + ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            found[name.removesuffix(".__init__")] = path
-    return found
+MODULES = {module_of(path): path for path in PRODUCT}
 
 
-MODULES = modules()
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
-
-
-def imports(module: str, tree: ast.AST, known: Mapping[str, object]) -> Iterator[str]:
+def imports(module: str, tree: Iterable[ast.AST], known: Mapping[str, object]) -> Iterator[str]:
     """Modules among the ``known`` ones that ``module`` imports, except the packages that contain it."""
     package = module if MODULES.get(module, Path()).name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(tree):
+    for node in tree:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom):
@@ -87,7 +70,7 @@ def cycles(graph: Mapping[str, set[str]]) -> set[frozenset[str]]:
 
 
 def test_imports_make_no_cycle() -> None:
-    graph = {module: set(imports(module, tree, MODULES)) - {module} for module, tree in TREES.items()}
+    graph = {module: set(imports(module, nodes(path), MODULES)) - {module} for module, path in MODULES.items()}
     short = {frozenset(module.removeprefix("vescale_ray.") for module in group) for group in cycles(graph)}
     assert not short, [sorted(one) for one in short]
 
@@ -95,13 +78,13 @@ def test_imports_make_no_cycle() -> None:
 def test_the_search_finds_cycles_and_lazy_imports() -> None:
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == {frozenset("abc")}
     lazy = ast.parse("if TYPE_CHECKING:\n    from p import a\ndef f():\n    from p.b import x\n    import p.c\n")
-    assert set(imports("p.d", lazy, dict.fromkeys(("p", "p.a", "p.b", "p.c")))) == {"p.a", "p.b", "p.c"}
+    assert set(imports("p.d", ast.walk(lazy), dict.fromkeys(("p", "p.a", "p.b", "p.c")))) == {"p.a", "p.b", "p.c"}
 
 
 def test_no_two_classes_share_a_name_but_the_listed_ones() -> None:
     homes = defaultdict(list)
-    for module, tree in TREES.items():
-        for node in ast.walk(tree):
+    for module, path in MODULES.items():
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(module)
     twice = {name: where for name, where in homes.items() if len(where) > 1}

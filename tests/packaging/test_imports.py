@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.packaging.sources import MAPPED, PRODUCT, ROOT, SOURCES, module_of, nodes
 
 # Layers from bottom to top. A part may import its own layer and those below it.
 LAYERS: list[set[str]] = [
@@ -45,18 +45,6 @@ TORCH_FREE = {
 }
 
 
-def sources() -> Iterator[tuple[str, Path]]:
-    for path in sorted((ROOT / "vescale_ray").rglob("*.py")):
-        inner = path.relative_to(ROOT / "vescale_ray")
-        yield inner.parts[0] if len(inner.parts) > 1 else inner.stem, path
-    for folder in ("controller", "workers", "checkpoint", "deploy"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            yield folder, path
-
-
-SOURCES = [(part, path) for part, path in sources() if part != "__init__"]
-
-
 @functools.cache
 def imports(path: Path) -> list[tuple[str, bool]]:
     """Every module that the file imports, by its full name, and whether the import is at module level."""
@@ -66,15 +54,15 @@ def imports(path: Path) -> list[tuple[str, bool]]:
 def _imports(path: Path) -> Iterator[tuple[str, bool]]:
     inner = path.relative_to(ROOT).with_suffix("").parts
     package = inner[:-1] if inner[0] == "vescale_ray" else ("vescale_ray", *inner[:-1])
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    lazy = {id(child) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for child in ast.walk(node)}
-    lazy |= {
+    lazy = {
         id(child)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for node in nodes(path)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
         for child in ast.walk(node)
+        if isinstance(child, ast.Import | ast.ImportFrom)
     }
-    for node in ast.walk(tree):
+    for node in nodes(path):
         top = id(node) not in lazy
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -128,7 +116,7 @@ def test_command_line_imports_torch_only_inside_functions() -> None:
 
 def test_our_packages_are_imported_only_through_vescale_ray() -> None:
     for _, path in SOURCES:
-        assert not [name for name, _ in imports(path) if name.split(".")[0] in ("controller", "workers", "checkpoint", "deploy")], path
+        assert not [name for name, _ in imports(path) if name.split(".")[0] in MAPPED], path
 
 
 POLICIES = (
@@ -181,8 +169,8 @@ def test_a_policy_of_the_controller_reaches_no_mechanism(policy: str) -> None:
 def test_controller_writes_no_field_of_another_object() -> None:
     """Only an object's own methods change it. ``local_ray`` replaces functions of Ray's modules."""
     found = []
-    for path in (ROOT / "controller").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path in (path for part, path in SOURCES if part == "controller"):
+        for node in nodes(path):
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             fields = [one for target in targets if target is not None for one in ast.walk(target) if isinstance(one, ast.Attribute)]
             stores = [one for one in fields if isinstance(one.ctx, ast.Store) and ast.unparse(one.value) not in ("self", "cls")]
@@ -209,11 +197,9 @@ def test_the_models_and_the_data_know_nothing_of_sharding() -> None:
 
 
 def test_every_package_has_a_docstring() -> None:
-    for path in [
-        *ROOT.glob("vescale_ray/**/__init__.py"),
-        *(path for folder in ("controller", "workers", "checkpoint", "deploy") for path in ROOT.glob(f"{folder}/**/__init__.py")),
-    ]:
-        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    for path in (path for path in PRODUCT if path.name == "__init__.py"):
+        module = nodes(path)[0]
+        docstring = ast.get_docstring(module) if isinstance(module, ast.Module) else None
         assert docstring and len(docstring) > 80, path
 
 
@@ -235,8 +221,3 @@ def test_the_controller_answers_before_torch_is_imported() -> None:
                 # "from a.b import c" may mean the module a.b.c or a name in a.b.
                 waiting += [name, name.rpartition(".")[0]]
     assert "vescale_ray.data.loss_units" in seen and "vescale_ray.workers.messages" in seen
-
-
-def module_of(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts if parts[0] == "vescale_ray" else ("vescale_ray", *parts))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = sorted(path for part in ("vescale_ray", "controller", "workers", "checkpoint", "deploy") for path in (ROOT / part).rglob("*.py"))
+from tests.packaging.sources import PRODUCT, ROOT, nodes
+
 MODULE_LINES, FUNCTION_LINES = 500, 60
 
 
@@ -28,7 +27,7 @@ def test_no_function_is_longer_than_60_lines() -> None:
     functions = [
         (path.relative_to(ROOT), node)
         for path in PRODUCT
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     assert len(functions) > 2000
