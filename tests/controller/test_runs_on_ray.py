@@ -17,23 +17,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 
 from tests.controller.conftest import SECRET
 from tests.controller.hanging import hang
-from tests.controller.runs import STEPS, Finished, alive, carry_out, print_figures, tiny, worst_difference
+from tests.controller.runs import STEPS, Finished, alive, carry_out, parents, print_figures, tiny, until, worst_difference
 from tests.workers.test_moved_bytes import common_bytes, most_kept, owned_bytes, trained
+from tests.workers.tiny import plain_run
 from vescale_ray import checkpoint
 from vescale_ray.cli import app, client
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.controller import controller_name
 from vescale_ray.controller.driver.driver import ScheduledAction as Act
 from vescale_ray.controller.protocol import NAMESPACE, TRANSITIONS, RunState
-from vescale_ray.controller.worker_group.supervisor import actor_of
+from vescale_ray.controller.worker_group.supervisor import actor_of, supervisor_name
+from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.runfolder import RunFolder
+from vescale_ray.workers.trainer import seed_of
 
 pytestmark = [pytest.mark.usefixtures("ray_here"), pytest.mark.timeout(240)]
 CLOSE = 1e-4
+VOCAB = 300
 
 
 @pytest.fixture(scope="module")
@@ -132,13 +140,66 @@ def time_is_accounted_for(finished: Finished) -> None:
     assert event["productive"] == told["productive"], "told when the last step was done"
 
 
-@pytest.mark.fault("G4", "C1", "W1")
-def test_run_rescales_and_outlives_a_controller_and_a_worker(home: Path) -> None:
+def write_tokens(folder: Path) -> Path:
+    """Write 3.2 million tokens in three blocks, most of them their predecessor plus one. Returns the pattern of the files' names."""
+    rng = np.random.default_rng(0)
+    rows = ((rng.integers(0, VOCAB, (3200, 1)) + np.arange(1000) + (rng.random((3200, 1000)) < 0.1)) % VOCAB).astype(np.int32)
+    column = pa.ListArray.from_arrays(np.arange(0, rows.size + 1, 1000, dtype=np.int32), rows.reshape(-1))
+    pq.write_table(pa.table({"input_ids": column}), folder / "tokens.parquet", row_group_size=500)
+    return folder / "*.parquet"
+
+
+def initial(config: RunConfig) -> dict[tuple[str, str], np.ndarray]:
+    """The parameters that every run with this configuration starts from."""
+    m = config.model
+    model = Llama(LlamaConfig(m.dim, m.layers, m.heads, m.kv_heads, m.ffn, VOCAB, config.data.seq_len))
+    found = {}
+    for name, parameter in model.named_parameters():
+        full = torch.empty_like(parameter.detach())
+        model.init_parameter(name, full, torch.Generator().manual_seed(seed_of(config.run.seed, name)))
+        found[name, "param"] = full.numpy()
+    return found
+
+
+def standing(status: Mapping[str, Any]) -> int:
+    """Number of standbys that can take a place."""
     import ray
 
-    config = tiny(home, "rescaled", train_steps=5000, checkpoint_every=0)
+    supervisor = ray.get_actor(supervisor_name(status["info"]["run_id"]), NAMESPACE)
+    return sum(ray.get(supervisor.standbys.remote(), timeout=20).values())
+
+
+def processes() -> list[int]:
+    """Worker processes of this process' Ray, standbys included."""
+    above = parents()
+
+    def is_ours(pid: int) -> bool:
+        while pid in above and pid != os.getpid():
+            pid = above[pid]
+        return pid == os.getpid()
+
+    def title(pid: int) -> bytes:
+        try:
+            return Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            return b""
+
+    return [pid for pid in above if title(pid).startswith(b"ray::Worker") and is_ours(pid)]
+
+
+@pytest.mark.fault("G4", "C1", "W1", "W17")
+def test_run_rescales_and_outlives_a_controller_and_a_worker(home: Path) -> None:
+    """The run trains on Parquet files. Its oracle is a plain PyTorch loop.
+
+    A standby takes the place of the killed worker: no process is started between the kill and the first new step.
+    """
+    import ray
+
+    data = {"data_corpus": str(write_tokens(home)), "data_column": "input_ids", "data_vocab": VOCAB, "data_shuffle_blocks": 2}
+    elastic = {"elastic_replace_lost": True, "elastic_standby": 1}
+    config = tiny(home, "rescaled", train_steps=5000, checkpoint_every=0, **data, **elastic)
     folder = RunFolder(config.run_folder)
-    seen: dict[str, Any] = {"pids": {}, "killed": False, "asked": False, "back": None, "lost": None}
+    seen: dict[str, Any] = {"killed": False, "asked": False, "back": None, "lost": None}
 
     def watch(status: Mapping[str, Any]) -> None:
         if status["state"] == "RUNNING" and status["step"] >= 30 and not seen["killed"]:
@@ -151,30 +212,40 @@ def test_run_rescales_and_outlives_a_controller_and_a_worker(home: Path) -> None
                 client.request(folder, "rescale", {"workers": 7})
         elif seen["asked"] and status["state"] == "RUNNING" and status["world"] == 2 and status["world_target"] == 2:
             client.request(folder, "rescale", {"workers": 3})
-        elif "shrink/manual" in status["rescales"] and "grow/manual" in status["rescales"] and not seen["lost"]:
+        elif {"shrink/manual", "grow/manual"} <= set(status["rescales"]) and not seen["lost"] and standing(status):
             seen["lost"] = status["workers"]["1"]["worker"]
+            seen["ticks"] = time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")
+            seen["lost_at"] = time.time()
             os.kill(pid_of(config, status, 1), signal.SIGKILL)
-        elif "shrink/failure" in status["rescales"]:
+        elif seen["lost"] and len(status["rescales"]) > 2 and standing(status):  # another standby has followed
             client.request(folder, "stop", {})
 
     finished = carry_out(config, watch=watch)
-    print_figures("planned", finished.of("rescaled"))
+    print_figures("planned, and after the loss of a worker", finished.of("rescaled"))
     assert finished.result.state == "STOPPED", finished.result
     assert seen["asked"] and seen["url"] == seen["back"], "the restarted controller answers under the same address"
     *planned, unplanned = finished.of("rescaled")
     assert [(e["from"], e["to"], e["reason"], e["source"]) for e in planned] == [(3, 2, "manual", "memory"), (2, 3, "manual", "memory")]
     assert all(e["steps_replayed"] == 0 and e["moved_bytes"] == e["lower_bound_bytes"] for e in planned)
     assert all(e["numbered_by"] == "layouts" for e in planned), "else that bound is not the least of all numberings"
-    assert [unplanned[key] for key in ("from", "to", "reason", "source")] == [3, 2, "failure", "peer"]
+    assert [unplanned[key] for key in ("from", "to", "reason", "source")] == [3, 3, "failure", "peer"]
     assert [event["worker"] for event in finished.of("worker_lost")] == [seen["lost"]]
     first, second, third, fourth = finished.generations()
     assert set(second) < set(first) and set(second) < set(third), "the workers that stay keep their processes"
-    assert set(fourth) == set(third) - {seen["lost"]}
+    *started, standby = finished.of("worker_started")
+    assert set(fourth) == set(third) - {seen["lost"]} | {standby["worker"]}
+    assert standby["born"] < seen["ticks"] and standby["time"] > seen["lost_at"], "it lived before the loss, and had no place"
+    assert standby["warm_seconds"] < started[1]["warm_seconds"] and not any(one["waiting"] for one in finished.of("waiting"))
     assert finished.accounting().exact and finished.accounting().replayed_steps == unplanned["steps_replayed"] <= 1
     time_is_accounted_for(finished)  # also the time without a controller
     newest = checkpoint.latest(config.checkpoint_root)
     assert newest is not None and newest.step == finished.result.step and checkpoint.verify(config.checkpoint_root).ok
     states_follow_the_table(finished)
+    losses, _, _ = plain_run(config, initial(config), len(finished.losses))
+    assert worst_difference(finished.losses, dict(enumerate(losses, 1))) < CLOSE and losses[-1] < losses[0]
+    (evaluation,) = finished.of("evaluation")
+    assert evaluation["step"] == 0 and evaluation["loss"] == pytest.approx(plain_run(config, initial(config), 0)[2], rel=CLOSE)
+    until(lambda: not processes(), 20, "the end of all workers and standbys")
     nothing_left(finished)
 
 
