@@ -462,12 +462,13 @@ from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.saving import saver, writer
 class Store(ckpt.PosixStore):
     def put_stream(self, key, chunks, size):
-        if sys.argv[2] == "hang":
-            threading.Event().wait()
-        threading.Event().wait(0.5)
+        if sys.argv[2] != "hang":
+            threading.Event().wait(0.5)
         super().put_stream(key, chunks, size)
 saver.EXIT_S, writer.ABORT_S = 2.0, 0.3
-if sys.argv[2] == "hang": saver.EXIT_S = 0.5
+if sys.argv[2] == "hang":
+    saver.EXIT_S = 0.5
+    os.pwrite = lambda *_: threading.Event().wait()
 s = ckpt.Saver(Store(sys.argv[1]))
 state = {"model": {"w": torch.ones(20 << 20, dtype=torch.uint8)}}
 s.async_save(state, 1)
@@ -587,7 +588,7 @@ def test_fifty_saves_leak_no_file_no_thread_and_no_memory(root):
 
 def save_fifty(root: str, report: str) -> None:
     torch.set_num_threads(1)
-    w = torch.ones(24 << 20, dtype=torch.uint8)
+    w = torch.ones(16 << 20, dtype=torch.uint8)
     state = {"model": {"w": w}}
     ckpt.save({"model": {"w": torch.ones(5)}}, f"{root}-warm", 1)  # does the imports first
 

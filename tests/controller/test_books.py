@@ -721,7 +721,7 @@ def test_silent_storage_counts_as_out_of_reach(tmp_path: Path, monkeypatch: pyte
     back = threading.Event()
     newest = CommittedCheckpoint("commit-4", "/runs/checkpoints/commit-4", 30)
     monkeypatch.setattr(coordinator, "newest_kept", lambda *_: newest if back.wait(60) else None)
-    monkeypatch.setattr(coordinator, "STORAGE_S", 4.0)
+    monkeypatch.setattr(coordinator, "STORAGE_S", 1.5)
     monkeypatch.setattr("vescale_ray.controller.bounded_io.PATIENCE_S", 0.3)
     known = CheckpointStats(20, "/runs/checkpoints/commit-3")
     log: Any = SimpleNamespace(stats=SimpleNamespace(checkpoints=known))
@@ -1229,7 +1229,7 @@ def test_loss_while_silent_storage_is_asked_does_not_begin_anew(tmp_path: Path, 
     step."""
     back, living = threading.Event(), {"a", "b"}
     monkeypatch.setattr(coordinator, "newest_kept", lambda *_: back.wait(60) and None)
-    monkeypatch.setattr(coordinator, "STORAGE_S", 4.0)
+    monkeypatch.setattr(coordinator, "STORAGE_S", 1.0)
     monkeypatch.setattr("vescale_ray.controller.bounded_io.PATIENCE_S", 0.3)
 
     def report(worker: str) -> WorkerReport:

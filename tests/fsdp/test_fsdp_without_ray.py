@@ -1,4 +1,4 @@
-"""The library needs no Ray: it imports, and trains under torchrun, if Ray can't be imported."""
+"""A checkout needs no Ray and no installation: it imports, and trains under torchrun, in any folder."""
 
 from __future__ import annotations
 
@@ -51,6 +51,12 @@ assert losses[-1] < losses[0] / 2, losses
 if dist.get_rank() == 0:
     print(explain(model))
     print("trained", dist.get_world_size())
+    import vescale_ray
+    for name in vescale_ray.__all__: getattr(vescale_ray, name)
+    import vescale_ray.planner, vescale_ray.optim, vescale_ray.checkpoint, vescale_ray.models.llama, vescale_ray.data.corpus
+    import vescale_ray.controller.http.metrics, vescale_ray.deploy
+    import vescale_ray.report, vescale_ray.config, vescale_ray.cli, vescale_ray.workers.trainer
+    print("imported")
 dist.destroy_process_group()
 """
 
@@ -61,9 +67,10 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def test_torchrun_script_trains_where_ray_cannot_be_imported(tmp_path):
+    (tmp_path / "checkpoint.py").write_text("raise SystemExit('the user\\'s own checkpoint.py was imported')")
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     done = subprocess.run(command, env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "trained 2" in done.stdout
+    assert "trained 2" in done.stdout and "imported" in done.stdout
     assert "3 units" in done.stdout

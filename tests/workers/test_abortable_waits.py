@@ -111,7 +111,7 @@ def test_cutting_connections_ends_the_wait_for_half_a_message() -> None:
             if peer > 1:
                 outcomes = fleet.run_each({0: ("both",), peer: ("both",)}, _exchange)
                 assert {said for said, _ in outcomes.values()} == {"arrived"}
-            fleet.run([0], _cut, 1.5)
+            fleet.run([0], _cut, 0.8)
             fleet.start(peer, _stop_half_way, dead)
             began = time.monotonic()
             fleet.start(0, _exchange, survivors)

@@ -394,19 +394,19 @@ def _come_late(_: State, port: int, prefix: str, rank: int, bound_s: float | Non
 
     def closes() -> None:
         lines = Connections()
-        group = process_groups.open_transfer(HOST, port, f"{prefix}/transfer", rank, 2, 1.0, lines=lines)
-        time.sleep(2.0 * rank)
+        group = process_groups.open_transfer(HOST, port, f"{prefix}/transfer", rank, 2, 0.5, form_timeout_s=20.0, lines=lines)
+        time.sleep(1.0 * rank)
         process_groups.Closing(group, lines, bound_s).wait()
 
     def meets() -> None:
-        process_groups.form(HOST, port, f"{prefix}/meets", rank, 2, "gloo", 1.0)
-        time.sleep(2.0 * rank)
+        process_groups.form(HOST, port, f"{prefix}/meets", rank, 2, "gloo", 0.5, form_timeout_s=20.0)
+        time.sleep(1.0 * rank)
         process_groups.barrier(bound_s)
 
     def receives() -> None:
-        process_groups.form(HOST, port, f"{prefix}/receives", rank, 2, "gloo", 1.0)
+        process_groups.form(HOST, port, f"{prefix}/receives", rank, 2, "gloo", 0.5, form_timeout_s=20.0)
         messages = process_groups.messages()
-        time.sleep(2.0 * rank)
+        time.sleep(1.0 * rank)
         if rank:
             messages.send(torch.ones(3), 0)
         else:
@@ -421,7 +421,7 @@ def _come_late(_: State, port: int, prefix: str, rank: int, bound_s: float | Non
         except GroupFailed:
             told.append("failed")
         process_groups.dissolve()
-        time.sleep(2.5 * (1 - rank) * (told[-1] == "failed"))
+        time.sleep(1.25 * (1 - rank) * (told[-1] == "failed"))
     return told
 
 

@@ -127,7 +127,7 @@ def test_compiled_units_train_as_uncompiled_ones(text: str, how: str) -> None:
     trainer.close()
 
 
-@pytest.mark.parametrize("how", ["none", "full"])
+@pytest.mark.parametrize("how", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_rescales_compile_nothing_and_release_the_model(text: str, how: str) -> None:
     config = tiny(text, train_compile=True, train_activation_checkpointing=how)
     with Fleet(2) as fleet:
