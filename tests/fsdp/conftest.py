@@ -8,6 +8,8 @@ import pytest
 
 from vescale_ray.fsdp.groups import linear
 
+USUAL = linear.LEAST_NUMEL
+
 
 @pytest.fixture(autouse=True)
 def small_linear_layers_write_their_gradients_themselves(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -17,3 +19,9 @@ def small_linear_layers_write_their_gradients_themselves(monkeypatch: pytest.Mon
     """
     monkeypatch.setattr(linear, "LEAST_NUMEL", 0)
     yield
+
+
+@pytest.fixture
+def usual_threshold(small_linear_layers_write_their_gradients_themselves: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the threshold of products: small linear layers leave their gradients to autograd."""
+    monkeypatch.setattr(linear, "LEAST_NUMEL", USUAL)

@@ -111,7 +111,8 @@ def test_one_unit_may_shard_parameters_over_different_ranks(rank: int, world: in
         torch.testing.assert_close(full(mine.grad), full(p.grad), rtol=1e-4, atol=1e-4)
 
 
-@on_processes(2)
+@pytest.mark.usefixtures("usual_threshold")
+@on_threads(2)
 def test_plainly_placed_state_dict_saves_copies_and_stages(rank: int, world: int) -> None:
     ours = sharded(shard_placement_fn=lambda param: Shard(0))
     ours(batch(rank)).sum().backward()
@@ -158,7 +159,8 @@ def test_meshes_that_do_not_fit_are_refused(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["resharded", "kept"])
-@on_processes(2)
+@pytest.mark.usefixtures("usual_threshold")
+@on_threads(2)
 def test_a_gradient_penalty_is_that_of_a_plain_module(rank: int, world: int, options: dict[str, Any]) -> None:
     """The gradient of |d loss / d input|, against a plain module. torch's own fully_shard can't compute it."""
     ours, alone = sharded(Net(272, 2), **options), Net(272, 2)
@@ -177,7 +179,8 @@ def test_a_gradient_penalty_is_that_of_a_plain_module(rank: int, world: int, opt
 
 
 @pytest.mark.parametrize("between", ["forward", "forward and backward", "evaluation", "two penalties"])
-@on_processes(2)
+@pytest.mark.usefixtures("usual_threshold")
+@on_threads(2)
 def test_a_gradient_penalty_may_wait_for_other_passes(rank: int, world: int, between: str) -> None:
     """Between the first gradient and the second, the same units run again and reshard."""
     ours, alone = sharded(Net(272, 2)), Net(272, 2)
@@ -202,7 +205,8 @@ def test_a_gradient_penalty_may_wait_for_other_passes(rank: int, world: int, bet
     assert sum(gathered for gathered, _ in unit_of(ours).lanes.pool.count().values()) == 0
 
 
-@on_processes(2)
+@pytest.mark.usefixtures("usual_threshold")
+@on_threads(2)
 def test_create_graph_gradients_carry_no_graph_as_with_torch(rank: int, world: int) -> None:
     built = {how: sharded(how=how) for how in (fully_shard, torch_fully_shard)}
     for model in built.values():
@@ -293,7 +297,8 @@ def test_flags_may_be_set_before_the_first_forward(rank: int, world: int) -> Non
 # -- hooks, transforms, other composable functions -------------------------------------------------------------------------------
 
 
-@on_processes(2)
+@pytest.mark.usefixtures("usual_threshold")
+@on_threads(2)
 def test_an_all_reduce_hook_runs_on_its_stream(rank: int, world: int) -> None:
     model, seen = fully_shard(nn.Linear(24, 24)), []
     stream = torch.cpu.Stream()
@@ -324,7 +329,8 @@ def test_forward_mode_derivatives_are_those_of_a_plain_module(rank: int, world: 
 
 
 @pytest.mark.parametrize("reshard", [None, True])
-@on_processes(2)
+@pytest.mark.usefixtures("usual_threshold")
+@on_threads(2)
 def test_reverse_mode_derivatives_are_those_of_a_plain_module(rank: int, world: int, reshard: bool | None) -> None:
     plain = Net()
     ours = sharded(copy.deepcopy(plain), reshard_after_forward=reshard)
@@ -548,7 +554,8 @@ def steps_in_backward(rank: int, world: int, how: Any, reshard: bool) -> tuple[l
     return losses, calls
 
 
-@on_processes(2)
+@pytest.mark.usefixtures("usual_threshold")
+@on_threads(2)
 def test_in_backward_optimizer_steps_once_per_twice_called_unit(rank: int, world: int) -> None:
     for reshard in (True, False):
         theirs = steps_in_backward(rank, world, torch_fully_shard, reshard)

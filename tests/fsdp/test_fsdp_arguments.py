@@ -144,8 +144,8 @@ class Mixed(nn.Module):
 
 
 def trains_mixed(rank: int, world: int, width: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     plain: Any = nn.Sequential(Mixed(width, dtype))
+    filled(plain[0].linear)
     ours: Any = copy.deepcopy(plain)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     fully_shard(ours[0], mp_policy=policy)
@@ -166,10 +166,11 @@ def trains_mixed(rank: int, world: int, width: int, dtype: torch.dtype) -> None:
     fully_shard(nn.Sequential(Mixed(width, dtype)), mp_policy=policy)(xs[0].bfloat16()).backward()
 
 
+@pytest.mark.usefixtures("usual_threshold")
 @pytest.mark.parametrize("width", [6, 300])
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.int8, torch.int64, torch.bool])
 def test_complex_and_integer_parameters_train_as_in_one_process(width: int, dtype: torch.dtype) -> None:
-    run_gloo(2, trains_mixed, width, dtype)
+    run_threads(2, trains_mixed, width, dtype)
 
 
 class Both(nn.Module):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from tests.fsdp.towers import filled
 from tests.fsdp.transformer import full
-from tests.ranks import on_processes, on_threads
+from tests.ranks import on_threads
 from vescale_ray import fully_shard
 
 
@@ -64,7 +64,8 @@ def double(model: Any) -> None:
         p.data = p.data * 2
 
 
-@on_processes(2)
+@pytest.mark.usefixtures("usual_threshold")
+@on_threads(2)
 def test_assigned_values_are_gathered_by_unshard(rank: int, world: int) -> None:
     for steps in (False, True):
         for reshard_after_forward in (None, False):
@@ -98,7 +99,8 @@ def gathered_by_user(model: Any) -> Callable[[], object]:
 
 
 @pytest.mark.parametrize("gather", [gathered_by_forward, gathered_by_user])
-@on_processes(2)
+@pytest.mark.usefixtures("usual_threshold")
+@on_threads(2)
 def test_assignment_to_a_gathered_parameter_raises(rank: int, world: int, gather: Callable[[Any], Callable[[], object]]) -> None:
     """The assigned tensor would replace the gathered one for good: later forwards would compute with it, whatever the optimizer does."""
     for assign in (double, lambda m: m.head.double()):
@@ -119,7 +121,8 @@ def test_assignment_to_a_gathered_parameter_raises(rank: int, world: int, gather
                 trains_alike(ours, alone)
 
 
-@on_processes(2)
+@pytest.mark.usefixtures("usual_threshold")
+@on_threads(2)
 def test_cast_of_some_parameters_of_a_unit_is_refused(rank: int, world: int) -> None:
     for steps in (False, True):
         for cast in (lambda m: m.norm.double(), lambda m: m.norm.bfloat16()):
@@ -148,7 +151,8 @@ def test_units_may_be_cast_one_by_one(rank: int, world: int) -> None:
     trains_alike(ours, alone)
 
 
-@on_processes(2)
+@pytest.mark.usefixtures("usual_threshold")
+@on_threads(2)
 def test_penalty_on_parameters_joins_the_loss_as_the_error_says(rank: int, world: int) -> None:
     def penalty(model: Any) -> Any:
         return sum(p.square().sum() for p in list(model.parameters())) * 0.01

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.ranks import on_processes
+from tests.fsdp.towers import filled
+from tests.ranks import on_threads
 from vescale_ray import fully_shard
 
 
 def net() -> Any:
-    torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-    return nn.Sequential(nn.Linear(6, 6), inner, nn.Linear(6, 6))
+    return filled(nn.Sequential(nn.Linear(6, 6), inner, nn.Linear(6, 6)))
 
 
 def sharded(reshard: bool | None) -> Any:
@@ -47,7 +47,8 @@ def freeze_all(model: Any, step: int) -> None:
 
 @pytest.mark.parametrize("between", [clear, clear_to_zero, freeze, freeze_all])
 @pytest.mark.parametrize("reshard", [None, False])
-@on_processes(2)
+@pytest.mark.usefixtures("usual_threshold")
+@on_threads(2)
 def test_a_step_is_as_in_one_process(rank: int, world: int, reshard: bool | None, between: Callable[[Any, int], None]) -> None:
     models = net(), sharded(reshard)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.fsdp.towers import filled
 from tests.fsdp.transformer import full
-from tests.ranks import on_processes
+from tests.ranks import on_threads
 from vescale_ray import MixedPrecisionPolicy, fully_shard
 
 
@@ -123,7 +123,8 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("cast", [False, True])
-@on_processes(2)
+@pytest.mark.usefixtures("usual_threshold")
+@on_threads(2)
 def test_containers_of_any_class_pass_through_a_unit(rank: int, world: int, cast: bool) -> None:
     """The unit marks tensors that require a gradient, and casts them with a policy."""
     policy = MixedPrecisionPolicy(param_dtype=torch.float64, output_dtype=torch.float32) if cast else MixedPrecisionPolicy()
@@ -203,7 +204,8 @@ class Passing(nn.Module):
         return out
 
 
-@on_processes(2)
+@pytest.mark.usefixtures("usual_threshold")
+@on_threads(2)
 def test_changes_to_containers_of_any_class_reach_the_caller(rank: int, world: int) -> None:
     for kind in STATES:
         alone, ours = filled(Passing(kind), 3, 0.3), filled(Passing(kind), 3, 0.3)

@@ -190,7 +190,8 @@ def test_values_that_are_assigned_through_data_are_trained(rank: int, world: int
         torch.testing.assert_close(saved.full_tensor(), p.detach(), msg=name)
 
 
-@on_processes(2)
+@pytest.mark.usefixtures("usual_threshold")
+@on_threads(2)
 def test_averaged_weights_go_in_and_out_around_evaluations(rank: int, world: int) -> None:
     for width in (6, 300):
         for options in ({}, {"reshard_after_forward": False}):
@@ -212,7 +213,8 @@ def test_averaged_weights_go_in_and_out_around_evaluations(rank: int, world: int
                 assert_same(ours, alone)
 
 
-@on_processes(2)
+@pytest.mark.usefixtures("usual_threshold")
+@on_threads(2)
 def test_write_to_a_gathered_parameter_raises_at_any_size(rank: int, world: int) -> None:
     for width in (6, 300):
         for then in ("backward", "forward", "reshard"):
@@ -226,7 +228,8 @@ def test_write_to_a_gathered_parameter_raises_at_any_size(rank: int, world: int)
                 loss.backward() if then == "backward" else ours(batch(width)) if then == "forward" else ours.reshard()
 
 
-@on_processes(2)
+@pytest.mark.usefixtures("usual_threshold")
+@on_threads(2)
 def test_write_to_a_kept_gathered_parameter_raises(rank: int, world: int) -> None:
     """Write a gathered parameter, taken in the middle of a step, after an evaluation that has kept the parameters gathered."""
     for width in (6, 300):

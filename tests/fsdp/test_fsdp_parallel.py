@@ -249,7 +249,8 @@ CHOICES = {"none": None, "first dimension": lambda p: Shard(0)}
         pytest.param((2, 2, 2), ("replicate", "shard", "tp"), "none", marks=pytest.mark.slow),
     ],
 )
-@on_processes(lambda shape: math.prod(shape))
+@pytest.mark.usefixtures("usual_threshold")
+@on_threads(lambda shape: math.prod(shape))
 def test_tensor_parallelism_that_cuts_unevenly_equals_torch(rank, world, shape, names, choice):
     choose = CHOICES[choice]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)

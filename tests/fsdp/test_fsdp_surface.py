@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.fsdp.towers import filled
 from tests.fsdp.transformer import full
-from tests.ranks import on_processes, run_gloo, run_threads
+from tests.ranks import on_threads, run_gloo, run_threads
 from vescale_ray.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 WIDTH = 16
@@ -154,7 +154,8 @@ def test_each_option_trains_as_torchs_fully_shard(case: str) -> None:
     (run_gloo if "group" in case else run_threads)(2, alike, case)
 
 
-@on_processes(2)
+@pytest.mark.usefixtures("usual_threshold")
+@on_threads(2)
 def test_ignored_parameters_are_left_alone(rank: int, world: int) -> None:
     """Ignored parameters are not sharded, moved or reduced, both in their own units and in outer ones."""
     for how in (fully_shard, torch_fully_shard):

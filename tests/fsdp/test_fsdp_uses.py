@@ -375,7 +375,8 @@ class Partly(Model):
         return x if rank == 1 else torch.stack([self.heads[i](x) for i in which]).sum(0)
 
 
-@on_processes(2)
+@pytest.mark.usefixtures("usual_threshold")
+@on_threads(2)
 def test_rank_that_uses_nothing_of_a_unit_joins_its_reduction(rank: int, world: int) -> None:
     """Run one forward or two before a backward. With two, some gradients come in its second part, and the ranks differ in which."""
     for forwards in (1, 2):
