@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 from torch.distributed.tensor import DTensor
 
-from tests.ranks import on_processes, run_gloo
+from tests.fsdp.towers import filled
+from tests.ranks import on_threads, run_gloo
 from vescale_ray import RaggedDTensor
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.bridges.dcp import DcpReader
@@ -84,8 +85,7 @@ class Net(nn.Module):
 
 
 def net(seed: int, sort: str) -> Net:
-    torch.manual_seed(seed)
-    model = Net(bias=sort != "one parameter")
+    model = filled(Net(bias=sort != "one parameter"), seed)
     SHARD["ours" if sort == "one parameter" else sort](model)
     return model
 
@@ -147,7 +147,7 @@ def test_nested_and_flattened_states_resume_exactly(make: Make) -> None:
 
 @pytest.mark.parametrize("sort", ["ours", "torch", "one parameter"])
 @pytest.mark.parametrize("make", [nested, flattened, lbfgs])
-@on_processes(2)
+@on_threads(2)
 def test_sharded_nested_and_flattened_states_resume_exactly(rank: int, world: int, make: Make, sort: str) -> None:
     if (make, sort) != (lbfgs, "torch"):  # torch's tensors don't support its operations
         resumes_exactly(make, sort)
@@ -182,7 +182,7 @@ def test_other_numbers_of_ranks_load_the_same_states(make: Make, tmp_path: Path)
         torch.testing.assert_close(found, expected)
 
 
-@on_processes(2)
+@on_threads(2)
 def test_a_flattened_state_loads_sharded_as_its_parameter_is(rank: int, world: int) -> None:
     model, other = net(0, "ours"), net(1, "ours")
     optimizer, resumed = flattened(model.parameters()), flattened(other.parameters())
@@ -197,7 +197,7 @@ def test_a_flattened_state_loads_sharded_as_its_parameter_is(rank: int, world: i
         assert type(resumed.state[q]["step"]) is torch.Tensor and resumed.state[q]["step"].shape == (1,)
 
 
-@on_processes(2)
+@on_threads(2)
 def test_a_plain_part_in_a_nested_state_is_refused(rank: int, world: int) -> None:
     model = net(0, "ours")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

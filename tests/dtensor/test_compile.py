@@ -19,7 +19,7 @@ from torch.distributed.tensor import distribute_tensor as torchs_distribute_tens
 from torch.utils._pytree import tree_map
 
 from tests.dtensor.layouts import whole
-from tests.ranks import on_processes
+from tests.ranks import on_processes, on_threads
 from vescale_ray import fully_shard
 from vescale_ray.dtensor import RaggedDTensor, distribute_tensor
 from vescale_ray.dtensor.placement import RaggedShard
@@ -74,7 +74,7 @@ JOINS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-@on_processes(2)
+@on_threads(2)
 def test_pending_torch_dtensors_join_ragged_tensors(rank: int, world: int) -> None:
     """Pending values of torch's DTensors join ours, for example norms of parameters of which only some have ragged placements."""
     mesh = init_device_mesh("cpu", (world,))

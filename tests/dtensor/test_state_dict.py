@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tests.dtensor.layouts import values, whole
-from tests.ranks import on_processes, run_gloo
+from tests.ranks import on_threads, run_gloo
 from vescale_ray.dtensor import distribute_tensor
 from vescale_ray.dtensor.placement import RaggedShard
 from vescale_ray.fsdp import MixedPrecisionPolicy, fully_shard
@@ -121,7 +121,7 @@ def _round_trip(rank: int, world: int, mesh_shape: tuple[int, ...], placements: 
         assert same(target, again), "the next step is that of the undisturbed run"
 
 
-@on_processes(4, timeout=100)
+@on_threads(4, timeout=100)
 def test_full_state_dicts_round_trip_through_every_layout(rank: int, world: int) -> None:
     _round_trip(rank, world, (4,), [RaggedShard((0,), (1, 0, 2, 3))])
     _round_trip(rank, world, (2, 2), [RaggedShard((0,), (1, 2)), Shard(0)])
@@ -207,7 +207,7 @@ def test_a_rank_is_sent_its_part_and_no_more() -> None:
     assert run_gloo(2, _scattered) == [[8, 2], [16, 4]]
 
 
-@on_processes(2)
+@on_threads(2)
 def test_unfit_state_dict_is_refused_on_all_ranks_before_writes(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     net = shard(Net(5), mesh, [RaggedShard((0,), (1, 2))])
@@ -228,7 +228,7 @@ def test_unfit_state_dict_is_refused_on_all_ranks_before_writes(rank: int, world
     assert torch.equal(whole(net.inner.weight), good["inner.weight"])
 
 
-@on_processes(4)
+@on_threads(4)
 def test_state_dicts_that_differ_by_rank_are_refused_on_all(rank: int, world: int) -> None:
     """A full state dict with ``cpu_offload`` is on rank 0 only. The other ranks would keep their old values, or rank 0 would wait."""
     mesh = init_device_mesh("cpu", (2, 2))
@@ -307,7 +307,7 @@ def test_asynchronous_checkpoints_load_across_layouts_and_fsdp2() -> None:
             assert sum(c.sizes.numel() for c in metadata.chunks) == 24, "each element once, however many replicas hold it"
 
 
-@on_processes(2)
+@on_threads(2)
 def test_full_state_dicts_load_into_a_fully_sharded_module(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     net, x = Net(5), values((2, 4)) * 0.1
