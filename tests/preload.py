@@ -11,8 +11,11 @@ import importlib
 
 MODULES = (
     "hypothesis",
+    "numpy.ma",
     "pytest",
     "torch._dynamo",
+    "torch._dynamo.repro.after_aot",  # and half a second of what the first compilation imports
+    "torch._inductor.select_algorithm",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.nn.functional",
