@@ -142,7 +142,7 @@ def before(server: str, answer: Callable[[str, str], str | None]) -> Iterator[st
         thread.join()
 
 
-@pytest.mark.parametrize("error", ["SlowDown", "lost"])
+@pytest.mark.parametrize("error", [pytest.param("SlowDown", marks=pytest.mark.slow), "lost"])
 def test_save_reshard_and_verify_survive_failing_s3_requests(server, bucket, error):
     """Every third request of any kind fails."""
     count = iter(range(1_000_000))

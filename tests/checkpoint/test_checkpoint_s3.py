@@ -73,9 +73,9 @@ READS = ("GET", "HEAD", "LIST")
     ("operations", "action", "options"),
     [
         pytest.param((*WRITES, *READS), "status", {"times": 3}, id="503 SlowDown three times"),
-        pytest.param((*WRITES, *READS), "status", {"code": "ServiceUnavailable"}, id="503 ServiceUnavailable"),
+        pytest.param((*WRITES, *READS), "status", {"code": "ServiceUnavailable"}, id="503 ServiceUnavailable", marks=pytest.mark.slow),
         pytest.param((*WRITES, *READS), "status", {"status": 500, "code": "InternalError"}, id="500"),
-        pytest.param((*WRITES, *READS), "status", {"status": 502, "code": "BadGateway"}, id="502"),
+        pytest.param((*WRITES, *READS), "status", {"status": 502, "code": "BadGateway"}, id="502", marks=pytest.mark.slow),
         pytest.param(WRITES, "status", {"status": 400, "code": "RequestTimeout"}, id="400 RequestTimeout"),
         pytest.param(("PUT",), "status", {"status": 409, "code": "ConditionalRequestConflict", "times": 2}, id="409"),
         pytest.param(("START",), "status", {"times": 6}, id="throttled at CreateMultipartUpload alone"),

@@ -645,7 +645,7 @@ def test_late_line_is_not_repeated_after_other_late_writes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The disk is back, but slow. The reports of a hang are written next, and their results are not asked for."""
-    monkeypatch.setattr("vescale_ray.controller.bounded_io.PATIENCE_S", 0.3)
+    monkeypatch.setattr("vescale_ray.controller.bounded_io.PATIENCE_S", 0.1)
     bounded_io, done = BoundedIO(), []
 
     def line() -> None:

@@ -190,7 +190,7 @@ def test_port_in_use_and_silent_cluster_are_found(monkeypatch) -> None:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
         began = time.monotonic()
-        found = doctor.ray_cluster(f"127.0.0.1:{mute.getsockname()[1]}", wait_s=3.0)
+        found = doctor.ray_cluster(f"127.0.0.1:{mute.getsockname()[1]}", wait_s=1.0)
     assert found.verdict == "fail" and time.monotonic() - began < 15, "it is ended, and not waited for"
     with monkeypatch.context() as patched:
         patched.setattr(subprocess, "run", lambda *args, **more: pytest.fail("Ray is not asked where nobody listens"))

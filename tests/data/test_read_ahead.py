@@ -109,7 +109,7 @@ def test_latency_of_a_read_stalls_no_step_once_warm(tmp_path: Path) -> None:
         order = made.order(0)
         system.latency = 0.2
         began = 0.0
-        for step in range(170):
+        for step in range(100):
             if step == 10:
                 began, made.reader.waited_s = time.perf_counter(), 0.0
             made.read_ahead(order, step * 12)
@@ -117,7 +117,7 @@ def test_latency_of_a_read_stalls_no_step_once_warm(tmp_path: Path) -> None:
             assert found.shape == (12, 16)
             time.sleep(0.02)
         seconds = time.perf_counter() - began
-        assert len(system.reads) >= 16, "it has read while it trained"
+        assert len(system.reads) >= 9, "it has read while it trained"
     assert made.reader.waited_s < 0.01 * seconds, f"{made.reader.waited_s:.3f} s of {seconds:.3f} s"
 
 

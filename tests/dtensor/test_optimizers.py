@@ -308,7 +308,7 @@ def _step_seconds(rank: int, world: int) -> tuple[float, float]:
     for p in (*ours, *theirs):
         p.grad = torch.ones_like(p)
     best = [math.inf, math.inf]
-    for _ in range(12):  # interleaved, in CPU time of this thread, so that other load affects both alike
+    for _ in range(6):  # interleaved, in CPU time of this thread, so that other load affects both alike
         for i, optimizer in enumerate(optimizers):
             began = time.thread_time()
             optimizer.step()

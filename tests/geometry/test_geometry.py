@@ -39,7 +39,7 @@ def test_boxes_tile_the_range_in_memory_order(case: tuple[tuple[int, ...], int, 
     assert len(found) <= max(2 * len(shape) - 1, 1)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(shapes, st.data())
 def test_range_of_one_sub_box_gives_exactly_one_box(shape: tuple[int, ...], data: st.DataObject) -> None:
     if not math.prod(shape):
@@ -96,7 +96,7 @@ def holders(draw: st.DrawFn, space: int, replicas: bool) -> list[list[Extent]]:
     return [draw(st.permutations(extents)) for extents in held]
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.data(), st.integers(0, 40), st.booleans())
 def test_routes_fill_every_wanted_element_exactly_once(data: st.DataObject, space: int, replicas: bool) -> None:
     sources, wanted = data.draw(holders(space, replicas)), data.draw(holders(space, False))
@@ -116,7 +116,7 @@ def test_routes_fill_every_wanted_element_exactly_once(data: st.DataObject, spac
     assert filled == expected
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.data(), st.integers(0, 40))
 def test_routes_use_own_elements_first_then_the_lowest_holder(data: st.DataObject, space: int) -> None:
     sources, wanted = data.draw(holders(space, True)), data.draw(holders(space, False))

@@ -128,6 +128,6 @@ def test_each_kind_of_memory_is_predicted_within_5_percent(world, compute, optim
             assert abs(predicted[what] - held[what]) <= 0.05 * held[what], (rank, what, predicted[what], held[what])
 
 
-@pytest.mark.parametrize(("world", "compute"), [(2, "bfloat16"), (3, "float32"), (4, "bfloat16")])
+@pytest.mark.parametrize(("world", "compute"), [(2, "bfloat16"), (3, "float32"), pytest.param(4, "bfloat16", marks=pytest.mark.slow)])
 def test_memory_of_units_with_several_buffers_is_predicted(world: int, compute: str) -> None:
     run_gloo(world, measure, compute, "adamw", "several buffers", None, timeout=60)  # compares with explain
