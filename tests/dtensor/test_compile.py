@@ -96,29 +96,27 @@ def test_pending_torch_dtensors_join_ragged_tensors(rank: int, world: int) -> No
     close(total, a.sum() + b.sum(), "written")
 
 
-ON_TWO_DIMENSIONS = ("stack of two kinds", "add", "foreach mul", "norm of norms", "in place", "with the tensors")
-"""Joins that ``make test`` compiles for a mesh of two dimensions, one of each kind."""
+OF_EACH_KIND = ("stack of two kinds", "add", "foreach mul", "norm of norms", "in place", "with the tensors")
+"""Joins that ``make test`` compiles."""
 
 
+@pytest.mark.parametrize("dimensions", [1, 2])
 @pytest.mark.parametrize(
-    "dimensions, names",
-    [(1, tuple(JOINS)), (2, ON_TWO_DIMENSIONS), pytest.param(2, tuple(JOINS), marks=pytest.mark.slow)],
-    ids=["one dimension", "two dimensions", "two dimensions, all joins"],
+    "compiled", [OF_EACH_KIND, pytest.param(tuple(JOINS), marks=pytest.mark.slow)], ids=["some compiled", "all compiled"]
 )
 @on_processes(2, timeout=250)
-def test_pending_reductions_that_meet_are_reduced_once(rank: int, world: int, dimensions: int, names: Sequence[str]) -> None:
+def test_pending_reductions_that_meet_are_reduced_once(rank: int, world: int, dimensions: int, compiled: Sequence[str]) -> None:
     a, b = full(1), full(2) * 3
     mesh = init_device_mesh("cpu", (world,) if dimensions == 1 else (1, world))
     placements = CUT if dimensions == 1 else [RaggedShard((0,), (1,)), Shard(1)]
 
-    def every_join(a: Tensor, b: Tensor) -> dict[str, Any]:
-        return {name: JOINS[name](a, b) for name in names}
+    def joins(names: Sequence[str]) -> Callable[[Tensor, Tensor], dict[str, Any]]:
+        return lambda a, b: {name: JOINS[name](a, b) for name in names}
 
-    expected = {name: tree_map(Tensor.float, JOINS[name](a.double(), b.double())) for name in names}
-    for how in (every_join, torch.compile(every_join, backend=BACKEND)):
+    for how in (joins(tuple(JOINS)), torch.compile(joins(compiled), backend=BACKEND)):
         found = how(ragged(a, mesh, placements), ragged(b, mesh, placements))
         for name, result in found.items():
-            close(result, expected[name], (name, placements, how is every_join))
+            close(result, tree_map(Tensor.float, JOINS[name](a.double(), b.double())), (name, placements, how))
 
 
 @on_processes(4, timeout=250)
