@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,21 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from tests.fsdp.test_fsdp_hooked import Plain, bare
-from tests.ranks import on_processes, run_gloo
+from tests.fsdp.towers import filled
+from tests.ranks import on_threads, run_gloo, run_threads
 from vescale_ray import fully_shard
 from vescale_ray.compat.fsdp import AllGather
 from vescale_ray.fsdp.units.marks import kept_tensors
 
-KEPT: list[torch.Tensor] = []
+
+class _Kept(threading.local):
+    """Tensors that the rank of this thread keeps outside of modules."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+
+KEPT = _Kept()
 
 
 @dataclasses.dataclass
@@ -60,7 +70,7 @@ class Block(nn.Module):
         self.way = way
         self.kept: Any = None
         if way == "forward hook":
-            self.norm.register_forward_hook(lambda _module, _args, output: KEPT.append(output))
+            self.norm.register_forward_hook(lambda _module, _args, output: KEPT.tensors.append(output))
 
     def forward(self, x: Any) -> Any:
         x = x.out if isinstance(x, Holder) else x
@@ -73,7 +83,7 @@ class Block(nn.Module):
         }.get(self.way)
         self.kept = kept
         if self.way == "outside":
-            KEPT.append(hidden)
+            KEPT.tensors.append(hidden)
         out = self.b(self.scale(hidden))
         return Holder(out, hidden) if self.way == "object" else out
 
@@ -84,7 +94,7 @@ class Block(nn.Module):
         if self.way == "object":
             return output.hidden
         if self.way in ("outside", "forward hook"):
-            return KEPT[-1]
+            return KEPT.tensors[-1]
         kept = self.kept
         while not isinstance(kept, torch.Tensor):
             kept = kept.hidden if isinstance(kept, Features) else kept["deep"] if isinstance(kept, dict) else kept[-1]
@@ -97,15 +107,14 @@ WAYS = ["attribute", "list", "dict", "dataclass", "inner attribute", "outside", 
 def losses(rank: int, world: int, width: int, options: dict[str, Any], recompute: bool, bound: float) -> None:
     for way in WAYS:
         for with_output in (False, True):
-            torch.manual_seed(0)
-            plain: Any = nn.Sequential(nn.Linear(width, width), Block(width, way)).double()
+            plain: Any = filled(nn.Sequential(nn.Linear(width, width), Block(width, way)).double(), scale=width**-0.5)
             ours: Any = copy.deepcopy(plain) if not options else copy.deepcopy(plain).float()
             for layer in ours:
                 fully_shard(layer, **options)
             fully_shard(ours, **options)
-            x = torch.randn(2 * world, width, dtype=torch.float64)
+            x = torch.randn(2 * world, width, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
             for model, given in ((ours, x[2 * rank : 2 * rank + 2]), (plain, x)):
-                KEPT.clear()
+                KEPT.tensors.clear()
                 given = given if model is plain or not options else given.float()
                 h = model[0](given) if model is plain else None
                 if model is ours and not recompute:
@@ -130,6 +139,7 @@ def losses(rank: int, world: int, width: int, options: dict[str, Any], recompute
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 
 
+@pytest.mark.usefixtures("usual_threshold")
 @pytest.mark.parametrize(
     ("world", "width", "options", "recomputed", "bound"),
     [
@@ -142,7 +152,7 @@ BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dty
 def test_loss_of_a_kept_tensor_trains_as_one_process(
     world: int, width: int, options: dict[str, Any], recomputed: bool, bound: float
 ) -> None:
-    run_gloo(world, losses, width, options, recomputed, bound)
+    run_threads(world, losses, width, options, recomputed, bound)
 
 
 class Collecting(nn.Module):
@@ -176,23 +186,23 @@ class Chain(nn.Module):
 
 
 def collected(rank: int, world: int, options: dict[str, Any], bound: float) -> None:
-    torch.manual_seed(0)
-    plain = Chain()
+    plain = filled(Chain())
     ours = copy.deepcopy(plain)
     for layer in ours.layers:
         fully_shard(layer, **options)
     fully_shard(ours, **options)
-    x = torch.randn(2 * world, 8)
+    x = torch.randn(2 * world, 8, generator=torch.Generator().manual_seed(1))
     for model, given in ((ours, x[2 * rank : 2 * rank + 2]), (plain, x)):
         sum(h.float().square().mean() for h in model(given.clone().requires_grad_())).backward()  # type: ignore[union-attr]
     for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor().float(), q.grad, rtol=bound, atol=bound)
 
 
+@pytest.mark.usefixtures("usual_threshold")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_tensors_that_a_unit_adds_to_its_inputs_have_gradients(dtype: torch.dtype | None) -> None:
     options = {} if dtype is None else {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)}
-    run_gloo(2, collected, options, 1e-5 if dtype is None else 5e-2)
+    run_threads(2, collected, options, 1e-5 if dtype is None else 5e-2)
 
 
 def test_attribute_search_finds_a_kept_tensor_cheaply_and_once() -> None:
@@ -226,25 +236,27 @@ class Hidden(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.inner.weight
-        KEPT.append({"product": lambda: F.linear(x, weight), "elementwise": lambda: x * weight[0], "read": lambda: weight}[self.use]())
+        KEPT.tensors.append(
+            {"product": lambda: F.linear(x, weight), "elementwise": lambda: x * weight[0], "read": lambda: weight}[self.use]()
+        )
         return self.inner(x)
 
 
+@pytest.mark.usefixtures("usual_threshold")
 @pytest.mark.parametrize("width", [6, pytest.param(200, marks=pytest.mark.slow), 300])
-@on_processes(2)
+@on_threads(2)
 def test_use_of_an_unseen_tensor_names_its_unit_and_is_recovered(rank: int, world: int, width: int) -> None:
     for use in ("product", "elementwise", "read"):
-        KEPT.clear()
-        torch.manual_seed(0)
-        plain: Any = nn.Sequential(nn.Linear(width, width), Hidden(width, use), nn.Linear(width, 1))
+        KEPT.tensors.clear()
+        plain: Any = filled(nn.Sequential(nn.Linear(width, width), Hidden(width, use), nn.Linear(width, 1)), scale=width**-0.5)
         ours: Any = copy.deepcopy(plain)
         for layer in ours:
             fully_shard(layer)
         fully_shard(ours)
-        x = torch.randn(2, width)
+        x = torch.randn(2, width, generator=torch.Generator().manual_seed(1))
         ours(x)
         with pytest.raises(RuntimeError, match=r"the parameters of unit '1' \(1\.inner\.weight, 1\.inner\.bias\) are resharded, but"):
-            KEPT[-1].square().sum().backward() if use != "read" else KEPT[-1].sum().item()
+            KEPT.tensors[-1].square().sum().backward() if use != "read" else KEPT.tensors[-1].sum().item()
         ours.reset_iter_state()
         for model in (ours, plain):
             model.zero_grad()
@@ -341,8 +353,7 @@ def test_resharded_memory_of_the_users_is_not_read() -> None:
 
 
 def kept_as_arrays(rank: int, world: int, width: int, hooked: bool) -> None:
-    torch.manual_seed(0)
-    plain: Any = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(3)))
+    plain: Any = filled(nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(3))), scale=width**-0.5)
     ours: Any = copy.deepcopy(plain)
     for layer in ours:
         if hooked:
@@ -352,7 +363,7 @@ def kept_as_arrays(rank: int, world: int, width: int, hooked: bool) -> None:
     kept: list[np.ndarray] = []
     for layer in ours:
         layer.register_forward_pre_hook(lambda module, _: kept.append(module.weight.detach()[1:].numpy()))
-    x = torch.randn(2, width)
+    x = torch.randn(2, width, generator=torch.Generator().manual_seed(1))
     for _ in range(3):
         kept.clear()
         for model in (ours, plain):
