@@ -297,8 +297,7 @@ def test_flags_may_be_set_before_the_first_forward(rank: int, world: int) -> Non
 # -- hooks, transforms, other composable functions -------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("usual_threshold")
-@on_threads(2)
+@on_processes(2)
 def test_an_all_reduce_hook_runs_on_its_stream(rank: int, world: int) -> None:
     model, seen = fully_shard(nn.Linear(24, 24)), []
     stream = torch.cpu.Stream()
