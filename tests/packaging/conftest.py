@@ -1,4 +1,4 @@
-"""Sources are parsed once for each module of tests."""
+"""Sources are parsed once for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import pytest
 from tests.packaging.sources import nodes
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _trees_go_with_the_module() -> Iterator[None]:
-    """Keep the parsed files for one module, and collect no garbage meanwhile: each collection would visit a million nodes."""
+@pytest.fixture(scope="package", autouse=True)
+def _trees_go_with_the_folder() -> Iterator[None]:
+    """Keep the parsed files until the tests of this folder end.
+
+    No garbage is collected meanwhile: each collection would visit a million nodes.
+    """
     gc.disable()
     yield
     nodes.cache_clear()
