@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.fsdp.towers import filled
-from tests.ranks import on_threads
+from tests.ranks import on_processes, on_threads
 from vescale_ray import fully_shard
 
 
