@@ -102,7 +102,7 @@ def test_dockerfile_has_no_lint_complaints() -> None:
         ('CMD ["vescale-ray", "--help"]', 'CMD ["sh", "-c", "pip install x && vescale-ray"]', "network is used at start"),
         ('CMD ["vescale-ray", "--help"]', "CMD vescale-ray --help", "keep SIGTERM"),
         ("HF_HUB_OFFLINE=1", "WANDB_API_KEY=abc", "a secret stays"),
-        ('"$(echo /opt/vescale-ray/dist/*.whl)[plots,s3]"', "vescale-ray", "not what is installed"),
+        ('"$(echo /opt/vescale-ray/dist/*.whl)[plots,s3,hf]"', "vescale-ray", "not what is installed"),
         ("RAY_USAGE_STATS_ENABLED=0", "RAY_X=0", "report its use"),
     ],
 )
