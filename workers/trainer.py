@@ -15,7 +15,7 @@ way::
                              rank 2 | slot 2   slot 4   slot 6        sums follow this order for every assignment
 
 Gradients accumulate without communication until the last round; a filler adds zeros. The loss of a slot is divided by the *global* number
-of tokens. So the plain sum over rounds and ranks is the gradient of the mean, for every assignment.
+of targets. So the plain sum over rounds and ranks is the gradient of the mean, for every assignment.
 
 With ``elastic.deterministic`` every round is reduced, and the sum runs from slot to slot: ((g0 + g1) + g2) + ..., at every world size.
 Everything else is bitwise equal anyway, since no operation combines elements of different ranks. The gradient norm is summed exactly, and a
@@ -51,6 +51,7 @@ from vescale_ray.workers.model_building import Blank, build_model, build_sharded
 from vescale_ray.workers.monitoring.meter import Meter
 from vescale_ray.workers.monitoring.pace import Pace, deal
 from vescale_ray.workers.resharding.shards import Views, formats_of
+from vescale_ray.workers.slot_batches import SlotBatches, targets_in
 from vescale_ray.workers.step_exchange import RankStep, Seconds, exchange
 from vescale_ray.workers.unit_forward import kept_results
 
@@ -188,7 +189,7 @@ class Trainer:
         self.completed = index + 1
         record = StepRecord(
             index=index,
-            loss=sum(told.nlls) / tokens,
+            loss=sum(told.nlls) / computed.divisor,
             tokens=tokens,
             ids=told.ids,
             grad_norm=fetched.norm,
@@ -232,21 +233,22 @@ class Trainer:
         batch = self.config.train.slot_batch
         mine = [windows[i : i + batch] for i in range(0, count, batch)]
         share = range(self.rank, len(mine), self.world)
-        total = torch.zeros(1, dtype=torch.float64, device=self.device)
+        total, counted = torch.zeros(1, dtype=torch.float64, device=self.device), 0
         self.model.eval()
         for turn in range(-(-len(mine) // self.world)):
             inputs, targets = read(mine[share[turn]]) if turn < len(share) else self._filler
             nll = self._nll(inputs, targets)
             if turn < len(share):
                 total += nll.double()
+                counted += targets_in(targets)
             self.beat()
         self.model.train()
         self._reshard()
         if self._proves:
             self._check(float(self._proof()))
-        total = total.cpu()
-        dist.all_reduce(total)
-        return float(total) / (count * self.config.data.seq_len), count
+        sums = torch.tensor([float(total), counted], dtype=torch.float64)
+        dist.all_reduce(sums)
+        return float(sums[0]) / max(1.0, float(sums[1])), count
 
     def close(self) -> None:
         """Release model, optimizer and mesh, so that buffers are freed and a dissolved group's sockets can close. Idempotent."""
@@ -260,35 +262,38 @@ class Trainer:
         """Run forward and backward of this rank's slots. The last round reduces the gradients over the ranks.
 
         Args:
-            tokens: tokens of the global batch, which divide the losses.
+            tokens: tokens of the global batch.
             table: each rank's slots.
         """
         mine, rounds, ordered = table[self.rank], max(map(len, table)), self.config.elastic.deterministic
         nlls: list[Tensor] = []
-        fed: list[int] = []
         own: list[float] = []
+        began = time.perf_counter()
+        batches = SlotBatches(self.dataset, [self._slot_ids(index, slot) for slot in mine], tokens)
+        self._meter.data_s += time.perf_counter() - began
+        batches.agree()
         for turn in range(rounds):
             last = turn == rounds - 1
             self.model.set_requires_gradient_sync(last or ordered)
             self.model.set_is_last_backward(last or ordered)
-            self.model.set_contributes(turn < len(mine))
+            is_slot = turn < len(mine)
+            self.model.set_contributes(is_slot)
             turned, waited = time.perf_counter(), self.model.waited_s
-            ids = self._slot_ids(index, mine[turn]) if turn < len(mine) else None
-            inputs, targets = self.dataset.batch(ids) if ids is not None else self._filler
+            inputs, targets = batches.batch(turn) if is_slot else self._filler
             self._meter.data_s += time.perf_counter() - turned
-            self._seed_generators(seed_of(self.config.run.seed, index, mine[turn] if ids is not None else -1))
+            self._seed_generators(seed_of(self.config.run.seed, index, mine[turn] if is_slot else -1))
             nll = self._nll(inputs, targets)
             self.beat()
             with kept_results():
-                (nll / tokens if ids is not None else nll * 0.0).backward()
+                (nll / batches.divisor if is_slot else nll * 0.0).backward()
             self.beat()
-            if ids is not None:
+            if is_slot:
                 nlls.append(nll.detach())
-                fed.extend(int(i) for i in ids)
                 own.append(time.perf_counter() - turned - (self.model.waited_s - waited))
         # The last round includes the gradient reduction, so it is not comparable; skip it if there are other rounds.
         timed = own[: rounds - 1] or own
-        return _Computed(nlls, fed, sum(timed) / len(timed) if self.device.type == "cpu" else 0.0)
+        fed = [int(i) for ids in batches.ids for i in ids]
+        return _Computed(nlls, fed, batches.divisor, sum(timed) / len(timed) if self.device.type == "cpu" else 0.0)
 
     def _reshard(self) -> None:
         """Reshard units that a forward without backward left unsharded (the root), so that parameters are sharded again."""
@@ -372,10 +377,12 @@ class Trainer:
 
 @dataclass(frozen=True)
 class _Computed:
-    """This rank's slots of a step: their losses and sample ids, and its own mean seconds per slot (0 on an accelerator)."""
+    """This rank's slots of a step: their losses and sample ids, the number of targets that divides the losses, and its own mean seconds
+    per slot (0 on an accelerator)."""
 
     nlls: list[Tensor]
     ids: list[int]
+    divisor: int
     per_slot_s: float
 
 

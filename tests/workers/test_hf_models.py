@@ -1,4 +1,4 @@
-"""Models of transformers on several workers: weights from files, training through deaths and rescales, initial values."""
+"""Models of transformers on several workers: weights from files, training through deaths and rescales, initial values, fine-tuning."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.data.chats import said, write_folder, write_rows
 from tests.models import hf_folders
 from tests.ranks import RankFailed
 from tests.workers.fleet import Fleet, State
-from tests.workers.tiny import Run, forget, form, leave, same_bits, text_of, tiny
+from tests.workers.tiny import Run, evaluate, forget, form, leave, same_bits, text_of, tiny
 from vescale_ray.config import RunConfig
 from vescale_ray.lr_schedule import lr_at
 
@@ -209,6 +210,64 @@ def test_adapters_train_as_with_peft_alone(tmp_path: Path, fleet: Fleet, kind: s
     for name, value in first.items():
         assert not name.endswith("lora_B.default.weight") or not value.any()
         assert ".lora_" in name or np.array_equal(state[name, "param"], value), f"{name} is frozen"
+
+
+CHAT_VOCAB = 304
+
+
+def chat_config(tmp_path: Path, question: str, **changes: object) -> RunConfig:
+    """A tiny model, and conversations whose answers have very different lengths."""
+    folder = hf_folders.write(tmp_path / "model", "qwen3", vocab_size=CHAT_VOCAB)
+    write_folder(folder)
+    talks = [said(f"user: {question} {n}", "assistant: " + "yes " * (1 + n % 7), f"user: {n}", "assistant: no") for n in range(60)]
+    rows = write_rows(tmp_path / "rows.jsonl", ({"messages": talk} for talk in talks))
+    keys = {"data_format": "chat", "data_tokenizer": str(folder / "tokenizer.json"), "data_vocab": CHAT_VOCAB, "data_heldout": 0.2}
+    return configured(folder, rows, **{**keys, "data_eval_samples": 13, **changes})
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_losses_on_answers_are_those_of_one_process(tmp_path: Path, fleet: Fleet, deterministic: bool) -> None:
+    """Two workers, then three: each step's loss is the mean over the answers of the global batch, and so are the gradients."""
+    config = chat_config(tmp_path, "why", elastic_deterministic=deterministic)
+    run = Run(fleet, config)
+    run.fresh([0, 1])
+    run.train(3, rescale=True)
+    before = run.members
+    run.end()
+    run.resume(before, [0, 1, 2])
+    run.train(6)
+    state, told = run.full_state(), fleet.run(run.members, evaluate)
+    run.end()
+    fleet.run([0, 1, 2], forget)
+    data = text_of(config)
+    ids = [i for index in range(6) for i in run.records[index].ids]
+    assert ids == data.order(config.run.seed).ids(0, 60).tolist()
+    counts = [int((data.batch(run.records[index].ids)[1] != -100).sum()) for index in range(6)]
+    assert len(set(counts)) > 2 and max(counts) < config.tokens_per_step / 2
+    losses, model = plain_losses(Path(str(config.model.hf)), config, 6)
+    np.testing.assert_allclose(run.losses(), losses, rtol=1e-4)
+    for name, parameter in model.named_parameters():
+        np.testing.assert_allclose(state[name, "param"], parameter.detach().numpy(), atol=2e-5, err_msg=name)
+    inputs, targets = data.heldout_batch([i * data.heldout_samples // 13 for i in range(13)])
+    with torch.no_grad():
+        heldout = F.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten()).item()
+    assert told[0] == told[1] == told[2] and told[0] == (pytest.approx(heldout, rel=1e-4), 13)
+
+
+def test_a_batch_without_answers_has_no_loss(tmp_path: Path, fleet: Fleet) -> None:
+    """Questions much longer than a batch: some steps have nothing to learn, and leave the model as it is."""
+    config = chat_config(tmp_path, "why " * 60, train_slots=2, train_slot_batch=1, train_weight_decay=0.0, data_heldout=0.9)
+    run = Run(fleet, config)
+    run.fresh([0, 1])
+    before = run.full_state()
+    run.train(1)
+    after, told = run.full_state(), fleet.run(run.members, evaluate)
+    run.end()
+    fleet.run([0, 1], forget)
+    assert not (text_of(config).batch(run.records[0].ids)[1] != -100).any()
+    assert run.records[0].loss == run.records[0].grad_norm == 0.0 and run.records[0].tokens == config.tokens_per_step
+    assert all(np.array_equal(before[name, "param"], after[name, "param"]) for name, kind in after if kind == "param")
+    assert np.isfinite(told[0][0])
 
 
 def test_selective_checkpointing_of_changed_results_is_refused(tmp_path: Path) -> None:

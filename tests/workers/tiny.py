@@ -287,7 +287,8 @@ def form(state: State, config: RunConfig, port: int, prefix: str, rank: int, wor
     """Join the generation's group and build the trainer. If ``filled``, all values are to arrive; missing ones stay NaN."""
     device, backend = state.get("device", "cpu"), state.get("backend", "gloo")
     state.setdefault("snapshots", Snapshots(config.elastic.snapshot_every, pin=device == "cuda"))
-    state.setdefault("corpus", text_of(config))
+    if state.get("corpus_of") != config.data:
+        state["corpus"], state["corpus_of"] = text_of(config), config.data
     process_groups.form(HOST, port, prefix, rank, world, backend, config.elastic.collective_timeout_s)
     state["trainer"] = Trainer(config, rank, world, generation, device, state["corpus"], filled=filled)
     for piece in export_shards(state["trainer"]).pieces if filled else ():

@@ -10,7 +10,7 @@ import click
 
 from vescale_ray.cli.common import OK, CommandGroup
 
-COLUMNS = ("files", "documents", "tokens", "blocks", "samples", "heldout_samples")
+COLUMNS = ("files", "documents", "rows_without_answer", "tokens", "answer_tokens", "blocks", "samples", "heldout_samples")
 SHOWN = 400
 """Characters of a decoded sample that are shown."""
 
@@ -46,7 +46,8 @@ def inspect(target: str, overrides: tuple[str, ...], as_json: bool) -> int:
         click.echo(json.dumps({"seq_len": config.data.seq_len, "sources": [asdict(one) for one in found]}))
         return OK
     for one in found:
-        told = [f"{name.replace('heldout_', 'held-out ')} {one.about[name]:,}" for name in COLUMNS if one.about[name] is not None]
+        counts = {name: one.about[name] for name in COLUMNS if one.about.get(name) is not None}
+        told = [f"{name.replace('heldout_', 'held-out ').replace('_', ' ')} {count:,}" for name, count in counts.items()]
         told += [f"bytes per token {one.bytes_per_token:.2f}"] if one.bytes_per_token is not None else []
         if is_run and one.share is not None:
             told += [f"share {one.share:.3%}", f"epochs in {config.train.steps:,} steps {one.epochs:.3g}"]

@@ -26,7 +26,7 @@ def _one_or_more_or_null(value: Any) -> Any:
     return value if value is None else _one_or_more(value)
 
 
-Format = Literal["auto", "text", "jsonl", "parquet", "arrow", "bin", "npy"]
+Format = Literal["auto", "text", "jsonl", "chat", "parquet", "arrow", "bin", "npy"]
 TokenType = Literal["uint16", "uint32"]
 
 
@@ -99,7 +99,11 @@ class DataSection(Section):
         default={},
         description="evaluation sets by name, beside the held-out part: `{wiki: {corpus: wiki.parquet}}`, with the keys of a source",
     )
-    format: Format = Field(default="auto", description="format of the files; auto: by their suffix, and text for unknown ones")
+    format: Format = Field(
+        default="auto",
+        description="format of the files; auto: by their suffix, and text for unknown ones; chat: fine-tuning rows with `messages`, or "
+        "with `prompt` and `completion`, in JSONL or Parquet, of which only the answers are learned",
+    )
     column: str = Field(
         default="text", min_length=1, description="column of Parquet and Arrow (text, or lists of token ids), or field of JSONL (text)"
     )

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from vescale_ray.data.block_order import BlockOrder
+from vescale_ray.data.chat import IGNORED
 from vescale_ray.data.encoders import Tokens
 from vescale_ray.data.read_ahead import ReadAhead
 from vescale_ray.data.token_files import TokenFile
@@ -69,6 +70,10 @@ class BlockDataset:
                 f"data.corpus = {name}: {files[0].file.url} holds {files[0].kind}, but {other.file.url} holds {other.kind}; "
                 "give files of one type"
             )
+        if self.masked and not self._answers()["answer_tokens"]:
+            raise BadInput(
+                f"data.corpus = {name}: no row has an answer to learn; give rows with a completion, or a message of the assistant"
+            )
         self._blocks = [block for block in _blocks(files, least) if (_tokens(files, block) - 1) // seq_len >= 1]
         samples = np.array([(_tokens(files, block) - 1) // seq_len for block in self._blocks], dtype=np.int64)
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(samples)])
@@ -117,6 +122,11 @@ class BlockDataset:
         return {"bytes": 1.0, "tokenizer": sum(file.text_bytes for file in self._files) / self.tokens}.get(self.unit)
 
     @property
+    def masked(self) -> bool:
+        """Whether some targets may not count (:class:`vescale_ray.data.dataset.Dataset`)."""
+        return self._files[0].answers is not None
+
+    @property
     def tokens(self) -> int:
         """Number of tokens of all files, end tokens included."""
         return sum(int(file.counts.sum()) for file in self._files)
@@ -152,11 +162,17 @@ class BlockDataset:
             "samples": self.num_samples,
             "heldout_samples": self._heldout,
             "sha256": self._digest(),
+            **self._answers(),
         }
 
     def identity(self) -> Mapping[str, str | int]:
         """Return what determines the sample of each id, by configuration key."""
         return {**self._keys, "data.corpus": self._digest(), "data.shuffle_blocks": self._window}
+
+    def _answers(self) -> dict[str, str | int | None]:
+        """Numbers of targets and of rows without any, if not all tokens are targets."""
+        known = [file.answers for file in self._files if file.answers is not None]
+        return {"answer_tokens": sum(one for one, _ in known), "rows_without_answer": sum(one for _, one in known)} if known else {}
 
     def _digest(self) -> str:
         """Hash of every file's name, content and parts."""
@@ -174,11 +190,14 @@ class BlockDataset:
         begins = (index - self._starts[blocks]) * self.seq_len
         windows = np.empty((len(index), self.seq_len + 1), dtype=np.int64)
         for block in np.unique(blocks).tolist():  # a block that is not kept is read once
-            tokens = self.reader.get(block)
+            content = self.reader.get(block)
             for row in np.flatnonzero(blocks == block).tolist():
-                windows[row] = tokens[begins[row] : begins[row] + self.seq_len + 1]
+                windows[row] = content[begins[row] : begins[row] + self.seq_len + 1]
         whole = torch.from_numpy(windows)
-        return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+        tokens, targets = whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+        if self.masked:
+            tokens, targets = torch.where(tokens < 0, ~tokens, tokens), targets.masked_fill(targets < 0, IGNORED)
+        return tokens, targets
 
     def _read(self, block: int) -> Tokens:
         parts = [self._files[file].read(part) for file, part in self._blocks[block]]

@@ -71,6 +71,11 @@ class Corpus:
         return "bytes"
 
     @property
+    def masked(self) -> bool:
+        """Whether some targets may not count."""
+        return False
+
+    @property
     def bytes_per_token(self) -> float:
         """Mean bytes of text of a token."""
         return 1.0

@@ -47,6 +47,10 @@ class DocumentFile(ABC):
         return sum(size for _, size in self._seen.values())
 
     @property
+    def answers(self) -> tuple[int, int] | None:
+        return None
+
+    @property
     def count(self) -> int:
         """Number of documents."""
         return sum(ended for ended, _ in self._seen.values())
@@ -255,13 +259,8 @@ class JsonLinesFile(LinesFile):
     def first_row(self, part: int) -> int:
         return self._lines[part] + 1
 
-    def _text(self, line: bytes, number: int) -> str:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise BadInput(f"{self.file.url}: line {number} is not JSON ({reason_of(error)})") from None
-        if not isinstance(record, dict):
-            raise BadInput(f"{self.file.url}: line {number} is no JSON object")
+    def _text(self, line: bytes, number: int) -> str | None:
+        record = self._record(line, number)
         if self._column not in record:
             raise BadInput(
                 f"data.column = {self._column}: {self.file.url}: line {number} has no such field; it has {', '.join(list(record)[:20])}"
@@ -270,6 +269,15 @@ class JsonLinesFile(LinesFile):
         if not isinstance(text, str):
             raise BadInput(f"data.column = {self._column}: {self.file.url}: line {number}: the field is no text, but {type(text).__name__}")
         return text
+
+    def _record(self, line: bytes, number: int) -> dict[str, Any]:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise BadInput(f"{self.file.url}: line {number} is not JSON ({reason_of(error)})") from None
+        if not isinstance(record, dict):
+            raise BadInput(f"{self.file.url}: line {number} is no JSON object")
+        return record
 
 
 class TextFile(LinesFile):

@@ -10,6 +10,8 @@ from typing import Any
 import pyarrow as pa
 
 from vescale_ray.data.block_dataset import BlockDataset, block_tokens
+from vescale_ray.data.chat import ChatEncoder, ChatTemplate
+from vescale_ray.data.chat_files import ChatLinesFile, ChatParquetFile
 from vescale_ray.data.corpus import VOCAB, load_corpus, text_files
 from vescale_ray.data.dataset import DataKeys, Dataset, SourceKeys
 from vescale_ray.data.document_files import ArrowFile, JsonLinesFile, ParquetFile, TextFile
@@ -204,6 +206,18 @@ class _Encoders:
         self._check_end()
         return TokenizerEncoder(self._tokenizer, self.vocab, self.end, self._digest)
 
+    def chat(self) -> ChatEncoder:
+        """The encoder of fine-tuning rows."""
+        if self._tokenizer is None or self._keys.tokenizer is None:
+            raise BadInput("data.format = chat: there is no tokenizer; set model.hf, or data.tokenizer to the tokenizer.json of the model")
+        last = self.text().end
+        assert last is not None
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        template = ChatTemplate(self._keys.tokenizer, [token.content for token in added if token.special])
+        encoder = ChatEncoder(self._tokenizer, self.vocab, last, self._digest, template)
+        self.identity["data.format"] = encoder.identity
+        return encoder
+
     def _check_end(self) -> None:
         if self.end is not None and self.end >= self.vocab:
             raise BadInput(f"data.end_token = {self._keys.end_token}: is not below the vocabulary's size, {self.vocab}")
@@ -230,6 +244,9 @@ def _opener(kind: str, keys: SourceKeys, encoders: _Encoders, step: int) -> Call
             return lambda file: ParquetFile(file, keys.column, encoders.of)
         case "arrow":
             return lambda file: ArrowFile(file, keys.column, encoders.of)
+        case "chat":
+            rows = encoders.chat()
+            return lambda file: _open_chat(file, rows)
         case "jsonl" | "text":
             encoder = encoders.text()
             return lambda file: JsonLinesFile(file, keys.column, encoder) if kind == "jsonl" else TextFile(file, encoder)
@@ -237,6 +254,13 @@ def _opener(kind: str, keys: SourceKeys, encoders: _Encoders, step: int) -> Call
     if keys.end_token is not None:
         raise BadInput(f"data.end_token = {keys.end_token}: .{kind} files hold their documents' ends already; leave it out")
     return lambda file: open_bin(file, keys.dtype, step, vocab) if kind == "bin" else open_npy(file, step, vocab)
+
+
+def _open_chat(file: DataFile, encoder: ChatEncoder) -> TokenFile:
+    kind = FORMATS.get(PurePosixPath(file.name).suffix.lower(), "jsonl")
+    if kind not in ("jsonl", "parquet"):
+        raise BadInput(f"data.format = chat: {file.url} is {kind} by its suffix; give rows as JSONL or Parquet")
+    return ChatParquetFile(file, encoder) if kind == "parquet" else ChatLinesFile(file, encoder)
 
 
 def _open_all(found: Sequence[DataFile], opener: Callable[[DataFile], TokenFile]) -> list[TokenFile]:

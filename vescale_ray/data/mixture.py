@@ -24,7 +24,7 @@ from vescale_ray.data.stream import Ids, part_key
 from vescale_ray.errors import BadInput
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-_OWN = frozenset({"data.corpus", "data.column", "data.end_token"})
+_OWN = frozenset({"data.corpus", "data.column", "data.end_token", "data.format"})
 """Keys of the identity that each source has for itself."""
 
 
@@ -95,6 +95,11 @@ class Mixture:
     def unit(self) -> str:
         """What tokens are (:class:`vescale_ray.data.dataset.Dataset`)."""
         return self.sources[0].unit
+
+    @property
+    def masked(self) -> bool:
+        """Whether some targets of a source may not count."""
+        return any(source.masked for source in self.sources)
 
     @property
     def bytes_per_token(self) -> float | None:

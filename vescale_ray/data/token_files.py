@@ -29,6 +29,7 @@ class TokenFile(Protocol):
         unit: what tokens are (:class:`vescale_ray.data.dataset.Dataset`).
         text_bytes: bytes of the text that a tokenizer has turned into the tokens; else 0.
         count: number of documents; None if the file does not tell.
+        answers: tokens that are targets, and rows without any; None if all tokens are targets.
     """
 
     file: DataFile
@@ -44,6 +45,9 @@ class TokenFile(Protocol):
 
     @property
     def count(self) -> int | None: ...
+
+    @property
+    def answers(self) -> tuple[int, int] | None: ...
 
     def read(self, part: int) -> Tokens:
         """Return the tokens of a part. Safe in threads.
@@ -69,6 +73,7 @@ class FlatFile:
     unit = "ids"
     text_bytes = 0
     count = None
+    answers = None
 
     def __init__(self, file: DataFile, dtype: Any, start: int, length: int, step: int, vocab: int, width: int = 1) -> None:
         self.file, self._dtype, self._start, self._length, self._step, self._vocab = file, np.dtype(dtype), start, length, step, vocab

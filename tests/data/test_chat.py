@@ -1,0 +1,153 @@
+"""Fine-tuning data: the tokens that count are those written by hand, for templates of several kinds; wrong data is refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from tests.data.chats import CHATML, LATE_SYSTEM, MARKED, REASONING, Parts, expected, said, stored, write_folder, write_rows
+from tests.data.sources import dataset, keys, write_jsonl
+from vescale_ray.data.block_dataset import BlockDataset
+from vescale_ray.data.loading import load_dataset
+from vescale_ray.errors import BadInput
+
+pytest.importorskip("transformers")
+
+TALK = said("system: be brief", "user: a question", "assistant: the answer", "user: is it so", "assistant: yes\n it is")
+S, E = "<|im_start|>", "<|im_end|>"
+TALK_PARTS: Parts = [
+    (f"{S}system\nbe brief{E}\n{S}user\na question{E}\n{S}assistant\n", False),
+    (f"the answer{E}", True),
+    (f"\n{S}user\nis it so{E}\n{S}assistant\n", False),
+    (f"yes\n it is{E}", True),
+    ("\n", False),
+]
+
+
+def opened(tmp_path: Path, rows: list[Any], template: str | None = CHATML, **changes: Any) -> tuple[BlockDataset, Any]:
+    tokenizer = write_folder(tmp_path / "model", template)
+    corpus = write_rows(tmp_path / "rows.jsonl", rows)
+    given = {"format": "chat", "tokenizer": str(tmp_path / "model" / "tokenizer.json"), "vocab": None, **changes}
+    return dataset(corpus, **given), tokenizer
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
+def test_answers_and_ends_of_their_turns_count(tmp_path: Path, template: str) -> None:
+    made, tokenizer = opened(tmp_path, [{"messages": TALK}, {"messages": TALK[1:3]}], template)
+    second = [(f"{S}user\na question{E}\n{S}assistant\n", False), (f"the answer{E}", True), ("\n", False)]
+    assert stored(made) == expected(tokenizer, TALK_PARTS + second)
+
+
+def test_a_window_gives_ignored_targets(tmp_path: Path) -> None:
+    made, tokenizer = opened(tmp_path, [{"messages": TALK}] * 3, seq_len=16)
+    tokens, counts = expected(tokenizer, TALK_PARTS * 3)
+    inputs, targets = made.batch(range(made.num_samples))
+    assert made.num_samples == (len(tokens) - 1) // 16 and inputs.dtype == targets.dtype == torch.int64
+    assert inputs.flatten().tolist() == tokens[: inputs.numel()]
+    wanted = [token if counted else -100 for token, counted in zip(tokens, counts, strict=True)]
+    assert targets.flatten().tolist() == wanted[1 : targets.numel() + 1]
+
+
+def test_a_template_may_hide_earlier_reasoning(tmp_path: Path) -> None:
+    talk = [{**one, "reasoning_content": "hm"} if one["role"] == "assistant" else one for one in TALK]
+    made, tokenizer = opened(tmp_path, [{"messages": talk}], REASONING)
+    shown = [(f"<think>hm</think>{text}" if text.startswith("yes") else text, counts) for text, counts in TALK_PARTS]
+    assert stored(made) == expected(tokenizer, shown)
+
+
+def test_a_completion_counts_with_its_end(tmp_path: Path) -> None:
+    made, tokenizer = opened(tmp_path, [{"prompt": "a question: ", "completion": "yes"}, {"prompt": "is it", "completion": " so"}], None)
+    parts = [("<|begin|>a question: ", False), (f"yes{E}", True), ("<|begin|>is it", False), (f" so{E}", True)]
+    assert stored(made) == expected(tokenizer, parts)
+
+
+def test_prompts_of_messages_and_weight_zero_do_not_count(tmp_path: Path) -> None:
+    silent = [*TALK[:2], {**TALK[2], "weight": 0}, *TALK[3:]]
+    parts = [(text, counts and not text.startswith("the")) for text, counts in TALK_PARTS]
+    for template in (CHATML, MARKED):
+        made, tokenizer = opened(tmp_path, [{"messages": silent}, {"prompt": TALK[:4], "completion": TALK[4:]}], template)
+        tokens, counts = stored(made)
+        assert (tokens, counts) == expected(tokenizer, parts * 2)
+
+
+def test_parquet_gives_the_tokens_of_jsonl(tmp_path: Path) -> None:
+    rows = [{"messages": TALK}, {"messages": TALK[:2]}, {"messages": TALK[1:3]}]
+    made, _ = opened(tmp_path, rows)
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
+    other = dataset(str(path), format="chat", tokenizer=str(tmp_path / "model" / "tokenizer.json"), vocab=None)
+    assert stored(other) == stored(made)
+    assert other.describe()["rows_without_answer"] == 1
+
+
+def test_rows_without_an_answer_are_counted_and_left_out(tmp_path: Path) -> None:
+    empty = [{"prompt": "a", "completion": " "}, {"messages": said("user: a", "assistant: ")}, {"messages": TALK[:2]}]
+    made, tokenizer = opened(tmp_path, [empty[0], {"messages": TALK}, *empty[1:]])
+    assert stored(made) == expected(tokenizer, TALK_PARTS)
+    told = made.describe()
+    assert (told["documents"], told["rows_without_answer"], told["answer_tokens"]) == (4, 3, sum(stored(made)[1]))
+
+
+def test_templates_see_one_date_and_are_part_of_the_identity(tmp_path: Path) -> None:
+    dated = "{{ strftime_now('%Y-%m-%d') }}" + CHATML + " "
+    made, tokenizer = opened(tmp_path, [{"messages": TALK}], dated)
+    assert stored(made) == expected(tokenizer, [("2024-07-26", False), *TALK_PARTS, (" ", False)])
+    other, _ = opened(tmp_path, [{"messages": TALK}], dated + " ")
+    assert {key for key, value in made.identity().items() if other.identity()[key] != value} >= {"data.format"}
+
+
+def test_chat_and_text_mix(tmp_path: Path) -> None:
+    _, tokenizer = opened(tmp_path, [{"messages": TALK}] * 4)
+    text = write_jsonl(tmp_path / "text.jsonl", ["the answer is yes"] * 20)
+    sources = [{"corpus": str(tmp_path / "rows.jsonl"), "format": "chat", "weight": 0.5}, {"corpus": str(text), "weight": 0.5}]
+    made = load_dataset(keys(None, mixture=sources, tokenizer=str(tmp_path / "model" / "tokenizer.json"), vocab=None), least=64)
+    _, targets = made.batch(made.order(3).ids(0, 8))
+    masked = [(row == -100).any().item() for row in targets]
+    assert made.masked and made.bytes_per_token is None and 2 <= sum(masked) <= 4
+    assert len(tokenizer.decode(targets[masked.index(False)].tolist())) > 0
+
+
+REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
+    "no tokenizer": ([{"messages": TALK}], {"tokenizer": None}, "data.format = chat: there is no tokenizer; set model.hf"),
+    "no template": (
+        [{"messages": TALK}],
+        {"template": None},
+        "rows.jsonl: row 1: has messages, but the folder of data.tokenizer has no chat",
+    ),
+    "no fields": (
+        [{"messages": TALK}, {"text": "a"}],
+        {},
+        "rows.jsonl: line 2: has neither messages nor prompt and completion; it has text",
+    ),
+    "mixed fields": ([{"prompt": "a", "completion": TALK}], {}, "line 1: prompt and completion are neither two texts nor two lists"),
+    "no role": ([{"messages": [{"content": "a"}]}], {}, "line 1: message 0 has no role"),
+    "no content": ([{"messages": [*TALK, {"role": "user"}]}], {}, "line 1: message 5 has no content"),
+    "a strange role": (
+        [{"messages": [*said("judge: a"), *TALK]}],
+        {},
+        "row 1: the chat template refuses the messages .*unknown role judge",
+    ),
+    "no answer": ([{"messages": TALK[:2]}, {"prompt": "a", "completion": ""}], {}, "no row has an answer to learn; give rows with"),
+    "a changing template": ([{"messages": TALK}], {"template": LATE_SYSTEM}, "message 2 can't be found .* {% generation %}"),
+    "another format": ([], {"corpus": "a.arrow"}, "data.format = chat: .*a.arrow is arrow by its suffix; give rows as JSONL or Parquet"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_wrong_rows_are_refused_in_one_line(tmp_path: Path, what: str) -> None:
+    rows, changes, message = REFUSED[what]
+    if "corpus" in changes:
+        (tmp_path / "a.arrow").write_text("a")
+        write_folder(tmp_path / "model")
+        changed = keys(str(tmp_path / "a.arrow"), format="chat", tokenizer=str(tmp_path / "model/tokenizer.json"), vocab=None)
+        with pytest.raises(BadInput, match=message):
+            load_dataset(changed)
+        return
+    with pytest.raises(BadInput, match=message) as refused:
+        opened(tmp_path, rows, **changes)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,205 @@
+"""Fine-tuning data: rows of messages, or of a prompt and its completion, as tokens. Only the tokens of the answers are learned.
+
+A token that is no target is stored as its complement, a negative number. So a block keeps the marks without a second array::
+
+    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
+    -------------------------------------------------++++++++++++++++++-         + is a target
+
+The chat template of the tokenizer's folder renders messages. If it has no ``{% generation %}`` marks, an answer is where the rendering of
+the messages before it, with the prompt to generate, ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from datetime import date
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from vescale_ray.data.encoders import BadDocument, Encoder, Tokens
+from vescale_ray.data.stream import Ids
+from vescale_ray.errors import BadInput
+
+IGNORED = -100
+"""A target that does not count, as in ``torch.nn.functional.cross_entropy``."""
+RULE = "answers 1"
+"""Which tokens count. A run that resumes must have the same rule."""
+TODAY = date(2024, 7, 26)
+"""The date for templates that ask for it, so that every process and every epoch gets the same tokens."""
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_DATE = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+
+Messages = Sequence[Mapping[str, Any]]
+Span = tuple[int, int]
+
+
+def normalized(record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return ``messages`` and ``tools`` of a row, or ``prompt`` and ``completion`` as texts; None if the row has no answer to learn.
+
+    Raises:
+        ValueError: a field is missing or of another type.
+    """
+    prompt, completion, messages = (record.get(field) for field in ("prompt", "completion", "messages"))
+    if messages is None:
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return {"prompt": prompt, "completion": completion} if completion.strip() else None
+        if prompt is None or completion is None:
+            raise ValueError(f"has neither messages nor prompt and completion; it has {', '.join(record) or 'no field'}")
+        if not (isinstance(prompt, list) and isinstance(completion, list)):
+            raise ValueError("prompt and completion are neither two texts nor two lists of messages")
+        messages = [{**one, "weight": 0} if isinstance(one, dict) else one for one in prompt] + completion
+    if not isinstance(messages, list):
+        raise ValueError("messages is no list")
+    kept = [_message(number, one) for number, one in enumerate(messages)]
+    tools = record.get("tools")
+    return {"messages": kept, "tools": json.loads(tools) if isinstance(tools, str) else tools} if any(map(_counts, kept)) else None
+
+
+def _message(number: int, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(f"message {number} has no role")
+    given = {key: value for key, value in message.items() if value is not None}
+    if "content" not in given and not given.get("tool_calls"):
+        raise ValueError(f"message {number} has no content")
+    return given
+
+
+def _counts(message: Mapping[str, Any]) -> bool:
+    """Return whether a message is an answer to learn: it has a text or calls, and no ``weight`` of 0."""
+    content = message.get("content")
+    said = content.strip() if isinstance(content, str) else content
+    return message["role"] == "assistant" and message.get("weight", 1) != 0 and bool(said or message.get("tool_calls"))
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer's folder, as ``transformers`` renders it in a sandbox.
+
+    Args:
+        tokenizer: path of the ``tokenizer.json``.
+        special: its special tokens.
+
+    Attributes:
+        digest: hash of the template and the special tokens that it may use.
+
+    Raises:
+        BadInput: transformers is missing, or can't read the folder.
+    """
+
+    def __init__(self, tokenizer: str, special: Sequence[str]) -> None:
+        try:
+            from transformers import PreTrainedTokenizerFast
+            from transformers.utils.chat_template_utils import render_jinja_template
+        except ImportError:
+            raise BadInput("data.format = chat: the package transformers is not installed; pip install 'vescale-ray[hf]'") from None
+        folder = os.path.dirname(tokenizer)
+        if "://" in tokenizer or not os.path.isdir(folder):
+            raise BadInput(f"data.tokenizer = {tokenizer}: data.format = chat needs a tokenizer.json in a local folder")
+        try:
+            made = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            text = made.get_chat_template() if made.chat_template else None
+        except Exception as error:
+            raise BadInput(f"data.tokenizer = {tokenizer}: its folder can't be read ({_line(error)})") from None
+        self._render: Any = render_jinja_template
+        self._special, self._named = tuple(special), dict(made.special_tokens_map)
+        self._text: str | None = text and _DATE.sub(lambda found: repr(TODAY.strftime(found[2])), text)
+        self._marked = bool(text and _MARK.search(text))
+        self.digest = hashlib.sha256(repr((self._text, self._named)).encode()).hexdigest()[:16]
+
+    def render(self, messages: Messages, tools: Any) -> tuple[str, list[Span]]:
+        """Return the text of a conversation, and the parts of it that are answers to learn.
+
+        Raises:
+            ValueError: there is no template, it refuses the messages, or an answer can't be found.
+        """
+        if self._text is None:
+            raise ValueError(
+                "has messages, but the folder of data.tokenizer has no chat template; add chat_template.jinja, or give rows of prompt "
+                "and completion"
+            )
+        text, spans = self._rendered(messages, tools)
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if not self._marked:
+            spans = [self._span(text, messages, tools, turn) for turn in turns if _counts(messages[turn])]
+        elif len(spans) == len(turns):
+            spans = [span for span, turn in zip(spans, turns, strict=True) if _counts(messages[turn])]
+        elif not all(_counts(messages[turn]) for turn in turns):
+            raise ValueError(f"has {len(turns)} answers, of which some do not count, but the chat template marks {len(spans)} parts")
+        return text, spans
+
+    def _rendered(self, messages: Messages, tools: Any, prompt: bool = False) -> tuple[str, list[Span]]:
+        if not messages:
+            return "", []
+        options: dict[str, Any] = {"add_generation_prompt": prompt, "return_assistant_tokens_mask": self._marked}
+        try:
+            texts, spans = self._render([messages], tools=tools, chat_template=self._text, **options, **self._named)
+        except Exception as error:
+            raise ValueError(f"the chat template refuses the messages ({_line(error)})") from None
+        return texts[0], spans[0] if spans else []
+
+    def _span(self, text: str, messages: Messages, tools: Any, turn: int) -> Span:
+        """Where ``text`` holds the answer ``turn``: from the end of the prompt to generate it, to the end of the turn."""
+        before, prompted = (self._rendered(messages[:turn], tools, prompt)[0] for prompt in (False, True))
+        through = self._rendered(messages[: turn + 1], tools)[0] if turn + 1 < len(messages) else text
+        content = messages[turn].get("content")
+        said = content.strip() if isinstance(content, str) else ""
+        start = len(os.path.commonprefix([text, prompted])) if turn else text.find(said)
+        if text.startswith(through):
+            end = len(through)
+        else:  # what follows has changed this turn, as templates do that drop a reasoning
+            place = text.find(said, start) if said else -1
+            rest = through[through.rfind(said) + len(said) :]
+            end = place + len(said) + len(os.path.commonprefix([rest, text[place + len(said) :]])) if place >= 0 else -1
+        if not text.startswith(before.rstrip()) or start < 0 or end <= start:
+            raise ValueError(
+                f"message {turn} can't be found in the rendered conversation, since the chat template changes earlier messages; "
+                "mark the answers in it with {% generation %} and {% endgeneration %}"
+            )
+        kept = text[start:end].rstrip()
+        return start, start + len(kept) if kept.endswith(self._special) else end
+
+
+class ChatEncoder(Encoder):
+    """Encodes rows of :func:`normalized`, each as JSON. Tokens that are no targets become their complements.
+
+    Args:
+        tokenizer: a ``tokenizers.Tokenizer``.
+        last: token that ends a completion.
+        digest: hash of the tokenizer's file.
+    """
+
+    def __init__(self, tokenizer: Any, vocab: int, last: int, digest: str, template: ChatTemplate) -> None:
+        super().__init__(vocab, None, f"chat {digest} {template.digest} {RULE}")
+        self.dtype = np.int32
+        self._tokenizer, self._last, self._template = tokenizer, last, template
+
+    def values(self, documents: pa.Array) -> tuple[Tokens, Ids]:
+        made = [np.zeros(0, np.int32)]
+        for number, text in enumerate(documents.to_pylist()):
+            try:
+                made.append(self._encoded(json.loads(text)) if text is not None else made[0])
+            except ValueError as error:
+                raise BadDocument(number, str(error)) from None
+        return np.concatenate(made), np.array([len(one) for one in made[1:]], dtype=np.int64)
+
+    def _encoded(self, row: Mapping[str, Any]) -> Tokens:
+        if "messages" not in row:
+            prompt = self._tokenizer.encode(row["prompt"]).ids  # as at inference, with the tokenizer's own first token
+            completion = self._tokenizer.encode(row["completion"], add_special_tokens=False).ids
+            return np.concatenate([~np.array(prompt, np.int32), np.array([*completion, self._last], np.int32)])
+        text, spans = self._template.render(row["messages"], row["tools"])
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        ids, places = np.array(found.ids, np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
+        counted = np.zeros(len(ids), dtype=bool)
+        for start, end in spans:
+            counted |= (places[:, 0] < end) & (places[:, 1] > start)
+        return np.where(counted, ids, ~ids)
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,0 +1,71 @@
+"""Files of fine-tuning rows: JSONL and Parquet. A row becomes JSON for :class:`vescale_ray.data.chat.ChatEncoder`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vescale_ray.data.chat import ChatEncoder, normalized
+from vescale_ray.data.document_files import DocumentFile, JsonLinesFile, ParquetFile, guarded
+from vescale_ray.data.encoders import Tokens
+from vescale_ray.data.files import DataFile
+from vescale_ray.errors import BadInput
+
+FIELDS = ("messages", "prompt", "completion", "tools")
+
+
+class _ChatFile(DocumentFile):
+    """Counts answers while it reads. A row without an answer is a null document, which has no tokens."""
+
+    def __init__(self, *about: Any) -> None:
+        self._answers: dict[int, tuple[int, int]] = {}
+        super().__init__(*about)
+        self.kind = "chat"
+
+    @property
+    def answers(self) -> tuple[int, int]:
+        return sum(tokens for tokens, _ in self._answers.values()), sum(rows for _, rows in self._answers.values())
+
+    def encoded(self, part: int, arrays: Sequence[pa.Array]) -> Tokens:
+        tokens = super().encoded(part, arrays)
+        self._answers[part] = int(np.count_nonzero(tokens >= 0)), sum(one.null_count for one in arrays)
+        return tokens
+
+    def _json(self, record: Mapping[str, Any], where: str) -> str | None:
+        try:
+            row = normalized(record)
+        except ValueError as error:
+            raise BadInput(f"{self.file.url}: {where}: {error}") from None
+        return None if row is None else json.dumps(row, default=str)
+
+
+class ChatLinesFile(_ChatFile, JsonLinesFile):
+    """One row a line."""
+
+    def __init__(self, file: DataFile, encoder: ChatEncoder) -> None:
+        super().__init__(file, "messages", encoder)
+
+    def _text(self, line: bytes, number: int) -> str | None:
+        return self._json(self._record(line, number), f"line {number}")
+
+
+class ChatParquetFile(_ChatFile, ParquetFile):
+    """The columns of :data:`FIELDS`, as far as the file has them."""
+
+    def __init__(self, file: DataFile, encoder: ChatEncoder) -> None:
+        names: list[str] = guarded(file, lambda: pq.ParquetFile(file.opened()).schema_arrow, "its footer").names
+        self._fields = [name for name in FIELDS if name in names]
+        if not {"messages", "completion"} & set(names):
+            raise BadInput(f"{file.url}: has neither messages nor prompt and completion; it has {', '.join(names[:20]) or 'no column'}")
+        super().__init__(file, "messages" if "messages" in names else "completion", lambda *_: encoder)
+
+    def documents(self, part: int) -> Sequence[pa.Array]:
+        reader = pq.ParquetFile(self.file.opened(), metadata=self._metadata, pre_buffer=not self.file.is_local)
+        table = reader.read_row_group(part, columns=self._fields, use_threads=False)
+        rows = (self._json(row, f"row {self.first_row(part) + number}") for number, row in enumerate(table.to_pylist()))
+        return [pa.array(rows, type=pa.large_string())]
