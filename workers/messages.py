@@ -214,7 +214,7 @@ class StepRecord:
 
     Attributes:
         index: 0-based step; ``step`` is the number of completed steps after it.
-        loss: mean negative log-likelihood per token, nats, over the global batch.
+        loss: mean negative log-likelihood per target, nats, over the global batch; 0 if no target counts.
         tokens: tokens of the global batch.
         ids: ids of the samples, in slot order.
         grad_norm: norm of the whole gradient before clipping.

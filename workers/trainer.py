@@ -271,6 +271,7 @@ class Trainer:
         began = time.perf_counter()
         batches = SlotBatches(self.dataset, [self._slot_ids(index, slot) for slot in mine], tokens)
         self._meter.data_s += time.perf_counter() - began
+        self.beat()
         batches.agree()
         for turn in range(rounds):
             last = turn == rounds - 1

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
+from tests.data.chats import write_folder, write_rows
 from tests.data.sources import train_tokenizer, write_jsonl
 from vescale_ray.cli import main
 from vescale_ray.config import load_config
@@ -58,6 +59,16 @@ def test_a_path_is_inspected_without_a_run(tmp_path: Path, capsys: pytest.Captur
     assert sample.strip("' ") in "a long enough text, " * 30
     assert main(["data", "inspect", f"{tmp_path}/none.parquet"]) == 2
     assert "data.corpus = " in (said := capsys.readouterr().err) and "none.parquet: no such file" in said and said.count("\n") == 1
+
+
+def test_answers_of_chat_data_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    write_folder(tmp_path / "model")
+    rows = write_rows(tmp_path / "a.jsonl", [{"prompt": "a question", "completion": "yes"}, {"prompt": "a", "completion": ""}] * 20)
+    assert main(["data", "inspect", rows, "data.format=chat", f"data.tokenizer={tmp_path}/model/tokenizer.json", "data.seq_len=8"]) == 0
+    counts, sample = capsys.readouterr().out.splitlines()
+    assert "documents 40, rows without answer 20, tokens " in counts and ", answer tokens 40, " in counts
+    assert "yes<|im_end|>" in sample
 
 
 @pytest.mark.parametrize("change", ["data.eval={same: {corpus: none.txt}}", "data.tokenizer=null", "data.mixture=[{corpus: none.bin}]"])

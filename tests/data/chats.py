@@ -27,6 +27,10 @@ REASONING = (  # shows the reasoning of the last turn only
     "(m.reasoning_content or '') + '</think>' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+TWO_ENDS = (  # ends the last turn in another way, after a header
+    "{% for m in messages %}{% if m.role == 'assistant' %}<answer>{{ m.content }}{{ '<|end|>' if loop.last else '<|im_end|>' }}"
+    "{% else %}[{{ m.content }}]{% endif %}{% endfor %}"
+)
 LATE_SYSTEM = (  # shows the system's message in the last turn of the user
     "{% set system = messages[0].content %}{% for m in messages[1:] %}{% if m.role == 'user' %}[INST]"
     "{% if loop.last or loop.index0 == messages | length - 3 %}{{ system }}{% endif %}{{ m.content }}[/INST]"

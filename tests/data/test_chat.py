@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.data.chats import CHATML, LATE_SYSTEM, MARKED, REASONING, Parts, expected, said, stored, write_folder, write_rows
+from tests.data.chats import CHATML, LATE_SYSTEM, MARKED, REASONING, TWO_ENDS, Parts, expected, said, stored, write_folder, write_rows
 from tests.data.sources import dataset, keys, write_jsonl
 from vescale_ray.data.block_dataset import BlockDataset
 from vescale_ray.data.loading import load_dataset
@@ -58,6 +58,24 @@ def test_a_template_may_hide_earlier_reasoning(tmp_path: Path) -> None:
     made, tokenizer = opened(tmp_path, [{"messages": talk}], REASONING)
     shown = [(f"<think>hm</think>{text}" if text.startswith("yes") else text, counts) for text, counts in TALK_PARTS]
     assert stored(made) == expected(tokenizer, shown)
+
+
+@pytest.mark.parametrize("content", ["yes", "n", "er>"])
+def test_the_last_turn_may_end_in_another_way(tmp_path: Path, content: str) -> None:
+    talk = said("user: a", f"assistant: {content}", "user: b", f"assistant: {content}")
+    made, tokenizer = opened(tmp_path, [{"messages": talk}] * 3, TWO_ENDS)
+    parts: Parts = [("[a]", False), (f"<answer>{content}{E}", True), ("[b]", False), (f"<answer>{content}<|end|>", True)]
+    assert stored(made) == expected(tokenizer, parts * 3)
+
+
+def test_a_message_with_calls_counts_without_a_text(tmp_path: Path) -> None:
+    template = CHATML.replace("m.content", "(m.content or m.tool_calls[0].function.name)").replace("'assistant']", "'assistant', 'tool']")
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    talk = [*said("user: a"), call, *said("tool: b", "assistant: c")]
+    made, tokenizer = opened(tmp_path, [{"messages": talk}], template)
+    parts: Parts = [(f"{S}user\na{E}\n{S}assistant\n", False), (f"look{E}", True)]
+    parts += [(f"\n{S}tool\nb{E}\n{S}assistant\n", False), (f"c{E}", True), ("\n", False)]
+    assert stored(made) == expected(tokenizer, parts)
 
 
 def test_a_completion_counts_with_its_end(tmp_path: Path) -> None:
@@ -127,6 +145,16 @@ REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "mixed fields": ([{"prompt": "a", "completion": TALK}], {}, "line 1: prompt and completion are neither two texts nor two lists"),
     "no role": ([{"messages": [{"content": "a"}]}], {}, "line 1: message 0 has no role"),
     "no content": ([{"messages": [*TALK, {"role": "user"}]}], {}, "line 1: message 5 has no content"),
+    "content of numbers": (
+        [{"messages": [*TALK, {"role": "user", "content": 7}]}],
+        {},
+        "line 1: message 5: its content is neither a text nor",
+    ),
+    "a date of its own": (
+        [{"messages": TALK}],
+        {"template": "{{ strftime_now(form) }}" + CHATML},
+        "chat template chooses the form of the date",
+    ),
     "a strange role": (
         [{"messages": [*said("judge: a"), *TALK]}],
         {},

@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ def normalized(record: Mapping[str, Any]) -> dict[str, Any] | None:
     if not isinstance(messages, list):
         raise ValueError("messages is no list")
     kept = [_message(number, one) for number, one in enumerate(messages)]
-    tools = record.get("tools")
+    tools = record.get("tools") or None
     return {"messages": kept, "tools": json.loads(tools) if isinstance(tools, str) else tools} if any(map(_counts, kept)) else None
 
 
@@ -67,6 +68,8 @@ def _message(number: int, message: Any) -> dict[str, Any]:
     given = {key: value for key, value in message.items() if value is not None}
     if "content" not in given and not given.get("tool_calls"):
         raise ValueError(f"message {number} has no content")
+    if not isinstance(given.get("content", ""), (str, list)):
+        raise ValueError(f"message {number}: its content is neither a text nor a list of parts")
     return given
 
 
@@ -108,6 +111,8 @@ class ChatTemplate:
         self._render: Any = render_jinja_template
         self._special, self._named = tuple(special), dict(made.special_tokens_map)
         self._text: str | None = text and _DATE.sub(lambda found: repr(TODAY.strftime(found[2])), text)
+        if "strftime_now(" in (self._text or ""):
+            raise BadInput(f"data.tokenizer = {tokenizer}: its chat template chooses the form of the date; write the date into it")
         self._marked = bool(text and _MARK.search(text))
         self.digest = hashlib.sha256(repr((self._text, self._named)).encode()).hexdigest()[:16]
 
@@ -149,12 +154,7 @@ class ChatTemplate:
         content = messages[turn].get("content")
         said = content.strip() if isinstance(content, str) else ""
         start = len(os.path.commonprefix([text, prompted])) if turn else text.find(said)
-        if text.startswith(through):
-            end = len(through)
-        else:  # what follows has changed this turn, as templates do that drop a reasoning
-            place = text.find(said, start) if said else -1
-            rest = through[through.rfind(said) + len(said) :]
-            end = place + len(said) + len(os.path.commonprefix([rest, text[place + len(said) :]])) if place >= 0 else -1
+        end = len(through) if text.startswith(through) else self._changed_end(text, start, through, said)
         if not text.startswith(before.rstrip()) or start < 0 or end <= start:
             raise ValueError(
                 f"message {turn} can't be found in the rendered conversation, since the chat template changes earlier messages; "
@@ -162,6 +162,17 @@ class ChatTemplate:
             )
         kept = text[start:end].rstrip()
         return start, start + len(kept) if kept.endswith(self._special) else end
+
+    def _changed_end(self, text: str, start: int, through: str, said: str) -> int:
+        """Where a turn ends in ``text`` that was the last one in ``through``, and there had a reasoning or another end; -1 if unknown."""
+        for place in range(start, len(through)):
+            if text.startswith(through[place:], start) and through[place:].rstrip().endswith(self._special):
+                return start + len(through) - place
+        found = re.compile(re.escape(said)).finditer
+        for shown, here in product(found(through, start), list(found(text, start))) if said else ():
+            if through[start : shown.start()].endswith(text[start : here.start()]):  # what is before the answer, or the end of it
+                return here.end() + len(os.path.commonprefix([through[shown.end() :], text[here.end() :]]))
+        return -1
 
 
 class ChatEncoder(Encoder):

@@ -39,9 +39,9 @@ class _ChatFile(DocumentFile):
     def _json(self, record: Mapping[str, Any], where: str) -> str | None:
         try:
             row = normalized(record)
-        except ValueError as error:
+            return None if row is None else json.dumps(row)
+        except (TypeError, ValueError) as error:
             raise BadInput(f"{self.file.url}: {where}: {error}") from None
-        return None if row is None else json.dumps(row, default=str)
 
 
 class ChatLinesFile(_ChatFile, JsonLinesFile):
