@@ -155,6 +155,7 @@ REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
         {"template": "{{ strftime_now(form) }}" + CHATML},
         "chat template chooses the form of the date",
     ),
+    "half a character": ([{"prompt": "a", "completion": "\ud83d"}], {}, "row 1: data.tokenizer can't encode it"),
     "a strange role": (
         [{"messages": [*said("judge: a"), *TALK]}],
         {},

@@ -200,16 +200,22 @@ class ChatEncoder(Encoder):
 
     def _encoded(self, row: Mapping[str, Any]) -> Tokens:
         if "messages" not in row:
-            prompt = self._tokenizer.encode(row["prompt"]).ids  # as at inference, with the tokenizer's own first token
-            completion = self._tokenizer.encode(row["completion"], add_special_tokens=False).ids
+            prompt = self._tokenized(row["prompt"], True).ids  # as at inference, with the tokenizer's own first token
+            completion = self._tokenized(row["completion"], False).ids
             return np.concatenate([~np.array(prompt, np.int32), np.array([*completion, self._last], np.int32)])
         text, spans = self._template.render(row["messages"], row["tools"])
-        found = self._tokenizer.encode(text, add_special_tokens=False)
+        found = self._tokenized(text, False)
         ids, places = np.array(found.ids, np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
         counted = np.zeros(len(ids), dtype=bool)
         for start, end in spans:
             counted |= (places[:, 0] < end) & (places[:, 1] > start)
         return np.where(counted, ids, ~ids)
+
+    def _tokenized(self, text: str, special: bool) -> Any:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=special)
+        except Exception as error:  # the package raises no narrower class
+            raise ValueError(f"data.tokenizer can't encode it ({_line(error)})") from None
 
 
 def _line(error: BaseException) -> str:
