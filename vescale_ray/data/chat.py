@@ -181,11 +181,10 @@ class ChatEncoder(Encoder):
     Args:
         tokenizer: a ``tokenizers.Tokenizer``.
         last: token that ends a completion.
-        digest: hash of the tokenizer's file.
     """
 
-    def __init__(self, tokenizer: Any, vocab: int, last: int, digest: str, template: ChatTemplate) -> None:
-        super().__init__(vocab, None, f"chat {digest} {template.digest} {RULE}")
+    def __init__(self, tokenizer: Any, vocab: int, last: int, template: ChatTemplate) -> None:
+        super().__init__(vocab, None, f"chat of template {template.digest}, {RULE}")
         self.dtype = np.int32
         self._tokenizer, self._last, self._template = tokenizer, last, template
 

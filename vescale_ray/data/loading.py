@@ -214,7 +214,7 @@ class _Encoders:
         assert last is not None
         added = self._tokenizer.get_added_tokens_decoder().values()
         template = ChatTemplate(self._keys.tokenizer, [token.content for token in added if token.special])
-        encoder = ChatEncoder(self._tokenizer, self.vocab, last, self._digest, template)
+        encoder = ChatEncoder(self._tokenizer, self.vocab, last, template)
         self.identity["data.format"] = encoder.identity
         return encoder
 
