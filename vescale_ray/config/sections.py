@@ -101,8 +101,8 @@ class ModelSection(Section):
     loss: str | None = Field(
         default=None,
         pattern=_FUNCTION,
-        description="`pkg.mod:fn` that takes the model's output and the targets (batch, seq_len), and returns the loss summed over all "
-        "targets; null: cross-entropy of the logits",
+        description="`pkg.mod:fn` that takes the model's output and the targets (batch, seq_len), and returns the loss summed over the "
+        "targets that are not -100; null: cross-entropy of the logits",
     )
     units: Annotated[Literal["auto"] | list[str], BeforeValidator(_patterns_or_auto)] = Field(
         default="auto",
