@@ -1,4 +1,4 @@
-"""The command line: ``vescale-ray train demo status top dash doctor stop rescale ls ckpt data k8s plan``.
+"""The command line: ``vescale-ray init train demo status top dash doctor stop rescale ls ckpt data k8s plan``.
 
 Exit codes: 0 done; 1 failed; 2 bad input; 130 interrupted. An error is one line with the remedy; --debug shows the traceback.
 Commands import torch, Ray and pydantic when they run, so ``vescale-ray --help`` needs none of them.
@@ -22,6 +22,7 @@ from vescale_ray.cli.checkpoints.checkpoint_group import ckpt
 from vescale_ray.cli.common import BAD_INPUT, FAILED, INTERRUPTED, OK, CommandGroup, Failed, folder_of
 from vescale_ray.cli.data_commands import data
 from vescale_ray.cli.export_commands import dash, export
+from vescale_ray.cli.init_command import init
 from vescale_ray.cli.kubernetes_commands import k8s
 from vescale_ray.cli.plan_command import plan
 from vescale_ray.errors import BadInput
@@ -108,6 +109,7 @@ cli.add_command(ckpt)
 cli.add_command(dash)
 cli.add_command(data)
 cli.add_command(export)
+cli.add_command(init)
 cli.add_command(k8s)
 cli.add_command(plan)
 

@@ -1,0 +1,77 @@
+"""``vescale-ray init``: the job files that it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.models import hf_folders
+from vescale_ray.cli import main
+from vescale_ray.config import load_config
+from vescale_ray.controller.driver import preflight
+from vescale_ray.planner.models.architectures import PUBLISHED
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    assert main(["init", *args]) == 2
+    return capsys.readouterr().err.strip()
+
+
+def qwen(folder: Path) -> str:
+    """A folder with the configuration of Qwen3 8B, without weights."""
+    folder.mkdir()
+    sizes = PUBLISHED["qwen3-8b"][1]
+    (folder / "config.json").write_text(json.dumps({**sizes, "max_position_embeddings": 40960}))
+    return str(folder)
+
+
+def test_a_run_with_the_defaults_passes_all_checks(here: Path) -> None:
+    assert main(["init", "first"]) == 0
+    config = load_config(here / "first.yaml")
+    assert (config.run.name, config.elastic.workers, config.train.slots, config.train.device) == ("first", 2, 4, "cpu")
+    preflight.foresee(config)
+
+
+def test_a_model_and_its_data_are_taken_up(here: Path) -> None:
+    hf_folders.write(here / "my model", "qwen3")
+    tokens = hf_folders.write_tokens(here / "a: b.npy")
+    assert main(["init", "tuned", "--hf", "my model", "--data", tokens, "--seq-len", "16", "--workers", "3", "--lora"]) == 0
+    config = load_config(here / "tuned.yaml")
+    assert (config.model.hf, config.data.corpus, config.data.seq_len, config.elastic.workers) == ("my model", tokens, 16, 3)
+    assert config.model.lora is not None and config.model.lora.rank == 16
+    preflight.foresee(config)
+
+
+def test_the_memory_of_the_plan_is_told_or_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = qwen(here / "Qwen3-8B")
+    assert main(["init", "big", "--hf", folder, "--data", "a.jsonl", "--data", "b.jsonl", "--gpus", "8", "--out", "job.yaml"]) == 0
+    text = (here / "job.yaml").read_text()
+    assert text.startswith("# Train Qwen3-8B, on 8 GPUs of kind h100: about ") and " GiB on each" in text
+    config = load_config(here / "job.yaml")
+    assert (config.train.param_dtype, config.ray.gpus_per_worker, config.data.corpus) == ("bfloat16", 1, ["a.jsonl", "b.jsonl"])
+    said = refused(capsys, "small", "--hf", folder, "--gpus", "1")
+    assert said.startswith("vescale-ray: --gpus 1: a step takes ") and "give more GPUs, or train adapters with --lora" in said
+    assert not (here / "small.yaml").exists()
+
+
+def test_mistakes_are_refused_before_a_file_is_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "there.yaml").write_text("x")
+    assert "there.yaml: exists already; give --force, or another --out" in refused(capsys, "there")
+    assert "--hf = none: no such folder" in refused(capsys, "a", "--hf", "none")
+    assert "--lora: adapters need the weights of a model; give --hf" in refused(capsys, "a", "--lora")
+    assert "takes 40960 tokens at most" in refused(capsys, "a", "--hf", qwen(here / "q"), "--seq-len", "50000")
+    assert "run.name = a/b: give letters" in refused(capsys, "a/b", "--out", "c.yaml")
+    assert "can't be written" in refused(capsys, "a", "--out", "no/such/folder.yaml")
+    assert sorted(path.name for path in here.glob("*.yaml")) == ["there.yaml"]
+    assert main(["init", "there", "--force"]) == 0

@@ -1,0 +1,158 @@
+"""``vescale-ray init``: write a job file from a few flags or questions, with the memory that its sharding takes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import yaml
+
+from vescale_ray.cli.common import OK, lasting_path
+from vescale_ray.errors import BadInput
+
+if TYPE_CHECKING:
+    from vescale_ray.models.hf import HfFolder
+
+_TEMPLATE = """\
+# {title}
+#   vescale-ray data inspect {file}      # documents, tokens, a decoded sample
+#   vescale-ray train {file}             # starts, or resumes from the newest checkpoint
+# Every key that is not here keeps its default; docs/reference/configuration.md lists them all.
+run: {run}{on_cluster}
+model: {model}
+data: {data}
+train:
+  steps: 1000
+  slots: {slots}            # the global batch is slots * slot_batch sequences, on any number of workers
+  slot_batch: {slot_batch}
+  lr: {lr}
+  warmup_steps: 50
+  eval_every: 100
+{compute}
+elastic: {{workers: {workers}, replace_lost: true}}
+checkpoint: {{every: 100, keep_last: 2}}
+ray: {ray}
+"""
+
+
+@click.command("init")
+@click.argument("name")
+@click.option("--hf", metavar="FOLDER", help="A model's folder, as model.hf. [default: a small Llama of bytes]")
+@click.option("--lora", is_flag=True, help="Train adapters of the model's weights, which stay frozen.")
+@click.option("--data", "corpora", multiple=True, metavar="PATH", help="Training data, as data.corpus; may be given several times.")
+@click.option("--column", metavar="NAME", help="Column of Parquet, or field of JSON lines. [default: text]")
+@click.option("--seq-len", type=click.IntRange(1), help="Tokens of a sample. [default: 2048 on GPUs, else 128]")
+@click.option("--gpus", type=click.IntRange(0), help="GPUs, one for each worker. [default: 0]")
+@click.option("--hardware", default="h100", show_default=True, help="The GPU: a100, h100, h800, h200 or b200.")
+@click.option("--workers", type=click.IntRange(1), help="Workers without GPUs. [default: 2]")
+@click.option("--out", metavar="FILE", callback=lasting_path, help="The file to write. [default: NAME.yaml]")
+@click.option("--force", is_flag=True, help="Replace the file if it exists.")
+def init(
+    name: str,
+    hf: str | None,
+    lora: bool,
+    corpora: tuple[str, ...],
+    column: str | None,
+    seq_len: int | None,
+    gpus: int | None,
+    hardware: str,
+    workers: int | None,
+    out: str | None,
+    force: bool,
+) -> int:
+    """Write a job file for the run NAME. On a terminal, the command asks for what matters most and is not given.
+
+    Example: vescale-ray init tuned --hf models/Qwen3-8B --data 'documents/*.jsonl' --gpus 8
+    """
+    from vescale_ray.config import read_config
+
+    if sys.stdin.isatty() and hf is None and not corpora and gpus is None:
+        hf = click.prompt("Folder of a Hugging Face model (empty: a small Llama)", default="", show_default=False) or None
+        corpora = (click.prompt("Training data (path, glob or URL)", default="stdlib"),)
+        gpus = click.prompt("GPUs (0: CPUs)", default=0, type=click.IntRange(0))
+    path = Path(out or f"{name}.yaml")
+    if path.exists() and not force:
+        raise BadInput(f"{path}: exists already; give --force, or another --out")
+    if lora and hf is None:
+        raise BadInput("--lora: adapters need the weights of a model; give --hf")
+    text = _job(path.name, name, hf, lora, corpora, column, seq_len, gpus or 0, hardware, workers or gpus or 2)
+    read_config(text, str(path))
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"{path}: can't be written ({error.strerror})") from None
+    click.echo(f"{path}: written; look at it, then `vescale-ray train {path}`")
+    return OK
+
+
+def _job(
+    file: str,
+    name: str,
+    hf: str | None,
+    lora: bool,
+    corpora: tuple[str, ...],
+    column: str | None,
+    seq_len: int | None,
+    gpus: int,
+    hardware: str,
+    workers: int,
+) -> str:
+    from vescale_ray.models.hf import open_folder
+
+    folder = open_folder(hf, "--hf") if hf is not None else None
+    length = seq_len or (2048 if gpus else 128)
+    if folder is not None and folder.positions is not None and length > folder.positions:
+        raise BadInput(f"--seq-len {length}: the model takes {folder.positions} tokens at most (max_position_embeddings)")
+    model: dict[str, Any] = {"dim": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 384}
+    if hf is not None:
+        model = {"hf": hf, **({"lora": {"rank": 16, "alpha": 32}} if lora else {})}
+    paths = list(corpora) or ["stdlib"]
+    data = {"corpus": paths[0] if len(paths) == 1 else paths, **({"column": column} if column else {}), "seq_len": length}
+    compute = "  param_dtype: bfloat16\n  activation_checkpointing: full\n  device: cuda" if gpus else "  device: cpu"
+    return _TEMPLATE.format(
+        title=_title(folder, lora, gpus, hardware, length),
+        file=file,
+        run=_flow({"name": name, "dir": "runs", "seed": 0}),
+        on_cluster="   # on a cluster: a dir that all nodes share" if gpus else "",
+        model=_flow(model),
+        data=_flow({**data, "heldout": 0.01, "eval_samples": 64}),
+        slots=2 * workers,
+        slot_batch=1 if gpus else 4,
+        lr="2.0e-4" if lora else "3.0e-3" if folder is None else "1.0e-5" if folder.has_weights else "3.0e-4",
+        compute=compute,
+        workers=workers,
+        ray="{cpus_per_worker: 8, gpus_per_worker: 1}" if gpus else "{cpus_per_worker: 0.5}",
+    )
+
+
+def _flow(value: dict[str, Any]) -> str:
+    """Return the mapping as YAML on one line."""
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).strip()
+
+
+def _title(folder: HfFolder | None, lora: bool, gpus: int, hardware: str, length: int) -> str:
+    """What the run trains, and on GPUs the memory that the plan counts.
+
+    Raises:
+        BadInput: the model does not fit the GPUs.
+    """
+    from vescale_ray.planner.request import choose
+
+    what = "Train a small Llama on bytes" if folder is None else f"Train {'adapters of ' if lora else ''}{folder.path.name}"
+    if not gpus:
+        return f"{what}, on CPUs."
+    if folder is None or lora:
+        return f"{what}, on {gpus} GPUs."
+    try:
+        choice = choose(str(folder.path / "config.json"), gpus, hardware=hardware, groups=(gpus,), tokens=length)
+    except BadInput as error:
+        return f"{what}, on {gpus} GPUs. Its memory is not known ({error})."
+    if choice.best is None:
+        least = min(option.memory.total for option in choice.options)
+        raise BadInput(
+            f"--gpus {gpus}: a step takes {least / 2**30:.0f} GiB on each, of {choice.hardware.memory / 2**30:.0f} GiB of a {hardware}; "
+            "give more GPUs, or train adapters with --lora"
+        )
+    return f"{what}, on {gpus} GPUs of kind {hardware}: about {choice.best.memory.total / 2**30:.0f} GiB on each, by `vescale-ray plan`."
