@@ -133,7 +133,7 @@ def _flow(value: dict[str, Any]) -> str:
 
 
 def _title(folder: HfFolder | None, lora: bool, gpus: int, hardware: str, length: int) -> str:
-    """What the run trains, and on GPUs the memory that the plan counts.
+    """Return the file's first line: the model, and on GPUs the memory that the plan counts.
 
     Raises:
         BadInput: the model does not fit the GPUs.

@@ -74,7 +74,7 @@ with private_names():
     # Keeps operations out of a profile that may end after it.
     from torch.autograd import _enable_record_function as enable_record_function  # type: ignore[attr-defined]
 
-    # What allocates device memory, for a profile of the job.
+    # Record the allocations of device memory, for a profile of the job.
     from torch.cuda.memory import _record_memory_history as record_memory_history
     from torch.cuda.memory import _snapshot as memory_snapshot
 

@@ -113,7 +113,7 @@ class BlockDataset:
 
     @property
     def unit(self) -> str:
-        """What tokens are (:class:`vescale_ray.data.dataset.Dataset`)."""
+        """Kind of the tokens (:class:`vescale_ray.data.dataset.Dataset`)."""
         return self._files[0].unit
 
     @property
@@ -123,7 +123,7 @@ class BlockDataset:
 
     @property
     def masked(self) -> bool:
-        """Whether some targets may not count (:class:`vescale_ray.data.dataset.Dataset`)."""
+        """True if targets may not count (:class:`vescale_ray.data.dataset.Dataset`)."""
         return self._files[0].answers is not None
 
     @property

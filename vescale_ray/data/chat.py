@@ -148,7 +148,7 @@ class ChatTemplate:
         return texts[0], spans[0] if spans else []
 
     def _span(self, text: str, messages: Messages, tools: Any, turn: int) -> Span:
-        """Where ``text`` holds the answer ``turn``: from the end of the prompt to generate it, to the end of the turn."""
+        """Return the range of the answer ``turn`` in ``text``: from the end of the prompt to generate it, to the end of the turn."""
         before, prompted = (self._rendered(messages[:turn], tools, prompt)[0] for prompt in (False, True))
         through = self._rendered(messages[: turn + 1], tools)[0] if turn + 1 < len(messages) else text
         content = messages[turn].get("content")
@@ -164,7 +164,7 @@ class ChatTemplate:
         return start, start + len(kept) if kept.endswith(self._special) else end
 
     def _changed_end(self, text: str, start: int, through: str, said: str) -> int:
-        """Where a turn ends in ``text`` that was the last one in ``through``, and there had a reasoning or another end; -1 if unknown."""
+        """Return the end in ``text`` of the last turn of ``through``, where it had a reasoning or another end; -1 if unknown."""
         for place in range(start, len(through)):
             if text.startswith(through[place:], start) and through[place:].rstrip().endswith(self._special):
                 return start + len(through) - place

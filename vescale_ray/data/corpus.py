@@ -67,12 +67,12 @@ class Corpus:
 
     @property
     def unit(self) -> str:
-        """What tokens are."""
+        """Kind of the tokens."""
         return "bytes"
 
     @property
     def masked(self) -> bool:
-        """Whether some targets may not count."""
+        """True if targets may not count."""
         return False
 
     @property

@@ -44,12 +44,12 @@ class Dataset(Protocol):
 
     @property
     def unit(self) -> str:
-        """What tokens are: ``bytes`` of text, a ``tokenizer``'s, those of a ``chat``, or ``ids`` of unknown text."""
+        """Kind of the tokens: ``bytes`` of text, a ``tokenizer``'s, those of a ``chat``, or ``ids`` of unknown text."""
         ...
 
     @property
     def masked(self) -> bool:
-        """Whether some targets may be :data:`vescale_ray.data.chat.IGNORED`; the same in every process."""
+        """True if targets may be :data:`vescale_ray.data.chat.IGNORED`; the same in every process."""
         ...
 
     @property

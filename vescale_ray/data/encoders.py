@@ -45,7 +45,7 @@ class Encoder(ABC):
         self.vocab, self.end, self.identity = vocab, end, identity
         self.dtype: Any = np.uint16 if vocab <= 1 << 16 else np.uint32
         self.unit = identity.partition(" ")[0]
-        """What tokens are: ``ids`` of unknown text, ``bytes``, or a ``tokenizer``'s."""
+        """Kind of the tokens: ``ids`` of unknown text, ``bytes``, or a ``tokenizer``'s."""
 
     @abstractmethod
     def values(self, documents: pa.Array) -> tuple[Tokens, Ids]:

@@ -1,4 +1,4 @@
-"""What a configuration's data is: counts of each source, its share of a run, and a decoded sample."""
+"""Report on a configuration's data: counts of each source, its share of a run, and a decoded sample."""
 
 from __future__ import annotations
 

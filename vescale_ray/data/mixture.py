@@ -93,12 +93,12 @@ class Mixture:
 
     @property
     def unit(self) -> str:
-        """What tokens are (:class:`vescale_ray.data.dataset.Dataset`)."""
+        """Kind of the tokens (:class:`vescale_ray.data.dataset.Dataset`)."""
         return self.sources[0].unit
 
     @property
     def masked(self) -> bool:
-        """Whether some targets of a source may not count."""
+        """True if targets of a source may not count."""
         return any(source.masked for source in self.sources)
 
     @property
