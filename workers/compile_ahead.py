@@ -52,7 +52,8 @@ def calls_of(config: RunConfig, model: nn.Module) -> list[Call]:
 
     hooks = [unit.register_forward_pre_hook(note, with_kwargs=True) for unit in select_units(model, config.model.units)]
     try:
-        model(torch.zeros(config.train.slot_batch, config.data.seq_len, dtype=torch.int64, device="meta"))
+        tokens = torch.zeros(config.train.slot_batch, config.data.seq_len, dtype=torch.int64, device="meta")
+        model(tokens, **({"position_ids": tokens} if config.data.document_mask else {}))
     finally:
         for hook in hooks:
             hook.remove()

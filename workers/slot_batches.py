@@ -25,6 +25,17 @@ def targets_in(targets: Tensor) -> int:
     return int((targets != IGNORED).sum())
 
 
+def positions_in(tokens: Tensor, end_token: int) -> Tensor:
+    """Return the position of each token within its document, int64 ``[B, S]``. A document ends with ``end_token``.
+
+    A document that a sample begins in the middle of counts from the sample's first token.
+    """
+    index = torch.arange(tokens.shape[-1], device=tokens.device).expand_as(tokens)
+    begins = torch.zeros_like(tokens, dtype=torch.bool)
+    begins[:, 1:] = tokens[:, :-1] == end_token
+    return index - torch.where(begins, index, 0).cummax(-1).values
+
+
 class SlotBatches:
     """Tokens and targets of each slot.
 

@@ -51,7 +51,7 @@ from vescale_ray.workers.model_building import Blank, build_model, build_sharded
 from vescale_ray.workers.monitoring.meter import Meter
 from vescale_ray.workers.monitoring.pace import Pace, deal
 from vescale_ray.workers.resharding.shards import Views, formats_of
-from vescale_ray.workers.slot_batches import SlotBatches, targets_in
+from vescale_ray.workers.slot_batches import SlotBatches, positions_in, targets_in
 from vescale_ray.workers.step_exchange import RankStep, Seconds, exchange
 from vescale_ray.workers.unit_forward import kept_results
 
@@ -128,6 +128,7 @@ class Trainer:
         shortest = int(getattr(self.model, "shortest_input", config.data.seq_len))
         filler = (config.train.slot_batch, config.data.seq_len) if config.train.compile else (1, shortest)
         self._filler = (torch.zeros(filler, dtype=torch.int64),) * 2
+        self._end_token = dataset.end_token if config.data.document_mask else None
         self._loss = None if config.model.loss is None else function_of(config.model.loss)
         self._meter = Meter(config, self.model, self.optimizer, self.device)
         self._proves = self.device.type == "cuda"
@@ -316,7 +317,9 @@ class Trainer:
 
     def _nll(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Summed negative log-likelihood of a batch, float32 0-d."""
-        output = self.model(self._sent(inputs))
+        tokens = self._sent(inputs)
+        more = {} if self._end_token is None else {"position_ids": positions_in(tokens, self._end_token)}
+        output = self.model(tokens, **more)
         if self._loss is not None:
             return self._loss(output, self._sent(targets))
         logits = output if isinstance(output, Tensor) else output.logits

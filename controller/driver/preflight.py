@@ -5,6 +5,7 @@ All raise ``BadInput`` or a subclass, with one line. :func:`foresee` changes not
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -94,6 +95,8 @@ def foresee(config: RunConfig) -> Foreseen:
 
     dataset = load_dataset(config.data)
     load_eval_sets(config.data, dataset)
+    if config.data.document_mask and dataset.end_token is None:
+        raise RunRefused("data.document_mask = true: the end of a document is not known, or differs by source; set data.end_token")
     if config.data.vocab is None and dataset.vocab != VOCAB:  # the tokenizer's; a worker builds its model without looking at the data
         config = config.model_copy(update={"data": config.data.model_copy(update={"vocab": dataset.vocab})})
     return Foreseen(config, stream_of(config, dataset), _expected(config), dataset.bytes_per_token, warnings)
@@ -267,6 +270,8 @@ def _expected(config: RunConfig) -> dict[str, _Expected]:
         model = build_model(config)
         select_units(model, config.model.units)
         check_weights_of(config, model)
+        if config.data.document_mask:
+            _check_document_mask(model)
         _check_vocabulary(model, config)
         routing = route_parameters(model, OptimizerConfig.of(config.train))
         check_options(OptimizerConfig.of(config.train))
@@ -278,6 +283,17 @@ def _expected(config: RunConfig) -> dict[str, _Expected]:
         raise RunRefused(" ".join(str(error).split())) from None
     trained = {route.name: STATES[route.optimizer] for route in routing.routes}
     return {name: _Expected(tuple(p.shape), trained.get(name, ())) for name, p in model.named_parameters()}
+
+
+def _check_document_mask(model: Any) -> None:
+    """Refuse ``data.document_mask`` for a model that takes no positions, or whose attention ignores them."""
+    from vescale_ray.models.hf import is_hf, masks_documents
+
+    kind = type(model).__name__
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise RunRefused(f"data.document_mask = true: {kind}.forward takes no position_ids; add them, or set it to false")
+    if is_hf(model) and not masks_documents(model):
+        raise RunRefused(f"data.document_mask = true: the attention of transformers' {kind} does not look at position_ids; set it to false")
 
 
 def _describe_model(config: RunConfig) -> None:

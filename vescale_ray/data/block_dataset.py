@@ -43,6 +43,7 @@ class BlockDataset:
         least: least number of tokens of a block, as :func:`block_tokens`.
         window: blocks whose samples are shuffled together.
         keys: what else identifies the tokens, by configuration key.
+        end_token: token that ends each document, if it is known.
 
     Attributes:
         needed: bytes of two windows of blocks, the least to reserve for training.
@@ -62,7 +63,9 @@ class BlockDataset:
         window: int,
         least: int,
         keys: Mapping[str, str | int],
+        end_token: int | None = None,
     ) -> None:
+        self.end_token = end_token
         self._files, self._name, self.seq_len, self._vocab, self._window, self._keys = files, name, seq_len, vocab, window, keys
         other = next((file for file in files if file.kind != files[0].kind), None)
         if other is not None:

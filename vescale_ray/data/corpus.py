@@ -76,6 +76,11 @@ class Corpus:
         return False
 
     @property
+    def end_token(self) -> int:
+        """Token that ends each document."""
+        return 0
+
+    @property
     def bytes_per_token(self) -> float:
         """Mean bytes of text of a token."""
         return 1.0

@@ -57,6 +57,11 @@ class Dataset(Protocol):
         """Mean bytes of text of a token; None if the text is not known."""
         ...
 
+    @property
+    def end_token(self) -> int | None:
+        """Token that ends each document; None if it is not known."""
+        ...
+
     def batch(self, ids: npt.ArrayLike) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens and targets of the training samples ``ids``, int64 ``[n, seq_len]`` each.
 
@@ -103,6 +108,8 @@ class SourceKeys(Protocol):
     def tokenizer(self) -> str | None: ...
     @property
     def end_token(self) -> str | None: ...
+    @property
+    def document_mask(self) -> bool: ...
     @property
     def vocab(self) -> int | None: ...
     @property

@@ -122,6 +122,7 @@ def _load(keys: SourceKeys, heldout: float, least: int | None) -> Dataset:
         window=keys.shuffle_blocks,
         least=least,
         keys=encoders.identity,
+        end_token=encoders.end if kind != "chat" else None,
     )
 
 
@@ -196,7 +197,8 @@ class _Encoders:
         if self._tokenizer is None:
             self.vocab = _vocab_of_bytes(self._keys)
             self._check_end()
-            return ByteEncoder(self.vocab, 0 if self.end is None else self.end)
+            self.end = self.end or 0
+            return ByteEncoder(self.vocab, self.end)
         if self.end is None:
             assert self._keys.tokenizer is not None
             self.end = self._end(end_token_beside(self._keys.tokenizer))
@@ -251,7 +253,7 @@ def _opener(kind: str, keys: SourceKeys, encoders: _Encoders, step: int) -> Call
             encoder = encoders.text()
             return lambda file: JsonLinesFile(file, keys.column, encoder) if kind == "jsonl" else TextFile(file, encoder)
     vocab = encoders.ids(f"data.corpus = {keys.corpus}").vocab
-    if keys.end_token is not None:
+    if keys.end_token is not None and not keys.document_mask:
         raise BadInput(f"data.end_token = {keys.end_token}: .{kind} files hold their documents' ends already; leave it out")
     return lambda file: open_bin(file, keys.dtype, step, vocab) if kind == "bin" else open_npy(file, step, vocab)
 

@@ -102,6 +102,12 @@ class Mixture:
         return any(source.masked for source in self.sources)
 
     @property
+    def end_token(self) -> int | None:
+        """Token that ends each document, if it is the same in all sources."""
+        ends = {source.end_token for source in self.sources}
+        return ends.pop() if len(ends) == 1 else None
+
+    @property
     def bytes_per_token(self) -> float | None:
         """Mean bytes of text of a token, if all sources know theirs."""
         known = [source.bytes_per_token for source in self.sources]

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +142,34 @@ def initialize(model: nn.Module, module: nn.Module, *, recurse: bool = True) -> 
     """Fill the parameters and buffers of ``module``, a part of ``model``, as transformers does; with ``recurse``, those below it, too."""
     fill: Any = model._init_weights
     module.apply(fill) if recurse else fill(module)
+
+
+def masks_documents(model: nn.Module) -> bool:
+    """Return whether the attention of ``model``, on the meta device, stays within documents if it gets their positions.
+
+    Not every architecture hands the positions to transformers' mask functions. Its forward runs up to the first of them.
+    """
+    base: Any = model.base_model
+    module = sys.modules[type(base).__module__]
+    makers = {name: maker for name, maker in vars(module).items() if name.startswith("create_") and name.endswith("mask")}
+
+    class Reached(Exception):
+        pass
+
+    def reached(*_: Any, position_ids: Tensor | None = None, **__: Any) -> None:
+        raise Reached(position_ids is not None)
+
+    tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    try:
+        for name in makers:
+            setattr(module, name, reached)
+        model(tokens, position_ids=tokens)
+    except Reached as how:
+        return bool(how.args[0])
+    finally:
+        for name, maker in makers.items():
+            setattr(module, name, maker)
+    return False
 
 
 def is_hf(model: nn.Module) -> bool:

@@ -72,16 +72,26 @@ class RMSNorm(nn.Module):
         return normed.to(x.dtype) * self.weight
 
 
-def rotate(x: Tensor, theta: float) -> Tensor:
+def document_mask(position_ids: Tensor) -> Tensor:
+    """Return which positions ``[B, 1, S, S]`` each position attends to: earlier ones of its document, and itself.
+
+    ``position_ids`` ``[B, S]`` are consecutive within a document, and begin anew with each.
+    """
+    document = (position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+    return (document[:, None, :, None] == document[:, None, None, :]).tril()
+
+
+def rotate(x: Tensor, theta: float, position_ids: Tensor | None = None) -> Tensor:
     """Rotate each pair of elements ``(x[i], x[i + D/2])`` by an angle that grows with the position (Su et al., arXiv 2104.09864).
 
-    ``x`` is ``[B, heads, S, D]``, positions count from 0, and pair ``i`` turns by ``position * theta ** (-2i / D)``. Every call
-    computes the angles in float32. This costs ``S * D`` elementary operations against ``S * dim * dim`` multiplications of the
-    projections. It leaves no buffer to shard and no table that mixed precision could round.
+    ``x`` is ``[B, heads, S, D]``. Positions count from 0, unless ``position_ids`` ``[B, S]`` are given. Pair ``i`` turns by ``position *
+    theta ** (-2i / D)``. Every call computes the angles in float32. This costs ``S * D`` elementary operations against ``S * dim * dim``
+    multiplications of the projections. It leaves no buffer to shard and no table that mixed precision could round.
     """
     seq, half = x.shape[-2], x.shape[-1] // 2
     frequency = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = torch.arange(seq, device=x.device, dtype=torch.float32)[:, None] * frequency
+    positions = torch.arange(seq, device=x.device) if position_ids is None else position_ids[:, None]
+    angle = positions.float()[..., None] * frequency
     cos, sin = angle.cos(), angle.sin()
     first, second = x.float().split(half, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -99,14 +109,14 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         c = self.config
         batch, seq, _ = x.shape
         q = self.q_proj(x).view(batch, seq, c.heads, c.head_dim).transpose(1, 2)
         k = self.k_proj(x).view(batch, seq, c.kv_heads, c.head_dim).transpose(1, 2)
         v = self.v_proj(x).view(batch, seq, c.kv_heads, c.head_dim).transpose(1, 2)
-        q, k = rotate(q, c.rope_theta), rotate(k, c.rope_theta)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=c.kv_heads != c.heads)
+        q, k = rotate(q, c.rope_theta, position_ids), rotate(k, c.rope_theta, position_ids)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=c.kv_heads != c.heads)
         return self.o_proj(out.transpose(1, 2).reshape(batch, seq, c.dim))
 
 
@@ -133,8 +143,8 @@ class Layer(nn.Module):
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn = SwiGLU(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), position_ids, mask)
         return x + self.ffn(self.ffn_norm(x))
 
 
@@ -157,8 +167,11 @@ class Llama(nn.Module):
         if config.tie:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Return the logits of each position's successor.
+
+        Args:
+            position_ids: positions within documents ``[B, S]``; attention then stays within a document (:func:`document_mask`).
 
         Raises:
             ValueError: the sequence is longer than ``config.max_seq``.
@@ -166,8 +179,9 @@ class Llama(nn.Module):
         if tokens.shape[-1] > self.config.max_seq:
             raise ValueError(f"a sequence of {tokens.shape[-1]} tokens: this model takes {self.config.max_seq} at most (max_seq)")
         x = self.embed(tokens)
+        mask = None if position_ids is None else document_mask(position_ids)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x) if mask is None else layer(x, position_ids, mask)
         return self.head(self.norm(x))
 
     def flops_per_token(self, seq_len: int) -> int:
