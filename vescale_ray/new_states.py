@@ -79,7 +79,7 @@ def adopt(mine: Mapping[str, Any], flat: dict[str, Any], optimizers: Sequence[to
 
 
 def _alike(here: Any, entry: Any) -> bool:
-    """Whether both are tensors with dimensions, or without, or neither. Some optimizers begin with a number and go on with a tensor."""
+    """True if both are tensors with dimensions, or without, or neither. Some optimizers begin with a number and go on with a tensor."""
     if isinstance(here, Tensor) != isinstance(entry, FullTensor):
         return False
     return bool(getattr(here, "shape", ())) == bool(getattr(entry, "shape", ()))

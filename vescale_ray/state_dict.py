@@ -165,7 +165,7 @@ def _differ(mine: Mapping[str, Any], sharded: Iterable[Any]) -> bool:
 
 
 def _shown(value: Any) -> Any:
-    """What identifies an entry of a full state dict: its value, or the shape of a tensor. Other objects may show their address."""
+    """Return what identifies an entry of a full state dict: its value, or the shape of a tensor. Other objects may show their address."""
     if isinstance(value, list | tuple):
         return [_shown(item) for item in value]
     return value if isinstance(value, bool | int | float | str | bytes) else getattr(value, "shape", type(value).__name__)

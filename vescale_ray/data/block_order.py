@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vescale_ray.data.stream import Ids, epoch_key, part_key, permute
+from vescale_ray.data.stream import Ids, check_positions, epoch_key, part_key, permute
 from vescale_ray.errors import BadInput
 
 
@@ -66,8 +66,7 @@ class BlockOrder:
         Raises:
             ValueError: ``start`` or ``count`` is negative.
         """
-        if start < 0 or count < 0:
-            raise ValueError(f"positions [{start}, {start} + {count}): start and count must be at least 0")
+        check_positions(start, count)
         out = np.empty(count, dtype=np.int64)
         done = 0
         while done < count:

@@ -20,7 +20,7 @@ import torch
 
 from vescale_ray.data.dataset import Dataset, SampleOrder
 from vescale_ray.data.shares import Shares
-from vescale_ray.data.stream import Ids, part_key
+from vescale_ray.data.stream import Ids, check_positions, part_key
 from vescale_ray.errors import BadInput
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -45,8 +45,7 @@ class MixtureOrder:
         Raises:
             ValueError: ``start`` or ``count`` is negative.
         """
-        if start < 0 or count < 0:
-            raise ValueError(f"positions [{start}, {start} + {count}): start and count must be at least 0")
+        check_positions(start, count)
         sources, taken = self.shares.sources(start, count), self.shares.taken(start)
         out = np.empty(count, dtype=np.int64)
         for source in np.flatnonzero(np.bincount(sources)).tolist():

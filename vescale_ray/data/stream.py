@@ -71,6 +71,12 @@ def _feistel(words: _Words, half_bits: int, keys: list[int]) -> _Words:
     return (left << bits) | right
 
 
+def check_positions(start: int, count: int) -> None:
+    """Raise ValueError if ``start`` or ``count`` is negative."""
+    if start < 0 or count < 0:
+        raise ValueError(f"positions [{start}, {start} + {count}): start and count must be at least 0")
+
+
 class SampleStream:
     """Sample ids at positions ``0, 1, 2, ..``: positions ``[e * n, (e + 1) * n)`` are epoch ``e``, a permutation of ``[0, n)``.
 
@@ -94,8 +100,7 @@ class SampleStream:
         Raises:
             ValueError: ``start`` or ``count`` is negative.
         """
-        if start < 0 or count < 0:
-            raise ValueError(f"positions [{start}, {start} + {count}): start and count must be at least 0")
+        check_positions(start, count)
         out = np.empty(count, dtype=np.int64)
         done = 0
         while done < count:

@@ -53,7 +53,7 @@ def operand(cls: type[DTensor], value: Any, sharding: LocalSharding, op: str) ->
 
 
 def broadcasts(shape: Sequence[int], into: Sequence[int]) -> bool:
-    """Whether a tensor of ``shape`` can be broadcast to the shape ``into``."""
+    """Return True if a tensor of ``shape`` can be broadcast to the shape ``into``."""
     return len(shape) <= len(into) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(into), strict=False))
 
 

@@ -93,7 +93,7 @@ def write_adapter(folder: Path, keys: LoraKeys, base: str, tensors: Mapping[str,
 
 
 def delta(keys: LoraKeys, down: Tensor, up: Tensor) -> Tensor:
-    """What the adapter adds to a weight: ``alpha / rank * lora_B @ lora_A``, in float32."""
+    """Return the adapter's part of a weight: ``alpha / rank * lora_B @ lora_A``, in float32."""
     return (up.float() @ down.float()) * (keys.alpha / keys.rank)
 
 

@@ -39,11 +39,11 @@ class Delivery:
 
     @property
     def holds(self) -> bool:
-        """Whether gradients of an earlier backward may be undelivered, on this rank or on others."""
+        """True if gradients of an earlier backward may be undelivered, on this rank or on others."""
         return bool(self._held)
 
     def expects(self, index: int) -> bool:
-        """Whether a rank may have a gradient of the parameter: it is trained, or was when an undelivered gradient was made."""
+        """Return True if a rank may have a gradient of the parameter: it is trained, or was when an undelivered gradient was made."""
         return self.params[index].sharded.requires_grad or index in self._held
 
     def settle(self, *, delivered: bool) -> None:

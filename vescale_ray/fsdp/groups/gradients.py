@@ -111,12 +111,12 @@ class Gradients(GradientSettings):
 
     @property
     def waits(self) -> bool:
-        """Whether gradients of this rank wait for a reduction, or for a sum over the replicas that may start now."""
+        """True if gradients of this rank wait for a reduction, or for a sum over the replicas that may start now."""
         return bool(self.arrived_count) or (self.partial is not None and self.delivers)
 
     @property
     def is_due(self) -> bool:
-        """Whether the group joins a reduction of its unit. If no rank's settings differ, neither does the answer."""
+        """True if the group joins a reduction of its unit. If no rank's settings differ, neither does the answer."""
         return self.waits or bool(self.trainable_count) or self.delivery.holds
 
     @property

@@ -237,11 +237,11 @@ class GroupParam:
 
     @property
     def moved(self) -> bool:
-        """Whether a tensor was assigned to ``.data`` of a RaggedDTensor, or another value was swapped in, since the group adopted it."""
+        """True if ``.data`` of a RaggedDTensor was assigned, or another value was swapped in, since the group adopted it."""
         return local_of(self.sharded) is not self.kept
 
     def lost_data(self) -> bool:
-        """Whether a tensor was assigned to ``.data`` of torch's DTensor since the last call, which leaves its local tensor as it was."""
+        """Return True if ``.data`` of torch's DTensor was assigned since the last call. This leaves its local tensor as it was."""
         if self.outer is outer_of(self.sharded) or self.moved:
             return False
         self.sharded.data = as_dtensor(self.kept, self.spec)  # a storage of its own again
