@@ -311,18 +311,20 @@ def memory_rank(rank: int, world: int, store: str, name: str, system: str, mixed
     dist.destroy_process_group()
 
 
-def least_rank(rank: int, _world: int, _store: str, name: str, ranks: int, out: Any) -> None:
-    """The memory that every engine needs: one of ``ranks`` equal parts of parameters and states, plus the compute alone on an unsharded
-    model that drops each gradient at once."""
+def least_rank(rank: int, _world: int, _store: str, name: str, ranks: int, mixed: bool, out: Any) -> None:
+    """The memory that every engine needs: one of ``ranks`` equal parts of float32 parameters and states, plus the compute alone on an
+    unsharded model that drops each gradient at once."""
     import torch
 
     torch.set_num_threads(1)
     model = build(name)
+    kept = 3 * sum(p.nbytes for p in model.parameters()) // ranks
+    if mixed:
+        model.bfloat16()
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     step = stepper(name, model, rank)
     step(0)
-    kept = 3 * sum(p.nbytes for p in model.parameters()) // ranks
     out.put((rank, {"live_bytes": kept + _peak_of_live_tensors(lambda: step(1))}))
 
 
@@ -438,9 +440,7 @@ def main() -> int:
                 [peaks["ours"] / peaks["fsdp2"]], "ratio", "<= 0.85" if options.mixed else "<= 0.90"
             )
             print(f"{'':<14}ratio {peaks['ours'] / peaks['fsdp2']:.3f}")
-        if options.mixed:
-            continue
-        least = run_ranks(least_rank, 1, name, options.world, environment=MEMORY_MALLOC)[0]["live_bytes"] / 2**20
+        least = run_ranks(least_rank, 1, name, options.world, options.mixed, environment=MEMORY_MALLOC)[0]["live_bytes"] / 2**20
         figures[f"{name}.least.live_mib"] = figure([least], "MiB")
         print(f"{'least possible':<14} live {least:.1f} MiB, {least / figures[f'{name}.fsdp2.live_mib']['value']:.3f} of fsdp2's")
     write(options.json, figures)
