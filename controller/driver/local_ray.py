@@ -35,6 +35,8 @@ QUIET = "A worker died or was killed while executing a task"
 """Ray prints a paragraph with this text at every death of a worker. It is suppressed, because the run reports a death in one line."""
 CLOSE_S = 10.0
 KNOCK_S = 10.0
+STARTS = 2
+"""Attempts to start Ray on this machine. A start fails on a machine that is so busy that Ray needs more than its 30 s."""
 
 
 def address_of(config: RunConfig) -> str:
@@ -132,8 +134,6 @@ class Cluster:
         self.node = ray.get_runtime_context().get_node_id()
 
     def _start(self, config: RunConfig) -> None:
-        import ray
-
         each = config.ray.cpus_per_worker
         cpus = config.ray.num_cpus or max(1, math.ceil((config.max_workers + config.elastic.spares) * each))
         self.capacity = math.floor(cpus / each + 1e-6) if each > 0 else None
@@ -142,6 +142,23 @@ class Cluster:
                 f"elastic.workers = {config.elastic.workers} times ray.cpus_per_worker = {each:g} is more than ray.num_cpus = {cpus}: "
                 "raise ray.num_cpus, or lower one of the others"
             )
+        for start in range(1, STARTS + 1):
+            try:
+                self._start_once(cpus, config.ray.object_store_mb)
+                return
+            except Exception as error:  # Ray raises Exception itself if a node takes more than 30 s to start
+                self.close()
+                reason = " ".join(str(error).split())[:200]
+                if start == STARTS:
+                    raise RunRefused(
+                        f"Ray did not start on this machine in {STARTS} attempts ({reason}): "
+                        "check its free memory and /tmp, or end other programs"
+                    ) from error
+                _log.warning("Ray did not start on this machine (%s); starting it again", reason)
+
+    def _start_once(self, cpus: int, store_mb: int) -> None:
+        import ray
+
         # The path is short because it is part of the sockets' paths, which may have at most 107 bytes.
         self._folder = tempfile.mkdtemp(prefix="vsr-", dir="/tmp")
         self._watchdog = _start_watchdog(self._folder)
@@ -152,7 +169,7 @@ class Cluster:
             ray.init(
                 address="local",
                 num_cpus=cpus,
-                object_store_memory=config.ray.object_store_mb * 1024 * 1024,
+                object_store_memory=store_mb * 1024 * 1024,
                 include_dashboard=False,
                 namespace=NAMESPACE,
                 log_to_driver=False,

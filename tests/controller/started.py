@@ -22,7 +22,7 @@ from pathlib import Path
 from tests.controller.runs import alive, end_all, environment, parents, until
 
 NOTHING: Mapping[str, str] = {}
-UP_S = 60.0
+UP_S = 120.0
 IDLE_S = 6.0
 HEAD_ID = "f" * 51 + "00000"
 AUTOSCALER = {
