@@ -162,3 +162,11 @@ def test_test_names_have_at_most_60_characters() -> None:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and len(node.name) > 60
     ]
     assert not found
+
+
+def test_results_are_named_by_benchmark_and_machine() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    machines = "|".join(letter.lower() for letter in re.findall(r"^\| ([A-Z]) \| 2 cores", page, re.MULTILINE))
+    scripts = "|".join(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
+    named = re.compile(rf"(?:{scripts})(?:_[a-z0-9]+)?_(?:{machines})\.json|gpu_h200\.json|plan_padding\.(?:json|png|txt)")
+    assert not [path.name for path in (ROOT / "benchmarks" / "results").iterdir() if not named.fullmatch(path.name)]
