@@ -10,7 +10,7 @@ The layers are: ``stores.store`` (the interface) and its back ends ``stores.posi
 ``compare``, ``scrub``, ``saving.proof``, ``retention``, ``pins``, ``collection``, ``rollback``; a training script's state in
 ``state.tensors``, ``state.flat_state``, ``state.flattening``, ``state.optimizer_state`` with ``state.nested_state`` and
 ``state.optimizer_hooks``, ``state.plain``, ``state.entries``, ``state.scalars``, ``state.saved_meta``, ``state.rng``, ``api`` and
-``loading`` with ``state.names``, ``state.matching``, ``state.materialize``, ``saving.saver`` and ``saving.writer`` with
+``loading`` with ``state.name_tables``, ``state.matching``, ``state.materialize``, ``saving.saver`` and ``saving.writer`` with
 ``format.staging``, ``saving.handle``, ``saving.accord``, ``saving.voting``, ``saving.bounded`` and ``saving.polling``; ``interval``; other
 programs' formats in ``bridges.foreign``, ``huggingface``, ``huggingface_layout`` and ``huggingface_export`` with
 ``bridges.safetensors_file`` and ``bridges.pieces``, and ``bridges.dcp`` with ``bridges.dcp_export``, ``bridges.dcp_state``,
@@ -55,7 +55,7 @@ from .saving.handle import SaveHandle
 from .saving.saver import Saver
 from .scrub import Problem, VerifyReport, verify
 from .state.matching import StoredTensor
-from .state.names import NameTable
+from .state.name_tables import NameTable
 from .state.rng import capture_rng, derive_rng, restore_rng
 from .stores.fsspec_store import FsspecStore
 from .stores.memory_store import MemoryStore

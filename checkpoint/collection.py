@@ -21,8 +21,8 @@ from typing import Any
 from .arguments import of_type
 from .commits import Commit, ls, read_manifest
 from .faults import fault_point
+from .format.commit_names import check_attempt, commit_name
 from .format.manifest_fields import ManifestError
-from .format.names import check_attempt, commit_name
 from .pins import pins
 from .retention import GcReport, Grace, Retention
 from .saving.proof import Noted, lacking, noted, prove

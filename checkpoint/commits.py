@@ -26,11 +26,11 @@ from vescale_ray.lasting import REMEDY, goes_with
 from .bridges.other_formats import instead
 from .errors import STAGES, CheckpointCorrupt, CommitExists, CommitRefused, NoCheckpoint, SaveFailed
 from .faults import fault_point
+from .format.commit_names import commit_name, parse_commit_name
 from .format.copies import Held, contradiction, each_once
 from .format.manifest import Extents, Manifest, TensorEntry, TensorGroup
 from .format.manifest_codec import MAX_BYTES, decode, encode, unseal
 from .format.manifest_fields import ManifestError
-from .format.names import commit_name, parse_commit_name
 from .format.object_layout import PlacedPiece, dtype_of, group_tensors, merge_orders, tensor_kinds
 from .format.shard import Vote
 from .format.strict_json import check_meta

@@ -21,7 +21,7 @@ from .format.read_plan import Range
 from .format.reader import Checkpoint
 from .format.tiling import ROWS
 from .state.matching import Pair
-from .state.names import Globs, chosen, globs
+from .state.name_tables import Globs, chosen, globs
 
 _PIECE = 1 << 20
 """Elements compared at a time; their difference in float64 takes up to 24 MiB."""

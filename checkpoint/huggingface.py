@@ -29,7 +29,7 @@ from .bridges.safetensors_file import Located, read_header
 from .commits import Commit
 from .errors import ForeignFileError
 from .state.matching import StoredTensor
-from .state.names import Globs, NameTable, chosen, globs, table_of
+from .state.name_tables import Globs, NameTable, chosen, globs, table_of
 from .stores.store import Root
 
 INDEX = "model.safetensors.index.json"

@@ -27,7 +27,7 @@ from .format.object_layout import dtype_name
 from .format.reader import Checkpoint, open_checkpoint
 from .huggingface import ALIASES, INDEX
 from .state.matching import some
-from .state.names import Globs, NameTable, chosen, globs, table_of
+from .state.name_tables import Globs, NameTable, chosen, globs, table_of
 from .stores.posix import sync_folder
 from .stores.store import Root
 

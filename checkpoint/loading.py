@@ -29,7 +29,7 @@ from .state.flat_state import FlatState, Holder, Saved, State, TensorChoice, fla
 from .state.flattening import flatten_targets, stored_pairs
 from .state.matching import Pair, match, some
 from .state.materialize import materialize, on_meta
-from .state.names import Globs, NameTable, globs, matches, table_of
+from .state.name_tables import Globs, NameTable, globs, matches, table_of
 from .state.optimizer_hooks import warn_of_hooks
 from .state.optimizer_state import created_states
 from .state.plain import EntryBytes, unpack

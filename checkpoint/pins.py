@@ -6,7 +6,7 @@ import re
 
 from .commits import Commit
 from .errors import NoCheckpoint
-from .format.names import parse_commit_name
+from .format.commit_names import parse_commit_name
 from .stores.opening import store_of
 from .stores.store import KeyExists, Root
 

@@ -49,7 +49,7 @@ from ..format.reader import BUDGET_BYTES, Checkpoint, open_checkpoint
 from ..format.tiling import Tiling
 from ..state.entries import PlainValues
 from ..state.matching import castable
-from ..state.names import Globs, NameTable, entry_of, globs, table_of
+from ..state.name_tables import Globs, NameTable, entry_of, globs, table_of
 from ..state.nested_state import unfold
 from ..state.saved_meta import check_saved_meta
 from ..stores.store import Root

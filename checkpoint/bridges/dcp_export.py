@@ -29,7 +29,7 @@ from ..format.digest import as_bytes, view_of
 from ..format.object_layout import dtype_name
 from ..format.reader import Checkpoint, open_checkpoint
 from ..state.matching import some
-from ..state.names import Globs, chosen, globs
+from ..state.name_tables import Globs, chosen, globs
 from ..stores.store import Root
 from .dcp import Ref, declared, nested
 from .dcp_files import Archives

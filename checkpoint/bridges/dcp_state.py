@@ -19,7 +19,7 @@ import torch
 
 from ..errors import CheckpointMismatch, ForeignFileError
 from ..state.matching import StoredTensor
-from ..state.names import chosen
+from ..state.name_tables import chosen
 from ..state.nested_state import fold, is_nested
 from ..state.plain import KIND, Packed, data_name, pack
 from ..state.scalars import encode

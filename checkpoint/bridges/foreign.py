@@ -32,7 +32,7 @@ from ..loading import PARTLY, prepared
 from ..state.entries import restore_values
 from ..state.flat_state import State, TensorChoice
 from ..state.matching import StoredTensor
-from ..state.names import Globs, NameTable, globs, table_of
+from ..state.name_tables import Globs, NameTable, globs, table_of
 from ..state.tensors import local_part
 from ..stores.opening import store_of
 from ..stores.posix import sync_folder

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from ..stores.store import ALIGNMENT
+from .commit_names import commit_name
 from .digest import decode_sums, encode_sums, root_of
 from .manifest_fields import ManifestError, count_of, expect, text_of
-from .names import commit_name
 from .tiling import ROWS, Tiling
 
 _DATA_KEY = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9_-]{0,127}/r[0-9]{5,9}\.safetensors")

@@ -15,9 +15,9 @@ from typing import Any, cast
 
 import numpy as np
 
+from .commit_names import ATTEMPT
 from .manifest import AuxEntry, Extents, Manifest, ObjectEntry, TensorEntry, TensorGroup
 from .manifest_fields import LIMIT, ManifestError, column_of, count_of, expect, information_of, integer, list_of, text_of
-from .names import ATTEMPT
 from .object_layout import FORMAT, dtype_name, dtype_of
 from .strict_json import strict_json
 from .tiling import ROWS, Tiling

@@ -23,7 +23,7 @@ from ..commits import Commit, find, read_manifest, unreachable
 from ..errors import CheckpointCorrupt, CheckpointMismatch
 from ..state.entries import entry_names
 from ..state.matching import Pair, StoredTensor, castable, label, match, some
-from ..state.names import Globs, chosen, globs, nearest
+from ..state.name_tables import Globs, chosen, globs, nearest
 from ..state.saved_meta import check_saved_meta
 from ..stores.opening import store_of
 from ..stores.store import ALIGNMENT, KeyMissing, ObjectStore, RangeReader, Root, out_of_reach

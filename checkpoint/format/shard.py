@@ -21,9 +21,9 @@ from ..errors import SaveAborted, SaveFailed
 from ..faults import fault_point
 from ..stores.opening import store_of
 from ..stores.store import ALIGNMENT, UNDER_WAY, KeyExists, ObjectStore, Root
+from .commit_names import check_attempt
 from .digest import BLOCK_BYTES, RangeDigests, block_bytes_for, block_sums, digest_of, root_of, view_of
 from .manifest import AuxEntry, ObjectEntry
-from .names import check_attempt
 from .object_layout import ObjectPlan, PlacedPiece, ShardPiece, dtype_of, plan_object
 from .pages import transfer_buffers
 from .staging import Slab

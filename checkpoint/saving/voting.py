@@ -24,7 +24,7 @@ from ..collection import discard
 from ..commits import Commit, commit
 from ..errors import CheckpointError, CommitExists, CommitRefused, SaveAborted, SaveFailed
 from ..faults import fault_point
-from ..format.names import check_attempt
+from ..format.commit_names import check_attempt
 from ..format.shard import Vote
 from ..stores.store import KeyMissing, ObjectStore
 from .polling import pause_after

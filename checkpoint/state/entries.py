@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import CheckpointMismatch
 from ..format.digest import view_of
 from .flat_state import EXTRA, FlatState, Saved, State, TensorChoice, is_stateful, is_tensors
-from .names import canonical, entry_of, matches
+from .name_tables import canonical, entry_of, matches
 from .optimizer_state import restore_optimizer
 from .plain import KIND, EntryBytes, data_name, unpack
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from .matching import Pair, StoredTensor
-from .names import NameTable, canonical, chosen, entry_of
+from .name_tables import NameTable, canonical, chosen, entry_of
 from .plain import Packed
 
 EXTRA = "_extra_state"

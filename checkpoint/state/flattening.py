@@ -9,7 +9,7 @@ import torch
 
 from .flat_state import FlatState, Saved, TensorChoice, flatten_models, is_stateful, is_tensors
 from .matching import Pair
-from .names import entry_of
+from .name_tables import entry_of
 from .optimizer_state import Created, add_targets, check_groups, create_states, flatten_optimizer, kind_of
 from .plain import data_name, pack
 

@@ -9,7 +9,7 @@ import torch
 
 from ..errors import CheckpointMismatch
 from ..format.object_layout import dtype_name
-from .names import entry_of, matches, nearest
+from .name_tables import entry_of, matches, nearest
 
 Pair = tuple[str, str]
 """(name, kind)."""

@@ -15,7 +15,7 @@ from vescale_ray.new_states import OF_SCHEDULERS
 
 from ..errors import CheckpointMismatch
 from .flat_state import FlatState, Saved, TensorChoice
-from .names import matches
+from .name_tables import matches
 from .nested_state import fold, is_folded, is_nested, is_replicated, leaves, unfold
 from .scalars import decode, encode
 

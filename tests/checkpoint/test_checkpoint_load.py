@@ -36,7 +36,7 @@ from vescale_ray.checkpoint.format import reader
 from vescale_ray.checkpoint.format.digest import block_bytes_for, root_of
 from vescale_ray.checkpoint.format.manifest import ObjectEntry
 from vescale_ray.checkpoint.format.object_layout import PlacedPiece
-from vescale_ray.checkpoint.state.names import chosen
+from vescale_ray.checkpoint.state.name_tables import chosen
 
 
 def saved_net(root: Path, **kwargs: Any) -> tuple[Net, torch.optim.Optimizer]:

@@ -12,10 +12,6 @@ from pathlib import Path
 
 from tests.packaging.sources import PRODUCT, module_of, nodes
 
-TWICE: set[str] = {"_Piece"}
-"""Names of classes that are defined more than once; none may be added."""
-
-
 MODULES = {module_of(path): path for path in PRODUCT}
 
 
@@ -81,11 +77,11 @@ def test_the_search_finds_cycles_and_lazy_imports() -> None:
     assert set(imports("p.d", ast.walk(lazy), dict.fromkeys(("p", "p.a", "p.b", "p.c")))) == {"p.a", "p.b", "p.c"}
 
 
-def test_no_two_classes_share_a_name_but_the_listed_ones() -> None:
+def test_no_two_classes_share_a_name() -> None:
     homes = defaultdict(list)
     for module, path in MODULES.items():
         for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(module)
-    twice = {name: where for name, where in homes.items() if len(where) > 1}
-    assert set(twice) == TWICE, {name: where for name, where in twice.items() if name not in TWICE}
+    assert len(homes) > 400
+    assert not {name: where for name, where in homes.items() if len(where) > 1}

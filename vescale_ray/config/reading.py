@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from vescale_ray.config.messages import describe, shown
+from vescale_ray.config.mistakes import describe, shown
 from vescale_ray.config.run_config import RunConfig
 from vescale_ray.config.sections import ConfigError
 

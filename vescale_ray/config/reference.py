@@ -8,7 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic.fields import FieldInfo
 
-from vescale_ray.config.messages import number
+from vescale_ray.config.mistakes import number
 from vescale_ray.config.reading import nested, sections
 
 

@@ -10,7 +10,7 @@ from pydantic import model_validator
 
 from vescale_ray.config.credentials import holds_credentials
 from vescale_ray.config.data_section import DataSection
-from vescale_ray.config.messages import shown
+from vescale_ray.config.mistakes import shown
 from vescale_ray.config.sections import (
     CheckpointSection,
     ConfigError,

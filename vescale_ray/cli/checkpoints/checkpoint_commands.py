@@ -59,7 +59,7 @@ def ls(path: str | None, as_json: bool) -> int:
 @as_json_flag
 def show(path: str | None, name: str | None, tensors: bool, include: tuple[str, ...], as_json: bool) -> int:
     """Describe a checkpoint from its manifest alone: NAME in PATH, or the newest."""
-    from vescale_ray.checkpoint.state.names import matches
+    from vescale_ray.checkpoint.state.name_tables import matches
     from vescale_ray.checkpoint.state.saved_meta import check_saved_meta
 
     opened = open_at(path, name)

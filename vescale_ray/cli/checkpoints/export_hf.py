@@ -165,7 +165,7 @@ def whole(opened: Checkpoint, name: str) -> torch.Tensor:
 
 
 def _write_adapter(path: str, folder: str, opened: Checkpoint, adapters: LoraSettings, as_json: bool) -> int:
-    from vescale_ray.checkpoint.state.names import matches
+    from vescale_ray.checkpoint.state.name_tables import matches
     from vescale_ray.config import load_config
     from vescale_ray.models import lora
 

@@ -185,7 +185,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _MessagePart:
     """Elements ``[begin, end)`` of a job's matrix, at elements ``[at, at + end - begin)`` of a message."""
 
     job: int
@@ -238,16 +238,16 @@ class _Leg:
             self.alike.setdefault((job.span.rows, job.span.cols, job.rounds, job.eps), []).append(i)
 
 
-def _message(by_rank: Sequence[Sequence[int]], cut: Callable[[int, int], tuple[int, int]]) -> tuple[list[_Piece], list[int]]:
+def _message(by_rank: Sequence[Sequence[int]], cut: Callable[[int, int], tuple[int, int]]) -> tuple[list[_MessagePart], list[int]]:
     """Return the pieces in message order, and the number of elements for each rank."""
-    pieces: list[_Piece] = []
+    pieces: list[_MessagePart] = []
     sizes: list[int] = []
     position = 0
     for rank, indices in enumerate(by_rank):
         before = position
         for i in indices:
             begin, end = cut(i, rank)
-            pieces.append(_Piece(i, begin, end, position))
+            pieces.append(_MessagePart(i, begin, end, position))
             position += end - begin
         sizes.append(position - before)
     return pieces, sizes
