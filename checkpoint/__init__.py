@@ -4,25 +4,24 @@ Each rank writes its shard as one safetensors object. A manifest, created exclus
 intervals, so that a load onto other ranks or layouts is interval arithmetic and reads no byte twice.
 ``docs/reference/checkpoint-format.md`` describes the format.
 
-The layers are: ``stores.store`` (the interface) and its back ends ``stores.posix``, ``stores.s3``, ``stores.fsspec_store``,
-``stores.memory_store``; ``format.digest``; ``format.object_layout`` (a rank's object), ``format.manifest`` and
-``format.manifest_codec`` (the commit object); the operations ``format.shard``, ``format.copies``, ``commits``, ``format.reader``,
-``compare``, ``scrub``, ``saving.proof``, ``retention``, ``pins``, ``collection``, ``rollback``; a training script's state in
-``state.tensors``, ``state.flat_state``, ``state.flattening``, ``state.optimizer_state`` with ``state.nested_state`` and
-``state.optimizer_hooks``, ``state.plain``, ``state.entries``, ``state.scalars``, ``state.saved_meta``, ``state.rng``, ``api`` and
-``loading`` with ``state.name_tables``, ``state.matching``, ``state.materialize``, ``saving.saver`` and ``saving.writer`` with
-``format.staging``, ``saving.handle``, ``saving.accord``, ``saving.voting``, ``saving.bounded`` and ``saving.polling``; ``interval``; other
-programs' formats in ``bridges.foreign``, ``huggingface``, ``huggingface_layout`` and ``huggingface_export`` with
-``bridges.safetensors_file`` and ``bridges.pieces``, and ``bridges.dcp`` with ``bridges.dcp_export``, ``bridges.dcp_state``,
-``bridges.dcp_files`` and ``bridges.dcp_index``. The package may import
-``vescale_ray.geometry``, ``vescale_ray.lasting``, torch, numpy, xxhash, and in a back end its client library, but neither Ray nor fsdp.
+The parts, from the bottom up:
+
+    stores/   the interface of an object store and its back ends: POSIX, S3, fsspec, memory
+    format/   a rank's object, the manifest, and how both are written and read
+    commits   makes commits and finds them
+    upkeep/   retention, pins, reading back, deletion, the way back to an older checkpoint
+    state/    a training script's state as named tensors and values
+    api, loading, saving/   the calls that save and load a state, at once or asynchronously
+    bridges/, huggingface*  other programs' formats
+
+The package may import ``vescale_ray.geometry``, ``vescale_ray.lasting``, torch, numpy, xxhash, and in a back end its client library, but
+neither Ray nor fsdp.
 """
 
 from .api import save
 from .bridges.dcp import DcpReader, import_dcp
 from .bridges.dcp_export import DcpExported, export_dcp
 from .bridges.foreign import Imported
-from .collection import gc
 from .commits import Commit, commit, latest, ls
 from .compare import CheckpointDiff, Difference, diff
 from .errors import (
@@ -48,12 +47,8 @@ from .huggingface import import_hf
 from .huggingface_export import Exported, export_hf
 from .interval import Interval, choose_interval, daly_interval, expected_mtbf
 from .loading import Loaded, load
-from .pins import pin, pins, unpin
-from .retention import NO_GRACE, GcReport, Grace, Retention
-from .rollback import roll_back
 from .saving.handle import SaveHandle
 from .saving.saver import Saver
-from .scrub import Problem, VerifyReport, verify
 from .state.matching import StoredTensor
 from .state.name_tables import NameTable
 from .state.rng import capture_rng, derive_rng, restore_rng
@@ -63,6 +58,11 @@ from .stores.posix import PosixStore
 from .stores.s3 import S3Store
 from .stores.s3_options import S3Options
 from .stores.store import ObjectStore
+from .upkeep.collection import gc
+from .upkeep.pins import pin, pins, unpin
+from .upkeep.retention import NO_GRACE, GcReport, Grace, Retention
+from .upkeep.rollback import roll_back
+from .upkeep.scrub import Problem, VerifyReport, verify
 
 __all__ = [
     "FAULT_ENV",

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from .arguments import of_type, order, seconds, state_of
-from .collection import tend
 from .commits import Commit, newest_order
 from .errors import SaveAborted, SaveFailed
 from .format.copies import sampled
@@ -30,11 +29,9 @@ from .format.digest import digest_of
 from .format.object_layout import ShardPiece
 from .format.shard import Vote, new_attempt, write_shard
 from .format.strict_json import check_meta
-from .retention import Retention
 from .saving.accord import Accord, Word
 from .saving.bounded import Quiet, Watch, bounded
 from .saving.handle import SaveHandle
-from .saving.proof import prove
 from .saving.voting import Attempt, conclude
 from .state.flat_state import State
 from .state.flattening import flatten
@@ -45,6 +42,9 @@ from .state.rng import capture_rng
 from .state.tensors import LocalPart, local_part, owners
 from .stores.opening import store_of
 from .stores.store import ObjectStore, Root
+from .upkeep.collection import tend
+from .upkeep.proof import prove
+from .upkeep.retention import Retention
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -136,8 +136,8 @@ class Writer:
                 voted.append(item)
 
     def _prove(self, vote: Vote, ticket: Ticket, step: int) -> None:
-        from vescale_ray.checkpoint.saving.proof import prove
         from vescale_ray.checkpoint.stores.opening import store_of
+        from vescale_ray.checkpoint.upkeep.proof import prove
 
         try:
             problem = prove(store_of(self._root), vote.object, vote.aux)

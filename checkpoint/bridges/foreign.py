@@ -21,7 +21,6 @@ from torch import nn
 
 from ..api import from_first, gathered, next_epoch, ranks_of, together
 from ..arguments import nbytes, order
-from ..collection import discard
 from ..commits import Commit, commit, newest_order
 from ..errors import CheckpointMismatch, CommitExists, CommitRefused, ForeignFileError
 from ..format.digest import CHUNK_BYTES, as_bytes, view_of
@@ -37,6 +36,7 @@ from ..state.tensors import local_part
 from ..stores.opening import store_of
 from ..stores.posix import sync_folder
 from ..stores.store import ObjectStore, Root
+from ..upkeep.collection import discard
 
 OBJECT_BYTES = 256 << 20
 """Most bytes of one object of an imported commit, and about the memory to write it. Objects are larger if there would be more than 1024."""

@@ -29,10 +29,10 @@ from ..faults import fault_point
 from ..format.object_layout import ObjectLayout
 from ..format.shard import encode_aux
 from ..format.staging import Copying, LayoutMemo, copy_pieces
-from ..retention import Retention
 from ..state.flat_state import State
 from ..stores.opening import store_of
 from ..stores.store import ObjectStore, Root
+from ..upkeep.retention import Retention
 from .accord import Accord, Word
 from .handle import SaveHandle
 from .writer import SaveJob, SaveWriter

@@ -20,13 +20,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..collection import discard
 from ..commits import Commit, commit
 from ..errors import CheckpointError, CommitExists, CommitRefused, SaveAborted, SaveFailed
 from ..faults import fault_point
 from ..format.commit_names import check_attempt
 from ..format.shard import Vote
 from ..stores.store import KeyMissing, ObjectStore
+from ..upkeep.collection import discard
 from .polling import pause_after
 
 _log = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from ..commits import Commit, newest_order
 from ..errors import SaveAborted, SaveFailed, SaveSkipped
 from ..format.shard import Vote, new_attempt, write_staged
 from ..format.staging import Slab, SlabPool
-from ..retention import Retention
 from ..stores.store import ObjectStore
+from ..upkeep.retention import Retention
 from .accord import Accord, Word
 from .bounded import DAEMONS
 from .handle import SaveHandle

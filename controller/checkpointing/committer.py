@@ -3,7 +3,7 @@
 Workers write their objects during training and vote. Only the controller commits: with one writer, two generations can't commit against
 each other. If a vote is missing when its generation has failed, or when the next one begins, it will not come. The attempt is then given
 up, and its objects are collected as garbage later. The ranks of a library save vote through the store instead
-(``checkpoint/saving/voting.py``). ``checkpoint.commit`` checks and commits the votes of both, and ``checkpoint.collection`` cleans up.
+(``checkpoint/saving/voting.py``). ``checkpoint.commit`` checks and commits the votes of both; ``upkeep.collection`` cleans up.
 
 Only the controller's thread uses a :class:`Committer`, which has two threads of its own. One commits. The other deletes old checkpoints
 once the workers have read the new one back.
@@ -236,12 +236,12 @@ class Committer:
 
     def _tend(self, made: Commit, patience_s: float) -> None:
         """Delete old checkpoints, in the other thread. A newer checkpoint ends the wait for this one, and has a collection of its own."""
-        from vescale_ray.checkpoint.collection import tend
+        from vescale_ray.checkpoint.upkeep.collection import tend
 
         tend(self._root, self._retention(), made, patience_s, lambda: self._closing.is_set() or self._newest != made.name)
 
     def _discard(self, attempt: str) -> None:
-        from vescale_ray.checkpoint.collection import discard
+        from vescale_ray.checkpoint.upkeep.collection import discard
 
         discard(self._root, attempt, "checkpoint")
 

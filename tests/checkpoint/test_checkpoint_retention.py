@@ -15,8 +15,8 @@ import torch
 from tests.checkpoint.checkpoint_support import damage, memory_folder, random_bits
 from tests.checkpoint.faulty_store import Fault, FaultyStore
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint import collection, commits
-from vescale_ray.checkpoint.saving import proof
+from vescale_ray.checkpoint import commits
+from vescale_ray.checkpoint.upkeep import collection, proof
 
 W = random_bits((30, 4), torch.float32, 1)
 

@@ -13,9 +13,9 @@ import torch
 
 from tests.checkpoint.faulty_store import Fault, FaultyStore
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint.collection import discard
 from vescale_ray.checkpoint.errors import CommitExists, SaveAborted, SaveFailed
 from vescale_ray.checkpoint.saving.voting import Attempt, conclude
+from vescale_ray.checkpoint.upkeep.collection import discard
 
 W = torch.arange(10.0)
 HALVES = ((0, 4), (4, 10))

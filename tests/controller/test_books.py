@@ -1427,7 +1427,7 @@ def test_checkpoint_duration_is_independent_of_host_clocks(tmp_path: Path, monke
 
 
 def test_retention_waits_until_the_newer_checkpoint_is_proven(tmp_path: Path) -> None:
-    from vescale_ray.checkpoint.saving.proof import prove
+    from vescale_ray.checkpoint.upkeep.proof import prove
 
     committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=1), lambda step: {}, None)
     for step in (5, 6, 7):

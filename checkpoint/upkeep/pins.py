@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from .commits import Commit
-from .errors import NoCheckpoint
-from .format.commit_names import parse_commit_name
-from .stores.opening import store_of
-from .stores.store import KeyExists, Root
+from ..commits import Commit
+from ..errors import NoCheckpoint
+from ..format.commit_names import parse_commit_name
+from ..stores.opening import store_of
+from ..stores.store import KeyExists, Root
 
 _PIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal
 
-from .arguments import whole
-from .commits import Commit
+from ..arguments import whole
+from ..commits import Commit
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 import torch
 
-from .commits import Commit, find, ls, read_manifest
-from .errors import CheckpointCorrupt, describe_tensors
-from .format.digest import CHUNK_BYTES, digest_of, one_ahead, view_of
-from .format.manifest import Manifest, ObjectEntry
-from .format.manifest_fields import ManifestError
-from .format.pages import transfer_buffers
-from .format.read_plan import Segment
-from .format.reader import bad_blocks, corrupt_block
-from .stores.opening import store_of
-from .stores.store import ALIGNMENT, KeyMissing, ObjectStore, Root
+from ..commits import Commit, find, ls, read_manifest
+from ..errors import CheckpointCorrupt, describe_tensors
+from ..format.digest import CHUNK_BYTES, digest_of, one_ahead, view_of
+from ..format.manifest import Manifest, ObjectEntry
+from ..format.manifest_fields import ManifestError
+from ..format.pages import transfer_buffers
+from ..format.read_plan import Segment
+from ..format.reader import bad_blocks, corrupt_block
+from ..stores.opening import store_of
+from ..stores.store import ALIGNMENT, KeyMissing, ObjectStore, Root
 
 
 @dataclass(frozen=True)

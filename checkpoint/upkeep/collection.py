@@ -18,16 +18,16 @@ from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
-from .arguments import of_type
-from .commits import Commit, ls, read_manifest
-from .faults import fault_point
-from .format.commit_names import check_attempt, commit_name
-from .format.manifest_fields import ManifestError
+from ..arguments import of_type
+from ..commits import Commit, ls, read_manifest
+from ..faults import fault_point
+from ..format.commit_names import check_attempt, commit_name
+from ..format.manifest_fields import ManifestError
+from ..stores.opening import store_of
+from ..stores.store import ALIGNMENT, Entry, KeyExists, KeyMissing, ObjectStore, Root
 from .pins import pins
+from .proof import Noted, lacking, noted, prove
 from .retention import GcReport, Grace, Retention
-from .saving.proof import Noted, lacking, noted, prove
-from .stores.opening import store_of
-from .stores.store import ALIGNMENT, Entry, KeyExists, KeyMissing, ObjectStore, Root
 
 _log = logging.getLogger(__name__)
 
@@ -381,8 +381,8 @@ def _order_of(store: ObjectStore, entry: Entry) -> tuple[int, int] | None:
     """Epoch and step in a data object's header. The header is informational; here it can only keep data longer."""
     if not entry.key.endswith(".safetensors") or entry.bytes < ALIGNMENT:
         return None
-    from .format.digest import view_of
-    from .format.pages import aligned_buffer
+    from ..format.digest import view_of
+    from ..format.pages import aligned_buffer
 
     head = aligned_buffer(ALIGNMENT)
     try:

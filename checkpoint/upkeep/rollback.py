@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from .commits import Commit, find, ls, read_manifest
-from .errors import CommitExists, CommitRefused, SaveFailed
-from .format.manifest_codec import encode
-from .stores.opening import store_of
-from .stores.store import KeyExists, Root
+from ..commits import Commit, find, ls, read_manifest
+from ..errors import CommitExists, CommitRefused, SaveFailed
+from ..format.manifest_codec import encode
+from ..stores.opening import store_of
+from ..stores.store import KeyExists, Root
 
 
 def roll_back(root: Root, name: str) -> Commit:
