@@ -21,7 +21,8 @@ import pytest
 
 from tests.checkpoint.checkpoint_support import flip
 from vescale_ray import report
-from vescale_ray.cli import app, main, prometheus
+from vescale_ray.cli import app, main
+from vescale_ray.cli.pages import prometheus
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.driver import driver
 from vescale_ray.controller.http.metrics import MetricsServer

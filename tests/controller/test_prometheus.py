@@ -23,8 +23,9 @@ from tests.controller.runs import carry_out, tiny, until
 from tests.controller.test_runs_on_ray import no_secret_is_told
 from tests.deploy.test_alerts import RULES
 from tests.deploy.test_dashboard import PANELS, expressions, filled
-from vescale_ray.cli import client, dash
-from vescale_ray.cli.page import render
+from vescale_ray.cli import client
+from vescale_ray.cli.pages import dash
+from vescale_ray.cli.pages.run_page import render
 from vescale_ray.controller.driver.driver import ScheduledAction as Act
 from vescale_ray.runfolder import RunFolder
 

@@ -15,7 +15,7 @@ import yaml
 
 from tests.controller.test_metrics_server import many
 from tests.deploy.test_alerts import RULES, full_snapshot, known
-from vescale_ray.cli import dash
+from vescale_ray.cli.pages import dash
 from vescale_ray.controller.http.exposition import MOST_RANKS, families
 from vescale_ray.controller.state.snapshot import STATES
 from vescale_ray.errors import BadInput

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -167,7 +168,9 @@ def test_the_command_prints_tables_and_writes_json_and_a_page(capsys: pytest.Cap
     for word in ("116,829,156,672 parameters", "->", "1024 ranks", "gradient buffers", "why", "needs", "met"):
         assert word in out
     html = page.read_text()
-    assert html.count("<svg") >= 4 and "rank 0" in html and "padding" in html and "memory by kind" in html
+    memory, *layouts = [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", html, re.DOTALL)]
+    assert len(layouts) >= 3 and "rank 0" in html and "padding" in html and memory.get("aria-label") == "memory by kind"
+    bars = [float(bar.get("width", "")) for bar in memory.iter("rect") if bar.get("y") == "30"]
     code, out, err = run(capsys, *asked, "--json")
     told = json.loads(out)
     assert code == 0 and told["fits"] and told["best"] == told["options"][0]
@@ -175,7 +178,9 @@ def test_the_command_prints_tables_and_writes_json_and_a_page(capsys: pytest.Cap
     kinds = told["best"]["memory_bytes"]
     small = json.loads(run(capsys, *asked, "--json", "--staging", "32MiB")[1])["best"]["memory_bytes"]
     assert small["gradient_buffers"] < kinds["gradient_buffers"]
-    assert kinds.pop("total") == sum(kinds.values())
+    total = kinds.pop("total")
+    assert total == sum(kinds.values())
+    assert [bar / sum(bars) for bar in bars] == [pytest.approx(size / total, abs=1e-4) for size in kinds.values()]
     assert {u["name"] for u in told["best"]["units"]} == {"embed", "layer (experts)", "head"}
 
 

@@ -20,8 +20,9 @@ from click.testing import CliRunner
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vescale_ray.cli import app, dash
-from vescale_ray.cli.page import Chart, Mark, Page, Series, few, render, thinned
+from vescale_ray.cli import app
+from vescale_ray.cli.pages import dash
+from vescale_ray.cli.pages.run_page import Chart, Mark, Page, Series, few, render, thinned
 from vescale_ray.errors import BadInput
 from vescale_ray.runfolder import Record, RunFolder, RunFolderError
 

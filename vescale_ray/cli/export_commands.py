@@ -31,8 +31,8 @@ def dash(
 
     Without RUN_FOLDER: the newest run under ./runs.
     """
-    from vescale_ray.cli import dash as gather
-    from vescale_ray.cli.page import render
+    from vescale_ray.cli.pages import dash as gather
+    from vescale_ray.cli.pages.run_page import render
 
     where = {label: value for label, value in (("cluster", cluster), ("namespace", namespace)) if value is not None}
     if prometheus is None:

@@ -80,8 +80,10 @@ def plan(
         recompute=not keep_activations,
     )
     if html_file is not None:
+        from vescale_ray.cli.pages.plan_page import render
+
         try:
-            Path(html_file).write_text(choice_report.as_html(choice), encoding="utf-8")
+            Path(html_file).write_text(render(choice), encoding="utf-8")
         except OSError as error:
             raise BadInput(f"{html_file}: can't be written ({error.strerror})") from None
     if as_json:

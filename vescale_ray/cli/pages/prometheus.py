@@ -1,4 +1,4 @@
-"""Queries to a Prometheus, for the page of a run (:mod:`vescale_ray.cli.dash`) and the picture of the dashboard (``deploy/draw.py``)."""
+"""Queries to a Prometheus, for the page of a run (:mod:`vescale_ray.cli.pages.dash`)."""
 
 from __future__ import annotations
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from vescale_ray.cli.pages.svg import BAD, GOOD, PALETTE, element, picture, text, upright
+
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 620, 210, 64, 12, 10, 24
 COLUMNS = 400
 MOST_SERIES = 12
-PALETTE = "#3274d9 #e0752d #2e8b57 #a352cc #c0392b #0f8a9d #b5891b #6d7683 #d6529c #5b8c2a #7b61d1 #8a5a3c".split()
 Points = Sequence[tuple[float, float | None]]
 
 
@@ -124,28 +125,24 @@ def _figure(chart: Chart, marks: Sequence[Mark], span: tuple[float, float]) -> s
     def y(value: float) -> float:
         return TOP + (high - value) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)}">']
+    parts: list[str] = []
     for tick in marked:
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{_figure_of(tick, chart.unit, high)}</text>')
+        parts.append(element("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y(tick), y2=y(tick)))
+        parts.append(text(LEFT - 6, y(tick) + 4, _figure_of(tick, chart.unit, high), "end"))
     for i in range(5):
         at = begin + length * i / 4
-        anchor = "start" if i == 0 else "end" if i == 4 else "middle"
-        parts.append(f'<text x="{x(at):.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}">{_clock(at - begin)}</text>')
+        parts.append(text(x(at), HEIGHT - 6, _clock(at - begin), "start" if i == 0 else "end" if i == 4 else "middle"))
     for mark in marks:
         if span[0] <= mark.at <= span[1]:
-            colour = "#2e8b57" if mark.good else "#c0392b"
-            parts.append(
-                f'<line x1="{x(mark.at):.1f}" x2="{x(mark.at):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="{colour}" '
-                f'stroke-dasharray="3 3"><title>{escape(mark.text)}</title></line>'
-            )
+            colour = GOOD if mark.good else BAD
+            parts.append(upright(x(mark.at), TOP, HEIGHT - BOTTOM, mark.text, stroke=colour, stroke_dasharray="3 3"))
     for index, series in enumerate(chart.series):
         d = _path(thinned(series.points, span, COLUMNS), x, y, chart.steps)
-        colour = PALETTE[index % len(PALETTE)]
-        parts.append(f'<path d="{d}" fill="none" stroke="{colour}" stroke-width="1.6"><title>{escape(series.name)}</title></path>')
+        parts.append(element("path", series.name, d=d, fill="none", stroke=PALETTE[index % len(PALETTE)], stroke_width=1.6))
     colours = [PALETTE[i % len(PALETTE)] for i in range(len(chart.series))]
     names = " ".join(f'<span><i style="background:{c}"></i>{escape(s.name)}</span>' for c, s in zip(colours, chart.series, strict=True))
-    return f'{head}{"".join(parts)}</svg><div class="legend">{names if len(chart.series) > 1 else ""}</div></figure>'
+    drawn = picture(WIDTH, HEIGHT, chart.title, parts)
+    return f'{head}{drawn}<div class="legend">{names if len(chart.series) > 1 else ""}</div></figure>'
 
 
 def thinned(points: Points, span: tuple[float, float], columns: int) -> list[tuple[float, float | None]]:
@@ -197,8 +194,8 @@ def _path(points: Points, x: Callable[[float], float], y: Callable[[float], floa
 def _goodput(goodput: Mapping[str, Any] | None, since: str) -> str:
     if not goodput:
         return ""
-    good, others = PALETTE[2], [colour for colour in PALETTE if colour != PALETTE[2]]
-    shares = [("steps that count", float(goodput["productive"]), good)]
+    others = [colour for colour in PALETTE if colour != GOOD]
+    shares = [("steps that count", float(goodput["productive"]), GOOD)]
     lost = sorted(goodput["lost"].items(), key=lambda item: -item[1])
     shares += [(str(cause).replace("_", " "), float(seconds), others[i % len(others)]) for i, (cause, seconds) in enumerate(lost)]
     whole = sum(seconds for _, seconds, _ in shares)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vescale_ray.cli import prometheus
-from vescale_ray.cli.page import COLUMNS, Chart, Mark, Page, Points, Series, few
+from vescale_ray.cli.pages import prometheus
+from vescale_ray.cli.pages.run_page import COLUMNS, Chart, Mark, Page, Points, Series, few
 from vescale_ray.errors import BadInput
 from vescale_ray.event_words import describe_event, one_line
 from vescale_ray.runfolder import Record, RunFolder, RunFolderError
