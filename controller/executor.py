@@ -152,7 +152,7 @@ class Executor:
         )
 
     def progressed(self, step: int) -> None:
-        """A step was completed, which ends the streaks of failures unless the run is given up."""
+        """Take note of a completed step: it ends the streaks of failures, unless the run is given up."""
         progressed = self.budget.progressed(step)
         self.spend(replace(self.budget, high=progressed.high) if self.given_up else progressed)
 

@@ -121,8 +121,8 @@ class _NoValues(TorchFunctionMode):
 
 
 class Blank:
-    """The unsharded model on the meta device and the optimizer of each parameter, independent of rank and world size. One trainer consumes
-    it.
+    """The input of one trainer: the unsharded model on the meta device, and the optimizer of each parameter. It does not depend on rank and
+    world size, so that it can be made before they are known.
 
     Args:
         model: result of :func:`build_model`; None builds it now.
@@ -144,7 +144,7 @@ class Blank:
         self.routing = route_parameters(self.model, self.chosen)
 
     def copied(self) -> Blank:
-        """Another blank with a copy of the model. If the model cannot be copied, raises the error of :func:`copy.deepcopy`."""
+        """Return a new :class:`Blank` with a copy of the model. Raises the error of :func:`copy.deepcopy` if the model cannot be copied."""
         return Blank(self._config, copy.deepcopy(self.model), self.compiler)
 
 

@@ -57,7 +57,7 @@ class Standby:
             self._change.notify_all()
 
     def fail(self, error: str) -> None:
-        """The standby can't become a worker."""
+        """Make waiting calls fail with ``error``: the standby can't become a worker."""
         with self._change:
             self._error = error
             self._change.notify_all()

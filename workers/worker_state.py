@@ -164,13 +164,13 @@ class WorkerState:
     # ---------------------------------------------------------------------------------------------------- training thread
 
     def started(self, info: WorkerInfo) -> None:
-        """The worker is warm."""
+        """Report the worker as ready for orders."""
         with self._change:
             self._info, self._phase = info, WorkerPhase.IDLE
             self._change.notify_all()
 
     def cannot_start(self, reason: str) -> None:
-        """The worker never gets warm. ``reason`` is one line."""
+        """Report that the worker never gets ready for orders. ``reason`` is one line."""
         with self._change:
             self._start_error = reason
             self._change.notify_all()
@@ -189,7 +189,7 @@ class WorkerState:
                 self.settle(WorkerPhase.PARKED, WorkerFault(FaultKind.PEER, f"generation {order.ticket} was closed before it began"))
 
     def enter(self, ticket: Ticket, phase: WorkerPhase) -> None:
-        """The worker is in ``phase`` of that generation. A new generation begins without faults, requests and connections."""
+        """Set the generation and the worker's phase in it. A new generation begins without faults, requests and connections."""
         with self._change:
             if ticket != self._ticket:
                 self._ticket, self._fault, self._asked, self._connections = ticket, None, 0, ()
@@ -197,13 +197,13 @@ class WorkerState:
             self._change.notify_all()
 
     def settle(self, phase: WorkerPhase, fault: WorkerFault | None) -> None:
-        """The worker is out of its generation, for the reason ``fault``, or as it was ordered."""
+        """Leave the generation, for the reason ``fault``, or as ordered if that is None."""
         with self._change:
             self._phase, self._fault, self._asked = phase, fault, 0
             self._change.notify_all()
 
     def rest(self) -> None:
-        """The worker has saved, and is again in the phase before."""
+        """Return to the phase that the worker had before it saved."""
         with self._change:
             self._phase = self._resting
             self._change.notify_all()
@@ -220,7 +220,7 @@ class WorkerState:
             self._change.notify_all()
 
     def outline(self, outlined: Outlined) -> None:
-        """The inputs of the layouts are known."""
+        """Keep the answer to the controller's question for the outline of the layouts."""
         self._outlined = outlined
 
     def take_flags(self) -> int:

@@ -218,7 +218,10 @@ class Checkpoint:
             increment_version([asked.out for asked, *_ in wanted if not asked.out.is_inference()])
 
     def plan(self, ranges: Sequence[Asked], *, cast: bool = False, budget_bytes: int = BUDGET_BYTES) -> ReadPlan:
-        """The plan of :meth:`read_ranges`, made all at once. Cost: O(log extents) for each range, and O(runs log runs)."""
+        """Plan the reads of :meth:`read_ranges` without reading.
+
+        The time grows with the number of ranges, and with the number ``n`` of contiguous pieces to read as ``n log n``.
+        """
         return plan_reads(self.manifest, self._wanted(ranges, cast, budget_bytes), self._store.request_bytes, budget_bytes)
 
     def _wanted(self, ranges: Sequence[Asked], cast: bool, budget_bytes: int) -> list[Wanted]:

@@ -45,7 +45,7 @@ class FlatState:
     owners: dict[str, Pair] = field(default_factory=dict)
     """(parameter's name, kind) of each tensor of kind "state", by its name."""
     nested: dict[tuple[str, str, str], Any] = field(default_factory=dict)
-    """In a load, the nested states of optimizers, whose tensors are read: by entry, parameter's name and state key."""
+    """Nested states of optimizers, by (entry, parameter's name, state key). Only a load fills it; it then reads their tensors."""
 
     def add(self, name: str, kind: str, tensor: torch.Tensor) -> None:
         if (name, kind) in self.tensors:

@@ -73,7 +73,7 @@ class _Ballot:
             self.errors[item.rank] = item.error or "unknown"
 
     def begin(self, commit: Future[SaveResult]) -> None:
-        """The commit has begun."""
+        """Keep the future of the commit, which has begun."""
         self.commit = commit
 
 

@@ -99,7 +99,7 @@ def run(
 
     Raises:
         BadInput: the input can't be used; one line, exit code 2. Raised before Ray is started where possible.
-        KeyboardInterrupt: a second signal came. Everything is cleaned up all the same.
+        KeyboardInterrupt: a second signal came. Everything is still cleaned up.
     """
     ready = check(config, foreseen)
     config = ready.config

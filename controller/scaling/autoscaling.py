@@ -89,7 +89,10 @@ class Autoscaling:
             self._capacity.look(free.at, places, free.nodes)
 
     def grow(self, run: RunProgress, now: float) -> tuple[int | None, list[Event]]:
-        """The number of workers to grow to, if places have been free for long enough, and events."""
+        """Return the number of workers to grow to, or None, and the events to record.
+
+        The run grows once places have been free for long enough.
+        """
         if not self._elastic.grow or run.target > run.world:
             return None, []
         # If a joiner brings down its first generation, the target is lowered. That growth has failed, too.

@@ -97,7 +97,7 @@ class Scaling:
         return [*self.stragglers.stepped(record, stats, time.monotonic()), *self._notes(state)]
 
     def taken(self, ask: actions.Ask) -> None:
-        """A member has taken what a generation was asked."""
+        """Take note that a member has taken a request to its generation, so that the request is not repeated."""
         if ask.flags != CHECKPOINT:
             self.asked, self._put_off = ask.world.ticket, None
         elif ask.auto:

@@ -58,12 +58,12 @@ class GenerationLog:
         return self.world is not None and not self._unfilled
 
     def worker_started(self, info: WorkerInfo) -> None:
-        """A worker is warm."""
+        """Record the start of a worker that is ready for orders, once."""
         if info.worker not in self._log.stats.workers:
             self._log.record("worker_started", **asdict(info))
 
     def filled(self, worker: str, item: Filled) -> None:
-        """A member has its state."""
+        """Record that a member has its state, and from where it came."""
         world = self.world
         if world is None or item.ticket != world.ticket:
             return
@@ -109,7 +109,7 @@ class GenerationLog:
         return True
 
     def evaluated(self, item: Evaluated) -> None:
-        """The losses of an evaluation, recorded once for each step."""
+        """Record the losses of an evaluation, once for each step."""
         if item.step not in self._log.stats.evaluations and self.world is not None and item.ticket == self.world.ticket:
             figures = {
                 "loss": item.loss,

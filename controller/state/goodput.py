@@ -90,7 +90,7 @@ class Goodput:
         self.cause = cause
 
     def train(self) -> None:
-        """A step is under way: the time before it is lost to the causes that the workers report."""
+        """Begin a step: from now on the workers' reports tell which time was lost, and to which cause."""
         self.cause = None
 
     def turn(self, cause: Loss, now: float) -> None:

@@ -76,7 +76,7 @@ class Publisher:
         self.publish()
 
     def serve_at(self, url: str) -> None:
-        """The HTTP server listens at this address."""
+        """Publish the address at which the HTTP server listens."""
         self._url = url
         self.publish()
 

@@ -34,7 +34,7 @@ class WorkerStats:
         self._due = 0.0
 
     def opened(self, members: tuple[str, ...]) -> None:
-        """A generation with these workers, in rank order, begins. Memory that was reported before is of another layout."""
+        """Begin a generation with these workers, in rank order. Earlier figures are dropped: the memory was that of another layout."""
         self._members = {worker: rank for rank, worker in enumerate(members)}
         self._usage, self._seconds, self._heard, self._memory = {}, {}, {}, {}
         self._waiting.clear()
@@ -42,19 +42,19 @@ class WorkerStats:
         self._due = 0.0
 
     def heard(self, worker: str, now: float, memory: int) -> None:
-        """A worker has answered; ``memory``: resident bytes of its process."""
+        """Note the time of a worker's answer, and ``memory``, the resident bytes of its process."""
         rank = self._members.get(worker)
         if rank is not None:
             self._heard[rank], self._memory[rank] = now, memory
 
     def moved(self, worker: str, seconds: float) -> None:
-        """A worker's part in the move of shards to a new generation took ``seconds``."""
+        """Add the ``seconds`` that a worker's part in a move of shards to a new generation took."""
         rank = self._members.get(worker)
         if rank is not None:
             self._waited["reshard"][rank] += seconds
 
     def stepped(self, worker: str, seconds: float, usage: Usage) -> None:
-        """A worker has done a step of the current generation in ``seconds``."""
+        """Add a worker's step in the current generation, which took ``seconds``."""
         rank = self._members.get(worker)
         if rank is None:
             return

@@ -89,7 +89,7 @@ class Member:
         return self.info is not None and self.poll is None and self.verdict is None
 
     def send_poll(self, now: float, awake: float) -> None:
-        """Send a poll. ``awake``: the worker group's clock."""
+        """Ask the worker for news. ``now``: the monotonic time; ``awake``: the time of the worker group's :class:`AwakeClock`."""
         known = (self.report.phase, self.report.ticket) if self.report else None
         self.poll, self.poll_sent = self.handle.poll.remote(self.seen, known, POLL_WAIT_S), now
         if not self.owes:

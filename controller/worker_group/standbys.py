@@ -134,7 +134,7 @@ class Standbys:
         handle.lifeline.remote(0).future().add_done_callback(partial(self._prepared, standby))
 
     def _prepared(self, standby: _Standby, done: Future[Any]) -> None:
-        """A standby is ready, or is lost. (Its lifeline breaks with it, or ends when a controller takes it.)"""
+        """Note that a standby is ready, or remove a lost one. Its lifeline calls this, too: it ends with an error if the process dies."""
         error = done.exception()
         with self._lock:
             if standby not in self._there:

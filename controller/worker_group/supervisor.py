@@ -2,9 +2,9 @@
 
 It owns the workers, because Ray ends an actor with its owner: if the controller owned them, they would die with it. It gives their handles
 to each controller. Each worker has a placement group of its own. One group for all could not shrink, would hold a draining node, and its
-removal would end the survivors, too. Groups without a worker, *wishes*, show Ray's autoscaler what the run would use. The next worker
-takes a wish that has got a place. The place of a lost worker stays reserved for a moment if a *standby* can take it. Ray removes all groups
-with this actor.
+removal would end the survivors, too. Pending groups without a worker (*wishes*) show Ray's autoscaler what the run would use. Once Ray has
+placed such a group, the next worker uses it. If a *standby* can replace a lost worker, that worker's group stays reserved for a moment. Ray
+removes all groups with this actor.
 
 It holds the ``TCPStore`` of each generation, through which process groups meet. A store on a worker would die with the worker.
 

@@ -181,7 +181,7 @@ class RaggedAwareDTensor(DTensor):
     ) -> DTensor:
         """The same tensor with other placements on the same mesh, ragged or not; differentiable.
 
-        The result, and every tensor computed from it, accepts ragged placements, too. So the same call leads back.
+        The result, and every tensor computed from it, can be redistributed to ragged placements again by the same call.
 
         Args:
             async_op: return while the last collective still runs; the first use of the result waits for it (as in DTensor).

@@ -223,7 +223,10 @@ def _settled(value: DTensor) -> DTensor:
 
 
 def _settle(value: Any) -> Any:
-    """Settle pending tensors, torch's own included: the norm of a parameter with plain placements is one."""
+    """Return ``value`` without a pending reduction if it is a tensor that has one.
+
+    Plain DTensors of torch are settled, too, for example the norm of a parameter with ``Shard`` placements.
+    """
     return _settled(value) if isinstance(value, DerivedDTensor) or (type(value) is DTensor and _is_pending(value)) else value
 
 

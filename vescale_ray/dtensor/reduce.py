@@ -142,10 +142,11 @@ def amp_unscale(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict
 
 @lru_cache(maxsize=4096)
 def _expected(func: Any, shape: Shape, dtype: torch.dtype, args: tuple[Any, ...], kwargs: tuple[Any, ...]) -> Shape | None:
-    """The shape of the whole tensor's result, computed without storage; None for several results. Torch thus refuses wrong
-    arguments (a missing dimension, a maximum of nothing) on every rank alike.
+    """The shape of the operation's result on the whole tensor; None if the operation has several results.
 
-    Empty tensors and tensors without dimensions are real: torch's kernels without storage are laxer there.
+    The operation runs on the meta device, which computes shapes alone. So torch refuses wrong arguments (a missing dimension, for example)
+    on every rank alike. Empty tensors and tensors without dimensions are on the CPU, because torch's meta kernels accept more of them than
+    its real kernels do.
     """
     whole = torch.zeros(shape, dtype=dtype) if not shape or 0 in shape else meta_like(shape, dtype)
     result = func(whole, *args, **dict(kwargs))

@@ -31,7 +31,7 @@ P: elements of the group's parameters. W: ranks. S: elements of a rank's shard; 
 
 Gradients arrive in the compute dtype if each of its values is one of the reduce dtype (BF16 and FP32), else in the reduce dtype. The
 reduction casts them, so its result has the bits of gradients cast before. Without gradient sync they arrive in the reduce dtype, in which
-they are summed. If a second gradient of a parameter arrives before a reduction all the same, the group's gradients move to such a buffer.
+they are summed. If a parameter gets a second gradient before a reduction nevertheless, the group's gradients move to such a buffer.
 
 Number of buffers, for units of one size: the gathered buffers are prefetch depth + 1 = 2, and there is 1 gradient buffer. An accelerator
 fills a second one while it reduces the first; the next unit is gathered into the memory of the first. So there are 3 buffers in all, in a

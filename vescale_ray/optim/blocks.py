@@ -289,7 +289,7 @@ def _check_parallel(param: RaggedDTensor, whole: Grid) -> None:
 def block_state(param: Tensor, cut: Cut, grid: Grid, tail: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return zeros with one entry of shape ``tail`` per block, ``(*lead, bands, columns, *tail)``, each on the block's rank.
 
-    The result is a DTensor on the parameter's mesh if the parameter is one. ``grid`` is that of the section (:func:`section_grid`).
+    If the parameter is a DTensor, the result is a DTensor on its mesh. ``grid`` is that of the section (:func:`section_grid`).
     """
     tail = tuple(tail)
     local = local_of(param)

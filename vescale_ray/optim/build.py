@@ -176,7 +176,10 @@ def _ask_for_states(optimizer: torch.optim.Optimizer, group: dict[str, Any], zer
 
 
 def _like(states: Mapping[str, Any], of: RaggedDTensor, p: RaggedDTensor, zeroed: bool) -> dict[str, Tensor] | None:
-    """Return states of ``p`` in the form of fresh ones of ``of``; None if a state is of an unknown kind."""
+    """Return new states for the parameter ``p``, made like ``states``, which another parameter ``of`` has.
+
+    Returns None if one of the states is neither a tensor of the parameter's shape nor a number.
+    """
     made: dict[str, Tensor] = {}
     for key, value in states.items():
         if isinstance(value, RaggedDTensor) and value.shape == of.shape:

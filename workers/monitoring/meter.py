@@ -52,7 +52,7 @@ class Meter:
         self._skips = self._skip_count()
 
     def computed(self, loop_s: float) -> None:
-        """All forward and backward passes are done. They took ``loop_s`` seconds, batches included."""
+        """Note the end of the forward and backward passes. They took ``loop_s`` seconds, batches included."""
         self._loop_s, self._loop_waited_s = loop_s, self._since_begin()
 
     def stepping(self) -> None:

@@ -3,8 +3,8 @@
 accumulate (a hook per parameter) -> flat buffer [W * S] -> reduce-scatter -> shard [S] -> delivery (``delivery.py``)
 
 The buffer has the compute dtype if the reduce dtype holds each of its values, and the reduction casts them. Without gradient sync it has
-the reduce dtype. If a second gradient of a parameter arrives before the reduction all the same (reentrant checkpoints), the gradients first
-move to a buffer of the reduce dtype, so that sums are as exact as in it.
+the reduce dtype. A parameter may still get a second gradient before the reduction (reentrant checkpoints). The gradients then first move
+to a buffer of the reduce dtype, and are summed in it.
 """
 
 from __future__ import annotations

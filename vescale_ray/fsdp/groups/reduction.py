@@ -157,9 +157,9 @@ class Sums:
 
 
 def _sum_in_chunks(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup, op: Any, given: int | None) -> list[Any]:
-    """Cast and reduce one chunk of every rank's part after the other. While one chunk is reduced, the next one is cast.
+    """Cast and reduce-scatter gradients in chunks; a chunk has the same range of every rank's part. While one is reduced, the next is cast.
 
-    ``pairs``: targets and gradients. A chunk may have the end of one pair and the beginning of the next; it is one call all the same.
+    ``pairs``: targets and gradients. A chunk may cover the end of one pair and the beginning of the next, with one collective for both.
 
     Returns the work of the last two chunks. Earlier work has been waited for.
     """

@@ -158,7 +158,7 @@ class Place:
 
 
 class Subgroup:
-    """``size`` neighbours of a shard group that keep all parameters between forward and backward, each ``1 / size`` of them.
+    """``size`` neighbouring ranks of a shard group. Between forward and backward each keeps ``1 / size`` of the gathered parameters.
 
     All ranks of the mesh create it together. It is cached, since every unit of a model uses the same one.
     """

@@ -87,7 +87,7 @@ class Schedule:
 
     @property
     def recomputes(self) -> bool:
-        """Return whether a forward that starts now is a recomputation. One of a frozen model in another model's hook is none."""
+        """Return whether a forward that starts now is a recomputation. A frozen model's forward in another model's hook is not."""
         return in_backward() and (torch.is_grad_enabled() or (self._in_backward and self.forward_root is None))
 
     @property

@@ -252,7 +252,7 @@ class Unit:
             replaced()
 
     def backward_inside(self) -> None:
-        """A backward runs inside the unit's own forward: forces from an energy, a layer's own loss."""
+        """Begin a backward inside the unit's own forward: for example forces computed from an energy, or a layer's own loss."""
         assert self.schedule is not None
         self.schedule.enter_backward(self, inside=True)
         self._owes = self._owes or self.schedule.accumulates

@@ -211,7 +211,7 @@ def has_triton() -> bool:
 
 
 def step_region_torch(held: Held, region: Region, hyper: Hyper) -> None:
-    """The reference step, in torch.
+    """Step a region with torch's operations; the kernels must give the same bits.
 
     Every operation is one IEEE operation per element. A fused multiply-add would depend on the element's place in a vector register,
     so results would depend on where a shard or a chunk begins.

@@ -57,7 +57,7 @@ def candidates(problem: PlacementProblem, size: int, largest: int | None = None)
 
 
 def is_possible(problem: PlacementProblem, shard: int) -> bool:
-    """Return whether no test excludes this size."""
+    """Return whether a shard of this size passes all tests; if not, no placement fits into it."""
     return bool(_possible(problem, np.array([shard], dtype=np.int64))[0])
 
 
