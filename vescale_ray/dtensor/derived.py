@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor, Partial
 from vescale_ray.compat.core import TensorBase, run_as_is, tree_leaves, tree_map, tree_map_only
 from vescale_ray.compat.tensor import DTensorSpec, TensorMeta
 from vescale_ray.dtensor.autograd import Classes, RaggedAwareDTensor, whole_of
+from vescale_ray.dtensor.operations.schema import plain_is_whole, refuse_leaf, schema_facts, written
+from vescale_ray.dtensor.operations.whole import held_whole, is_dtensor, on_local, write_local
 from vescale_ray.dtensor.redistribution import contribution, move
-from vescale_ray.dtensor.schema import plain_is_whole, refuse_leaf, schema_facts, written
 from vescale_ray.dtensor.spec import ShapedSpec, pending_spec, replicated, settled_placements, wrap
 from vescale_ray.dtensor.transfer import arrived, writes_of
-from vescale_ray.dtensor.whole import held_whole, is_dtensor, on_local, write_local
 
 
 class GatheredView(RaggedAwareDTensor):

@@ -1,6 +1,6 @@
 """RaggedDTensor: torch's DTensor with a RaggedShard on one mesh dimension.
 
-It is a subclass of ``torch.distributed.tensor.DTensor`` with its own dispatch (``ops.py``) and its own collectives
+It is a subclass of ``torch.distributed.tensor.DTensor`` with its own dispatch (``operations``) and its own collectives
 (``redistribution.py``). torch is not patched: the end of this file adds one entry to each list in which DTensor registers itself. A mesh of
 several dimensions has Replicate (HSDP: ``[Replicate(), RaggedShard(..)]``), Shard (TP, EP: ``[RaggedShard(..), Shard(0)]``) or Partial
 on the other dimensions. The ragged cut comes last (``spec.py``).
@@ -27,7 +27,7 @@ from vescale_ray.compat.core import global_optimizer_pre_hooks, optim_foreach_ty
 from vescale_ray.compat.tensor import DTensorSpec, NormPartial
 from vescale_ray.dtensor.autograd import Classes, FromLocal, RaggedAwareDTensor, redistributed
 from vescale_ray.dtensor.derived import TENSOR_DATA, formatted, stable_hash_on_this_rank, unpickled_derived
-from vescale_ray.dtensor.ops import RaggedFallbackWarning, dispatch, wrap
+from vescale_ray.dtensor.operations.ops import RaggedFallbackWarning, dispatch, wrap
 from vescale_ray.dtensor.placement import RaggedShard
 from vescale_ray.dtensor.spec import make_spec, ragged_mesh_dim, sharding_of
 from vescale_ray.dtensor.transfer import arrived, take

@@ -28,15 +28,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.compat.core import tree_map
-from vescale_ray.dtensor.fallback import Cls, Handler, RaggedFallbackWarning, Rule, fallback, plain_target
-from vescale_ray.dtensor.operands import broadcasts, gathered, operand, spread
-from vescale_ray.dtensor.pending import any_pending, on_pending
+from vescale_ray.dtensor.operations.fallback import Cls, Handler, RaggedFallbackWarning, Rule, fallback, plain_target
+from vescale_ray.dtensor.operations.operands import broadcasts, gathered, operand, spread
+from vescale_ray.dtensor.operations.pending import any_pending, on_pending
+from vescale_ray.dtensor.operations.reduce import REDUCTIONS, allclose, amp_unscale, equal, foreach_max, foreach_norm, reduce_op, scalar
+from vescale_ray.dtensor.operations.schema import schema_facts, written
+from vescale_ray.dtensor.operations.views import random_in_place, random_like, reinterpret, reshape
 from vescale_ray.dtensor.redistribution import move, plain_spec
-from vescale_ray.dtensor.reduce import REDUCTIONS, allclose, amp_unscale, equal, foreach_max, foreach_norm, reduce_op, scalar
-from vescale_ray.dtensor.schema import schema_facts, written
 from vescale_ray.dtensor.spec import LocalSharding, contiguous_stride, replicated, sharding_of, wrap
 from vescale_ray.dtensor.transfer import view_of
-from vescale_ray.dtensor.views import random_in_place, random_like, reinterpret, reshape
 
 __all__ = ["RaggedFallbackWarning", "dispatch", "wrap"]
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.dtensor.derived import GatheredView
+from vescale_ray.dtensor.operations.schema import plain_is_whole, refuse_leaf
 from vescale_ray.dtensor.redistribution import move
-from vescale_ray.dtensor.schema import plain_is_whole, refuse_leaf
 from vescale_ray.dtensor.spec import LocalSharding, replicated, sharding_of
 
 

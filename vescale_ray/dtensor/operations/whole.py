@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement
 from vescale_ray.compat.core import tree_map, tree_map_only
 from vescale_ray.compat.tensor import DTensorSpec, TensorMeta
 from vescale_ray.dtensor.autograd import made
-from vescale_ray.dtensor.schema import lazy_conjugation
+from vescale_ray.dtensor.operations.schema import lazy_conjugation
 from vescale_ray.dtensor.transfer import arrived
 
 

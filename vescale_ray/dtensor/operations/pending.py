@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.compat.core import tree_map
+from vescale_ray.dtensor.operations.schema import written
 from vescale_ray.dtensor.redistribution import move
-from vescale_ray.dtensor.schema import written
 from vescale_ray.dtensor.spec import LocalSharding, settled_placements, sharding_of, wrap
 
 # Operations on one tensor that commute with every reduction.

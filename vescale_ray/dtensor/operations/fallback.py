@@ -17,9 +17,9 @@ from vescale_ray.communication.collectives import broadcast
 from vescale_ray.compat.core import tree_leaves, tree_map
 from vescale_ray.compat.tensor import DTensorSpec, TensorMeta
 from vescale_ray.dtensor.derived import GatheredView, derived, read_only
-from vescale_ray.dtensor.operands import gathered
+from vescale_ray.dtensor.operations.operands import gathered
+from vescale_ray.dtensor.operations.schema import HIDDEN_WRITES, lazy_conjugation, plain_is_whole, refuse_leaf, written
 from vescale_ray.dtensor.redistribution import move
-from vescale_ray.dtensor.schema import HIDDEN_WRITES, lazy_conjugation, plain_is_whole, refuse_leaf, written
 from vescale_ray.dtensor.spec import replicated, sharding_of
 from vescale_ray.dtensor.transfer import arrived, writes_of
 

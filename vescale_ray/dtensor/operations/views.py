@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from vescale_ray.dtensor.fallback import Cls, take_first_ranks
-from vescale_ray.dtensor.schema import meta_like
+from vescale_ray.dtensor.operations.fallback import Cls, take_first_ranks
+from vescale_ray.dtensor.operations.schema import meta_like
 from vescale_ray.dtensor.spec import LocalSharding, sharding_of, wrap
 from vescale_ray.dtensor.transfer import view_of
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from vescale_ray.communication.collectives import all_reduce
 from vescale_ray.dtensor.derived import derived
-from vescale_ray.dtensor.operands import gathered, operand
-from vescale_ray.dtensor.schema import meta_like
+from vescale_ray.dtensor.operations.operands import gathered, operand
+from vescale_ray.dtensor.operations.schema import meta_like
 from vescale_ray.dtensor.spec import LocalSharding, norm_partial, sharding_of, wrap
 from vescale_ray.geometry import Shape
 
