@@ -76,7 +76,7 @@ class FlatFile:
     answers = None
 
     def __init__(self, file: DataFile, dtype: Any, start: int, length: int, step: int, vocab: int, width: int = 1) -> None:
-        self.file, self._dtype, self._start, self._length, self._step, self._vocab = file, np.dtype(dtype), start, length, step, vocab
+        self.file, self._dtype, self._start, self._step, self._vocab = file, np.dtype(dtype), start, step, vocab
         self._width = width
         self.itemsize = self._dtype.itemsize
         self.kind = str(self._dtype)

@@ -8,10 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vescale_ray.planner.models.shapes import UnitShape
-from vescale_ray.planner.units import Blocks, Lever, UnitPlan, plan_unit
-
-GOAL = 0.03
-"""Padding above which a lever is worth its cost, as a fraction of the parameters."""
+from vescale_ray.planner.units import GOAL, Blocks, Lever, UnitPlan, plan_unit
 
 TENSORS = 2500
 """Largest number of tensors in a unit that is tried; a larger unit would take seconds to plan."""

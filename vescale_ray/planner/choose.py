@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vescale_ray.errors import BadInput
-from vescale_ray.planner.advice import GOAL, advise
+from vescale_ray.planner.advice import advise
 from vescale_ray.planner.cost import Memory, ModelPlan, Policy, Time, plan_model, predict_memory, predict_time
 from vescale_ray.planner.hardware import HARDWARE, Hardware
 from vescale_ray.planner.models.model_shapes import model_shapes
 from vescale_ray.planner.models.shapes import ModelShapes
 from vescale_ray.planner.step_buffers import check_staging
-from vescale_ray.planner.units import Blocks, Lever
+from vescale_ray.planner.units import GOAL, Blocks, Lever
 
 if TYPE_CHECKING:
     from torch import nn

@@ -31,6 +31,9 @@ from vescale_ray.planner.placement.buffers import bound_with_gaps, per_block, wi
 from vescale_ray.planner.placement.layout import Layout, TensorSpec
 from vescale_ray.planner.placement.search import plan_layout
 
+GOAL = 0.03
+"""Padding above which a lever is worth its cost, as a fraction of the parameters."""
+
 Buffers = Literal["one", "per block"]
 
 
@@ -181,7 +184,6 @@ def plan_buffers(
     num_shards: int,
     *,
     align: int = 128,
-    padding_limit: float = 0.03,
     padding_bytes: int = 1 << 20,
     allow_gaps: Collection[str] = (),
 ) -> tuple[Layout, ...]:
@@ -191,7 +193,6 @@ def plan_buffers(
     simplest wins.
 
     Args:
-        padding_limit: ratio of padding to tensors up to which one buffer is kept.
         padding_bytes: padding in bytes up to which one buffer is kept; a further collective costs more than that.
         allow_gaps: names of stacks ``[.., n, m]`` that may be stored with a gap behind each matrix. Their block need not divide
             ``n``: the last block of each matrix is stored in full.
@@ -202,7 +203,7 @@ def plan_buffers(
     specs = [_room_for_blocks(s) if s.name in allow_gaps else s for s in specs]
     one = plan_layout(specs, num_shards, align=align)
     itemsize = min((s.dtype.itemsize for s in specs), default=1)
-    if one.padding_ratio <= padding_limit or (one.numel - one.tensor_numel) * itemsize <= padding_bytes or num_shards == 1:
+    if one.padding_ratio <= GOAL or (one.numel - one.tensor_numel) * itemsize <= padding_bytes or num_shards == 1:
         return (one,)
     plans: list[tuple[Layout, ...]] = [(one,)]
     if any(s.name in allow_gaps for s in specs):

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
-
 SLOW = 1.4
 """A rank is slow if its slot time is this multiple of the median rank's in at least :data:`OFTEN` of the window's steps."""
 OFTEN = 0.75

@@ -47,17 +47,17 @@ class Roots:
         return max(1.0, max(self.cost) * len(self.load) / total) if total else 1.0
 
 
-def assign_roots(costs: Sequence[int], held: Sequence[Mapping[int, int]], world: int, *, slack: float = SLACK) -> Roots:
+def assign_roots(costs: Sequence[int], held: Sequence[Mapping[int, int]], world: int) -> Roots:
     """Choose roots for matrices of ``costs``; rank r holds ``held[i].get(r, 0)`` elements of matrix i.
 
     A matrix that is whole on one rank stays there, unless that slows the slowest rank down and other matrices travel anyway. For other
-    matrices, locality may raise the largest load to ``1 + slack`` times the mean, or to the largest load without locality. Cost:
+    matrices, locality may raise the largest load to ``1 + SLACK`` times the mean, or to the largest load without locality. Cost:
     O(n (log world + holders)).
     """
     if len(costs) != len(held):
         raise ValueError(f"{len(costs)} costs for {len(held)} matrices")
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    bound = (1 + slack) * sum(costs) / world
+    bound = (1 + SLACK) * sum(costs) / world
     whole = {i: next(iter(ranks)) for i, ranks in enumerate(held) if len(ranks) == 1}
     pinned = _greedy(costs, held, world, order, bound, whole)
     if max(pinned.load, default=0) <= bound or len(whole) == len(costs):
