@@ -36,7 +36,7 @@ _PIECE_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Exported:
-    """Files written, in order; names written; bytes of the tensors."""
+    """What an export has written: paths of the files, in order, names of the tensors, and the tensors' bytes."""
 
     files: tuple[str, ...]
     tensors: tuple[str, ...]

@@ -44,7 +44,7 @@ def undisturbed(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
 
 
 def adopt(mine: Mapping[str, Any], flat: dict[str, Any], optimizers: Sequence[torch.optim.Optimizer], items: dict[str, Any]) -> None:
-    """Add the states and hyperparameters to ``mine`` and ``flat`` that a full state dict has of known parameters, and these lack.
+    """Add states and hyperparameters of known parameters that a full state dict has and ``mine`` and ``flat`` lack.
 
     Some optimizers make a state, or a hyperparameter, only in a step with gradients. Hyperparameters of schedulers that the state dict
     lacks are added to ``items``, so that they stay.

@@ -84,7 +84,7 @@ class Summary:
         tokens_per_second: tokens of the committed steps over the seconds of those steps.
         heldout: held-out loss of each evaluation, in order, with its step: in bits per byte if they are known for all, else in nats per
             token.
-        heldout_unit: that unit.
+        heldout_unit: unit of these losses.
         sets: figures of each evaluation set in the first and in the last evaluation, by name.
         events: the events in order: seconds since the run started, step, text, and the seconds without training (None: none).
         processes: worker processes ever started: id and process id of each, by id.

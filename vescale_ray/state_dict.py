@@ -191,7 +191,10 @@ def _listed(optimizers: Any) -> tuple[torch.optim.Optimizer, ...]:
 
 
 def _rest(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-    """Reshard the units by taking a state dict, because gathered units show the wrong parameters; check that all parameters are known."""
+    """Reshard all units, and check that the optimizers' parameters are the model's.
+
+    A gathered unit's modules hold the gathered parameters in place of the sharded ones. A call of ``state_dict`` reshards it.
+    """
     _check_model(model)
     model.state_dict(keep_vars=True)
     known = set(map(id, model.parameters()))

@@ -60,7 +60,7 @@ class Slab:
         self._holders = 1
 
     def lay(self, layout: ObjectLayout) -> torch.Tensor:
-        """The object's bytes, with zeros in all gaps between pieces; the pieces are not copied yet."""
+        """Set the layout and zero the gaps between pieces. Returns the object's bytes, into which the caller copies the pieces."""
         view = self.buffer[: layout.bytes]
         if self._gaps_of is not layout:
             position = 0

@@ -64,11 +64,11 @@ class LocalPart:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def flat(self) -> torch.Tensor:
-        """The elements as a flat tensor; with :attr:`shared`, those of ``local`` itself."""
+        """The elements as a flat tensor. With :attr:`shared` it has the memory of ``local``."""
         return self.local.resolve_conj().resolve_neg().contiguous().view(-1)
 
     def pieces(self, flat: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Each interval with its elements, as a view of ``flat``."""
+        """Yield start, end and elements of each interval; the elements are a view of ``flat``."""
         return _pieces(self.intervals, flat)
 
     def rows(self, flat: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:

@@ -54,7 +54,7 @@ class RunResult:
 
     Attributes:
         state: ``DONE``, ``STOPPED`` (before its last step, on request) or ``FAILED``.
-        step: completed steps; for ``STOPPED``, those that a resumed run starts from.
+        step: completed steps. A resumed run starts from them after ``STOPPED``.
         error: why it failed, one line.
         checkpoint: path of the newest checkpoint.
         interrupted: stopped by a signal: exit code 130.

@@ -25,11 +25,11 @@ from vescale_ray.workers.messages import CHECKPOINT, RESCALE, STOP, StepRecord, 
 from vescale_ray.workers.resharding.shard_layouts import Layouts
 
 WRITTEN_S, LONGEST_S = 30.0, 300.0
-"""Seconds for which a change that can wait lets a checkpoint be written. If twice the duration of the last checkpoint is longer, that
-counts, up to the second number."""
+"""Seconds for which a change that can wait lets a checkpoint be written: twice the duration of the last checkpoint, but at least the first
+number and at most the second."""
 
 PLANNED_S = 10.0
-"""Seconds for which a change that can wait lets the layouts before and after it be planned."""
+"""Seconds for which a change that can wait is put off until the layouts before and after it are planned."""
 
 
 class Scaling:

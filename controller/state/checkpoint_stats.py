@@ -33,7 +33,7 @@ class CheckpointStats:
             start of the run has committed none.
         failures, load_failures: attempts that were not committed; generations that could not read their checkpoint.
         loaded_by: newest generation that has read one.
-        interval, interval_text: seconds chosen by ``checkpoint.every: auto``; the same with the reason.
+        interval, interval_text: seconds chosen by ``checkpoint.every: auto``, as a number and as a text with the reason.
         bytes, read_bytes: bytes ever committed and read.
         ended: end time of the step of each of the newest checkpoints, by step.
     """

@@ -37,7 +37,7 @@ class RunStats:
         generation, members: number of the newest generation, and its workers in rank order.
         numbered_by: what the ranks of the newest generation were numbered by: ``layouts`` or ``equal intervals``.
         step: completed steps; a rollback lowers it.
-        rescale: the rescale under way, None if there is none; ``rescales``: those that were completed.
+        rescale: the rescale under way, None if there is none; ``rescales``: completed rescales.
         waiting: whether the run waits for workers or for storage.
         evaluations: by step, the figures of each evaluated set by name, ``heldout`` among them; None for what was not finite.
         workers: every worker that was ever warm, by name.

@@ -164,7 +164,7 @@ class Supervisor:
         return max(float(wanted["cpus_per_worker"]), LEAST_CPU), float(wanted["gpus_per_worker"])
 
     def _vacated(self, avoid: Collection[str]) -> WorkerPlace | None:
-        """The place of a lost worker, if there is one. Those on nodes to ``avoid`` are given back."""
+        """Take the place of a lost worker, if one is reserved. Reserved places on nodes to ``avoid`` are given back."""
         with self._lock:
             vacant, self._vacant = self._vacant, []
             fit = [place for place in vacant if place.node not in avoid]
@@ -192,8 +192,10 @@ class Supervisor:
 
     @ray.method(concurrency_group="places")
     def wish(self, count: int, avoid: Collection[str]) -> Places:
-        """Keep ``count`` wishes, none of them on the nodes to ``avoid``, and return the state of all groups. Surplus wishes are removed,
-        those without a place first."""
+        """Keep ``count`` wishes, none of them on the nodes to ``avoid``, and return the state of all groups.
+
+        Surplus wishes are removed; wishes that Ray has not placed go first.
+        """
         return self._wish(count, avoid)
 
     def _wish(self, count: int, avoid: Collection[str]) -> Places:

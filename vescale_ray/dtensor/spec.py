@@ -174,7 +174,7 @@ class LocalSharding:
         return self._views[key]
 
     def resized(self, shape: Sequence[int], gone: Sequence[int] = ()) -> LocalSharding:
-        """The layout with the same merged dimensions and other inner ones: the same units, of another size.
+        """The layout of a tensor with the same merged dimensions and other inner dimensions. It has the same units, with another size.
 
         ``gone``: dimensions of this shape that the new one lacks; no placement cuts them.
         """
@@ -370,10 +370,11 @@ def wrap(cls: type[T], local: Tensor, spec: DTensorSpec, requires_grad: bool = F
 
 
 def enclose(cls: type[T], local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> T:
-    """Make a ``cls`` like ``cls.__new__``, also from a ``local`` that does not start at its storage's beginning.
+    """Make a DTensor of class ``cls`` around ``local``, which may begin anywhere in its storage.
 
-    DTensor would take over that offset and then report memory (``data_ptr()`` is not 0). Code that relies on it fails, such as DCP's
-    ``async_save``."""
+    With ``cls.__new__`` the DTensor would take over the offset, and its ``data_ptr()`` would not be 0. DCP's ``async_save``, for one,
+    relies on 0.
+    """
     traced = isinstance(local, FakeTensor | FunctionalTensor)  # the result must match the tensor that it stands for
     if not (traced or type(local) is Tensor) or not local.storage_offset():
         return cast(T, cls.__new__(cls, local, spec, requires_grad=requires_grad))

@@ -119,7 +119,10 @@ def choose_sharding(
 
 
 def _group_sizes(devices: int, node: int) -> list[int]:
-    """Return the divisors from a node on; of more than 12, keep about a dozen: powers of two, and large fractions of the devices."""
+    """Return the sizes of shard groups to try: divisors of ``devices`` that fill at least one node.
+
+    If there are more than 12, about 12 stay: powers of two, and large fractions of the devices.
+    """
     divisors = [d for d in range(1, min(devices, 1 << 20) + 1) if devices % d == 0]
     large = [d for d in divisors if d >= min(node, devices)]
     if len(large) > 12:

@@ -106,7 +106,7 @@ _PASSED_OVER = {abortable_waits.__file__, os.path.join(os.path.dirname(abortable
 
 
 def where(frame: FrameType, depth: int = 4) -> Where:
-    """The position of a thread with this innermost ``frame``: that frame, then the next few of other files."""
+    """The position of a thread whose innermost frame is ``frame``: this frame, then the next few frames of other files."""
     code = frame.f_code
     # A running thread's frame may have no line between two instructions.
     line = linecache.getline(code.co_filename, frame.f_lineno or 0)

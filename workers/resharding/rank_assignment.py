@@ -53,7 +53,7 @@ class Overlap:
     after: int
 
     def dense(self) -> Weights:
-        """The same as a matrix of [``before``, ``after``]."""
+        """The weights as a matrix of [``before``, ``after``]."""
         found = np.zeros((self.before, self.after), dtype=np.int64)
         np.add.at(found, (self.old, self.new), self.size)
         return found

@@ -102,7 +102,7 @@ class Strip(NamedTuple):
 
 
 def strips_of(spans: Iterable[Span | Piece]) -> list[Strip]:
-    """The spans as strips, in the same order, and as few as possible."""
+    """Join neighbouring spans of the same elements into strips, in order."""
     return [Strip(*at, tuple((span.kind, span.dtype) for span in alike)) for at, alike in groupby(spans, _place)]
 
 

@@ -22,7 +22,7 @@ COMMIT = re.compile(r"e\d{4,}-s\d{12,}")
 
 
 def root_of(path: str | None, *, must_exist: bool = True) -> Target:
-    """Return the folder (or URL) of checkpoints for PATH; for ``None``, that of the newest run."""
+    """Return the folder (or URL) of checkpoints for PATH. ``None`` means the newest run."""
     from vescale_ray.config import load_config
 
     if path == "":

@@ -87,7 +87,10 @@ class Delivery:
         self._add([(index, self._local_view(shard, index)) for index in used])
 
     def added(self, flat: torch.Tensor, used: Sequence[int]) -> None:
-        """Note that a reduction was added to ``flat``. Keep its gradients that this rank did not use: their hooks may have to run."""
+        """Note that a reduction was added to ``flat``.
+
+        Keeps the gradients of parameters that this rank did not use. Other ranks may have used them: see :meth:`deliver_rest`.
+        """
         shard = KeptShard(self.kept, flat)
         for index in self._expected_but(used):
             self._rest[index] = self._local_view(shard, index)

@@ -40,7 +40,7 @@ class MasterShard:
     def cast_to(self, part: torch.Tensor, version: tuple[int, ...], lane: Lane) -> None:
         """Copy the shard to ``part``, this rank's part of the gathered buffer, on ``lane``.
 
-        ``version``: that of the sharded parameters. The lane waits for the current stream's writes to them only if it has changed.
+        ``version``: the sharded parameters' version. Only if it has changed, the lane waits for the current stream's writes to them.
         """
         # The flat buffer's own counter also counts writes to local tensors.
         version = (*version, self.flat._version)

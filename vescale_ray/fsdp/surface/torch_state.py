@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class State:
-    """The attributes of torch's ``FSDPState`` that a unit can answer."""
+    """A unit with the attributes of torch's ``FSDPState``, as far as a unit has their values."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit_ref = weakref.ref(unit)  # a weak reference, since the modules hold both

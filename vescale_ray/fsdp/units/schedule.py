@@ -292,7 +292,7 @@ class Schedule:
             self.trim(scratch=False)
 
     def trim(self, *, scratch: bool = True) -> None:
-        """Free the pool's unused memory while no unit needs it. ``scratch``: that of gradient buffers, too."""
+        """Free the pool's unused memory while no unit needs it. ``scratch``: whether to free the memory of gradient buffers, too."""
         self.lanes.pool.trim(scratch=scratch)
 
     def finish_reductions(self) -> None:

@@ -75,7 +75,7 @@ def _changes(before: dict[Any, Any], after: dict[Any, Any], own: dict[int, Any])
 
 
 def map_tensors(function: TensorMap, tree: Any, copies: Copies | None = None, memo: dict[int, tuple[Any, Any]] | None = None) -> Any:
-    """The same structure with ``function`` applied to every tensor; the same object if nothing changes.
+    """Return a copy of ``tree`` with ``function`` applied to every tensor, or ``tree`` itself if nothing changes.
 
     An object that occurs twice is replaced by one object. New tensors keep the attributes that the user has set on the old ones.
 

@@ -70,7 +70,7 @@ class Unit:
         self.call: Call[Unit] | None = None
         """The running forward, if it makes a graph."""
         self.stashing: tuple[weakref.ref[nn.Module], ...] = ()
-        """Modules that may keep tensors of their forward as attributes: those whose class is not torch's."""
+        """Modules that may keep tensors of their forward as attributes: all but torch's own classes."""
         self._depth = 0
         self._handled = 0
         """Identity of the exception that the caller of the running forward handles, or of None; another one ends the forward."""
