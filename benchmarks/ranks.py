@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping
 from queue import Empty
 from typing import Any
 
+LOAD = 32 << 20
+"""Bytes that a rank sends in a round of :func:`wire_mb_s`, about as many as in a rescale of recovery.py's run."""
+
 
 def run_ranks(
     target: Callable[..., None], world: int, *args: Any, environment: Mapping[str, str] | None = None, timeout: float = 1200.0
@@ -65,3 +68,27 @@ def join(store: str, rank: int, world: int, backend: str = "gloo") -> None:
     from vescale_ray import gloo
 
     gloo.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world)
+
+
+def wire_mb_s(world: int, rounds: int) -> list[float]:
+    """MB per second that ``world`` processes on gloo exchange in total, counted once at the sender: uneven all-to-alls of existing
+    memory."""
+    return [LOAD * world / 1e6 / max(seconds) for seconds in zip(*run_ranks(_exchange, world, rounds, timeout=300.0), strict=True)]
+
+
+def _exchange(rank: int, world: int, store: str, rounds: int, queue: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    join(store, rank, world)
+    splits = [0 if r == rank else LOAD // (world - 1) for r in range(world)]
+    sent, received = torch.ones(sum(splits), dtype=torch.uint8), torch.zeros(sum(splits), dtype=torch.uint8)
+    seconds = []
+    for _ in range(rounds + 1):
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_to_all_single(received, sent, splits, splits)
+        seconds.append(time.perf_counter() - began)
+    dist.destroy_process_group()
+    queue.put((rank, seconds[1:]))

@@ -42,7 +42,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.ranks import join, run_ranks
+from benchmarks.ranks import wire_mb_s
 from benchmarks.recovery_raytrain import MODEL, SEQ_LEN, WAIT_S, raytrain
 from benchmarks.reporting import figure, write
 
@@ -389,34 +389,6 @@ def carried_out(config: Any, saboteur: Saboteur, act: Callable[[], None]) -> dic
 
 
 # ------------------------------------------------------------------------------------------------------------------- the peer
-
-
-def wire_mb_s(world: int, rounds: int) -> list[float]:
-    """MB per second that ``world`` processes on gloo exchange in total, counted once at the sender: uneven all-to-alls of existing
-    memory."""
-    return [LOAD * world / 1e6 / max(seconds) for seconds in zip(*run_ranks(_exchange, world, rounds, timeout=300.0), strict=True)]
-
-
-LOAD = 32 << 20
-"""Bytes that a rank sends in a round, about as many as in a rescale of the run."""
-
-
-def _exchange(rank: int, world: int, store: str, rounds: int, queue: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    join(store, rank, world)
-    splits = [0 if r == rank else LOAD // (world - 1) for r in range(world)]
-    sent, received = torch.ones(sum(splits), dtype=torch.uint8), torch.zeros(sum(splits), dtype=torch.uint8)
-    seconds = []
-    for _ in range(rounds + 1):
-        dist.barrier()
-        began = time.perf_counter()
-        dist.all_to_all_single(received, sent, splits, splits)
-        seconds.append(time.perf_counter() - began)
-    dist.destroy_process_group()
-    queue.put((rank, seconds[1:]))
 
 
 GOALS = {
