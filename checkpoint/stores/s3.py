@@ -20,7 +20,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from email.utils import parsedate_to_datetime
-from importlib.util import find_spec
 from typing import Any
 from urllib.parse import quote
 
@@ -47,7 +46,7 @@ class S3Store(FsspecStore):
         options: the same options and more; the URL takes precedence.
 
     Raises:
-        ValueError: the URL or an option is malformed, or s3fs is not installed.
+        ValueError: the URL or an option is malformed.
     """
 
     def __init__(self, url: str, options: S3Options | None = None) -> None:
@@ -334,8 +333,7 @@ class S3Store(FsspecStore):
         return file_system(self.options), f"{self._bucket}/{self._prefix}".rstrip("/")
 
     def _check_package(self) -> None:
-        if find_spec("s3fs") is None:
-            raise ValueError(f"checkpoint root {self._url!r}: S3 needs s3fs; pip install 'vescale-ray[s3]'")
+        """Do nothing: s3fs is always installed, and its import, which takes a second, can wait for the first request."""
 
     def _body(self, data: bytes | memoryview) -> dict[str, Any]:
         if not self.options.checksums:

@@ -254,16 +254,19 @@ def test_missing_extras_are_named(tmp_path: Path, parquet: Path, monkeypatch: py
     real = builtins.__import__
 
     def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.split(".")[0] in ("tokenizers", "s3fs"):
+        if name.split(".")[0] in ("tokenizers", "gcsfs"):
             raise ImportError(f"No module named {name!r}")
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    for name in [name for name in sys.modules if name.split(".")[0] in ("tokenizers", "s3fs")]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("tokenizers", "gcsfs")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
     assert "pip install 'vescale-ray[hf]'" in refused(parquet, tokenizer="tokenizer.json")
-    assert "pip install 'vescale-ray[s3]'" in refused("s3://bucket/a.parquet")
+    said = refused("gs://bucket/a.parquet")
+    assert (
+        said.startswith("data.corpus = gs://bucket/a.parquet: the package of this file system is not installed; install it (")
+        and "gcsfs" in said
+    )
     assert "data.corpus = nope://x/a.parquet: can't be listed (Protocol not known: nope" in refused("nope://x/a.parquet")
 
 

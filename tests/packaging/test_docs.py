@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import click
 import pytest
 
 from tests.deploy.test_alerts import full_snapshot
-from tests.packaging.sources import ROOT, nodes
+from tests.packaging.sources import PRODUCT, ROOT, nodes
 from vescale_ray.cli.app import cli
 from vescale_ray.controller.http.exposition import families
 from vescale_ray.controller.state.snapshot import DRIVER_ONLY, Snapshot
@@ -170,3 +171,16 @@ def test_results_are_named_by_benchmark_and_machine() -> None:
     scripts = "|".join(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
     named = re.compile(rf"(?:{scripts})(?:_[a-z0-9]+)?_(?:{machines})\.json|gpu_h200\.json|plan_padding\.(?:json|png|txt)")
     assert not [path.name for path in (ROOT / "benchmarks" / "results").iterdir() if not named.fullmatch(path.name)]
+
+
+def test_every_extra_named_for_pip_exists() -> None:
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    texts = {path: path.read_text(encoding="utf-8") for path in (*PAGES, *PRODUCT, ROOT / "deploy" / "Dockerfile")}
+    named = {
+        (path, extra)
+        for path, text in texts.items()
+        for those in re.findall(r"(?:vescale-ray|\.whl\))\[([\w,]+)\]", text)
+        for extra in those.split(",")
+    }
+    assert len(named) > 8
+    assert not {(path.relative_to(ROOT).as_posix(), extra) for path, extra in named if extra not in extras}

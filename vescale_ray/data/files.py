@@ -124,9 +124,8 @@ def find_files(corpus: str | Sequence[str]) -> list[DataFile]:
         except BadInput:
             raise
         except ImportError as error:
-            extra = "s3" if spec.startswith(("s3://", "s3a://")) else None
-            remedy = f"pip install 'vescale-ray[{extra}]'" if extra else f"install it ({reason_of(error)})"
-            raise BadInput(f"data.corpus = {spec}: the package of this file system is not installed; {remedy}") from None
+            said = f"the package of this file system is not installed; install it ({reason_of(error)})"
+            raise BadInput(f"data.corpus = {spec}: {said}") from None
         except Exception as error:
             raise BadInput(f"data.corpus = {spec}: can't be listed ({reason_of(error)})") from None
     if not found:
