@@ -172,7 +172,7 @@ class Ending:
 
     Attributes:
         living: members that are alive and out of their group, in the old rank order.
-        lost: members that died or had to be killed, each with the reason; ``causes``: the same in a word (``budget.Cause``).
+        lost: members that died or had to be killed, each with the reason; ``causes``: the cause of each (``budget.Cause``).
         faults: faults of living members, by worker.
         finished: every member that lives has completed the last step of the run.
         seconds: time from the first sign of the end; 0 if no rescale was under way.
@@ -187,7 +187,7 @@ class Ending:
 
     @property
     def clean(self) -> bool:
-        """Whether it ended at an agreed step boundary, without losses and faults."""
+        """Whether the generation ended at an agreed step boundary, without losses and faults."""
         return not self.lost and not self.faults
 
 

@@ -146,7 +146,10 @@ def _rest() -> None:
 
 
 def _sleepers() -> dict[str, str] | None:
-    """The scheduler's account of each gloo worker, which changes when the worker runs; None if one does not sleep."""
+    """Return the kernel's CPU statistics of each gloo worker thread, or None if one of the threads is not asleep.
+
+    A thread that has run meanwhile has other statistics.
+    """
     found = {}
     for task in Path("/proc/self/task").glob("*"):
         try:

@@ -44,7 +44,7 @@ def whole(path: str | os.PathLike[str]) -> str:
 
 
 def goes_with(path: str | os.PathLike[str]) -> str | None:
-    """The part of Ray with which the folder is deleted; None if its path shows no such part."""
+    """Describe the folder of Ray's that contains ``path`` and is deleted with a job or a cluster; None if there is no such folder."""
     text = whole(path)
     parts = () if "://" in text else Path(text).parts
     if any(_PACKAGE.fullmatch(part) for part in parts):

@@ -30,7 +30,7 @@ columns of any width."""
 
 
 _FEW = 4
-"""With fewer copies than this, a segment is not searched for evenly spaced ones."""
+"""Least number of copies in a segment for which evenly spaced copies are searched, to be planned as one."""
 
 
 class Range(NamedTuple):

@@ -62,7 +62,7 @@ class Tiling:
 
     @staticmethod
     def around(shape: Sequence[int], box: Box) -> Tiling:
-        """The order in which a box is a tile or rows of one, and so one or few intervals."""
+        """A tiling in which ``box`` is a tile, or a range of rows of a tile, so that it is stored in one or few intervals."""
         return Tiling.of(shape, {d: [o, n, shape[d] - o - n] for d, (o, n) in enumerate(zip(*box, strict=True)) if d})
 
     @property
@@ -80,7 +80,7 @@ class Tiling:
         return f"{self.tiles} tiles, more than {MOST_TILES}" if self.tiles > MOST_TILES else None
 
     def held(self, shape: Shape, boxes: Sequence[Box]) -> list[tuple[int, int]] | None:
-        """The intervals of these boxes in this order; ``None`` if a box crosses tiles."""
+        """Return where the boxes are stored in this order, as intervals; None if a box crosses tiles."""
         if not self.cuts:
             return intervals(shape, boxes)
         grid = _grid(shape, self)
@@ -100,12 +100,12 @@ class Tiling:
         return found
 
     def stored(self, shape: Shape, start: int, end: int) -> Runs:
-        """The places in this order of the elements ``[start, end)`` by rows."""
+        """Return where the elements that are ``[start, end)`` in row order are stored in this order."""
         runs = _one(start, end)
         return _grid(shape, self).stored(*runs) if self.cuts and end > start else runs
 
     def by_rows(self, shape: Shape, start: int, end: int) -> Runs:
-        """The places by rows of the elements ``[start, end)`` of this order."""
+        """Return the row-order positions of the elements that are stored at ``[start, end)`` in this order."""
         return _grid(shape, self).by_rows(start, end) if self.cuts and end > start else _one(start, end)
 
     def to_json(self) -> list[Any]:
@@ -129,7 +129,7 @@ ROWS = Tiling()
 
 
 def between(shape: Shape, order: Tiling, other: Tiling, start: int, end: int) -> Runs:
-    """The places in another order of the elements ``[start, end)`` of one order."""
+    """Return where the elements stored at ``[start, end)`` in ``order`` are stored in the order ``other``."""
     if order == other or start == end:
         return _one(start, end)
     runs = order.by_rows(shape, start, end)
@@ -152,7 +152,7 @@ def _one(start: int, end: int) -> Runs:
 
 
 class _Grid:
-    """The tiles of one shape."""
+    """The tiles of one shape: where each begins in the stored order, and its sizes."""
 
     def __init__(self, shape: Shape, tiling: Tiling) -> None:
         self.last = tiling.cuts[-1][0]
@@ -192,7 +192,10 @@ class _Grid:
         return found[0], found[1] - found[0] + 1
 
     def lines(self, start: int, end: int, other: _Grid | None) -> int:
-        """Number of runs of :meth:`by_rows`, or of the cells of ``other`` that these runs meet. All runs of a tile meet equally many."""
+        """Number of runs of :meth:`by_rows`; with ``other``, the number of its cells that these runs cross.
+
+        It is counted per tile, since all runs of a tile cross equally many cells.
+        """
         number = np.arange(int(np.searchsorted(self.bases, start, side="right")) - 1, int(np.searchsorted(self.bases, end)))
         *outer, tile = np.unravel_index(number, self.counts)
         base, width = self.bases[number], self.sizes[self.last][tile] * self.inner
@@ -205,7 +208,7 @@ class _Grid:
         return int(lines.sum())
 
     def stored(self, first: np.ndarray, length: np.ndarray, at: np.ndarray) -> Runs:
-        """The places of runs by rows in this order."""
+        """Return where runs of row-order positions are stored in this order."""
         end = first + length
         low, counts = self.cells(first, end)
         of = np.repeat(np.arange(len(first)), counts)

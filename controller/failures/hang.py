@@ -47,9 +47,10 @@ RECENT = 8
 """Number of last steps that count. It counts steps rather than reports, because with many ranks the last reports would all be of one
 step."""
 PERIOD, AGAIN = 128, 1.1
-"""Number of steps for which the duration of a step mistaken for a hang counts, and its factor: work of every hundredth step takes about as
-long each time. The third longest of these steps counts in the same way. A duration that came three times will come again; one that came
-once or twice was perhaps a disturbance."""
+"""Number of steps for which the duration of a step mistaken for a hang counts, and its factor.
+
+Work of every hundredth step takes about as long each time. The third longest of these steps counts in the same way: a duration that came
+three times will come again, but one that came once or twice was perhaps a disturbance."""
 OWN_GAP_S = 0.6
 """If the controller itself was held up for longer than this (seconds), it accuses no worker until it has listened for :data:`LEAST_S`."""
 
@@ -63,7 +64,7 @@ class _Seen:
     starved_s: float = 0.0
     """``starved_s`` of its report when its beats last changed."""
     since_s: float = 0.0
-    """Seconds since the last report in which it had no processor, as measured by others."""
+    """Seconds since the last report in which the worker had no processor (``worker_group/starvation.py``)."""
 
     def take(self, report: WorkerReport, now: float) -> None:
         """Take a report. A worker that has just finished an activity longer than any step has not stood still. It makes its next beat
@@ -86,12 +87,12 @@ class _Seen:
         self.changed, self.starved_s = now, self.report.starved_s if self.report is not None else 0.0
 
     def still(self, now: float) -> float:
-        """Seconds without a heartbeat, except those in which it was runnable but had no processor."""
+        """Seconds without a heartbeat, except those in which the worker was runnable but had no processor."""
         starved_s = self.report.starved_s - self.starved_s if self.report is not None else 0.0
         return now - self.changed - max(0.0, starved_s) - self.since_s
 
     def silent(self, now: float) -> float:
-        """Seconds without an answer, except those in which it had no processor."""
+        """Seconds without an answer, except those in which the worker had no processor."""
         return now - self.answered - self.since_s
 
 

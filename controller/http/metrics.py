@@ -85,11 +85,11 @@ class MetricsServer:
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """The server's port."""
         return int(self._server.server_address[1])
 
     def url(self, host: str | None = None) -> str:
-        """Base address; ``host`` replaces the one listened on, for servers on ``0.0.0.0``."""
+        """Base address. ``host`` replaces the server's own address, for servers on ``0.0.0.0``."""
         name = host or ("127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host)
         return f"http://[{name}]:{self.port}" if ":" in name else f"http://{name}:{self.port}"
 

@@ -141,7 +141,7 @@ class StepStats:
         self.last = {key: value for key, value in line.items() if not isinstance(value, Mapping)}
 
     def ended(self, step: int) -> float | None:
-        """When ``step`` steps were complete; None: it is no recent step."""
+        """The time at which ``step`` steps were complete; None if that is not one of the recent steps."""
         return next((ended for one, ended, *_ in reversed(self.recent) if one == step), None)
 
     def _newest(self, key: str) -> Any:

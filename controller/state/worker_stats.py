@@ -29,7 +29,7 @@ class WorkerStats:
         """Sums over the ranks of the seconds waited in the newest reported step, by cause; ``_stepping``: of the steps' seconds."""
         self._stepping = 0.0
         self._largest: dict[str, int] | None = None
-        """As :meth:`largest_memory` has found it; None: a rank's memory has changed."""
+        """Last result of :meth:`largest_memory`; None once a rank's memory has changed."""
         self._figures: dict[str, Any] = {}
         self._due = 0.0
 

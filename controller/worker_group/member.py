@@ -142,11 +142,11 @@ class Member:
             self.lifeline = self.handle.lifeline.remote(epoch)
 
     def lateness(self, now: float) -> float:
-        """Seconds by which its answers were late, the earlier ones counted less."""
+        """Seconds by which the worker's answers were late. Earlier answers count less."""
         return self.late_s * 0.5 ** ((now - self.heard) / LATE_HALF_S)
 
     def excuse(self, seconds: float) -> float:
-        """Excuse so many seconds of silence since its last answer; by how many that is more than before."""
+        """Excuse ``seconds`` of silence since the worker's last answer. Returns how many of them were not excused before."""
         more = max(0.0, seconds - self.starved_s)
         self.starved_s += more
         return more

@@ -50,7 +50,7 @@ def add_adapters(model: nn.Module, keys: LoraKeys) -> None:
 
 
 def base_names(model: nn.Module) -> dict[str, str]:
-    """The names of the base's parameters with adapters, by their names without."""
+    """Names of the base's parameters in a model with adapters, by their names in the model without adapters."""
     return {name.replace(".base_layer.", "."): name for name, _ in model.named_parameters() if ".base_layer." in name}
 
 

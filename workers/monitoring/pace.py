@@ -37,7 +37,7 @@ slots move less and less often."""
 
 
 def even(slots: int, world: int) -> tuple[int, ...]:
-    """Number of slots of each rank if all ranks are equally fast: equal, or one fewer."""
+    """Number of slots of each rank if all ranks are equally fast. The numbers differ by at most one."""
     return tuple(slots // world + (rank < slots % world) for rank in range(world))
 
 
