@@ -11,8 +11,8 @@ EVERYWHERE = (0, 1 << 64)
 class FreedMemory:
     """Address ranges that the host has freed, with an event of the last kernels that use them.
 
-    The host runs ahead of a device. An allocator returns freed memory to the stream that allocated it at once, without an event. So whoever
-    gets a range next lets its stream wait (:meth:`reuse`), but only for the kernels that used that very range.
+    The host runs ahead of a device. An allocator returns freed memory to the stream that allocated it at once, without an event. So the
+    next user of a range lets its stream wait (:meth:`reuse`), but only for the kernels that used that range.
     """
 
     __slots__ = ("_ranges",)
