@@ -7,11 +7,12 @@ intervals, so that a load onto other ranks or layouts is interval arithmetic and
 The parts, from the bottom up:
 
     stores/   the interface of an object store and its back ends: POSIX, S3, fsspec, memory
-    format/   a rank's object, the manifest, and how both are written and read
+    format/   a rank's object, and the manifest
     commits   makes commits and finds them
     upkeep/   retention, pins, reading back, deletion, the way back to an older checkpoint
     state/    a training script's state as named tensors and values
-    api, loading, saving/   the calls that save and load a state, at once or asynchronously
+    reading/  planned and verified reads, the load of a state, the comparison of two checkpoints
+    api, saving/   the calls that save a state, at once or asynchronously
     bridges/, huggingface*  other programs' formats
 
 The package may import ``vescale_ray.geometry``, ``vescale_ray.lasting``, torch, numpy, xxhash, and in a back end its client library, but
@@ -23,7 +24,6 @@ from .bridges.dcp import DcpReader, import_dcp
 from .bridges.dcp_export import DcpExported, export_dcp
 from .bridges.foreign import Imported
 from .commits import Commit, commit, latest, ls
-from .compare import CheckpointDiff, Difference, diff
 from .errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -39,14 +39,15 @@ from .errors import (
 )
 from .faults import FAULT_ENV, FAULT_POINTS, fault_point
 from .format.object_layout import ShardPiece
-from .format.read_plan import ReadPlan
-from .format.reader import Checkpoint
-from .format.reader import open_checkpoint as open
 from .format.shard import Vote, new_attempt, write_shard
 from .huggingface import import_hf
 from .huggingface_export import Exported, export_hf
 from .interval import Interval, choose_interval, daly_interval, expected_mtbf
-from .loading import Loaded, load
+from .reading.compare import CheckpointDiff, Difference, diff
+from .reading.loading import Loaded, load
+from .reading.read_plan import ReadPlan
+from .reading.reader import Checkpoint
+from .reading.reader import open_checkpoint as open
 from .saving.handle import SaveHandle
 from .saving.saver import Saver
 from .state.matching import StoredTensor

@@ -24,8 +24,8 @@ from .commits import Commit
 from .errors import CheckpointMismatch, ExportFailed
 from .format.digest import as_bytes, view_of
 from .format.object_layout import dtype_name
-from .format.reader import Checkpoint, open_checkpoint
 from .huggingface import ALIASES, INDEX
+from .reading.reader import Checkpoint, open_checkpoint
 from .state.matching import some
 from .state.name_tables import Globs, NameTable, chosen, globs, table_of
 from .stores.posix import sync_folder

@@ -44,9 +44,9 @@ from ..commits import Commit
 from ..errors import CheckpointMismatch
 from ..format.digest import as_bytes
 from ..format.object_layout import dtype_name
-from ..format.read_plan import Range
-from ..format.reader import BUDGET_BYTES, Checkpoint, open_checkpoint
 from ..format.tiling import Tiling
+from ..reading.read_plan import Range
+from ..reading.reader import BUDGET_BYTES, Checkpoint, open_checkpoint
 from ..state.entries import PlainValues
 from ..state.matching import castable
 from ..state.name_tables import Globs, NameTable, entry_of, globs, table_of

@@ -27,7 +27,7 @@ from ..commits import Commit
 from ..errors import CheckpointMismatch, ExportFailed
 from ..format.digest import as_bytes, view_of
 from ..format.object_layout import dtype_name
-from ..format.reader import Checkpoint, open_checkpoint
+from ..reading.reader import Checkpoint, open_checkpoint
 from ..state.matching import some
 from ..state.name_tables import Globs, chosen, globs
 from ..stores.store import Root

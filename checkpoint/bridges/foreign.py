@@ -27,7 +27,7 @@ from ..format.digest import CHUNK_BYTES, as_bytes, view_of
 from ..format.object_layout import ShardPiece
 from ..format.shard import Vote, new_attempt, write_shard
 from ..format.strict_json import check_meta
-from ..loading import PARTLY, prepared
+from ..reading.loading import PARTLY, prepared
 from ..state.entries import restore_values
 from ..state.flat_state import State, TensorChoice
 from ..state.matching import StoredTensor

@@ -15,8 +15,8 @@ from ..format.digest import CHUNK_BYTES, digest_of, one_ahead, view_of
 from ..format.manifest import Manifest, ObjectEntry
 from ..format.manifest_fields import ManifestError
 from ..format.pages import transfer_buffers
-from ..format.read_plan import Segment
-from ..format.reader import bad_blocks, corrupt_block
+from ..reading.read_plan import Segment
+from ..reading.reader import bad_blocks, corrupt_block
 from ..stores.opening import store_of
 from ..stores.store import ALIGNMENT, KeyMissing, ObjectStore, Root
 

@@ -30,12 +30,11 @@ from tests.checkpoint.checkpoint_support import bits, damage, flip, peak_growths
 from tests.checkpoint.test_checkpoint_state import Net, adam, same_module, train
 from tests.ranks import on_processes, run_gloo
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint import loading
 from vescale_ray.checkpoint.commits import _assemble
-from vescale_ray.checkpoint.format import reader
 from vescale_ray.checkpoint.format.digest import block_bytes_for, root_of
 from vescale_ray.checkpoint.format.manifest import ObjectEntry
 from vescale_ray.checkpoint.format.object_layout import PlacedPiece
+from vescale_ray.checkpoint.reading import loading, reader
 from vescale_ray.checkpoint.state.name_tables import chosen
 
 

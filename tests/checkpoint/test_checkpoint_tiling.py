@@ -19,14 +19,13 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.checkpoint_support import bits, flip, memory_folder, random_bits
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint import compare
-from vescale_ray.checkpoint.compare import diff
-from vescale_ray.checkpoint.format import read_plan, reader
 from vescale_ray.checkpoint.format.manifest import Extents, TensorEntry
 from vescale_ray.checkpoint.format.manifest_codec import decode, seal, unseal
 from vescale_ray.checkpoint.format.manifest_fields import ManifestError
-from vescale_ray.checkpoint.format.read_plan import Range, ReadBlock, Segment
 from vescale_ray.checkpoint.format.tiling import MOST_TILES, ROWS, Runs, Tiling, between, rows_of, runs_between
+from vescale_ray.checkpoint.reading import compare, read_plan, reader
+from vescale_ray.checkpoint.reading.compare import diff
+from vescale_ray.checkpoint.reading.read_plan import Range, ReadBlock, Segment
 from vescale_ray.geometry import Box, boxes, intervals
 
 Parts = dict[int, list[int]]

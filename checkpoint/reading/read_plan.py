@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .manifest import Extents, Manifest, ObjectEntry, TensorEntry
-from .tiling import ROWS, Tiling, between, runs_between
+from ..format.manifest import Extents, Manifest, ObjectEntry, TensorEntry
+from ..format.tiling import ROWS, Tiling, between, runs_between
 
 GAP_BYTES = 1 << 20
 """A gap between requested blocks is read too if it has at most this many bytes, and at most a 20th of the bytes requested around it. A

@@ -18,26 +18,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .api import from_first, ranks_of, together
-from .arguments import device_of, nbytes, state_of
-from .commits import Commit, newest_first
-from .errors import CheckpointCorrupt, CheckpointMismatch, NoCheckpoint
-from .format.read_plan import Range, ReadPlan
-from .format.reader import BUDGET_BYTES, Checkpoint, open_checkpoint
-from .state.entries import PlainValues, check_entries, plain_values, restore_values
-from .state.flat_state import FlatState, Holder, Saved, State, TensorChoice, flatten_models
-from .state.flattening import flatten_targets, stored_pairs
-from .state.matching import Pair, match, some
-from .state.materialize import materialize, on_meta
-from .state.name_tables import Globs, NameTable, globs, matches, table_of
-from .state.optimizer_hooks import warn_of_hooks
-from .state.optimizer_state import created_states
-from .state.plain import EntryBytes, unpack
-from .state.rng import derive_rng, restore_rng
-from .state.saved_meta import check_saved_meta
-from .state.tensors import LocalPart, check_target, local_part
-from .stores.opening import store_of
-from .stores.store import ObjectStore, Root
+from ..api import from_first, ranks_of, together
+from ..arguments import device_of, nbytes, state_of
+from ..commits import Commit, newest_first
+from ..errors import CheckpointCorrupt, CheckpointMismatch, NoCheckpoint
+from ..state.entries import PlainValues, check_entries, plain_values, restore_values
+from ..state.flat_state import FlatState, Holder, Saved, State, TensorChoice, flatten_models
+from ..state.flattening import flatten_targets, stored_pairs
+from ..state.matching import Pair, match, some
+from ..state.name_tables import Globs, NameTable, globs, matches, table_of
+from ..state.optimizer_hooks import warn_of_hooks
+from ..state.optimizer_state import created_states
+from ..state.plain import EntryBytes, unpack
+from ..state.rng import derive_rng, restore_rng
+from ..state.saved_meta import check_saved_meta
+from ..state.tensors import LocalPart, check_target, local_part
+from ..stores.opening import store_of
+from ..stores.store import ObjectStore, Root
+from .materialize import materialize, on_meta
+from .read_plan import Range, ReadPlan
+from .reader import BUDGET_BYTES, Checkpoint, open_checkpoint
 
 _log = logging.getLogger(__name__)
 PARTLY = "the state now holds parts of it: load again before using it"

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .arguments import of_type
-from .errors import CheckpointMismatch
-from .format.digest import as_bytes
-from .format.manifest import Extents, Manifest, TensorEntry, TensorGroup
-from .format.object_layout import dtype_name
-from .format.read_plan import Range
-from .format.reader import Checkpoint
-from .format.tiling import ROWS
-from .state.matching import Pair
-from .state.name_tables import Globs, chosen, globs
+from ..arguments import of_type
+from ..errors import CheckpointMismatch
+from ..format.digest import as_bytes
+from ..format.manifest import Extents, Manifest, TensorEntry, TensorGroup
+from ..format.object_layout import dtype_name
+from ..format.tiling import ROWS
+from ..state.matching import Pair
+from ..state.name_tables import Globs, chosen, globs
+from .read_plan import Range
+from .reader import Checkpoint
 
 _PIECE = 1 << 20
 """Elements compared at a time; their difference in float64 takes up to 24 MiB."""

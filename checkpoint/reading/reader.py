@@ -21,17 +21,17 @@ from torch.autograd.graph import increment_version
 from ..arguments import device_of, nbytes, of_type
 from ..commits import Commit, find, read_manifest, unreachable
 from ..errors import CheckpointCorrupt, CheckpointMismatch
+from ..format.digest import as_bytes, block_sums, copy_bytes, digest_of, view_of
+from ..format.manifest import Extents, Manifest, TensorEntry
+from ..format.manifest_fields import ManifestError
+from ..format.object_layout import dtype_name
+from ..format.pages import transfer_buffers
 from ..state.entries import entry_names
 from ..state.matching import Pair, StoredTensor, castable, label, match, some
 from ..state.name_tables import Globs, chosen, globs, nearest
 from ..state.saved_meta import check_saved_meta
 from ..stores.opening import store_of
 from ..stores.store import ALIGNMENT, KeyMissing, ObjectStore, RangeReader, Root, out_of_reach
-from .digest import as_bytes, block_sums, copy_bytes, digest_of, view_of
-from .manifest import Extents, Manifest, TensorEntry
-from .manifest_fields import ManifestError
-from .object_layout import dtype_name
-from .pages import transfer_buffers
 from .read_plan import Range, ReadBlock, ReadPlan, Segment, Wanted, batches, plan_reads
 
 Asked = Range | tuple[str, str, int, int, torch.Tensor]
