@@ -76,7 +76,7 @@ class DcpTensor:
 
 @dataclass(frozen=True)
 class DcpIndex:
-    """Tensors by DCP's flat key; archives of the other values, by key; ``{key: path in the nested state dict}``."""
+    """The content of a DCP checkpoint, by DCP's flat keys: tensors, places of other values, and paths in the nested state dict."""
 
     tensors: dict[str, DcpTensor] = field(default_factory=dict)
     objects: dict[str, StorageInfo] = field(default_factory=dict)

@@ -175,8 +175,11 @@ class Supervisor:
         return fit[0] if fit else None
 
     def _placed(self, worker: str, avoid: Collection[str]) -> WorkerPlace:
-        """A wish with a place, or a new placement group. The node is known if a standby there may take the place: a GPU of a new place is
-        not known."""
+        """Take a wish that Ray has placed, or create a placement group for ``worker``.
+
+        If standbys are ready and workers need no GPU, wait for a moment until Ray has placed the group: a standby on that node can then
+        become the worker. With GPUs a standby can't, because the devices of a new group are not known.
+        """
         group = next((wish for wish in self._wishes if _node_of(wish) not in (None, *avoid)), None)
         if group is not None:
             self._wishes.remove(group)

@@ -1,4 +1,4 @@
-"""States beside parameters: tensors of zeros, sharded as their parameter if their shape allows it."""
+"""Optimizer states of zeros, sharded as their parameter if their shape allows it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vescale_ray.dtensor.spec import sharding_of
 
 
 def zeros_beside(param: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, replicated: bool) -> torch.Tensor:
-    """A state of ``param``. Beside a sharded parameter, it is sharded in the same way if it has as many elements, and else replicated."""
+    """Make a state of ``param``. If the parameter is sharded, so is a state with as many elements; any other state is replicated."""
     if not isinstance(param, DTensor):
         return torch.zeros_like(param, dtype=dtype, requires_grad=False) if shape == param.shape else param.new_zeros(shape, dtype=dtype)
     if not replicated and shape == param.shape:

@@ -83,7 +83,7 @@ class ArrivingTensor(AsyncCollectiveTensor):
 
     @staticmethod
     def of(transfer: Transfer) -> torch.Tensor:
-        """Return ``transfer``'s result without a wait; the plain tensor if it is complete."""
+        """Return the transfer's result without waiting for it: a plain tensor if the transfer is done, else an :class:`ArrivingTensor`."""
         if transfer.done:
             return transfer.out
         result = AsyncCollectiveTensor.__new__(ArrivingTensor, transfer.out)
