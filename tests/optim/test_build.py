@@ -71,7 +71,7 @@ def test_roles_follow_from_modules_names_and_global_shapes() -> None:
         "router.weight": "matrix",
         "router.bias": "vector",
         "experts.up": "expert",
-        "experts.bias": "matrix",
+        "experts.bias": "vector",
         "norm.weight": "norm",
         "norm.bias": "norm",
         "square.weight": "matrix",
@@ -133,7 +133,7 @@ def test_muon_sends_nothing_for_whole_matrices(rank: int, world: int) -> None:
 
 def test_the_table_is_printed_and_patterns_overrule_roles(capsys: pytest.CaptureFixture[str]) -> None:
     zoo = Zoo()
-    config = OptimizerConfig("muon", routes={"router.*": "adamw", "experts.bias": "adamw"}, row_blocks={"square.*": (20, 30)})
+    config = OptimizerConfig("muon", routes={"router.*": "adamw"}, row_blocks={"square.*": (20, 30)})
     combined: Any = build_optimizer(zoo, config)
     out = capsys.readouterr().out
     assert "expert" in out and "experts.up [4, 6, 8]" in out and out.splitlines()[0].startswith("role")

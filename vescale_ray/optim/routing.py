@@ -7,7 +7,7 @@
 | embedding | of ``nn.Embedding``, or named so; also when it is tied to the head   | adamw               | FP32      |
 | head      | named so, or the last projection, with as many rows as an embedding  | adamw               | FP32      |
 | norm      | of a module whose class is a norm                                    | adamw               | FP32      |
-| vector    | all others of fewer than two dimensions, and [1, 1, n] (a token)     | adamw               | FP32      |
+| vector    | others below two dimensions, [1, 1, n] (a token), stacks of biases   | adamw               | FP32      |
 | other     | convolutions of any number of dimensions; four dimensions and more   | adamw               | FP32      |
 
 Roles follow from modules, names and *global* shapes, so they are the same before and after sharding, on every rank, at every world
@@ -268,7 +268,7 @@ def _role(parameter: Tensor, owners: list[tuple[str, nn.Module]]) -> Role:
         return "other"  # a filter [out, in, k] is not a stack of matrices
     if parameter.ndim == 2 and any(_is_head(name) for name, _ in owners):
         return "head"
-    if parameter.ndim == 3 and tuple(parameter.shape[:2]) == (1, 1):
+    if (parameter.ndim == 3 and tuple(parameter.shape[:2]) == (1, 1)) or all(name.endswith("bias") for name, _ in owners):
         return "vector"
     return "matrix" if parameter.ndim == 2 else "expert" if parameter.ndim == 3 else "other"
 

@@ -103,7 +103,7 @@ def from_module(module: nn.Module, name: str) -> ModelShapes:
 
     Only the outermost ModuleLists count. Consecutive members with the same parameters form one repeated unit. A tied parameter is
     listed once, under its first name. The planner groups a unit's frozen parameters separately, as the engine does. Parameters of more
-    than two dimensions count as experts.
+    than two dimensions count as experts, and biases as vectors.
     """
     from torch import nn
 
@@ -115,7 +115,7 @@ def from_module(module: nn.Module, name: str) -> ModelShapes:
     hidden = max((int(m.embedding_dim) for m in module.modules() if isinstance(m, nn.Embedding)), default=0)
     vocab = max((int(m.num_embeddings) for m in module.modules() if isinstance(m, nn.Embedding)), default=0)
     for path, param in module.named_parameters():
-        kind: Kind = "vector" if param.dim() < 2 else "expert" if param.dim() > 2 else "matrix"
+        kind: Kind = "vector" if param.dim() < 2 or path.endswith("bias") else "expert" if param.dim() > 2 else "matrix"
         kind = "embedding" if id(param) in embeddings else kind
         owner = next((outer for outer in lists if path.startswith(outer + ".")), None)
         if owner is None:
