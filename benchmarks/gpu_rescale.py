@@ -93,13 +93,13 @@ def _generations(state: State, device: str, config: RunConfig, port: int) -> tup
     return calm, changed, took, (torch.cuda.memory_allocated() if device == "cuda" else 0) - before
 
 
-def _failing(nll: Any) -> Any:
+def _failing(losses: Any) -> Any:
     calls = iter(range(100))
 
     def fails(*batch: Any) -> Any:
         if next(calls):
             raise ArithmeticError("as was to be")
-        return nll(*batch)
+        return losses(*batch)
 
     return fails
 
@@ -107,7 +107,7 @@ def _failing(nll: Any) -> Any:
 def _fail_in_a_step(state: State) -> None:
     """Raise after a backward, as a rank's own model might, and do what a worker does then."""
     trainer = state["trainer"]
-    trainer._nll = _failing(trainer._nll)
+    trainer._losses = _failing(trainer._losses)
     try:
         trainer.step(settle=state["snapshots"].settle)
     except ArithmeticError as error:

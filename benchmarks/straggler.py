@@ -71,7 +71,7 @@ class Brake:
         self._stopper: subprocess.Popen[bytes] | None = None
         if way == "sleep":
             for made in trainers.values():
-                made._nll = self._sleeping(made._nll)
+                made._losses = self._sleeping(made._losses)
 
     def on(self) -> None:
         """Start to slow them."""
@@ -84,11 +84,11 @@ class Brake:
         if self._stopper is not None:
             self._stopper.communicate()  # closes its input, which ends it
 
-    def _sleeping(self, nll: Any) -> Any:
+    def _sleeping(self, losses: Any) -> Any:
         def slept(inputs: Any, targets: Any) -> Any:
             if inputs.numel() > 1:  # a filler is no slot
                 time.sleep(self._sleep)
-            return nll(inputs, targets)
+            return losses(inputs, targets)
 
         return slept
 

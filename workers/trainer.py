@@ -39,19 +39,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_ray.communication import wait_notes
 from vescale_ray.data.loss_units import bits_per_byte
 from vescale_ray.lr_schedule import lr_at
+from vescale_ray.workers.batch_losses import BatchLosses
 from vescale_ray.workers.initial_values import fill, seed_of
 from vescale_ray.workers.messages import StepRecord, Usage
-from vescale_ray.workers.model_building import Blank, build_model, build_sharded, function_of
+from vescale_ray.workers.model_building import Blank, build_model, build_sharded
 from vescale_ray.workers.monitoring.meter import Meter
 from vescale_ray.workers.monitoring.pace import Pace, deal
 from vescale_ray.workers.resharding.shards import Views, formats_of
-from vescale_ray.workers.slot_batches import SlotBatches, positions_in, targets_in
+from vescale_ray.workers.slot_batches import SlotBatches, targets_in
 from vescale_ray.workers.step_exchange import RankStep, Seconds, exchange
 from vescale_ray.workers.unit_forward import kept_results
 
@@ -128,8 +128,7 @@ class Trainer:
         shortest = int(getattr(self.model, "shortest_input", config.data.seq_len))
         filler = (config.train.slot_batch, config.data.seq_len) if config.train.compile else (1, shortest)
         self._filler = (torch.zeros(filler, dtype=torch.int64),) * 2
-        self._end_token = dataset.end_token if config.data.document_mask else None
-        self._loss = None if config.model.loss is None else function_of(config.model.loss)
+        self._losses = BatchLosses(config, self.model, dataset, self.device)
         self._meter = Meter(config, self.model, self.optimizer, self.device)
         self._proves = self.device.type == "cuda"
         from vescale_ray.optim import Muon
@@ -238,7 +237,7 @@ class Trainer:
         self.model.eval()
         for turn in range(-(-len(mine) // self.world)):
             inputs, targets = read(mine[share[turn]]) if turn < len(share) else self._filler
-            nll = self._nll(inputs, targets)
+            nll, _ = self._losses(inputs, targets)
             if turn < len(share):
                 total += nll.double()
                 counted += targets_in(targets)
@@ -256,6 +255,7 @@ class Trainer:
         self.__dict__.pop("model", None)
         self.__dict__.pop("parameters", None)
         self.__dict__.pop("optimizer", None)
+        self.__dict__.pop("_losses", None)
         self.__dict__.pop("_meter", None)
         self.__dict__.pop("views", None)
 
@@ -284,10 +284,10 @@ class Trainer:
             inputs, targets = batches.batch(turn) if is_slot else self._filler
             self._meter.data_s += time.perf_counter() - turned
             self._seed_generators(seed_of(self.config.run.seed, index, mine[turn] if is_slot else -1))
-            nll = self._nll(inputs, targets)
+            nll, trained = self._losses(inputs, targets)
             self.beat()
             with kept_results():
-                (nll / batches.divisor if is_slot else nll * 0.0).backward()
+                (trained / batches.divisor if is_slot else trained * 0.0).backward()
             self.beat()
             if is_slot:
                 nlls.append(nll.detach())
@@ -314,20 +314,6 @@ class Trainer:
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
-
-    def _nll(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Summed negative log-likelihood of a batch, float32 0-d."""
-        tokens = self._sent(inputs)
-        more = {} if self._end_token is None else {"position_ids": positions_in(tokens, self._end_token)}
-        output = self.model(tokens, **more)
-        if self._loss is not None:
-            return self._loss(output, self._sent(targets))
-        logits = output if isinstance(output, Tensor) else output.logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), self._sent(targets).flatten(), reduction="sum")
-
-    def _sent(self, batch: Tensor) -> Tensor:
-        """The batch on the device. Only a copy from page-locked memory does not wait for the device's earlier work."""
-        return batch.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else batch.to(self.device)
 
     def _proof(self) -> Tensor:
         """The number of ranks, summed up by an all-reduce. Its value shows whether all collectives before it were completed.

@@ -34,9 +34,10 @@ def plain(config: RunConfig) -> Llama:
 def step_slowly(state: State, seconds: float) -> tuple[StepRecord, Usage]:
     """Make a step in which each of this rank's slots takes ``seconds`` longer."""
     trainer = state["trainer"]
+    usual = trainer._losses
     slow_down(state, seconds)
     record = trainer.step(settle=state["snapshots"].settle)
-    del trainer._nll
+    trainer._losses = usual
     state["snapshots"].after_step(trainer)
     return record, trainer.usage
 

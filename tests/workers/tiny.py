@@ -397,13 +397,13 @@ def prove(state: State, aborted_at: int | None = None) -> None:
 def slow_down(state: State, seconds: float) -> None:
     """Make each of this rank's slots ``seconds`` slower."""
     trainer = state["trainer"]
-    nll = trainer._nll
+    losses = trainer._losses
 
     def slow(*batch: Any) -> Any:
         time.sleep(seconds if batch[0].numel() > 1 else 0.0)
-        return nll(*batch)
+        return losses(*batch)
 
-    trainer._nll = slow
+    trainer._losses = slow
 
 
 def evaluate(state: State) -> tuple[float, int]:
