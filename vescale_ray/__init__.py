@@ -36,6 +36,7 @@ _PUBLIC = {
     "register_fsdp_forward_method": "vescale_ray.fsdp",
     "share_comm_ctx": "vescale_ray.fsdp",
     "explain": "vescale_ray.fsdp",
+    "parallelize_experts": "vescale_ray.expert_parallel",
 }
 
 __all__ = [*_PUBLIC, "__version__"]
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from vescale_ray.dbuffer import DBuffer
     from vescale_ray.dtensor.placement import RaggedShard
     from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
+    from vescale_ray.expert_parallel import parallelize_experts
     from vescale_ray.fsdp import (
         CPUOffloadPolicy,
         FSDPModule,

@@ -131,7 +131,7 @@ def test_every_position_is_computed_by_its_experts() -> None:
     e = layer.experts
     for row, got in zip(x.flatten(0, 1), out.flatten(0, 1), strict=True):
         scores = layer.router.weight @ row + layer.router.bias
-        best = sorted(range(6), key=lambda i: -float(scores[i]))[:2]
+        best = sorted(range(6), key=lambda i: -scores[i].item())[:2]
         assert best[0] == 3
         weights = torch.stack([scores[i] for i in best]).softmax(0)
         expected = torch.zeros(32, dtype=torch.float64)
@@ -151,7 +151,7 @@ def test_the_grouped_kernel_equals_products_of_groups(dtype: torch.dtype) -> Non
         operands = [one.clone().requires_grad_() for one in (rows, matrices)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(moe, "_has_kernel", lambda *_: kernel)  # noqa: B023
-            out = grouped_product(*operands, counts)
+            out = grouped_product(operands[0], operands[1], counts)
         (out * torch.linspace(-1, 1, 24).to(dtype)).sum().backward()
         results.append([out, *(one.grad for one in operands)])
     for loop, grouped in zip(*results, strict=True):

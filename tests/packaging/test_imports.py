@@ -19,7 +19,7 @@ LAYERS: list[set[str]] = [
     {"errors", "geometry", "compat", "gloo", "communication"},
     {"planner"},
     {"dtensor", "dbuffer", "emulation", "lasting", "runfolder", "event_words", "lr_schedule"},
-    {"fsdp", "models", "data", "config", "checkpoint", "state_dict", "full_state", "new_states"},
+    {"fsdp", "models", "expert_parallel", "data", "config", "checkpoint", "state_dict", "full_state", "new_states"},
     {"optim"},
     {"report", "parquet", "k8s"},
     {"workers"},

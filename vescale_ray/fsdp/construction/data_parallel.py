@@ -13,7 +13,7 @@ from vescale_ray import gloo
 from vescale_ray.compat.fsdp import DataParallelMeshDims, FSDPMeshInfo, ShardPlacementResult
 from vescale_ray.errors import BadArgument, noted
 from vescale_ray.fsdp.construction.arguments import Arguments
-from vescale_ray.fsdp.layouts.parameters import Parallel
+from vescale_ray.fsdp.layouts.parameters import SUMMED_OVER, Parallel
 from vescale_ray.fsdp.layouts.sharding import ShardingPlan, data_parallel_part, default_mesh, plan_sharding
 
 
@@ -136,6 +136,11 @@ def parallel_of(fqn: str, param: nn.Parameter, data: DataParallelRanks) -> Paral
         try:
             DeviceMesh._concatenate([data_mesh, mesh])
         except (RuntimeError, AssertionError, TypeError) as error:
+            if hasattr(param, SUMMED_OVER):
+                raise ValueError(
+                    f"parameter {fqn!r} is of parallel experts on {mesh}, whose ranks hold different ones: apply fully_shard to the module "
+                    f"of experts first, with the other dimension of that mesh, as mesh['dp']"
+                ) from error
             raise ValueError(
                 f"parameter {fqn!r} is a DTensor on {mesh}, which does not go with the data-parallel mesh {data_mesh}: give its "
                 f"full_tensor(), or, for tensor parallelism, take both from one mesh, as init_device_mesh(.., "
@@ -156,4 +161,4 @@ def parallel_of(fqn: str, param: nn.Parameter, data: DataParallelRanks) -> Paral
             raise ValueError(
                 f"parameter {fqn!r} has placement {placement}: only Shard and Replicate go with fully_shard; redistribute it first"
             )
-    return Parallel(param._spec, data_dims, model_mesh, even)
+    return Parallel(param._spec, data_dims, model_mesh, even, getattr(param, SUMMED_OVER, 1))

@@ -24,7 +24,8 @@ def plan_groups(parameters: Sequence[OriginalParameter], given: Arguments, axes:
     """
     kinds: dict[tuple[MixedPrecisionPolicy, Hashable], list[OriginalParameter]] = {}
     for one in parameters:
-        alike = (one.param.dtype, one.param.requires_grad, one.hooked, group_ids(one.mesh))
+        summed = 1 if one.parallel is None else one.parallel.summed_over
+        alike = (one.param.dtype, one.param.requires_grad, one.hooked, group_ids(one.mesh), summed)
         kinds.setdefault((policy_of(one.name, one.param, given.mp_policy), alike), []).append(one)
     plans = []
     for (policy, _), sources in kinds.items():

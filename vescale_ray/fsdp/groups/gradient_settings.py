@@ -16,7 +16,7 @@ class GradientSettings:
     """The settings of one group.
 
     Attributes:
-        divide_factor: None: the number of data-parallel ranks.
+        divide_factor: None: the number of data-parallel ranks, with those that exchange tokens (expert parallelism).
         holds: whether backward adds gradients up and does not reduce them. Their buffer then has the reduce dtype from the start.
         sum_only: never use AVG.
         ordered: whether to sum in a fixed order, over the ranks and over the reductions of a step.

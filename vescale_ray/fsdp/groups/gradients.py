@@ -284,7 +284,7 @@ class Gradients(GradientSettings):
         used = self.delivery.used(self._counts, asks=asks, delivers=self.delivers)
         for index in range(len(self.params)):
             self._fill(gradients, index, counts=False)
-        factor = 1.0 / (self.divide_factor if self.divide_factor is not None else self.place.world * self.place.replicas)
+        factor = 1.0 / (self.divide_factor if self.divide_factor is not None else self.place.ranks * self.params[0].summed_over)
         flat, buffer = gradients.tensor, gradients.buffer
         self._clear()
         if self.in_place:

@@ -35,6 +35,8 @@ REPLACED = "_vescale_replaced"
 """Attribute of parameters that a sharded parameter has replaced in the model."""
 GATHERED_OF = "_vescale_gathered_of"
 """Attribute of gathered parameters: a weak reference to their :class:`GroupParam`."""
+SUMMED_OVER = "_vescale_summed_over"
+"""Attribute of parameters under expert parallelism: the number of ranks whose losses a local gradient sums up."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,14 @@ class Parallel:
         data_dims: data-parallel dimensions of its mesh (``dp_mesh_dims``): Replicate, with sums of gradients possibly pending.
         model_mesh: its mesh without these dimensions; None if none is left.
         even: whether every rank has the same number of elements. If not, the ranks can't share one ragged placement, so it needs ``Shard``.
+        summed_over: number of ranks whose losses a local gradient sums up: those that exchange tokens with this one.
     """
 
     spec: DTensorSpec
     data_dims: frozenset[int]
     model_mesh: DeviceMesh | None
     even: bool = True
+    summed_over: int = 1
 
     @property
     def model_placements(self) -> tuple[Placement, ...]:
@@ -134,6 +138,11 @@ class Place:
         self.replicas = mesh.size(0) if mesh.ndim == 2 else 1
         self.pairwise = is_pairwise(self.shard_group, device)
         self._joint: dict[int, DeviceMesh] = {}
+
+    @property
+    def ranks(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.world * self.replicas
 
     def spec(self, own: Placement, shape: tuple[int, ...], dtype: torch.dtype, parallel: Parallel | None) -> DTensorSpec:
         """The spec of a sharded parameter: ``own`` on the data-parallel mesh, with the placements of tensor or expert parallelism."""
@@ -207,6 +216,11 @@ class GroupParam:
         self.home: GroupParam | None = None
         """The parameter of another group to which this one was tied after sharding. The sharded parameter is a view of that group's shard.
         This group keeps a copy, refreshed when it gathers."""
+
+    @property
+    def summed_over(self) -> int:
+        """Number of ranks whose losses a gradient sums up before data parallelism reduces it."""
+        return 1 if self.parallel is None else self.parallel.summed_over
 
     def new_unsharded(self, view: torch.Tensor) -> nn.Parameter:
         """A leaf parameter on ``view`` of the gathered buffer."""

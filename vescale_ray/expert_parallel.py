@@ -1,0 +1,157 @@
+"""Expert parallelism: each rank holds some of the experts, and computes the rows of all ranks that chose them.
+
+    rank 0 | rows for experts 0 1 | 2 3        ->  rows of both ranks for experts 0 1  ->  rows of rank 0
+    rank 1 | rows for experts 0 1 | 2 3            rows of both ranks for experts 2 3      rows of rank 1
+
+The ranks are one dimension of a mesh. Each also has its own batch, so they are data-parallel ranks for all other parameters. Experts are
+cut along dimension 0; :func:`vescale_ray.fully_shard` divides each rank's experts over the other dimension of the mesh. The model has no
+code for any of this: :func:`parallelize_experts` replaces the forward of the modules that hold experts.
+
+An exchange sends each row to the rank of its expert and back, so there are two all-to-alls per layer in forward and two in backward. No
+row is dropped. The host waits once per layer for the numbers of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from vescale_ray.communication import wait_notes
+from vescale_ray.compat.core import disable_dynamo
+from vescale_ray.fsdp.construction.arguments import check_type
+from vescale_ray.fsdp.layouts.parameters import SUMMED_OVER
+from vescale_ray.fsdp.units.checks import is_managed
+from vescale_ray.models.moe import Experts
+
+
+def parallelize_experts(model: nn.Module, mesh: DeviceMesh, *, kind: type[nn.Module] = Experts) -> list[Any]:
+    """Distribute the experts of ``model`` over the ranks of ``mesh``, in place, before ``fully_shard``::
+
+        mesh = init_device_mesh("cuda", (dp, ep), mesh_dim_names=("dp", "ep"))
+        for experts in parallelize_experts(model, mesh["ep"]):
+            fully_shard(experts, mesh=mesh["dp"])
+        for layer in model.layers:
+            fully_shard(layer)          # over all ranks
+        fully_shard(model)
+
+    The parameters become DTensors with ``Shard(0)``. Forward, gradients, optimizer steps and state dicts are those of the same model
+    without expert parallelism on the same ranks, up to rounding. By default ``fully_shard`` divides the sum of an expert's gradients by
+    the number of all data-parallel ranks, those of ``mesh`` included.
+
+    Args:
+        model: a model whose ranks have equal parameters, or that is on the meta device.
+        mesh: one dimension of the mesh, whose ranks hold different experts. Each rank has its own part of the batch.
+        kind: class of the modules that hold experts. The first dimension of each parameter is the expert. ``forward(rows, counts)``
+            computes rows that are ordered by expert, ``counts`` of each (:class:`vescale_ray.models.moe.Experts`). It reads the number of
+            experts from ``counts`` or its parameters.
+
+    Returns:
+        The modules that hold experts, for ``fully_shard`` with the other dimension of the mesh.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: there are no experts, the ranks do not divide them, or the model is parallel or sharded already.
+    """
+    check_type("model", model, nn.Module, "the model itself")
+    check_type("mesh", mesh, DeviceMesh, "mesh['ep']")
+    if mesh.ndim != 1:
+        raise ValueError(f"parallelize_experts got {mesh}: give the one dimension whose ranks share the experts, as mesh['ep']")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"this process is not part of {mesh}: give the dimension of a mesh of all ranks, as mesh['ep']")
+    found = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no module of class {kind.__name__}: name the class of its experts with kind=.., whose forward "
+            f"takes (rows, counts)"
+        )
+    for name, module in found.items():
+        _check(name or kind.__name__, module, mesh)
+    placed: dict[nn.Parameter, nn.Parameter] = {}
+    for module in found.values():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[attribute] = placed.setdefault(parameter, _part(parameter, mesh))
+        module.forward = _ParallelForward(module, mesh)  # type: ignore[method-assign]
+    return list(found.values())
+
+
+def _check(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise ValueError if the experts of ``module`` can't be distributed over ``mesh``."""
+    inside = next((n for n, one in module.named_modules() if one is not module and any(True for _ in one.parameters(recurse=False))), None)
+    inside = inside or next((n for n, _ in module.named_buffers()), None)
+    if inside is not None:
+        raise ValueError(f"{name}.{inside}: parallel experts are the parameters of one module; give the class that holds them with kind=..")
+    for attribute, parameter in module.named_parameters():
+        if is_managed(module, attribute):
+            raise ValueError(f"fully_shard has sharded {name} already: call parallelize_experts before it, on the plain model")
+        if isinstance(parameter, DTensor):
+            raise ValueError(f"{name}.{attribute} is a DTensor already: call parallelize_experts once, on the plain model")
+        if parameter.ndim == 0 or parameter.shape[0] % mesh.size():
+            raise ValueError(
+                f"{name}.{attribute} of shape {tuple(parameter.shape)}: the {mesh.size()} ranks of {mesh} do not divide its experts; use a "
+                f"number of ranks that does"
+            )
+
+
+def _part(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """This rank's experts of ``parameter``."""
+    own = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
+    part = nn.Parameter(DTensor.from_local(own, mesh, [Shard(0)], run_check=False), requires_grad=parameter.requires_grad)
+    part.__dict__.update({**parameter.__dict__, SUMMED_OVER: mesh.size()})
+    return part
+
+
+class _ParallelForward:
+    """The forward of experts that are distributed over ranks."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        self._module, self._kind = module, type(module)
+        self._group, self._ranks = mesh.get_group(), mesh.size()
+
+    @disable_dynamo  # type: ignore[untyped-decorator]
+    def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Compute ``rows``, ordered by expert, ``counts`` of each of all experts."""
+        sent = counts.view(self._ranks, -1)
+        received = torch.empty_like(sent)
+        _all_to_all(received, sent, None, None, self._group)
+        given, taken = torch.stack((sent.sum(1), received.sum(1))).tolist()
+        arrived = _SendRows.apply(rows, taken, given, self._group)
+        # They are ordered by rank, and by expert within a rank.
+        expert = torch.arange(received.shape[1], device=rows.device).repeat(self._ranks)
+        order = expert.repeat_interleave(received.flatten(), output_size=len(arrived)).argsort(stable=True)
+        computed = self._kind.forward(self._local(), arrived[order], received.sum(0))
+        result: Tensor = _SendRows.apply(computed[order.argsort()], given, taken, self._group)
+        return result
+
+    def _local(self) -> Any:
+        """The module with this rank's experts as plain tensors, for one call. The module itself stays as it is."""
+        local = object.__new__(self._kind)
+        held: Any = self._module._parameters
+        plain = {name: parameter if parameter is None else parameter.to_local() for name, parameter in held.items()}
+        local.__dict__.update({**self._module.__dict__, "_parameters": plain})
+        return local
+
+
+class _SendRows(torch.autograd.Function):
+    """Send rows to the ranks of a group, ``sent`` to each, and receive ``received`` from each. Backward sends gradients the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.received, ctx.sent, ctx.group = received, sent, group
+        out = rows.new_empty(sum(received), *rows.shape[1:])
+        _all_to_all(out, rows.contiguous(), received, sent, group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return _SendRows.apply(grad, ctx.sent, ctx.received, ctx.group), None, None, None
+
+
+def _all_to_all(out: Tensor, given: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup) -> None:
+    with wait_notes.counted("all_to_all"):
+        dist.all_to_all_single(out, given, received, sent, group=group)
