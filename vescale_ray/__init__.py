@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vescale_ray.compat import check_version
-
-__version__ = "0.1.0"
+from vescale_ray.version import __version__
 
 # In a source checkout, the sub-packages controller/, workers/, checkpoint/ and deploy/ lie beside this folder; in a wheel, inside it.
 # `ray job submit --working-dir .` and plain pytest need these lines to find them.
@@ -37,14 +36,20 @@ _PUBLIC = {
     "share_comm_ctx": "vescale_ray.fsdp",
     "explain": "vescale_ray.fsdp",
     "parallelize_experts": "vescale_ray.expert_parallel",
+    "train": "vescale_ray.controller.driver.training",
+    "TrainResult": "vescale_ray.controller.driver.training",
+    "RunFailed": "vescale_ray.controller.driver.training",
+    "BadInput": "vescale_ray.errors",
 }
 
 __all__ = [*_PUBLIC, "__version__"]
 
 if TYPE_CHECKING:
+    from vescale_ray.controller.driver.training import RunFailed, TrainResult, train
     from vescale_ray.dbuffer import DBuffer
     from vescale_ray.dtensor.placement import RaggedShard
     from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
+    from vescale_ray.errors import BadInput
     from vescale_ray.expert_parallel import parallelize_experts
     from vescale_ray.fsdp import (
         CPUOffloadPolicy,

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vescale_ray.config import RunConfig, load_config
+from vescale_ray.config.given import CORPUS
 from vescale_ray.event_words import count_words, describe_event, one_line, set_words
 from vescale_ray.runfolder import Record, RunFolder, RunFolderError, committed
 
@@ -142,6 +143,8 @@ def summarize(run: RunFolder | str | Path) -> Summary:
         left_out.append("there is no samples.jsonl to compare with what was due")
     elif done * config.global_batch > LONG_SAMPLES // 8:  # cut short; counting costs as much as a long file
         left_out.append(f"samples.jsonl was not compared with the {done * config.global_batch:,} samples that were due")
+    elif done and str(config.data.corpus).startswith(CORPUS):
+        left_out.append("samples.jsonl was not compared with what was due: the data set was given to vescale_ray.train()")
     elif done:
         count = accounting(folder, _stream(config), config.global_batch, done)
     checkpoint, problems = _verify(config)

@@ -61,7 +61,7 @@ def build_model(config: RunConfig) -> nn.Module:
             )
             return Llama(sizes)
         try:
-            factory = function_of(model.factory)
+            factory = config.given.model or function_of(model.factory)
         except (ImportError, AttributeError) as error:
             raise ValueError(f"model.factory = {model.factory}: {error}; give an importable pkg.mod:function") from None
         except Exception as error:

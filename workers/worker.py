@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import socket
 import threading
 import time
@@ -48,10 +49,11 @@ class Worker:
         worker: id in the run, never reused for another process.
         config: resolved configuration of the run, as nested plain values.
         standby: use no device before :meth:`seat`.
+        pickled: objects of the caller (:class:`vescale_ray.config.Given`), or nothing.
     """
 
-    def __init__(self, worker: str, config: Mapping[str, Any], standby: bool = False) -> None:
-        self._worker, self._config = worker, config
+    def __init__(self, worker: str, config: Mapping[str, Any], standby: bool = False, pickled: bytes = b"") -> None:
+        self._worker, self._config, self._pickled = worker, config, pickled
         self._standby = Standby() if standby else None
         self._state = WorkerState(worker)
         self._heartbeat: Heartbeat | None = None
@@ -183,7 +185,7 @@ class Worker:
             hide_devices()
         import torch
 
-        from vescale_ray.config import parse_config
+        from vescale_ray.config import Given, parse_config
         from vescale_ray.data.loading import load_dataset, load_eval_sets
         from vescale_ray.workers.membership import Resources
         from vescale_ray.workers.model_building import NextModel
@@ -194,10 +196,12 @@ class Worker:
         from vescale_ray.workers.saving import Writer
 
         config = parse_config(self._config)
+        if self._pickled:
+            config, self._pickled = config.with_given(Given(*pickle.loads(self._pickled))), b""
         torch.set_num_threads(config.train.threads)
         # A backward pass, also one on the CPU, has torch count the GPUs once and for all. A standby of a GPU rehearses when it has one.
         device = None if self._standby is not None and _uses_gpu(config) else _device(config)
-        dataset = load_dataset(config.data)
+        dataset = load_dataset(config.data, given=config.given.dataset)
         eval_sets = load_eval_sets(config.data, dataset)
         node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         choose_interface(host)

@@ -240,7 +240,7 @@ class _Attempt:
         from vescale_ray.controller.worker_group import supervisor
 
         tree = config.model_dump(mode="json")
-        self._supervisor = supervisor.actor_of(tree, self.run_id, cluster.node, NAMESPACE)
+        self._supervisor = supervisor.actor_of(tree, self.run_id, cluster.node, NAMESPACE, config.given.pickled)
         spec = RunSpec(
             run_id=self.run_id,
             config=tree,

@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from vescale_ray import version
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.driver import watchdog
 from vescale_ray.controller.protocol import NAMESPACE, RunRefused
@@ -40,7 +41,10 @@ STARTS = 2
 
 
 def address_of(config: RunConfig) -> str:
-    """Address of the Ray that a run uses; ``local``: a cluster of its own."""
+    """Address of the Ray that a run uses; ``local``: a cluster of its own. If this process is connected to Ray, the run uses that."""
+    ray: Any = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        return str(ray.get_runtime_context().gcs_address)
     return config.ray.address or os.environ.get("RAY_ADDRESS") or "local"
 
 
@@ -253,7 +257,5 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 def _python_path() -> str:
     """A ``PYTHONPATH`` with which the workers find this package, installed or not."""
-    import vescale_ray
-
-    root = str(Path(vescale_ray.__file__).resolve().parent.parent)
+    root = str(Path(version.__file__).resolve().parent.parent)
     return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])

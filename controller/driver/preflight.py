@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vescale_ray.config import VOCAB, RunConfig
+from vescale_ray.config.given import CORPUS, FACTORY
 from vescale_ray.controller.driver.local_ray import address_of, knock
 from vescale_ray.controller.protocol import RunRefused, StateSource
 from vescale_ray.errors import BadInput
@@ -93,13 +94,24 @@ def foresee(config: RunConfig) -> Foreseen:
     _check_loggers(config)
     from vescale_ray.data.loading import load_dataset, load_eval_sets
 
-    dataset = load_dataset(config.data)
+    _check_given(config)
+    dataset = load_dataset(config.data, given=config.given.dataset)
     load_eval_sets(config.data, dataset)
     if config.data.document_mask and dataset.end_token is None:
         raise RunRefused("data.document_mask = true: the end of a document is not known, or differs by source; set data.end_token")
     if config.data.vocab is None and dataset.vocab != VOCAB:  # the tokenizer's; a worker builds its model without looking at the data
         config = config.model_copy(update={"data": config.data.model_copy(update={"vocab": dataset.vocab})})
     return Foreseen(config, stream_of(config, dataset), _expected(config), dataset.bytes_per_token, warnings)
+
+
+def _check_given(config: RunConfig) -> None:
+    """Refuse a configuration that names objects of a caller if the caller has not given them."""
+    factory, corpus = config.model.factory or "", config.data.corpus or ""
+    again = "the run was started by vescale_ray.train(); call it again with the same"
+    if factory.startswith(FACTORY) and config.given.model is None:
+        raise RunRefused(f"model.factory = {factory}: {again} model, or set model.factory")
+    if isinstance(corpus, str) and corpus.startswith(CORPUS) and config.given.dataset is None:
+        raise RunRefused(f"data.corpus = {corpus}: {again} dataset, or set data.corpus")
 
 
 def check(config: RunConfig, foreseen: Foreseen | None = None, oldest: int | None = None) -> Preflight:

@@ -9,7 +9,6 @@ from functools import cache
 from importlib import metadata
 from typing import Any
 
-from vescale_ray import __version__
 from vescale_ray.config import RunConfig
 from vescale_ray.controller import policy
 from vescale_ray.controller.failures.budget import Budget
@@ -17,6 +16,7 @@ from vescale_ray.controller.protocol import FINAL, RunState
 from vescale_ray.controller.state.goodput import Goodput
 from vescale_ray.controller.state.run_log import RunLog
 from vescale_ray.controller.state.snapshot import Snapshot
+from vescale_ray.version import __version__
 from vescale_ray.workers.messages import StepRecord, WorkerInfo
 
 RECORD_GAP_S = 1.0

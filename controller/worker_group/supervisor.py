@@ -68,10 +68,11 @@ class Supervisor:
     Args:
         config: the run's resolved configuration as nested plain values.
         tag: goes into the names of the placement groups, so that a person who lists them knows whose they are.
+        pickled: reference to the objects of the caller, in a list, so that only workers read them; or nothing.
     """
 
-    def __init__(self, config: Mapping[str, Any], tag: str) -> None:
-        self._config = config
+    def __init__(self, config: Mapping[str, Any], tag: str, pickled: Sequence[Any] = ()) -> None:
+        self._config, self._pickled = config, pickled
         self._tag = tag
         self._placing = threading.Lock()
         """Guards the wishes, the list of workers without a place, and hiring."""
@@ -148,11 +149,13 @@ class Supervisor:
     def _start(self, worker: str, group: PlacementGroup) -> Any:
         cpus, gpus = self._each()
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-        return actor_class().options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=where).remote(worker, self._config)
+        actor = actor_class().options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=where)
+        return actor.remote(worker, self._config, False, *self._pickled)
 
     def _start_standby(self, node: str) -> tuple[str, Any]:
         worker, where = self._next_id(), NodeAffinitySchedulingStrategy(node, soft=False)
-        return worker, actor_class().options(num_cpus=0, num_gpus=0, scheduling_strategy=where).remote(worker, self._config, True)
+        actor = actor_class().options(num_cpus=0, num_gpus=0, scheduling_strategy=where)
+        return worker, actor.remote(worker, self._config, True, *self._pickled)
 
     def standbys(self) -> dict[str, int]:
         """Number of standbys that can take a place, by node."""
@@ -380,7 +383,7 @@ def _tag(name: str, run_id: str) -> str:
     return f"{name}:{run_id}"
 
 
-def actor_of(config: Mapping[str, Any], run_id: str, node: str, namespace: str) -> Any:
+def actor_of(config: Mapping[str, Any], run_id: str, node: str, namespace: str, pickled: bytes = b"") -> Any:
     """Start a run's supervisor on ``node``, and return its handle."""
     groups: Any = {"concurrency_groups": {"places": 2}}
     return (
@@ -393,5 +396,5 @@ def actor_of(config: Mapping[str, Any], run_id: str, node: str, namespace: str) 
             max_concurrency=CALLS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
-        .remote(config, _tag(config["run"]["name"], run_id))
+        .remote(config, _tag(config["run"]["name"], run_id), [ray.put(pickled)] if pickled else [])
     )

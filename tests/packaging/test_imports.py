@@ -16,12 +16,12 @@ from tests.packaging.sources import MAPPED, PRODUCT, ROOT, SOURCES, module_of, n
 
 # Layers from bottom to top. A part may import its own layer and those below it.
 LAYERS: list[set[str]] = [
-    {"errors", "geometry", "compat", "gloo", "communication"},
+    {"version", "errors", "geometry", "compat", "gloo", "communication"},
     {"planner"},
     {"dtensor", "dbuffer", "emulation", "lasting", "runfolder", "event_words", "lr_schedule"},
     {"fsdp", "models", "expert_parallel", "data", "config", "checkpoint", "state_dict", "full_state", "new_states"},
     {"optim"},
-    {"report", "parquet", "k8s"},
+    {"report", "parquet", "progress", "k8s"},
     {"workers"},
     {"controller"},
     {"cli", "deploy"},
@@ -42,6 +42,7 @@ TORCH_FREE = {
     "cli",
     "k8s",
     "parquet",
+    "progress",
 }
 
 
@@ -97,7 +98,14 @@ def test_a_part_imports_only_what_lies_below_it() -> None:
             assert RANK[other] <= RANK[part], f"{path}: {part} imports {name}, which lies above it"
 
 
-PUBLIC = {"Block": "geometry", "RaggedShard": "dtensor", "RaggedDTensor": "dtensor", "DBuffer": "dbuffer", "fully_shard": "fsdp"}
+PUBLIC = {
+    "Block": "geometry",
+    "RaggedShard": "dtensor",
+    "RaggedDTensor": "dtensor",
+    "DBuffer": "dbuffer",
+    "fully_shard": "fsdp",
+    "train": "controller",
+}
 
 
 def test_only_controller_and_workers_import_ray() -> None:

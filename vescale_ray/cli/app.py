@@ -10,8 +10,8 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
     from vescale_ray.controller.protocol import ScheduledAction
     from vescale_ray.report import Summary
-    from vescale_ray.runfolder import RunFolder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -154,65 +153,39 @@ def demo(overrides: tuple[str, ...]) -> int:
 def _train(config: RunConfig, schedule: Sequence[ScheduledAction] = ()) -> tuple[int, Summary | None]:
     """Run to the end with progress shown, draw the picture and print the table; return the summary if the run is done."""
     from vescale_ray import report
-    from vescale_ray.cli.progress import Progress
-    from vescale_ray.controller.driver import driver, preflight
+    from vescale_ray.controller.driver import training
     from vescale_ray.runfolder import RunFolder
 
-    foreseen = preflight.foresee(config)  # checked before a folder exists
-    for warning in foreseen.warnings:
-        _log(f"vescale-ray: warning: {warning}", err=True)
-    config = foreseen.config  # absolute paths, so that config.yaml means the same from any folder
     folder = RunFolder(config.run_folder)
-    new = not folder.path.exists()
-    resume = f"vescale-ray train {folder.create().config_path}"
-    with folder.claim(), _written_config(folder, config.to_yaml(), new):
-        starting = f"starting {config.elastic.workers} workers: {config.train.steps} steps, folder {folder.path}"
-        try:
-            with Progress(folder, config.train.steps, config.metrics.interval_s):
-                result = driver.run(config, schedule=schedule, on_ready=lambda: _log(starting), foreseen=foreseen)
-        except KeyboardInterrupt:
-            return _fail(f"interrupted twice: no last checkpoint; nothing is left running; resume with: {resume}", INTERRUPTED), None
-    for warning in result.warnings:
+    resume = f"vescale-ray train {folder.config_path}"
+
+    def warn(warning: str) -> None:
         _log(f"vescale-ray: warning: {warning}", err=True)
+
+    try:
+        result = training.conduct(config, tell=warn, schedule=schedule, on_start=_log)
+    except KeyboardInterrupt:
+        return _fail(f"interrupted twice: no last checkpoint; nothing is left running; resume with: {resume}", INTERRUPTED), None
     if result.interrupted:
         return _fail(f"interrupted; nothing is left running; resume at step {result.step} with: {resume}", INTERRUPTED), None
-    if result.state == "STOPPED":
+    if not result.done:
         _log(f"stopped; resume at step {result.step} with: {resume}")
         return OK, None
-    if result.state != "DONE":
-        raise Failed(f"the run failed at step {result.step}: {result.error}; resume with: {resume}")
     try:
         if folder.last_metrics() is not None:
             report.draw(folder)
     except ModuleNotFoundError:
         _log("no picture: matplotlib is not installed (pip install 'vescale-ray[plots]')", err=True)
     except Exception as error:
-        _log(f"vescale-ray: warning: no picture: {_one_line(error)}", err=True)
+        warn(f"no picture: {_one_line(error)}")
     try:
         summary = report.summarize(folder)
         table = report.table(folder, summary)
     except Exception as error:  # The run is done even if its report fails; Kubernetes would restart a run that counts as failed.
-        _log(f"vescale-ray: warning: all {result.step} steps are done, but there is no report: {_one_line(error)}", err=True)
+        warn(f"all {result.step} steps are done, but there is no report: {_one_line(error)}")
         return OK, None
     _log("\n" + table)
     return OK, summary
-
-
-@contextmanager
-def _written_config(folder: RunFolder, text: str, new: bool) -> Iterator[None]:
-    """Write ``text`` to the folder's config.yaml; if the run can't begin with it, restore the old one and remove a ``new`` folder."""
-    before = folder.config_path.read_text(encoding="utf-8") if folder.config_path.is_file() else None
-    folder.write_config(text)
-    try:
-        yield
-    except BadInput:
-        if before is None:
-            folder.config_path.unlink(missing_ok=True)
-            if new:
-                folder.discard()
-        else:
-            folder.write_config(before)
-        raise
 
 
 # ------------------------------------------------------------------------------------------------------------- living runs

@@ -7,6 +7,7 @@ here, before anything starts. ``RunConfig.to_yaml()`` is the resolved form that 
 
 from vescale_ray.config.credentials import holds_credentials
 from vescale_ray.config.data_section import DataSection
+from vescale_ray.config.given import Given
 from vescale_ray.config.reading import load_config, parse_config, read_config, sections
 from vescale_ray.config.run_config import RunConfig
 from vescale_ray.config.sections import (
@@ -28,6 +29,7 @@ __all__ = [
     "ConfigError",
     "DataSection",
     "ElasticSection",
+    "Given",
     "MetricsSection",
     "ModelSection",
     "RaySection",

@@ -23,27 +23,22 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     Raises:
         ConfigError: a file, key or value can't be used; one line for the first one.
     """
-    return _override({} if path is None else _read(Path(path)), overrides)
+    return parse_config({} if path is None else _read(Path(path)), overrides)
 
 
 def read_config(text: str, where: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a configuration from ``text``; ``where`` names its source in errors."""
-    return _override(_tree(text, where), overrides)
+    return parse_config(_tree(text, where), overrides)
 
 
-def _override(tree: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
-    known = dict(_keys())
+def parse_config(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    """Check a plain nested mapping (as from YAML or JSON), apply ``overrides``, and build the :class:`RunConfig`."""
+    known, changed = dict(_keys()), dict(tree)
     _check_keys(tree, known)
     for text in overrides:
-        _apply(tree, text, known)
-    return parse_config(tree)
-
-
-def parse_config(tree: Mapping[str, Any]) -> RunConfig:
-    """Check a plain nested mapping (as from YAML or JSON) and build the :class:`RunConfig`."""
-    _check_keys(tree, dict(_keys()))
+        _apply(changed, text, known)
     try:
-        return RunConfig.model_validate({name: keys for name, keys in tree.items() if keys is not None})
+        return RunConfig.model_validate({name: keys for name, keys in changed.items() if keys is not None})
     except ValidationError as error:
         raise ConfigError("; ".join(describe(one) for one in error.errors(include_url=False))) from None
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
-from pydantic import model_validator
+from pydantic import PrivateAttr, model_validator
 
 from vescale_ray.config.credentials import holds_credentials
 from vescale_ray.config.data_section import DataSection
+from vescale_ray.config.given import Given
 from vescale_ray.config.mistakes import shown
 from vescale_ray.config.sections import (
     CheckpointSection,
@@ -36,12 +37,24 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     ray: RaySection = RaySection()
     metrics: MetricsSection = MetricsSection()
+    _given: Given = PrivateAttr(default=Given())
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
         for problem in _misfits(self):
             raise ConfigError(problem)
         return self
+
+    @property
+    def given(self) -> Given:
+        """Objects in place of a model factory and of data files. They are no part of the YAML."""
+        return self._given
+
+    def with_given(self, given: Given) -> RunConfig:
+        """Return a copy that holds these objects."""
+        copied = self.model_copy()
+        copied._given = given
+        return copied
 
     @property
     def run_folder(self) -> Path:

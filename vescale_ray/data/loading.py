@@ -17,6 +17,7 @@ from vescale_ray.data.dataset import DataKeys, Dataset, SourceKeys
 from vescale_ray.data.document_files import ArrowFile, JsonLinesFile, ParquetFile, TextFile
 from vescale_ray.data.encoders import ByteEncoder, Encoder, IdEncoder, TokenizerEncoder, end_token_beside, id_count, load_tokenizer
 from vescale_ray.data.files import DataFile, find_files, is_glob
+from vescale_ray.data.given_dataset import dataset_of
 from vescale_ray.data.mixture import Mixture, check_unit
 from vescale_ray.data.token_files import TokenFile, open_bin, open_npy
 from vescale_ray.errors import BadInput
@@ -37,15 +38,18 @@ _OPENERS = 16
 """Threads that open the files of an object store, whose footers take two requests each."""
 
 
-def load_dataset(keys: DataKeys, least: int | None = None) -> Dataset:
+def load_dataset(keys: DataKeys, least: int | None = None, given: Any = None) -> Dataset:
     """Open the data set, check its files and count their tokens.
 
     Args:
         least: least number of tokens of a block; None: :func:`vescale_ray.data.block_dataset.block_tokens`.
+        given: an object of the caller that takes the place of files.
 
     Raises:
         BadInput: with one line, for the first thing that is wrong.
     """
+    if given is not None:
+        return dataset_of(given, keys)
     if keys.mixture is None:
         alone = _load(keys, keys.heldout, least)
         _reserve([alone], [1.0], keys)
