@@ -117,11 +117,15 @@ def column_of(file: DataFile, schema: pa.Schema, column: str) -> pa.Field:
 
 
 class ParquetFile(DocumentFile):
-    """A column of a Parquet file. A part is a row group. Numbers of tokens come from the footer if the column holds token ids."""
+    """A column of a Parquet file. A part is a row group. Numbers of tokens come from the footer if the column holds token ids.
+
+    Args:
+        counted: whether text is read once, to count its tokens.
+    """
 
     parts = "row group"
 
-    def __init__(self, file: DataFile, column: str, encoder_of: ChooseEncoder) -> None:
+    def __init__(self, file: DataFile, column: str, encoder_of: ChooseEncoder, *, counted: bool = True) -> None:
         opened = guarded(file, lambda: pq.ParquetFile(file.opened()), "its footer")
         schema = guarded(file, lambda: opened.schema_arrow, "its footer")
         field = column_of(file, schema, column)
@@ -131,6 +135,10 @@ class ParquetFile(DocumentFile):
         groups = [self._metadata.row_group(group) for group in range(self._metadata.num_row_groups)]
         self._rows = np.concatenate([np.zeros(1, np.int64), np.cumsum([group.num_rows for group in groups], dtype=np.int64)])
         self.fingerprint = file.edges()
+        self.sizes = [int(group.column(self._leaf).total_uncompressed_size) for group in groups]
+        """Bytes of the column in each part."""
+        if not counted:
+            return
         self._footer = [guarded(file, partial(self._footer_count, part, group), "its footer") for part, group in enumerate(groups)]
         self.counts = np.array([len(self.read(p)) if count is None else count for p, count in enumerate(self._footer)], dtype=np.int64)
 
@@ -222,11 +230,19 @@ class ArrowFile(DocumentFile):
 
 
 class LinesFile(DocumentFile):
-    """A file of lines in parts of about :data:`CHUNK` bytes. One pass over the file counts its tokens."""
+    """A file of lines in parts of about :data:`CHUNK` bytes. One pass over the file counts its tokens.
 
-    def __init__(self, file: DataFile, encoder: Encoder) -> None:
+    Args:
+        span: the only part of the file to read, as its first byte and its end, without counting its tokens.
+        line: number of lines before ``span``.
+    """
+
+    def __init__(self, file: DataFile, encoder: Encoder, span: tuple[int, int] | None = None, line: int = 0) -> None:
         super().__init__(file, encoder)
         self.kind = "text"
+        if span is not None:
+            self._places, self._lines = list(span), [line]
+            return
         self._places, self._lines, digest = [0], [0], hashlib.sha256()
         counts = []
         for content in chunks_of(file):
@@ -243,9 +259,9 @@ class LinesFile(DocumentFile):
 class JsonLinesFile(LinesFile):
     """A text field of a file with one JSON object a line; each line is a document."""
 
-    def __init__(self, file: DataFile, column: str, encoder: Encoder) -> None:
+    def __init__(self, file: DataFile, column: str, encoder: Encoder, span: tuple[int, int] | None = None, line: int = 0) -> None:
         self._column = column
-        super().__init__(file, encoder)
+        super().__init__(file, encoder, span, line)
 
     def documents(self, part: int) -> Sequence[pa.Array]:
         lines = self.content(part).split(b"\n")

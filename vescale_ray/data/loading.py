@@ -110,11 +110,11 @@ def _load(keys: SourceKeys, heldout: float, least: int | None) -> Dataset:
         return load_corpus(keys.corpus, keys.seq_len, heldout)
     found = find_files(keys.corpus)
     name = keys.corpus if isinstance(keys.corpus, str) else ", ".join(keys.corpus)
-    kind = keys.format if keys.format != "auto" else _format_of(name, [(file.name, file.url) for file in found])
+    kind = keys.format if keys.format != "auto" else format_of(name, [(file.name, file.url) for file in found])
     packed = next((file for file in found if PurePosixPath(file.name).suffix in _COMPRESSED), None)
     if packed is not None:
         raise BadInput(f"data.corpus = {name}: {packed.url} is compressed; decompress it, or write Parquet, which compresses its pages")
-    encoders = _Encoders(keys)
+    encoders = Encoders(keys)
     least = least or block_tokens(keys.seq_len)
     opened = _open_all(found, _opener(kind, keys, encoders, -(-least // keys.seq_len) * keys.seq_len))
     return BlockDataset(
@@ -142,10 +142,10 @@ def _is_plain_text(keys: SourceKeys) -> bool:
     if keys.format == "text":
         return True
     root, paths = text_files(spec)
-    return not paths or _format_of(spec, [(path.name, str(path)) for path in paths]) == "text"
+    return not paths or format_of(spec, [(path.name, str(path)) for path in paths]) == "text"
 
 
-def _format_of(spec: str, files: Sequence[tuple[str, str]]) -> str:
+def format_of(spec: str, files: Sequence[tuple[str, str]]) -> str:
     """The format that the suffixes of ``files``, names and paths, have in common."""
     first: dict[str, str] = {}
     for name, path in files:
@@ -159,7 +159,7 @@ def _format_of(spec: str, files: Sequence[tuple[str, str]]) -> str:
     return next(iter(first), "text")
 
 
-class _Encoders:
+class Encoders:
     """The encoders that the configuration chooses, by the type of a column.
 
     Attributes:
@@ -244,7 +244,7 @@ def _vocab_of_bytes(keys: SourceKeys) -> int:
     return keys.vocab or VOCAB
 
 
-def _opener(kind: str, keys: SourceKeys, encoders: _Encoders, step: int) -> Callable[[DataFile], TokenFile]:
+def _opener(kind: str, keys: SourceKeys, encoders: Encoders, step: int) -> Callable[[DataFile], TokenFile]:
     match kind:
         case "parquet":
             return lambda file: ParquetFile(file, keys.column, encoders.of)

@@ -1,0 +1,343 @@
+"""Tokenize documents beforehand: a plan of Parquet files, and the making of each. A file depends on the plan alone, not on who makes it.
+
+The sources are cut into *pieces*: row groups of Parquet, and about 4 MiB of lines of JSONL and text. Each output file holds the tokens of
+consecutive pieces, one row a document with its end token, in row groups of about a million tokens. A text file is one document; a piece of
+it is a row, and the last one ends with the end token. A finished file holds a hash of its content and of the plan, and so proves itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+from fsspec.implementations.local import LocalFileSystem
+
+from vescale_ray.data.block_dataset import BLOCK_TOKENS
+from vescale_ray.data.dataset import SourceKeys
+from vescale_ray.data.document_files import CHUNK, DocumentFile, JsonLinesFile, ParquetFile, TextFile, guarded
+from vescale_ray.data.encoders import BadDocument, Encoder, TokenizerEncoder
+from vescale_ray.data.files import DataFile, find_files, reason_of
+from vescale_ray.data.loading import Encoders, format_of
+from vescale_ray.errors import BadInput
+
+COLUMN = "input_ids"
+"""Column of the output."""
+PLAN = "_prepare.json"
+"""File beside the output with what determines it."""
+FILE_BYTES = 64 << 20
+"""Bytes of text of an output file, unless their number is given."""
+_PROOF = b"vescale-ray"
+_SLICE = 4096
+"""Documents that are encoded at a time."""
+_STEP = 1 << 16
+"""Bytes that are read at a time to find the end of a line."""
+
+
+@dataclass(frozen=True)
+class SourcePiece:
+    """A part of a source: a row group, or the lines that begin in the ``number``-th :attr:`Preparation.chunk` bytes."""
+
+    file: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What to make.
+
+    Attributes:
+        keys: corpus, format, column, tokenizer and end token, as in the section ``data``.
+        files: the sources.
+        kind: their format: ``parquet``, ``jsonl`` or ``text``.
+        pieces: the pieces of each output file.
+        out: folder or URL of the output.
+        facts: what determines the output, by the option that changes it.
+        chunk: bytes of a piece of lines.
+    """
+
+    keys: SourceKeys
+    files: tuple[DataFile, ...]
+    kind: str
+    pieces: tuple[tuple[SourcePiece, ...], ...]
+    out: str
+    facts: Mapping[str, str]
+    chunk: int = CHUNK
+
+    @property
+    def digest(self) -> str:
+        """Hash of what determines the output."""
+        return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()
+
+    def name(self, number: int) -> str:
+        """Name of an output file."""
+        return f"part-{number:05d}-of-{len(self.pieces):05d}.parquet"
+
+
+@dataclass(frozen=True)
+class PreparedFile:
+    """A finished output file. ``kept``: it was there before; ``damaged``: why a file that was there before was replaced."""
+
+    number: int
+    documents: int
+    tokens: int
+    kept: bool = False
+    damaged: str | None = None
+
+
+def plan(keys: SourceKeys, out: str, count: int | None = None, chunk: int = CHUNK) -> Preparation:
+    """Find the sources, read the footers of Parquet files, and cut the sources into pieces.
+
+    Args:
+        count: number of output files; None: one for each :data:`FILE_BYTES` of text. There are no more than pieces.
+
+    Raises:
+        BadInput: a source is missing, empty, or has no such column; or the tokenizer can't be used.
+    """
+    assert keys.corpus is not None
+    files = find_files(keys.corpus)
+    name = ", ".join([keys.corpus] if isinstance(keys.corpus, str) else keys.corpus)
+    kind = keys.format if keys.format != "auto" else format_of(name, [(file.name, file.url) for file in files])
+    if kind not in ("parquet", "jsonl", "text"):
+        raise BadInput(f"data.corpus = {name}: {kind} can't be prepared; give Parquet, JSONL or text")
+    encoders = Encoders(keys)
+    encoder = encoders.text()
+    if not isinstance(encoder, TokenizerEncoder):
+        raise BadInput("data.tokenizer = null: there is nothing to prepare, as bytes of text are read as they are; give a tokenizer.json")
+    sizes = _sizes(files, kind, keys, encoders, chunk)
+    total, starts = sum(size for _, size in sizes), [0, *accumulate(size for _, size in sizes)]
+    wanted = count if count is not None else max(1, -(-total // FILE_BYTES))
+    groups: dict[int, list[SourcePiece]] = {}
+    for (piece, size), start in zip(sizes, starts, strict=False):
+        groups.setdefault((2 * start + size) * wanted // max(1, 2 * total), []).append(piece)
+    facts = {
+        "SOURCE": hashlib.sha256(b"".join(f"{file.name} ".encode() + file.edges() for file in files)).hexdigest()[:16],
+        "--tokenizer": encoder.identity,
+        "--end-token": str(encoder.end),
+        "--column": keys.column if kind != "text" else "",
+        "--format": kind,
+        "--shards": str(wanted),
+        "version": f"1 {chunk}",
+    }
+    return Preparation(keys, tuple(files), kind, tuple(map(tuple, groups.values())), out, facts, chunk)
+
+
+def begin(made: Preparation) -> None:
+    """Record the plan beside its output, or check that it is the one recorded there.
+
+    Raises:
+        BadInput: the folder can't be written, or it was begun with other sources or options.
+    """
+    fs, folder = fsspec.core.url_to_fs(made.out)
+    path = f"{folder.rstrip('/')}/{PLAN}"
+    try:
+        fs.makedirs(folder, exist_ok=True)
+        fs.invalidate_cache()
+        if not fs.exists(path):
+            if any(PurePosixPath(one).suffix == ".parquet" for one in fs.ls(folder, detail=False)):
+                raise BadInput(f"--out {made.out}: holds Parquet files of another origin; give another folder")
+            fs.pipe_file(path, json.dumps({**made.facts, "vocab": _encoder(made).vocab}, indent=1).encode())
+            return
+        known = json.loads(fs.cat_file(path))
+    except (OSError, ValueError) as error:
+        if isinstance(error, BadInput):
+            raise
+        raise BadInput(f"--out {made.out}: can't be used ({reason_of(error)}); give a folder that every worker can write") from None
+    for option, value in made.facts.items():
+        if known.get(option) != value:
+            raise BadInput(
+                f"--out {made.out}: was begun with {option} = {known.get(option)}, now it is {value}; set it back, or give another --out"
+            )
+
+
+def make(made: Preparation, number: int) -> PreparedFile:
+    """Make an output file, unless it is there and proves itself.
+
+    Raises:
+        BadInput: a document is damaged; the message names the file and the place.
+        OSError: the storage does not answer.
+    """
+    fs, folder = fsspec.core.url_to_fs(made.out)
+    path = f"{folder.rstrip('/')}/{made.name(number)}"
+    damaged = None
+    if fs.exists(path):
+        try:
+            return _proven(made, number, DataFile(fs, path, path, made.name(number), int(fs.info(path)["size"])))
+        except BadInput as error:
+            damaged = str(error)
+    local = isinstance(fs, LocalFileSystem)
+    # A file system that moves files shows the whole file at once; an object store does so at the end of an upload.
+    descriptor, temporary = tempfile.mkstemp(dir=folder if local else None, prefix=f".{made.name(number)}.")
+    os.close(descriptor)
+    try:
+        documents, tokens = _write(made, number, temporary)
+        if local:
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+            for left in Path(folder).glob(f".{made.name(number)}.*"):  # of a process that was killed
+                left.unlink(missing_ok=True)
+        else:
+            fs.put_file(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+    return PreparedFile(number, documents, tokens, damaged=damaged)
+
+
+def _sizes(files: Sequence[DataFile], kind: str, keys: SourceKeys, encoders: Encoders, chunk: int) -> list[tuple[SourcePiece, int]]:
+    """All pieces in order, each with its size in bytes of text."""
+    found = []
+    for number, file in enumerate(files):
+        if kind == "parquet":
+            sizes = ParquetFile(file, keys.column, partial(_encoder_of, encoders, keys.column), counted=False).sizes
+        else:
+            sizes = [min(chunk, file.size - begin) for begin in range(0, file.size, chunk)]
+        found += [(SourcePiece(number, part), size) for part, size in enumerate(sizes)]
+    return found
+
+
+def _encoder_of(encoders: Encoders, column: str, file: DataFile, kind: pa.DataType) -> Encoder:
+    encoder = encoders.of(file, kind)
+    if not isinstance(encoder, TokenizerEncoder):
+        raise BadInput(f"data.column = {column}: {file.url} holds token ids there, which need no preparation; give a column of text")
+    return encoder
+
+
+def _encoder(made: Preparation) -> Encoder:
+    return Encoders(made.keys).text()
+
+
+def _write(made: Preparation, number: int, path: str) -> tuple[int, int]:
+    """Write an output file; return the numbers of its documents and tokens."""
+    encoder = _encoder(made)
+    schema = pa.schema([(COLUMN, pa.list_(pa.from_numpy_dtype(encoder.dtype)))])
+    digest, documents, written, waiting = _RowsHash(), 0, 0, list[pa.Array]()
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+
+        def flush() -> None:
+            writer.write_table(pa.table({COLUMN: pa.chunked_array(waiting)}, schema), row_group_size=sum(map(len, waiting)))
+            waiting.clear()
+
+        for rows in _rows(made, encoder, made.pieces[number]):
+            digest.add(rows)
+            documents, written = documents + len(rows), written + len(rows.values)
+            waiting.append(rows)
+            if sum(len(one.values) for one in waiting) >= BLOCK_TOKENS:
+                flush()
+        if waiting:
+            flush()
+        proof = {"plan": made.digest, "documents": documents, "tokens": written, "xxh3": digest.hex()}
+        writer.add_key_value_metadata({_PROOF: json.dumps(proof).encode()})
+    return documents, written
+
+
+class _RowsHash:
+    """Hash of rows of tokens, however they are cut into arrays."""
+
+    def __init__(self) -> None:
+        self._lengths, self._values = xxhash.xxh3_128(), xxhash.xxh3_128()
+
+    def add(self, rows: pa.ListArray) -> None:
+        self._lengths.update(np.ascontiguousarray(rows.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64).data)
+        self._values.update(np.ascontiguousarray(rows.flatten().to_numpy()).data)
+
+    def hex(self) -> str:
+        return str(self._lengths.hexdigest() + self._values.hexdigest())
+
+
+def _proven(made: Preparation, number: int, file: DataFile) -> PreparedFile:
+    """The output file that is there, after all of it was read and compared with its hash. Raises BadInput if it is not what it says."""
+    if file.size < 1:
+        raise BadInput(f"{file.url}: is empty")
+    digest = _RowsHash()
+
+    def read() -> dict[str, Any]:
+        opened = pq.ParquetFile(file.opened())
+        proof = json.loads((opened.metadata.metadata or {}).get(_PROOF, b"{}"))
+        for group in range(opened.num_row_groups):
+            digest.add(opened.read_row_group(group, columns=[COLUMN]).column(COLUMN).combine_chunks())
+        return proof
+
+    try:
+        proof: dict[str, Any] = guarded(file, read, "its content")
+    except BadInput:
+        raise
+    except (KeyError, ValueError) as error:
+        raise BadInput(f"{file.url}: is damaged ({reason_of(error)})") from None
+    if proof.get("plan") != made.digest or proof.get("xxh3") != digest.hex():
+        raise BadInput(f"{file.url}: its content is not what was written")
+    return PreparedFile(number, int(proof["documents"]), int(proof["tokens"]), kept=True)
+
+
+def _rows(made: Preparation, encoder: Encoder, pieces: Sequence[SourcePiece]) -> Iterator[pa.ListArray]:
+    """Yield the tokens of the pieces' documents, a row each."""
+    for piece in pieces:
+        file = made.files[piece.file]
+        opened, part, arrays = _read(made, encoder, file, piece)
+        row = opened.first_row(part)
+        for whole in arrays:
+            for start in range(0, len(whole), _SLICE):
+                try:
+                    values, lengths = encoder.values(whole.slice(start, _SLICE))
+                except BadDocument as error:
+                    raise BadInput(f"{file.url}: row {row + start + error.row}: {error.reason}") from None
+                yield _ended(encoder, values, lengths, opened.ends(part))
+            row += len(whole)
+
+
+def _read(made: Preparation, encoder: Encoder, file: DataFile, piece: SourcePiece) -> tuple[DocumentFile, int, Sequence[pa.Array]]:
+    """The documents of a piece, the file that they are of, and the number of their part there."""
+    if made.kind == "parquet":
+        groups = ParquetFile(file, made.keys.column, lambda *_: encoder, counted=False)
+        return groups, piece.number, guarded(file, lambda: groups.documents(piece.number), f"row group {piece.number}")
+    span = _line_begin(file, piece.number * made.chunk), _line_begin(file, (piece.number + 1) * made.chunk)
+    if made.kind == "text":
+        text = TextFile(file, encoder, span)
+        return text, 0, text.documents(0) if span[0] < span[1] else []
+
+    def lines(before: int) -> tuple[DocumentFile, int, Sequence[pa.Array]]:
+        opened = JsonLinesFile(file, made.keys.column, encoder, span, before)
+        return opened, 0, opened.documents(0)
+
+    try:
+        return lines(0)
+    except BadInput:
+        return lines(_newlines(file, span[0]))  # raises again, and counts the lines from the beginning of the file
+
+
+def _line_begin(file: DataFile, place: int) -> int:
+    """The end of the last line that ends at ``place`` or before; the file's end if that comes first."""
+    if place >= file.size:
+        return file.size
+    while place > 0:
+        begin = max(0, place - _STEP)
+        found = file.read(begin, place).rfind(b"\n")
+        if found >= 0:
+            return begin + found + 1
+        place = begin
+    return 0
+
+
+def _newlines(file: DataFile, end: int) -> int:
+    return sum(file.read(begin, min(begin + CHUNK, end)).count(b"\n") for begin in range(0, end, CHUNK))
+
+
+def _ended(encoder: Encoder, values: Any, lengths: Any, ends: bool) -> pa.ListArray:
+    """The documents as rows, each with its end token if ``ends``."""
+    counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    if ends:
+        assert encoder.end is not None
+        values = np.insert(values, counts[1:], encoder.end)
+        counts = counts + np.arange(len(counts))
+    return pa.ListArray.from_arrays(pa.array(counts.astype(np.int32)), pa.array(values.astype(encoder.dtype, copy=False)))
