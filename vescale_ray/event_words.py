@@ -7,6 +7,9 @@ from typing import Any
 
 from vescale_ray.runfolder import Record
 
+SHOWN = 100
+"""Characters of a completion that are shown."""
+
 
 def loss_words(line: Mapping[str, Any], digits: int = 3) -> str:
     """Return the loss of a step's line or of a status as words. null stands for a loss that is not finite, or not known yet."""
@@ -72,6 +75,10 @@ def _described(event: Record) -> tuple[str, float | None] | None:
             heldout = {"held-out": event} if event.get("samples") else {}
             every = {**heldout, **event["sets"]}
             return "evaluation: " + "; ".join(f"{name} {set_words(figures)}" for name, figures in every.items()), None
+        case "completions" if event.get("completions"):
+            first = event["completions"][0]
+            text = f"{first.get('prompt')}{first.get('text')}"
+            return f"completion: {text[:SHOWN]!r}{'..' if len(text) > SHOWN else ''}", None
         case "warning":
             return str(event.get("text")), None
         case "run_failed":

@@ -373,7 +373,7 @@ def _undone(lines: Sequence[Record]) -> Iterator[list[Record]]:
 def _story(events: Sequence[Record]) -> Iterator[tuple[float, int | None, str, float | None]]:
     begin = float(events[0]["time"]) if events else 0.0
     for event in events:
-        # Workers and evaluations have separate rows in the table.
-        words = None if event["event"] in ("worker_started", "evaluation") else describe_event(event)
+        # Workers and evaluations have separate rows in the table; completions are many.
+        words = None if event["event"] in ("worker_started", "evaluation", "completions") else describe_event(event)
         if words is not None:
             yield float(event["time"]) - begin, event.get("step"), *words

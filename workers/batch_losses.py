@@ -35,9 +35,7 @@ class BatchLosses:
 
         ``model.loss`` gives both if it is set, and may read the load-balancing loss from the model's output.
         """
-        tokens = self._sent(inputs)
-        more = {} if self._end_token is None else {"position_ids": positions_in(tokens, self._end_token)}
-        output = self._model(tokens, **more)
+        output = self.output(inputs)
         if self._function is not None:
             loss: Tensor = self._function(output, self._sent(targets))
             return loss, loss
@@ -49,6 +47,12 @@ class BatchLosses:
             return nll, nll
         # The caller divides sums by the targets of the global batch. So each slot counts by its targets, at every world size.
         return nll, nll + balance.float() * (weight * targets_in(targets))
+
+    def output(self, inputs: Tensor) -> Any:
+        """Return the model's output for a batch of tokens ``(B, S)``."""
+        tokens = self._sent(inputs)
+        more = {} if self._end_token is None else {"position_ids": positions_in(tokens, self._end_token)}
+        return self._model(tokens, **more)
 
     def _sent(self, batch: Tensor) -> Tensor:
         """The batch on the device. Only a copy from page-locked memory does not wait for the device's earlier work."""

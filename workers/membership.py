@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from vescale_ray.config import RunConfig
     from vescale_ray.data.dataset import Dataset
+    from vescale_ray.workers.completing import Completer
     from vescale_ray.workers.messages import StepRecord
     from vescale_ray.workers.model_building import NextModel
     from vescale_ray.workers.monitoring.heartbeat import Heartbeat
@@ -74,6 +75,7 @@ class Resources:
     next_model: NextModel
     eval_sets: Mapping[str, Dataset]
     profiler: StepProfiler
+    completer: Completer
 
 
 class Membership:
@@ -174,6 +176,12 @@ class Membership:
         every = self._config.train.eval_every
         took: dict[str, float] = {}
         began = time.perf_counter()
+        completer = self._resources.completer
+        if completer.is_due(step):
+            made = completer.complete(trainer)
+            if trainer.rank == 0:
+                self._state.publish(Happened(self._order.ticket, "completions", {"step": step, "completions": made}))
+            took["evaluation"] = time.perf_counter() - began
         if self._config.data.eval_samples and (step == steps or (every and step % every == 0)):
             self._evaluate(trainer)
             took["evaluation"] = time.perf_counter() - began

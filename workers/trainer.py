@@ -32,7 +32,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -223,7 +224,30 @@ class Trainer:
             found[name] = loss, samples, bits_per_byte(loss, data.bytes_per_token)
         return found
 
-    @torch.no_grad()
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Forwards inside have no gradients and no dropout, on parameters that are sharded again afterwards. Collective.
+
+        Raises:
+            RuntimeError: a collective was aborted.
+        """
+        from vescale_ray.fsdp import FSDPModule
+
+        self.model.eval()
+        with torch.no_grad():
+            yield
+        self.model.train()
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward without backward leaves the root unsharded
+        if self._proves:
+            self._check(float(self._proof()))
+
+    def logits(self, tokens: Tensor | None) -> Tensor:
+        """Logits of a batch of tokens ``(B, S)``; None: a minimal one, for a rank that only takes part in the collectives."""
+        output = self._losses.output(self._filler[0] if tokens is None else tokens)
+        return output if isinstance(output, Tensor) else output.logits
+
     def _mean_loss(self, read: Callable[[Any], tuple[Tensor, Tensor]], available: int) -> tuple[float, int]:
         """Mean nats per token on ``data.eval_samples`` of the ``available`` samples of ``read``, and their number."""
         count = min(self.config.data.eval_samples, available)
@@ -234,18 +258,14 @@ class Trainer:
         mine = [windows[i : i + batch] for i in range(0, count, batch)]
         share = range(self.rank, len(mine), self.world)
         total, counted = torch.zeros(1, dtype=torch.float64, device=self.device), 0
-        self.model.eval()
-        for turn in range(-(-len(mine) // self.world)):
-            inputs, targets = read(mine[share[turn]]) if turn < len(share) else self._filler
-            nll, _ = self._losses(inputs, targets)
-            if turn < len(share):
-                total += nll.double()
-                counted += targets_in(targets)
-            self.beat()
-        self.model.train()
-        self._reshard()
-        if self._proves:
-            self._check(float(self._proof()))
+        with self.evaluating():
+            for turn in range(-(-len(mine) // self.world)):
+                inputs, targets = read(mine[share[turn]]) if turn < len(share) else self._filler
+                nll, _ = self._losses(inputs, targets)
+                if turn < len(share):
+                    total += nll.double()
+                    counted += targets_in(targets)
+                self.beat()
         sums = torch.tensor([float(total), counted], dtype=torch.float64)
         dist.all_reduce(sums)
         return float(sums[0]) / max(1.0, float(sums[1])), count
@@ -296,14 +316,6 @@ class Trainer:
         timed = own[: rounds - 1] or own
         fed = [int(i) for ids in batches.ids for i in ids]
         return _Computed(nlls, fed, batches.divisor, sum(timed) / len(timed) if self.device.type == "cpu" else 0.0)
-
-    def _reshard(self) -> None:
-        """Reshard units that a forward without backward left unsharded (the root), so that parameters are sharded again."""
-        from vescale_ray.fsdp import FSDPModule
-
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
     def _slot_ids(self, index: int, slot: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         train = self.config.train

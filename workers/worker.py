@@ -187,6 +187,7 @@ class Worker:
 
         from vescale_ray.config import Given, parse_config
         from vescale_ray.data.loading import load_dataset, load_eval_sets
+        from vescale_ray.workers.completing import Completer
         from vescale_ray.workers.membership import Resources
         from vescale_ray.workers.model_building import NextModel
         from vescale_ray.workers.monitoring.profiling import StepProfiler
@@ -233,7 +234,8 @@ class Worker:
             devices=os.environ.get(VISIBLE, "") if config.ray.gpus_per_worker > 0 else "",
         )
         profiler = StepProfiler(config, device, heartbeat, self._state.publish)
-        return info, Resources(config, device, dataset, snapshots, writer, heartbeat, next_model, eval_sets, profiler)
+        completer = Completer(config, dataset)
+        return info, Resources(config, device, dataset, snapshots, writer, heartbeat, next_model, eval_sets, profiler, completer)
 
 
 def _uses_gpu(config: RunConfig) -> bool:

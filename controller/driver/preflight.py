@@ -93,10 +93,13 @@ def foresee(config: RunConfig) -> Foreseen:
     _check_port(config.metrics.host, config.metrics.port)
     _check_loggers(config)
     from vescale_ray.data.loading import load_dataset, load_eval_sets
+    from vescale_ray.data.prompts import encoded_prompts
 
     _check_given(config)
     dataset = load_dataset(config.data, given=config.given.dataset)
     load_eval_sets(config.data, dataset)
+    if (shown := config.train.completions) is not None:
+        encoded_prompts(shown.prompts, config.data.tokenizer, dataset.unit, dataset.vocab)
     if config.data.document_mask and dataset.end_token is None:
         raise RunRefused("data.document_mask = true: the end of a document is not known, or differs by source; set data.end_token")
     if config.data.vocab is None and dataset.vocab != VOCAB:  # the tokenizer's; a worker builds its model without looking at the data

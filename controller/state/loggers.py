@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,6 +50,8 @@ class LoggedFigures:
     undone: int
     when: float
     figures: Mapping[str, float]
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """Texts for people, by their tags."""
 
 
 class Loggers:
@@ -85,6 +87,12 @@ class Loggers:
         step = int(event["step"])
         figures = {f"eval/{name}_{key}": value for name, one in evaluated_sets(event).items() for key, value in _figures(one)}
         self._put(LoggedFigures(step, step + 1 if step else 0, float(event["time"]), figures))
+
+    def completions(self, event: Mapping[str, Any]) -> None:
+        """Log the completions of ``train.completions``, each with its prompt."""
+        step = int(event["step"])
+        texts = {f"completions/{number}": f"{one['prompt']}{one['text']}" for number, one in enumerate(event["completions"])}
+        self._put(LoggedFigures(step, step + 1, float(event["time"]), {}, texts))
 
     def problems(self) -> Iterator[str]:
         """Yield the warnings that are new."""
@@ -166,13 +174,18 @@ class TensorBoard:
 
     def write(self, entry: LoggedFigures) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
 
         if not self._begun:
             self._begun = True
             # TensorBoard forgets the figures of this step and later steps that were written before.
             self._file.add_event(Event(wall_time=entry.when, step=entry.undone, session_log=SessionLog(status=SessionLog.START)))
         values = [Summary.Value(tag=tag, simple_value=max(-_LARGEST, min(_LARGEST, value))) for tag, value in entry.figures.items()]
+        kind = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        for tag, text in entry.texts.items():
+            values.append(Summary.Value(tag=tag, metadata=kind, tensor=TensorProto(dtype=DT_STRING, string_val=[text.encode()])))
         self._file.add_event(Event(wall_time=entry.when, step=entry.step, summary=Summary(value=values)))
 
     def flush(self) -> None:
@@ -217,7 +230,7 @@ class WeightsAndBiases:
     def write(self, entry: LoggedFigures) -> None:
         if entry.step >= self._newest:
             self._newest = entry.step
-            self._run.log(dict(entry.figures), step=entry.step)
+            self._run.log({**entry.figures, **entry.texts}, step=entry.step)
 
     def flush(self) -> None:
         """Nothing to do: W&B writes by itself."""

@@ -70,6 +70,8 @@ class RunLog:
         stats.apply(event)
         if self._loggers is not None and name == "evaluation":
             self._loggers.evaluation(event)
+        if self._loggers is not None and name == "completions":
+            self._loggers.completions(event)
         return event
 
     def _follows(self) -> dict[str, Any]:

@@ -74,6 +74,38 @@ def test_tensorboard_shows_each_step_once_after_going_back(tmp_path: Path) -> No
     assert read.Scalars("train/loss")[2].wall_time == 1e9 + 3
 
 
+def completed(run: Recorded, step: int, *texts: str) -> None:
+    run.log.record("completions", completions=[{"prompt": "Once ", "text": text, "tokens": 3} for text in texts], step=step)
+
+
+def test_tensorboard_shows_the_completions_of_each_step(tmp_path: Path) -> None:
+    run = Recorded(tiny(tmp_path, "r", metrics_tensorboard=True))
+    trained(run, range(1, 3))
+    completed(run, 2, "upon a time", "é\n\n# x")
+    completed(run, 4, "more")
+    assert not ended(run)
+    read = EventAccumulator(str(run.folder.path / "tensorboard"))
+    read.Reload()
+    found = {
+        tag: [(event.step, event.tensor_proto.string_val[0].decode()) for event in read.Tensors(tag)] for tag in read.Tags()["tensors"]
+    }
+    assert found == {"completions/0": [(2, "Once upon a time"), (4, "Once more")], "completions/1": [(2, "Once é\n\n# x")]}
+    assert read.summary_metadata["completions/0"].plugin_data.plugin_name == "text"
+
+
+def test_wandb_has_the_completions_of_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = tiny(tmp_path, "r", metrics_wandb={"project": "p"})
+    run = Recorded(config)
+    trained(run, range(1, 3))
+    completed(run, 2, "upon a time")
+    trained(run, range(3, 4))
+    assert not ended(run)
+    (path,) = (config.run_folder / "wandb").glob("offline-run-*/*.wandb")
+    items = [{item.key or item.nested_key[-1]: json.loads(item.value_json) for item in r.history.item} for r in records_of(path)]
+    assert [(line["_step"], line["completions/0"]) for line in items if "completions/0" in line] == [(2, "Once upon a time")]
+
+
 def test_a_run_that_begins_anew_replaces_tensorboards_curves(tmp_path: Path) -> None:
     config = tiny(tmp_path, "r", metrics_tensorboard=True)
     a_run_that_goes_back(config)

@@ -58,6 +58,7 @@ def test_local_class_and_data_set_train_as_the_command_does(ray_here: None, tmp_
 
     tree = by_command.model_dump(mode="json")
     tree["run"]["name"], tree["model"]["factory"], tree["data"]["vocab"] = "call", None, 256
+    tree["train"]["completions"] = {"every": 3, "prompts": ["shard1 ", "x"], "tokens": 4}  # they change no loss
     result = vescale_ray.train(tree, model=Mine, dataset=corpus, progress=False)
     assert losses(by_command) and losses(small(tmp_path, "call")) == losses(by_command), "bit for bit"
     assert result.done and (result.step, result.steps, result.reason) == (6, 6, "all steps are done")
@@ -65,6 +66,9 @@ def test_local_class_and_data_set_train_as_the_command_does(ray_here: None, tmp_
     newest = RunFolder(result.folder).last_metrics()
     assert newest is not None and result.losses["loss"] == newest["loss"] and set(result.losses) == {"loss", "heldout_loss"}
     assert ray.is_initialized(), "the caller's Ray goes on"
+    shown = [event for event in RunFolder(result.folder).read_events() if event["event"] == "completions"]
+    assert [event["step"] for event in shown] == [3, 6]
+    assert [one["prompt"] for one in shown[0]["completions"]] == ["shard1 ", "x"] and shown[0]["completions"][0]["tokens"] <= 4
 
     # The run does not go on without the objects, or with other samples.
     capsys.readouterr()
@@ -75,6 +79,7 @@ def test_local_class_and_data_set_train_as_the_command_does(ray_here: None, tmp_
             vescale_ray.train(result.folder / "config.yaml", **given)
     assert main(["train", str(result.folder / "config.yaml")]) == 2
     assert "call it again with the same model" in capsys.readouterr().err
+    tree["train"]["completions"] = None  # lists of token ids have no text
     with pytest.raises(BadInput, match="was saved with data.corpus = .* samples would be lost or repeated"):
         vescale_ray.train(tree, model=Mine, dataset=[[1] * 17] * 99, progress=False)
 

@@ -124,6 +124,19 @@ class ProfileWindow(Section):
         return self.step + self.steps - 1
 
 
+class CompletionSettings(Section):
+    """Prompts to complete at intervals."""
+
+    every: Count = Field(description="steps between completions; the last step has one, too")
+    prompts: list[Annotated[str, Field(min_length=1)]] = Field(
+        min_length=1, max_length=64, description="texts to complete, at most 64; quote each in an override: ['Once upon a time']"
+    )
+    tokens: Annotated[int, Field(ge=1, le=4096)] = Field(
+        default=64, description="tokens of each completion; each takes a forward of the whole model. The model sees the last data.seq_len"
+    )
+    temperature: PositiveOrZero = Field(default=0.0, description="0: the most likely token; else tokens are drawn, the same for each seed")
+
+
 class EarlyStop(Section):
     """When to stop before the last step."""
 
@@ -190,6 +203,11 @@ class TrainSection(Section):
         "and is compiled in pieces. Evaluations run uncompiled",
     )
     eval_every: CountOrZero = Field(default=0, description="steps between evaluations; 0: before the first step and after the last")
+    completions: CompletionSettings | None = Field(
+        default=None,
+        description="show how the model continues some texts, in events.jsonl and the loggers: "
+        "`{every: 100, prompts: [Once upon a time], tokens: 64, temperature: 0}`. It does not change the training",
+    )
     early_stop: EarlyStop | None = Field(default=None, description="stop, with a checkpoint, if the loss of an evaluation no longer falls")
     profile: ProfileWindow | None = Field(
         default=None, description="write a Chrome trace of a few steps, and a memory snapshot on CUDA, to `profiles` in the run's folder"

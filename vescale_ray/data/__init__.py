@@ -4,6 +4,6 @@
 is the permutation of ``stream``. ``block_dataset`` reads everything else in blocks: ``files`` finds the files, ``token_files`` and
 ``document_files`` read them, ``encoders`` make tokens, ``block_order`` shuffles with locality, and ``read_ahead`` hides the storage's
 latency. ``chat_files`` and ``chat`` do so for fine-tuning rows. ``mixture`` takes samples from several such sources in proportions that
-``shares`` keeps exact. ``given_dataset`` takes an object of the caller, and ``preparation`` tokenizes beforehand. Imports numpy, torch,
-pyarrow and fsspec, and no higher layer of this package.
+``shares`` keeps exact. ``given_dataset`` takes an object of the caller, and ``preparation`` tokenizes beforehand. ``prompts``
+encodes single texts. Imports numpy, torch, pyarrow and fsspec, and no higher layer of this package.
 """
