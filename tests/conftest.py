@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 # Set before torch or Ray is imported; every process that a test starts inherits these.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -24,6 +25,13 @@ torch.set_num_threads(1)
 # On a busy machine, the time to make examples says nothing about the code. A pause of one second failed a test.
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("here")
+
+
+@pytest.fixture(autouse=True)
+def apart_from_ray(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the session's Ray cluster (``ray_here``) from tests that do not ask for it: a run uses the Ray that its process has."""
+    if "ray_here" not in request.fixturenames and "ray" in sys.modules:
+        monkeypatch.setattr(sys.modules["ray"], "is_initialized", lambda: False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
