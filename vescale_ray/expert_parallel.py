@@ -29,7 +29,7 @@ from vescale_ray.fsdp.units.checks import is_managed
 from vescale_ray.models.moe import Experts
 
 
-def parallelize_experts(model: nn.Module, mesh: DeviceMesh, *, kind: type[nn.Module] = Experts) -> list[Any]:
+def parallelize_experts(model: nn.Module, mesh: DeviceMesh, *, kind: type[nn.Module] | None = None) -> list[Any]:
     """Distribute the experts of ``model`` over the ranks of ``mesh``, in place, before ``fully_shard``::
 
         mesh = init_device_mesh("cuda", (dp, ep), mesh_dim_names=("dp", "ep"))
@@ -47,8 +47,9 @@ def parallelize_experts(model: nn.Module, mesh: DeviceMesh, *, kind: type[nn.Mod
         model: a model whose ranks have equal parameters, or that is on the meta device.
         mesh: one dimension of the mesh, whose ranks hold different experts. Each rank has its own part of the batch.
         kind: class of the modules that hold experts. The first dimension of each parameter is the expert. ``forward(rows, counts)``
-            computes rows that are ordered by expert, ``counts`` of each (:class:`vescale_ray.models.moe.Experts`). It reads the number of
-            experts from ``counts`` or its parameters.
+            computes rows that are ordered by expert, ``counts`` of each, and returns as many elements. It reads the number of experts from
+            ``counts`` or its parameters.
+            None: :class:`vescale_ray.models.moe.Experts`, and the fused experts of transformers.
 
     Returns:
         The modules that hold experts, for ``fully_shard`` with the other dimension of the mesh.
@@ -63,21 +64,30 @@ def parallelize_experts(model: nn.Module, mesh: DeviceMesh, *, kind: type[nn.Mod
         raise ValueError(f"parallelize_experts got {mesh}: give the one dimension whose ranks share the experts, as mesh['ep']")
     if mesh.get_coordinate() is None:
         raise ValueError(f"this process is not part of {mesh}: give the dimension of a mesh of all ranks, as mesh['ep']")
-    found = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
+    found = {name: module for name, module in model.named_modules() if _is_experts(module, kind)}
     if not found:
+        named = "vescale_ray.models.moe.Experts or fused experts of transformers" if kind is None else f"class {kind.__name__}"
         raise ValueError(
-            f"{type(model).__name__} has no module of class {kind.__name__}: name the class of its experts with kind=.., whose forward "
-            f"takes (rows, counts)"
+            f"{type(model).__name__} has no module of {named}: name the class of its experts with kind=.., whose forward takes (rows, "
+            f"counts)"
         )
     for name, module in found.items():
-        _check(name or kind.__name__, module, mesh)
+        _check(name or type(module).__name__, module, mesh)
     placed: dict[nn.Parameter, nn.Parameter] = {}
     for module in found.values():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[attribute] = placed.setdefault(parameter, _part(parameter, mesh))
-        module.forward = _ParallelForward(module, mesh)  # type: ignore[method-assign]
+        adapter = _TransformersForward if kind is None and not isinstance(module, Experts) else _RowsForward
+        module.forward = adapter(module, mesh)  # type: ignore[method-assign]
     return list(found.values())
+
+
+def _is_experts(module: nn.Module, kind: type[nn.Module] | None) -> bool:
+    if kind is not None:
+        return isinstance(module, kind)
+    # transformers' decorator of classes of fused experts sets this attribute; ``forward`` takes rows, their experts and weights.
+    return isinstance(module, Experts) or (hasattr(module, "_is_expert_parallel") and hasattr(module, "num_experts"))
 
 
 def _check(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -107,15 +117,14 @@ def _part(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 
 
 class _ParallelForward:
-    """The forward of experts that are distributed over ranks."""
+    """The forward of experts that are distributed over ranks. A subclass knows the arguments of the module's own forward."""
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        self._module, self._kind = module, type(module)
+    def __init__(self, module: Any, mesh: DeviceMesh) -> None:
+        self.module, self.kind = module, type(module)
         self._group, self._ranks = mesh.get_group(), mesh.size()
 
-    @disable_dynamo  # type: ignore[untyped-decorator]
-    def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Compute ``rows``, ordered by expert, ``counts`` of each of all experts."""
+    def exchanged(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Compute ``rows``, ordered by expert, ``counts`` of each of all experts, on the ranks of the experts."""
         sent = counts.view(self._ranks, -1)
         received = torch.empty_like(sent)
         _all_to_all(received, sent, None, None, self._group)
@@ -124,17 +133,58 @@ class _ParallelForward:
         # They are ordered by rank, and by expert within a rank.
         expert = torch.arange(received.shape[1], device=rows.device).repeat(self._ranks)
         order = expert.repeat_interleave(received.flatten(), output_size=len(arrived)).argsort(stable=True)
-        computed = self._kind.forward(self._local(), arrived[order], received.sum(0))
+        local = self._local()
+        if len(arrived):
+            computed = self.compute(local, arrived[order], received.sum(0))
+        else:
+            # Backward must exchange rows here, too, and give each parameter a gradient: ranks that hold parts of it have one.
+            computed = arrived + sum(parameter.flatten()[:0].sum() for parameter in local.parameters())
         result: Tensor = _SendRows.apply(computed[order.argsort()], given, taken, self._group)
         return result
 
+    def compute(self, local: Any, rows: Tensor, counts: Tensor) -> Tensor:
+        """Compute ``rows`` by this rank's experts, those of ``local``."""
+        raise NotImplementedError
+
     def _local(self) -> Any:
         """The module with this rank's experts as plain tensors, for one call. The module itself stays as it is."""
-        local = object.__new__(self._kind)
-        held: Any = self._module._parameters
-        plain = {name: parameter if parameter is None else parameter.to_local() for name, parameter in held.items()}
-        local.__dict__.update({**self._module.__dict__, "_parameters": plain})
+        local = object.__new__(self.kind)
+        held = self.module._parameters.items()
+        plain = {name: parameter if parameter is None else parameter.to_local() for name, parameter in held}
+        local.__dict__.update({**self.module.__dict__, "_parameters": plain})
         return local
+
+
+class _RowsForward(_ParallelForward):
+    """For experts whose forward takes rows that are ordered by expert, and their counts."""
+
+    @disable_dynamo  # type: ignore[untyped-decorator]
+    def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
+        return self.exchanged(rows, counts)
+
+    def compute(self, local: Any, rows: Tensor, counts: Tensor) -> Tensor:
+        computed: Tensor = self.kind.forward(local, rows, counts)
+        return computed
+
+
+class _TransformersForward(_ParallelForward):
+    """For fused experts of transformers, whose forward takes rows, and indices and weights of each row's experts."""
+
+    @disable_dynamo  # type: ignore[untyped-decorator]
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        chosen = top_k_index.flatten()
+        counts = torch.zeros(self.module.num_experts, dtype=torch.int64, device=chosen.device)
+        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        order = chosen.argsort(stable=True)
+        computed = self.exchanged(hidden_states[order // top_k_index.shape[-1]], counts)
+        computed = computed[order.argsort()].view(*top_k_index.shape, -1)
+        return (computed * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+
+    def compute(self, local: Any, rows: Tensor, counts: Tensor) -> Tensor:
+        local.num_experts = len(counts)
+        expert = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows)).unsqueeze(1)
+        computed: Tensor = self.kind.forward(local, rows, expert, rows.new_ones(expert.shape))
+        return computed
 
 
 class _SendRows(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from tests.fsdp.transformer import apart, full
-from tests.ranks import on_processes, on_threads
+from tests.models import hf_folders
+from tests.ranks import on_processes, on_threads, run_threads
 from vescale_ray import FSDPModule, MixedPrecisionPolicy, checkpoint, fully_shard, parallelize_experts
+from vescale_ray.checkpoint.huggingface_layout import file_layout
+from vescale_ray.models import hf
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.models.moe import Experts, MoE, MoEConfig
 from vescale_ray.optim import AdamW, OptimizerConfig, build_optimizer, clip_grad_norm_, route_parameters
 from vescale_ray.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
 
+os.environ["HF_HUB_OFFLINE"] = "1"
 SIZES: dict[str, Any] = {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "experts": 4, "top_k": 2, "ffn": 12, "head_dim": 8, "vocab": 40}
 MESHES = [(2, 1), (1, 2), (2, 2)]
 ROWS = 2
@@ -223,7 +228,9 @@ def test_experts_that_can_not_be_distributed_are_refused(rank: int, world: int) 
     with pytest.raises(ValueError, match=r"layers.0.ffn.experts.gate_up_proj of shape \(3, 16, 24\): the 2 ranks of .* do not divide"):
         parallelize_experts(odd, mesh["ep"])
     assert all(type(parameter) is nn.Parameter for parameter in odd.parameters()), "a refusal changes nothing"
-    with pytest.raises(ValueError, match=r"Llama has no module of class Experts: name the class of its experts with kind"):
+    with pytest.raises(ValueError, match=r"Llama has no module of class Scaled: name the class of its experts with kind"):
+        parallelize_experts(Llama(LlamaConfig(dim=8, layers=1, heads=1, kv_heads=1, ffn=8)), mesh["ep"], kind=Scaled)
+    with pytest.raises(ValueError, match=r"Llama has no module of vescale_ray.models.moe.Experts or fused experts of transformers"):
         parallelize_experts(Llama(LlamaConfig(dim=8, layers=1, heads=1, kv_heads=1, ffn=8)), mesh["ep"])
     with pytest.raises(ValueError, match=r"give the one dimension whose ranks share the experts, as mesh\['ep'\]"):
         parallelize_experts(made(), mesh)
@@ -274,3 +281,63 @@ def test_shared_and_frozen_experts_stay_shared_and_frozen(rank: int, world: int)
     for name, parameter in dense.named_parameters():
         if parameter.requires_grad:
             assert apart(full(model.get_parameter(name).grad), parameter.grad) <= 1e-5, name
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_experts_of_transformers_equal_dense_ones(kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = hf.open_folder(hf_folders.write(tmp_path, kind))
+    dense = transformers.AutoModelForCausalLM.from_pretrained(folder.path)
+    weights = {name: one.detach().clone() for name, one in [*dense.named_parameters(), *dense.named_buffers()]}
+    starve_last(dense)
+    losses = [square_of(dense, tokens) for tokens in tokens_of(0, 4)]
+    torch.stack(losses).mean().backward()
+    grads = {name: parameter.grad for name, parameter in dense.named_parameters() if parameter.grad is not None}
+    run_threads(4, transformers_experts, folder, [hf.build(folder) for _ in range(4)], weights, [one.item() for one in losses], grads)
+
+
+def transformers_experts(rank: int, world: int, folder: hf.HfFolder, models: Any, weights: Any, losses: Any, grads: Any) -> None:
+    model, mesh = models[rank], two_dims((2, 2))
+    found = parallelize_experts(model, mesh["ep"])
+    assert found[0].gate_up_proj.to_local().shape[0] == 2
+    for experts in found:
+        fully_shard(experts, mesh=mesh["dp"])
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    for name, buffer in model.named_buffers():
+        buffer.copy_(weights[name])
+    layout = file_layout(hf.build(folder))
+    checkpoint.import_hf(folder.path, model, layout=layout, exclude=[name for name, _ in model.named_buffers()])
+    for name, parameter in model.named_parameters():
+        assert torch.equal(full(parameter), weights[name]), name
+    starve_last(model)
+    loss = square_of(model, tokens_of(0, world)[rank])
+    loss.backward()
+    assert loss.item() == pytest.approx(losses[rank], rel=1e-5)
+    for name, grad in grads.items():
+        assert apart(full(model.get_parameter(name).grad), grad) <= 1e-5, name
+
+
+def square_of(model: Any, tokens: Tensor) -> Tensor:
+    squares: Tensor = model(tokens).logits.square().mean()
+    return squares
+
+
+def starve_last(model: Any) -> None:
+    """No rank of the second half gets a row in the last layer."""
+    model.model.layers[-1].mlp.experts.register_forward_pre_hook(_to_first_experts)
+
+
+def _to_first_experts(_: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    rows, chosen, weights = given
+    return rows, torch.arange(2).expand_as(chosen), weights
+
+
+@pytest.mark.slow
+@on_processes(1)
+def test_the_gpu_check_of_experts_passes_on_a_cpu(rank: int, world: int) -> None:
+    from benchmarks.gpu_experts import check_experts  # type: ignore[import-not-found]
+
+    assert "equal those of single products" in check_experts(torch.device("cpu"))
