@@ -132,6 +132,7 @@ class Commands:
                 most=config.max_workers,
                 slots=config.train.slots,
                 capacity=self._spec.capacity,
+                whole=config.whole,
             )
             self._durable.note(requested=workers)
             self.want(workers, "manual")

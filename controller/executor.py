@@ -159,10 +159,10 @@ class Executor:
     def plan_ahead(self, world: World) -> None:
         """Plan the layouts that may come next: of the target, and of a few workers lost or joined. If their outline is unknown, ask the
         members for it."""
-        size = world.size
+        size, grid = world.size, self.config.grid
         if self.layouts.told:
-            near = (size + step * sign for step in range(1, AHEAD + 1) for sign in (-1, 1))
-            self.layouts.ahead((size, self.commands.target, *near))
+            near = (size + step * sign for step in range(1, AHEAD + 1) for sign in (-1, 1) if size + step * sign > 0)
+            self.layouts.ahead(grid(workers).shards for workers in (size, self.commands.target, *near))
         else:
             self.worker_group.ask_outline(world.members)
 

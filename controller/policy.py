@@ -6,24 +6,35 @@ whether workers must be hired or a new generation is due.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from vescale_ray.config.sharding import RankGrid
 from vescale_ray.controller.protocol import RequestRefused, StateSource, World
 from vescale_ray.workers.messages import Origin
-from vescale_ray.workers.resharding.held_state import HeldState, choose_resume
+from vescale_ray.workers.resharding.held_state import HeldState, Resume, choose_resume
 
 
 def next_members(
-    living: Sequence[str], ready: Sequence[str], target: int, leaving: Collection[str] = ()
+    living: Sequence[str],
+    ready: Sequence[str],
+    target: int,
+    leaving: Collection[str] = (),
+    whole: Callable[[int], int] = int,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Members and leavers. Members that stay keep their old order, and joiners come last; ranks are assigned later
-    (:mod:`vescale_ray.workers.resharding.rank_assignment`). Leavers are the ``leaving`` workers and the last ones beyond ``target``."""
+    (:mod:`vescale_ray.workers.resharding.rank_assignment`). Leavers are the ``leaving`` workers and the last ones beyond ``target``.
+
+    Args:
+        whole: the most of a number of workers that can train together (:meth:`vescale_ray.config.RunConfig.whole`).
+    """
     staying = tuple(w for w in living if w not in leaving)[:target]
     joiners = tuple(w for w in ready if w not in leaving)[: target - len(staying)]
-    stays = frozenset(staying)
-    return (*staying, *joiners), tuple(w for w in living if w not in stays)
+    members = (*staying, *joiners)
+    members = members[: whole(len(members))]
+    stays = frozenset(members)
+    return members, tuple(w for w in living if w not in stays)
 
 
 # ----------------------------------------------------------------------------------------------------------------- staffing
@@ -57,13 +68,6 @@ def staffing(world: int, ready: int, warming: int, target: int, spares: int = 0)
     )
 
 
-def unprotected(nodes: Sequence[str], *, copies: bool) -> int:
-    """Number of ranks, on these nodes, without a copy of their shards on another node
-    (:func:`vescale_ray.workers.resharding.buddies.buddies`)."""
-    fullest = max(Counter(nodes).values(), default=0)
-    return max(0, 2 * fullest - len(nodes)) if copies else len(nodes)
-
-
 LONGEST_GAP_S = 3600.0
 
 
@@ -81,8 +85,8 @@ def worth_growing(steps_left: int, step_s: float | None, warm_s: float) -> bool:
     return step_s is None or steps_left * step_s > 2.0 * warm_s
 
 
-def check_rescale(workers: object, *, fewest: int, most: int, slots: int, capacity: int | None) -> int:
-    """Return ``workers``, the number requested, if the run can have it.
+def check_rescale(workers: object, *, fewest: int, most: int, slots: int, capacity: int | None, whole: Callable[[int], int] = int) -> int:
+    """Return ``workers``, the number requested, if the run can have it. ``whole``: as for :func:`next_members`.
 
     Raises:
         RequestRefused: one line with the number, the bound and its key.
@@ -97,6 +101,8 @@ def check_rescale(workers: object, *, fewest: int, most: int, slots: int, capaci
         raise RequestRefused(f"workers = {workers} is more than elastic.max_workers = {most}")
     if workers < fewest:
         raise RequestRefused(f"workers = {workers} is fewer than elastic.min_workers = {fewest}")
+    if (fits := whole(workers)) != workers:
+        raise RequestRefused(f"workers = {workers} is no multiple of train.sharding.shard_group: give {fits}, or the next multiple")
     if capacity is not None and workers > capacity:
         raise RequestRefused(f"workers = {workers}: this cluster has room for {capacity} (ray.num_cpus, ray.cpus_per_worker)")
     return workers
@@ -141,22 +147,34 @@ def choose_source(
     """
     resume = choose_resume(held, prefer=members)
     if resume is not None and (newest is None or resume.step >= newest.step):
-        owners = before.members if before is not None and before.ticket.generation == resume.generation else ()
-        copies = len(owners) < resume.world or any(owner not in held for owner in owners)
-        return StateSource(Origin.MEMORY, resume.step, resume=resume, copies=copies)
+        owners = owners_of(before, resume)
+        alive = [[owner in held for owner in of] for of in owners]
+        lender: Literal["peer", "replica"] | None = None
+        if not owners or not all(all(of) for of in alive):
+            lender = "replica" if owners and all(any(of) for of in alive) else "peer"
+        return StateSource(Origin.MEMORY, resume.step, resume=resume, lender=lender)
     if newest is not None:
         return StateSource(Origin.CHECKPOINT, newest.step, commit=newest.name, path=newest.path)
     # There is no checkpoint, and a shard is lost: training begins anew.
     return StateSource(Origin.FRESH, 0)
 
 
+def owners_of(world: World | None, resume: Resume) -> list[tuple[str, ...]]:
+    """By shard of the state ``resume``, the workers that trained with it, one in each replica; empty if ``world`` is another
+    generation."""
+    if world is None or world.ticket.generation != resume.generation or world.size < resume.world:
+        return []
+    grid = RankGrid(world.size // resume.world, resume.world)
+    return [tuple(world.members[rank] for rank in grid.replicas_of(shard)) for shard in range(grid.shards)]
+
+
 def spread_saving(holders: Mapping[int, Sequence[str]], owners: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """The old ranks whose shards each worker writes to a checkpoint. Each worker writes its own. The worker with the least to write also
-    writes the copy of a lost worker's shard.
+    """The shards that each worker writes to a checkpoint. Each worker writes its own. The worker with the least to write also writes the
+    copy of a lost worker's shard.
 
     Args:
-        holders: by old rank, the workers that hold its shard.
-        owners: the workers by old rank.
+        holders: by shard, the workers that hold it.
+        owners: by shard, the worker that is to write it.
     """
     ranks_of: dict[str, list[int]] = {}
     orphans = []

@@ -142,7 +142,8 @@ class StateSource:
         commit: name of the checkpoint, for ``Origin.CHECKPOINT``.
         path: its path, for people.
         resume: what the workers hold (``vescale_ray.workers.resharding.held_state.Resume``), for ``Origin.MEMORY``.
-        copies: some shards come from the copy in another worker's memory, because their owner is gone.
+        lender: whose memory has the shards of lost workers: ``replica`` if every shard has an owner left, else ``peer`` (a copy). None: no
+            owner is lost.
     """
 
     origin: Origin
@@ -150,7 +151,7 @@ class StateSource:
     commit: str | None = None
     path: str | None = None
     resume: Any = None
-    copies: bool = False
+    lender: Literal["peer", "replica"] | None = None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_ray.compat.core import tree_leaves, tree_map_only
 from vescale_ray.models.units import select_units
@@ -72,7 +73,7 @@ def _run_alone(config: RunConfig, device: torch.device, blank: Blank, unit: Any,
     from vescale_ray.fsdp import fully_shard
 
     set_forward(unit, config, blank.compiler)
-    fully_shard(unit, reshard_after_forward=config.train.reshard_after_forward, **sharding_of(config, device, 1))
+    fully_shard(unit, reshard_after_forward=config.train.reshard_after_forward, **sharding_of(config, init_device_mesh(device.type, (1,))))
     if any(tensor.is_meta for tensor in (*unit.parameters(), *unit.buffers())):
         unit.to_empty(device=device)
     with torch.no_grad():

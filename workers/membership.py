@@ -34,6 +34,7 @@ from vescale_ray.workers.messages import (
 from vescale_ray.workers.monitoring.profiling import WRITE_S
 from vescale_ray.workers.network import process_groups
 from vescale_ray.workers.network.process_groups import Closing, GroupFailed
+from vescale_ray.workers.network.rank_mesh import rank_mesh
 from vescale_ray.workers.resharding.reshard import restore_from_checkpoint
 from vescale_ray.workers.resharding.shard_layouts import outline_of, packed
 from vescale_ray.workers.shard_move import FILL_SECONDS, move
@@ -42,6 +43,7 @@ from vescale_ray.workers.worker_fault import fault_of
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     from vescale_ray.config import RunConfig
     from vescale_ray.data.dataset import Dataset
@@ -130,12 +132,13 @@ class Membership:
             GroupFailed, BadInput, CheckpointError, ..: the generation ended early. The group is still there.
         """
         begin = time.perf_counter()
-        self._form()
+        mesh = self._form()
         formed = time.perf_counter()
         trainer: Trainer | None = None
         try:
             with process_groups.collectives(f"generation {self._order.ticket}"):
-                trainer = self._build()
+                trainer = self._build(mesh)
+                del mesh
                 self._fill_all(trainer, {"form": formed - begin, "build": time.perf_counter() - formed})
                 if self._order.origin is not Origin.MEMORY:
                     self._outline(trainer)
@@ -202,8 +205,9 @@ class Membership:
             self._snapshots.copied()
         self._snapshots.settle()
 
-    def _form(self) -> None:
-        order, seat = self._order, self._order.seat
+    def _form(self) -> DeviceMesh:
+        order, seat, device = self._order, self._order.seat, self._resources.device.type
+        timeout_s = self._config.elastic.collective_timeout_s
         with self._state.connecting(order.ticket) as connections:
             process_groups.form(
                 seat.store_host,
@@ -211,13 +215,14 @@ class Membership:
                 seat.prefix,
                 seat.rank,
                 seat.world,
-                "nccl" if self._resources.device.type == "cuda" else "gloo",
-                self._config.elastic.collective_timeout_s,
+                "nccl" if device == "cuda" else "gloo",
+                timeout_s,
                 closed=lambda: self._state.is_fenced(order.ticket),
                 lines=connections,
             )
+            return rank_mesh(self._config.grid(seat.world), device, timeout_s, connections)
 
-    def _build(self) -> Trainer:
+    def _build(self, mesh: DeviceMesh) -> Trainer:
         resources, order = self._resources, self._order
         try:
             trainer = Trainer(
@@ -230,6 +235,7 @@ class Membership:
                 resources.next_model.take(),
                 filled=order.origin is not Origin.FRESH,
                 eval_sets=resources.eval_sets,
+                mesh=mesh,
             )
         except ValueError as error:
             raise BadInput(" ".join(str(error).split())) from None
@@ -320,13 +326,17 @@ class Membership:
             self._state.publish(Evaluated(self._order.ticket, trainer.completed, loss, samples, sets), completed=trainer.completed)
 
     def _stage(self, trainer: Trainer, step: int, took: dict[str, float]) -> None:
-        """Begin to write a checkpoint of this rank's shards, or publish why it failed. Adds the seconds of the copy to ``took``."""
+        """Begin to write a checkpoint of this rank's shard, or publish why it failed. Adds the seconds of the copy to ``took``. Of the
+        replicas of a shard, only one writes it."""
         ticket, attempt, began = self._order.ticket, f"{self._order.save_prefix}-s{step}", time.perf_counter()
+        grid, shard = trainer.grid, trainer.grid.shard_of(trainer.rank)
+        if grid.writer_of(shard) != trainer.rank:
+            return
         try:
             staged = self._snapshots.stage(trainer)
         except Exception as error:  # for example no memory for the copy: this loses the checkpoint, but training goes on
             problem = f"the state could not be copied: {process_groups.describe(error)}"
-            self._state.publish(SavedShard(ticket, attempt, step, trainer.generation, trainer.rank, trainer.world, None, problem, 0.0))
+            self._state.publish(SavedShard(ticket, attempt, step, trainer.generation, shard, grid.shards, None, problem, 0.0))
         else:
             took["checkpoint"] = time.perf_counter() - began
             self._resources.writer.submit(staged, ticket, attempt, took["checkpoint"])

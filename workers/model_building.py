@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
 
 from vescale_ray.config import VOCAB
@@ -25,6 +24,8 @@ from vescale_ray.workers.initial_values import buffer_values, check_initializabl
 from vescale_ray.workers.unit_forward import UnitCompiler, set_forward
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from vescale_ray.config import RunConfig
     from vescale_ray.config.sections import LoraSettings
 
@@ -184,8 +185,8 @@ class NextModel:
         return taken
 
 
-def sharding_of(config: RunConfig, device: torch.device, world: int) -> dict[str, Any]:
-    """Arguments of ``fully_shard`` that are the same for all units. Collective."""
+def sharding_of(config: RunConfig, mesh: DeviceMesh) -> dict[str, Any]:
+    """Arguments of ``fully_shard`` that are the same for all units."""
     from vescale_ray.fsdp import MixedPrecisionPolicy
 
     train = config.train
@@ -194,18 +195,20 @@ def sharding_of(config: RunConfig, device: torch.device, world: int) -> dict[str
         param_dtype=None if train.param_dtype == "float32" else dtypes[train.param_dtype],
         reduce_dtype=None if train.reduce_dtype == train.param_dtype else dtypes[train.reduce_dtype],
     )
-    return {"mesh": init_device_mesh(device.type, (world,)), "mp_policy": policy, "to_empty": True}
+    return {"mesh": mesh, "mp_policy": policy, "to_empty": True}
 
 
-def build_sharded(config: RunConfig, device: torch.device, world: int, blank: Blank, *, filled: bool) -> tuple[Any, torch.optim.Optimizer]:
-    """The sharded model, without values, and its optimizer. All optimizer states exist, so they can be loaded or given away before a
-    step."""
+def build_sharded(
+    config: RunConfig, device: torch.device, mesh: DeviceMesh, blank: Blank, *, filled: bool
+) -> tuple[Any, torch.optim.Optimizer]:
+    """The model sharded over ``mesh``, without values, and its optimizer. All optimizer states exist, so they can be loaded or given away
+    before a step."""
     from vescale_ray.fsdp import FSDPModule, fully_shard
     from vescale_ray.optim import build_optimizer
 
     model: Any = blank.model
     routing, staging_mb = blank.routing, config.train.reduce_staging_mb
-    shared = {**sharding_of(config, device, world), "block_policy": routing.block_policy}
+    shared = {**sharding_of(config, mesh), "block_policy": routing.block_policy}
     for unit in select_units(model, config.model.units):
         set_forward(unit, config, blank.compiler)
         fully_shard(unit, reshard_after_forward=config.train.reshard_after_forward, **shared)

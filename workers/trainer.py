@@ -46,17 +46,21 @@ from vescale_ray.communication import wait_notes
 from vescale_ray.data.loss_units import bits_per_byte
 from vescale_ray.lr_schedule import lr_at
 from vescale_ray.workers.batch_losses import BatchLosses
+from vescale_ray.workers.gradient_clipping import clip
 from vescale_ray.workers.initial_values import fill, seed_of
 from vescale_ray.workers.messages import StepRecord, Usage
 from vescale_ray.workers.model_building import Blank, build_model, build_sharded
 from vescale_ray.workers.monitoring.meter import Meter
 from vescale_ray.workers.monitoring.pace import Pace, deal
+from vescale_ray.workers.network.rank_mesh import rank_mesh
 from vescale_ray.workers.resharding.shards import Views, formats_of
 from vescale_ray.workers.slot_batches import SlotBatches, targets_in
 from vescale_ray.workers.step_exchange import RankStep, Seconds, exchange
 from vescale_ray.workers.unit_forward import kept_results
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from vescale_ray.config import RunConfig
     from vescale_ray.data.dataset import Dataset
 
@@ -75,8 +79,10 @@ class Trainer:
         blank: unsharded model for this trainer, built ahead; None builds it now.
         filled: whether all values will come from elsewhere, so that optimizer states stay uninitialised. Not with :meth:`initialize`.
         eval_sets: evaluation sets by name, the same on every rank.
+        mesh: mesh of the ranks (:func:`vescale_ray.workers.network.rank_mesh.rank_mesh`); None makes it.
 
     Attributes:
+        grid: arrangement of the ranks in replicas and shards.
         completed: number of completed steps, which is also the next step's index.
         model, optimizer: model and optimizer of this rank; the parameters are ``RaggedDTensor``.
         pace: watches the ranks' speed and assigns the slots.
@@ -102,18 +108,20 @@ class Trainer:
         *,
         filled: bool = False,
         eval_sets: Mapping[str, Dataset] | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         if world > config.train.slots:
             raise ValueError(f"{world} workers for train.slots = {config.train.slots}: use at most as many workers as slots")
         self.config, self.rank, self.world, self.generation = config, rank, world, generation
-        self.device = torch.device(device)
+        self.grid, self.device = config.grid(world), torch.device(device)
         self.dataset, self.eval_sets = dataset, eval_sets or {}
         self.completed = 0
         self._order = dataset.order(config.run.seed)
         torch.set_num_threads(config.train.threads)
         blank = blank or Blank(config)
         self.take_problems = blank.compiler.take_problems
-        self.model, self.optimizer = build_sharded(config, self.device, world, blank, filled=filled)
+        mesh = mesh or rank_mesh(self.grid, self.device.type)
+        self.model, self.optimizer = build_sharded(config, self.device, mesh, blank, filled=filled)
         self.parameters = tuple(self.model.named_parameters())
         """Sharded parameters with their names, listed once. Listing takes 2 ms per hundred parameters, several times in a rescale's
         pause."""
@@ -169,7 +177,7 @@ class Trainer:
         computed = self._compute(index, tokens, table)
         loop = time.perf_counter() - begin
         meter.computed(loop)
-        fetched = self._fetch(computed.nlls, self._clip())
+        fetched = self._fetch(computed.nlls, clip(self.config, self.model, self.optimizer))
         # the norm is a sum over all ranks, so all ranks are at the same point here, but not after settle
         together = time.perf_counter() - begin
         if settle is not None:
@@ -345,22 +353,6 @@ class Trainer:
         """
         if ranks != self.world:
             raise RuntimeError(f"NCCL: a collective of step {self.completed + 1} was aborted: {ranks:g} of {self.world} ranks contributed")
-
-    def _clip(self) -> list[Tensor]:
-        """Clip the gradients that AdamW or SGD use. Returns their norm before that, and the norm of Muon's gradients if there are any.
-
-        Muon's gradients are not clipped: its update does not depend on their size, and very small ones would vanish in Newton-Schulz.
-        """
-        from vescale_ray.optim import Muon, clip_grad_norm_, total_norm
-
-        limit = self.config.train.grad_clip or float("inf")
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        parts = getattr(self.optimizer, "optimizers", (self.optimizer,))
-        muons = [p for part in parts if isinstance(part, Muon) for group in part.param_groups for p in group["params"]]
-        exact = self.config.elastic.deterministic
-        norm = clip_grad_norm_(trained, limit, leave_out=muons, exact=exact)
-        grads = [p.grad for p in muons if p.grad is not None]
-        return [norm, total_norm(grads, exact=exact)] if grads else [norm]
 
     def _fetch(self, nlls: Sequence[Tensor], norms: Sequence[Tensor]) -> _Fetched:
         """Copy the losses of this rank's slots and the gradient norms to the host. No other call of a step waits for the device.

@@ -247,9 +247,8 @@ class CheckpointCoordinator:
                 if (held_state.generation, held_state.step) == (resume.generation, resume.step):
                     for rank in held_state.ranks:
                         holders.setdefault(rank, []).append(worker)
-        world = self._generation.world
-        owners = world.members if world is not None and world.ticket.generation == resume.generation else ()
-        plan = policy.spread_saving(holders, owners)
+        owners = policy.owners_of(self._generation.world, resume)
+        plan = policy.spread_saving(holders, [of[shard % len(of)] for shard, of in enumerate(owners)])
         epoch = self._durable.take_number()
         attempt = f"{self._run_id}-h{epoch}-s{resume.step}"
         tickets = {w: report.ticket for w in plan if (report := self._worker_group.report(w)) is not None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from vescale_ray.config.sharding import RankGrid
 from vescale_ray.controller.observations import WorkersView
 from vescale_ray.workers.messages import WorkerPhase
 from vescale_ray.workers.resharding.held_state import HeldState, Resume, choose_resume
@@ -31,36 +32,53 @@ def writes(workers: WorkersView, holders: Iterable[str]) -> bool:
     return any(one is not None and (one.phase is WorkerPhase.SAVING or workers.stale(w)) for w, one in reports.items())
 
 
-def seated(members: Sequence[str], resume: Resume | None, states: Held, layouts: Layouts) -> tuple[tuple[str, ...], str]:
-    """``members`` in the order of their ranks, so that the fewest bytes move from the state ``resume``; and the basis of that order. If the
-    layouts are not known yet, it is equal intervals, and another order might have moved fewer bytes."""
-    from vescale_ray.workers.resharding.rank_assignment import seated
+def by_node(members: Sequence[str], grid: RankGrid, workers: WorkersView) -> tuple[str, ...]:
+    """``members`` in the order of their ranks if they hold no state: with replicas, the workers of a node are next to each other."""
+    if grid.replicas == 1:
+        return tuple(members)
+    nodes = list(_nodes(members, workers).values())
+    return tuple(sorted(members, key=lambda w: next(place for place, there in enumerate(nodes) if w in there)))
+
+
+def seated(
+    members: Sequence[str], resume: Resume | None, states: Held, workers: WorkersView, layouts: Layouts, grid: RankGrid
+) -> tuple[tuple[str, ...], str]:
+    """``members`` in the order of their ranks in ``grid``, so that the fewest bytes move from the state ``resume``; and the basis of that
+    order. If the layouts are not known yet, it is equal intervals, and another order might have moved fewer bytes."""
+    from vescale_ray.workers.resharding.rank_assignment import in_rows, replicated, seated
 
     if resume is None:
-        return tuple(members), "layouts"
-    overlap = layouts.overlap(resume.world, len(members))
-    return seated(members, _parts(resume, states), overlap), "layouts" if layouts.exact else "equal intervals"
+        return by_node(members, grid, workers), "layouts"
+    overlap = replicated(layouts.overlap(resume.world, grid.shards), grid.replicas)
+    ranked = in_rows(seated(members, _parts(resume, states), overlap), grid, list(_nodes(members, workers).values()))
+    return ranked, "layouts" if layouts.exact else "equal intervals"
 
 
 def staying(
-    candidates: Sequence[str], count: int, resume: Resume | None, states: Held, workers: WorkersView, layouts: Layouts
+    candidates: Sequence[str], grid: RankGrid, resume: Resume | None, states: Held, workers: WorkersView, layouts: Layouts
 ) -> tuple[str, ...]:
-    """The ``count`` of ``candidates`` that stay, so that the fewest bytes move from ``resume``. Among equal choices, copies lie on
-    other nodes, and whole nodes become free."""
-    from vescale_ray.workers.resharding.rank_assignment import staying
+    """The ``candidates`` that stay, as many as ``grid`` has ranks, so that the fewest bytes move from ``resume``. Among equal choices,
+    copies lie on other nodes, and whole nodes become free."""
+    from vescale_ray.workers.resharding.rank_assignment import replicated, staying
 
     if resume is None:
-        return tuple(candidates[:count])
+        return tuple(candidates[: grid.size])
+    overlap = replicated(layouts.overlap(resume.world, grid.shards), grid.replicas)
+    nodes = _nodes((*workers.ready(), *workers.warming()), workers)
+    return tuple(staying(candidates, _parts(resume, states), overlap, list(nodes.values())))
+
+
+def _nodes(some: Iterable[str], workers: WorkersView) -> dict[str, list[str]]:
+    """The workers of ``some`` on each node."""
     there: dict[str, list[str]] = {}
-    for worker in (*workers.ready(), *workers.warming()):
+    for worker in some:
         info = workers.info(worker)
         there.setdefault(info.node if info is not None else "", []).append(worker)
-    overlap = layouts.overlap(resume.world, count)
-    return tuple(staying(candidates, _parts(resume, states), overlap, list(there.values())))
+    return there
 
 
 def _parts(resume: Resume, states: Held) -> dict[str, list[int]]:
-    """For each worker, the ranks of the state ``resume`` whose shards it has."""
+    """For each worker, the shards of the state ``resume`` that it has."""
     state = (resume.generation, resume.step, resume.world)
     return {
         worker: [rank for one in of if (one.generation, one.step, one.world) == state for rank in one.ranks]

@@ -8,7 +8,7 @@ one rescale.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from vescale_ray.config import ElasticSection
@@ -65,10 +65,13 @@ class RunProgress:
 
 
 class Autoscaling:
-    """Values in, decisions and events out. Read ``note`` after each call. ``now`` is in seconds of a monotonic clock."""
+    """Values in, decisions and events out. Read ``note`` after each call. ``now`` is in seconds of a monotonic clock.
 
-    def __init__(self, elastic: ElasticSection, note: GrowthNote, now: float) -> None:
-        self._elastic, self._capacity, self.note = elastic, FreePlaces(elastic.grow_after_s), note
+    ``whole`` returns the most of a number of workers that can train together (:meth:`vescale_ray.config.RunConfig.whole`).
+    """
+
+    def __init__(self, elastic: ElasticSection, note: GrowthNote, now: float, whole: Callable[[int], int] = int) -> None:
+        self._elastic, self._capacity, self._whole, self.note = elastic, FreePlaces(elastic.grow_after_s), whole, note
         self._begun = None if note.begun is None else ago(note.begun, now)
         self._aim, self._failed = note.aim, note.failed
         self._hired = 0.0
@@ -98,7 +101,7 @@ class Autoscaling:
         # If a joiner brings down its first generation, the target is lowered. That growth has failed, too.
         self.ended(now, complete=self._aim is not None and run.world >= self._aim)
         capacity = self._capacity.ripe(now) - max(0, self._elastic.spares - run.ready - run.warming)
-        workers = min(run.ceiling - run.target, capacity)
+        workers = self._whole(run.target + min(run.ceiling - run.target, capacity)) - run.target
         if workers <= 0 or run.warming:
             return None, []
         if (wait := self._wait(now)) > 0:

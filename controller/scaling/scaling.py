@@ -55,7 +55,7 @@ class Scaling:
         self, spec: RunSpec, config: RunConfig, state: DurableState, connectivity: Connectivity, cadence: Cadence, layouts: Layouts
     ) -> None:
         self._spec, self._config, self._cadence, self._layouts, self._connectivity = spec, config, cadence, layouts, connectivity
-        self._autoscaling = Autoscaling(config.elastic, state.growth, time.monotonic())
+        self._autoscaling = Autoscaling(config.elastic, state.growth, time.monotonic(), config.whole)
         self.stragglers = Stragglers(config, spec.capacity, spec.bounds.start, state.straggler, time.monotonic())
         self.asked: Ticket | None = None
         self.hire_failures: list[str] = []
@@ -155,7 +155,7 @@ class Scaling:
             # Workers that are still starting count as well: they were asked for, and come a moment later.
             others = [w for w in seen.outside(world.members) if w not in leaving]
             comes = bool(seen.workers.hiring) or any(w not in warm for w in others)
-            target = min(durable.target, len(staying) + len(others) + seen.workers.hiring)
+            target = self._config.whole(min(durable.target, len(staying) + len(others) + seen.workers.hiring))
             do.append(want(target, durable.reason if comes else "drain"))
         return [*do, self._ask_to_park(world, RESCALE, "drain")]
 
@@ -269,7 +269,7 @@ class Scaling:
     def _lets_layouts_be_planned(self, world: World, target: int, seen: Observations) -> bool:
         """Return whether the change waits for the layouts that determine its rank assignment. A controller that was just restarted has not
         planned them yet. Without them, more bytes than necessary would move, and the pause would include the wait for them."""
-        if self._layouts.planned(world.size, target):
+        if self._layouts.planned(*(self._config.grid(workers).shards for workers in (world.size, target))):
             self._unplanned = None
             return False
         self._unplanned = self._unplanned or seen.now
@@ -310,7 +310,7 @@ class Scaling:
         self._forget_failures()  # they are handled now; otherwise the rescale would be abandoned again and again
         self._autoscaling.ended(seen.now, complete=False)
         abandoned = Event("rescale_abandoned", {"from": world.size, "to": target, "error": why})
-        fewer = min(target, world.size + len([w for w in outside if w not in late]))
+        fewer = self._config.whole(min(target, world.size + len([w for w in outside if w not in late])))
         return [*map(actions.Dismiss, late), abandoned, want(fewer, reason)]
 
     def _forget_failures(self) -> None:

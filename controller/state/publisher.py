@@ -10,7 +10,6 @@ from importlib import metadata
 from typing import Any
 
 from vescale_ray.config import RunConfig
-from vescale_ray.controller import policy
 from vescale_ray.controller.failures.budget import Budget
 from vescale_ray.controller.protocol import FINAL, RunState
 from vescale_ray.controller.state.goodput import Goodput
@@ -18,6 +17,7 @@ from vescale_ray.controller.state.run_log import RunLog
 from vescale_ray.controller.state.snapshot import Snapshot
 from vescale_ray.version import __version__
 from vescale_ray.workers.messages import StepRecord, WorkerInfo
+from vescale_ray.workers.resharding.buddies import unprotected
 
 RECORD_GAP_S = 1.0
 """Pause between two writes of run.json while only the step changes."""
@@ -133,7 +133,7 @@ class Publisher:
             self._about = {rank: _labels(known[worker]) for rank, worker in enumerate(members) if worker in known}
             self._processes = tuple((info.pid, info.born, info.node) for info in known.values())
             nodes = [known[worker].node if worker in known else "" for worker in members]
-            self._unprotected = policy.unprotected(nodes, copies=self._config.elastic.snapshot_every > 0)
+            self._unprotected = unprotected(nodes, self._config.grid(len(nodes)), copies=self._config.elastic.snapshot_every > 0)
 
     def _stragglers(self, newest: StepRecord | None) -> Mapping[str, Mapping[str, Any]]:
         """Workers that are slow now, with their present rank and factor."""

@@ -57,7 +57,7 @@ class Rescale:
             "to": world.size,
             "direction": "shrink" if world.size < self.before else "grow" if world.size > self.before else "replace",
             "reason": self.reason,
-            "source": "peer" if world.source.copies else str(world.source.origin),
+            "source": world.source.lender or str(world.source.origin),
             "pause_seconds": pause,
             "phases": self.spent(members).phases,
             "steps_replayed": max(0, self.step - world.source.step),

@@ -48,13 +48,13 @@ class Recovery:
         ready = self._ready(ended, seen)
         # Workers that leave in any case: their node is about to go, or they are slow and have a replacement.
         leaving = seen.leaving((*ended.living, *ready)) | self._scaling.stragglers.leaving(ended.living, ready, durable.target)
-        members, leavers = policy.next_members(ended.living, ready, durable.target, leaving)
+        members, leavers = policy.next_members(ended.living, ready, durable.target, leaving, self._config.whole)
         if (standbys := self._standbys(state, len(members), seen)) is not None:
             return standbys
         fewest, warming = elastic.min_workers, len(workers.warming()) + workers.hiring
         if len(members) < fewest:
             # It is better to train with workers that have to leave soon than not to train.
-            members, leavers = policy.next_members(ended.living, ready, durable.target)
+            members, leavers = policy.next_members(ended.living, ready, durable.target, whole=self._config.whole)
         if len(members) >= fewest:
             return states.Locating(ended, members, leavers, leaving, state.unreached), []
         replaced = elastic.replace_lost or elastic.grow
@@ -89,6 +89,7 @@ class Recovery:
 
     def locating(self, state: states.Locating, seen: Observations) -> Step:
         workers, ended, members, leavers = seen.workers, state.ended, state.members, state.leavers
+        grid = self._config.grid(len(members))
         holders = (*members, *leavers, *seen.leavers)
         find, again = actions.FindCheckpoint(holders), states.Recovering(seen.still_living(ended), unreached=state.unreached)
         if find not in seen.answers:
@@ -102,11 +103,14 @@ class Recovery:
         candidates = [w for w in ended.living if w in chosen or w not in state.leaving]
         if len(candidates) > len(members):  # fewer are wanted than could stay: no worker has joined
             resume = policy.choose_source(held_now, candidates, newest, seen.world).resume
-            members = staying(candidates, len(members), resume, held_now, workers, self._layouts)
+            members = staying(candidates, grid, resume, held_now, workers, self._layouts)
             chosen = frozenset(members)
             leavers = tuple(w for w in ended.living if w not in chosen)
         source = policy.choose_source(held_now, members, newest, seen.world)
-        ranked, numbered_by = seated(members, source.resume, held_now, self._layouts)
+        ranked, numbered_by = seated(members, source.resume, held_now, workers, self._layouts, grid)
+        # Workers beyond the whole replicas stay, if the workers that are missing for another replica are to come.
+        beyond = [w for w in leavers if w not in state.leaving][: max(0, seen.durable.target - len(members))]
+        leavers = tuple(w for w in leavers if w not in beyond)
         return self._generations.launch(ranked, leavers, source, seen, ended, numbered_by)
 
     def _storage_unreached(self, state: states.Locating, problem: OSError, seen: Observations) -> Step:

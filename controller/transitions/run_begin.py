@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller import actions, states
 from vescale_ray.controller.actions import Action
+from vescale_ray.controller.checkpointing.parked import by_node
 from vescale_ray.controller.observations import Observations
 from vescale_ray.controller.protocol import Ending, RunSpec, RunState
 from vescale_ray.controller.scaling.scaling import Scaling, want
@@ -49,7 +51,7 @@ class RunBegin:
             return self._end.halt(Ending(()), seen)
         ready, wanted, failures = workers.ready(), seen.durable.target, self._scaling.hire_failures  # the target may be changed meanwhile
         if len(ready) >= wanted:
-            return self._generations.launch(ready[:wanted], (), self._spec.source, seen)
+            return self._launch(ready[:wanted], seen)
         if len(failures) > self._config.elastic.max_recoveries_without_progress:
             return states.Concluding(error=f"workers do not start: {failures[-1]}"), []
         if seen.now > state.deadline:
@@ -61,9 +63,14 @@ class RunBegin:
                 )
                 return states.Concluding(error=error), []
             late = [actions.Dismiss(worker, tell=False) for worker in workers.warming()]
-            following, do = self._generations.launch(ready, (), self._spec.source, seen)
-            return following, [*late, want(len(ready), "manual"), *do]
+            members = ready[: self._config.whole(len(ready))]
+            following, do = self._launch(members, seen)
+            return following, [*late, want(len(members), "manual"), *do]
         return state, [actions.Hire()] * (wanted - len(ready) - len(workers.warming()) - workers.hiring)
+
+    def _launch(self, members: Sequence[str], seen: Observations) -> Step:
+        ranked = by_node(members, self._config.grid(len(members)), seen.workers)
+        return self._generations.launch(ranked, (), self._spec.source, seen)
 
     def adopting(self, state: states.Adopting, seen: Observations) -> Step:
         workers, world, now = seen.workers, state.world, seen.now

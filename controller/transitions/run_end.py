@@ -93,7 +93,7 @@ def want_those_left(seen: Observations, config: RunConfig, before: int, living: 
         draining = seen.leaving(seen.leavers)
         back = [w for w in seen.leavers if workers.alive(w) and w not in draining]
         left = len(living) + len(back) + len(seen.outside(living)) + workers.hiring
-        fields["target"] = max(elastic.min_workers, min(durable.target, left))
+        fields["target"] = max(elastic.min_workers, config.whole(min(durable.target, left)))
     if durable.target == before or elastic.replace_lost:
         fields["reason"] = "replacement"
     return actions.Note(fields, write=not elastic.replace_lost)

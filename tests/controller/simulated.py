@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tests.controller.stage import PEER, WorkerGroup, node_of, report
+from vescale_ray.config.sharding import RankGrid
 from vescale_ray.controller.failures.budget import Cause
 from vescale_ray.controller.worker_group.worker_news import Heard, Lost, News, Ready
 from vescale_ray.workers.messages import CHECKPOINT, Filled, Give, Join, Origin, Stepped, StepRecord, Ticket, WorkerPhase
@@ -23,6 +25,7 @@ class Simulated(WorkerGroup):
     Attributes:
         step: steps that the members have completed.
         saved: step of the newest checkpoint.
+        grid: arrangement of a number of members in replicas.
         silence: stopped workers. They, and the members that wait for them, make no step.
     """
 
@@ -31,6 +34,7 @@ class Simulated(WorkerGroup):
         self.infos |= {w: node_of(w) for w in members}
         self.members, self.ticket, self.step, self.steps = tuple(members), ticket, step, steps
         self.saved, self.flags, self.beats = step, 0, 0
+        self.grid: Callable[[int], RankGrid] = partial(RankGrid, 1)
         self.held: dict[str, HeldState] = {}
         self.warm_at: dict[str, float] = {}
         self.formed_at: float | None = None
@@ -91,12 +95,14 @@ class Simulated(WorkerGroup):
         self.reports |= {w: replace(report(w, phase, self.ticket), beats=self.beats) for w in self.members if w in self.reports}
 
     def _park(self, phase: WorkerPhase, fault: Any) -> dict[str, Any]:
-        """The members leave, with their states and the copies of their neighbours'."""
+        """The members leave, with their states and, without replicas, the copies of their neighbours'."""
         size = len(self.members)
+        grid = self.grid(size)
         for rank, worker in enumerate(self.members):
             if worker in self.reports and worker not in self.silence:
                 if self.filled:
-                    self.held[worker] = HeldState(self.ticket.generation, size, self.step, (rank, (rank - 1) % size))
+                    ranks = (grid.shard_of(rank),) if grid.replicas > 1 else (rank, (rank - 1) % size)
+                    self.held[worker] = HeldState(self.ticket.generation, grid.shards, self.step, ranks)
                 held = (self.held[worker],) if worker in self.held else ()
                 self.reports[worker] = replace(report(worker, phase, self.ticket, fault), held=held)
         self.members, self.flags, self.formed_at = (), 0, None

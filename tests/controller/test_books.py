@@ -159,8 +159,8 @@ def stepped(world: World, index: int, ended: float, seconds: float = 0.5, alone:
     return Stepped(world.ticket, record, ended)
 
 
-def generation(number: int, step: int, *members: str, origin: Origin = Origin.MEMORY, copies: bool = False) -> World:
-    return World(Ticket(number, 1), members, StateSource(origin, step, copies=copies))
+def generation(number: int, step: int, *members: str, origin: Origin = Origin.MEMORY, lender: Any = None) -> World:
+    return World(Ticket(number, 1), members, StateSource(origin, step, lender=lender))
 
 
 @pytest.fixture
@@ -200,9 +200,9 @@ def test_recovery_pause_counts_from_the_end_of_the_restored_step(run: Recorded) 
     run.generation.begin_rescale("manual", 3)
     run.generation.begin_rescale("failure", 3)  # a worker died while the planned change was on its way
     run.log.record("generation_failed", lost={"c": "died"})
-    second = generation(2, 8, "a", "b", copies=True)
+    second = generation(2, 8, "a", "b", lender="peer")
     run.open(second)
-    third = generation(3, 8, "a", "b", copies=True)  # the second generation failed before its first step
+    third = generation(3, 8, "a", "b", lender="peer")  # the second generation failed before its first step
     run.open(third)
     run.generation.filled("a", Filled(third.ticket, 8, Origin.MEMORY, {"form": 0.1, "sync": 0.4}, 1000, 900))
     run.generation.filled("b", Filled(third.ticket, 8, Origin.MEMORY, {"form": 0.2, "sync": 0.3}, 1000, 900))

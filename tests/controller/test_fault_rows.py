@@ -69,7 +69,7 @@ def test_killed_workers_shard_comes_from_its_copy(tmp_path: Path) -> None:
     assert told == ("a", "c"), "those that are left are told at once"
     park(worker_group, "ac")
     assert next_generation(stage) == (("a", "c"), Origin.MEMORY, 40)
-    assert stage.loop.state.world.source.copies and stage.loop.commands.target == 2
+    assert stage.loop.state.world.source.lender == "peer" and stage.loop.commands.target == 2
 
 
 @pytest.mark.fault("W1")

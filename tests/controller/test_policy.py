@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vescale_ray.config import ElasticSection
+from vescale_ray.config import ElasticSection, RunConfig
 from vescale_ray.controller import actions, policy, states
 from vescale_ray.controller.failures.budget import Budget, Cause, Limits
 from vescale_ray.controller.observations import Observations
@@ -46,7 +46,7 @@ def after(
     """The sequel of a generation: members and leavers of the next, the number of workers to wait for and to hire, the goal of a
     checkpoint, or an error."""
     elastic = ElasticSection(workers=3, min_workers=fewest, replace_lost=replace_lost)
-    config: Any = SimpleNamespace(elastic=elastic)
+    config = RunConfig(elastic=elastic)
     slow = SimpleNamespace(leaving=lambda *about: frozenset(leaving))
     scaling: Any = SimpleNamespace(stragglers=slow, untried=(), forget_hires=lambda: None)
     nothing: Any = None
@@ -249,13 +249,13 @@ def test_memory_state_is_used_unless_a_newer_one_is_on_disk() -> None:
         (Origin.MEMORY, 20, None),
         (Origin.CHECKPOINT, 25, "new"),
     ]
-    assert not sources[0].copies
+    assert sources[0].lender is None
 
 
 def test_the_lost_workers_shard_comes_from_its_buddys_copy() -> None:
     held = {"a": [held_state(20, 0, 2)], "c": [held_state(20, 1, 2)]}
     source = policy.choose_source(held, "ac", None, BEFORE)
-    assert (source.origin, source.step, source.copies) == (Origin.MEMORY, 20, True)
+    assert (source.origin, source.step, source.lender) == (Origin.MEMORY, 20, "peer")
     assert source.resume.suppliers[1] == "c"
 
 

@@ -204,18 +204,23 @@ def test_metrics_are_served_on_another_port_if_theirs_is_taken() -> None:
             server.close()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("seed", "shard_group"), [*((seed, None) for seed in range(8)), *((seed, 2) for seed in range(8, 12))])
 @pytest.mark.fault("B2")
-def test_run_of_simulated_workers_outlives_random_faults(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_of_simulated_workers_outlives_random_faults(
+    seed: int, shard_group: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A fault every second: kills, stops and lost nodes of members, spares and workers on their way; rescales between them."""
     chance = random.Random(seed)
-    world = replace(WORLD, members=("a", "b", "c"), source=StateSource(Origin.MEMORY, 40))
-    group = Simulated(world.members, TICKET, 40, 240)
-    config = {"train_steps": 240, "train_slots": 8, "elastic_workers": 3, "elastic_max_workers": 6}
+    first = 3 if shard_group is None else 4
+    world = replace(WORLD, members=tuple("abcd"[:first]), source=StateSource(Origin.MEMORY, 40))
+    sharding = None if shard_group is None else {"shard_group": shard_group}
+    config = {"train_steps": 240, "train_slots": 8, "train_sharding": sharding, "elastic_workers": first, "elastic_max_workers": 6}
     limits = {"max_node_losses_without_progress": 1000, "max_recoveries_without_progress": 1000}
     about: dict[str, Any] = {"replace_lost": True, "spares": seed % 2, **limits}
+    group = Simulated(world.members, TICKET, 40, 240)
     stage = Stage(group, tmp_path, filled=True, state=RunState.RUNNING, world=world, config=config, **about)
-    stage.durable.note(target=3)
+    group.grid = stage.config.grid
+    stage.durable.note(target=first)
     c40 = CommittedCheckpoint("c40", "/c40", 40)
     stage.run.stats.checkpoints.step, stage.run.stats.checkpoints.path = 40, "/c40"
 
@@ -233,7 +238,7 @@ def test_run_of_simulated_workers_outlives_random_faults(seed: int, tmp_path: Pa
             at[0] = passed + chance.uniform(0.2, 3.0)
             kind = chance.choice(["kill", "kill", "stop", "node", "rescale"])
             if kind == "rescale":
-                stage.loop.commands.want(chance.randint(2, 5), "manual")
+                stage.loop.commands.want(stage.config.whole(chance.randint(2, 5)), "manual")
             else:
                 group.strike(kind, group.anyone(chance))
 
@@ -241,5 +246,6 @@ def test_run_of_simulated_workers_outlives_random_faults(seed: int, tmp_path: Pa
     outcome = stage.rounds().outcome
     assert (outcome.state, outcome.step) == ("DONE", 240), outcome
     numbers = [event["generation"] for event in stage.of("generation")]
+    assert all(stage.config.whole(size := len(event["workers"])) == size for event in stage.of("generation"))
     assert numbers == sorted(set(numbers)) and len(group.orders) == len(numbers) - 1, "no number is given out twice"
     assert stage.seen.budget.total.keys() <= {Cause.KILLED, Cause.HANG, Cause.NODE}, "no fault of the loop's own"

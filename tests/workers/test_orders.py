@@ -6,9 +6,11 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 
 from tests.controller.runs import until
 from tests.workers.tiny import tiny, write_text
+from vescale_ray.config.sharding import RankGrid
 from vescale_ray.workers import membership, model_building, shard_move
 from vescale_ray.workers.membership import Membership
 from vescale_ray.workers.messages import FaultKind, Give, Happened, Join, Origin, Save, SavedShard, Seat, Ticket, WorkerPhase
@@ -41,7 +44,9 @@ def resources(**given: Any) -> Any:
     """Resources of a worker whose snapshots and writer do nothing, but for those ``given``."""
     nothing = SimpleNamespace(held=tuple, copied=lambda: None, let_go=lambda: None, verify=lambda: None)
     made = {
-        "config": SimpleNamespace(elastic=SimpleNamespace(collective_timeout_s=30.0), train=SimpleNamespace(steps=5)),
+        "config": SimpleNamespace(
+            elastic=SimpleNamespace(collective_timeout_s=30.0), train=SimpleNamespace(steps=5), grid=partial(RankGrid, 1)
+        ),
         "device": torch.device("cpu"),
         "dataset": None,
         "snapshots": nothing,
@@ -290,6 +295,7 @@ def test_finished_worker_parks_only_after_all_have_their_values(
     happened: list[str] = []
     monkeypatch.setattr(process_groups, "form", lambda *about, **rest: None)
     monkeypatch.setattr(process_groups, "barrier", lambda bound_s: happened.append("all have their values"))
+    monkeypatch.setattr(membership, "rank_mesh", lambda *about: None)
     trainer = SimpleNamespace(completed=5, read_ahead=lambda: None, close=lambda: happened.append("closed"))
     monkeypatch.setattr(membership, "Trainer", lambda *about, **rest: trainer)
     monkeypatch.setattr(Membership, "fill", lambda self, trainer: (None, 0))
@@ -301,6 +307,18 @@ def test_finished_worker_parks_only_after_all_have_their_values(
     member = Membership(replace(join(5), origin=origin), resources(snapshots=snapshots), state)
     assert member.train() is WorkerPhase.FINISHED
     assert happened == ["all have their values", "parked", "closed"]
+
+
+def test_of_a_shards_replicas_one_stages_it_for_a_checkpoint(state: WorkerState) -> None:
+    staged: list[int] = []
+    has = resources(snapshots=SimpleNamespace(stage=lambda trainer: staged.append(trainer.rank)), writer=Mock())
+    for replicas, writers in ((1, [0, 1]), (2, [0, 3]), (3, [0, 3])):
+        grid = RankGrid(replicas, 2)
+        for rank in range(grid.size):
+            trainer: Any = SimpleNamespace(rank=rank, grid=grid, generation=5)
+            Membership(join(5), has, state)._stage(trainer, 10, {})
+        assert staged == writers
+        staged.clear()
 
 
 @pytest.mark.parametrize("origin", [Origin.FRESH, Origin.CHECKPOINT])

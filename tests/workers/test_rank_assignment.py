@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 
+from vescale_ray.config.sharding import RankGrid
 from vescale_ray.workers.resharding import rank_assignment
 from vescale_ray.workers.resharding.buddies import buddies
 from vescale_ray.workers.resharding.rank_assignment import assign, even, kept, staying
@@ -47,6 +48,31 @@ def test_numbering_is_optimal_with_losses_and_scattered_copies():
         held = {w: (rank, rng.randrange(before)) for rank, w in enumerate(old)}
         members = rng.sample([*old, *(f"j{i}" for i in range(6))], after)
         assert total(seated(members, held, before), held, before) == best(members, held, before)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_ranks_of_replicas_are_optimal_and_rows_stay_on_nodes(replicas):
+    rng = random.Random(replicas)
+    for _ in range(40):
+        before, shards = rng.randint(1, 3), rng.randint(1, 2)
+        grid, old = RankGrid(replicas, shards), [f"w{rank}" for rank in range(4)]
+        held = {w: (rng.randrange(before),) for w in old}
+        members = rng.sample([*old, *(f"j{i}" for i in range(6))], grid.size)
+        overlap = rank_assignment.replicated(even(before, shards), replicas)
+        assert (overlap.before, overlap.after) == (before, grid.size)
+
+        def staying_bytes(order, held=held, overlap=overlap):
+            return int(np.trace(kept(order, held, overlap)))
+
+        order = rank_assignment.seated(members, held, overlap)
+        assert staying_bytes(order) == max(map(staying_bytes, itertools.permutations(members)))
+        nodes = [members[::2], members[1::2]]
+        rows = rank_assignment.in_rows(order, grid, nodes)
+        assert sorted(rows) == sorted(members) and staying_bytes(rows) == staying_bytes(order)
+        assert all(rows.index(w) % shards == order.index(w) % shards for w in members), "each worker keeps its shard"
+        for shard in range(shards):
+            of = [rows[rank] in nodes[1] for rank in grid.replicas_of(shard)]
+            assert of == sorted(of), "workers of one node are in neighbouring rows"
 
 
 def test_joiner_takes_the_rank_that_costs_the_others_least():

@@ -231,6 +231,15 @@ def test_a_lost_shard_is_named() -> None:
         plan([[], old[1], old[2]], _even(TENSORS, 3))
 
 
+def test_replicas_get_equal_parts_and_gaps_are_still_found() -> None:
+    layout = _even(TENSORS, 2)
+    planned = plan([layout[0], layout[1], [], []], [*layout, *layout])
+    assert planned.moved_bytes == planned.lower_bound == sum(span.nbytes for part in layout for span in part)
+    assert {(move.src, move.dst) for moves in planned.rounds for move in moves} == {(0, 2), (1, 3)}
+    with pytest.raises(ReshardError, match="the new layout ends at element"):
+        plan([layout[0], layout[1]], [layout[0], layout[0]])
+
+
 def test_a_layout_that_leaves_out_or_repeats_elements_is_refused() -> None:
     short = [[Span("w", "param", (4, 4), "float32", 0, 7)], [Span("w", "param", (4, 4), "float32", 8, 16)]]
     with pytest.raises(ReshardError, match="leaves out or repeats elements around 7"):

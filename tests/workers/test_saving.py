@@ -17,6 +17,7 @@ from tests.checkpoint.faulty_store import Fault, FaultyStore
 from tests.workers.fleet import State
 from tests.workers.tiny import running, same_bits, tiny
 from vescale_ray import checkpoint
+from vescale_ray.config.sharding import RankGrid
 from vescale_ray.workers.membership import Membership
 from vescale_ray.workers.messages import Damaged, Join, Origin, SavedShard, Seat, Ticket
 from vescale_ray.workers.saving import Writer
@@ -139,7 +140,7 @@ def test_failed_copy_costs_the_checkpoint_and_not_the_training() -> None:
         train=SimpleNamespace(steps=100, eval_every=0), data=SimpleNamespace(eval_samples=0), checkpoint=SimpleNamespace(every=5)
     )
     resources: Any = SimpleNamespace(config=config, snapshots=SimpleNamespace(stage=stage), heartbeat=None, writer=None)
-    trainer: Any = SimpleNamespace(rank=1, world=2, generation=3)
+    trainer: Any = SimpleNamespace(rank=1, grid=RankGrid(1, 2), generation=3)
     record: Any = SimpleNamespace(step=10, flags=0)
     state = WorkerState("w1")
     order = Join(Ticket(3, 1), Seat("host", 1, "prefix", 1, 2), Origin.FRESH, "run-g3")

@@ -555,15 +555,16 @@ class Run:
         return self.fleet.run(self.members, leave)
 
     def full_state(self) -> FullState:
-        """Every parameter and optimizer state, assembled from all ranks. Fails if the parts do not tile a tensor."""
-        parts: dict[tuple[str, str], tuple[tuple[int, ...], list[tuple[int, np.ndarray]]]] = {}
+        """Every parameter and optimizer state, assembled from all ranks. Fails if the parts do not tile a tensor, or replicas differ."""
+        parts: dict[tuple[str, str], tuple[tuple[int, ...], dict[int, np.ndarray]]] = {}
         for rank_pieces in self.fleet.run(self.members, pieces).values():
             for name, kind, shape, start, data in rank_pieces:
-                parts.setdefault((name, kind), (shape, []))[1].append((start, data))
+                if data.size:
+                    first = parts.setdefault((name, kind), (shape, {}))[1].setdefault(start, data)
+                    assert first.tobytes() == data.tobytes(), f"{kind} of {name} differs between replicas"
         full: FullState = {}
         for key, (shape, spans) in parts.items():
-            whole = np.concatenate([data for _, data in sorted((s for s in spans if s[1].size), key=lambda span: span[0])])
-            full[key] = whole.reshape(shape)
+            full[key] = np.concatenate([data for _, data in sorted(spans.items())]).reshape(shape)
         return full
 
     def losses(self) -> list[float]:

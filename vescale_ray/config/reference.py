@@ -80,6 +80,8 @@ def reference() -> str:
         "- `elastic.grow` and `elastic.spares` need `ray.cpus_per_worker` or `ray.gpus_per_worker` above 0",
         "- `elastic.deterministic` excludes `fused` and `normuon` in `train.optimizer_options`",
         "- `model.heads` divides `model.dim` into heads of an even size; `model.kv_heads` divides `model.heads`",
+        "- `train.sharding.shard_group` divides `elastic.workers`, `elastic.max_workers`, and `elastic.min_workers` unless that is smaller",
+        "- `train.sharding` excludes `elastic.deterministic`",
         "- `train.decay_steps` needs `train.schedule = wsd`; `train.warmup_steps + train.decay_steps <= train.steps`",
         "- `train.early_stop` needs `train.eval_every` and `data.eval_samples` above 0, and `data.heldout`, too, for `heldout_loss`",
         "- `train.profile` ends with the run's last step at the latest; its ranks are below `elastic.max_workers`",

@@ -23,6 +23,7 @@ from vescale_ray.config.sections import (
     Section,
     TrainSection,
 )
+from vescale_ray.config.sharding import RankGrid, grid_of
 from vescale_ray.lasting import misread
 
 
@@ -71,8 +72,19 @@ class RunConfig(Section):
 
     @property
     def max_workers(self) -> int:
-        """``elastic.max_workers``, or the number of slots."""
-        return self.elastic.max_workers or self.train.slots
+        """``elastic.max_workers``, or as many as the slots and ``train.sharding`` allow."""
+        sharding, most = self.train.sharding, self.elastic.max_workers or self.train.slots
+        if sharding is not None and sharding.replicas is not None:
+            most = min(most, sharding.shard_group * sharding.replicas)
+        return self.whole(most)
+
+    def grid(self, workers: int) -> RankGrid:
+        """The arrangement of at most ``workers`` workers in replicas and shards."""
+        return grid_of(self.train.sharding, workers)
+
+    def whole(self, workers: int) -> int:
+        """The most of ``workers`` workers that can train together: those of whole replicas."""
+        return self.grid(workers).size
 
     @property
     def resources_per_worker(self) -> dict[str, float]:
@@ -130,6 +142,7 @@ def _wrong_paths(c: RunConfig) -> Iterator[str]:
 def _misfits(c: RunConfig) -> Iterator[str]:
     """Yield an error for each combination of values that don't match; it names the keys, their values and the remedy."""
     yield from _wrong_paths(c)
+    yield from _misfits_of_sharding(c)
     if c.ray.gpus_per_worker > 1 and c.ray.gpus_per_worker % 1:
         yield f"ray.gpus_per_worker = {c.ray.gpus_per_worker:g}: above 1 Ray takes whole GPUs only; give a whole number, or less than 1"
     workers, fewest, most, slots = c.elastic.workers, c.elastic.min_workers, c.max_workers, c.train.slots
@@ -168,6 +181,30 @@ def _misfits(c: RunConfig) -> Iterator[str]:
         yield f"checkpoint.keep_metric = {shown(c.checkpoint.keep_metric)}: give one of {', '.join(known)}"
     if c.train.device == "cuda" and c.ray.gpus_per_worker == 0:
         yield "train.device = cuda with ray.gpus_per_worker = 0: workers would see no GPU; set ray.gpus_per_worker=1"
+
+
+def _misfits_of_sharding(c: RunConfig) -> Iterator[str]:
+    """Yield an error for each number of workers that ``train.sharding`` can't arrange, and for options that exclude it."""
+    if c.train.sharding is None:
+        return
+    group, most = c.train.sharding.shard_group, c.train.sharding.replicas
+    key = f"train.sharding.shard_group = {group}"
+    numbers = {"workers": c.elastic.workers, "min_workers": c.elastic.min_workers, "max_workers": c.elastic.max_workers}
+    for name, count in numbers.items():
+        if count is not None and c.whole(count) != count:
+            yield f"elastic.{name} = {count} is no multiple of {key}: give {c.whole(count)} or {c.whole(count) + group}"
+    if c.elastic.workers < group:
+        yield f"elastic.workers = {c.elastic.workers} is fewer than {key}: raise elastic.workers or lower train.sharding.shard_group"
+    if most is not None and c.elastic.workers > group * most:
+        yield (
+            f"elastic.workers = {c.elastic.workers} is more than {key} times train.sharding.replicas = {most}: lower elastic.workers or "
+            "raise train.sharding.replicas"
+        )
+    if c.elastic.deterministic:
+        yield (
+            f"elastic.deterministic = true with {key}: gradients of replicas are not added up in the order of the slots; leave one of the "
+            "two out"
+        )
 
 
 def _model_misfits(c: RunConfig) -> Iterator[str]:

@@ -145,6 +145,16 @@ class EarlyStop(Section):
     min_delta: PositiveOrZero = Field(default=0.0, description="nats per token by which a loss must be lower to count as better")
 
 
+class ShardingSettings(Section):
+    """Shard groups and replicas (HSDP)."""
+
+    shard_group: Count = Field(
+        description="workers that share one copy of the state; a generation has whole replicas of so many. With fewer workers left than "
+        "that, all of them are one shard group"
+    )
+    replicas: int | None = Field(default=None, ge=1, description="most replicas; null: as many as the workers give")
+
+
 class TrainSection(Section):
     """Optimization. The global batch is slots * slot_batch sequences, for any number of workers."""
 
@@ -192,6 +202,9 @@ class TrainSection(Section):
         "chunk; null: a sixth of a unit's gradients, 64 to 512. Smaller buffers save memory and take more time",
     )
     reshard_after_forward: bool = Field(default=True, description="free the full parameters between forward and backward")
+    sharding: ShardingSettings | None = Field(
+        default=None, description="shard groups with replicas (HSDP): {shard_group: 64}; null: all workers are one shard group"
+    )
     activation_checkpointing: Literal["none", "full", "selective"] = Field(
         default="none",
         description="what backward recomputes of each unit. full: all activations; selective: all but the results of matrix products and "

@@ -60,7 +60,8 @@ class Connections:
 
     @contextmanager
     def recorded(self, ranks: int = 0) -> Iterator[None]:
-        """Record the sockets opened inside the block, while a group of ``ranks`` ranks is formed, as the group's own.
+        """Record the sockets opened inside the block, while a group of ``ranks`` ranks is formed, as the group's own. They add to those of
+        earlier blocks.
 
         If Ray opens a connection at the same moment, it is recorded too; Ray reconnects if it is broken.
 
@@ -71,7 +72,7 @@ class Connections:
         try:
             yield
         finally:
-            self._sockets, self._forming = _open_sockets() - self._forming[0], None
+            self._sockets, self._forming = self._sockets | (_open_sockets() - self._forming[0]), None
         if self._ended:
             raise RuntimeError("the group's connections were broken while it was formed")
 
@@ -119,7 +120,7 @@ class Connections:
         for _ in range(0 if paused else TRIES):
             forming = self._forming
             self._ended |= forming is not None
-            sockets = self._sockets if forming is None else _open_sockets() - forming[0]
+            sockets = self._sockets if forming is None else self._sockets | (_open_sockets() - forming[0])
             for descriptor, name in sockets:
                 broken += _break(descriptor, name, ranks, forming is not None)
             if forming is None:

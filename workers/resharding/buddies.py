@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vescale_ray.config.sharding import RankGrid
 
 
 def buddies(nodes: Sequence[str]) -> list[int]:
@@ -23,3 +28,20 @@ def buddies(nodes: Sequence[str]) -> list[int]:
     for place, rank in enumerate(line):
         found[rank] = line[(place + shift) % world]
     return found
+
+
+def replicas_suffice(nodes: Sequence[str], grid: RankGrid) -> bool:
+    """Return whether the replicas of each shard are as safe as copies at buddies: they lie on several nodes, if there are several."""
+    if grid.replicas == 1:
+        return False
+    least = min(2, len(set(nodes)))
+    return all(len({nodes[rank] for rank in grid.replicas_of(shard)}) >= least for shard in range(grid.shards))
+
+
+def unprotected(nodes: Sequence[str], grid: RankGrid, *, copies: bool) -> int:
+    """Number of ranks, on these nodes, whose shards are in no other node's memory at a step's end. ``copies``: whether copies are made."""
+    if not copies:
+        return len(nodes)
+    if replicas_suffice(nodes, grid):
+        return len(nodes) if len(set(nodes)) == 1 else 0
+    return max(0, 2 * max(Counter(nodes).values(), default=0) - len(nodes))

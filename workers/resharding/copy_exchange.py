@@ -1,6 +1,7 @@
 """The copies that one rank holds in one generation, and the exchange that makes them: one message to its buddy, one from its ward.
 
-The ward is the rank whose copies this one keeps. A thread copies and sends while the next step computes.
+The ward is the rank whose copies this one keeps. A thread copies and sends while the next step computes. If replicas on other nodes hold
+the same shards (HSDP), nothing is sent: each rank's own copy is the copy of its replicas' shards.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from vescale_ray import gloo
 from vescale_ray.checkpoint.format.staging import Slab, SlabPool, copy_pieces, written
 from vescale_ray.communication import abortable_waits
 from vescale_ray.workers.network.process_groups import describe
-from vescale_ray.workers.resharding.buddies import buddies
+from vescale_ray.workers.resharding.buddies import buddies, replicas_suffice
 from vescale_ray.workers.resharding.memory_copy import CopyPlan, MemoryCopy
 from vescale_ray.workers.resharding.shards import Shards, Strip, export_shards, stored_pieces
 
@@ -40,13 +41,18 @@ class GenerationCopies:
     """The two copies of one generation on one rank."""
 
     def __init__(self, trainer: Trainer, pool: SlabPool, words: Sequence[bytes]) -> None:
-        self.generation, self.world, self.rank = trainer.generation, trainer.world, trainer.rank
+        grid, rank = trainer.grid, trainer.rank
+        self.generation, self.world, self.shard = trainer.generation, grid.shards, grid.shard_of(rank)
         self._pool = pool
-        nodes, strips = zip(*(word.split(b"\n") for word in words), strict=True)
-        to = buddies([json.loads(node) for node in nodes])
-        self._buddy = to[self.rank]
-        self._ward = to.index(self.rank)
-        self._strips = strips[self.rank], strips[self._ward]
+        lines, strips = zip(*(word.split(b"\n") for word in words), strict=True)
+        nodes = [json.loads(line) for line in lines]
+        self._exchanges = grid.size > 1 and not replicas_suffice(nodes, grid)
+        """Whether the rank sends its copy to a buddy, and keeps its ward's."""
+        to = buddies(nodes)
+        self._buddy = to[rank]
+        self._ward = to.index(rank)
+        self._ward_shard = grid.shard_of(self._ward)
+        self._strips = strips[rank], strips[self._ward]
         self._planned: tuple[CopyPlan, CopyPlan] | None = None
         self._slots: list[_Slot] = []
         """At most two. The second one is made for the second copy, when the buffers of the generation before are free. If it were made in
@@ -79,7 +85,7 @@ class GenerationCopies:
         own = exchange.slot.own
         if self._planned is None:
             mine, theirs = ([Strip.from_json(row) for row in json.loads(strips)] for strips in self._strips)
-            self._planned = CopyPlan(mine), CopyPlan(theirs if self.world > 1 else [])
+            self._planned = CopyPlan(mine), CopyPlan(theirs if self._exchanges else [])
         own.make_room(self._pool, self._planned[0])
         copy_pieces(own.layout, pieces, own.room.lay(own.layout), after=after).wait()
         own.step = exchange.step
@@ -90,7 +96,7 @@ class GenerationCopies:
         own, theirs = exchange.slot.own, exchange.slot.theirs
         assert own.copied is not None
         own.copied.result()  # already done; raises if the copy failed
-        if self.world == 1:
+        if not self._exchanges:
             return own.count()
         assert self._planned is not None
         theirs.make_room(self._pool, self._planned[1])
@@ -119,7 +125,7 @@ class GenerationCopies:
             limit = abortable_waits.bound(dist.group.WORLD)
             for work in (*exchange.sends, *exchange.receives):
                 abortable_waits.wait(work, exchange.since, limit)
-            if self.world > 1:
+            if self._exchanges:
                 exchange.received()
         self.pending = []
 
@@ -157,27 +163,27 @@ class GenerationCopies:
             slot.release()
 
     def complete(self) -> list[tuple[int, int]]:
-        """Rank and step of each complete copy."""
-        return [(rank, step) for rank, _, copy in self._copies() if (step := copy.step) is not None]
+        """Shard and step of each complete copy."""
+        return [(shard, step) for shard, _, copy in self._copies() if (step := copy.step) is not None]
 
     def shards(self, step: int) -> list[Shards]:
         """The copies of ``step``."""
-        copies = [(rank, slot, copy) for rank, slot, copy in self._copies() if copy.step == step]
-        return [Shards(self.generation, self.world, rank, step, copy.pieces(), slot.scalars) for rank, slot, copy in copies]
+        copies = [one for one in self._copies() if one[2].step == step]
+        return [Shards(self.generation, self.world, shard, step, copy.pieces(), slot.scalars) for shard, slot, copy in copies]
 
     def _copies(self) -> list[tuple[int, _Slot, MemoryCopy]]:
-        own = [(self.rank, slot, slot.own) for slot in self._slots]
-        return own if self.world == 1 else [*own, *((self._ward, slot, slot.theirs) for slot in self._slots)]
+        own = [(self.shard, slot, slot.own) for slot in self._slots]
+        return [*own, *((self._ward_shard, slot, slot.theirs) for slot in self._slots)] if self._exchanges else own
 
     def verify(self, step: int | None = None) -> None:
         """Compare the copies (of ``step``) not yet verified with their checksums, and drop the damaged ones."""
-        for rank, _, copy in self._copies():
+        for shard, _, copy in self._copies():
             if copy.step is not None and (step is None or copy.step == step) and not copy.verified:
                 bad = copy.damaged()
                 if bad:
                     _log.error(
-                        "the copy of rank %d's shards of step %d in this worker's memory is damaged (%d of %d blocks) and will not be used",
-                        rank,
+                        "the copy of shard %d of step %d in this worker's memory is damaged (%d of %d blocks) and will not be used",
+                        shard,
                         copy.step,
                         bad,
                         copy.blocks,

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class HeldState:
-    """Shards of ``ranks`` of one generation at one step, complete in one worker's memory. Picklable and JSON-able (``asdict``)."""
+    """Shards of one generation at one step, complete in one worker's memory. Picklable and JSON-able (``asdict``).
+
+    Attributes:
+        world: number of shards that the state is cut in. With replicas (HSDP) these are fewer than the generation's workers.
+        ranks: numbers of the shards: ranks within a shard group.
+    """
 
     generation: int
     world: int
@@ -19,10 +24,10 @@ class HeldState:
 
 @dataclass(frozen=True)
 class Resume:
-    """The state to resume from: after ``step`` steps, as ``generation`` of ``world`` ranks held it.
+    """The state to resume from: after ``step`` steps, as ``generation`` held it in ``world`` shards.
 
     Attributes:
-        suppliers: for each old rank, the worker that gives its shards.
+        suppliers: for each shard, the worker that gives it.
     """
 
     generation: int
@@ -37,7 +42,7 @@ class Resume:
 
 
 def choose_resume(held: Mapping[str, Iterable[HeldState]], prefer: Collection[str] = ()) -> Resume | None:
-    """The newest step for which the living workers together hold every old rank's shards; None if only a checkpoint can help.
+    """The newest step of which the living workers together hold every shard; None if only a checkpoint can help.
 
     Args:
         held: per living worker, the report of :meth:`vescale_ray.workers.resharding.memory_snapshots.Snapshots.held` after its last group

@@ -16,9 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from vescale_ray.config.sharding import RankGrid
 
 TRIES, TRIED = 16, 48
 """Number of nodes that are tried as candidates to become free, for up to ``TRIED`` workers; fewer for more workers. Each try solves an
@@ -60,6 +63,33 @@ class Overlap:
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         return self.dense().astype(dtype) if dtype is not None else self.dense()
+
+
+def replicated(overlap: Overlap, replicas: int) -> Overlap:
+    """The overlap with the ranks of a grid of that many replicas, given the overlap with the shards of one (``after``)."""
+    if replicas == 1:
+        return overlap
+    rows = np.repeat(np.arange(replicas, dtype=np.int64) * overlap.after, len(overlap.new))
+    old, new, size = (np.tile(one, replicas) for one in (overlap.old, overlap.new, overlap.size))
+    return Overlap(old, new + rows, size, overlap.before, overlap.after * replicas)
+
+
+def in_rows(ranked: Sequence[str], grid: RankGrid, nodes: Sequence[Collection[str]]) -> tuple[str, ...]:
+    """The ranks of a grid exchanged between replicas, so that the workers of a node are in few rows. Each worker keeps its shard.
+
+    Args:
+        ranked: the workers by rank.
+        nodes: the workers on each node.
+    """
+    if grid.replicas == 1:
+        return tuple(ranked)
+    place = {worker: number for number, node in enumerate(nodes) for worker in node}
+    found = list(ranked)
+    for shard in range(grid.shards):
+        ranks = grid.replicas_of(shard)
+        for rank, worker in zip(ranks, sorted((ranked[rank] for rank in ranks), key=lambda w: place.get(w, 0)), strict=True):
+            found[rank] = worker
+    return tuple(found)
 
 
 def seated(members: Sequence[str], held: Mapping[str, Sequence[int]], overlap: Overlap) -> tuple[str, ...]:

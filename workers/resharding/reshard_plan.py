@@ -63,8 +63,8 @@ def plan(sources: Sequence[Sequence[Strip]], wanted: Sequence[Sequence[Strip]], 
     The plan prefers a rank's own memory, then the lowest rank that holds the elements.
 
     Raises:
-        ReshardError: the wanted strips do not tile a tensor exactly, an element has no holder, or a tensor's shape or dtype differs. The
-            message names the tensor.
+        ReshardError: the wanted strips do not tile a tensor exactly (once, or once for each replica), an element has no holder, or a
+            tensor's shape or dtype differs. The message names the tensor.
     """
     if not _alike((*sources, *wanted)):
         sources, wanted = _apart(sources), _apart(wanted)
@@ -122,7 +122,8 @@ def _apart(participants: Sequence[Sequence[Strip]]) -> list[list[Strip]]:
 
 
 def _check_tiling(wanted: Sequence[Sequence[Strip]]) -> dict[_Key, tuple[tuple[int, ...], _Kinds]]:
-    """Shape and dtypes of each tensor, after a check that its wanted strips cover it without gap or overlap."""
+    """Shape and dtypes of each tensor, after a check that its wanted strips cover it without gap or overlap. Replicas want equal strips,
+    which count once."""
     tensors: dict[_Key, tuple[tuple[int, ...], _Kinds]] = {}
     found: dict[_Key, list[tuple[int, int]]] = {}
     for strips in wanted:
@@ -133,7 +134,7 @@ def _check_tiling(wanted: Sequence[Sequence[Strip]]) -> dict[_Key, tuple[tuple[i
             found.setdefault(key, []).append((strip.start, strip.end))
     for key, intervals in found.items():
         position, numel = 0, prod(tensors[key][0])
-        for start, end in sorted(i for i in intervals if i[1] > i[0]):
+        for start, end in sorted({i for i in intervals if i[1] > i[0]}):
             if start != position:
                 raise ReshardError(f"{_told(key)}: the new layout leaves out or repeats elements around {min(start, position)}")
             position = end

@@ -27,6 +27,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from vescale_ray.checkpoint import ShardPiece
     from vescale_ray.config import RunConfig
+    from vescale_ray.config.sharding import RankGrid
 
 PARAM, STATE = "param", "state"
 
@@ -36,7 +37,7 @@ class Training(Protocol):
 
     config: RunConfig
     generation: int
-    world: int
+    grid: RankGrid
     rank: int
     completed: int
     parameters: Any
@@ -138,10 +139,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shards:
-    """Shards that rank ``rank`` of ``world`` held in ``generation`` after ``step`` steps.
+    """One rank's shards in ``generation`` after ``step`` steps.
 
     Attributes:
-        pieces: disjoint pieces; together with the other ranks' they tile every tensor.
+        world: number of shards that the state is cut in: ranks of a shard group.
+        rank: number of this shard. All replicas hold the same shards.
+        pieces: disjoint pieces; together with the other shards' they tile every tensor.
         scalars: JSON-able values, the same on every rank: ``step``, ``consumed``, and the optimizer's scalars by parameter.
     """
 
@@ -184,7 +187,8 @@ def export_shards(trainer: Training) -> Shards:
     scalars: dict[str, Any] = {"step": trainer.completed, "consumed": trainer.consumed, "optimizer": optimizer_scalars}
     if trainer.formats:
         scalars["formats"] = trainer.formats
-    return Shards(trainer.generation, trainer.world, trainer.rank, trainer.completed, pieces, scalars)
+    grid = trainer.grid
+    return Shards(trainer.generation, grid.shards, grid.shard_of(trainer.rank), trainer.completed, pieces, scalars)
 
 
 def formats_of(parameters: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
