@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.models import hf_folders
 from tests.workers.fleet import Fleet, State
-from tests.workers.tiny import HOST, Run, held, plain_run, same_bits, tiny
+from tests.workers.tiny import HOST, Run, forget, held, lose_the_group, plain_run, same_bits, tiny
 from vescale_ray import checkpoint
 from vescale_ray.config.sharding import RankGrid
 from vescale_ray.workers.network import process_groups
@@ -20,6 +22,7 @@ from vescale_ray.workers.network.connections import Connections
 from vescale_ray.workers.network.process_groups import GroupFailed
 from vescale_ray.workers.network.rank_mesh import rank_mesh
 from vescale_ray.workers.resharding.held_state import HeldState
+from vescale_ray.workers.resharding.memory_snapshots import Snapshots
 from vescale_ray.workers.resharding.shards import export_shards
 from vescale_ray.workers.saving import write_checkpoint_shard
 
@@ -135,3 +138,79 @@ def _wait_for_one(state: State, port: int, prefix: str, rank: int, absent: bool,
     del groups, mesh
     process_groups.dissolve()
     return seconds
+
+
+@pytest.mark.fault("N9")
+def test_copies_are_exchanged_if_replicas_share_a_node(text: str) -> None:
+    """Both replicas of shard 0 are on one node. When it is lost, the other node has the copies."""
+    config = tiny(text, train_sharding={"shard_group": 2}, elastic_workers=4)
+    with Fleet(4) as fleet:
+        fleet.run_each({worker: ("ab"[worker % 2],) for worker in range(4)}, _on_node)
+        run = Run(fleet, config)
+        run.fresh([0, 1, 2, 3])
+        start = run.full_state()
+        run.train(4)
+        fleet.run(run.members, _settle)
+        assert {held_now[-1] for held_now in fleet.run([1, 3], held).values()} == {HeldState(1, 2, 4, (0, 1))}
+        for worker in (0, 2):
+            fleet.kill(worker)
+        fleet.run([1, 3], lose_the_group)
+        assert run.resume([1, 3], [1, 3]).step == 4
+        run.train(7)
+        losses, _, _ = plain_run(config, start, 7)
+        np.testing.assert_allclose(run.losses(), losses, rtol=1e-4)
+
+
+def _on_node(state: State, node: str) -> None:
+    state["snapshots"] = Snapshots(1, node=node)
+
+
+def _settle(state: State) -> None:
+    state["snapshots"].settle()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"train_optimizer": "muon"},
+        {"train_optimizer": "adamw8bit", "train_optimizer_options": {"block": "tile 8x16", "min_8bit_numel": 256}},
+        {"train_optimizer": "soap"},
+        {"train_param_dtype": "bfloat16", "train_reshard_after_forward": False},
+        {"model_factory": "tests.workers.tiny:ExpertsModel", "model_units": ["body"]},
+    ],
+    ids=["muon", "8-bit Adam", "SOAP", "bfloat16", "experts"],
+)
+def test_models_and_optimizers_train_in_replicas_as_alone(text: str, options: dict[str, Any]) -> None:
+    losses = []
+    with Fleet(4) as fleet:
+        for members, sharding in (([0, 1, 2, 3], {"shard_group": 2}), ([0, 1, 2, 3], {"shard_group": 1}), ([0], None)):
+            run = Run(fleet, tiny(text, train_sharding=sharding, elastic_workers=len(members), **options))
+            run.fresh(members)
+            run.train(6)
+            run.full_state()  # fails if replicas differ in one bit
+            losses.append(run.losses())
+            run.end()
+            fleet.run(members, forget)
+    np.testing.assert_allclose(losses[:2], [losses[2]] * 2, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "targets": ["q_proj"]}], ids=["full", "LoRA"])
+def test_weights_of_transformers_are_loaded_into_each_replica(tmp_path: Path, lora: dict[str, Any] | None) -> None:
+    pytest.importorskip("transformers")
+    from tests.workers.test_hf_models import configured
+
+    folder, tokens = hf_folders.write(tmp_path / "model", "qwen3_moe"), hf_folders.write_tokens(tmp_path / "tokens.npy")
+    states, losses = [], []
+    with Fleet(4) as fleet:
+        for members, sharding in (([0, 1, 2, 3], {"shard_group": 2}), ([0], None)):
+            run = Run(fleet, configured(folder, tokens, train_sharding=sharding, elastic_workers=len(members), model_lora=lora))
+            run.fresh(members)
+            states.append(run.full_state())
+            run.train(4)
+            losses.append(run.losses())
+            run.end()
+            fleet.run(members, forget)
+    assert same_bits(*states)
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
