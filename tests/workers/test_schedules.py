@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,8 @@ class Play:
 
     def __init__(self, fleet: Fleet, config: RunConfig) -> None:
         self.fleet, self.config, self.living = fleet, config, [0, 1]
+        self.whole, self.more = config.whole, 1 if config.train.sharding is None else config.train.sharding.shard_group
+        """The most of a number of workers that train together, and the workers of a growth."""
         run = Run(fleet, config)
         run.fresh(self.living)
         self.losses = [record.loss for record in run.train(STEPS)]
@@ -44,7 +47,7 @@ class Play:
     def schedule(self, seed: int) -> list[str]:
         """Play one schedule. Returns the list of events, for the message of a failure."""
         rng = random.Random(seed)
-        world = rng.randint(2, 4)
+        world = self.whole(rng.randint(2, 4))
         self._joiners(max(0, world - len(self.living)))
         members = self.living[:world]
         run, told = Run(self.fleet, self.config), [f"{world} workers"]
@@ -70,20 +73,25 @@ class Play:
                 survivors, _, _ = run.train_with_a_death(STEPS, victim, at - 1, delay)
                 self.living.remove(victim)
                 joiners = self._joiners(1) if rng.random() < 0.3 else []
-                run.resume([*survivors, *leavers], [*survivors, *joiners])
+                after = [*survivors, *joiners]
+                after = after[: self.whole(len(after))]
+                rest = [w for w in survivors if w not in after]
+                self.fleet.run(rest, keep_on_leaving)
+                run.resume([*survivors, *leavers], after)
                 self.fleet.run(leavers, forget)
-                leavers = []
+                leavers = rest
                 continue
             run.train(at, rescale=act != "kill")
             before = list(run.members)
-            if act == "grow" and len(before) < MOST:
-                after = [*before, *self._joiners(1)]
+            if act == "grow" and len(before) + self.more <= MOST:
+                after = [*before, *self._joiners(self.more)]
             elif act == "shrink" and len(before) > 1:
-                after = rng.sample(before, rng.randint(1, len(before) - 1))
+                after = rng.sample(before, self.whole(rng.randint(1, len(before) - 1)))
             elif act == "replace":
                 after = [*rng.sample(before, len(before) - 1), *self._joiners(1)]
             else:
                 continue
+            after = after[: self.whole(len(after))]
             told.append(f"{before} -> {after} after step {at}")
             run.end()
             gone = [w for w in before if w not in after]
@@ -107,7 +115,7 @@ class Play:
             assert run.losses() == pytest.approx(self.losses, rel=1e-4), told
 
 
-def play(text: str, seeds: Sequence[int], **changes: bool) -> None:
+def play(text: str, seeds: Sequence[int], **changes: Any) -> None:
     with Fleet(2) as fleet:
         here = Play(fleet, tiny(text, train_steps=STEPS, **changes))
         happened = [len(here.schedule(seed)) - 1 for seed in seeds]
@@ -126,6 +134,15 @@ def play(text: str, seeds: Sequence[int], **changes: bool) -> None:
 )
 def test_ten_random_schedules_leave_no_trace(text: str, deterministic: bool, seeds: tuple[int, ...]) -> None:
     play(text, seeds, elastic_deterministic=deterministic)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", range(2))
+@pytest.mark.fault("I1", "W19")
+def test_random_schedules_of_replicas_leave_no_trace(text: str, part: int) -> None:
+    """Two shards and one or two replicas. Workers beyond whole replicas are left over."""
+    play(text, range(10 * part, 10 * part + 10), train_sharding={"shard_group": 2}, elastic_workers=2)
 
 
 @pytest.mark.slow
