@@ -51,11 +51,21 @@ def freeze(nodes: Nodes, node: str) -> None:
     signal_all(everything_of(nodes, node), signal.SIGSTOP)
 
 
-@pytest.mark.parametrize("how", [kill_all, kill_the_raylet, freeze], ids=["all is killed", "the raylet is killed", "nothing answers"])
-@pytest.mark.fault("W5", "N1", "N2")
-def test_lost_node_costs_only_its_workers_and_is_not_readmitted(how: Callable[[Nodes, str], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "shard_group"),
+    [(kill_all, None), (kill_the_raylet, None), (freeze, None), (kill_all, 2)],
+    ids=["all is killed", "the raylet is killed", "nothing answers", "a replica's node is killed"],
+)
+@pytest.mark.fault("W5", "W19", "N1", "N2")
+def test_lost_node_costs_only_its_workers_and_is_not_readmitted(
+    how: Callable[[Nodes, str], None], shard_group: int | None, tmp_path: Path
+) -> None:
+    """With replicas, each node has a whole one, and the other node has all shards without copies."""
     with cluster(2, 2, system=TUNED) as nodes:
-        config = config_of(tmp_path, "lost", elastic_workers=4, elastic_replace_lost=False, ray_address=nodes.address)
+        about: dict[str, Any] = {"ray_address": nodes.address}
+        if shard_group is not None:
+            about |= {"train_sharding": {"shard_group": shard_group}, "elastic_deterministic": False}
+        config = config_of(tmp_path, "lost", elastic_workers=4, elastic_replace_lost=False, **about)
         folder, output = RunFolder(config.run_folder), tmp_path / "lost.txt"
         driver = start_driver(config, output)
 
@@ -84,7 +94,9 @@ def test_lost_node_costs_only_its_workers_and_is_not_readmitted(how: Callable[[N
             f"after {', '.join(f'{t:.2f}' for t in told)} s, gone {gone:.2f} s later",
             end="",
         )
-        assert (event["from"], event["to"], event["source"]) == (4, 2, "peer") and event["steps_replayed"] <= 1
+        source = "peer" if shard_group is None else "replica"
+        assert (event["from"], event["to"], event["source"]) == (4, 2, source) and event["steps_replayed"] <= 1
+        assert shard_group is None or event["moved_bytes"] == 0
         before = steps()
         until(lambda: steps() >= before + 20, 60, "20 more steps")
         # When a node comes back after it was given up, Ray ends its raylet, and the raylet ends its workers.
