@@ -30,7 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from benchmarks.gpu_experts import check_experts
-from benchmarks.gpu_rescale import GLOO, Skip, check_abort, check_generations, check_moves, check_refused
+from benchmarks.gpu_rescale import GLOO, Skip, check_abort, check_generations, check_moves, check_offload, check_refused
 from benchmarks.ranks import join
 from benchmarks.reporting import write
 from vescale_ray import gloo
@@ -347,6 +347,7 @@ def main() -> int:
         "rescale: abort": lambda: check_abort(device),
         "rescale: refused": lambda: check_refused(device),
         "rescale: moves": lambda: check_moves(device),
+        "rescale: offload": lambda: check_offload(device),
     }
     chosen = {title: check for title, check in checks.items() if not options.only or any(part in title for part in options.only)}
     if not chosen:

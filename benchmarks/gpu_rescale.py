@@ -24,6 +24,7 @@ from vescale_ray.config import RunConfig
 from vescale_ray.workers.network import process_groups
 from vescale_ray.workers.network.process_groups import GroupFailed
 from vescale_ray.workers.resharding.held_state import choose_resume
+from vescale_ray.workers.resharding.shards import export_shards
 
 STEPS = 12
 FORM_SECONDS = 15.0
@@ -91,6 +92,36 @@ def _generations(state: State, device: str, config: RunConfig, port: int) -> tup
     timed("dissolve", leave, state, False)
     state["snapshots"].clear()
     return calm, changed, took, (torch.cuda.memory_allocated() if device == "cuda" else 0) - before
+
+
+def check_offload(device: torch.device) -> str:
+    """With ``train.offload: cpu`` losses are those of shards on the device, also through a failing step and rescales. Shards and optimizer
+    states are in host memory."""
+    if device.type == "cpu":
+        raise Skip("needs a GPU")
+    with tempfile.TemporaryDirectory() as folder, Fleet(1, spawn=True) as fleet:
+        offloaded = config_of(folder, train_offload="cpu")
+        plain, homes, most = fleet.run([0], _undisturbed, config_of(folder), fleet.port, "plain", timeout=240.0)[0]
+        losses, offloaded_homes, least = fleet.run([0], _undisturbed, offloaded, fleet.port, "offloaded", timeout=240.0)[0]
+        calm, changed, _, _ = fleet.run([0], _generations, device.type, offloaded, fleet.port, timeout=240.0)[0]
+    furthest = max(abs(a - b) for one in (losses, calm, changed) for a, b in zip(one, plain, strict=True))
+    assert furthest <= 1e-5, f"losses differ from those with shards on the device by {furthest:.1e}"
+    assert (homes, offloaded_homes) == ({"cuda"}, {"cpu"}), f"shards are on {homes}, and with offload on {offloaded_homes}"
+    assert least < most, f"a step takes {least} bytes of the device, without offload {most}"
+    return f"losses differ by {furthest:.1e}; a step takes {least / 2**20:.0f} MiB of the device, without offload {most / 2**20:.0f} MiB"
+
+
+def _undisturbed(state: State, config: RunConfig, port: int, name: str) -> tuple[list[float], set[str], int]:
+    """Losses of an undisturbed run, the kinds of device of its shards, and the most bytes that the device held."""
+    use(state, "cuda")
+    torch.cuda.reset_peak_memory_stats()
+    start_fresh(state, config, port, name, 0, 1, 1)
+    losses = [record.loss for record in train(state, STEPS, False)]
+    homes = {piece.data.device.type for piece in export_shards(state["trainer"]).pieces}
+    most = torch.cuda.max_memory_allocated()
+    leave(state, False)
+    state["snapshots"].clear()
+    return losses, homes, most
 
 
 def _failing(losses: Any) -> Any:

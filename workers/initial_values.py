@@ -99,7 +99,7 @@ def buffer_values(config: RunConfig, model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def fill(config: RunConfig, model: Any, pristine: Callable[[], nn.Module], device: torch.device, beat: Callable[[], None]) -> None:
+def fill(config: RunConfig, model: Any, pristine: Callable[[], nn.Module], beat: Callable[[], None]) -> None:
     """Fill the parameters of ``model``, which is sharded. Collective.
 
     Args:
@@ -121,7 +121,7 @@ def fill(config: RunConfig, model: Any, pristine: Callable[[], nn.Module], devic
     else:
         fresh = _fresh(config, model, pristine, parameters) if weights is None else iter(())
     for name, full in fresh:
-        parameters[name].copy_(full.to(device))
+        parameters[name].copy_(full.to(parameters[name].device))
         beat()
 
 

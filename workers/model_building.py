@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.overrides import TorchFunctionMode
 
 from vescale_ray.config import VOCAB
@@ -195,7 +196,8 @@ def sharding_of(config: RunConfig, mesh: DeviceMesh) -> dict[str, Any]:
         param_dtype=None if train.param_dtype == "float32" else dtypes[train.param_dtype],
         reduce_dtype=None if train.reduce_dtype == train.param_dtype else dtypes[train.reduce_dtype],
     )
-    return {"mesh": mesh, "mp_policy": policy, "to_empty": True}
+    offload = CPUOffloadPolicy() if train.offload == "cpu" and mesh.device_type != "cpu" else OffloadPolicy()
+    return {"mesh": mesh, "mp_policy": policy, "offload_policy": offload, "to_empty": True}
 
 
 def build_sharded(
@@ -221,9 +223,18 @@ def build_sharded(
             module.set_ordered_reduction(config.elastic.deterministic, recurse=False)
             # With experts, each slot may use other parameters, and each rank has other slots.
             module.set_reduce_scatter_unused_params(True, recurse=False)
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        model.to_empty(device=device)
+    _allocate(model, shared["offload_policy"], device)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(blank.buffers[name])
     return model, build_optimizer(model, blank.chosen, routing=routing, log=None, zeroed=not filled)
+
+
+def _allocate(model: nn.Module, offload: OffloadPolicy, device: torch.device) -> None:
+    """Give storage to the parameters that have none yet, where their shards live, and to the buffers, on ``device``."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model.to_empty(device="cpu" if isinstance(offload, CPUOffloadPolicy) else device)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = torch.empty_like(buffer, device=device)

@@ -74,7 +74,7 @@ class Trainer:
     Args:
         config: configuration of the run, the same on every rank.
         rank, world, generation: rank of this worker, and size and number of its generation.
-        device: device of the shards.
+        device: device that computes; it also has the shards, unless ``train.offload`` keeps them in host memory.
         dataset: the samples, the same on every rank.
         blank: unsharded model for this trainer, built ahead; None builds it now.
         filled: whether all values will come from elsewhere, so that optimizer states stay uninitialised. Not with :meth:`initialize`.
@@ -155,7 +155,7 @@ class Trainer:
     @torch.no_grad()
     def initialize(self) -> None:
         """Fill the parameters with the run's initial values, the same at every world size (``initial_values``). Collective."""
-        fill(self.config, self.model, lambda: build_model(self.config), self.device, self.beat)
+        fill(self.config, self.model, lambda: build_model(self.config), self.beat)
 
     def read_ahead(self) -> None:
         """Begin to read the samples of the next steps. Returns at once."""
@@ -361,7 +361,7 @@ class Trainer:
             RuntimeError: a collective of this step was aborted.
         """
         proofs = [self._proof()] if self._proves else []
-        values = torch.stack([one.detach().reshape(()).double() for one in (*proofs, *norms, *nlls)]).tolist()
+        values = torch.stack([one.detach().to(self.device).reshape(()).double() for one in (*proofs, *norms, *nlls)]).tolist()
         if proofs:
             self._check(values.pop(0))
         clipped = values[0] > (self.config.train.grad_clip or float("inf"))

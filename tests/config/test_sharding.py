@@ -1,4 +1,4 @@
-"""``train.sharding``: the arrangement of workers, and mistakes that are found before a worker starts."""
+"""``train.sharding`` and ``train.offload``: the arrangement of workers, and mistakes that are found before a worker starts."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ PAIRS = ["train.sharding.shard_group=2", "train.slots=8", "elastic.workers=4"]
         (["elastic.deterministic=true"], "elastic.deterministic = true with train.sharding.shard_group = 2: gradients of replicas"),
         (["train.sharding={replicas: 2}"], "train.sharding.shard_group must be given"),
         (["train.sharding=2"], "train.sharding = 2: give keys and values in braces"),
+        (["train.offload=cpu", "train.device=cpu"], "train.offload = cpu with train.device = cpu: the shards are in host memory anyway"),
+        (["train.offload=disk"], "train.offload = disk: give one of none or cpu"),
     ],
 )
 def test_unfit_numbers_of_workers_are_refused_in_one_line(overrides: list[str], words: str) -> None:

@@ -82,6 +82,7 @@ def reference() -> str:
         "- `model.heads` divides `model.dim` into heads of an even size; `model.kv_heads` divides `model.heads`",
         "- `train.sharding.shard_group` divides `elastic.workers`, `elastic.max_workers`, and `elastic.min_workers` unless that is smaller",
         "- `train.sharding` excludes `elastic.deterministic`",
+        "- `train.offload = cpu` excludes `train.device = cpu`",
         "- `train.decay_steps` needs `train.schedule = wsd`; `train.warmup_steps + train.decay_steps <= train.steps`",
         "- `train.early_stop` needs `train.eval_every` and `data.eval_samples` above 0, and `data.heldout`, too, for `heldout_loss`",
         "- `train.profile` ends with the run's last step at the latest; its ranks are below `elastic.max_workers`",

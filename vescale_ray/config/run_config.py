@@ -185,6 +185,8 @@ def _misfits(c: RunConfig) -> Iterator[str]:
 
 def _misfits_of_sharding(c: RunConfig) -> Iterator[str]:
     """Yield an error for each number of workers that ``train.sharding`` can't arrange, and for options that exclude it."""
+    if c.train.offload == "cpu" and c.train.device == "cpu":
+        yield "train.offload = cpu with train.device = cpu: the shards are in host memory anyway; leave one of the two out"
     if c.train.sharding is None:
         return
     group, most = c.train.sharding.shard_group, c.train.sharding.replicas

@@ -205,6 +205,10 @@ class TrainSection(Section):
     sharding: ShardingSettings | None = Field(
         default=None, description="shard groups with replicas (HSDP): {shard_group: 64}; null: all workers are one shard group"
     )
+    offload: Literal["none", "cpu"] = Field(
+        default="none",
+        description="cpu: shards, gradients and the optimizer stay in host memory, and the accelerator holds the gathered units only",
+    )
     activation_checkpointing: Literal["none", "full", "selective"] = Field(
         default="none",
         description="what backward recomputes of each unit. full: all activations; selective: all but the results of matrix products and "
