@@ -34,6 +34,7 @@ from vescale_ray.fsdp.units.checks import (
     check_tied,
     name_parameters,
 )
+from vescale_ray.fsdp.units.forward_order import ForwardOrder
 from vescale_ray.fsdp.units.marks import Call
 from vescale_ray.fsdp.units.optimizer_steps import OptimizerSteps
 from vescale_ray.fsdp.units.same_plan import check_same_plan
@@ -56,11 +57,7 @@ class Schedule:
         self._reducing: list[list[ParameterGroup]] = []
         """Groups whose reduce-scatters are under way, by the unit that started them."""
         self._uses = Uses()
-        self._orders: dict[tuple[int, bool], list[weakref.ref[Unit]]] = {}
-        """Units in the order of the last forward, by the outermost unit and whether that forward made a graph."""
-        self._running: list[weakref.ref[Unit]] = []
-        self._repeats = False
-        """Whether the running forward has followed the order of the last one so far."""
+        self._order: ForwardOrder[Unit] = ForwardOrder()
         self._in_backward = False
         self.accumulates = False
         """Whether the running backward adds to ``.grad`` of parameters; ``torch.autograd.grad`` for inputs alone does not."""
@@ -180,7 +177,7 @@ class Schedule:
             ValueError: the outermost module has parameters that its units do not manage.
         """
         if self.forward_root is not None:
-            self._record(unit)
+            self._order.enter(unit)
             return args, kwargs
         if self.ending.pending:
             raise PhaseError(f"a forward of {unit.name!r} starts while finalize_backward(async_op=True) is under way: wait on its handle")
@@ -199,10 +196,8 @@ class Schedule:
                     self.lanes.gather.after_current()
                 with span("inputs_to_device"):
                     args, kwargs = to_device(args, kwargs, unit.device)
-        self._running = []
-        self._repeats = True
         self.last_call = None
-        self._record(unit)
+        self._order.begin(unit)
         return args, kwargs
 
     def leave_forward(self) -> None:
@@ -214,36 +209,27 @@ class Schedule:
                 unit.end_forward(reshard=True)
             for group in unit.groups:
                 group.drop_prefetch()
-        self._orders[id(root), torch.is_grad_enabled()] = self._running
+        self._order.finish()
         self.trim()  # activations take the most memory now, and backward gathers again anyway
 
-    def abandon_forward(self) -> None:
+    def abandon_forward(self, *, if_interrupted: bool = False) -> None:
+        """Reset all units after an exception in the outermost forward. ``if_interrupted``: only if its module's call is over."""
+        if if_interrupted and (self.forward_root is None or not self._order.is_interrupted()):
+            return
         self.forward_root = None
-        self._running = []
+        self._order.drop()
         for unit in self.units:
-            if unit.phase is Phase.FORWARD:
-                unit._abandon_forward()
+            unit.drop_forward()
             for group in unit.groups:
                 group.drop_prefetch()
-
-    def _record(self, unit: Unit) -> None:
-        known, position = self._known(), len(self._running)
-        self._repeats = self._repeats and position < len(known) and known[position]() is unit
-        self._running.append(weakref.ref(unit))
-
-    def _known(self) -> list[weakref.ref[Unit]]:
-        return self._orders.get((id(self.forward_root), torch.is_grad_enabled()), [])
 
     def prefetch_forward(self, unit: Unit) -> None:
         """Prefetch the user's list, else the unit that followed this one in the last forward, as long as the order repeats."""
         if unit.options.forward_prefetch:
             targets = [target for ref in unit.options.forward_prefetch if (target := ref()) is not None]
-        elif self._repeats and self.forward_root is not None:
-            known = self._known()
-            following = known[len(self._running)]() if len(self._running) < len(known) else None
-            targets = [following] if following is not None else []
         else:
-            return
+            following = self._order.following() if self.forward_root is not None else None
+            targets = [target for target in (following or [])[:1] if target is not None]
         for target in targets:
             self._check_mine(target)
             with span("forward_prefetch for {}", target.fqn):
@@ -251,8 +237,8 @@ class Schedule:
 
     def leaves_unit(self) -> None:
         """Trim the pool after a unit has resharded in forward, if no later unit could gather into the released memory."""
-        following = self._known()[len(self._running) :]
-        if self._repeats and not following[1:] and all(unit is None or unit.gathered for ref in following for unit in [ref()]):
+        following = self._order.following()
+        if following is not None and not following[1:] and all(unit is None or unit.gathered for unit in following):
             self.trim()
 
     # -- backward ----------------------------------------------------------------------------------------------------
@@ -382,10 +368,9 @@ class Schedule:
         self.forward_root, self._in_backward = None, False
         self.ending.over()
         self.last_call = None
-        self._orders.clear()  # the ranks may have recorded different orders
+        self._order.forget()  # the ranks may have recorded different orders
         self._reducing.clear()
         self._uses.discard()
-        self._running = []
         for unit in self.units:
             unit.reset()
 

@@ -113,13 +113,12 @@ class Unit:
 
     @disable_dynamo  # type: ignore[untyped-decorator]
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self.schedule is None:
-            self._start(self)
-        schedule = self.schedule
-        assert schedule is not None
+        schedule = self.schedule or self._start(self)
+        schedule.abandon_forward(if_interrupted=True)
         if self._depth == 0:
             self._handled = id(sys.exc_info()[1])
-        if self._depth == 0 and not self._waiting:
+        mark = self._depth == 0 and not self._waiting
+        if mark:
             if schedule.recomputes:
                 self._outer = self.phase
                 self.set_phase(Phase.RECOMPUTE)
@@ -132,9 +131,6 @@ class Unit:
                 with span("pre_forward", self.fqn, logged=True):
                     self.unshard(fresh=True)
                     schedule.prefetch_forward(self)
-            mark = True
-        else:
-            mark = False
         self._depth += 1
         dtype, copies = self.policy.param_dtype, Copies()
         if dtype is not None and self.policy.cast_forward_inputs:
@@ -208,16 +204,20 @@ class Unit:
         if self._depth > 1:  # a call of the unit by itself, which may catch the exception
             self._depth -= 1
             return
+        if self.phase is Phase.RECOMPUTE:
+            self._depth, self.phase, self.call = 0, self._outer, None
+        elif self.schedule is not None and self.schedule.forward_root is self:
+            self.schedule.abandon_forward()
+        else:
+            self.drop_forward()
+
+    def drop_forward(self) -> None:
+        """Return to rest after an exception in the outermost forward."""
         self._depth, self.call = 0, None
         self._waiting.clear()
-        if self.phase is Phase.RECOMPUTE:
-            self.phase = self._outer
-            return
         if self.phase is Phase.FORWARD:
             self.reshard()
             self.phase = Phase.RESTING
-        if self.schedule is not None and self.schedule.forward_root is self:
-            self.schedule.abandon_forward()
 
     def _cast_output(self, output: Any) -> Any:
         dtype = self.policy.output_dtype

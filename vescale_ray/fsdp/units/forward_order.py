@@ -1,0 +1,85 @@
+"""The running forward of a schedule: the units it has entered, compared with the last forward, and whether it still runs.
+
+Torch calls no hook when an exception that is not an ``Exception`` ends a module's forward, for example ``KeyboardInterrupt`` in a notebook.
+The running forward therefore keeps the frame of the outermost module's call, and looks for it on the stack of its thread.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from threading import get_ident
+from types import FrameType
+from typing import Generic, TypeVar
+
+import torch
+from torch import nn
+
+U = TypeVar("U")
+_CALLS = nn.Module.__call__.__code__.co_filename
+
+
+class ForwardOrder(Generic[U]):
+    """The order in which forwards enter their units. The next units of a forward that repeats the last one are known."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[int, bool], list[weakref.ref[U]]] = {}
+        """Units in the order of the last forward, by the outermost unit and whether that forward made a graph."""
+        self._key = (0, False)
+        self._entered: list[weakref.ref[U]] = []
+        self._repeats = False
+        """Whether the running forward has followed the order of the last one so far."""
+        self._thread = 0
+        self._frame: FrameType | None = None
+        """The frame of the outermost module's call; None outside a forward, and if a hook was called by hand."""
+
+    def begin(self, root: U) -> None:
+        """Begin a forward whose outermost unit is ``root``."""
+        self._key, self._entered, self._repeats = (id(root), torch.is_grad_enabled()), [], True
+        self._thread, self._frame = get_ident(), _module_call()
+        self.enter(root)
+
+    def enter(self, unit: U) -> None:
+        """Record that the forward enters ``unit``."""
+        known, position = self._last.get(self._key, []), len(self._entered)
+        self._repeats = self._repeats and position < len(known) and known[position]() is unit
+        self._entered.append(weakref.ref(unit))
+
+    def following(self) -> list[U | None] | None:
+        """Return the units that followed in the last forward, None for those that are gone; None if this forward differs from it."""
+        return [ref() for ref in self._last.get(self._key, [])[len(self._entered) :]] if self._repeats else None
+
+    def finish(self) -> None:
+        """End the forward; the next one is compared with it."""
+        self._last[self._key] = self._entered
+        self._frame = None
+
+    def drop(self) -> None:
+        """End a forward that did not finish."""
+        self._entered, self._repeats, self._frame = [], False, None
+
+    def forget(self) -> None:
+        """Drop the running forward, and those that it would be compared with."""
+        self.drop()
+        self._last.clear()
+
+    def is_interrupted(self) -> bool:
+        """Return whether the outermost module's call has ended without its hooks. Costs about 1 us."""
+        if self._frame is None:
+            return False
+        frame = sys._getframe() if self._thread == get_ident() else sys._current_frames().get(self._thread)
+        while frame is not None:
+            if frame is self._frame:
+                return False
+            frame = frame.f_back
+        return True
+
+
+def _module_call() -> FrameType | None:
+    """Return the frame of the module call whose hook runs: the outermost frame of torch's module file among the innermost such frames."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != _CALLS:
+        frame = frame.f_back
+    while frame is not None and frame.f_back is not None and frame.f_back.f_code.co_filename == _CALLS:
+        frame = frame.f_back
+    return frame
