@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -107,6 +108,15 @@ class Messages:
         group = self._group() if self._under_way else None
         if group is not None and group not in self._failed:
             self._dropped.setdefault(group, []).extend(self._under_way)
+
+
+def tag_of(purpose: str) -> int:
+    """Return the tag of messages with one ``purpose``, for example a unit's all-gather.
+
+    If the ranks call different collectives, messages of different purposes then never meet. With one tag for all, a rank would take another
+    unit's parameters for those it waits for, or a message of another size would end its process.
+    """
+    return 0x57000000 | zlib.crc32(purpose.encode()) & 0xFFFFFF
 
 
 def is_pairwise(group: dist.ProcessGroup, device: torch.device) -> bool:

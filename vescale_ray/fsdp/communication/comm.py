@@ -17,12 +17,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from vescale_ray.communication.point_to_point import Messages
+from vescale_ray.communication.point_to_point import Messages, tag_of
 from vescale_ray.compat.distributed import all_gather_many
 from vescale_ray.compat.fsdp import AllGather, Comm
-
-_TAG = 0x56530001
-"""Tag that keeps these messages apart from a user's on the same process group. Messages with one tag arrive in the order of sending."""
 
 
 class Pending(Protocol):
@@ -184,10 +181,12 @@ def all_gather(
     together: Together,
     pairwise: bool,
     custom: AllGather | None = None,
+    name: str = "",
 ) -> Pending:
     """Gather every rank's ``shard`` into ``out``, with the ``custom`` collective if there is one.
 
-    The process group's own all-gather starts with ``together.start``; the others start at once.
+    The process group's own all-gather starts with ``together.start``; the others start at once. ``name`` of the parameters: messages
+    between pairs of ranks meet only those of the same name.
     """
     lane.issued += 1
     if custom is not None:
@@ -195,13 +194,15 @@ def all_gather(
             work = custom(out, shard, group, async_op=lane.stream is None)
             return Works(lane, work) if work is not None else lane.mark()
     if pairwise:
-        return all_gather_pairwise([(out, shard)], group, lane)
+        return all_gather_pairwise([(out, shard)], group, lane, name)
     return together.add(out, shard, group)
 
 
-def all_gather_pairwise(outputs_and_shards: Iterable[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup, lane: Lane) -> Messages:
+def all_gather_pairwise(
+    outputs_and_shards: Iterable[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup, lane: Lane, name: str
+) -> Messages:
     """Gather every rank's shard of each pair into the output, by messages between all pairs of ranks."""
-    rank, world, messages = group.rank(), group.size(), Messages(group, _TAG, lane)
+    rank, world, messages = group.rank(), group.size(), Messages(group, tag_of(f"all-gather {name}"), lane)
     for out, shard in outputs_and_shards:
         size = shard.numel()
         for distance in range(1, world):

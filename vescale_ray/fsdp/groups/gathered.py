@@ -96,10 +96,11 @@ class GatheredBuffer:
         *,
         pairwise: bool,
         fqn: str,
+        name: str,
     ) -> None:
         """Start the all-gather of ``source``, which may be a part of ``out``, or add it to those that ``together`` starts."""
         with torch.no_grad(), span("all_gather", fqn):
-            pending = comm.all_gather(out, source, group, lane, together=together, pairwise=pairwise, custom=self.custom)
+            pending = comm.all_gather(out, source, group, lane, together=together, pairwise=pairwise, custom=self.custom, name=name)
         self.follow(pending, source)
 
     def follow(self, pending: comm.Pending, source: object = None) -> None:

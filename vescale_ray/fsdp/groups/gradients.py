@@ -297,13 +297,7 @@ class Gradients(GradientSettings):
         out = torch.empty(self.division.part_numel, dtype=self.orig_dtype, device=self.place.device)
         assert self.pool is not None
         pending = reduce_scatter(
-            out,
-            flat,
-            self.group,
-            lane,
-            self.pool,
-            factor,
-            self.reduce_dtype,
+            *(out, flat, self.group, lane, self.pool, factor, self.reduce_dtype),
             together=together,
             pairwise=self.place.pairwise,
             leaves_out=self.leaves_out,
@@ -311,6 +305,7 @@ class Gradients(GradientSettings):
             ordered=self.ordered,
             custom=self.custom_scatter,
             staging=self.staging,
+            name=self.params[0].fqn,
         )
         self._reductions.append(Reduction(pending, out, buffer, used))
 

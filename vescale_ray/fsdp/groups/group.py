@@ -228,7 +228,7 @@ class ParameterGroup:
         else:
             agree(f"all-gather of {self.name!r}", group, self.place.device)
             source = self.master.flat if part is None else part
-            self.gathered.start(out, source, group, lane, together, pairwise=pairwise, fqn=self.fqn)
+            self.gathered.start(out, source, group, lane, together, pairwise=pairwise, fqn=self.fqn, name=self.name)
         self._gathered_of, self._local_of = version, self.master.flat._version
 
     def hide(self) -> None:

@@ -154,7 +154,7 @@ class HookedGroup(ParameterGroup):
             lane.issued += len(sent)
             group = self.place.shard_group
             if self.place.pairwise:
-                pending: comm.Pending = comm.all_gather_pairwise(sent, group, lane)
+                pending: comm.Pending = comm.all_gather_pairwise(sent, group, lane, self.name)
             else:
                 works = [dist.all_gather_single(to, what, group=group, async_op=lane.stream is None) for to, what in sent]
                 pending = comm.Works(lane, *works) if lane.stream is None else lane.mark()

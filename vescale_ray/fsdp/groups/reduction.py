@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vescale_ray.communication.point_to_point import Messages
+from vescale_ray.communication.point_to_point import Messages, tag_of
 from vescale_ray.compat.core import foreach_copy_
 from vescale_ray.compat.distributed import reduce_scatter_many
 from vescale_ray.compat.fsdp import ReduceScatter
@@ -25,8 +25,6 @@ from vescale_ray.fsdp.buffers.memory import NOWHERE, Buffer, Pool, may_stay
 from vescale_ray.fsdp.communication.comm import Done, EventPending, Lane, Pending, Works, allocate
 from vescale_ray.planner.step_buffers import ALIGNED_BYTES, staging_bytes
 
-_TAG = 0x56530002
-"""Tag that keeps these messages apart from a user's on the same process group."""
 _LEAST_PIECE = 1 << 12
 _MOST_ROWS = 128
 """Most rows of a chunk that are cast as a list of tensors."""
@@ -48,6 +46,7 @@ def reduce_scatter(
     ordered: bool = False,
     custom: ReduceScatter | None = None,
     staging: int | None = None,
+    name: str = "",
 ) -> Pending:
     """Sum every rank's ``full`` in ``dtype`` and write this rank's part, times ``factor``, to ``out``, which may have another dtype.
 
@@ -57,12 +56,12 @@ def reduce_scatter(
     memory for this rank's part. An exchange does not need that part either, so it can use such a buffer. ``sum_only``: never use AVG.
     ``ordered``: return an :class:`InOrder`, which sums only when its ``add_to`` is called. ``custom``: a collective that gets AVG if
     ``factor`` is the mean, else SUM, and may return work to wait for. It needs ``full`` in ``dtype``. ``staging``: bytes of a buffer for
-    chunks that are cast; None: the default.
+    chunks that are cast; None: the default. ``name`` of the gradients: messages between pairs of ranks meet only those of the same name.
     """
     lane.issued += 1
     world = group.size()
     if ordered:
-        return InOrder(full, group, lane, pool, factor, dtype, pairwise=pairwise, leaves_out=leaves_out)
+        return InOrder(full, group, lane, pool, factor, dtype, pairwise=pairwise, leaves_out=leaves_out, name=name)
     if custom is not None:
         lane.after_current()
         with lane.context():
@@ -75,7 +74,7 @@ def reduce_scatter(
             rest.wait()
             return lane.mark()
     if pairwise:
-        return _ExchangeAndSum(out, full, group, lane, pool, factor, dtype, leaves_out)
+        return _ExchangeAndSum(out, full, group, lane, pool, factor, dtype, leaves_out, name)
     return together.add(out, full, group, factor, dtype, sum_only=sum_only, staging=staging)
 
 
@@ -237,10 +236,10 @@ class _CastAndScale:
             self._out.mul_(self._factor)
 
 
-def _exchange(mine: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup, lane: Lane) -> Messages:
+def _exchange(mine: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup, lane: Lane, name: str) -> Messages:
     """Send row i of ``mine`` to rank i, and receive every other rank's row in ``parts``."""
     rank, world = group.rank(), group.size()
-    messages = Messages(group, _TAG, lane)
+    messages = Messages(group, tag_of(f"reduce-scatter {name}"), lane)
     for distance in range(1, world):
         source, target = (rank - distance) % world, (rank + distance) % world
         messages.receive(parts[source], source)
@@ -277,6 +276,7 @@ class _ExchangeAndSum:
         factor: float,
         dtype: torch.dtype,
         leaves_out: bool,
+        name: str,
     ) -> None:
         self._out, self._pool, self._factor = out, pool, factor
         self._sums_in = torch.promote_types(torch.promote_types(out.dtype, torch.float32), dtype)
@@ -294,7 +294,7 @@ class _ExchangeAndSum:
             received = self._scratch.flat(full.dtype).view(world, size)
             for r in others:
                 self._parts[r] = received[r]
-        self._messages = _exchange(mine, self._parts, group, lane)
+        self._messages = _exchange(mine, self._parts, group, lane, name)
 
     def wait(self) -> None:
         parts, self._parts = self._parts, []
@@ -352,6 +352,7 @@ class InOrder:
         *,
         pairwise: bool,
         leaves_out: bool,
+        name: str,
     ) -> None:
         rank, world = group.rank(), group.size()
         self._factor, self._dtype = factor, dtype
@@ -366,7 +367,7 @@ class InOrder:
             self._scratch = _scratch(full, group, pool, leaves_out)
             received = self._scratch.flat(full.dtype).view(world, -1)
             self._parts = [mine[r] if r == rank else received[r] for r in range(world)]
-            self._pending = _exchange(mine, self._parts, group, lane)
+            self._pending = _exchange(mine, self._parts, group, lane, name)
         elif world > 1:
             received = torch.empty_like(mine)
             self._parts = list(received.unbind())
