@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -165,10 +166,15 @@ def results(rank: int, world: int) -> None:
             torch.testing.assert_close(whole(copy), plain)
         assert "contribution" in repr(value) or not any(p.is_partial() for p in value.placements)
     assert math.isclose(x.sum().data.item(), full.sum().item(), rel_tol=1e-6)
+    assert x.sum(0).tolist() == pytest.approx(full.sum(0).tolist()) and x.t().tolist() == full.t().tolist()
     for value in (x, x.sum()):
         with pytest.raises(TypeError, match=r"format its item\(\), or full_tensor\(\), taken on every rank"):
             f"{value:.2f}"
     assert f"{x[7][4]:.2f}" == f"{full[7][4]:.2f}"
+    for collective in (lambda v: dist.all_reduce(v), lambda v: dist.broadcast(v, 0), lambda v: dist.all_gather([v, v], v)):
+        for value in (x, x.norm(), x.t(), x.sum(0)):  # each rank would reduce a copy, and the result would be lost
+            with pytest.raises(RuntimeError, match=r"or the collective on to_local\(\)"):
+                collective(value)
 
 
 def beside_plain(rank: int, world: int) -> None:

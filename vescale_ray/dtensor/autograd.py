@@ -169,6 +169,10 @@ class RaggedAwareDTensor(DTensor):
             return whole_of(self)
         return self.redistribute(placements=replicated(self.device_mesh)).to_local(grad_placements=grad_placements)
 
+    def tolist(self) -> Any:
+        """The numbers of the whole tensor, by one collective, as ``item()`` gives one."""
+        return whole_of(self.detach()).tolist()
+
     @run_as_is
     def redistribute(
         self,

@@ -27,8 +27,17 @@ HIDDEN_WRITES = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batc
 
 @lru_cache(maxsize=4096)
 def schema_facts(func: Any) -> tuple[tuple[str, ...], bool]:
-    """Names of the arguments that ``func`` writes, and whether its result is a view of an argument."""
+    """Names of the arguments that ``func`` writes, and whether its result is a view of an argument.
+
+    Raises:
+        RuntimeError: ``func`` is a collective. It would move a gathered copy, and its result would be lost.
+    """
     schema = func._schema
+    if "c10d" in func.namespace:
+        raise RuntimeError(
+            f"{func} of a ragged tensor, or of what was computed from one: it already stands for the whole over all ranks. Call "
+            "full_tensor() for the whole on each rank, or the collective on to_local(), this rank's part"
+        )
     writes = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     if schema.name.removeprefix("aten::") in HIDDEN_WRITES:
         writes = (*writes, "running_mean", "running_var")
