@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from vescale_ray.fsdp.construction.data_parallel import data_parallel_ranks
 from vescale_ray.fsdp.construction.grouping import plan_groups
 from vescale_ray.fsdp.groups.group import ParameterGroup
 from vescale_ray.fsdp.groups.hooked import HookedGroup
-from vescale_ray.fsdp.layouts.parameters import REPLACED, GroupPlan
+from vescale_ray.fsdp.layouts.parameters import REPLACED, GroupPlan, OriginalParameter
 from vescale_ray.fsdp.layouts.phases import Phase, PhaseError
 from vescale_ray.fsdp.layouts.sharding import Sharding, ShardingPlan
 from vescale_ray.fsdp.surface.module import FSDPModule, sharded_class
@@ -127,6 +128,23 @@ def fully_shard(
     return module
 
 
+def _warn_of_gradients(sources: Sequence[OriginalParameter]) -> None:
+    names = [source.name for source in sources if _has_gradient(source.param)]
+    if names:
+        more = f" and {len(names) - 4} more" if names[4:] else ""
+        warnings.warn(
+            f"parameters {', '.join(names[:4])}{more} have gradients, which fully_shard drops: call fully_shard before the first backward, "
+            f"or zero_grad() if they are of no use",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _has_gradient(param: nn.Parameter) -> bool:
+    grad = param.grad
+    return grad is not None and not grad.is_meta and (grad.layout is not torch.strided or bool((grad != 0).any()))
+
+
 def _build(
     roots: Sequence[nn.Module], managed: Collection[nn.Module], plans: Sequence[GroupPlan], given: Arguments, axes: ShardingPlan
 ) -> None:
@@ -142,7 +160,9 @@ def _build(
     _move_buffers(managed, device)
     for group in groups:
         group.install()
-    for source in (source for plan in plans for source in plan.sources):
+    sources = [source for plan in plans for source in plan.sources]
+    _warn_of_gradients(sources)
+    for source in sources:
         # The model no longer uses the original. The mark lets optimizers and tied modules that still hold it raise a clear error.
         source.param.__dict__[REPLACED] = True
         if source.param.requires_grad:

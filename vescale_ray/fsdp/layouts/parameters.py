@@ -281,7 +281,10 @@ class GroupParam:
         return local_of(self.sharded)
 
     def install(self, parameter: nn.Parameter) -> None:
-        """Put ``parameter`` into the modules."""
+        """Put ``parameter``, sharded or not, into the modules, with the attributes that were set on the one that they held."""
+        previous = self.unsharded if parameter is self.sharded else self.sharded
+        if previous is not None:
+            copy_marks(previous, parameter)
         for module_ref, attribute in self.owners:
             module = module_ref()
             if module is not None:
@@ -297,10 +300,23 @@ def sharded_parameter(local: torch.Tensor, spec: DTensorSpec, like: nn.Parameter
     """A sharded parameter on ``local``, which it shares with its version counter. It is trained if ``like`` is, and has its marks."""
     sharded = nn.Parameter(as_dtensor(local, spec), requires_grad=like.requires_grad)
     sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter detached it, and with it the version counter
-    for key, value in like.__dict__.items():  # marks that users and optimizers put on parameters
-        if key not in ("_local_tensor", "_spec", REPLACED):  # the first two of a DTensor
-            sharded.__dict__.setdefault(key, value)
+    copy_marks(like, sharded)
     return sharded
+
+
+def copy_marks(source: nn.Parameter, target: nn.Parameter) -> None:
+    """Give ``target`` the attributes that users and optimizers have set on ``source``, and no others."""
+    marks, theirs = source.__dict__, target.__dict__
+    if any(key not in marks and _is_mark(key) for key in theirs):
+        for key in [key for key in theirs if key not in marks and _is_mark(key)]:
+            del theirs[key]
+    for key, value in marks.items():
+        if _is_mark(key):
+            theirs[key] = value
+
+
+def _is_mark(attribute: str) -> bool:
+    return attribute not in ("_local_tensor", "_spec", "_is_param") and not attribute.startswith(("_vescale", "_dynamo"))
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:
