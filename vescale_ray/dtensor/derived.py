@@ -1,4 +1,4 @@
-"""DTensors derived from ragged tensors that are not ragged: read-only gathered views, and results of operations and redistributions."""
+"""DTensors derived from ragged tensors that are not ragged: gathered views, and results of operations and redistributions."""
 
 from __future__ import annotations
 
@@ -18,25 +18,29 @@ from vescale_ray.dtensor.operations.schema import plain_is_whole, refuse_leaf, s
 from vescale_ray.dtensor.operations.whole import held_whole, is_dtensor, on_local, write_local
 from vescale_ray.dtensor.redistribution import contribution, move
 from vescale_ray.dtensor.spec import ShapedSpec, pending_spec, replicated, settled_placements, wrap
-from vescale_ray.dtensor.transfer import arrived, writes_of
+from vescale_ray.dtensor.transfer import arrived
+from vescale_ray.dtensor.write_back import Source
 
 
 class GatheredView(RaggedAwareDTensor):
-    """A read-only gathered copy, the result of a view operation (transpose, indexing, ..) that has no local view.
+    """A gathered copy, the result of a view operation (transpose, indexing, ..) that has no local view.
 
-    It raises on writes, which would not reach the ragged tensor. After a write to the ragged tensor it raises on reads, since a true view
-    would show that write. Torch runs every other operation.
+    An operation in place is written back (:mod:`vescale_ray.dtensor.write_back`), or raises if it can't be. After another write to the
+    ragged tensor the copy raises on reads, since a true view would show that write. Torch runs every other operation.
     """
 
-    _sources: tuple[tuple[Tensor, int], ...] = ()
-    """The ragged tensors that it was gathered from, with their number of writes at that time."""
+    _sources: tuple[Source, ...] = ()
+    """The ragged tensors that it was gathered from."""
 
     @classmethod
     @run_as_is
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         writes, is_view = schema_facts(func)
-        GatheredView.refuse_writes(func, written(func, writes, args, kwargs or {}))
-        sources: tuple[tuple[Tensor, int], ...] = ()
+        targets = written(func, writes, args, kwargs or {})
+        if len(targets) == 1 and targets[0] is args[0] and isinstance(args[0], GatheredView) and args[0].takes(func):
+            return args[0].write(func, args, kwargs or {})
+        GatheredView.refuse_writes(func, targets)
+        sources: tuple[Source, ...] = ()
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, GatheredView):
                 value.check(func)
@@ -57,10 +61,25 @@ class GatheredView(RaggedAwareDTensor):
 
     def check(self, func: Any) -> None:
         """Raise if a source was written since the copy was gathered."""
-        if any(writes_of(tensor) != count for tensor, count in self._sources):
+        if any(source.is_stale for source in self._sources):
             raise RuntimeError(
                 f"{func}: this tensor is a gathered copy, not a view, of a RaggedDTensor that was written since: take the view again"
             )
+
+    def takes(self, func: Any) -> bool:
+        """Return whether ``func``, in place, can be written back to the ragged tensor."""
+        return len(self._sources) == 1 and self._sources[0].accepts(func, self._local_tensor)
+
+    def write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> GatheredView:
+        """Run ``func`` in place, and write it back. Only ``copy_`` takes a plain tensor with dimensions, which is whole."""
+        self.check(func)
+        local = self._local_tensor
+        if func is not torch.ops.aten.copy_.default:
+            args = [self, *_beside(func, "a gathered copy of a ragged tensor", self.device_mesh, args[1:], {})[0]]
+        args, kwargs = tree_map_only(DTensor, lambda value: local if value is self else _whole(value), (args, kwargs))
+        func(*args, **kwargs)
+        self._sources[0].take_back(self, local)
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         """Return torch's DTensor: a deep copy is not a view."""
@@ -360,7 +379,7 @@ def _beside(func: Any, what: str, mesh: DeviceMesh, args: Any, kwargs: dict[str,
     return [convert(v) for v in args], {k: convert(v) for k, v in kwargs.items()}
 
 
-def read_only(result: Any, sources: tuple[tuple[Tensor, int], ...] = ()) -> Any:
+def read_only(result: Any, sources: tuple[Source, ...] = ()) -> Any:
     """``result`` with its DTensors as :class:`GatheredView` of ``sources``."""
 
     def convert(value: Any) -> Any:

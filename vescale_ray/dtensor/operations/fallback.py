@@ -21,7 +21,8 @@ from vescale_ray.dtensor.operations.operands import gathered
 from vescale_ray.dtensor.operations.schema import HIDDEN_WRITES, lazy_conjugation, plain_is_whole, refuse_leaf, written
 from vescale_ray.dtensor.redistribution import move
 from vescale_ray.dtensor.spec import replicated, sharding_of
-from vescale_ray.dtensor.transfer import arrived, writes_of
+from vescale_ray.dtensor.transfer import arrived
+from vescale_ray.dtensor.write_back import Source
 
 Cls = type[DTensor]
 Handler = Callable[[Cls, Any, Sequence[Any], dict[str, Any]], Any]
@@ -80,7 +81,7 @@ def fallback(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[
         _agree(result)
     if not rule.is_view:
         return result
-    return read_only(result, tuple((v, writes_of(v)) for v in tree_leaves((args, kwargs)) if isinstance(v, cls)))
+    return read_only(result, tuple(Source(v) for v in tree_leaves((args, kwargs)) if isinstance(v, cls)))
 
 
 def _on_whole(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any], targets: list[Any]) -> Any:

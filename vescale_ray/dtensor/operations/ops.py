@@ -14,7 +14,7 @@
 | any other that writes to a ragged tensor                     | raises, naming it and what to do                                       |
 | with a sum pending on another mesh dimension                  | linear ones on the local tensors, else reduced first                   |
 
-An operation either gives the right result or raises. Views that can't be local (transpose, indexing) are gathered read-only copies.
+An operation gives the right result or raises. Views that can't be local (transpose, indexing) are gathered, and writes are written back.
 """
 
 from __future__ import annotations
