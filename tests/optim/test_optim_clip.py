@@ -119,3 +119,16 @@ def some_without(rank, world):
 def test_ranks_lacking_different_gradients_get_one_norm():
     one, other = run_gloo(2, some_without, timeout=20)
     assert one == other == pytest.approx([math.sqrt(48.0), math.sqrt(24.0), 0.0], rel=1e-6)
+
+
+@on_threads(4)
+def test_torchs_clipping_over_several_meshes_names_the_one_that_works(rank, world):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    meshes = (init_device_mesh("cpu", (4,), mesh_dim_names=("f",)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s")))
+    for layer, mesh in zip(model, meshes, strict=True):
+        fully_shard(layer, mesh=mesh)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match=r"different meshes, .*: move one with full_tensor\(\); .* use vescale_ray.optim.clip_grad_norm_"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert clip_grad_norm_(model.parameters(), 1.0).item() == pytest.approx(40**0.5)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial
 from vescale_ray.compat.core import TensorBase, run_as_is, tree_leaves, tree_map, tree_map_only
 from vescale_ray.compat.tensor import DTensorSpec, TensorMeta
 from vescale_ray.dtensor.autograd import Classes, RaggedAwareDTensor, whole_of
-from vescale_ray.dtensor.operations.schema import plain_is_whole, refuse_leaf, schema_facts, written
+from vescale_ray.dtensor.operations.schema import different_meshes, plain_is_whole, refuse_leaf, schema_facts, written
 from vescale_ray.dtensor.operations.whole import held_whole, is_dtensor, on_local, write_local
 from vescale_ray.dtensor.redistribution import contribution, move
 from vescale_ray.dtensor.spec import ShapedSpec, pending_spec, replicated, settled_placements, wrap
@@ -192,6 +192,8 @@ class DerivedDTensor(RaggedAwareDTensor):
         tensors = [v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
         operands = list(filter(is_dtensor, tensors))
         mesh = operands[0].device_mesh
+        if other := next((v.device_mesh for v in operands if v.device_mesh != mesh), None):
+            raise different_meshes(func, other, mesh)
         moved = name in _SAME_ELEMENTS or (is_view and not {name, f"{name}.{func._schema.overload_name}"} & _OTHER_NUMBERS)
         if moved and _pending_alike(tensors) and held_whole(operands):
             result = on_local(func, mesh, operands[0].placements, args, kwargs)

@@ -18,7 +18,7 @@ from vescale_ray.compat.core import tree_leaves, tree_map
 from vescale_ray.compat.tensor import DTensorSpec, TensorMeta
 from vescale_ray.dtensor.derived import GatheredView, derived, read_only
 from vescale_ray.dtensor.operations.operands import gathered
-from vescale_ray.dtensor.operations.schema import HIDDEN_WRITES, lazy_conjugation, plain_is_whole, refuse_leaf, written
+from vescale_ray.dtensor.operations.schema import HIDDEN_WRITES, different_meshes, lazy_conjugation, plain_is_whole, refuse_leaf, written
 from vescale_ray.dtensor.redistribution import move
 from vescale_ray.dtensor.spec import replicated, sharding_of
 from vescale_ray.dtensor.transfer import arrived
@@ -95,7 +95,7 @@ def _on_whole(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any], 
     def plain(value: Any) -> Any:
         if isinstance(value, DTensor):
             if value.device_mesh != mesh:
-                raise ValueError(f"{func}: operands on different meshes, {value.device_mesh} and {mesh}: move one with full_tensor()")
+                raise different_meshes(func, value.device_mesh, mesh)
             if isinstance(value, GatheredView):
                 value.check(func)
             return arrived(move(value._local_tensor, value._spec, replicated(mesh))[0]).resolve_conj().resolve_neg()

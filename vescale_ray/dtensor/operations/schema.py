@@ -84,6 +84,14 @@ def refuse_leaf(op: Any, value: Tensor, meets: str) -> None:
         )
 
 
+def different_meshes(op: Any, one: Any, other: Any) -> ValueError:
+    """The error for operands on different meshes: a value that is equal on all ranks of one mesh may differ on those of another."""
+    return ValueError(
+        f"{op}: operands on different meshes, {one} and {other}: move one with full_tensor(); for gradients on several meshes use "
+        f"vescale_ray.optim.clip_grad_norm_"
+    )
+
+
 @contextmanager
 def lazy_conjugation(*values: Any) -> Iterator[None]:
     """Enable lazy conjugation and negation, which torch disables under ``__torch_dispatch__``. Without it, an operation that makes such
