@@ -200,3 +200,18 @@ def test_dim_of_a_ragged_placement_names_how_to_get_shards(rank: int, world: int
     with stand_in_for_torch(plain_shards=True):
         stood_in: Any = torch_fsdp.fully_shard(nn.Linear(4, 4))
     assert chosen.weight.placements[0].dim == stood_in.weight.placements[0].dim == 0
+
+
+@on_processes(3)
+def test_torchs_local_shape_and_offset_are_those_of_ragged_rows(rank: int, world: int) -> None:
+    from torch.distributed.tensor import _utils
+
+    mesh, rows = init_device_mesh("cpu", (world,)), [vescale_ray.RaggedShard((0,), (2, 0, 3))]
+    with stand_in_for_torch():
+        found = _utils.compute_local_shape_and_global_offset((10, 4), mesh, rows)
+        shape, nothing = _utils.compute_local_shape_and_global_offset((10, 4), mesh, rows, skip_offset=True)
+        assert found == [((4, 4), (0, 0)), ((0, 4), (10, 0)), ((6, 4), (4, 0))][rank] and (shape, nothing) == (found[0], ())
+        inner = [vescale_ray.RaggedShard((0, 1), (7, 1, 2))]
+        with pytest.raises(ValueError, match=r"is no box: use local_boxes\(\) .*, or stand_in_for_torch\(plain_shards=True\)"):
+            _utils.compute_local_shape_and_global_offset((2, 5), mesh, inner)
+        assert _utils.compute_local_shape_and_global_offset((6, 4), mesh, [torch_tensor.Shard(0)]) == ((2, 4), (2 * rank, 0))

@@ -10,6 +10,7 @@
 - ``fully_shard``, ``register_fsdp_forward_method`` and ``share_comm_ctx`` become those of vescale_ray;
 - ``distribute_tensor``, ``DTensor.from_local`` and ``DTensor.redistribute`` also accept ragged placements, as in
   ``distribute_tensor(full, param.device_mesh, param.placements)``;
+- ``compute_local_shape_and_global_offset`` tells where a rank's rows lie;
 - ``set_model_state_dict`` and ``set_optimizer_state_dict`` of ``torch.distributed.checkpoint`` load full state dicts into ragged tensors:
   each rank takes its part.
 
@@ -35,9 +36,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from vescale_ray.compat.fsdp import distribute_tensors
+from vescale_ray.compat.tensor import compute_local_shape_and_global_offset
 from vescale_ray.dtensor.placement import RaggedShard
 from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, redistribute
-from vescale_ray.dtensor.spec import ragged_mesh_dim
+from vescale_ray.dtensor.spec import layout_of, ragged_mesh_dim
 from vescale_ray.fsdp.construction.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 
 
@@ -89,6 +91,7 @@ def stand_in_for_torch(*, plain_shards: bool = False) -> StandIn:
     stand_in._replace_method("from_local", _OUR_FROM_LOCAL)
     stand_in._replace_method("redistribute", _redistribute)
     stand_in._replace(distribute_tensors, _distribute_tensors)
+    stand_in._replace(compute_local_shape_and_global_offset, _local_shape_and_global_offset)
     return stand_in
 
 
@@ -151,6 +154,23 @@ def _redistribute(
     if device_mesh is not None and device_mesh != self.device_mesh:
         raise ValueError(f"can't redistribute from {self.device_mesh} to {device_mesh}: only placements on the same mesh can change")
     return redistribute(self, placements, **how)
+
+
+@functools.wraps(compute_local_shape_and_global_offset)
+def _local_shape_and_global_offset(
+    global_shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], skip_offset: bool = False
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if ragged_mesh_dim(placements) is None:
+        return compute_local_shape_and_global_offset(global_shape, mesh, placements, skip_offset)
+    layout = layout_of(mesh, placements, global_shape)
+    boxes = layout.boxes() or [((*global_shape[:1], *(0 for _ in global_shape[1:])), layout.local_shape)]
+    offsets, sizes = boxes[0]
+    if len(boxes) > 1 or tuple(sizes) != tuple(layout.local_shape):
+        raise ValueError(
+            f"a part of {tuple(global_shape)} with placements {list(placements)} is no box: use local_boxes() of the RaggedDTensor, or "
+            f"stand_in_for_torch(plain_shards=True)"
+        )
+    return tuple(sizes), () if skip_offset else tuple(offsets)
 
 
 def _distribute_tensors(local_state_dict: dict[str, Any], keys: list[str], device: torch.device, pg: Any = None) -> None:
