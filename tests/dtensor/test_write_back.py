@@ -89,7 +89,7 @@ def test_writes_that_would_differ_by_rank_or_lose_a_gradient_raise(rank, world):
 @on_threads(2)
 def test_an_embedding_with_a_padding_row_initializes_after_sharding(rank, world):
     with torch.device("meta"):
-        model = nn.Sequential(nn.Embedding(9, 4, padding_idx=5), nn.Linear(4, 3))
+        model: Any = nn.Sequential(nn.Embedding(9, 4, padding_idx=5), nn.Linear(4, 3))
     fully_shard(model)
     model.to_empty(device="cpu")
     with warnings.catch_warnings():

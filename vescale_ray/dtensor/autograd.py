@@ -171,7 +171,7 @@ class RaggedAwareDTensor(DTensor):
 
     def tolist(self) -> Any:
         """The numbers of the whole tensor, by one collective, as ``item()`` gives one."""
-        return whole_of(self.detach()).tolist()
+        return whole_of(cast(DTensor, self.detach())).tolist()
 
     @run_as_is
     def redistribute(

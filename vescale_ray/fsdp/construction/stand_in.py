@@ -161,7 +161,7 @@ def _local_shape_and_global_offset(
     global_shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], skip_offset: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if ragged_mesh_dim(placements) is None:
-        return compute_local_shape_and_global_offset(global_shape, mesh, placements, skip_offset)
+        return compute_local_shape_and_global_offset(tuple(global_shape), mesh, placements, skip_offset)
     layout = layout_of(mesh, placements, global_shape)
     boxes = layout.boxes() or [((*global_shape[:1], *(0 for _ in global_shape[1:])), layout.local_shape)]
     offsets, sizes = boxes[0]
