@@ -37,8 +37,9 @@ class GatheredView(RaggedAwareDTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         writes, is_view = schema_facts(func)
         targets = written(func, writes, args, kwargs or {})
-        if len(targets) == 1 and targets[0] is args[0] and isinstance(args[0], GatheredView) and args[0].takes(func):
-            return args[0].write(func, args, kwargs or {})
+        if len(targets) == 1 and targets[0] is args[0] and isinstance(args[0], GatheredView) and len(args[0]._sources) == 1:
+            if args[0]._sources[0].accepts(func, args[0]._local_tensor):
+                return args[0].write(func, args, kwargs or {})
         GatheredView.refuse_writes(func, targets)
         sources: tuple[Source, ...] = ()
         for value in tree_leaves((args, kwargs)):
@@ -65,10 +66,6 @@ class GatheredView(RaggedAwareDTensor):
             raise RuntimeError(
                 f"{func}: this tensor is a gathered copy, not a view, of a RaggedDTensor that was written since: take the view again"
             )
-
-    def takes(self, func: Any) -> bool:
-        """Return whether ``func``, in place, can be written back to the ragged tensor."""
-        return len(self._sources) == 1 and self._sources[0].accepts(func, self._local_tensor)
 
     def write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> GatheredView:
         """Run ``func`` in place, and write it back. Only ``copy_`` takes a plain tensor with dimensions, which is whole."""

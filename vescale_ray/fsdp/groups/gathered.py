@@ -241,8 +241,8 @@ class Leaves:
             self.accept_writes()
             raise RuntimeError(
                 f"gathered parameters of {name!r} were {how}, which is lost when they are resharded: {', '.join(written)}. "
-                f"Call reshard() on the module and write to the sharded parameters between steps, or compute with a changed copy; if a library "
-                f"writes to them in each forward, leave them to every rank with ignored_params"
+                f"Call reshard() on the module and write to the sharded parameters between steps, or compute with a changed copy. If a "
+                f"library writes to them in each forward, leave them to every rank with ignored_params"
             )
 
     def _current(self) -> list[int]:
