@@ -75,7 +75,7 @@ def test_a_view_shows_writes_through_its_siblings_but_no_others(rank, world):
 
 
 @on_threads(3)
-def test_writes_that_would_differ_by_rank_or_lose_a_gradient_raise(rank, world):
+def test_writes_that_differ_by_rank_or_lose_a_gradient_raise(rank, world):
     x = ragged(values())
     trained = ragged(values()).requires_grad_() * 1.0
     for write in (lambda: x[3].normal_(), lambda: x.t().bernoulli_(0.5), lambda: trained[3].zero_()):
@@ -87,7 +87,7 @@ def test_writes_that_would_differ_by_rank_or_lose_a_gradient_raise(rank, world):
 
 
 @on_threads(2)
-def test_an_embedding_with_a_padding_row_initializes_after_sharding(rank, world):
+def test_an_embedding_with_padding_initializes_once_sharded(rank, world):
     with torch.device("meta"):
         model: Any = nn.Sequential(nn.Embedding(9, 4, padding_idx=5), nn.Linear(4, 3))
     fully_shard(model)

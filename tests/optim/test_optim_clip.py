@@ -122,7 +122,7 @@ def test_ranks_lacking_different_gradients_get_one_norm():
 
 
 @on_threads(4)
-def test_torchs_clipping_over_several_meshes_names_the_one_that_works(rank, world):
+def test_torchs_clipping_over_two_meshes_names_ours(rank, world):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     meshes = (init_device_mesh("cpu", (4,), mesh_dim_names=("f",)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s")))
     for layer, mesh in zip(model, meshes, strict=True):

@@ -6,6 +6,7 @@ The running forward therefore keeps the frame of the outermost module's call, an
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from threading import get_ident
@@ -67,7 +68,7 @@ class ForwardOrder(Generic[U]):
         """Return whether the outermost module's call has ended without its hooks. Costs about 1 us."""
         if self._frame is None:
             return False
-        frame = sys._getframe() if self._thread == get_ident() else sys._current_frames().get(self._thread)
+        frame = inspect.currentframe() if self._thread == get_ident() else sys._current_frames().get(self._thread)
         while frame is not None:
             if frame is self._frame:
                 return False
@@ -77,7 +78,7 @@ class ForwardOrder(Generic[U]):
 
 def _module_call() -> FrameType | None:
     """Return the frame of the module call whose hook runs: the outermost frame of torch's module file among the innermost such frames."""
-    frame: FrameType | None = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename != _CALLS:
         frame = frame.f_back
     while frame is not None and frame.f_back is not None and frame.f_back.f_code.co_filename == _CALLS:
