@@ -19,14 +19,13 @@ from torch import nn
 
 from vescale_ray.compat.core import disable_dynamo, has_function_mode, peek_interpreter_stack
 from vescale_ray.fsdp.groups.running_backward import will_accumulate
+from vescale_ray.fsdp.layouts.parameters import SINK
 
 _FORWARD, _LINEAR = nn.Linear.forward, F.linear
 """Torch's own, which programs replace (fake quantization, fused kernels)."""
 
 LEAST_NUMEL = 1 << 16
 """Elements of a weight from which a saved pass is worth the time of a Python autograd function (about 20 us)."""
-
-_SINK = "_vescale_sink"
 
 
 class GradientBuffer(Protocol):
@@ -60,7 +59,7 @@ Sink = tuple[Callable[[], GradientBuffer | None], int]
 
 def offer_sink(leaf: nn.Parameter, gradients: Callable[[], GradientBuffer | None], index: int) -> None:
     """Let linear layers write the gradient of the unsharded parameter ``leaf`` into the buffer of ``gradients``, a weak reference."""
-    leaf.__dict__[_SINK] = (gradients, index)
+    leaf.__dict__[SINK] = (gradients, index)
 
 
 def adopt_linear(module: nn.Module, unit: Caller | None) -> bool:
@@ -108,7 +107,7 @@ def _forward(layer: _Layer, input: torch.Tensor) -> torch.Tensor:
     if type(module).forward is _FORWARD and F.linear is _LINEAR and weight is not None and _pays(input, weight):
         if call is not None:
             call.reachable = True
-        written: torch.Tensor = _Linear.apply(input, weight, module.bias, weight.__dict__[_SINK], call)
+        written: torch.Tensor = _Linear.apply(input, weight, module.bias, weight.__dict__[SINK], call)
         return written
     out = type(module).forward(module, input)
     if call is not None and out.requires_grad:
@@ -117,7 +116,7 @@ def _forward(layer: _Layer, input: torch.Tensor) -> torch.Tensor:
 
 
 def _pays(input: torch.Tensor, weight: torch.Tensor) -> bool:
-    sink = weight.__dict__.get(_SINK)
+    sink = weight.__dict__.get(SINK)
     if sink is None or not weight.requires_grad or weight.numel() < LEAST_NUMEL or not torch.is_grad_enabled():
         return False
     owner = sink[0]()

@@ -37,6 +37,10 @@ GATHERED_OF = "_vescale_gathered_of"
 """Attribute of gathered parameters: a weak reference to their :class:`GroupParam`."""
 SUMMED_OVER = "_vescale_summed_over"
 """Attribute of parameters under expert parallelism: the number of ranks whose losses a local gradient sums up."""
+SINK = "_vescale_sink"
+"""Attribute of gathered weights of linear layers: where backward writes their gradient."""
+_NO_MARKS = frozenset({REPLACED, GATHERED_OF, SUMMED_OVER, SINK, "_local_tensor", "_spec", "_is_param"})
+"""Attributes that this package and torch set on parameters."""
 
 
 @dataclass(frozen=True)
@@ -307,16 +311,17 @@ def sharded_parameter(local: torch.Tensor, spec: DTensorSpec, like: nn.Parameter
 def copy_marks(source: nn.Parameter, target: nn.Parameter) -> None:
     """Give ``target`` the attributes that users and optimizers have set on ``source``, and no others."""
     marks, theirs = source.__dict__, target.__dict__
-    if any(key not in marks and _is_mark(key) for key in theirs):
-        for key in [key for key in theirs if key not in marks and _is_mark(key)]:
-            del theirs[key]
+    if not (marks.keys() - _NO_MARKS or theirs.keys() - _NO_MARKS):
+        return  # nearly always: this runs for each parameter at each gather and release
+    for key in [key for key in theirs if key not in marks and _is_mark(key)]:
+        del theirs[key]
     for key, value in marks.items():
         if _is_mark(key):
             theirs[key] = value
 
 
 def _is_mark(attribute: str) -> bool:
-    return attribute not in ("_local_tensor", "_spec", "_is_param") and not attribute.startswith(("_vescale", "_dynamo"))
+    return attribute not in _NO_MARKS and not attribute.startswith(("_vescale", "_dynamo"))
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:

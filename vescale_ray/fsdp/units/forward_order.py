@@ -46,9 +46,10 @@ class ForwardOrder(Generic[U]):
         self._repeats = self._repeats and position < len(known) and known[position]() is unit
         self._entered.append(weakref.ref(unit))
 
-    def following(self) -> list[U | None] | None:
-        """Return the units that followed in the last forward, None for those that are gone; None if this forward differs from it."""
-        return [ref() for ref in self._last.get(self._key, [])[len(self._entered) :]] if self._repeats else None
+    def following(self, most: int) -> list[U | None] | None:
+        """Return the next units of the last forward, at most ``most``; None for those that are gone, and None if this forward differs."""
+        position = len(self._entered)
+        return [ref() for ref in self._last.get(self._key, [])[position : position + most]] if self._repeats else None
 
     def finish(self) -> None:
         """End the forward; the next one is compared with it."""

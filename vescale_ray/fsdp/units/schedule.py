@@ -228,8 +228,8 @@ class Schedule:
         if unit.options.forward_prefetch:
             targets = [target for ref in unit.options.forward_prefetch if (target := ref()) is not None]
         else:
-            following = self._order.following() if self.forward_root is not None else None
-            targets = [target for target in (following or [])[:1] if target is not None]
+            following = self._order.following(1) if self.forward_root is not None else None
+            targets = [target for target in following or [] if target is not None]
         for target in targets:
             self._check_mine(target)
             with span("forward_prefetch for {}", target.fqn):
@@ -237,7 +237,7 @@ class Schedule:
 
     def leaves_unit(self) -> None:
         """Trim the pool after a unit has resharded in forward, if no later unit could gather into the released memory."""
-        following = self._order.following()
+        following = self._order.following(2)
         if following is not None and not following[1:] and all(unit is None or unit.gathered for unit in following):
             self.trim()
 
