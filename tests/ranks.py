@@ -24,6 +24,10 @@ import torch.distributed as dist
 from vescale_ray import gloo
 
 
+_OTHERS_S = 2.0
+"""How long to wait for the errors of other ranks after the first one."""
+
+
 class RankFailed(AssertionError):
     """One or more ranks raised an error; the message has their tracebacks."""
 
@@ -31,6 +35,7 @@ class RankFailed(AssertionError):
 def run_gloo(world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
     """Call ``function(rank, world, *args)`` in ``world`` gloo processes; return the results by rank.
 
+    No rank calls ``function`` before all have met: one that ends at once would close its connections while another waits for them.
     ``function`` must be importable (module level) and its result picklable (small: numpy or plain values, or CPU tensors via ``.numpy()``).
     If a rank raises, dies or still runs after ``timeout`` seconds, the call fails. No rank is left behind.
     """
@@ -59,11 +64,9 @@ def run_gloo(world: int, function: Callable[..., Any], *args: Any, timeout: floa
                         errors[r] = f"died with exit code {ranks[r].exitcode}"
                     if time.monotonic() > deadline:
                         missing = [r for r in range(world) if r not in got and r not in errors]
-                        raise RankFailed(f"ranks {missing} still running after {timeout} s\n" + _report(errors)) from None
-                if errors and time.monotonic() > deadline - timeout + min(timeout, 30):
-                    break
-                if errors:
-                    deadline = min(deadline, time.monotonic() + 5)
+                        raise RankFailed(f"ranks {missing} still running\n" + _report(errors)) from None
+                if errors:  # the rank that failed first may be the last to tell
+                    deadline = min(deadline, time.monotonic() + _OTHERS_S)
             if errors:
                 raise RankFailed(_report(errors))
             return [got[rank] for rank in range(world)]
@@ -165,6 +168,7 @@ def _rank_main(
     torch.set_num_threads(1)
     try:
         join(dist.FileStore(store, world), rank, world, max(5.0, timeout))
+        dist.barrier()
         value = function(rank, world, *args)
         racing = {dist.get_backend(group) for group in dist.distributed_c10d._world.pg_map if gloo.worker_threads(group) > 1}
         assert not racing, f"process groups of {racing} have several worker threads: make them by vescale_ray.gloo"

@@ -9,8 +9,9 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests import ranks
 from tests.ranks import RankFailed, on_processes, run_gloo
 from tests.workers.tiny import tiny
 from vescale_ray import gloo
@@ -82,6 +84,44 @@ def named(rank: int, world: int) -> None:
 def test_harness_fails_a_test_whose_group_has_two_threads() -> None:
     with pytest.raises(RankFailed, match="several worker threads"):
         run_gloo(1, named)
+
+
+class LateRank0:
+    """A function for :func:`run_gloo`. To unpickle it delays rank 0 after its connections are made."""
+
+    def __reduce__(self) -> Any:
+        return _delay_rank_0, ()
+
+
+def _delay_rank_0() -> Callable[..., tuple[float, float]]:
+    meet = ranks.join
+
+    def join(store: dist.Store, rank: int, world: int, timeout: float) -> None:
+        meet(store, rank, world, timeout)
+        time.sleep(0.5 if rank == 0 else 0.0)
+        ranks.met = time.monotonic()  # type: ignore[attr-defined]
+
+    ranks.join = join
+    return when_met
+
+
+def when_met(rank: int, world: int) -> tuple[float, float]:
+    return ranks.met, time.monotonic()  # type: ignore[attr-defined]
+
+
+def test_no_rank_of_a_test_begins_before_all_have_met() -> None:
+    (last, _), (_, begun) = run_gloo(2, LateRank0())
+    assert begun >= last
+
+
+def fails(rank: int, world: int) -> None:
+    time.sleep(rank)
+    raise ValueError("the cause" if rank else "another rank is gone")
+
+
+def test_harness_reports_the_rank_that_fails_last() -> None:
+    with pytest.raises(RankFailed, match="(?s)another rank is gone.*the cause"):
+        run_gloo(2, fails)
 
 
 @pytest.mark.parametrize(
