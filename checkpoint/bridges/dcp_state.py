@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointMismatch, ForeignFileError
+from ..state.flat_state import is_extra
 from ..state.matching import StoredTensor
 from ..state.name_tables import chosen
 from ..state.nested_state import fold, is_nested
@@ -67,7 +68,7 @@ class DcpSource:
         for key, path in self._paths.items():
             entry = self._entry(path)
             inner = [str(part) for part in path[1:]]
-            part = _optimizer_part(inner)
+            part, extra = _optimizer_part(inner), self._extra(path)
             if only is not None and ("model" if bare and len(path) == 1 and key in self._files.tensors else entry) not in only:
                 continue
             if part is not None:
@@ -77,6 +78,8 @@ class DcpSource:
                     states.append((entry, name, field, key))
                 else:
                     found.groups.setdefault(name, {})[field] = key
+            elif extra is not None and (len(extra) > 1 or key not in self._files.tensors):
+                self._values[extra] = key
             elif key in self._files.tensors and not (len(path) > 1 and entry in mixed):
                 if len(path) == 1 and not bare:
                     if chosen(key, include, exclude):
@@ -142,7 +145,7 @@ class DcpSource:
         does not count."""
         sorts: dict[str, set[bool]] = {}
         for key, path in self._paths.items():
-            if len(path) > 1 and _optimizer_part([str(part) for part in path[1:]]) is None and not str(path[-1]).endswith("_extra_state"):
+            if len(path) > 1 and _optimizer_part([str(part) for part in path[1:]]) is None and self._extra(path) is None:
                 sorts.setdefault(self._entry(path), set()).add(key in self._files.tensors)
         return {entry for entry, found in sorts.items() if len(found) == 2 and entry != "model"}
 
@@ -157,6 +160,11 @@ class DcpSource:
             "optimizers": {key: self._optimizer_meta(key, found) for key, found in self._optimizers.items()},
             "meta": {"imported": {"from": self.describe(), "format": "dcp"}},
         }
+
+    def _extra(self, path: Sequence[Any]) -> tuple[Any, ...] | None:
+        """Where to keep a value that is, or lies in, a module's extra state; None for any other."""
+        at = next((at for at, part in enumerate(path[:2]) if is_extra(str(part))), None)
+        return None if at is None else (f"{self._entry(path) if at else 'model'}.{self._table(str(path[at]))}", *path[at + 1 :])
 
     def _entry(self, path: Sequence[Any]) -> str:
         first = str(path[0])

@@ -98,9 +98,7 @@ class ObjectEntry:
         key, size, block = text_of(raw, "key"), count_of(raw, "bytes"), count_of(raw, "block_bytes")
         expect(_DATA_KEY.fullmatch(key) is not None, f"object key {key!r} lies outside data/")
         expect(raw.get("codec") == "none", f"object {key}: codec {raw.get('codec')!r} is not known to this version")
-        expect(
-            raw.get("algorithm") == "xxh3_64", f"object {key}: checksum algorithm {raw.get('algorithm')!r} is not known to this version"
-        )
+        expect(raw.get("algorithm") == "xxh3_64", f"object {key}: checksum algorithm {raw.get('algorithm')!r} is not known to this version")
         expect(
             block % ALIGNMENT == 0 and 0 < block <= _MAX_BLOCK, f"object {key}: block_bytes {block} is not a multiple of 4096 up to 64 MiB"
         )

@@ -152,9 +152,7 @@ def validate(manifest: Manifest) -> None:
         expect(t.fqn not in names, f"tensor {t.fqn!r} is listed twice")
         names.add(t.fqn)
         expect(t.group < len(position), f"tensor {t.fqn!r} is of group {t.group}, which does not exist")
-        expect(
-            t.base == position[t.group], f"tensor {t.fqn!r} starts at element {t.base} of group {t.group}, expected {position[t.group]}"
-        )
+        expect(t.base == position[t.group], f"tensor {t.fqn!r} starts at element {t.base} of group {t.group}, expected {position[t.group]}")
         position[t.group] += t.numel
     for alias, target in manifest.aliases.items():
         stands = isinstance(target, str) and target in names and alias not in names

@@ -22,7 +22,7 @@ from ..api import from_first, ranks_of, together
 from ..arguments import device_of, nbytes, state_of
 from ..commits import Commit, newest_first
 from ..errors import CheckpointCorrupt, CheckpointMismatch, NoCheckpoint
-from ..state.entries import PlainValues, check_entries, plain_values, restore_values
+from ..state.entries import check_entries, plain_values, restore_values
 from ..state.flat_state import FlatState, Holder, Saved, State, TensorChoice, flatten_models
 from ..state.flattening import flatten_targets, stored_pairs
 from ..state.matching import Pair, match, some
@@ -30,6 +30,7 @@ from ..state.name_tables import Globs, NameTable, globs, matches, table_of
 from ..state.optimizer_hooks import warn_of_hooks
 from ..state.optimizer_state import created_states
 from ..state.plain import EntryBytes, unpack
+from ..state.plain_entries import PlainValues
 from ..state.rng import derive_rng, restore_rng
 from ..state.saved_meta import check_saved_meta
 from ..state.tensors import LocalPart, check_target, local_part
@@ -217,13 +218,13 @@ def prepared(
     if models:
         # Check the weights before anything gets storage. The check with optimizers below needs the storage.
         weights = {key: value for key, value in state.items() if not isinstance(value, torch.optim.Optimizer)}
-        flat = flatten_models(weights)
+        flat = flatten_targets(where, weights, holder, choice, [])
         check_filled(flat, _agreed(where, holder, stored_pairs(weights, holder), flat, choice, cast), models)
         optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
         for model in models:
             materialize(model, device, optimizers)
     with created_states() as created:
-        flat = flatten_targets(state, holder, choice, created)
+        flat = flatten_targets(where, state, holder, choice, created)
         return flat, _agreed(where, holder, stored_pairs(state, holder), flat, choice, cast), values
 
 

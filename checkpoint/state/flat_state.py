@@ -1,8 +1,9 @@
 """A training script's state as tensors with names and kinds, plus JSON.
 
     entry of the state                          stored as
-    "model": module or {fqn: tensor}            tensors `fqn`, kind "param" (parameters and persistent buffers)
+    "model": module or {fqn: tensor}            tensors `fqn`, kind "param" (parameters, persistent buffers, extra states)
     other key: module or {fqn: tensor}          tensors `key/fqn`, kind "param"
+    extra state that is no tensor               a plain value `model.fqn` or `key.fqn` (``extra_states.py``)
     torch optimizer                             kinds `exp_avg`, .. of its parameters' tensors; states of one element, numbers,
                                                 hyperparameters and the structure of nested states (``nested_state.py``)
                                                 as JSON under meta["optimizers"][key]
@@ -46,6 +47,8 @@ class FlatState:
     """(parameter's name, kind) of each tensor of kind "state", by its name."""
     nested: dict[tuple[str, str, str], Any] = field(default_factory=dict)
     """Nested states of optimizers, by (entry, parameter's name, state key). Only a load fills it; it then reads their tensors."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Extra states of modules that are no tensors, by name. In a load, the checkpoint's."""
 
     def add(self, name: str, kind: str, tensor: torch.Tensor) -> None:
         if (name, kind) in self.tensors:
@@ -128,11 +131,15 @@ def flatten_models(state: Mapping[str, Any]) -> FlatState:
             if not isinstance(raw_name, str):
                 raise ValueError(f"state entry {key!r} holds a tensor under the key {raw_name!r}; give texts")
             name = prefix + canonical(raw_name)
-            if not isinstance(tensor, torch.Tensor):
-                how = "have get_extra_state() return a tensor" if raw_name.endswith(EXTRA) else "give it as a separate entry"
-                raise ValueError(f"{name!r} of state entry {key!r} is a {type(tensor).__name__}, no tensor; {how}")
             owner[name] = key
-            if id(tensor) in flat.names:
+            if not isinstance(tensor, torch.Tensor):
+                if not is_extra(raw_name):
+                    raise ValueError(
+                        f"{name!r} of state entry {key!r} is a {type(tensor).__name__}, no tensor; give it as a separate entry"
+                    )
+                flat.extra[name] = tensor
+                continue
+            if id(tensor) in flat.names and not is_extra(raw_name):  # modules may return one tensor, and get others
                 flat.aliases[name] = flat.names[id(tensor)]
                 continue
             flat.names[id(tensor)] = name
@@ -151,6 +158,11 @@ def is_tensors(key: str, value: Any) -> bool:
         return isinstance(value, nn.Module)
     tensors = [isinstance(one, torch.Tensor) for one in value.values()]
     return any(tensors) and (key == "model" or (all(tensors) and all(isinstance(name, str) for name in value)))
+
+
+def is_extra(name: str) -> bool:
+    """Return whether a name in a state dict is that of a module's extra state."""
+    return name.rpartition(".")[2] == EXTRA
 
 
 def is_stateful(value: Any) -> bool:

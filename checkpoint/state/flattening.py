@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .extra_states import choose_extra_states, extra_key
 from .flat_state import FlatState, Saved, TensorChoice, flatten_models, is_stateful, is_tensors
 from .matching import Pair
 from .name_tables import entry_of
@@ -25,21 +26,25 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
         if isinstance(value, torch.optim.Optimizer):
             flat.optimizers[key] = flatten_optimizer(key, value, flat)
     # Tensors come in this order: first the models', then each optimizer's.
-    for key, value in state.items():
-        if not is_tensors(key, value) and not isinstance(value, torch.optim.Optimizer):
-            packed = flat.values[key] = pack(f"state.{key}", value.state_dict() if is_stateful(value) else value)
-            if packed.data and any(data_name(key) == name for name in (*flat.aliases, *(name for name, _ in flat.tensors))):
-                raise ValueError(f"tensor {data_name(key)!r} has the name under which the bytes of entry {key!r} are stored: rename one")
+    plain = {key: value for key, value in state.items() if not is_tensors(key, value) and not isinstance(value, torch.optim.Optimizer)}
+    extra = {extra_key(name, flat.models): value for name, value in flat.extra.items()}
+    if same := extra.keys() & state.keys():
+        raise ValueError(f"state entry {min(same)!r} has the name under which the extra state of a module is stored: rename it")
+    for key, value in (*plain.items(), *extra.items()):
+        packed = flat.values[key] = pack(f"state.{key}", value.state_dict() if is_stateful(value) else value)
+        if packed.data and any(data_name(key) == name for name in (*flat.aliases, *(name for name, _ in flat.tensors))):
+            raise ValueError(f"tensor {data_name(key)!r} has the name under which the bytes of entry {key!r} are stored: rename one")
     return flat
 
 
-def flatten_targets(state: Mapping[str, Any], checkpoint: Saved, choice: TensorChoice, created: Created) -> FlatState:
+def flatten_targets(where: str, state: Mapping[str, Any], checkpoint: Saved, choice: TensorChoice, created: Created) -> FlatState:
     """Flatten a state for loading. Optimizer states that only the checkpoint has are created, and listed in ``created``.
 
     Raises:
-        CheckpointMismatch: the parameter groups of an optimizer differ.
+        CheckpointMismatch: the parameter groups of an optimizer, or the extra states of modules, differ.
     """
     flat = flatten_models(state)
+    choose_extra_states(where, flat, checkpoint, choice)
     optimizers = checkpoint.meta.get("optimizers", {})
     for key, value in state.items():
         if isinstance(value, torch.optim.Optimizer):

@@ -1,4 +1,4 @@
-"""Nested states of optimizers: dicts, lists and tuples with tensors in them, such as a history or the factors of a preconditioner.
+"""Nested states of optimizers: dicts, lists, tuples and deques with tensors in them, such as a history or the factors of a preconditioner.
 
 The structure is stored as a plain value is (``plain.py``). A tensor in it is stored as any other state, under its path: the state key and
 the keys within, joined by slashes ("old_dirs/0"). ``{"$state": path}`` stands in its place.
@@ -7,6 +7,7 @@ the keys within, joined by slashes ("old_dirs/0"). ``{"$state": path}`` stands i
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ _FOLDED = "nested"
 
 
 def is_nested(value: Any) -> bool:
-    return isinstance(value, (Mapping, list, tuple))
+    return isinstance(value, (Mapping, list, tuple, deque))
 
 
 def leaves(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -60,6 +61,20 @@ def fold(what: str, name: str, value: Any, paths: Mapping[int, str]) -> dict[str
         return {_FOLDED: pack(name, value, inline=math.inf, tensor=tensor).json}
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from None
+
+
+def as_json(what: str, name: str, value: Any) -> Any:
+    """A value of an optimizer that has no tensor of its own, as JSON: by ``encode`` if that can hold it, else as a plain value.
+
+    Raises:
+        ValueError: it cannot be stored.
+    """
+    try:
+        return encode(what, value)
+    except ValueError:
+        if isinstance(value, torch.Tensor):
+            raise
+        return fold(what, name, value, {})
 
 
 def is_folded(value: Any) -> bool:

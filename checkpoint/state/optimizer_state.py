@@ -16,8 +16,8 @@ from vescale_ray.new_states import OF_SCHEDULERS
 from ..errors import CheckpointMismatch
 from .flat_state import FlatState, Saved, TensorChoice
 from .name_tables import matches
-from .nested_state import fold, is_folded, is_nested, is_replicated, leaves, unfold
-from .scalars import decode, encode
+from .nested_state import as_json, fold, is_folded, is_nested, is_replicated, leaves, unfold
+from .scalars import decode
 
 Created = list[tuple[torch.optim.Optimizer, torch.Tensor, str]]
 """Optimizer states that were created for reading: (optimizer, parameter, state key)."""
@@ -105,25 +105,16 @@ def flatten_optimizer(key: str, optimizer: torch.optim.Optimizer, flat: FlatStat
             elif found:
                 kinds[state_key] = None
             else:
-                scalars.setdefault(state_key, {})[name] = encode(what, value)
+                scalars.setdefault(state_key, {})[name] = as_json(what, state_key, value)
     groups = []
     for group in optimizer.param_groups:
         members = [_param_name(key, i, p, flat) for i, p in enumerate(group["params"])]
-        hyper = {k: _hyper(key, k, value) for k, value in group.items() if k not in ("params", "param_names")}
+        given = {k: value for k, value in group.items() if k not in ("params", "param_names")}
+        hyper = {k: as_json(f"hyperparameter {k!r} of optimizer {key!r}", k, value) for k, value in given.items()}
         groups.append({"params": members, "hyper": hyper})
     about = {"type": type(optimizer).__name__, "groups": groups, "kinds": list(kinds), "scalars": scalars}
     others = {"nested": list(nested), "replicated": replicated, "shared": _shared(key, optimizer)}
     return {**about, **{field: value for field, value in others.items() if value}}
-
-
-def _hyper(key: str, name: str, value: Any) -> Any:
-    what = f"hyperparameter {name!r} of optimizer {key!r}"
-    try:
-        return encode(what, value)
-    except ValueError:
-        if not is_nested(value):
-            raise
-        return fold(what, name, value, {})
 
 
 def _shared(key: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -135,7 +126,7 @@ def _shared(key: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             if not isinstance(state_key, str):
                 raise ValueError(f"optimizer {key!r} has a state under the key {state_key!r}, neither a parameter nor a text: use a text")
             what = f"state {state_key!r} of optimizer {key!r}"
-            shared[state_key] = fold(what, state_key, value, {}) if is_nested(value) else encode(what, value)
+            shared[state_key] = as_json(what, state_key, value)
     return shared
 
 

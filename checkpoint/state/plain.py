@@ -1,4 +1,5 @@
-"""Plain values of a state as JSON and bytes, and back: numbers, texts, bytes, lists, tuples, dicts, tensors, NumPy's arrays and scalars.
+"""Plain values of a state as JSON and bytes, and back: numbers, texts, bytes, lists, tuples, deques, dicts, tensors, torch's dtypes and
+devices, NumPy's arrays and scalars.
 
 JSON holds the structure. A value that JSON lacks becomes an object with one key, the tag (section 6 of
 ``docs/reference/checkpoint-format.md``). The bytes of arrays and tensors are base64 in the JSON, or are concatenated in the entry's own
@@ -14,7 +15,7 @@ import json
 import math
 import random
 import re
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,6 +97,8 @@ class _Packer:
         if type(value) in (list, tuple, torch.Size):
             items = [self.pack(f"{what}[{index}]", item, depth + 1) for index, item in enumerate(value)]
             return items if type(value) is list else self._tag("$tuple" if type(value) is tuple else "$size", items)
+        if type(value) is deque:
+            return self._tag("$deque", [value.maxlen, self.pack(what, list(value), depth)])
         if isinstance(value, torch.Tensor):
             return self.tensor(what, value) if self.tensor is not None else self._tensor(what, value)
         if isinstance(value, np.ndarray):
@@ -118,6 +121,8 @@ class _Packer:
             return self._tag("float", repr(value))
         if kind is int and value.bit_length() > _MOST_BITS:
             return self._tag("$int", hex(value))
+        if kind is torch.dtype or kind is torch.device:
+            return self._tag(f"${kind.__name__}", str(value).removeprefix("torch."))
         if value is None or kind in (str, bool, int, float):
             return value
         raise ValueError(f"{what} is a {type(value).__name__}, which a checkpoint can't hold; {_remedy(value)}")
@@ -213,8 +218,6 @@ def _remedy(value: Any) -> str:
     base = next((base for base in _BASES if isinstance(value, base)), None)
     if base is not None:
         return f"give {'dict' if base is Mapping else base.__name__}() of it, and make the {type(value).__name__} from it after the load"
-    if isinstance(value, torch.dtype | torch.device):
-        return "give str() of it"
     if isinstance(value, (set, frozenset)):
         return "give a sorted list, and make the set from it after the load"
     if isinstance(value, (datetime.date, datetime.time, datetime.timedelta)):
@@ -306,6 +309,20 @@ def _ordered(pairs: Any, data: EntryBytes) -> OrderedDict[Any, Any]:
     return OrderedDict((_unpack(key, data), _unpack(item, data)) for key, item in pairs)
 
 
+def _deque(about: Any, data: EntryBytes) -> deque[Any]:
+    most, items = about
+    if most is not None and (type(most) is not int or len(items) > most):
+        raise ValueError(f"a deque of at most {most!r:.80} has {len(items)} items")
+    return deque(_tuple(items, data), most)
+
+
+def _dtype(name: Any, _: EntryBytes) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r:.80} is no dtype of this torch")
+    return found
+
+
 def _complex(parts: Any, data: EntryBytes) -> complex:
     real, imag = (float(_unpack(part, data)) for part in parts)
     return complex(real, imag)
@@ -351,6 +368,9 @@ _READ: Mapping[str, Callable[[Any, EntryBytes], Any]] = {
     "$tuple": _tuple,
     "$size": lambda items, data: torch.Size(_tuple(items, data)),
     "$ordered": _ordered,
+    "$deque": _deque,
+    "$dtype": _dtype,
+    "$device": lambda name, _: torch.device(name if isinstance(name, str) else ""),
     "$bytes": lambda where, data: bytes(data.take(where)),
     "$int": lambda text, data: int(text, 16),
     "$complex": _complex,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,13 @@ def nested(params: Any) -> Extra:
 
 def flattened(params: Any) -> Extra:
     return Extra(params, lambda p: {"mom": torch.zeros_like(p).flatten(), "step": torch.zeros(1)}, lambda state: state["mom"])
+
+
+def queued(params: Any) -> Extra:
+    """A deque of tensors, as in AdaShift, and hyperparameters that are a dtype and a device, as in Rose."""
+    made = Extra(params, lambda p: {"q": deque([torch.zeros_like(p), torch.ones_like(p)], maxlen=3)}, lambda state: state["q"][0])
+    made.param_groups[0].update(compute_dtype=torch.bfloat16, home=torch.device("cpu"), kept={"dtypes": (torch.int8,)})
+    return made
 
 
 def lbfgs(params: Any) -> torch.optim.LBFGS:
@@ -132,21 +139,22 @@ def described(value: Any) -> Any:
     """The value with shapes and dtypes in the place of tensors."""
     if isinstance(value, torch.optim.Optimizer):
         states = [value.state.get(p, {}) for group in value.param_groups for p in group["params"]]
-        return [{key: described(item) for key, item in one.items()} for one in states]
+        groups = [{key: item for key, item in group.items() if key != "params"} for group in value.param_groups]
+        return [{key: described(item) for key, item in one.items()} for one in (*states, *groups)]
     if isinstance(value, Mapping):
         return type(value).__name__, [(key, described(item)) for key, item in value.items()]
-    if isinstance(value, (list, tuple)):
-        return type(value).__name__, [described(item) for item in value]
+    if isinstance(value, (list, tuple, deque)):
+        return type(value).__name__, getattr(value, "maxlen", None), [described(item) for item in value]
     return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
 
 
-@pytest.mark.parametrize("make", [nested, flattened, lbfgs, lbfgs_searching])
+@pytest.mark.parametrize("make", [nested, flattened, queued, lbfgs, lbfgs_searching])
 def test_nested_and_flattened_states_resume_exactly(make: Make) -> None:
     resumes_exactly(make, "no")
 
 
 @pytest.mark.parametrize("sort", ["ours", "torch", "one parameter"])
-@pytest.mark.parametrize("make", [nested, flattened, lbfgs])
+@pytest.mark.parametrize("make", [nested, flattened, queued, lbfgs])
 @on_threads(2)
 def test_sharded_nested_and_flattened_states_resume_exactly(rank: int, world: int, make: Make, sort: str) -> None:
     if (make, sort) != (lbfgs, "torch"):  # torch's tensors don't support its operations

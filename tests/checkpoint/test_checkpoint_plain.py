@@ -97,8 +97,13 @@ def same(left: Any, right: Any) -> bool:
             and len(left) == len(right)
             and all(same(one, other) and same(left[one], right[other]) for one, other in zip(left, right, strict=True))
         )
-    if isinstance(left, (list, tuple)):
-        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, (list, tuple, deque)):
+        return (
+            type(left) is type(right)
+            and getattr(left, "maxlen", 0) == getattr(right, "maxlen", 0)
+            and len(left) == len(right)
+            and all(map(same, left, right))
+        )
     if isinstance(left, torch.Tensor):
         return isinstance(right, torch.Tensor) and (left.dtype, left.shape) == (right.dtype, right.shape) and digest(left) == digest(right)
     if isinstance(left, (np.ndarray, np.generic)):
@@ -153,6 +158,7 @@ ATOMS = st.one_of(
     TENSORS,
     ARRAYS,
     SCALARS,
+    st.sampled_from([torch.float32, torch.complex64, torch.qint8, torch.device("cpu"), torch.device("cuda", 1)]),
 )
 PLAIN_KEYS = st.one_of(TEXT_SCALARS, st.text(), st.integers(), st.binary(), st.booleans(), st.floats(allow_nan=False), st.none())
 KEYS = st.one_of(
@@ -163,6 +169,7 @@ VALUES = st.recursive(
     lambda inner: st.one_of(
         st.lists(inner, max_size=4),
         st.lists(inner, max_size=4).map(tuple),
+        st.builds(deque, st.lists(inner, max_size=4), st.one_of(st.none(), st.integers(0, 5))),
         st.lists(st.integers(0, 9), max_size=4).map(torch.Size),
         st.dictionaries(KEYS, inner, max_size=4),
         st.dictionaries(KEYS, inner, max_size=4).map(OrderedDict),
@@ -277,7 +284,7 @@ def _in_itself() -> dict[str, Any]:
         ({"d": datetime.timedelta(1)}, "state.x.d is a timedelta, .*total_seconds"),
         ({"o": {"p": Odd()}}, "state.x.o.p is a Odd, .*give numbers, texts, bytes"),
         ((1, {2: decimal.Decimal(1)}), r"state.x\[1\].2 is a Decimal"),
-        ({"q": deque([1])}, "state.x.q is a deque"),
+        ({"q": deque([1, {2}])}, r"state.x.q\[1\] is a set"),
         ({"b": bytearray(b"x")}, "state.x.b is a bytearray, .*give bytes"),
         ({"g": torch.Generator()}, r"state.x.g is a Generator, .*give its get_state\(\)"),
         ({"g": np.random.default_rng(1)}, "state.x.g is a Generator, .*give its bit_generator.state"),
@@ -307,7 +314,7 @@ def _in_itself() -> dict[str, Any]:
         ({"r": Real(1.5)}, r"state.x.r is a Real, .*give float\(\) of it"),
         ({"r": Real("inf")}, "state.x.r is a Real"),
         ({"r": Raw(b"x")}, r"state.x.r is a Raw, .*give bytes\(\) of it"),
-        ({"t": torch.float32}, r"state.x.t is a dtype, .*give str\(\) of it"),
+        ({"t": torch.strided}, "state.x.t is a layout, .*give numbers, texts"),
         (_in_itself(), "state.x.a.a.*is nested more than 100 deep, or holds itself"),
         (
             {"opt": {"state": {0: {"exp_avg": torch.zeros(2)}}, "param_groups": []}},
@@ -449,6 +456,12 @@ ARRAY = {"dtype": "<i8", "shape": [100], "data": [0, 800]}
         ({"$array": {}}, "KeyError"),
         ({"$bytes": "&"}, "can't be taken back"),
         ({"$tuple": 3}, "a tuple is not a list"),
+        ({"$deque": [1, [1, 2]]}, "a deque of at most 1 has 2 items"),
+        ({"$deque": [True, []]}, "a deque of at most True"),
+        ({"$dtype": "zeros"}, "'zeros' is no dtype of this torch"),
+        ({"$dtype": 3}, "can't be taken back"),
+        ({"$device": 3}, "can't be taken back"),
+        ({"$device": "nowhere"}, "can't be taken back"),
         ({"items": [[{"$array": ARRAY}, 1]]}, "unhashable"),
     ],
 )

@@ -366,7 +366,6 @@ def test_factored_optimizer_states_and_odd_scalars_round_trip(root):
 
 
 def test_wrapped_modules_store_unwrapped_names(root):
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     net = Net(0)
     linear = net.body[0]
@@ -483,37 +482,3 @@ def test_load_of_a_missing_checkpoint_or_entry_raises_clearly(root):
     with pytest.raises(ckpt.CheckpointMismatch, match="has no state 'stream'"):
         ckpt.load({"model": other, "stream": 1}, root)
     assert all(bits(before[k]) == bits(v) for k, v in other.state_dict().items())
-
-
-class Counting(torch.nn.Linear):
-    """A module whose extra state is a temporary tensor."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-        self.count = 0
-
-    def get_extra_state(self) -> torch.Tensor:
-        return torch.tensor([self.count, 1])
-
-    def set_extra_state(self, state: torch.Tensor) -> None:
-        self.count = int(state[0])
-
-
-def test_modules_get_their_extra_state_back(root):
-    first, second, model, other = Counting(), Counting(), [Counting(), Counting()], Counting()
-    first.count, second.count = 7, 9
-    ckpt.save({"model": nn.Sequential(first, checkpoint_wrapper(second)), "other": first}, root, 1)
-    fresh = nn.Sequential(model[0], checkpoint_wrapper(model[1]))
-    ckpt.load({"model": fresh, "other": other}, root, exclude="0.*")
-    assert [model[0].count, model[1].count, other.count] == [0, 9, 7]
-    ckpt.load({"model": fresh}, root)
-    assert model[0].count == 7
-
-
-def test_save_refuses_an_extra_state_that_is_no_tensor(root):
-    class Dicts(Counting):
-        def get_extra_state(self) -> dict[str, int]:  # type: ignore[override]
-            return {"count": self.count}
-
-    with pytest.raises(ValueError, match=r"'0._extra_state' .*is a dict, no tensor; have get_extra_state\(\) return a tensor"):
-        ckpt.save({"model": torch.nn.Sequential(Dicts())}, root, 1)
