@@ -19,7 +19,7 @@ import click
 
 from vescale_ray import __version__
 from vescale_ray.cli.checkpoints.checkpoint_group import ckpt
-from vescale_ray.cli.common import BAD_INPUT, FAILED, INTERRUPTED, OK, CommandGroup, Failed, folder_of
+from vescale_ray.cli.common import BAD_INPUT, FAILED, INTERRUPTED, OK, CommandGroup, Failed, check_place, folder_of
 from vescale_ray.cli.data_commands import data
 from vescale_ray.cli.export_commands import dash, export
 from vescale_ray.cli.init_command import init
@@ -128,7 +128,9 @@ def train(file: str, overrides: tuple[str, ...]) -> int:
 
     if "=" in file and not Path(file).exists():
         raise ConfigError(f"{file}: give the run's YAML file first, then the overrides")
-    return _train(load_config(file, overrides))[0]
+    config = load_config(file, overrides)
+    check_place(Path(file), config, overrides)
+    return _train(config)[0]
 
 
 @cli.command()

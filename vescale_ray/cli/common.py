@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -10,6 +13,7 @@ import click
 from vescale_ray.lasting import check_lasting
 
 if TYPE_CHECKING:
+    from vescale_ray.config import RunConfig
     from vescale_ray.runfolder import RunFolder
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -49,3 +53,22 @@ def folder_of(path: str | None) -> RunFolder:
     if not folder.is_run():
         raise RunFolderError(f"{folder.path}: is not a run's folder; `vescale-ray ls` lists those under ./runs")
     return folder
+
+
+def check_place(file: Path, config: RunConfig, overrides: Iterable[str]) -> None:
+    """Refuse the ``config.yaml`` of a run's folder that was moved or copied, since it names the folder where the run was.
+
+    Raises:
+        ConfigError: the run would start anew there, or the wrong one would resume. The message has the overrides that continue it here.
+    """
+    from vescale_ray.config import ConfigError
+
+    here = file.absolute().parent
+    given = {override.partition("=")[0] for override in overrides}
+    if file.name != "config.yaml" or given & {"run.dir", "run.name"} or not (here / "run.json").is_file():
+        return
+    if here.resolve() != config.run_folder.resolve():
+        raise ConfigError(
+            f"{file}: its folder was moved or copied from {config.run_folder}; to continue this run, add "
+            f"{shlex.quote(f'run.dir={here.parent}')} {shlex.quote(f'run.name={here.name}')}"
+        )
