@@ -103,6 +103,70 @@ def test_parquet_gives_the_tokens_of_jsonl(tmp_path: Path) -> None:
     assert other.describe()["rows_without_answer"] == 1
 
 
+CALLS = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ SHOWN }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def calling(arguments: Any, tool: dict[str, Any] | None = None) -> dict[str, Any]:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}
+    return {"messages": [*said("user: a"), call], **({"tools": [tool]} if tool else {})}
+
+
+def test_fields_of_other_rows_of_parquet_are_not_rendered(tmp_path: Path) -> None:
+    rows = [calling({"city": "a"}, {"name": "look", "of": {"city": "text"}}), calling({"n": 1}, {"name": "look", "of": {"n": "number"}})]
+    made, _ = opened(tmp_path, rows, CALLS.replace("SHOWN", "c.function.arguments | tojson"))
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    other = dataset(str(path), format="chat", tokenizer=str(tmp_path / "model" / "tokenizer.json"), vocab=None)
+    assert stored(other) == stored(made)
+
+
+@pytest.mark.parametrize("arguments", [{"city": "a"}, '{"city": "a"}', "{}"])
+@pytest.mark.parametrize("shown", ["c.function.arguments | tojson", "c.function.arguments + ''", "c.function.arguments.items() | list"])
+def test_arguments_of_calls_are_rendered_as_openai_writes_them(tmp_path: Path, arguments: Any, shown: str) -> None:
+    if isinstance(arguments, dict) and "+" in shown:
+        pytest.skip("this template wants a text")
+    made, tokenizer = opened(tmp_path, [calling(arguments)], CALLS.replace("SHOWN", shown))
+    if "items" in shown:
+        text = "[]" if arguments == "{}" else "[('city', 'a')]"
+    else:
+        text = "{}" if arguments == "{}" else '{"city": "a"}'
+    assert stored(made) == expected(tokenizer, [(f"{S}user\na{E}\n{S}assistant\n", False), (f"{text}{E}", True), ("\n", False)])
+
+
+def test_parts_of_text_are_a_text(tmp_path: Path) -> None:
+    parts = [{**one, "content": [{"type": "text", "text": text} for text in (one["content"][:2], one["content"][2:])]} for one in TALK]
+    made, tokenizer = opened(tmp_path, [{"messages": parts}], "{% set m = '' %}" + CHATML.replace("+ m.content", "+ (m.content | string)"))
+    assert stored(made) == expected(tokenizer, TALK_PARTS)
+
+
+def test_the_first_message_may_be_an_answer_within_its_header(tmp_path: Path) -> None:
+    rows = [{"prompt": [], "completion": said("assistant: a")}, {"messages": said("assistant: n", "user: a", "assistant: start")}]
+    made, tokenizer = opened(tmp_path, rows)
+    parts: Parts = [(f"{S}assistant\n", False), (f"a{E}", True), (f"\n{S}assistant\n", False), (f"n{E}", True)]
+    parts += [(f"\n{S}user\na{E}\n{S}assistant\n", False), (f"start{E}", True), ("\n", False)]
+    assert stored(made) == expected(tokenizer, parts)
+
+
+def test_a_completion_goes_on_where_its_prompt_ends(tmp_path: Path) -> None:
+    from tokenizers import pre_tokenizers, processors
+
+    tokenizer = write_folder(tmp_path / "model")
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # puts a space before a text that stands alone
+    special = [("<|begin|>", 2), ("<|im_end|>", 1)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|begin|> $A <|im_end|>", special_tokens=special)
+    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+    rows = [{"prompt": "is it (", "completion": "yes"}, {"prompt": "is it", "completion": " so"}]
+    corpus = write_rows(tmp_path / "rows.jsonl", rows)
+    tokens, counts = stored(dataset(corpus, format="chat", tokenizer=str(tmp_path / "model" / "tokenizer.json"), vocab=None))
+    assert tokenizer.decode(tokens, skip_special_tokens=False) == f"<|begin|> is it (yes{E}<|begin|> is it so{E}"
+    answers = [token for token, counted in zip(tokens, counts, strict=True) if counted]
+    assert tokenizer.decode(answers, skip_special_tokens=False) == f"yes{E} so{E}"
+
+
 def test_rows_without_an_answer_are_counted_and_left_out(tmp_path: Path) -> None:
     empty = [{"prompt": "a", "completion": " "}, {"messages": said("user: a", "assistant: ")}, {"messages": TALK[:2]}]
     made, tokenizer = opened(tmp_path, [empty[0], {"messages": TALK}, *empty[1:]])
@@ -163,6 +227,13 @@ REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     ),
     "no answer": ([{"messages": TALK[:2]}, {"prompt": "a", "completion": ""}], {}, "no row has an answer to learn; give rows with"),
     "a changing template": ([{"messages": TALK}], {"template": LATE_SYSTEM}, "message 2 can't be found .* {% generation %}"),
+    "a picture": (
+        [{"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, *TALK[2:3]]}],
+        {},
+        "line 1: message 0 has a part that is no text, but 'image'; only text is learned, so leave the row out",
+    ),
+    "half a weight": ([{"messages": [TALK[1], {**TALK[2], "weight": 0.5}]}], {}, "message 1: its weight is 0.5; give 0, or 1 to learn it"),
+    "tools in words": ([{"messages": TALK, "tools": "look"}], {}, "line 1: tools is 'look', no list of functions; give one, or its JSON"),
     "another format": ([], {"corpus": "a.arrow"}, "data.format = chat: .*a.arrow is arrow by its suffix; give rows as JSONL or Parquet"),
 }
 

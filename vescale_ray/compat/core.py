@@ -89,7 +89,6 @@ with private_names():
     from torch.optim.optimizer import _global_optimizer_post_hooks as global_optimizer_post_hooks
     from torch.optim.optimizer import _global_optimizer_pre_hooks as global_optimizer_pre_hooks
 
-
     # Hides the first forward's exchange from modes that count or record the user's operations.
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 

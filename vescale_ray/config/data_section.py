@@ -157,7 +157,8 @@ class DataSection(Section):
             raise ConfigError("data.corpus = null: give a path, or a list of paths in brackets")
         if self.mixture is not None and self.corpus is not None:
             raise ConfigError("data.corpus and data.mixture are both given: leave one out, or set it to null")
-        if self.document_mask and "chat" in (self.format, *(source.format for source in self.mixture or ())):
+        others = (*(self.mixture or ()), *self.eval.values())
+        if self.document_mask and "chat" in (self.format, *(source.format for source in others)):
             raise ConfigError("data.document_mask = true with data.format = chat: turns end as documents do; leave one of the two out")
         if self.mixture is not None and not sum(source.weight for source in self.mixture) > 0:
             raise ConfigError("data.mixture: all weights are 0; give at least one source a weight above 0")

@@ -29,10 +29,12 @@ from vescale_ray.errors import BadInput
 
 IGNORED = -100
 """A target that does not count, as in ``torch.nn.functional.cross_entropy``."""
-RULE = "answers 1"
+RULE = "answers 2"
 """Which tokens count. A run that resumes must have the same rule."""
 TODAY = date(2024, 7, 26)
 """The date for templates that ask for it, so that every process and every epoch gets the same tokens."""
+_PLACE = "\ue000\ue001"
+"""A text that no conversation holds, to find where a message's content is rendered."""
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATE = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 
@@ -58,8 +60,18 @@ def normalized(record: Mapping[str, Any]) -> dict[str, Any] | None:
     if not isinstance(messages, list):
         raise ValueError("messages is no list")
     kept = [_message(number, one) for number, one in enumerate(messages)]
-    tools = record.get("tools") or None
-    return {"messages": kept, "tools": json.loads(tools) if isinstance(tools, str) else tools} if any(map(_counts, kept)) else None
+    return {"messages": kept, "tools": _tools(record.get("tools"))} if any(map(_counts, kept)) else None
+
+
+def _tools(tools: Any) -> list[dict[str, Any]] | None:
+    """The descriptions of functions, which may be JSON, since a column of Parquet has one type."""
+    try:
+        given = json.loads(tools) if isinstance(tools, str) and tools else tools or None
+    except ValueError:
+        given = tools
+    if given is not None and not (isinstance(given, list) and all(isinstance(tool, dict) for tool in given)):
+        raise ValueError(f"tools is {str(tools)[:40]!r}, no list of functions; give one, or its JSON")
+    return given or None
 
 
 def _message(number: int, message: Any) -> dict[str, Any]:
@@ -68,16 +80,48 @@ def _message(number: int, message: Any) -> dict[str, Any]:
     given = {key: value for key, value in message.items() if value is not None}
     if "content" not in given and not given.get("tool_calls"):
         raise ValueError(f"message {number} has no content")
-    if not isinstance(given.get("content", ""), (str, list)):
+    content = given.get("content", "")
+    if isinstance(content, list):  # few templates read parts, and the others leave them out
+        content = given["content"] = "".join(_text_of(number, part) for part in content)
+    if not isinstance(content, str):
         raise ValueError(f"message {number}: its content is neither a text nor a list of parts")
+    if given.get("weight", 1) not in (0, 1):
+        raise ValueError(f"message {number}: its weight is {given['weight']!r}; give 0, or 1 to learn it")
     return given
+
+
+def _text_of(number: int, part: Any) -> str:
+    text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None
+    if not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, dict) else part
+        raise ValueError(f"message {number} has a part that is no text, but {str(kind)[:40]!r}; only text is learned, so leave the row out")
+    return text
 
 
 def _counts(message: Mapping[str, Any]) -> bool:
     """Return whether a message is an answer to learn: it has a text or calls, and no ``weight`` of 0."""
     content = message.get("content")
-    said = content.strip() if isinstance(content, str) else content
+    said = content.strip() if content is not None else ""
     return message["role"] == "assistant" and message.get("weight", 1) != 0 and bool(said or message.get("tool_calls"))
+
+
+def _parsed(messages: Messages) -> tuple[Messages, list[str]]:
+    """Return the messages with mappings in the place of calls' arguments that are JSON, and these arguments."""
+    texts: list[str] = []
+
+    def parsed(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        given = function.get("arguments") if isinstance(function, dict) else None
+        try:
+            value = json.loads(given) if isinstance(given, str) else None
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            return call
+        texts.append(given)
+        return {**call, "function": {**function, "arguments": value}}
+
+    return [{**one, "tool_calls": [*map(parsed, one["tool_calls"])]} if one.get("tool_calls") else one for one in messages], texts
 
 
 class ChatTemplate:
@@ -127,6 +171,7 @@ class ChatTemplate:
                 "has messages, but the folder of data.tokenizer has no chat template; add chat_template.jinja, or give rows of prompt "
                 "and completion"
             )
+        messages = self._called(messages, tools)
         text, spans = self._rendered(messages, tools)
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if not self._marked:
@@ -136,6 +181,20 @@ class ChatTemplate:
         elif not all(_counts(messages[turn]) for turn in turns):
             raise ValueError(f"has {len(turns)} answers, of which some do not count, but the chat template marks {len(spans)} parts")
         return text, spans
+
+    def _called(self, messages: Messages, tools: Any) -> Messages:
+        """Return the messages with arguments of calls as the template wants them: JSON as OpenAI's files have it, or mappings.
+
+        Most templates write the arguments as JSON, and would write a text as a text in quotes.
+        """
+        parsed, texts = _parsed(messages)
+        if not texts:
+            return messages
+        try:
+            shown = self._rendered(messages, tools)[0]
+        except ValueError:
+            return parsed
+        return messages if all(text in shown and f'"{text}"' not in shown for text in texts) else parsed
 
     def _rendered(self, messages: Messages, tools: Any, prompt: bool = False) -> tuple[str, list[Span]]:
         if not messages:
@@ -151,9 +210,11 @@ class ChatTemplate:
         """Return the range of the answer ``turn`` in ``text``: from the end of the prompt to generate it, to the end of the turn."""
         before, prompted = (self._rendered(messages[:turn], tools, prompt)[0] for prompt in (False, True))
         through = self._rendered(messages[: turn + 1], tools)[0] if turn + 1 < len(messages) else text
-        content = messages[turn].get("content")
-        said = content.strip() if isinstance(content, str) else ""
-        start = len(os.path.commonprefix([text, prompted])) if turn else text.find(said)
+        said = (messages[turn].get("content") or "").strip()
+        if turn:
+            start = len(os.path.commonprefix([text, prompted]))
+        else:  # there is no prompt
+            start = self._rendered([{**messages[0], "content": _PLACE}, *messages[1:]], tools)[0].find(_PLACE)
         end = len(through) if text.startswith(through) else self._changed_end(text, start, through, said)
         if not text.startswith(before.rstrip()) or start < 0 or end <= start:
             raise ValueError(
@@ -199,8 +260,7 @@ class ChatEncoder(Encoder):
 
     def _encoded(self, row: Mapping[str, Any]) -> Tokens:
         if "messages" not in row:
-            prompt = self._tokenized(row["prompt"], True).ids  # as at inference, with the tokenizer's own first token
-            completion = self._tokenized(row["completion"], False).ids
+            prompt, completion = self._completed(row["prompt"], row["completion"])
             return np.concatenate([~np.array(prompt, np.int32), np.array([*completion, self._last], np.int32)])
         text, spans = self._template.render(row["messages"], row["tools"])
         found = self._tokenized(text, False)
@@ -209,6 +269,24 @@ class ChatEncoder(Encoder):
         for start, end in spans:
             counted |= (places[:, 0] < end) & (places[:, 1] > start)
         return np.where(counted, ids, ~ids)
+
+    def _completed(self, prompt: str, completion: str) -> tuple[list[int], list[int]]:
+        """Return the tokens of the prompt, as at inference, and of the completion.
+
+        They are tokenized together, since some tokenizers put a space before a text that stands alone. They are tokenized apart if a token
+        would reach from one into the other.
+        """
+        before, whole = self._begun(prompt), self._begun(prompt + completion)
+        if whole[: len(before)] == before and len(whole) > len(before):
+            return before, whole[len(before) :]
+        return before, self._tokenized(completion, False).ids
+
+    def _begun(self, text: str) -> list[int]:
+        """Return the tokens of a text that goes on, with what the tokenizer puts before it, not behind it."""
+        found = self._tokenized(text, True)
+        behind = list(found.special_tokens_mask[::-1]).index(0) if 0 in found.special_tokens_mask else 0
+        ids: list[int] = found.ids
+        return ids[: len(ids) - behind]
 
     def _tokenized(self, text: str, special: bool) -> Any:
         try:

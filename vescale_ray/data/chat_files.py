@@ -67,5 +67,12 @@ class ChatParquetFile(_ChatFile, ParquetFile):
     def documents(self, part: int) -> Sequence[pa.Array]:
         reader = pq.ParquetFile(self.file.opened(), metadata=self._metadata, pre_buffer=not self.file.is_local)
         table = reader.read_row_group(part, columns=self._fields, use_threads=False)
-        rows = (self._json(row, f"row {self.first_row(part) + number}") for number, row in enumerate(table.to_pylist()))
+        rows = (self._json(_given(row), f"row {self.first_row(part) + number}") for number, row in enumerate(table.to_pylist()))
         return [pa.array(rows, type=pa.large_string())]
+
+
+def _given(value: Any) -> Any:
+    """Return the value without fields that are null. A column has the fields of all rows, so a row has nulls for those of others."""
+    if isinstance(value, dict):
+        return {key: _given(one) for key, one in value.items() if one is not None}
+    return [_given(one) for one in value] if isinstance(value, list) else value

@@ -108,9 +108,7 @@ def host_buffers(units: Sequence[Unit], root: Unit, ranks: int) -> tuple[int, in
     Args:
         units: the units in order of use, without the root, which stays gathered from forward to backward.
     """
-    users = Counter(
-        size for unit in [*units, root] for group in unit for size in {group.moving, *group.scratch(ranks)[:1]} if size.nbytes
-    )
+    users = Counter(size for unit in [*units, root] for group in unit for size in {group.moving, *group.scratch(ranks)[:1]} if size.nbytes)
     return _gathered(units, root, users), _gradients(units, root, users, ranks)
 
 

@@ -268,9 +268,7 @@ def unit_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
                 f"is in it"
             )
         if unit_of(one) is not None:
-            raise BadArgument(
-                f"{_ONCE} fully_shard was applied to this {described(one)} already: leave out the second call"
-            )
+            raise BadArgument(f"{_ONCE} fully_shard was applied to this {described(one)} already: leave out the second call")
         if is_replicated(one):
             raise BadArgument(
                 f"torch's replicate was applied to this {described(one)} already: use one of the two; fully_shard has replicas on a mesh "

@@ -21,9 +21,7 @@ MOVES = 2
 
 
 @lru_cache(maxsize=8)  # like plan_layout's: a DeepSeek-V3 layer of 782 tensors takes up to a second
-def per_block(
-    specs: tuple[TensorSpec, ...], num_shards: int, align: int, gaps: frozenset[str] | None = frozenset()
-) -> tuple[Layout, ...]:
+def per_block(specs: tuple[TensorSpec, ...], num_shards: int, align: int, gaps: frozenset[str] | None = frozenset()) -> tuple[Layout, ...]:
     """Plan one buffer for each length of block, then move tensors between them as long as that saves padding.
 
     Tensors without a requirement fill the padding of these buffers; the rest gets another buffer.
