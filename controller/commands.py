@@ -158,7 +158,6 @@ class Commands:
             except (RequestRefused, IndexError, KeyError) as error:
                 self._log.record("scheduled_action_failed", action=action.action, error=str(error))
 
-
     def _stop_early(self) -> None:
         """Stop the run if the newest evaluation is the last that ``train.early_stop`` allows without an improvement."""
         rule, known = self._config.train.early_stop, {**self._log.evaluated_before, **self._log.stats.evaluations}

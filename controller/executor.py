@@ -278,5 +278,3 @@ def import_heavy() -> None:
     where the module is needed."""
     for module in ("checkpoint", "workers.resharding.memory_snapshots", "workers.trainer"):
         importlib.import_module(f"vescale_ray.{module}")
-
-

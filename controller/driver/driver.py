@@ -85,7 +85,7 @@ def run(
     on_progress: Progress | None = None,
     schedule: Sequence[ScheduledAction] = (),
     bounds: Bounds | None = None,
-    on_ready: Callable[[], None] | None = None,
+    on_ready: Callable[[Preflight], None] | None = None,
     foreseen: Foreseen | None = None,
 ) -> RunResult:
     """Train as ``config`` says, and return when nothing of the run is left.
@@ -94,7 +94,7 @@ def run(
         on_progress: called from this thread a few times a second with the controller's status.
         schedule: actions on the run, in the order of steps.
         bounds: time limits, for tests.
-        on_ready: called once all checks before Ray's start have passed.
+        on_ready: called with their findings once all checks before Ray's start have passed.
         foreseen: result of ``preflight.foresee`` for ``config``, if there is one already.
 
     Raises:
@@ -109,7 +109,7 @@ def run(
     if ready.source.step >= config.train.steps:
         return _nothing_to_do(config, folder, ready)
     if on_ready is not None:
-        on_ready()
+        on_ready(ready)
     warnings: list[str] = []
     farthest, in_a_row, asked = ready.source.step, 0, 0
     limits = bounds or Bounds.of(config)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vescale_ray.config import VOCAB, RunConfig
 from vescale_ray.config.given import CORPUS, FACTORY
 from vescale_ray.controller.driver.local_ray import address_of, knock
+from vescale_ray.controller.driver.resumption import choose_commit
 from vescale_ray.controller.protocol import RunRefused, StateSource
 from vescale_ray.errors import BadInput
 from vescale_ray.lasting import REMEDY, check_lasting, in_temporary_folder
@@ -24,7 +25,7 @@ from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Origin
 
 if TYPE_CHECKING:
-    from vescale_ray.checkpoint import Checkpoint
+    from vescale_ray.checkpoint import Checkpoint, Commit
     from vescale_ray.data.dataset import Dataset
     from vescale_ray.models.hf import HfFolder
 
@@ -71,6 +72,7 @@ class Preflight:
         oldest: generation of the oldest checkpoint that the run may go back to. With ``checkpoint.resume: never``, earlier checkpoints do
             not belong to it.
         bytes_per_token: mean bytes of text of a token, if known.
+        warnings: faults that do not prevent the run.
     """
 
     config: RunConfig
@@ -79,6 +81,7 @@ class Preflight:
     stream: Mapping[str, Any]
     oldest: int = 0
     bytes_per_token: float | None = None
+    warnings: tuple[str, ...] = ()
 
 
 def foresee(config: RunConfig) -> Foreseen:
@@ -126,16 +129,26 @@ def check(config: RunConfig, foreseen: Foreseen | None = None, oldest: int | Non
     Raises:
         BadInput: with one line, for the first thing that is wrong.
     """
+    from vescale_ray import checkpoint
+
     found = foreseen or foresee(config)
     config = found.config
-    RunFolder(config.run_folder).create()
+    folder = RunFolder(config.run_folder).create()
     _check_writable(config.checkpoint_root)
-    source, first = _resume(config, found.stream, found.expected, oldest)
     never = config.checkpoint.resume == "never"
+    commits = checkpoint.ls(config.checkpoint_root)
+    first = max((commit.epoch for commit in commits), default=0) + 1
+    least = oldest if oldest is not None else first if never else 0
+    chosen, warnings = choose_commit(config, [commit for commit in commits if commit.epoch >= least])
+    source = _resume(config, chosen, found.stream, found.expected)
+    done = folder.last_metrics()
+    if chosen is None and not never and oldest is None and done is not None:
+        at = f"{folder.path} has a run of {done.get('step')} steps, but {config.checkpoint_root} holds no checkpoint"
+        warnings = (f"{at}: this one starts at step 0",)
     if config.model.hf is not None:
         _describe_model(config)
     begins = oldest if oldest is not None else first if never else 0
-    return Preflight(config, source, first, found.stream, begins, found.bytes_per_token)
+    return Preflight(config, source, first, found.stream, begins, found.bytes_per_token, warnings)
 
 
 def _lasting(config: RunConfig) -> Iterator[str]:
@@ -339,21 +352,12 @@ def _check_vocabulary(model: Any, config: RunConfig) -> None:
         )
 
 
-def _resume(config: RunConfig, stream: Mapping[str, Any], expected: Mapping[str, _Expected], oldest: int | None) -> tuple[StateSource, int]:
+def _resume(config: RunConfig, newest: Commit | None, stream: Mapping[str, Any], expected: Mapping[str, _Expected]) -> StateSource:
+    if newest is None:
+        return StateSource(Origin.FRESH, 0)
     from vescale_ray import checkpoint
 
-    root, mode = config.checkpoint_root, config.checkpoint.resume
-    commits = checkpoint.ls(root)
-    first = max((commit.epoch for commit in commits), default=0) + 1
-    least = oldest if oldest is not None else first if mode == "never" else 0
-    newest = next((commit for commit in reversed(commits) if commit.problem is None and commit.epoch >= least), None)
-    if newest is None and mode == "must":
-        damaged = f" ({len(commits)} are damaged)" if commits else ""
-        remedy = "set checkpoint.resume=auto or another checkpoint.dir"
-        raise RunRefused(f"checkpoint.resume = must, but {root} holds no checkpoint{damaged}; {remedy}")
-    if newest is None:
-        return StateSource(Origin.FRESH, 0), first
-    opened = checkpoint.open(root, newest)
+    opened = checkpoint.open(config.checkpoint_root, newest)
     _check_same_model(opened, config, expected)
     _check_same_stream(opened, stream)
     if newest.step > config.train.steps:
@@ -361,7 +365,7 @@ def _resume(config: RunConfig, stream: Mapping[str, Any], expected: Mapping[str,
             f"{newest.path} is of step {newest.step}, beyond train.steps = {config.train.steps}: "
             "raise train.steps or set checkpoint.resume=never"
         )
-    return StateSource(Origin.CHECKPOINT, newest.step, commit=newest.name, path=newest.path), first
+    return StateSource(Origin.CHECKPOINT, newest.step, commit=newest.name, path=newest.path)
 
 
 def _check_same_model(opened: Checkpoint, config: RunConfig, expected: Mapping[str, _Expected]) -> None:
@@ -375,7 +379,8 @@ def _check_same_model(opened: Checkpoint, config: RunConfig, expected: Mapping[s
         for kind in states:
             if kind not in stored[name].kinds:
                 kept = f"it has no {kind} of {name}"
-                raise RunRefused(f"{where} was saved with another optimizer than train.optimizer = {config.train.optimizer}: {kept}")
+                other = f"{where} was saved with another optimizer than train.optimizer = {config.train.optimizer}"
+                raise RunRefused(f"{other}: {kept}; train with the one that saved it, or set checkpoint.resume=never to begin anew")
     # An optimizer state with its own shape is a tensor named after its parameter: layers.0.wq.weight/exp_avg_scale.
     more = next((name for name in stored if name.partition("/")[0] not in expected), None)
     if more is not None:

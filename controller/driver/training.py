@@ -111,10 +111,15 @@ def conduct(
     config = foreseen.config  # absolute paths, so that config.yaml means the same from any folder
     folder = RunFolder(config.run_folder)
     new = not folder.path.exists()
-    starting = f"starting {config.elastic.workers} workers: {config.train.steps} steps, folder {folder.path}"
+
+    def begin(ready: preflight.Preflight) -> None:
+        for warning in ready.warnings:
+            tell(warning)
+        on_start(_starting(ready))
+
     with folder.create().claim(), _written_config(folder, config.to_yaml(), new):
         with Progress(folder, config.train.steps, config.metrics.interval_s) if progress else nullcontext():
-            result = driver.run(config, schedule=schedule, on_ready=lambda: on_start(starting), foreseen=foreseen)
+            result = driver.run(config, schedule=schedule, on_ready=begin, foreseen=foreseen)
     for warning in result.warnings:
         tell(warning)
     if result.state == "FAILED":
@@ -130,6 +135,13 @@ def conduct(
         result.interrupted,
         result.warnings,
     )
+
+
+def _starting(ready: preflight.Preflight) -> str:
+    """The line that says what starts, and from which state."""
+    config, source = ready.config, ready.source
+    begun = f", resuming at step {source.step} from {source.path}" if source.path else ""
+    return f"starting {config.elastic.workers} workers: {config.train.steps} steps, folder {config.run_folder}{begun}"
 
 
 def _read(config: RunConfig | Mapping[str, Any] | str | os.PathLike[str], overrides: Sequence[str]) -> RunConfig:

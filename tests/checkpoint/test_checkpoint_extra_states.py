@@ -61,7 +61,7 @@ HELD = [{"scales": [torch.arange(3.0), (1, None)], 3: b"x" * 300}, None, "a", to
 
 
 @pytest.mark.parametrize("live", [None, {"count": 0}, torch.ones(2)], ids=["None", "dict", "tensor"])
-def test_extra_states_of_every_sort_replace_those_of_every_sort(root: Path, live: Any) -> None:
+def test_extra_states_replace_those_of_any_other_sort(root: Path, live: Any) -> None:
     wanted = [digest(held) for held in HELD]
     ckpt.save({"model": nn.Sequential(*map(Holding, HELD)), "ema": checkpoint_wrapper(nn.Sequential(Holding({"a": 1})))}, root, 1)
     for wrap in (lambda module: module, torch.compile):
@@ -90,7 +90,7 @@ def test_an_extra_state_on_one_side_only_is_refused_by_name(root: Path) -> None:
     assert into[0].held is None
 
 
-def test_extra_states_that_do_not_fit_are_refused_with_the_module(root: Path) -> None:
+def test_a_refused_extra_state_is_named_with_its_module(root: Path) -> None:
     with pytest.raises(ValueError, match=r"state.model.0._extra_state.a is a set, .*give a sorted list"):
         ckpt.save({"model": nn.Sequential(Holding({"a": {1}}))}, root, 1)
     with pytest.raises(ValueError, match="has the name under which the extra state of a module is stored"):

@@ -25,10 +25,13 @@ from vescale_ray.cli import app, main
 from vescale_ray.cli.pages import prometheus
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.driver import driver
+from vescale_ray.controller.driver.preflight import Preflight
 from vescale_ray.controller.http.metrics import MetricsServer
+from vescale_ray.controller.protocol import StateSource
 from vescale_ray.controller.state.snapshot import Snapshot
 from vescale_ray.errors import BadInput
 from vescale_ray.runfolder import RunFolder
+from vescale_ray.workers.messages import Origin
 
 
 @pytest.fixture(autouse=True)
@@ -536,7 +539,7 @@ def test_full_disk_under_the_job_log_keeps_run_and_exit_code(state: str, code: i
     began: list[str] = []
 
     def carried_out(config: RunConfig, **given: Any) -> driver.RunResult:
-        given["on_ready"]()
+        given["on_ready"](Preflight(config, StateSource(Origin.FRESH, 0), 1, {}, warnings=("a folder",)))
         began.append(config.run.name)
         return driver.RunResult(state, 3, 3, "no workers" if state == "FAILED" else None, None, config.run_folder, warnings=("a port",))
 

@@ -1,0 +1,81 @@
+"""The checkpoint that a start resumes from. A run never starts at step 0 in silence where it has been before."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.controller.runs import tiny
+from vescale_ray import checkpoint
+from vescale_ray.checkpoint.stores.posix import PosixStore
+from vescale_ray.controller.driver import preflight, training
+from vescale_ray.controller.driver.resumption import choose_commit
+from vescale_ray.controller.protocol import RunRefused, StateSource
+from vescale_ray.runfolder import RunFolder
+from vescale_ray.workers.messages import Origin
+
+
+def saved(root: Path, *steps: int) -> list[Path]:
+    """The commit objects of checkpoints of these steps."""
+    for step in steps:
+        checkpoint.save({"model": {"w": torch.ones(3)}}, root, step, epoch=step)
+    return [root / commit.key for commit in checkpoint.ls(root)]
+
+
+def chosen(config: Any, root: Path) -> tuple[Any, tuple[str, ...]]:
+    return choose_commit(config, checkpoint.ls(root))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Any:
+    return tiny(tmp_path, "r", checkpoint_dir=str(tmp_path / "kept"))
+
+
+def test_damaged_newer_checkpoints_are_named(tmp_path: Path, config: Any) -> None:
+    _, second, third = saved(tmp_path / "kept", 2, 4, 6)
+    assert chosen(config, tmp_path / "kept")[0].step == 6 and not chosen(config, tmp_path / "kept")[1]
+    third.write_text("{")
+    second.write_bytes(second.read_bytes()[:-40])
+    found, warnings = chosen(config, tmp_path / "kept")
+    assert found.step == 2 and len(warnings) == 2
+    assert all(path.name in line and "is skipped: its manifest" in line for path, line in zip((third, second), warnings, strict=True))
+
+
+def test_a_run_with_only_damaged_checkpoints_is_not_begun_anew(tmp_path: Path, config: Any) -> None:
+    for commit in saved(tmp_path / "kept", 2, 4):
+        commit.write_text("{")
+    with pytest.raises(RunRefused, match=r"holds 2 checkpoints, of which none is whole \(e0004.*; .*checkpoint.resume=never to begin anew"):
+        chosen(config, tmp_path / "kept")
+    never = tiny(tmp_path, "r", checkpoint_dir=str(tmp_path / "kept"), checkpoint_resume="never")
+    assert preflight.check(never).source.origin is Origin.FRESH
+
+
+def test_an_older_checkpoint_does_not_replace_one_out_of_reach(tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = saved(tmp_path / "kept", 2, 4)[1]
+    read = PosixStore.get
+
+    def denied(store: PosixStore, key: str, *more: Any) -> Any:
+        if key.endswith(newest.name):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), key)
+        return read(store, key, *more)
+
+    monkeypatch.setattr(PosixStore, "get", denied)
+    with pytest.raises(OSError, match="e0004"):
+        chosen(config, tmp_path / "kept")
+
+
+def test_a_start_at_step_0_beside_steps_of_before_is_told(tmp_path: Path, config: Any) -> None:
+    assert not preflight.check(config).warnings
+    RunFolder(config.run_folder).append_metrics({"step": 70, "loss": 1.0})
+    ready = preflight.check(config)
+    assert ready.warnings == (
+        f"{config.run_folder} has a run of 70 steps, but {tmp_path / 'kept'} holds no checkpoint: this one starts at step 0",
+    )
+    assert "starting 3 workers" in training._starting(ready) and "resuming" not in training._starting(ready)
+    source = StateSource(Origin.CHECKPOINT, 5, "e0001-s5", "/kept/e0001-s5.json")
+    assert training._starting(preflight.Preflight(config, source, 1, {})).endswith(", resuming at step 5 from /kept/e0001-s5.json")
