@@ -33,6 +33,7 @@ from .state.name_tables import Globs, NameTable, chosen, globs, table_of
 from .stores.store import Root
 
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 ALIASES = "vescale_ray.aliases"
 
 LLAMA = {
@@ -176,7 +177,12 @@ def _files_of(path: Path) -> tuple[Path, list[str], dict[str, str] | None]:
     """(folder, file names, the index's {tensor: file} if there is one)."""
     if path.is_dir():
         if (path / INDEX).is_file():
-            return _indexed(path / INDEX)
+            found = _indexed(path / INDEX)
+            if (path / SINGLE).is_file() and SINGLE not in found[1]:
+                raise ForeignFileError(f"{path}: {INDEX} does not name {SINGLE}, which lies beside it; remove the one that is old")
+            return found
+        if (path / SINGLE).is_file():
+            return path, [SINGLE], None  # others beside it are adapters, or the same weights for another program
         # Skip names that begin with a dot: pieces of an aborted download or export, or macOS metadata files.
         names = sorted(p.name for p in path.glob("*.safetensors") if not p.name.startswith("."))
         if not names:

@@ -71,13 +71,22 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
-def check_weights(path: str | os.PathLike[str], layout: FileLayout) -> None:
+def check_weights(path: str | os.PathLike[str], layout: FileLayout, names: Container[str]) -> None:
     """Check that the safetensors in the folder ``path`` are those of ``layout``. Reads headers only.
 
+    Args:
+        names: the parameters, which are numbers of floating point.
+
     Raises:
-        ForeignFileError, CheckpointMismatch: a file or tensor is missing, is one too many, or has another shape.
+        ForeignFileError, CheckpointMismatch: a file or tensor is missing, is one too many, or has another shape or sort of dtype.
     """
-    PiecedSource(HfSource(path), layout)
+    source = PiecedSource(HfSource(path), layout)
+    kinds = {name: tensor.kinds["param"] for name, tensor in source.tensors.items() if name in names}
+    odd = next((name for name, dtype in kinds.items() if not dtype.is_floating_point), None)
+    if odd is not None:
+        raise CheckpointMismatch(
+            f"{path}: {odd!r} holds integers ({kinds[odd]}): quantized weights can't be trained; give those in bfloat16"
+        )
 
 
 def read_buffers(path: str | os.PathLike[str], layout: FileLayout, names: Container[str]) -> dict[str, Tensor]:

@@ -145,7 +145,7 @@ def check_weights_of(config: RunConfig, model: nn.Module) -> None:
     """
     if (weights := weights_of(config)) is not None:
         with _named(weights):
-            check_weights(weights, layout_of(config, model))
+            check_weights(weights, layout_of(config, model), dict(model.named_parameters()))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vescale_ray.config import VOCAB, RunConfig
 from vescale_ray.config.given import CORPUS, FACTORY
 from vescale_ray.controller.driver.local_ray import address_of, knock
-from vescale_ray.controller.driver.resumption import choose_commit
+from vescale_ray.controller.driver.resumption import changes_since, choose_commit
 from vescale_ray.controller.protocol import RunRefused, StateSource
 from vescale_ray.errors import BadInput
 from vescale_ray.lasting import REMEDY, check_lasting, in_temporary_folder
@@ -140,11 +140,12 @@ def check(config: RunConfig, foreseen: Foreseen | None = None, oldest: int | Non
     first = max((commit.epoch for commit in commits), default=0) + 1
     least = oldest if oldest is not None else first if never else 0
     chosen, warnings = choose_commit(config, [commit for commit in commits if commit.epoch >= least])
-    source = _resume(config, chosen, found.stream, found.expected)
+    source, changes = _resume(config, chosen, found.stream, found.expected)
     done = folder.last_metrics()
     if chosen is None and not never and oldest is None and done is not None:
         at = f"{folder.path} has a run of {done.get('step')} steps, but {config.checkpoint_root} holds no checkpoint"
         warnings = (f"{at}: this one starts at step 0",)
+    warnings += changes
     if config.model.hf is not None:
         _describe_model(config)
     begins = oldest if oldest is not None else first if never else 0
@@ -352,9 +353,12 @@ def _check_vocabulary(model: Any, config: RunConfig) -> None:
         )
 
 
-def _resume(config: RunConfig, newest: Commit | None, stream: Mapping[str, Any], expected: Mapping[str, _Expected]) -> StateSource:
+def _resume(
+    config: RunConfig, newest: Commit | None, stream: Mapping[str, Any], expected: Mapping[str, _Expected]
+) -> tuple[StateSource, tuple[str, ...]]:
+    """Return the source of a run that goes on from ``newest``, and warnings."""
     if newest is None:
-        return StateSource(Origin.FRESH, 0)
+        return StateSource(Origin.FRESH, 0), ()
     from vescale_ray import checkpoint
 
     opened = checkpoint.open(config.checkpoint_root, newest)
@@ -365,7 +369,8 @@ def _resume(config: RunConfig, newest: Commit | None, stream: Mapping[str, Any],
             f"{newest.path} is of step {newest.step}, beyond train.steps = {config.train.steps}: "
             "raise train.steps or set checkpoint.resume=never"
         )
-    return StateSource(Origin.CHECKPOINT, newest.step, commit=newest.name, path=newest.path)
+    source = StateSource(Origin.CHECKPOINT, newest.step, commit=newest.name, path=newest.path)
+    return source, tuple(changes_since(opened, config))
 
 
 def _check_same_model(opened: Checkpoint, config: RunConfig, expected: Mapping[str, _Expected]) -> None:

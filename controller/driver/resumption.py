@@ -1,15 +1,22 @@
-"""Choice of the checkpoint that a run resumes from when it starts."""
+"""Choice of the checkpoint that a run resumes from when it starts, and what has changed since it was saved."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from vescale_ray.controller.protocol import RunRefused
 
 if TYPE_CHECKING:
-    from vescale_ray.checkpoint import Commit
+    from vescale_ray.checkpoint import Checkpoint, Commit
     from vescale_ray.config import RunConfig
+
+_FUNCTION = {"llama": ("heads", "kv_heads", "rope_theta"), "hf": ("lora.alpha",), "factory": ("factory", "args")}
+"""Keys of ``model`` that no shape of a parameter shows, by the sort of the model."""
+_ASIDE = ("dtype", "torch_dtype", "transformers_version", "architectures", "_name_or_path", "use_cache", "auto_map")
+"""Keys of transformers' config.json that do not change what a model computes in training."""
 
 
 def choose_commit(config: RunConfig, commits: Sequence[Commit]) -> tuple[Commit | None, tuple[str, ...]]:
@@ -39,3 +46,39 @@ def choose_commit(config: RunConfig, commits: Sequence[Commit]) -> tuple[Commit 
     if config.checkpoint.resume == "must":
         raise RunRefused(f"checkpoint.resume = must, but {root} holds no checkpoint; set checkpoint.resume=auto or another checkpoint.dir")
     return None, ()
+
+
+def changes_since(opened: Checkpoint, config: RunConfig) -> Iterator[str]:
+    """Yield a warning for each setting that gives the saved weights another meaning, though their shapes fit."""
+    stored = (opened.meta.get("config") or {}).get("model") or {}
+    given = config.model.model_dump(mode="json")
+    sort = "hf" if config.model.hf else "factory" if config.model.factory else "llama"
+    told = [(f"model.{key}", _at(stored, key), _at(given, key)) for key in _FUNCTION[sort]] if stored else []
+    if config.model.hf is not None:
+        told += _changes(config)
+    for key, before, now in told:
+        if before != now:
+            yield f"{opened.commit.path} was saved with {key} = {before}, now it is {now}: its weights were trained with the former"
+
+
+def _at(tree: Mapping[str, Any], path: str) -> Any:
+    for part in path.split("."):
+        tree = (tree or {}).get(part)  # type: ignore[assignment]
+    return tree
+
+
+def _changes(config: RunConfig) -> list[tuple[str, Any, Any]]:
+    """The settings of a model's config.json that differ from those in the run's folder, where the last start has left a copy."""
+    from vescale_ray.models.hf import CONFIG
+    from vescale_ray.runfolder import RunFolder
+
+    def read(folder: Path) -> dict[str, Any]:
+        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        return {key: value for key, value in found.items() if key not in _ASIDE}
+
+    try:
+        before, now = read(RunFolder(config.run_folder).path / "model"), read(Path(str(config.model.hf)))
+    except (OSError, ValueError, AttributeError):
+        return []
+    where = f"{config.model.hf}/{CONFIG}: "
+    return [(where + key, before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tests.controller.runs import tiny
 from vescale_ray import checkpoint
 from vescale_ray.checkpoint.stores.posix import PosixStore
 from vescale_ray.controller.driver import preflight, training
-from vescale_ray.controller.driver.resumption import choose_commit
+from vescale_ray.controller.driver.resumption import changes_since, choose_commit
 from vescale_ray.controller.protocol import RunRefused, StateSource
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Origin
@@ -79,3 +80,22 @@ def test_a_start_at_step_0_beside_steps_of_before_is_told(tmp_path: Path, config
     assert "starting 3 workers" in training._starting(ready) and "resuming" not in training._starting(ready)
     source = StateSource(Origin.CHECKPOINT, 5, "e0001-s5", "/kept/e0001-s5.json")
     assert training._starting(preflight.Preflight(config, source, 1, {})).endswith(", resuming at step 5 from /kept/e0001-s5.json")
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "key"),
+    [
+        ({"heads": 8, "kv_heads": 4}, {}, "model.heads = 8, now it is 4"),
+        ({"rope_theta": 5e5}, {}, "model.rope_theta = 500000.0, now it is 10000.0"),
+        ({"factory": "a:b", "args": {"eps": 1}}, {"factory": "a:b", "args": {"eps": 2}}, "model.args = {'eps': 1}, now it is {'eps': 2}"),
+    ],
+)
+def test_settings_that_no_shape_shows_are_told(tmp_path: Path, then: Any, now: Any, key: str) -> None:
+    def opened(**model: Any) -> Any:
+        meta = {"config": tiny(tmp_path, "r", **{f"model_{name}": value for name, value in model.items()}).model_dump(mode="json")}
+        return SimpleNamespace(meta=meta, commit=SimpleNamespace(path="/c.json"))
+
+    config = tiny(tmp_path, "r", **{f"model_{name}": value for name, value in now.items()})
+    assert not list(changes_since(opened(**now), config)) and not list(changes_since(SimpleNamespace(meta={}), config))  # type: ignore[arg-type]
+    told = list(changes_since(opened(**then), config))
+    assert f"/c.json was saved with {key}: its weights were trained with the former" in told

@@ -134,3 +134,5 @@ def test_a_mask_without_ends_or_positions_is_refused(tmp_path: Path) -> None:
         preflight.foresee(configured(other, tokens, **more))
     with pytest.raises(ConfigError, match=r"data.document_mask = true with data.format = chat"):
         configured(folder, tokens, data_format="chat")
+    with pytest.raises(ConfigError, match=r"data.document_mask = true with data.format = chat"):
+        configured(folder, tokens, data_eval={"talk": {"corpus": "a.jsonl", "format": "chat"}})

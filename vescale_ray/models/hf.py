@@ -105,8 +105,10 @@ def open_folder(path: str | os.PathLike[str], key: str = "model.hf") -> HfFolder
         raise BadInput(f"{where}: its weights are quantized; give a folder of the model in bfloat16")
     transformers = _transformers(where)
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)  # None: it asks
     except Exception as error:
+        if "auto_map" in given:
+            raise BadInput(f"{where}: {given['model_type']} needs the code in its folder (auto_map); build it in a model.factory") from None
         raise BadInput(f"{where}: transformers {transformers.__version__} refuses its {CONFIG}: {_line(error)}") from None
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise BadInput(

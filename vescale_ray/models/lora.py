@@ -39,14 +39,31 @@ def add_adapters(model: nn.Module, keys: LoraKeys) -> None:
     Raises:
         BadInput: peft is missing, or the targets name no linear layer.
     """
-    peft = _peft()
+    peft, refused = _peft(), f"model.lora.targets = {keys.targets}: "
+    linear = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
+    remedy = f"; the model's linear layers are {', '.join(linear)}"
+    targets = _targets(keys, model)
+    if not targets:
+        raise BadInput(f"{refused}the model has no linear layer but its head")
+    for target in targets:
+        found = [module for name, module in model.named_modules() if f".{name}".endswith(f".{target}")]
+        other = next((type(module).__name__ for module in found if not isinstance(module, nn.Linear)), None)
+        if other is not None or not found:
+            raise BadInput(f"{refused}{target} is {'no layer' if other is None else f'of type {other}'}{remedy}")
     try:
         with torch.device("meta"):
-            peft.inject_adapter_in_model(_config(peft, keys), model)
+            peft.inject_adapter_in_model(_config(peft, keys, targets), model)
     except ValueError as error:
-        names = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
-        said = " ".join(str(error).split())[:200]
-        raise BadInput(f"model.lora.targets = {keys.targets}: {said}; the model's linear layers are {', '.join(names)}") from None
+        raise BadInput(f"{refused}{' '.join(str(error).split())[:200]}{remedy}") from None
+
+
+def _targets(keys: LoraKeys, model: nn.Module) -> list[str]:
+    """The names of the layers that get adapters. ``all-linear`` is all linear layers but the head; peft takes experts and others, too."""
+    if not isinstance(keys.targets, str):
+        return keys.targets
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
+    return sorted({name.rpartition(".")[2] for name in linear})
 
 
 def base_names(model: nn.Module) -> dict[str, str]:
@@ -85,7 +102,8 @@ def write_adapter(folder: Path, keys: LoraKeys, base: str, tensors: Mapping[str,
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    config = _config(_peft(), keys)
+    layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in tensors}
+    config = _config(_peft(), keys, sorted(layers) if isinstance(keys.targets, str) else keys.targets)
     config.base_model_name_or_path, config.inference_mode = base, True
     named = {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": value.contiguous() for name, value in tensors.items()}
     save_file(named, folder / "adapter_model.safetensors", {"format": "pt"})
@@ -97,10 +115,8 @@ def delta(keys: LoraKeys, down: Tensor, up: Tensor) -> Tensor:
     return (up.float() @ down.float()) * (keys.alpha / keys.rank)
 
 
-def _config(peft: Any, keys: LoraKeys) -> Any:
-    return peft.LoraConfig(
-        r=keys.rank, lora_alpha=keys.alpha, lora_dropout=keys.dropout, target_modules=keys.targets, task_type="CAUSAL_LM"
-    )
+def _config(peft: Any, keys: LoraKeys, targets: list[str]) -> Any:
+    return peft.LoraConfig(r=keys.rank, lora_alpha=keys.alpha, lora_dropout=keys.dropout, target_modules=targets, task_type="CAUSAL_LM")
 
 
 def _peft() -> Any:

@@ -100,12 +100,17 @@ def export_hf(
 
 def _described(path: str, model: str | None) -> HfFolder | None:
     """The model's folder: ``model``, or the copy in the folder of the run at PATH; None if the run trained another kind of model."""
+    from vescale_ray.config import load_config
     from vescale_ray.models.hf import CONFIG, open_folder
 
     if model is not None:
         return open_folder(model, "--model")
     run = run_folder_of(_without_name(path))
-    return open_folder(run.model) if run is not None and (run.model / CONFIG).is_file() else None
+    if run is None or not run.config_path.is_file() or load_config(run.config_path).model.hf is None:
+        return None
+    if not (run.model / CONFIG).is_file():
+        raise BadInput(f"{run.model}: has no {CONFIG}, which the run had copied from model.hf; name the model's folder with --model")
+    return open_folder(run.model)
 
 
 def _without_name(path: str) -> str:
@@ -143,6 +148,10 @@ def _files_of(
     lora.add_adapters(built, adapters)
     names = lora.base_names(built)
     layout, merged = layout.renamed(names), set(names.values())
+    layers = (name.partition(".lora_A.")[0] for name in opened.tensors if ".lora_A." in name)
+    tied = next((layer for layer in layers if f"{layer}.base_layer.weight" not in merged), None)
+    if tied is not None:
+        raise BadInput(f"--merge: {tied} shares its weight with another layer, which has no adapter; export the adapter alone")
     for name, piece in layout.pieces.items():
         if piece.name in merged:
             kept = dtype or opened.tensors[piece.name].kinds["param"]

@@ -1,0 +1,136 @@
+"""Folders, adapters and resumes of transformers' models that would train or export something else than meant."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.models import hf_folders
+from tests.models.test_hf import configured, edit, refused
+from vescale_ray import checkpoint
+from vescale_ray.checkpoint import ShardPiece
+from vescale_ray.cli import main
+from vescale_ray.config import RunConfig
+from vescale_ray.controller.driver import preflight
+from vescale_ray.models import lora
+from vescale_ray.runfolder import RunFolder
+from vescale_ray.workers.initial_values import layout_of
+from vescale_ray.workers.model_building import build_model
+
+transformers = pytest.importorskip("transformers")
+TOKENS = torch.arange(16)[None]
+
+
+def adapted(home: Path, kind: str, **keys: Any) -> RunConfig:
+    """A run of one step that trained adapters, with random values in the place of trained ones."""
+    folder = hf_folders.write(home / "model", kind)
+    config = preflight.check(configured(folder, home, model_lora={"rank": 2, **keys})).config
+    run = RunFolder(config.run_folder)
+    run.write_config(config.to_yaml())
+    run.write_state({"run": "r", "state": "STOPPED", "step": 1, "steps": 1})
+    model = build_model(config)
+    held = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in model.named_parameters()}
+    checkpoint.import_hf(folder, held, layout=layout_of(config, model), exclude=lora.PARAMETERS)
+    torch.manual_seed(1)
+    kept = {(name, "param"): value for name, value in held.items()}
+    for name in [name for name in held if ".lora_" in name]:
+        held[name].normal_(0, 0.2)
+        kept |= {(name, kind): torch.zeros_like(held[name]) for kind in ("exp_avg", "exp_avg_sq")}
+    attempt, root = checkpoint.new_attempt(), config.checkpoint_root
+    pieces = [ShardPiece(*key, 0, t.numel(), tuple(t.shape), t.dtype, t.flatten()) for key, t in kept.items()]
+    vote = checkpoint.write_shard(root, attempt, 0, pieces, step=1, epoch=1)
+    meta = {"stream": dict(preflight.foresee(config).stream), "config": config.model_dump(mode="json")}
+    checkpoint.commit(root, [vote], step=1, epoch=1, attempt=attempt, world=1, meta=meta)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (["q_proj", "v_porj"], "v_porj is no layer; the model's linear layers are down_proj, gate_proj"),
+        (["embed_tokens"], "embed_tokens is of type Embedding; the model's linear layers are"),
+    ],
+)
+def test_each_target_of_adapters_is_a_linear_layer(tmp_path: Path, targets: list[str], said: str) -> None:
+    folder = hf_folders.write(tmp_path / "model", "llama")
+    assert f"model.lora.targets = {targets}: {said}" in refused(folder, tmp_path, model_lora={"targets": targets})
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["c_attn"]])
+def test_transposed_layers_get_no_adapters(tmp_path: Path, targets: Any) -> None:
+    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=160, n_positions=128)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    said = refused(tmp_path / "model", tmp_path, model_lora={"targets": targets})
+    assert ("c_attn is of type Conv1D" if targets == ["c_attn"] else "the model has no linear layer but its head") in said
+
+
+def test_adapters_of_all_linear_layers_are_those_that_peft_loads(tmp_path: Path) -> None:
+    """peft's own all-linear also takes the fused experts, which are no layers."""
+    from peft import PeftModel
+
+    config = adapted(tmp_path, "qwen3_moe", targets="all-linear")
+    run, alone, merged = str(config.run_folder), str(tmp_path / "alone"), str(tmp_path / "merged")
+    assert main(["ckpt", "export-hf", run, alone]) == 0 and main(["ckpt", "export-hf", run, merged, "--merge"]) == 0
+    names = load_file(Path(alone) / "adapter_model.safetensors")
+    assert {name.split(".")[-3] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    base = transformers.AutoModelForCausalLM.from_pretrained(config.model.hf)
+    before = base(TOKENS).logits
+    expected = PeftModel.from_pretrained(base, alone).eval()(TOKENS).logits
+    found = transformers.AutoModelForCausalLM.from_pretrained(merged).eval()(TOKENS).logits
+    assert not torch.allclose(before, expected, atol=1e-2)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_of_a_tied_head_is_not_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(adapted(tmp_path, "qwen3", targets=["lm_head", "q_proj"]).run_folder)
+    assert main(["ckpt", "export-hf", run, str(tmp_path / "merged"), "--merge"]) == 2
+    assert "--merge: lm_head shares its weight with another layer, which has no adapter; export the" in capsys.readouterr().err
+    assert main(["ckpt", "export-hf", run, str(tmp_path / "alone")]) == 0
+
+
+def test_an_export_without_the_copied_description_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = adapted(tmp_path, "llama", targets=["q_proj"])
+    shutil.rmtree(config.run_folder / "model")
+    assert main(["ckpt", "export-hf", str(config.run_folder), str(tmp_path / "out"), "--merge"]) == 2
+    assert "has no config.json, which the run had copied from model.hf; name the model's folder with --model" in capsys.readouterr().err
+    assert main(["ckpt", "export-hf", str(config.run_folder), str(tmp_path / "out"), "--merge", "--model", str(config.model.hf)]) == 0
+
+
+def test_settings_that_change_the_function_are_told_on_resume(tmp_path: Path) -> None:
+    config = adapted(tmp_path, "llama", targets=["q_proj"], alpha=4)
+    folder = Path(str(config.model.hf))
+    same, other = ({"rank": 2, "targets": ["q_proj"], "alpha": alpha} for alpha in (4, 400))
+    assert not preflight.check(configured(folder, tmp_path, model_lora=same)).warnings
+    (said,) = preflight.check(configured(folder, tmp_path, model_lora=other)).warnings
+    assert said.endswith("was saved with model.lora.alpha = 4.0, now it is 400.0: its weights were trained with the former")
+    edit(folder, rms_norm_eps=0.5, dtype="bfloat16")
+    (said,) = preflight.check(configured(folder, tmp_path, model_lora=same)).warnings
+    assert f"{folder}/config.json: rms_norm_eps = " in said and "now it is 0.5" in said
+
+
+def test_weights_of_other_programs_beside_the_model_are_not_read(tmp_path: Path) -> None:
+    folder = hf_folders.write(tmp_path / "model", "mistral", shard="1GB")
+    save_file({"layers.0.attention.wq.weight": torch.ones(2)}, folder / "consolidated.safetensors")
+    preflight.foresee(configured(folder, tmp_path))
+    shutil.copy(folder / "model.safetensors", folder / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(load_file(folder / "model.safetensors"), "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    said = refused(folder, tmp_path)
+    assert "model.safetensors.index.json does not name model.safetensors, which lies beside it; remove the one that is old" in said
+
+
+def test_quantized_weights_and_code_in_the_folder_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = hf_folders.write(tmp_path / "model", "llama", shard="1GB")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": tensors["lm_head.weight"].to(torch.int8)}, folder / "model.safetensors", {"format": "pt"})
+    assert "'lm_head.weight' holds integers (torch.int8): quantized weights can't be trained" in refused(folder, tmp_path)
+    edit(folder, model_type="other", auto_map={"AutoConfig": "code.Config"})
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))  # transformers would ask whether to run the code
+    assert "other needs the code in its folder (auto_map); build it in a model.factory" in refused(folder, tmp_path)
