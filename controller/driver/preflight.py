@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vescale_ray.config import VOCAB, RunConfig
 from vescale_ray.config.given import CORPUS, FACTORY
 from vescale_ray.controller.driver.local_ray import address_of, knock
-from vescale_ray.controller.driver.resumption import changes_since, choose_commit
+from vescale_ray.controller.driver.resumption import changes_since, check_same_stream, choose_commit
 from vescale_ray.controller.protocol import RunRefused, StateSource
 from vescale_ray.errors import BadInput
 from vescale_ray.lasting import REMEDY, check_lasting, in_temporary_folder
@@ -103,6 +103,8 @@ def foresee(config: RunConfig) -> Foreseen:
     load_eval_sets(config.data, dataset)
     if (shown := config.train.completions) is not None:
         encoded_prompts(shown.prompts, config.data.tokenizer, dataset.unit, dataset.vocab)
+    if config.model.hf is not None and dataset.unit == "bytes":
+        _refuse_bytes(config.model.hf)
     if config.data.document_mask and dataset.end_token is None:
         raise RunRefused("data.document_mask = true: the end of a document is not known, or differs by source; set data.end_token")
     if config.data.vocab is None and dataset.vocab != VOCAB:  # the tokenizer's; a worker builds its model without looking at the data
@@ -225,6 +227,17 @@ def _check_tokenizer(given: str, folder: HfFolder) -> None:
         own, own_digest = load_tokenizer(str(folder.tokenizer))
         if digest != own_digest and tokenizer.get_vocab() != own.get_vocab():
             raise RunRefused(f"data.tokenizer = {given}: its tokens are not those of the model's {folder.tokenizer}; leave it out")
+
+
+def _refuse_bytes(hf: str) -> None:
+    """Refuse text as bytes if the model has weights, which were trained with other tokens."""
+    from vescale_ray.models.hf import open_folder
+
+    if open_folder(hf).has_weights:
+        raise RunRefused(
+            f"model.hf = {hf}: has no tokenizer.json, so text would be bytes, which are other tokens to its weights; set data.tokenizer, "
+            "or save the tokenizer with AutoTokenizer"
+        )
 
 
 def stream_of(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
@@ -363,7 +376,7 @@ def _resume(
 
     opened = checkpoint.open(config.checkpoint_root, newest)
     _check_same_model(opened, config, expected)
-    _check_same_stream(opened, stream)
+    check_same_stream(opened, stream)
     if newest.step > config.train.steps:
         raise RunRefused(
             f"{newest.path} is of step {newest.step}, beyond train.steps = {config.train.steps}: "
@@ -390,15 +403,3 @@ def _check_same_model(opened: Checkpoint, config: RunConfig, expected: Mapping[s
     more = next((name for name in stored if name.partition("/")[0] not in expected), None)
     if more is not None:
         raise RunRefused(f"{where} is of another model: it has {more}, this model has not{remedy}")
-
-
-def _check_same_stream(opened: Checkpoint, stream: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint with another text, seed or batch. Its position in the stream would mean other samples: some would be lost, and
-    some used twice."""
-    stored = opened.meta.get("stream") or {}
-    for key, value in stream.items():
-        if key in stored and stored[key] != value:
-            raise RunRefused(
-                f"{opened.commit.path} was saved with {key} = {stored[key]}, now it is {value}: samples would be lost or repeated; "
-                "set it back, or set checkpoint.resume=never to begin anew"
-            )

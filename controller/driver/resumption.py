@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from vescale_ray.checkpoint import Checkpoint, Commit
     from vescale_ray.config import RunConfig
 
+_HASH = re.compile(r"[0-9a-f]{64}")
 _FUNCTION = {"llama": ("heads", "kv_heads", "rope_theta"), "hf": ("lora.alpha",), "factory": ("factory", "args")}
 """Keys of ``model`` that no shape of a parameter shows, by the sort of the model."""
 _ASIDE = ("dtype", "torch_dtype", "transformers_version", "architectures", "_name_or_path", "use_cache", "auto_map")
@@ -46,6 +48,23 @@ def choose_commit(config: RunConfig, commits: Sequence[Commit]) -> tuple[Commit 
     if config.checkpoint.resume == "must":
         raise RunRefused(f"checkpoint.resume = must, but {root} holds no checkpoint; set checkpoint.resume=auto or another checkpoint.dir")
     return None, ()
+
+
+def check_same_stream(opened: Checkpoint, stream: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint with another text, seed or batch. Its position in the stream would mean other samples: some would be lost, and
+    some used twice."""
+    stored = opened.meta.get("stream") or {}
+    for key, value in stream.items():
+        if key in stored and stored[key] != value:
+            other = f"{key} = {stored[key]}, now it is {value}" if not _hashes(stored[key], value) else f"other content of {key}"
+            raise RunRefused(
+                f"{opened.commit.path} was saved with {other}: samples would be lost or repeated; set it back, or set "
+                "checkpoint.resume=never to begin anew"
+            )
+
+
+def _hashes(*values: Any) -> bool:
+    return all(_HASH.fullmatch(str(value)) for value in values)
 
 
 def changes_since(opened: Checkpoint, config: RunConfig) -> Iterator[str]:

@@ -75,3 +75,14 @@ def test_mistakes_are_refused_before_a_file_is_written(here: Path, capsys: pytes
     assert "can't be written" in refused(capsys, "a", "--out", "no/such/folder.yaml")
     assert sorted(path.name for path in here.glob("*.yaml")) == ["there.yaml"]
     assert main(["init", "there", "--force"]) == 0
+
+
+def test_a_short_model_gets_samples_of_its_own_length(here: Path) -> None:
+    folder = hf_folders.write(here / "model", "llama")
+    assert main(["init", "short", "--hf", str(folder), "--data", hf_folders.write_tokens(here / "a.npy"), "--gpus", "2"]) == 0
+    assert load_config(here / "short.yaml").data.seq_len == 128
+
+
+def test_a_name_that_is_none_is_refused_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("x" * 300, "a\nb"):
+        assert "run.name = " in (said := refused(capsys, name)) and "63 at most" in said and "\n" not in said

@@ -125,7 +125,7 @@ def test_checkpoint_of_another_token_stream_is_refused(tmp_path: Path) -> None:
     assert "is of another model: embed.weight has shape" in refused(tiny(tmp_path, "r", **{**data, "data_vocab": 400}))
     write_tokens(tmp_path / "a.parquet", seed=1)
     said = refused(tiny(tmp_path, "r", **data))
-    assert "was saved with data.corpus = " in said and "samples would be lost or repeated" in said and "\n" not in said
+    assert "was saved with other content of data.corpus: " in said and "samples would be lost or repeated" in said and "\n" not in said
 
 
 def test_checkpoint_of_another_mixture_is_refused(tmp_path: Path) -> None:

@@ -134,3 +134,13 @@ def test_quantized_weights_and_code_in_the_folder_are_refused(tmp_path: Path, mo
     edit(folder, model_type="other", auto_map={"AutoConfig": "code.Config"})
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))  # transformers would ask whether to run the code
     assert "other needs the code in its folder (auto_map); build it in a model.factory" in refused(folder, tmp_path)
+
+
+def test_text_as_bytes_does_not_train_the_weights_of_other_tokens(tmp_path: Path) -> None:
+    folder, text = hf_folders.write(tmp_path / "model", "llama", vocab_size=300), tmp_path / "a.txt"
+    text.write_text("a line of text\n" * 500)
+    said = refused(folder, tmp_path, data_corpus=str(text))
+    assert f"model.hf = {folder}: has no tokenizer.json, so text would be bytes" in said and "set data.tokenizer" in said
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    assert preflight.foresee(configured(folder, tmp_path, data_corpus=str(text))).config.data.vocab == 300, "trained from the start"

@@ -72,6 +72,7 @@ def init(
         hf = click.prompt("Folder of a Hugging Face model (empty: a small Llama)", default="", show_default=False) or None
         corpora = (click.prompt("Training data (path, glob or URL)", default="stdlib"),)
         gpus = click.prompt("GPUs (0: CPUs)", default=0, type=click.IntRange(0))
+    read_config(yaml.safe_dump({"run": {"name": name}}), "NAME")
     path = Path(out or f"{name}.yaml")
     if path.exists() and not force:
         raise BadInput(f"{path}: exists already; give --force, or another --out")
@@ -102,7 +103,8 @@ def _job(
     from vescale_ray.models.hf import open_folder
 
     folder = open_folder(hf, "--hf") if hf is not None else None
-    length = seq_len or (2048 if gpus else 128)
+    most = folder.positions if folder is not None else None
+    length = seq_len or min(2048 if gpus else 128, most or 2048)
     if folder is not None and folder.positions is not None and length > folder.positions:
         raise BadInput(f"--seq-len {length}: the model takes {folder.positions} tokens at most (max_position_embeddings)")
     model: dict[str, Any] = {"dim": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 384}

@@ -240,7 +240,9 @@ class Encoders:
 
 def _vocab_of_bytes(keys: SourceKeys) -> int:
     if keys.vocab is not None and keys.vocab < VOCAB:
-        raise BadInput(f"data.vocab = {keys.vocab}: text without data.tokenizer is bytes, with {VOCAB} tokens; raise it, or leave it out")
+        raise BadInput(
+            f"data.vocab = {keys.vocab}: text without data.tokenizer is bytes, with {VOCAB} tokens; set data.tokenizer, or {VOCAB} or more"
+        )
     return keys.vocab or VOCAB
 
 
