@@ -88,8 +88,20 @@ def match(
         parts.append("it also has " + some([label(*pair) for pair in unexpected]))
     if wrong:
         parts.append(some(wrong))
+    parts += _prefixed([name for _, name in missing], [name for name, _ in unexpected])
     model = any(entry_of(name, models) == "model" for name in (*odd, *(name for name, _ in unexpected)))
     raise CheckpointMismatch(f"{where} {'is of another model' if model else 'does not fit the state'}: {'; '.join(parts)}")
+
+
+def _prefixed(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
+    """The remedy if all missing names are the unexpected ones with another beginning, as ``module.`` of DDP."""
+    for here, there, longer in ((missing, unexpected, False), (unexpected, missing, True)):
+        first = next((name for name in there if here and name.endswith(f".{here[0]}")), None)
+        prefix = first.removesuffix(here[0]) if first is not None else None
+        if prefix and {prefix + name for name in here} == set(there):
+            rule = (f"{prefix}*", "*") if longer else ("*", f"{prefix}*")
+            return [f"give rename={{{rule[0]!r}: {rule[1]!r}}}"]
+    return []
 
 
 def castable(stored: torch.dtype, wanted: torch.dtype) -> bool:

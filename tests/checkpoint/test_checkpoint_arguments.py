@@ -193,3 +193,25 @@ def test_tilde_in_a_root_expands_to_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ckpt.save(W, "~/run", 1)
     assert [path.name for path in tmp_path.iterdir()] == ["run"] and ckpt.load(zeros(), tmp_path / "run").step == 1
+
+
+class Wrapper(torch.nn.Module):
+    """Puts a name before those of a module, as DistributedDataParallel does."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+@pytest.mark.parametrize(("save", "into", "rename"), [(True, False, {"*": "module.*"}), (False, True, {"module.*": "*"})])
+def test_a_wrappers_prefix_is_named_with_its_remedy(tmp_path: Path, save: bool, into: bool, rename: dict[str, str]) -> None:
+    saved, fresh = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    ckpt.save({"model": Wrapper(saved) if save else saved}, tmp_path, 1)
+    state = {"model": Wrapper(fresh) if into else fresh}
+    with pytest.raises(ckpt.CheckpointMismatch, match=re.escape(f"; give rename={rename}")):
+        ckpt.load(state, tmp_path)
+    ckpt.load(state, tmp_path, rename=rename)
+    assert torch.equal(fresh.weight, saved.weight)
+    with pytest.raises(ckpt.CheckpointMismatch) as caught:
+        ckpt.load({"model": {"other.weight": torch.zeros(2, 2)}}, tmp_path)
+    assert "rename" not in str(caught.value)
