@@ -51,7 +51,7 @@ def choose_extra_states(where: str, flat: FlatState, holder: Saved, choice: Tens
             _fit(name, flat, holder.tensors[source].shape, holder.tensors[source].kinds["param"], filled)
         elif name in here and not matches(name, choice.allow_missing):
             lacking.append(repr(name))
-    others = {key: name for key in kept if (name := _name_of(key, flat.models)) is not None and key not in found}
+    others = {key: inner for key in kept if (inner := _name_of(key, flat.models)) is not None and key not in found}
     left = [repr(key) for key, name in others.items() if choice.takes_stored(name) and not matches(name, choice.allow_unexpected)]
     if lacking or left:
         said = [f"it lacks {some(lacking)}"] * bool(lacking) + [f"it also has {some(left)}"] * bool(left)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vescale_ray.config import VOCAB, RunConfig
 from vescale_ray.config.given import CORPUS, FACTORY
+from vescale_ray.controller.driver.data_checks import check_tokenizer, endless, refuse_bytes
 from vescale_ray.controller.driver.local_ray import address_of, knock
 from vescale_ray.controller.driver.resumption import changes_since, check_same_stream, choose_commit
 from vescale_ray.controller.protocol import RunRefused, StateSource
@@ -27,7 +28,6 @@ from vescale_ray.workers.messages import Origin
 if TYPE_CHECKING:
     from vescale_ray.checkpoint import Checkpoint, Commit
     from vescale_ray.data.dataset import Dataset
-    from vescale_ray.models.hf import HfFolder
 
 STATES: dict[str, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),
@@ -104,7 +104,8 @@ def foresee(config: RunConfig) -> Foreseen:
     if (shown := config.train.completions) is not None:
         encoded_prompts(shown.prompts, config.data.tokenizer, dataset.unit, dataset.vocab)
     if config.model.hf is not None and dataset.unit == "bytes":
-        _refuse_bytes(config.model.hf)
+        refuse_bytes(config.model.hf)
+    warnings += tuple(endless(dataset))
     if config.data.document_mask and dataset.end_token is None:
         raise RunRefused("data.document_mask = true: the end of a document is not known, or differs by source; set data.end_token")
     if config.data.vocab is None and dataset.vocab != VOCAB:  # the tokenizer's; a worker builds its model without looking at the data
@@ -209,35 +210,8 @@ def with_model_data(config: RunConfig) -> RunConfig:
         update["tokenizer"] = str(folder.tokenizer)
     given = data.tokenizer or update.get("tokenizer")
     if given is not None:
-        _check_tokenizer(given, folder)
+        check_tokenizer(given, folder)
     return config.model_copy(update={"data": data.model_copy(update=update)})
-
-
-def _check_tokenizer(given: str, folder: HfFolder) -> None:
-    """Refuse a tokenizer whose tokens the model lacks, or mean something else to its weights."""
-    from vescale_ray.data.encoders import id_count, load_tokenizer
-
-    tokenizer, digest = load_tokenizer(given)
-    if id_count(tokenizer) > folder.vocab:
-        raise RunRefused(
-            f"data.tokenizer = {given}: its ids need {id_count(tokenizer)} rows, the embeddings of model.hf = {folder.path} "
-            f"{folder.vocab}; use the tokenizer that the model was made for"
-        )
-    if folder.tokenizer is not None and folder.tokenizer != Path(given):
-        own, own_digest = load_tokenizer(str(folder.tokenizer))
-        if digest != own_digest and tokenizer.get_vocab() != own.get_vocab():
-            raise RunRefused(f"data.tokenizer = {given}: its tokens are not those of the model's {folder.tokenizer}; leave it out")
-
-
-def _refuse_bytes(hf: str) -> None:
-    """Refuse text as bytes if the model has weights, which were trained with other tokens."""
-    from vescale_ray.models.hf import open_folder
-
-    if open_folder(hf).has_weights:
-        raise RunRefused(
-            f"model.hf = {hf}: has no tokenizer.json, so text would be bytes, which are other tokens to its weights; set data.tokenizer, "
-            "or save the tokenizer with AutoTokenizer"
-        )
 
 
 def stream_of(config: RunConfig, dataset: Dataset) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 
 from tests.data.chats import CHATML, LATE_SYSTEM, MARKED, REASONING, TWO_ENDS, Parts, expected, said, stored, write_folder, write_rows
 from tests.data.sources import dataset, keys, write_jsonl
+from vescale_ray.controller.driver.data_checks import endless
 from vescale_ray.data.block_dataset import BlockDataset
 from vescale_ray.data.loading import load_dataset
 from vescale_ray.errors import BadInput
@@ -137,6 +138,24 @@ def test_arguments_of_calls_are_rendered_as_openai_writes_them(tmp_path: Path, a
     assert stored(made) == expected(tokenizer, [(f"{S}user\na{E}\n{S}assistant\n", False), (f"{text}{E}", True), ("\n", False)])
 
 
+@pytest.mark.parametrize(
+    ("template", "ended"),
+    [
+        (CHATML, 4),
+        (CHATML.replace(f"'{E}\n'", f"'{E}' }}}}{{{{ '\n'"), 4),
+        (MARKED, 4),
+        (MARKED.replace(f"{E}{{% endgeneration %}}", f"{{% endgeneration %}}{E}"), 0),
+        ("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}", 0),
+    ],
+    ids=["chatml", "split", "marked", "marked without its end", "no ends"],
+)
+def test_answers_without_an_end_are_told(tmp_path: Path, template: str, ended: int) -> None:
+    made, _ = opened(tmp_path, [{"messages": TALK}] * 2, template)
+    warnings = list(endless(made))
+    assert made.describe()["answers_with_end"] == ended and len(warnings) == (ended == 0)
+    assert all("data.corpus: no answer ends with a special token" in one for one in warnings)
+
+
 def test_parts_of_text_are_a_text(tmp_path: Path) -> None:
     parts = [{**one, "content": [{"type": "text", "text": text} for text in (one["content"][:2], one["content"][2:])]} for one in TALK]
     made, tokenizer = opened(tmp_path, [{"messages": parts}], "{% set m = '' %}" + CHATML.replace("+ m.content", "+ (m.content | string)"))
@@ -173,6 +192,7 @@ def test_rows_without_an_answer_are_counted_and_left_out(tmp_path: Path) -> None
     assert stored(made) == expected(tokenizer, TALK_PARTS)
     told = made.describe()
     assert (told["documents"], told["rows_without_answer"], told["answer_tokens"]) == (4, 3, sum(stored(made)[1]))
+    assert told["answers_with_end"] == 2
 
 
 def test_templates_see_one_date_and_are_part_of_the_identity(tmp_path: Path) -> None:

@@ -18,7 +18,10 @@ from vescale_ray.errors import BadInput
 if TYPE_CHECKING:
     from vescale_ray.data.preparation import PreparedFile
 
-COLUMNS = ("files", "documents", "rows_without_answer", "tokens", "answer_tokens", "blocks", "samples", "heldout_samples")
+COLUMNS = (
+    *("files", "documents", "rows_without_answer", "tokens", "answer_tokens", "answers_with_end"),
+    *("blocks", "samples", "heldout_samples"),
+)
 SHOWN = 400
 """Characters of a decoded sample that are shown."""
 

@@ -173,9 +173,10 @@ class BlockDataset:
         return {**self._keys, "data.corpus": self._digest(), "data.shuffle_blocks": self._window}
 
     def _answers(self) -> dict[str, str | int | None]:
-        """Numbers of targets and of rows without any, if not all tokens are targets."""
+        """Numbers of targets, of rows without any, and of answers with an end, if not all tokens are targets."""
         known = [file.answers for file in self._files if file.answers is not None]
-        return {"answer_tokens": sum(one for one, _ in known), "rows_without_answer": sum(one for _, one in known)} if known else {}
+        names = ("answer_tokens", "rows_without_answer", "answers_with_end")
+        return {name: sum(counts[place] for counts in known) for place, name in enumerate(names)} if known else {}
 
     def _digest(self) -> str:
         """Hash of every file's name, content and parts."""

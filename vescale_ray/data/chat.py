@@ -110,8 +110,8 @@ def _parsed(messages: Messages) -> tuple[Messages, list[str]]:
     texts: list[str] = []
 
     def parsed(call: Any) -> Any:
-        function = call.get("function") if isinstance(call, dict) else None
-        given = function.get("arguments") if isinstance(function, dict) else None
+        function: Any = call.get("function") if isinstance(call, dict) else None
+        given: Any = function.get("arguments") if isinstance(function, dict) else None
         try:
             value = json.loads(given) if isinstance(given, str) else None
         except ValueError:
@@ -248,6 +248,8 @@ class ChatEncoder(Encoder):
         super().__init__(vocab, None, f"chat of template {template.digest}, {RULE}")
         self.dtype = np.int32
         self._tokenizer, self._last, self._template = tokenizer, last, template
+        special = [number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special]
+        self._ends = np.array([last, *special], np.int32)
 
     def values(self, documents: pa.Array) -> tuple[Tokens, Ids]:
         made = [np.zeros(0, np.int32)]
@@ -257,6 +259,12 @@ class ChatEncoder(Encoder):
             except ValueError as error:
                 raise BadDocument(number, str(error)) from None
         return np.concatenate(made), np.array([len(one) for one in made[1:]], dtype=np.int64)
+
+    def ended(self, tokens: Tokens) -> int:
+        """Return how many answers in ``tokens`` have a special token, as the end of a turn, among their last three tokens."""
+        counted = np.append(tokens >= 0, False)
+        last = np.flatnonzero(counted[:-1] & ~counted[1:])
+        return int(np.isin(tokens[np.maximum(last[:, None] - np.arange(3), 0)], self._ends).any(axis=1).sum())
 
     def _encoded(self, row: Mapping[str, Any]) -> Tokens:
         if "messages" not in row:

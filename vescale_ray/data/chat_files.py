@@ -22,18 +22,21 @@ FIELDS = ("messages", "prompt", "completion", "tools")
 class _ChatFile(DocumentFile):
     """Counts answers while it reads. A row without an answer is a null document, which has no tokens."""
 
+    encoder: ChatEncoder
+
     def __init__(self, *about: Any) -> None:
-        self._answers: dict[int, tuple[int, int]] = {}
+        self._answers: dict[int, tuple[int, int, int]] = {}
         super().__init__(*about)
         self.kind = "chat"
 
     @property
-    def answers(self) -> tuple[int, int]:
-        return sum(tokens for tokens, _ in self._answers.values()), sum(rows for _, rows in self._answers.values())
+    def answers(self) -> tuple[int, int, int]:
+        tokens, rows, ended = (sum(counts) for counts in zip((0, 0, 0), *self._answers.values(), strict=True))
+        return tokens, rows, ended
 
     def encoded(self, part: int, arrays: Sequence[pa.Array]) -> Tokens:
         tokens = super().encoded(part, arrays)
-        self._answers[part] = int(np.count_nonzero(tokens >= 0)), sum(one.null_count for one in arrays)
+        self._answers[part] = int(np.count_nonzero(tokens >= 0)), sum(one.null_count for one in arrays), self.encoder.ended(tokens)
         return tokens
 
     def _json(self, record: Mapping[str, Any], where: str) -> str | None:

@@ -47,7 +47,7 @@ class DocumentFile(ABC):
         return sum(size for _, size in self._seen.values())
 
     @property
-    def answers(self) -> tuple[int, int] | None:
+    def answers(self) -> tuple[int, int, int] | None:
         return None
 
     @property

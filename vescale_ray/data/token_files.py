@@ -29,7 +29,7 @@ class TokenFile(Protocol):
         unit: what tokens are (:class:`vescale_ray.data.dataset.Dataset`).
         text_bytes: bytes of the text that a tokenizer has turned into the tokens; else 0.
         count: number of documents; None if the file does not tell.
-        answers: tokens that are targets, and rows without any; None if all tokens are targets.
+        answers: tokens that are targets, rows without any, and answers with an end; None if all tokens are targets.
     """
 
     file: DataFile
@@ -47,7 +47,7 @@ class TokenFile(Protocol):
     def count(self) -> int | None: ...
 
     @property
-    def answers(self) -> tuple[int, int] | None: ...
+    def answers(self) -> tuple[int, int, int] | None: ...
 
     def read(self, part: int) -> Tokens:
         """Return the tokens of a part. Safe in threads.

@@ -1,0 +1,50 @@
+"""Checks that data and model mean the same tokens, and that answers of chats have ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vescale_ray.controller.protocol import RunRefused
+
+if TYPE_CHECKING:
+    from vescale_ray.models.hf import HfFolder
+
+
+def check_tokenizer(given: str, folder: HfFolder) -> None:
+    """Refuse a tokenizer whose tokens the model lacks, or mean something else to its weights."""
+    from vescale_ray.data.encoders import id_count, load_tokenizer
+
+    tokenizer, digest = load_tokenizer(given)
+    if id_count(tokenizer) > folder.vocab:
+        raise RunRefused(
+            f"data.tokenizer = {given}: its ids need {id_count(tokenizer)} rows, the embeddings of model.hf = {folder.path} "
+            f"{folder.vocab}; use the tokenizer that the model was made for"
+        )
+    if folder.tokenizer is not None and folder.tokenizer != Path(given):
+        own, own_digest = load_tokenizer(str(folder.tokenizer))
+        if digest != own_digest and tokenizer.get_vocab() != own.get_vocab():
+            raise RunRefused(f"data.tokenizer = {given}: its tokens are not those of the model's {folder.tokenizer}; leave it out")
+
+
+def endless(dataset: Any) -> Iterator[str]:
+    """Warn of answers without an end, from which a model learns to go on for ever."""
+    names = dict(zip(getattr(dataset, "names", ()), getattr(dataset, "sources", ()), strict=True)) or {"data.corpus": dataset}
+    for name, source in names.items():
+        if source.describe().get("answers_with_end") == 0:
+            yield (
+                f"{name}: no answer ends with a special token, so the model does not learn to end a turn; let the chat template put the "
+                "end of a turn before {% endgeneration %}"
+            )
+
+
+def refuse_bytes(hf: str) -> None:
+    """Refuse text as bytes if the model has weights, which were trained with other tokens."""
+    from vescale_ray.models.hf import open_folder
+
+    if open_folder(hf).has_weights:
+        raise RunRefused(
+            f"model.hf = {hf}: has no tokenizer.json, so text would be bytes, which are other tokens to its weights; set data.tokenizer, "
+            "or save the tokenizer with AutoTokenizer"
+        )
