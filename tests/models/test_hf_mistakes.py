@@ -136,7 +136,7 @@ def test_quantized_weights_and_code_in_the_folder_are_refused(tmp_path: Path, mo
     assert "other needs the code in its folder (auto_map); build it in a model.factory" in refused(folder, tmp_path)
 
 
-def test_text_as_bytes_does_not_train_the_weights_of_other_tokens(tmp_path: Path) -> None:
+def test_text_as_bytes_is_refused_for_weights_of_other_tokens(tmp_path: Path) -> None:
     folder, text = hf_folders.write(tmp_path / "model", "llama", vocab_size=300), tmp_path / "a.txt"
     text.write_text("a line of text\n" * 500)
     said = refused(folder, tmp_path, data_corpus=str(text))
