@@ -183,6 +183,8 @@ def test_damaged_line_is_named_by_its_number_in_the_file(tokenizer: Any, tmp_pat
         ("a.jsonl", b"{}", {"format": "chat"}, "chat can't be prepared"),
         ("a.jsonl", b"{}", {"end_token": None}, "data.end_token = null: data.tokenizer needs the token that ends a document"),
         ("a.jsonl", b"{}", {"end_token": "<none>"}, "data.end_token = <none>: data.tokenizer has no such token"),
+        ("a.jsonl.gz", b"ab", {}, "a.jsonl.gz is compressed; decompress it"),
+        ("a.parquet", pa.table({"text": pa.array([], pa.string())}), {}, "a.parquet: holds no row; give files with documents"),
         ("a.parquet", b"PAR1PAR1", {}, "a.parquet: its footer is damaged or truncated"),
         ("a.parquet", pa.table({"text": [[1, 2]]}), {}, "holds token ids there, which need no preparation; give a column of text"),
         ("a.parquet", pa.table({"text": [1.5]}), {}, "holds double there; give a column of text"),

@@ -135,8 +135,8 @@ class ParquetFile(DocumentFile):
         groups = [self._metadata.row_group(group) for group in range(self._metadata.num_row_groups)]
         self._rows = np.concatenate([np.zeros(1, np.int64), np.cumsum([group.num_rows for group in groups], dtype=np.int64)])
         self.fingerprint = file.edges()
-        self.sizes = [int(group.column(self._leaf).total_uncompressed_size) for group in groups]
-        """Bytes of the column in each part."""
+        self.sizes = [int(group.column(self._leaf).total_uncompressed_size) if group.num_rows else 0 for group in groups]
+        """Bytes of the column in each part; 0 for a part without rows."""
         if not counted:
             return
         self._footer = [guarded(file, partial(self._footer_count, part, group), "its footer") for part, group in enumerate(groups)]

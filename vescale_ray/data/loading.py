@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -34,6 +34,7 @@ FORMATS = {
 }
 """Format of a file by its suffix; all others are text."""
 _COMPRESSED = frozenset({".gz", ".zst", ".bz2", ".xz", ".zip"})
+T = TypeVar("T")
 _OPENERS = 16
 """Threads that open the files of an object store, whose footers take two requests each."""
 
@@ -110,13 +111,10 @@ def _load(keys: SourceKeys, heldout: float, least: int | None) -> Dataset:
         return load_corpus(keys.corpus, keys.seq_len, heldout)
     found = find_files(keys.corpus)
     name = keys.corpus if isinstance(keys.corpus, str) else ", ".join(keys.corpus)
-    kind = keys.format if keys.format != "auto" else format_of(name, [(file.name, file.url) for file in found])
-    packed = next((file for file in found if PurePosixPath(file.name).suffix in _COMPRESSED), None)
-    if packed is not None:
-        raise BadInput(f"data.corpus = {name}: {packed.url} is compressed; decompress it, or write Parquet, which compresses its pages")
+    kind = kind_of(keys, name, found)
     encoders = Encoders(keys)
     least = least or block_tokens(keys.seq_len)
-    opened = _open_all(found, _opener(kind, keys, encoders, -(-least // keys.seq_len) * keys.seq_len))
+    opened = in_threads(found, _opener(kind, keys, encoders, -(-least // keys.seq_len) * keys.seq_len))
     return BlockDataset(
         opened,
         name=name,
@@ -142,10 +140,19 @@ def _is_plain_text(keys: SourceKeys) -> bool:
     if keys.format == "text":
         return True
     root, paths = text_files(spec)
-    return not paths or format_of(spec, [(path.name, str(path)) for path in paths]) == "text"
+    return not paths or _format_of(spec, [(path.name, str(path)) for path in paths]) == "text"
 
 
-def format_of(spec: str, files: Sequence[tuple[str, str]]) -> str:
+def kind_of(keys: SourceKeys, name: str, found: Sequence[DataFile]) -> str:
+    """Return the format of files. Raises BadInput if they have several, or one is compressed."""
+    kind = keys.format if keys.format != "auto" else _format_of(name, [(file.name, file.url) for file in found])
+    packed = next((file for file in found if PurePosixPath(file.name).suffix in _COMPRESSED), None)
+    if packed is not None:
+        raise BadInput(f"data.corpus = {name}: {packed.url} is compressed; decompress it, or write Parquet, which compresses its pages")
+    return kind
+
+
+def _format_of(spec: str, files: Sequence[tuple[str, str]]) -> str:
     """The format that the suffixes of ``files``, names and paths, have in common."""
     first: dict[str, str] = {}
     for name, path in files:
@@ -271,8 +278,9 @@ def _open_chat(file: DataFile, encoder: ChatEncoder) -> TokenFile:
     return ChatParquetFile(file, encoder) if kind == "parquet" else ChatLinesFile(file, encoder)
 
 
-def _open_all(found: Sequence[DataFile], opener: Callable[[DataFile], TokenFile]) -> list[TokenFile]:
+def in_threads(found: Sequence[DataFile], work: Callable[[DataFile], T]) -> list[T]:
+    """Do ``work`` for each file, in order; for those of an object store, several at a time."""
     if all(file.is_local for file in found):
-        return [opener(file) for file in found]
+        return [work(file) for file in found]
     with ThreadPoolExecutor(_OPENERS) as pool:
-        return list(pool.map(opener, found))
+        return list(pool.map(work, found))

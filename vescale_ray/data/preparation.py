@@ -30,7 +30,7 @@ from vescale_ray.data.dataset import SourceKeys
 from vescale_ray.data.document_files import CHUNK, DocumentFile, JsonLinesFile, ParquetFile, TextFile, guarded
 from vescale_ray.data.encoders import BadDocument, Encoder, TokenizerEncoder
 from vescale_ray.data.files import DataFile, find_files, reason_of
-from vescale_ray.data.loading import Encoders, format_of
+from vescale_ray.data.loading import Encoders, in_threads, kind_of
 from vescale_ray.errors import BadInput
 
 COLUMN = "input_ids"
@@ -109,7 +109,7 @@ def plan(keys: SourceKeys, out: str, count: int | None = None, chunk: int = CHUN
     assert keys.corpus is not None
     files = find_files(keys.corpus)
     name = ", ".join([keys.corpus] if isinstance(keys.corpus, str) else keys.corpus)
-    kind = keys.format if keys.format != "auto" else format_of(name, [(file.name, file.url) for file in files])
+    kind = kind_of(keys, name, files)
     if kind not in ("parquet", "jsonl", "text"):
         raise BadInput(f"data.corpus = {name}: {kind} can't be prepared; give Parquet, JSONL or text")
     encoders = Encoders(keys)
@@ -122,8 +122,11 @@ def plan(keys: SourceKeys, out: str, count: int | None = None, chunk: int = CHUN
     groups: dict[int, list[SourcePiece]] = {}
     for (piece, size), start in zip(sizes, starts, strict=False):
         groups.setdefault((2 * start + size) * wanted // max(1, 2 * total), []).append(piece)
+    if not groups:
+        raise BadInput(f"data.corpus = {name}: holds no row; give files with documents")
+    edges = in_threads(files, DataFile.edges)
     facts = {
-        "SOURCE": hashlib.sha256(b"".join(f"{file.name} ".encode() + file.edges() for file in files)).hexdigest()[:16],
+        "SOURCE": hashlib.sha256(b"".join(f"{file.name} ".encode() + one for file, one in zip(files, edges, strict=True))).hexdigest()[:16],
         "--tokenizer": encoder.identity,
         "--end-token": str(encoder.end),
         "--column": keys.column if kind != "text" else "",
@@ -196,15 +199,15 @@ def make(made: Preparation, number: int) -> PreparedFile:
 
 
 def _sizes(files: Sequence[DataFile], kind: str, keys: SourceKeys, encoders: Encoders, chunk: int) -> list[tuple[SourcePiece, int]]:
-    """All pieces in order, each with its size in bytes of text."""
-    found = []
-    for number, file in enumerate(files):
+    """All pieces that hold rows, in order, each with its size in bytes of text."""
+
+    def of(file: DataFile) -> list[int]:
         if kind == "parquet":
-            sizes = ParquetFile(file, keys.column, partial(_encoder_of, encoders, keys.column), counted=False).sizes
-        else:
-            sizes = [min(chunk, file.size - begin) for begin in range(0, file.size, chunk)]
-        found += [(SourcePiece(number, part), size) for part, size in enumerate(sizes)]
-    return found
+            return ParquetFile(file, keys.column, partial(_encoder_of, encoders, keys.column), counted=False).sizes
+        return [min(chunk, file.size - begin) for begin in range(0, file.size, chunk)]
+
+    every = enumerate(in_threads(files, of))
+    return [(SourcePiece(number, part), size) for number, sizes in every for part, size in enumerate(sizes) if size]
 
 
 def _encoder_of(encoders: Encoders, column: str, file: DataFile, kind: pa.DataType) -> Encoder:
