@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +202,28 @@ def test_result_tells_how_a_run_ended(end: RunResult, told: Any, tmp_path: Path,
     result = vescale_ray.train(small(tmp_path, "ended"), progress=False)
     assert (result.reason, result.interrupted, result.done) == told and result.warnings == end.warnings
     assert result.losses == {"loss": 1.5, "heldout_loss": 2.0, "wiki_loss": 3.0} and result.checkpoint == "c"
+
+
+def test_the_guide_shows_calls_that_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[RunConfig] = []
+
+    def carried_out(config: RunConfig, **_: Any) -> training.TrainResult:
+        seen.append(config)
+        return training.TrainResult(tmp_path, 1, 1, {"loss": 2.0}, "c", True, "all steps are done")
+
+    monkeypatch.setattr(training, "conduct", carried_out)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("data: {seq_len: 64}\n")
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "python.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {"vescale_ray": vescale_ray, "Net": Words, "tokens": list(range(650))}
+    for block in blocks:
+        exec(block, names)
+    assert len(blocks) == len(seen) == 3 and seen[0].run.name == "first" and seen[1].model.factory == f"{__name__}:Words"
+    samples = seen[2].given.dataset
+    assert seen[2].data.corpus == "given://Samples" and samples[1] == list(range(64, 129))
+    told = re.findall(r"`(\w+)`", page.partition("`TrainResult`: ")[2].split("|")[0])
+    assert [field.name for field in fields(training.TrainResult)] == told
 
 
 def test_connected_process_uses_its_ray_whatever_the_file_says(ray_here: None, tmp_path: Path) -> None:

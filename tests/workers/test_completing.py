@@ -14,6 +14,7 @@ import torch
 
 from tests.models import hf_folders
 from tests.workers.fleet import Fleet, State
+from tests.workers.test_balance_loss import SIZES
 from tests.workers.tiny import Run, forget, leave, same_bits, text_of, tiny
 from vescale_ray.config import ConfigError, RunConfig
 from vescale_ray.controller.driver import preflight
@@ -101,13 +102,18 @@ def test_drawn_completions_depend_on_seed_and_step_alone(fleet: Fleet, text: str
     assert drawn(1, steps=5) != one
 
 
-@pytest.mark.parametrize("kind", ["DropoutModel", "llama"])
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "dropout": {"model_factory": "tests.workers.tiny:DropoutModel", "model_units": ["body"]},  # takes no shorter input than a sample
+    "experts": {"model_factory": "vescale_ray.models.moe:build", "model_args": SIZES},
+}
+
+
+@pytest.mark.parametrize("kind", list(MODELS))
 def test_training_is_bit_for_bit_the_same_with_completions(kind: str, fleet: Fleet, text: str) -> None:
-    """The model draws random numbers in its forward, and takes no shorter input than a sample."""
-    model = {"model_factory": "tests.workers.tiny:DropoutModel", "model_units": ["body"]} if kind == "DropoutModel" else {}
 
     def trained(shows: bool) -> tuple[list[tuple[float, float]], Any]:
-        with begun(fleet, 2, tiny(text, **shown(temperature=0.5), **model)) as run:
+        with begun(fleet, 2, tiny(text, **shown(temperature=0.5), **MODELS[kind])) as run:
             for step in range(1, 5):
                 run.train(step)
                 if shows:
