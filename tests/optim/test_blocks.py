@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vescale_ray import Block
-from vescale_ray.optim.blocks import Grid, block_text, parse_block
+from vescale_ray.block_grid import Grid, block_text, parse_block
 from vescale_ray.optim.eight_bit.adamw8bit import step_blocks
 from vescale_ray.optim.eight_bit.adamw8bit_values import Held, Hyper
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from vescale_ray import Block
+from vescale_ray.block_grid import Region
 from vescale_ray.optim import AdamW8bit
-from vescale_ray.optim.blocks import Region
 from vescale_ray.optim.eight_bit import adamw8bit, adamw8bit_triton
 from vescale_ray.optim.eight_bit.adamw8bit_values import Held, Hyper
 

@@ -16,9 +16,9 @@ from tests.packaging.sources import MAPPED, PRODUCT, ROOT, SOURCES, module_of, n
 
 # Layers from bottom to top. A part may import its own layer and those below it.
 LAYERS: list[set[str]] = [
-    {"version", "errors", "geometry", "compat", "gloo", "communication"},
+    {"version", "errors", "geometry", "block_grid", "compat", "gloo", "communication"},
     {"planner"},
-    {"dtensor", "dbuffer", "emulation", "lasting", "runfolder", "event_words", "lr_schedule"},
+    {"dtensor", "dbuffer", "quantization", "emulation", "lasting", "runfolder", "event_words", "lr_schedule"},
     {"fsdp", "models", "expert_parallel", "data", "config", "checkpoint", "state_dict", "full_state", "new_states"},
     {"optim"},
     {"report", "parquet", "progress", "k8s"},
@@ -31,6 +31,7 @@ RANK = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 MAY_IMPORT_RAY = {"controller", "workers"}
 TORCH_FREE = {
     "geometry",
+    "block_grid",
     "errors",
     "config",
     "lr_schedule",

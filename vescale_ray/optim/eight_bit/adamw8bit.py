@@ -23,22 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vescale_ray.block_grid import BlockSpec, Grid, Region, block_text, parse_block
 from vescale_ray.geometry import Block
 from vescale_ray.optim.base import BlockOptimizer, check_common, is_embedding_or_head, sqrt_, step_adamw
-from vescale_ray.optim.blocks import (
-    BlockSpec,
-    Grid,
-    Region,
-    block_state,
-    block_text,
-    cut_of,
-    like_state,
-    parse_block,
-    section_grid,
-)
+from vescale_ray.optim.blocks import block_state, cut_of, like_state, section_grid
 from vescale_ray.optim.eight_bit.adamw8bit_values import Held, Hyper
 from vescale_ray.optim.eight_bit.codec import FORMAT_VERSION, root_codebook, signed_codebook
 from vescale_ray.optim.parameters import check_number, local_of
+from vescale_ray.quantization.block_scales import largest_of, spread
 
 DEFAULT_BLOCK = 1024
 """Default block, in elements in memory order; each has two FP32 scales, so a parameter takes 2 + 8 / 1024 bytes of state."""
@@ -235,32 +227,13 @@ def _step_chunk(held: Held, region: Region, hyper: Hyper) -> None:
     moved = held.param.float() * hyper.decay
     held.param.copy_(moved.sub_(update.mul_(hyper.step_size).view(-1)))
     for x, codebook, code, scale in ((m, signed, held.m_code, held.m_scale), (v, root, held.v_code, held.v_scale)):
-        largest = _largest(x, region)
+        largest = largest_of(x, region)
         scale.copy_(largest)
         # A block of zeros has scale 0, so any nonzero divisor is right.
-        x.mul_(_spread(largest.clamp_(min=torch.finfo(torch.float32).tiny).reciprocal_(), region))
+        x.mul_(spread(largest.clamp_(min=torch.finfo(torch.float32).tiny).reciprocal_(), region))
         code.copy_(codebook.encode(x.view(-1)))
 
 
 def _unscaled(x: Tensor, scales: Tensor, region: Region) -> Tensor:
     """Multiply ``x`` (flat, whole bands) by its blocks' scales and return it as ``(bands, rows, cols)``."""
-    return x.view(-1, region.rows, region.cols).mul_(_spread(scales, region))
-
-
-def _spread(scales: Tensor, region: Region) -> Tensor:
-    """Expand the scales of whole bands so that they broadcast against ``(bands, rows, cols)``."""
-    columns = region.columns
-    if columns == 1:
-        return scales.view(-1, 1, 1)
-    wide = scales.view(-1, columns, 1).expand(-1, -1, region.block_cols).reshape(-1, columns * region.block_cols)
-    return wide[:, None, : region.cols]
-
-
-def _largest(x: Tensor, region: Region) -> Tensor:
-    """Return the largest magnitude of each block of ``x`` ``(bands, rows, cols)``, in order; NaN if the block holds one."""
-    by_column = x.abs().amax(dim=1)
-    columns = region.columns
-    missing = columns * region.block_cols - region.cols
-    if missing:
-        by_column = torch.nn.functional.pad(by_column, (0, missing))
-    return by_column.view(-1, region.block_cols).amax(dim=1)
+    return x.view(-1, region.rows, region.cols).mul_(spread(scales, region))

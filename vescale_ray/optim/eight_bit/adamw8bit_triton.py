@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vescale_ray.optim.blocks import Region
+from vescale_ray.block_grid import Region
 from vescale_ray.optim.eight_bit.adamw8bit_values import Held, Hyper
 from vescale_ray.optim.eight_bit.codec import CELL_SHIFT, root_codebook, signed_codebook
 

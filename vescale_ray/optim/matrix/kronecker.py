@@ -1,7 +1,7 @@
 """Common part of Shampoo and SOAP: two FP32 factors per block, and their roots and bases, which survive numerical failures.
 
 A block g of r x c elements has the factors ``left`` (r x r), a moving average of g g^T, and ``right`` (c x c), of g^T g. Each block
-lies in one matrix (:class:`~vescale_ray.optim.blocks.Grid`) and is never cut, so factors are local. States of blocks are ragged
+lies in one matrix (:class:`~vescale_ray.block_grid.Grid`) and is never cut, so factors are local. States of blocks are ragged
 tensors of shape ``(*lead, bands, columns, r, r)``; a smaller block at an edge uses the upper left corner of its entry.
 
 Each block is processed by itself, on a copy of its elements. A matrix product or decomposition then gets the same numbers in the same
@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vescale_ray.block_grid import Grid, block_text, parse_block
 from vescale_ray.geometry import Block
 from vescale_ray.optim.base import BlockOptimizer, check_common, is_embedding_or_head, step_adamw
-from vescale_ray.optim.blocks import Grid, block_state, block_text, cut_of, like_state, parse_block, section_grid
+from vescale_ray.optim.blocks import block_state, cut_of, like_state, section_grid
 from vescale_ray.optim.parameters import check_number, local_of
 
 DEFAULT_BLOCK = Block.tile(256, 256)
