@@ -32,6 +32,14 @@ def tiles(shape: tuple[int, ...], form: Fp8Block) -> list[tuple[tuple[int, ...],
     return found
 
 
+def nearest_code(quotient: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """The index of the nearest number, of two equally near ones the even."""
+    distance = (quotient[..., None] - numbers).abs()
+    near = distance == distance.amin(dim=-1, keepdim=True)
+    first = near.int().argmax(dim=-1)
+    return (first + ((near.sum(dim=-1) == 2) & (first % 2 == 1))).int()
+
+
 def check(x: torch.Tensor, form: Fp8Block) -> None:
     """Compare scales with their definition, and each value with the nearest e4m3 number times the scale."""
     codes, scales = quantize(x, form)
@@ -46,6 +54,7 @@ def check(x: torch.Tensor, form: Fp8Block) -> None:
             assert scale == 2.0 ** math.ceil(math.log2(float(torch.tensor(ideal).float())))
         else:
             assert scale == float(torch.tensor(ideal, dtype=torch.float64).float())
+        assert torch.equal(codes.view(torch.uint8)[place].int() & 0x7F, nearest_code((tile.abs() / scale).float().double(), numbers))
         nearest = (tile.abs()[..., None] - numbers * scale).abs().amin(dim=-1)
         error = (values[place] - tile).abs()
         slack = nearest * 2.0**-20 + values[place].abs() * 2.0**-22 + 2.0**-149
@@ -74,6 +83,19 @@ def test_zeros_outliers_tails_and_subnormals_match_the_oracle(form: Fp8Block) ->
     x[0, 199], x[1, 199] = 2.0**-149, -0.0
     check(x, form)
     assert not dequantize(*quantize(x, form), form)[:128, :128].any()
+
+
+def test_a_power_of_two_scale_is_never_below_the_exact_one() -> None:
+    form = Fp8Block(1, 2, "power_of_two")
+    x = torch.tensor([[448.0, 1.0], [448.0 + 2.0**-15, 1.0], [447.0, 1.0]])
+    assert scale_values(quantize(x, form)[1]).flatten().tolist() == [1.0, 2.0, 1.0]
+    check(x, form)
+
+
+@pytest.mark.parametrize("scale", [7.0, 7.0 * 2**-20])
+def test_a_quotient_between_two_codes_takes_the_even_one(scale: float) -> None:
+    between = [(a + b) / 2 for a, b in zip(E4M3, E4M3[1:], strict=False)]
+    check(torch.tensor([[*between, 448.0]]) * scale, Fp8Block(1, 128))
 
 
 def test_the_largest_fp32_number_keeps_its_tile() -> None:
