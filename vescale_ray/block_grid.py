@@ -187,4 +187,4 @@ class Grid:
             return Block.tensor()
         rows, cols = self.shape[-2:]
         need = self.band_rows if self.row_numel == cols else self.band_numel // math.gcd(self.band_numel, cols)
-        return Block.rows(min(need, rows) if not self.lead or rows % min(need, rows) == 0 else rows)
+        return Block.rows(min(need, rows))

@@ -30,7 +30,8 @@ class Block:
     """The smallest piece of a tensor that no shard boundary may cut.
 
     Build one with :meth:`element`, :meth:`rows`, :meth:`tile` or :meth:`tensor`. In row-major memory a block is a run of
-    ``block.numel(shape)`` consecutive elements; the last block of a tensor may be shorter (a *tail block*).
+    ``block.numel(shape)`` consecutive elements. The last block of a tensor, and of each matrix of a stack, may be shorter (a *tail
+    block*), so a shard boundary may lie at element ``p`` iff ``p % period(shape) % numel(shape) == 0``.
     """
 
     kind: Literal["element", "rows", "tile", "tensor"]
@@ -67,26 +68,23 @@ class Block:
         return cls("tensor")
 
     def numel(self, shape: Sequence[int]) -> int:
-        """Return the elements of one block in a tensor of ``shape``: at least 1, at most the tensor's.
-
-        Raises:
-            ValueError: in a stack of matrices ``[.., n, m]``, ``n`` is not a multiple of the block's rows. Blocks would run from one
-                matrix into the next.
-        """
+        """Return the elements of one block in a tensor of ``shape``: at least 1, at most the tensor's, or one matrix's of a stack."""
         total = math.prod(shape)
         if self.kind == "element" or total == 0:
             return 1
         if self.kind == "tensor":
             return total
-        if len(shape) >= 3 and self.row_count < shape[-2] and shape[-2] % self.row_count:
-            raise ValueError(
-                f"{self} does not fit shape {tuple(shape)}: the {shape[-2]} rows of each matrix are not a multiple of "
-                f"{self.row_count}, so a block would run into the next matrix; use a divisor of {shape[-2]}, "
-                f"or allow gaps between the matrices"
-            )
         if len(shape) >= 3 and self.row_count >= shape[-2]:
             return int(shape[-2] * shape[-1])
         return min(self.row_count * row_numel(shape), total)
+
+    def period(self, shape: Sequence[int]) -> int:
+        """Return the elements after which the possible cuts repeat: one matrix of a stack if its last block is shorter, else a block."""
+        numel = self.numel(shape)
+        if self.kind not in ("rows", "tile") or len(shape) < 3 or math.prod(shape[:-2]) < 2:
+            return numel
+        matrix = int(shape[-2] * shape[-1])
+        return matrix if matrix % numel else numel
 
     def __str__(self) -> str:
         if self.kind == "rows":

@@ -156,12 +156,7 @@ def test_merge_adjacent_keeps_the_mapping_and_merges_all(raw: list[tuple[int, in
 @given(shapes, st.sampled_from(["element", "rows", "tile", "tensor"]), st.integers(1, 7))
 def test_row_and_tile_blocks_are_whole_rows_of_one_matrix(shape: tuple[int, ...], kind: str, rows: int) -> None:
     block = {"element": Block.element(), "rows": Block.rows(rows), "tile": Block.tile(rows, 3), "tensor": Block.tensor()}[kind]
-    total = math.prod(shape)
-    try:
-        numel = block.numel(shape)
-    except ValueError:
-        assert kind in ("rows", "tile") and len(shape) >= 3 and shape[-2] % rows and rows < shape[-2]
-        return
+    total, numel = math.prod(shape), block.numel(shape)
     assert 1 <= numel <= max(total, 1)
     if kind == "element" or not total:
         assert numel == 1
@@ -169,8 +164,16 @@ def test_row_and_tile_blocks_are_whole_rows_of_one_matrix(shape: tuple[int, ...]
         assert numel == total
     else:
         assert numel % row_numel(shape) == 0 and numel <= rows * row_numel(shape)
-        if len(shape) >= 3:
-            assert (shape[-2] * shape[-1]) % numel == 0, "a block would run into the next matrix"
+
+
+@settings(max_examples=300)
+@given(shapes, st.sampled_from(["rows", "tile"]), st.integers(1, 7))
+def test_blocks_begin_anew_in_each_matrix_of_a_stack(shape: tuple[int, ...], kind: str, rows: int) -> None:
+    block, total = Block.rows(rows) if kind == "rows" else Block.tile(rows, 3), math.prod(shape)
+    height = shape[-2] if len(shape) >= 3 else math.prod(shape[:-1]) if len(shape) == 2 else total
+    numbers = [(i // row_numel(shape) // max(height, 1), i // row_numel(shape) % max(height, 1) // rows) for i in range(total)]
+    cuts = {i for i in range(1, total) if numbers[i] != numbers[i - 1]}
+    assert cuts == {i for i in range(1, total) if i % block.period(shape) % block.numel(shape) == 0}
 
 
 @pytest.mark.parametrize(

@@ -194,23 +194,24 @@ def plan_buffers(
 
     Args:
         padding_bytes: padding in bytes up to which one buffer is kept; a further collective costs more than that.
-        allow_gaps: names of stacks ``[.., n, m]`` that may be stored with a gap behind each matrix. Their block need not divide
-            ``n``: the last block of each matrix is stored in full.
+        allow_gaps: names of stacks ``[.., n, m]`` that may be stored with a gap behind each matrix.
 
     Raises:
         ValueError: as :func:`vescale_ray.planner.plan_layout`.
     """
-    specs = [_room_for_blocks(s) if s.name in allow_gaps else s for s in specs]
+    specs = list(specs)
     one = plan_layout(specs, num_shards, align=align)
     itemsize = min((s.dtype.itemsize for s in specs), default=1)
     if one.padding_ratio <= GOAL or (one.numel - one.tensor_numel) * itemsize <= padding_bytes or num_shards == 1:
         return (one,)
     plans: list[tuple[Layout, ...]] = [(one,)]
-    if any(s.name in allow_gaps for s in specs):
-        plans.append((plan_layout(with_gaps(specs, num_shards, align, allow_gaps), num_shards, align=align),))
+    stored = [specs] if any(s.name in allow_gaps for s in specs) else []
+    whole = [_room_for_blocks(s) if s.name in allow_gaps else s for s in specs]  # the last block of each matrix is stored in full
+    if whole != specs:
+        stored.append(whole)
+    plans += [(plan_layout(with_gaps(some, num_shards, align, allow_gaps), num_shards, align=align),) for some in stored]
     plans.append(per_block(tuple(specs), num_shards, align))
-    if len(plans) > 2:
-        plans.append(per_block(tuple(specs), num_shards, align, frozenset(allow_gaps)))
+    plans += [per_block(tuple(some), num_shards, align, frozenset(allow_gaps)) for some in stored]
     return min(plans, key=lambda layouts: sum(layout.shard_numel for layout in layouts))
 
 
@@ -231,12 +232,7 @@ class Bundle:
         Raises:
             ValueError: as :func:`plan_buffers`.
         """
-        if not self.specs:
-            return ()
-        if num_shards > 1:
-            return plan_buffers(self.specs, num_shards, allow_gaps=self.gaps)
-        # One rank cuts nothing, so a shorter last block needs no extra room.
-        return plan_buffers([replace(s, block=None) if s.name in self.gaps else s for s in self.specs], 1)
+        return plan_buffers(self.specs, num_shards, allow_gaps=self.gaps) if self.specs else ()
 
 
 def _room_for_blocks(spec: TensorSpec) -> TensorSpec:

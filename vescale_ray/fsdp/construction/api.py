@@ -88,8 +88,8 @@ def fully_shard(
             ``name`` is the parameter's name inside the module.
         allow_gaps: whether stacks of matrices ``[.., n, m]`` (fused experts) may be gathered with a constant gap behind each matrix, if
             that saves padding: True, or ``(name, parameter) -> bool``. Such a parameter is a strided view in forward, with contiguous
-            matrices: ``bmm``, indexing and grouped products work, ``view(-1)`` does not. Its block need not divide ``n``. Its sharded form
-            is like any other. :func:`explain` shows the gaps.
+            matrices: ``bmm``, indexing and grouped products work, ``view(-1)`` does not. Its sharded form is like
+            any other. :func:`explain` shows the gaps.
         sharding: mesh dimensions over which parameters, gradients and optimizer states are sharded, of a named mesh of any size:
             DDP, ZeRO-1, 2, 3, HSDP with or without a sharded optimizer; None: all of them over the last dimension.
         to_empty: whether to give parameters on the meta device storage without values, like ``module.to_empty(..)``, but without making

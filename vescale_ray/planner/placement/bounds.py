@@ -5,7 +5,8 @@ Each test below is necessary for *any* layout, in any order. The first size that
 - **room**: all tensors, each padded to the start alignment, fit into N shards;
 - **counting**: some rank holds ``k`` of the ``(k - 1) N + 1`` largest pieces between possible cuts;
 - **each tensor alone**: ``e`` elements in blocks of ``g`` can be placed iff ``e <= S``, or ``S mod g == 0``, or
-  ``e <= 2S - S mod g`` (the tensor spans one boundary). If ``e > 2S``, two boundaries lie inside it, so ``S mod g == 0``;
+  ``e <= 2S - S mod g`` (the tensor spans one boundary). If ``e > 2S``, two boundaries lie inside it, so ``S mod g == 0``. A stack with
+  shorter last blocks is placed by ``place.earliest_many``;
 - **full ranks**: take some kinds of tensors, the coarse ones, whose pieces are all multiples of ``d``. A rank without any other
   tensor holds a multiple of ``d``. One other tensor of ``e`` elements touches at most ``(e - 2) // S + 2`` ranks. The elements
   must therefore fit into ``T`` full ranks and ``N - T`` ranks of ``S - S mod d``.
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from vescale_ray.planner.placement.place import PlacementProblem
+from vescale_ray.planner.placement.place import NOWHERE, PlacementProblem, earliest_many
 
 _FIRST_CHUNK, _LAST_CHUNK = 64, 16384
 LIKELY = 64
@@ -33,14 +34,15 @@ def lower_bound(problem: PlacementProblem) -> int:
 def candidates(problem: PlacementProblem, size: int, largest: int | None = None) -> Iterator[np.ndarray]:
     """Yield every shard size from ``size`` to ``largest`` that no test excludes, in ascending chunks."""
     quantum = problem.quantum
-    sizes, blocks = problem.distinct
+    sizes = np.array([size for size, _, _ in problem.distinct], dtype=np.int64)
+    units = np.array([math.gcd(block, period) for _, block, period in problem.distinct], dtype=np.int64)
     largest = -(-problem.total // quantum) * quantum if largest is None else largest  # all tensors in the first shard
     chunk = _FIRST_CHUNK
     while size <= largest:
         forced = sizes > 2 * size
         step = quantum
-        for block in np.unique(blocks[forced]):
-            step = math.lcm(step, int(block))
+        for unit in np.unique(units[forced]):
+            step = math.lcm(step, int(unit))
         # The set of forced tensors shrinks when 2S reaches the smallest of them.
         stop = min(largest, (int(sizes[forced].min()) - 1) // 2) if forced.any() else largest
         first = -(-size // step) * step
@@ -63,9 +65,13 @@ def is_possible(problem: PlacementProblem, shard: int) -> bool:
 
 def _possible(problem: PlacementProblem, shards: np.ndarray) -> np.ndarray:
     """Return a mask of the sizes that pass the tests "each tensor alone" and "full ranks"."""
-    sizes, blocks = problem.distinct
+    alike = np.array([(size, block) for size, block, period in problem.distinct if block == period], dtype=np.int64).reshape(-1, 2)
+    sizes, blocks = alike[:, 0], alike[:, 1]
     rest = shards[:, None] % blocks[None, :]
     possible = ((sizes <= shards[:, None]) | (rest == 0) | (sizes <= 2 * shards[:, None] - rest)).all(axis=1)
+    for size, block, period in problem.distinct:
+        if block != period:
+            possible &= earliest_many(np.zeros_like(shards), size, block, shards, period) != NOWHERE
     for unit, others in problem.coarse:
         full = np.zeros_like(shards)
         for numel, count in others:
@@ -80,11 +86,12 @@ def _room_and_counting(problem: PlacementProblem) -> int:
     n = problem.num_shards
     least = -(-problem.total // n)
     pieces: dict[int, int] = {}
-    for numel, block in zip(problem.sizes, problem.blocks, strict=True):
+    for numel, block, period in zip(problem.sizes, problem.blocks, problem.periods, strict=True):
         if numel:
-            whole, rest = divmod(numel, block)
-            pieces[block] = pieces.get(block, 0) + whole
-            pieces[rest] = pieces.get(rest, 0) + 1
+            matrices = numel // period if period != block else 1
+            whole, rest = divmod(numel // matrices, block)
+            pieces[block] = pieces.get(block, 0) + whole * matrices
+            pieces[rest] = pieces.get(rest, 0) + matrices
     runs: list[tuple[int, int]] = []  # runs of equal pieces, the largest first: (size, number of pieces at least this large)
     seen = 0
     for size in sorted(pieces, reverse=True):
@@ -113,11 +120,11 @@ def likely_sizes(problem: PlacementProblem, bound: int) -> list[int]:
     1/8192, 1/4096, .. of itself is added, because more padding is the only other way to fit the rest.
     """
     forced, longer = 1, set()
-    for numel, block in sorted(set(zip(problem.sizes, problem.blocks, strict=True))):
+    for numel, block, period in problem.distinct:
         if numel > 2 * bound:
-            forced = math.lcm(forced, block)
-        elif numel > bound:
-            longer.add(block)
+            forced = math.lcm(forced, math.gcd(block, period))
+        if period != block or bound < numel <= 2 * bound:
+            longer.add(period)
     steps = {unit for unit, _ in problem.coarse} | set(longer)
     everything = forced
     for block in sorted(longer):
@@ -126,8 +133,8 @@ def likely_sizes(problem: PlacementProblem, bound: int) -> list[int]:
     steps = {math.lcm(problem.quantum, forced, step) for step in steps | {1, everything}}
     # The common multiple of all blocks is added, too; Megatron's rule uses it.
     common = problem.quantum
-    for block in sorted(set(problem.blocks)):
-        common = math.lcm(common, block)
+    for period in sorted(set(problem.periods)):
+        common = math.lcm(common, period)
     found = {-(-bound // common) * common}
     largest = -(-problem.total // problem.quantum) * problem.quantum
     for step in steps:

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from vescale_ray.geometry import Block
 from vescale_ray.planner.placement.bounds import lower_bound
-from vescale_ray.planner.placement.layout import START_BYTES, Layout, TensorSpec
+from vescale_ray.planner.placement.layout import Layout, TensorSpec
 from vescale_ray.planner.placement.place import PlacementProblem
 from vescale_ray.planner.placement.search import plan_layout
 
@@ -33,7 +33,7 @@ def per_block(specs: tuple[TensorSpec, ...], num_shards: int, align: int, gaps: 
     free: list[TensorSpec] = []
     for spec in specs:
         if spec.granularity > 1 and spec.numel:
-            groups.setdefault(spec.granularity, []).append(spec)
+            groups.setdefault(spec.period, []).append(spec)
         else:
             free.append(spec)
     if gaps is None or gaps:
@@ -113,9 +113,7 @@ def _bound(specs: Sequence[TensorSpec], num_shards: int, align: int) -> int:
     """Return the proven bound of one buffer."""
     if not specs:
         return 0
-    itemsize = min(s.dtype.itemsize for s in specs)
-    sizes, cuts = [s.numel for s in specs], [s.granularity for s in specs]
-    return lower_bound(PlacementProblem.of(sizes, cuts, num_shards, align // itemsize, START_BYTES // itemsize))
+    return lower_bound(PlacementProblem.of_specs(specs, num_shards, align))
 
 
 def with_gaps(specs: Sequence[TensorSpec], num_shards: int, align: int, only: Collection[str] | None = None) -> list[TensorSpec]:
@@ -155,7 +153,7 @@ def with_gaps(specs: Sequence[TensorSpec], num_shards: int, align: int, only: Co
                 counts[i] = -(-matrix // max(bound, 1))
                 step = math.lcm(step, plain[i].granularity)
             elif plain[i].numel > 2 * bound:
-                step = math.lcm(step, plain[i].granularity)
+                step = math.lcm(step, plain[i].period)
         first = -(-bound // step)
         for shard in (step * k for k in range(first, first + 4)):
             if shard >= best.shard_numel:
@@ -185,14 +183,11 @@ def _alike(specs: Sequence[TensorSpec], stacks: Sequence[int]) -> list[tuple[tup
 
 def bound_with_gaps(specs: Sequence[TensorSpec], num_shards: int, align: int) -> int:
     """Return the bound with each matrix of a stack as a separate tensor, which allows any gaps between matrices."""
-    sizes: list[int] = []
-    cuts: list[int] = []
+    matrices: list[TensorSpec] = []
     for spec in specs:
         matrix, count = spec, 1
         if len(spec.shape) >= 3 and spec.block is not None:
             matrix, count = TensorSpec(spec.name, spec.shape[-2:], spec.block, spec.dtype), math.prod(spec.shape[:-2])
-        sizes += [matrix.numel] * count
-        cuts += [matrix.granularity] * count
-    itemsize = min(s.dtype.itemsize for s in specs)
-    problem = PlacementProblem.of(sizes, cuts, num_shards, align // itemsize, START_BYTES // itemsize)
+        matrices += [matrix] * count
+    problem = PlacementProblem.of_specs(matrices, num_shards, align)
     return lower_bound(problem) if problem.total else 0

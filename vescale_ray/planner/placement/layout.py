@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from vescale_ray.geometry import Block, Shape, row_numel
@@ -71,15 +72,13 @@ class TensorSpec:
 
     @property
     def granularity(self) -> int:
-        """Elements of the block that the caller asks for; 1 without a requirement.
+        """Elements of the block that the caller asks for; 1 without a requirement."""
+        return (self.block or Block.element()).numel(self.stored_shape)
 
-        Raises:
-            ValueError: the block does not fit the tensor's last dimensions; the message names the tensor.
-        """
-        try:
-            return (self.block or Block.element()).numel(self.stored_shape)
-        except ValueError as error:
-            raise ValueError(f"tensor {self.name!r}: {error}") from None
+    @property
+    def period(self) -> int:
+        """Elements after which the possible cuts repeat: one matrix if its last block is shorter, else :attr:`granularity`."""
+        return (self.block or Block.element()).period(self.stored_shape)
 
     @property
     def row_granularity(self) -> int:
@@ -125,7 +124,8 @@ class Layout:
     offsets: dict[str, int] = field(hash=False)
     """Start of each tensor in the global buffer."""
     granularity: dict[str, int] = field(hash=False)
-    """Elements of each tensor's block, as planned. A shard boundary lies at a multiple of it from the tensor's start."""
+    """Elements of each tensor's block, as planned. A shard boundary lies at a multiple of it from the start of the tensor, or of one of
+    its matrices if they end in a shorter block."""
     lower_bound: int
     """Proven bound: no layout of these tensors, in any order, has a smaller shard."""
 
@@ -137,10 +137,11 @@ class Layout:
                 raise ValueError(f"tensors {last!r} and {spec.name!r} overlap at element {start}")
             first = (start // size + 1) * size if size else start
             if spec.numel and first < start + spec.numel:
-                if (first - start) % block:
-                    raise ValueError(f"the shard boundary at {first} cuts a block of {block} elements of {spec.name!r} at {start}")
-                if first + size < start + spec.numel and size % block:
-                    raise ValueError(f"{spec.name!r} spans several shards, but its block of {block} does not divide the shard of {size}")
+                period = block if spec.block is None else spec.period
+                inside = np.arange(first - start, spec.numel, size) if size % period else np.array([first - start])
+                cut = inside[inside % period % block != 0]
+                if len(cut):
+                    raise ValueError(f"the shard boundary at {start + cut[0]} cuts a block of {block} elements of {spec.name!r} at {start}")
             if spec.numel:
                 end, last = start + spec.numel, spec.name
         if end > self.numel:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from vescale_ray.planner.placement.place import PlacementProblem, earliest_many
+from vescale_ray.planner.placement.place import NOWHERE, PlacementProblem, earliest, earliest_many
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Kinds:
 
     @classmethod
     def of(cls, problem: PlacementProblem) -> Kinds:
-        found: dict[tuple[int, int], list[int]] = {}
+        found: dict[tuple[int, int, int], list[int]] = {}
         for i, numel in enumerate(problem.sizes):
             if numel:
-                found.setdefault((numel, problem.blocks[i]), []).append(i)
+                found.setdefault((numel, problem.blocks[i], problem.periods[i]), []).append(i)
         return cls(tuple(tuple(m) for m in found.values()), tuple(i for i, numel in enumerate(problem.sizes) if not numel))
 
     @property
@@ -108,7 +108,7 @@ def _earliest_ends(problem: PlacementProblem, kinds: Kinds, shards: np.ndarray) 
     for steps in kinds.levels:
         for kind, before, after in steps:
             i = kinds.members[kind][0]
-            reached = earliest_many(ends[before], problem.sizes[i], problem.blocks[i], shards) + problem.padded[i]
+            reached = earliest_many(ends[before], problem.sizes[i], problem.blocks[i], shards, problem.periods[i]) + problem.padded[i]
             ends[after] = np.minimum(ends[after], reached)
     return ends
 
@@ -124,7 +124,7 @@ def _trace(problem: PlacementProblem, kinds: Kinds, ends: np.ndarray, shards: np
                 continue
             i = kinds.members[kind][0]
             source = int(before[where[0]])
-            reached = earliest_many(ends[[source]], problem.sizes[i], problem.blocks[i], shards) + problem.padded[i]
+            reached = earliest_many(ends[[source]], problem.sizes[i], problem.blocks[i], shards, problem.periods[i]) + problem.padded[i]
             if int(reached[0, 0]) == int(ends[state, 0]):
                 order.append(left[kind].pop())
                 state = source
@@ -146,11 +146,10 @@ def best_fit(problem: PlacementProblem, kinds: Kinds, shard: int) -> list[int] |
 
 
 def _grow(problem: PlacementProblem, kinds: Kinds, shard: int, patience: int) -> list[int] | None:
-    rows = []  # numel, padded, block, rest, whether it is hard to place, indices left
+    rows = []  # numel, padded, block, rest, whether it is hard to place, indices left, period
     for members in kinds.members:
-        numel, block = problem.sizes[members[0]], problem.blocks[members[0]]
-        rest = shard % block
-        rows.append((numel, problem.padded[members[0]], block, rest, rest != 0, list(reversed(members))))
+        numel, block, period = (of[members[0]] for of in (problem.sizes, problem.blocks, problem.periods))
+        rows.append((numel, problem.padded[members[0]], block, shard % block, shard % period != 0, list(reversed(members)), period))
     rows.sort(key=lambda r: (not r[4], -r[0], -r[2]))
     position, spare = 0, problem.num_shards * shard - problem.total
     order: list[int] = []
@@ -158,11 +157,14 @@ def _grow(problem: PlacementProblem, kinds: Kinds, shard: int, patience: int) ->
     while len(order) < count:
         boundary = (position // shard + 1) * shard
         best, best_key = None, (1 << 62, 0)
-        for k, (numel, _, block, rest, _, left) in enumerate(rows):
+        for k, (numel, _, block, rest, _, left, period) in enumerate(rows):
             if not left:
                 continue
             if position + numel <= boundary:
                 waste = 0
+            elif period != block:
+                at = earliest(position, numel, block, shard, period)
+                waste = NOWHERE if at is None else at - position
             else:
                 waste = (boundary - position) % block
                 if rest and position + waste + numel > boundary + shard:
@@ -177,7 +179,7 @@ def _grow(problem: PlacementProblem, kinds: Kinds, shard: int, patience: int) ->
         spare -= best_waste
         if spare < 0:
             return None
-        numel, padded, _, _, _, left = rows[best]
+        numel, padded, _, _, _, left, _ = rows[best]
         order.append(left.pop())
         position += best_waste + padded
     return [*order, *kinds.empty]

@@ -7,11 +7,16 @@ leaves at least the choices of a later one.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+
+from vescale_ray.planner.placement.layout import START_BYTES, TensorSpec
+
+NOWHERE = 1 << 60
+"""In place of the start of a tensor that shards of this size can't hold."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,8 @@ class PlacementProblem:
     blocks: tuple[int, ...]
     """Distance between possible cuts of each tensor. Tensors and boundaries start at multiples of ``start``, so a cut at a multiple
     of ``g`` lies at a multiple of ``lcm(g, start)``."""
+    periods: tuple[int, ...]
+    """Elements after which each tensor's possible cuts repeat: one matrix of a stack if its last block is shorter, else the block."""
     num_shards: int
     quantum: int
     """The shard size is a multiple of this."""
@@ -30,10 +37,36 @@ class PlacementProblem:
 
     @classmethod
     def of(cls, sizes: Sequence[int], cuts: Sequence[int], num_shards: int, quantum: int, start: int) -> PlacementProblem:
-        return cls(tuple(sizes), tuple(math.lcm(cut, start) for cut in cuts), num_shards, quantum, start)
+        """Build the problem of tensors whose blocks are all alike."""
+        blocks = tuple(math.lcm(cut, start) for cut in cuts)
+        return cls(tuple(sizes), blocks, blocks, num_shards, quantum, start)
 
-    def with_blocks(self, cuts: Sequence[int]) -> PlacementProblem:
-        return replace(self, blocks=tuple(math.lcm(cut, self.start) for cut in cuts))
+    @classmethod
+    def of_specs(cls, specs: Sequence[TensorSpec], num_shards: int, align: int) -> PlacementProblem:
+        """Build the problem for parts that are multiples of ``align`` bytes.
+
+        A stack whose blocks or matrices are no multiples of ``start`` is cut between matrices only if its last blocks are shorter.
+        """
+        itemsize = min((s.dtype.itemsize for s in specs), default=1)
+        start = START_BYTES // itemsize
+        blocks, periods = [], []
+        for spec in specs:
+            block, period = spec.granularity, spec.period
+            uneven = period != block and block % start == 0 and period % start == 0
+            periods.append(period if uneven else math.lcm(period, start))
+            blocks.append(block if uneven else periods[-1])
+        return cls(tuple(s.numel for s in specs), tuple(blocks), tuple(periods), num_shards, align // itemsize, start)
+
+    def with_blocks(self, cuts: Mapping[int, int]) -> PlacementProblem:
+        """The same tensors, some of them with other blocks, by index."""
+        new = {i: math.lcm(cut, self.start) for i, cut in cuts.items()}
+        blocks = tuple(new.get(i, block) for i, block in enumerate(self.blocks))
+        return replace(self, blocks=blocks, periods=tuple(new.get(i, period) for i, period in enumerate(self.periods)))
+
+    @cached_property
+    def units(self) -> tuple[int, ...]:
+        """A divisor of all pieces of each tensor: the block, or what block and matrix have in common."""
+        return tuple(math.gcd(block, period) for block, period in zip(self.blocks, self.periods, strict=True))
 
     @cached_property
     def padded(self) -> tuple[int, ...]:
@@ -45,10 +78,9 @@ class PlacementProblem:
         return sum(self.padded)
 
     @cached_property
-    def distinct(self) -> tuple[np.ndarray, np.ndarray]:
-        """Distinct pairs of size and block, as two arrays, without empty tensors."""
-        pairs = sorted({(size, block) for size, block in zip(self.sizes, self.blocks, strict=True) if size})
-        return np.array([p[0] for p in pairs], dtype=np.int64), np.array([p[1] for p in pairs], dtype=np.int64)
+    def distinct(self) -> list[tuple[int, int, int]]:
+        """Distinct triples of size, block and period, without empty tensors."""
+        return sorted({kind for kind in zip(self.sizes, self.blocks, self.periods, strict=True) if kind[0]})
 
     @cached_property
     def coarse(self) -> list[tuple[int, list[tuple[int, int]]]]:
@@ -58,7 +90,7 @@ class PlacementProblem:
         tensors are (elements, count). Only divisors above the alignment are listed.
         """
         counts: dict[tuple[int, int], int] = {}
-        for numel, block in zip(self.padded, self.blocks, strict=True):
+        for numel, block in zip(self.padded, self.units, strict=True):
             if numel:
                 counts[numel, block] = counts.get((numel, block), 0) + 1
         ordered = sorted(counts, key=lambda kind: (-kind[0] * counts[kind], kind))
@@ -72,7 +104,7 @@ class PlacementProblem:
         return found
 
 
-def earliest(position: int, numel: int, block: int, shard: int) -> int | None:
+def earliest(position: int, numel: int, block: int, shard: int, period: int) -> int | None:
     """Return the first start of a tensor of ``numel`` elements from ``position`` on (a multiple of the alignment), or None.
 
     The tensor moves right until the next boundary lies at a block's edge. If it then reaches a second boundary, and the block does
@@ -82,6 +114,9 @@ def earliest(position: int, numel: int, block: int, shard: int) -> int | None:
     boundary = (position // shard + 1) * shard
     if position + numel <= boundary:
         return position
+    if period != block:
+        found = int(_earliest_uneven(np.array([position]), numel, block, np.array([shard]), period)[0])
+        return None if found == NOWHERE else found
     shifted = position + (boundary - position) % block
     rest = shard % block
     if rest == 0 or shifted + numel <= boundary + shard:
@@ -97,7 +132,7 @@ def place(problem: PlacementProblem, order: Sequence[int], shard: int) -> list[i
     position, limit = 0, problem.num_shards * shard
     if problem.total > limit:
         return None
-    sizes, blocks, padded = problem.sizes, problem.blocks, problem.padded
+    sizes, blocks, periods, padded = problem.sizes, problem.blocks, problem.periods, problem.padded
     left = problem.total
     for i in order:
         if not sizes[i]:
@@ -105,7 +140,7 @@ def place(problem: PlacementProblem, order: Sequence[int], shard: int) -> list[i
             continue
         at: int | None = position
         if position % shard + sizes[i] > shard:
-            at = earliest(position, sizes[i], blocks[i], shard)
+            at = earliest(position, sizes[i], blocks[i], shard, periods[i])
             if at is None or at + left > limit:
                 return None
         assert at is not None
@@ -126,10 +161,10 @@ def fits(problem: PlacementProblem, order: Sequence[int], shards: np.ndarray) ->
     position = np.zeros_like(shards)
     left = problem.total
     for i in order:
-        numel, block = problem.sizes[i], problem.blocks[i]
+        numel = problem.sizes[i]
         if not numel:
             continue
-        position = earliest_many(position, numel, block, sizes) + problem.padded[i]
+        position = earliest_many(position, numel, problem.blocks[i], sizes, problem.periods[i]) + problem.padded[i]
         left -= problem.padded[i]
         ok = position + left <= problem.num_shards * sizes
         if not ok.all():
@@ -140,14 +175,46 @@ def fits(problem: PlacementProblem, order: Sequence[int], shards: np.ndarray) ->
     return enough
 
 
-def earliest_many(position: np.ndarray, numel: int, block: int, shards: np.ndarray) -> np.ndarray:
+def earliest_many(position: np.ndarray, numel: int, block: int, shards: np.ndarray, period: int) -> np.ndarray:
     """:func:`earliest` for arrays of positions and shard sizes; each size must let the tensor be placed."""
+    if period != block:
+        return _earliest_uneven(position, numel, block, shards, period)
     boundary = (position // shards + 1) * shards
     shifted = position + (boundary - position) % block
     rest = shards % block
     twice = (shifted + numel > boundary + shards) & (rest != 0)
     # A tensor of at most one shard never reaches a second boundary: shifted <= boundary.
     return np.where(position + numel > boundary, np.where(twice, boundary + rest, shifted), position)
+
+
+def _earliest_uneven(position: np.ndarray, numel: int, block: int, shards: np.ndarray, period: int) -> np.ndarray:
+    """:func:`earliest_many` for a stack of matrices of ``period`` elements whose last blocks are shorter; NOWHERE if there is no start.
+
+    Let ``x`` be the distance from the tensor's start to its first boundary. The next ones follow at ``x + S``, ``x + 2 S``, .., and all
+    must lie at a cut, ``a mod period`` at a multiple of the block. If ``S mod period`` is 0, all lie at the same place of their matrices.
+    Otherwise they move by ``S mod period`` to the right, or by the rest to the left. Either must be a multiple of the block, and none
+    may pass a matrix's end, since the shorter block there shifts all that follow. The largest ``x`` gives the earliest start.
+    """
+    drift = shards % period
+    right, left = (drift != 0) & (drift % block == 0), (drift != 0) & ((period - drift) % block == 0)
+    last = (period - 1) // block * block
+    boundary = (position // shards + 1) * shards
+    found = np.where(position + numel <= boundary, position, NOWHERE)
+    for first, most in ((boundary, boundary - position), (boundary + shards, shards)):
+        boundaries = -((most - numel) // shards)
+        for _ in range(2):  # a smaller distance may add one boundary
+            moves = np.maximum(boundaries - 1, 0)
+            high = np.where(right, (period - 1 - moves * drift) // block * block, last)
+            high = np.where((moves > 0) & (drift != 0) & ~right & ~left, -1, high)
+            low = np.where(left, moves * (period - drift), 0)
+            at = most % period
+            x = np.where(at >= low, most - at + np.minimum(at // block * block, high), most - at - period + high)
+            x = np.where(numel <= most, most, x)
+            needed = -((x - numel) // shards)
+            good = ((high >= low) & (x > 0) & (needed <= boundaries)) | (numel <= most)
+            found = np.where((found == NOWHERE) & good, first - x, found)
+            boundaries = np.maximum(boundaries, needed)
+    return found
 
 
 def smallest_for_ordered_pieces(problem: PlacementProblem, order: Sequence[int], least: int) -> int:
@@ -171,7 +238,7 @@ def smallest_for_ordered_pieces(problem: PlacementProblem, order: Sequence[int],
 def _pieces_fit(problem: PlacementProblem, order: Sequence[int], shard: int) -> bool:
     position, limit = 0, problem.num_shards * shard
     for i in order:
-        numel, block = problem.padded[i], min(problem.blocks[i], problem.padded[i])
+        numel, block = problem.padded[i], min(problem.units[i], problem.padded[i])
         room = -position % shard or shard
         if numel <= room:
             position += numel

@@ -60,7 +60,7 @@ def plan_layout(specs: Sequence[TensorSpec], num_shards: int, *, align: int = 12
     Cost: independent of ``num_shards``; 0.1 to 2 ms if the bound is met, below 50 ms for the units of known models.
 
     Raises:
-        ValueError: no ranks, duplicate names, an impossible alignment, an unknown order, a block that does not fit.
+        ValueError: no ranks, duplicate names, an impossible alignment, an unknown order.
     """
     specs = tuple(specs)
     for spec in specs:
@@ -86,8 +86,7 @@ def plan_layout(specs: Sequence[TensorSpec], num_shards: int, *, align: int = 12
 @lru_cache(maxsize=8)  # Consecutive layers of a model are mostly alike, so a small cache serves them.
 def _plan(specs: tuple[TensorSpec, ...], num_shards: int, align: int, order: str) -> Layout:
     cuts = [s.granularity for s in specs]
-    itemsize = min((s.dtype.itemsize for s in specs), default=1)
-    problem = PlacementProblem.of([s.numel for s in specs], cuts, num_shards, align // itemsize, START_BYTES // itemsize)
+    problem = PlacementProblem.of_specs(specs, num_shards, align)
     found = _search(problem, order, [s.shape[-1] if s.shape else 1 for s in specs])
     free = [i for i, s in enumerate(specs) if s.block is None and s.row_granularity > 1]
     if free and found.shard:
@@ -191,28 +190,25 @@ def _rows_where_free(
     If not all of them can be cut at rows, the largest kinds come first, at the shard size found. The bound stays that of element cuts,
     because rows are the planner's choice, not the caller's.
     """
-    rows = list(cuts)
-    for i in free:
-        rows[i] = specs[i].row_granularity
+    rows = {i: specs[i].row_granularity for i in free}
     by_rows = problem.with_blocks(rows)
     current = sorted(range(len(specs)), key=lambda i: (found.offsets[i], specs[i].numel, i))
     orders = [current] if order == "given" else [current, sorted(range(len(specs)), key=lambda i: (-by_rows.blocks[i], -specs[i].numel, i))]
     for one in orders:
         offsets = place(by_rows, one, found.shard)
         if offsets is not None:
-            return Found(found.shard, offsets, found.bound), rows
+            return Found(found.shard, offsets, found.bound), [rows.get(i, cut) for i, cut in enumerate(cuts)]
     kinds: dict[tuple[int, int], list[int]] = {}
     for i in free:
         kinds.setdefault((specs[i].numel, rows[i]), []).append(i)
-    chosen, offsets = list(cuts), found.offsets
+    chosen: dict[int, int] = {}
+    offsets = found.offsets
     for _, members in sorted(kinds.items(), key=lambda item: (-item[0][0], item[0][1])):
-        attempt = list(chosen)
-        for i in members:
-            attempt[i] = rows[i]
+        attempt = {**chosen, **{i: rows[i] for i in members}}
         placed = place(problem.with_blocks(attempt), current, found.shard)
         if placed is not None:
             chosen, offsets = attempt, placed
-    return Found(found.shard, offsets, found.bound), chosen
+    return Found(found.shard, offsets, found.bound), [chosen.get(i, cut) for i, cut in enumerate(cuts)]
 
 
 def _smallest_of_orders(problem: PlacementProblem, orders: Sequence[list[int]], bound: int) -> tuple[int, list[int]]:
