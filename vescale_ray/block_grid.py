@@ -124,6 +124,10 @@ class Grid:
         return cls(shape, block, lead, rows * cols, cols, min(block.row_count, rows), min(block.col_count or cols, cols))
 
     @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def band_numel(self) -> int:
         return self.band_rows * self.row_numel
 

@@ -86,6 +86,14 @@ class Block:
         matrix = int(shape[-2] * shape[-1])
         return matrix if matrix % numel else numel
 
+    def joined(self, other: Block) -> Block:
+        """Return the smallest block that cuts neither this block nor ``other``."""
+        for one, two in ((self, other), (other, self)):
+            if one.kind == "element" or two.kind == "tensor":
+                return two
+        rows = math.lcm(self.row_count, other.row_count)
+        return next((one for one in (self, other) if one.row_count == rows), Block.rows(rows))
+
     def __str__(self) -> str:
         if self.kind == "rows":
             return f"Block.rows({self.row_count})"

@@ -8,7 +8,7 @@ The package imports torch, :mod:`vescale_ray.planner`, ``dbuffer`` and ``dtensor
 | ``surface`` | what users call on a module: ``module``, state dicts, torch's state of a module, ``overview`` (``explain``), ``finalize`` |
 | ``units`` | the hooks of one call in forward and backward, the schedule of a root, how backward tells a unit where it is, checks |
 | ``groups`` | one buffer in a step: its master shard, its gathered parameters, its gradients and their reduction |
-| ``layouts`` | one parameter, the ranks' parts of a buffer, mesh dimensions (ZeRO, HSDP), dtypes, allowed phases |
+| ``layouts`` | one parameter, the ranks' parts of a buffer, what they send, mesh dimensions (ZeRO, HSDP), dtypes, allowed phases |
 | ``buffers`` | ``memory``: the buffer pool; ``lanes``: the side streams and the pool of a root; storages that torch refuses to read |
 | ``communication`` | the all-gather, the check of the order of collectives, labels for profiles |
 
@@ -19,6 +19,8 @@ P: elements of the group's parameters. W: ranks. S: elements of a rank's shard; 
 | tensor | elements, dtype | lifetime | made by |
 |---|---|---|---|
 | master shard (flat); sharded ``nn.Parameter``s are views | S, orig | the model's; on gloo in the buffer (below) | ``fully_shard`` |
+| FP8 codes and scales (``quantize_policy``) | S and 4 per tile, bytes | the model's; renewed after each optimizer step | quantization |
+| byte buffer of FP8 codes and scales | W*S and scales, bytes | all-gather to dequantization | all-gather |
 | gathered buffer; unsharded parameters are views | W*S, compute | addresses: the model's; memory: unshard to reshard | all-gather |
 | kept part, if `reshard_after_forward` is an int m | W*S/m, compute | from the end of forward to backward's all-gather | one copy |
 | autograd's gradient, except weights of large ``nn.Linear``s | its own, compute | until its hook has run | autograd |
@@ -38,6 +40,9 @@ fills a second one while it reduces the first; the next unit is gathered into th
 rotation that does not wait: collectives of one process group run one after the other anyway. On the CPU the pool frees all of them once a
 pass needs no further unit. The first unit of a backward prefetches late, since all activations of the step are still alive. New host memory
 of a gradient buffer is allocated page by page as gradients are written.
+
+FP8: parameters that ``quantize_policy`` names form groups of their own. Each rank sends codes of its shard, which are dequantized into the
+gathered buffer. Everything else is as for other groups. ``layouts/wire`` defines what a group sends.
 
 Gaps: with ``allow_gaps`` a stack of matrices may be gathered with a gap behind each matrix. The shard is stored without the gaps if a rank
 has elements of several matrices. Then the master shard, gradient shard and states are smaller than S, and the shard is copied tensor by

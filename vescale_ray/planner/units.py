@@ -184,6 +184,7 @@ def plan_buffers(
     num_shards: int,
     *,
     align: int = 128,
+    goal: float = GOAL,
     padding_bytes: int = 1 << 20,
     allow_gaps: Collection[str] = (),
 ) -> tuple[Layout, ...]:
@@ -193,6 +194,7 @@ def plan_buffers(
     simplest wins.
 
     Args:
+        goal: ratio of padding to tensors up to which one buffer is kept.
         padding_bytes: padding in bytes up to which one buffer is kept; a further collective costs more than that.
         allow_gaps: names of stacks ``[.., n, m]`` that may be stored with a gap behind each matrix.
 
@@ -202,7 +204,7 @@ def plan_buffers(
     specs = list(specs)
     one = plan_layout(specs, num_shards, align=align)
     itemsize = min((s.dtype.itemsize for s in specs), default=1)
-    if one.padding_ratio <= GOAL or (one.numel - one.tensor_numel) * itemsize <= padding_bytes or num_shards == 1:
+    if one.padding_ratio <= goal or (one.numel - one.tensor_numel) * itemsize <= padding_bytes or num_shards == 1:
         return (one,)
     plans: list[tuple[Layout, ...]] = [(one,)]
     stored = [specs] if any(s.name in allow_gaps for s in specs) else []
@@ -221,10 +223,12 @@ class Bundle:
 
     Attributes:
         gaps: names of stacks that may be stored with gaps (``allow_gaps`` of :func:`plan_buffers`).
+        goal: as in :func:`plan_buffers`.
     """
 
     specs: tuple[TensorSpec, ...]
     gaps: frozenset[str] = frozenset()
+    goal: float = GOAL
 
     def layouts(self, num_shards: int) -> tuple[Layout, ...]:
         """Return the buffers' layouts for ``num_shards`` ranks.
@@ -232,7 +236,9 @@ class Bundle:
         Raises:
             ValueError: as :func:`plan_buffers`.
         """
-        return plan_buffers(self.specs, num_shards, allow_gaps=self.gaps) if self.specs else ()
+        if not self.specs:
+            return ()
+        return plan_buffers(self.specs, num_shards, goal=self.goal, allow_gaps=self.gaps)
 
 
 def _room_for_blocks(spec: TensorSpec) -> TensorSpec:

@@ -18,7 +18,7 @@ Inf and NaN make their tile's scale Inf or NaN. Callers check the scales, becaus
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -99,7 +99,7 @@ def quantize(weight: Tensor, form: Fp8Block = Fp8Block(), *, name: str = "the we
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(grid.state_shape, dtype=form.scale_dtype, device=weight.device)
     flat = weight.detach().reshape(-1)
-    quantize_range(flat, list(grid.regions(0, flat.numel())), form, codes.view(-1), scales.view(-1))
+    quantize_range(flat, tuple(grid.regions(0, flat.numel())), form, codes.view(-1), scales.view(-1))
     bad = int(bad_scales(scales).sum())
     if bad:
         raise FloatingPointError(bad_text([(name, bad)]))
@@ -110,8 +110,8 @@ def dequantize(codes: Tensor, scales: Tensor, form: Fp8Block = Fp8Block(), *, dt
     """Return the values of :func:`quantize`'s result in ``dtype``, rounded once from FP32."""
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     grid = Grid.of(codes.shape, form.block)
-    regions = list(grid.regions(0, out.numel()))
-    dequantize_range(codes.contiguous().view(torch.uint8).view(-1), scales.contiguous().view(-1), regions, out.view(-1))
+    decode(codes.contiguous().view(torch.uint8).view(-1), out.view(-1))
+    scale_range(out.view(-1), scales.contiguous().view(-1), tuple(grid.regions(0, out.numel())))
     return out
 
 
@@ -138,7 +138,7 @@ def bad_text(tiles: list[tuple[str, int]]) -> str:
     )
 
 
-def quantize_range(x: Tensor, regions: list[Region], form: Fp8Block, codes: Tensor, scales: Tensor) -> None:
+def quantize_range(x: Tensor, regions: Sequence[Region], form: Fp8Block, codes: Tensor, scales: Tensor) -> None:
     """Write the codes and scales of ``x``, a shard of whole bands.
 
     Args:
@@ -157,17 +157,22 @@ def quantize_range(x: Tensor, regions: list[Region], form: Fp8Block, codes: Tens
         stored.copy_(scale if form.scales == "float32" else _exponents(scale))
 
 
-def dequantize_range(codes: Tensor, scales: Tensor, regions: list[Region], out: Tensor) -> None:
-    """Write code * scale to ``out``, rounded once from FP32. The arguments are those of :func:`quantize_range`."""
-    for region, element, block, bands in _chunks(regions, out.device):
-        here = slice(element, element + bands * region.band_numel)
-        values = out[here]
-        if out.device.type == "cpu":  # five times as fast as torch's cast
-            torch.index_select(_values(out.dtype), 0, codes[here].to(torch.int32), out=values)
-        else:
-            values.copy_(codes[here].view(torch.float8_e4m3fn))
-        scale = scales[block : block + bands * region.columns]
-        values.view(bands, region.rows, region.cols).mul_(spread(scale_values(scale), region))
+def decode(codes: Tensor, out: Tensor) -> None:
+    """Write the values of ``codes`` (uint8) without their scales to ``out``; BF16 and FP16 hold each of them exactly."""
+    if out.device.type != "cpu":
+        out.copy_(codes.view(torch.float8_e4m3fn))
+        return
+    step = CHUNK_NUMEL["cpu"]
+    for row, to in zip(torch.atleast_2d(codes), torch.atleast_2d(out), strict=True):
+        for first in range(0, row.numel(), step):  # a table is five times as fast as torch's cast
+            torch.index_select(_values(out.dtype), 0, row[first : first + step].to(torch.int32), out=to[first : first + step])
+
+
+def scale_range(values: Tensor, scales: Tensor, regions: Sequence[Region]) -> None:
+    """Multiply ``values``, whole bands of decoded codes, by their tiles' stored ``scales``; each product is rounded once from FP32."""
+    for region, element, block, bands in _chunks(regions, values.device):
+        here = values[element : element + bands * region.band_numel].view(bands, region.rows, region.cols)
+        here.mul_(spread(scale_values(scales[block : block + bands * region.columns]), region))
 
 
 def scale_values(scales: Tensor) -> Tensor:
@@ -180,7 +185,7 @@ def bad_scales(scales: Tensor) -> Tensor:
     return ~torch.isfinite(scales) if scales.dtype == torch.float32 else scales == _NO_NUMBER
 
 
-def _chunks(regions: list[Region], device: torch.device) -> Iterator[tuple[Region, int, int, int]]:
+def _chunks(regions: Sequence[Region], device: torch.device) -> Iterator[tuple[Region, int, int, int]]:
     """Yield runs of bands: their region, first element, first block, and number."""
     most = CHUNK_NUMEL.get(device.type, _OTHER_CHUNK)
     for region in regions:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -113,3 +113,13 @@ def _changed_by(setter: object) -> set[int]:
     before = bytes(snapshot)
     setter(probe)  # type: ignore[operator]
     return {offset for offset, old in enumerate(before) if snapshot[offset] != old}
+
+
+def resharded_text(unit: str, fqns: Sequence[str]) -> str:
+    """The error of an operation that reads or writes parameters of a unit while they are resharded."""
+    names = ", ".join(fqns[:8]) + (f" and {len(fqns) - 8} more" if len(fqns) > 8 else "")
+    return (
+        f"the parameters of unit {unit or 'the root'!r} ({names}) are resharded, but one of them was read. Another module's "
+        f"forward uses it, or a tensor computed with it was kept outside of the unit: call the module itself, return the tensor "
+        f"from its forward or keep it as an attribute there, or set reshard_after_forward=False"
+    )

@@ -17,6 +17,7 @@ from vescale_ray.fsdp.buffers.lanes import Lanes
 from vescale_ray.fsdp.construction.arguments import (
     Arguments,
     BlockPolicy,
+    QuantizePolicy,
     check_flag,
     check_modules,
     check_type,
@@ -56,6 +57,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     block_policy: BlockPolicy | None = None,
+    quantize_policy: QuantizePolicy | None = None,
     allow_gaps: bool | Callable[[str, nn.Parameter], bool] = False,
     sharding: Sharding | None = None,
     to_empty: bool = False,
@@ -86,6 +88,10 @@ def fully_shard(
             DTensor on it, with Replicate on these dimensions.
         block_policy: ``(name, parameter) -> Block | None``: the piece of the parameter that no shard boundary may cut; None: any cut.
             ``name`` is the parameter's name inside the module.
+        quantize_policy: ``(name, parameter) -> Fp8Block | None``: the FP8 format that the all-gather sends; None: the compute dtype.
+            Each rank quantizes its shard once per optimizer step, and sends codes and scales. They are dequantized into the unit's
+            buffer, so forward and backward compute in the compute dtype, and gradients ignore the rounding. No shard boundary cuts a
+            tile; a block that ``block_policy`` gives stays whole, too.
         allow_gaps: whether stacks of matrices ``[.., n, m]`` (fused experts) may be gathered with a constant gap behind each matrix, if
             that saves padding: True, or ``(name, parameter) -> bool``. Such a parameter is a strided view in forward, with contiguous
             matrices: ``bmm``, indexing and grouped products work, ``view(-1)`` does not. Its sharded form is like
@@ -116,6 +122,7 @@ def fully_shard(
         ignored_params=ignored,
         dp_mesh_dims=dp_mesh_dims,
         block_policy=block_policy,
+        quantize_policy=quantize_policy,
         allow_gaps=allow_gaps,
         sharding=sharding,
         to_empty=check_flag("to_empty", to_empty),

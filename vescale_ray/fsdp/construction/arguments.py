@@ -24,8 +24,10 @@ from vescale_ray.fsdp.units.checks import is_managed, is_replicated
 from vescale_ray.fsdp.units.module_path import described
 from vescale_ray.fsdp.units.schedule import unit_of
 from vescale_ray.geometry import Block
+from vescale_ray.quantization import Fp8Block
 
 BlockPolicy = Callable[[str, nn.Parameter], Block | None]
+QuantizePolicy = Callable[[str, nn.Parameter], Fp8Block | None]
 
 _ONCE = "Each distinct composable distributed API can only be applied to a module once."
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
@@ -48,6 +50,7 @@ class Arguments:
     ignored_params: set[nn.Parameter]
     dp_mesh_dims: DataParallelMeshDims | None
     block_policy: BlockPolicy | None
+    quantize_policy: QuantizePolicy | None
     allow_gaps: bool | Callable[[str, nn.Parameter], bool]
     sharding: Sharding | None
     to_empty: bool
@@ -56,7 +59,7 @@ class Arguments:
         if self.mesh is not None:
             _check_mesh(self.mesh)
         _check_policies(self.mp_policy, self.offload_policy)
-        _check_functions(self.shard_placement_fn, self.block_policy, self.allow_gaps)
+        _check_functions(self.shard_placement_fn, self.block_policy, self.quantize_policy, self.allow_gaps)
         _check_dims(self.sharding, self.dp_mesh_dims, self.reshard_after_forward)
 
     def resharding(self, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
@@ -174,12 +177,14 @@ def _check_policies(mixed: Any, offload: Any) -> None:
     check_flag("cast_forward_inputs of mp_policy", mixed.cast_forward_inputs)
 
 
-def _check_functions(shard_placement_fn: Any, block_policy: Any, allow_gaps: Any) -> None:
+def _check_functions(shard_placement_fn: Any, block_policy: Any, quantize_policy: Any, allow_gaps: Any) -> None:
     """Raise TypeError for functions that can't be called with the arguments that they will get."""
     if shard_placement_fn is not None:
         check_call("shard_placement_fn", shard_placement_fn, "parameter")
     if block_policy is not None:
         check_call("block_policy", block_policy, "name", "parameter")
+    if quantize_policy is not None:
+        check_call("quantize_policy", quantize_policy, "name", "parameter")
     if not isinstance(allow_gaps, bool):
         if not callable(allow_gaps):
             raise TypeError(f"allow_gaps = {_shown(allow_gaps)}: give True, False or a function of (name, parameter)")

@@ -10,6 +10,7 @@ from torch import nn
 from vescale_ray.errors import noted
 from vescale_ray.fsdp.construction.arguments import Arguments, check_block, check_parameter, has_hooks
 from vescale_ray.fsdp.construction.data_parallel import DataParallelRanks, parallel_of, placed
+from vescale_ray.fsdp.construction.quantized import form_of
 from vescale_ray.fsdp.layouts.parameters import REPLACED, OriginalParameter, Owner
 
 
@@ -70,4 +71,7 @@ def _original(fqn: str, param: nn.Parameter, owners: tuple[Owner, ...], given: A
         why = "its uneven tensor parallelism" if uneven else "shard_placement_fn"
         raise ValueError(f"{fqn!r} has Shard({shard_dim}) from {why} and {block} from block_policy: give it one of them")
     hooked, tied = has_hooks(fqn, param, block, shard_dim), bool(param.__dict__.get(REPLACED))
-    return OriginalParameter(fqn, param, owners, data.mesh, block, parallel, gaps, 0 if hooked else shard_dim, hooked, tied)
+    form = form_of(fqn, param, given.quantize_policy, parallel, shard_dim, hooked=hooked)
+    if form is not None:
+        block, gaps = form.block if block is None else block.joined(form.block), False
+    return OriginalParameter(fqn, param, owners, data.mesh, block, parallel, gaps, form, 0 if hooked else shard_dim, hooked, tied)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_ray.fsdp.construction.arguments import Arguments
 from vescale_ray.fsdp.construction.data_parallel import group_ids
+from vescale_ray.fsdp.layouts.code_parts import CodeParts
 from vescale_ray.fsdp.layouts.division import Chunks, Cuts, Division
 from vescale_ray.fsdp.layouts.mixed_precision import dtypes, policy_of
 from vescale_ray.fsdp.layouts.parameters import GroupPlan, OriginalParameter
 from vescale_ray.fsdp.layouts.sharding import ShardingPlan
+from vescale_ray.fsdp.layouts.wire import CodeWire, GroupWire, PlainWire
 from vescale_ray.planner import Bundle, TensorSpec, plan_layout
+from vescale_ray.planner.units import GOAL
+
+CODED_GOAL = 0.01
+"""Ratio of padding up to which FP8 tensors keep one buffer: less than for others, since the point of FP8 is to send less."""
 
 
 def plan_groups(parameters: Sequence[OriginalParameter], given: Arguments, axes: ShardingPlan) -> list[GroupPlan]:
@@ -25,15 +32,22 @@ def plan_groups(parameters: Sequence[OriginalParameter], given: Arguments, axes:
     kinds: dict[tuple[MixedPrecisionPolicy, Hashable], list[OriginalParameter]] = {}
     for one in parameters:
         summed = 1 if one.parallel is None else one.parallel.summed_over
-        alike = (one.param.dtype, one.param.requires_grad, one.hooked, group_ids(one.mesh), summed)
+        alike = (one.param.dtype, one.param.requires_grad, one.hooked, one.form is not None, group_ids(one.mesh), summed)
         kinds.setdefault((policy_of(one.name, one.param, given.mp_policy), alike), []).append(one)
     plans = []
     for (policy, _), sources in kinds.items():
         mesh = sources[0].mesh
         neighbours = axes.neighbours or given.resharding(mesh)[1]
         for members, division in _divided(sources, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1), policy):
-            plans.append(GroupPlan(members, division, mesh, policy, axes.retain, neighbours))
+            wire = _wire(members, division, mesh.get_local_rank(mesh.ndim - 1))
+            plans.append(GroupPlan(members, division, wire, mesh, policy, axes.retain, neighbours))
     return plans
+
+
+def _wire(sources: Sequence[OriginalParameter], division: Division, rank: int) -> GroupWire:
+    """What the all-gather of a group's parameters sends: FP8 codes if they have a format."""
+    forms = {source.name: source.form for source in sources if source.form is not None}
+    return CodeWire(CodeParts(division.layout, forms), rank) if forms else PlainWire(division)
 
 
 def _divided(
@@ -49,11 +63,12 @@ def _divided(
         NotImplementedError: the ranks can't divide a dimension evenly.
     """
     orig = sources[0].param.dtype
-    narrowest = min((orig, *dtypes(orig, policy)), key=lambda d: d.itemsize)
+    coded = sources[0].form is not None
+    narrowest = torch.float8_e4m3fn if coded else min((orig, *dtypes(orig, policy)), key=lambda d: d.itemsize)
     by_name = {source.name: source for source in sources}
     free = [s for s in sources if s.shard_dim is None]
     specs = tuple(TensorSpec(s.name, s.shape, s.block, narrowest) for s in free)
-    bundle = Bundle(specs, frozenset(s.name for s in free if s.gaps))
+    bundle = Bundle(specs, frozenset(s.name for s in free if s.gaps), CODED_GOAL if coded else GOAL)
     divisions: list[Division] = [Cuts(layout, rank, bundle) for layout in bundle.layouts(world)]
     dims = {s.name: s.shard_dim for s in sources if s.shard_dim is not None}
     if dims:

@@ -17,6 +17,7 @@ from vescale_ray.fsdp.communication.labels import span
 from vescale_ray.fsdp.groups.gradients import Gradients
 from vescale_ray.fsdp.layouts.division import Division
 from vescale_ray.fsdp.layouts.parameters import GroupParam, Place, local_of
+from vescale_ray.fsdp.layouts.wire import GroupWire
 from vescale_ray.planner import Layout
 
 
@@ -24,14 +25,15 @@ class GatheredBuffer:
     """The memory of one group's unsharded parameters, and the all-gather that fills it.
 
     Args:
+        wire: what the all-gather sends.
         dtype: the compute dtype.
         invalid_because: returns the error text of an operation on the parameters while they are resharded.
     """
 
     def __init__(
-        self, place: Place, division: Division, dtype: torch.dtype, invalid_because: weakref.WeakMethod[Callable[[], str]]
+        self, place: Place, division: Division, wire: GroupWire, dtype: torch.dtype, invalid_because: weakref.WeakMethod[Callable[[], str]]
     ) -> None:
-        self.place, self.division, self.dtype, self._invalid_because = place, division, dtype, invalid_because
+        self.place, self.division, self.wire, self.dtype, self._invalid_because = place, division, wire, dtype, invalid_because
         self.pool: Pool | None = None
         self.custom: AllGather | None = None
         """The user's all-gather; None: the usual one."""
@@ -39,7 +41,7 @@ class GatheredBuffer:
         """Its storage never changes, since autograd keeps views of it. None: before the first all-gather, and for one rank."""
         self._pending: comm.Pending | None = None
         self._parts: Buffer | None = None
-        """Receive buffer of the all-gather, if the parameters are copied from it into the buffer."""
+        """Receive buffer of the all-gather, if the wire's parts are received apart from the buffer."""
         self._source: object = None
         """Reference to the all-gather's input while it runs: without it, an accelerator's allocator would reuse the memory."""
 
@@ -49,7 +51,8 @@ class GatheredBuffer:
 
     @property
     def parts_bytes(self) -> int:
-        return self.division.part_numel * self.place.world * self.dtype.itemsize
+        """Bytes that an all-gather receives, this rank's part included."""
+        return self.wire.part_bytes(self.dtype) * self.place.world
 
     @property
     def stays(self) -> tuple[int, int]:
@@ -68,23 +71,28 @@ class GatheredBuffer:
         self.buffer = Buffer(self.nbytes, self.place.device, stays=stays, invalid_because=self._invalid_because)
         return self.buffer.resident(self.dtype)
 
-    def open(self, lane: comm.Lane, *, kept: bool) -> torch.Tensor:
-        """Allocate the memory that receives the parts of all ranks, and return it. ``kept``: the buffer holds older parameters."""
+    def open(self, lane: comm.Lane, *, kept: bool, directly: bool) -> torch.Tensor:
+        """Allocate the memory that receives the parts of all ranks, and return it.
+
+        Args:
+            kept: whether the buffer holds older parameters.
+            directly: whether the parts are parameters that the group has kept in the compute dtype, whatever the wire.
+        """
         assert self.pool is not None
         if self.buffer is None or self.buffer.nbytes != self.nbytes:  # the parameters were cast
-            fixed = self.custom is not None and not self.division.copies
-            memory = self._allocate(self.division.layout.numel) if fixed else None
+            fixed = self.custom is not None and not self.wire.apart
+            memory = self._allocate(self.division.layout.numel, self.dtype) if fixed else None
             self.buffer = Buffer(self.nbytes, self.place.device, memory, invalid_because=self._invalid_because)
         if kept:
             lane.after_current()
         else:
             with torch.no_grad():
                 self.pool.provide(self.buffer)
-        if not self.division.copies:
+        if directly or not self.wire.apart:
             return self.flat if self.buffer.given is None else self.buffer.given.view(self.dtype)
         self._parts = self._new_parts()
         lane.after_current()  # the last copy out of this buffer
-        return self._parts.flat(self.dtype)
+        return self._parts.flat(self.wire.dtype(self.dtype))
 
     def start(
         self,
@@ -137,11 +145,13 @@ class GatheredBuffer:
             self.buffer.validate()
         if parts is not None:
             assert self.pool is not None
-            if join:
-                with torch.no_grad():
-                    self.division.join(parts.flat(self.dtype), self.flat)
-            if not parts.fixed:
-                self.pool.give_back(parts)
+            try:
+                if join:
+                    with torch.no_grad():
+                        self.wire.join(parts.flat(self.wire.dtype(self.dtype)), self.flat)
+            finally:
+                if not parts.fixed:
+                    self.pool.give_back(parts)
 
     def release(self) -> None:
         """Give the memory to the pool."""
@@ -152,11 +162,12 @@ class GatheredBuffer:
         assert self.pool is not None
         if self.custom is None:
             return self.pool.take(self.parts_bytes, self.place.device)
-        return Buffer(self.parts_bytes, self.place.device, self._allocate(self.parts_bytes // self.dtype.itemsize))
+        dtype = self.wire.dtype(self.dtype)
+        return Buffer(self.parts_bytes, self.place.device, self._allocate(self.parts_bytes // dtype.itemsize, dtype))
 
-    def _allocate(self, numel: int) -> torch.Tensor:
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         assert self.custom is not None
-        return comm.allocate(self.custom, numel, self.dtype, self.place.device)
+        return comm.allocate(self.custom, numel, dtype, self.place.device)
 
 
 class Leaves:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from vescale_ray.compat.fsdp import AllGather
 from vescale_ray.dbuffer import KeptShard
+from vescale_ray.fsdp.buffers.invalid_storage import resharded_text
 from vescale_ray.fsdp.buffers.memory import NOWHERE, Pool, may_stay
 from vescale_ray.fsdp.communication import comm
 from vescale_ray.fsdp.communication.debug import agree
@@ -24,6 +25,7 @@ from vescale_ray.fsdp.groups.master_shard import MasterShard
 from vescale_ray.fsdp.layouts.mixed_precision import dtypes
 from vescale_ray.fsdp.layouts.parameters import GroupParam, GroupPlan, OriginalParameter, Place, Subgroup, sharded_parameter
 from vescale_ray.fsdp.layouts.phases import Residency, Retain
+from vescale_ray.fsdp.layouts.wire import CodeWire
 
 
 class ParameterGroup:
@@ -67,10 +69,10 @@ class ParameterGroup:
         """Version of the sharded parameters at the last gather."""
         self._local_of = 0
         """Version of the master shard's memory at the last gather. It also counts writes that only one rank made."""
-        self._writes = 0
+        self._writes = 0  # of all ranks alike
         self._renormed = any(getattr(ref(), "max_norm", None) is not None for source in plan.sources for ref, _ in source.owners)
         """Whether an embedding with ``max_norm`` writes to the gathered parameters in forward. These writes are dropped on purpose."""
-        self.gathered = GatheredBuffer(self.place, self.division, self.compute_dtype, weakref.WeakMethod(self.invalid_because))
+        self.gathered = GatheredBuffer(self.place, self.division, plan.wire, self.compute_dtype, weakref.WeakMethod(self.invalid_because))
         self.params: list[GroupParam] = []
         self._shard_parameters(plan.sources, to_empty)
         self.grads = Gradients(self.place, self.division, self.params, in_place=False, offload=self.offload)
@@ -124,7 +126,7 @@ class ParameterGroup:
         pinned = self.pin_memory and device.type == "cpu"
         if pinned:
             memory.flat = memory.flat.pin_memory()
-        return MasterShard(self.place, self.division, self.params, memory, pinned=pinned)
+        return MasterShard(self.place, self.division, self.gathered.wire, self.params, memory, pinned=pinned)
 
     def _can_live_in_buffer(self) -> bool:
         """Whether the master shard can be this rank's part of the gathered buffer, which saves its memory and its copy.
@@ -136,7 +138,7 @@ class ParameterGroup:
             self.place.pairwise
             and not self.casts
             and not self.in_place
-            and not self.division.copies
+            and not self.gathered.wire.apart
             and self.gathered.custom is None
             and self.subgroup is None
             and self.retain is Retain.NOTHING
@@ -146,8 +148,9 @@ class ParameterGroup:
 
     @property
     def casts(self) -> bool:
-        """Whether the all-gather sends a copy of the master shard: in the compute dtype, on the device, or with the layout's gaps."""
-        return self.compute_dtype != self.orig_dtype or self.offload or not self.division.kept.in_place
+        """Whether the all-gather sends a copy of the shard: in FP8 or the compute dtype, on the device, or with the layout's gaps."""
+        alike = self.compute_dtype == self.orig_dtype and not self.offload and self.division.kept.in_place
+        return not alike or isinstance(self.gathered.wire, CodeWire)
 
     @property
     def in_place(self) -> bool:
@@ -170,7 +173,7 @@ class ParameterGroup:
     def _expect(self, pool: Pool) -> None:
         """Tell the pool the sizes of the buffers that this group needs."""
         keys = {(self.gathered.nbytes, self.gathered.stays)} if not self.in_place else set()
-        if self.division.copies:
+        if self.gathered.wire.apart:
             keys.add((self.gathered.parts_bytes, NOWHERE))
         if self.grads.trainable_count and not self.grads.in_place:
             keys.add((self.grads.buffer_bytes, NOWHERE))
@@ -218,7 +221,7 @@ class ParameterGroup:
             part = None
             self.master.copy_tied(version, lane)
         if not self.in_place:
-            out = self.gathered.open(lane, kept=whole)
+            out = self.gathered.open(lane, kept=whole, directly=part is not None)
             if part is None and self.casts:
                 numel = out.numel() // self.place.world
                 part = out[self.place.rank * numel : (self.place.rank + 1) * numel]
@@ -265,13 +268,7 @@ class ParameterGroup:
 
     def invalid_because(self) -> str:
         """The error of an operation that reads or writes the gathered parameters while they are resharded."""
-        fqns = [param.fqn for param in self.params]
-        names = ", ".join(fqns[:8]) + (f" and {len(fqns) - 8} more" if len(fqns) > 8 else "")
-        return (
-            f"the parameters of unit {self.fqn or 'the root'!r} ({names}) are resharded, but one of them was read. Another module's "
-            f"forward uses it, or a tensor computed with it was kept outside of the unit: call the module itself, return the tensor "
-            f"from its forward or keep it as an attribute there, or set reshard_after_forward=False"
-        )
+        return resharded_text(self.fqn, [param.fqn for param in self.params])
 
     def set_custom_gather(self, custom: AllGather | None) -> None:
         """Use the user's all-gather, and the memory it allocates, from the next unshard on."""

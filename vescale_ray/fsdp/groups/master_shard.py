@@ -16,6 +16,7 @@ from vescale_ray.dtensor.ragged_dtensor import distribute_tensor
 from vescale_ray.fsdp.communication.comm import Lane
 from vescale_ray.fsdp.layouts.division import Division
 from vescale_ray.fsdp.layouts.parameters import GroupParam, Place, is_view_of, local_of, sharded_parameter
+from vescale_ray.fsdp.layouts.wire import CodeWire, GroupWire
 
 
 class MasterShard:
@@ -27,8 +28,10 @@ class MasterShard:
         pinned: whether ``memory`` is pinned host memory, from which copies to the device are asynchronous.
     """
 
-    def __init__(self, place: Place, division: Division, params: Sequence[GroupParam], memory: KeptShard, *, pinned: bool) -> None:
-        self.place, self.division, self.params = place, division, params
+    def __init__(
+        self, place: Place, division: Division, wire: GroupWire, params: Sequence[GroupParam], memory: KeptShard, *, pinned: bool
+    ) -> None:
+        self.place, self.division, self.wire, self.params = place, division, wire, params
         self._memory, self.flat, self._pinned = memory, memory.flat, pinned
         self._cast_of: tuple[int, ...] | None = None
         self._tied_of: tuple[int, ...] | None = None
@@ -38,17 +41,24 @@ class MasterShard:
         return self._memory.tensor(name).view(self.division.local_shape(name))
 
     def cast_to(self, part: torch.Tensor, version: tuple[int, ...], lane: Lane) -> None:
-        """Copy the shard to ``part``, this rank's part of the gathered buffer, on ``lane``.
+        """Copy the shard to ``part``, this rank's part of what the all-gather receives, on ``lane``.
 
-        ``version``: the sharded parameters' version. Only if it has changed, the lane waits for the current stream's writes to them.
+        ``version``: the sharded parameters' version. Only if it has changed, the lane waits for the current stream's writes to them, and
+        FP8 codes are made anew.
         """
         # The flat buffer's own counter also counts writes to local tensors.
         version = (*version, self.flat._version)
-        if self._cast_of != version:
+        changed = self._cast_of != version
+        if changed:
             lane.after_current()
-            self._cast_of = version
         with torch.no_grad(), lane.context():
-            self._memory.spread(part, non_blocking=self._pinned)
+            if isinstance(self.wire, CodeWire):
+                if changed:
+                    self.wire.renew(self._memory)
+                self.wire.write(part, non_blocking=self._pinned)
+            else:
+                self._memory.spread(part, non_blocking=self._pinned)
+        self._cast_of = version
 
     def copy_tied(self, version: tuple[int, ...], lane: Lane) -> None:
         """Copy tied parameters from the groups that own them, if they have changed."""

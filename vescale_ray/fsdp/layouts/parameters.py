@@ -25,7 +25,9 @@ from vescale_ray.dtensor.spec import contiguous_stride, make_spec
 from vescale_ray.fsdp.layouts.division import Division
 from vescale_ray.fsdp.layouts.phases import Retain
 from vescale_ray.fsdp.layouts.shared_memory import sharers
+from vescale_ray.fsdp.layouts.wire import GroupWire
 from vescale_ray.geometry import Block
+from vescale_ray.quantization import Fp8Block
 
 Owner = tuple["weakref.ref[nn.Module]", str]
 """A module and the name of the parameter in it. The reference is weak, so that units do not keep their model alive."""
@@ -56,6 +58,8 @@ class OriginalParameter:
     parallel: Parallel | None = None
     gaps: bool = False
     """Whether the parameter is a stack of matrices that may have a gap after each matrix."""
+    form: Fp8Block | None = None
+    """The FP8 format in which the parameter is gathered; None: the compute dtype."""
     shard_dim: int | None = None
     """Dimension of a plain ``Shard`` placement; None: the planner cuts the parameter."""
     hooked: bool = False
@@ -115,6 +119,7 @@ class GroupPlan:
 
     Attributes:
         sources: parameters of one dtype and one ``requires_grad``, in the order of ``division.layout.specs``.
+        wire: what the all-gather sends.
         mesh: 1-D (shard) or 2-D (replicate, shard).
         retain: the gathered parameters that stay until the next optimizer step.
         neighbours: size of the subgroup that keeps all parameters between forward and backward; None: no subgroup.
@@ -122,6 +127,7 @@ class GroupPlan:
 
     sources: Sequence[OriginalParameter]
     division: Division
+    wire: GroupWire
     mesh: DeviceMesh
     policy: MixedPrecisionPolicy
     retain: Retain

@@ -10,6 +10,7 @@ from torch import nn
 from vescale_ray.fsdp.construction.arguments import check_type
 from vescale_ray.fsdp.groups.group import ParameterGroup
 from vescale_ray.fsdp.layouts.phases import Retain
+from vescale_ray.fsdp.layouts.wire import CodeWire
 from vescale_ray.fsdp.units.module_path import described
 from vescale_ray.fsdp.units.schedule import unit_of
 from vescale_ray.fsdp.units.unit import Unit
@@ -25,7 +26,7 @@ _RESHARD = {
 @dataclass(frozen=True)
 class ParameterReport:
     """One parameter. Rank ``r`` holds the flat elements ``[start, end)`` of ``ranges[r]``. In the buffer, ``gap`` elements follow each
-    of its matrices."""
+    of its matrices. ``form`` is the FP8 format that the all-gather sends, or empty."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,6 +34,7 @@ class ParameterReport:
     block: str
     ranges: tuple[tuple[int, int], ...]
     gap: int = 0
+    form: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,15 @@ class GroupReport:
     shard_numel: int
     shard_bytes: int
     """Bytes that this rank sends in an all-gather."""
+    scale_bytes: int
+    """Bytes among them that are scales of FP8 tiles; 0 for a group that is gathered in the compute dtype."""
     gathered_bytes: int
     padding_ratio: float
     optimal: bool
     fingerprint: str
     parameters: tuple[ParameterReport, ...]
+    notes: tuple[str, ...]
+    """One line for each block that is larger than its tensor."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +79,8 @@ class Explanation:
 
     units: tuple[UnitReport, ...]
     memory: dict[str, int]
-    """Bytes of this rank at the peak of a step, by kind: ``master``, ``gathered``, ``gradients`` (shards), ``gradient_buffers``,
-    ``optimizer``. The prediction assumes that units run in this order, and leaves out activations."""
+    """Bytes of this rank at the peak of a step, by kind: ``master``, ``codes`` (FP8, between steps), ``gathered``, ``gradients`` (shards),
+    ``gradient_buffers``, ``optimizer``. The prediction assumes that units run in this order, and leaves out activations."""
 
     @property
     def parameter_count(self) -> int:
@@ -97,16 +103,21 @@ class Explanation:
                 if not g.dtype == g.compute_dtype == g.reduce_dtype:
                     dtypes = f"{g.dtype} -> {g.compute_dtype}, reduced in {g.reduce_dtype}"
                 ranks = f"{g.ranks} ranks" + (f" x {g.replicas} replicas" if g.replicas > 1 else "")
+                sent = f"{ranks} x {_size(g.shard_bytes)} = {_size(g.gathered_bytes)} gathered"
+                if any(p.form for p in g.parameters):
+                    codes = f"{_size(g.shard_bytes - g.scale_bytes)} codes and {_size(g.scale_bytes)} scales"
+                    sent = f"{ranks} x ({codes}) dequantized to {_size(g.gathered_bytes)}"
                 lines.append(
                     f"  group of {len(g.parameters)} {'' if g.trainable else 'frozen '}parameters, {dtypes}: "
-                    f"{ranks} x {_size(g.shard_bytes)} = {_size(g.gathered_bytes)} gathered, "
-                    f"{g.padding_ratio:.2%} padding{' (least possible)' if g.optimal else ''}"
+                    f"{sent}, {g.padding_ratio:.2%} padding{' (least possible)' if g.optimal else ''}"
                 )
                 for p in g.parameters:
                     held = "  ".join(f"{r}:[{a},{b})" for r, (a, b) in enumerate(p.ranges) if b > a)
                     shown = held if len(held) < 90 else held[:87] + "..."
                     gap = f"a gap of {p.gap} elements behind each matrix  " if p.gap else ""
-                    lines.append(f"    {p.offset:>10}  {p.name}  {list(p.shape)}  {p.block}  {gap}{shown}")
+                    form = f"{p.form}  " if p.form else ""
+                    lines.append(f"    {p.offset:>10}  {p.name}  {list(p.shape)}  {p.block}  {form}{gap}{shown}")
+                lines += [f"    {note}" for note in g.notes]
         return "\n".join(lines)
 
 
@@ -138,10 +149,10 @@ def held_bytes(module: nn.Module) -> dict[str, int]:
     """Bytes of this rank by kind. Their sum is the peak memory of the steps so far, without activations and optimizer states.
 
     ``parameters``: elements of the shards. ``gradients``: elements of their shards, which exist from backward to
-    the optimizer's step. ``padding``: the rest of these shards. ``buffers``: peak bytes of gathered parameters and gradient buffers
-    since the first step.
+    the optimizer's step. ``padding``: the rest of these shards. ``codes``: FP8 codes and scales of the shards, kept between steps.
+    ``buffers``: peak bytes of gathered parameters and gradient buffers since the first step.
     """
-    found = dict.fromkeys(("parameters", "gradients", "padding", "buffers"), 0)
+    found = dict.fromkeys(("parameters", "gradients", "padding", "codes", "buffers"), 0)
     pools: dict[int, int] = {}
     units = {id(unit): unit for unit in map(unit_of, module.modules()) if unit is not None}
     for unit in units.values():
@@ -152,6 +163,7 @@ def held_bytes(module: nn.Module) -> dict[str, int]:
             trained = group.grads.trainable_count > 0
             found["parameters"] += own * item
             found["gradients"] += own * item * trained
+            found["codes"] += _code_bytes(group)
             found["padding"] += (kept.numel - own) * item * (1 + trained)
     return {**found, "buffers": sum(pools.values())}
 
@@ -162,7 +174,7 @@ def _memory(units: list[Unit], root: Unit | None, state_bytes: float | None) -> 
     def travel(group: ParameterGroup) -> Travel:
         reduced = group.grads.trainable_count and not group.grads.in_place
         start, end = group.gathered.stays
-        gathered = group.gathered.nbytes + group.division.copies * group.gathered.parts_bytes
+        gathered = group.gathered.nbytes + group.gathered.wire.apart * group.gathered.parts_bytes
         arrives, wide = group.grads.buffer_dtype, group.reduce_dtype
         cast = group.layout.numel * wide.itemsize if reduced and arrives != wide else 0
         return Travel(gathered, group.grads.buffer_bytes if reduced else 0, end - start, cast, group.grads.staging)
@@ -185,6 +197,7 @@ def _memory(units: list[Unit], root: Unit | None, state_bytes: float | None) -> 
     trained = [g for g in groups if g.grads.trainable_count]
     return {
         "master": sum(g.division.kept.numel * g.orig_dtype.itemsize for g in groups if not g.offload),
+        "codes": sum(_code_bytes(g) for g in groups if not g.offload),
         "gathered": gathered,
         "gradients": sum(g.division.kept.numel * g.orig_dtype.itemsize for g in trained if not g.offload),
         "gradient_buffers": gradients,
@@ -199,9 +212,16 @@ def _memory(units: list[Unit], root: Unit | None, state_bytes: float | None) -> 
     }
 
 
+def _code_bytes(group: ParameterGroup) -> int:
+    """Bytes of the codes and scales that this rank keeps between steps."""
+    wire = group.gathered.wire
+    return wire.parts.part_bytes if isinstance(wire, CodeWire) else 0
+
+
 def _group(group: ParameterGroup) -> GroupReport:
     layout = group.layout
-    specs = {spec.name: spec for spec in layout.specs}
+    specs, wire = {spec.name: spec for spec in layout.specs}, group.gathered.wire
+    parts = wire.parts if isinstance(wire, CodeWire) else None
     parameters = tuple(
         ParameterReport(
             name,
@@ -214,6 +234,7 @@ def _group(group: ParameterGroup) -> GroupReport:
             else f"cut at {layout.granularity[name]}",
             group.division.ranges(name),
             math.prod(layout.stored_shape(name)[-2:]) - math.prod(specs[name].shape[-2:]),
+            str(parts.forms[name]) if parts is not None else "",
         )
         for name in layout.order
     )
@@ -226,12 +247,14 @@ def _group(group: ParameterGroup) -> GroupReport:
         ranks=group.place.world,
         replicas=group.place.replicas,
         shard_numel=group.division.part_numel,
-        shard_bytes=group.division.part_numel * group.compute_dtype.itemsize,
+        shard_bytes=wire.part_bytes(group.compute_dtype),
+        scale_bytes=parts.scale_bytes if parts is not None else 0,
         gathered_bytes=group.gathered.nbytes,
         padding_ratio=layout.padding_ratio,
         optimal=layout.optimal,
         fingerprint=layout.fingerprint,
         parameters=parameters,
+        notes=layout.notes,
     )
 
 

@@ -35,7 +35,7 @@ def check_same_plan(units: Sequence[Unit]) -> None:
             head += f", staging buffers of {group.grads.staging} bytes" if group.grads.staging else ""
             head += f", module states loaded: {unit.loads}" if unit.loads else ""
             key = id(group.place.shard_group), id(group.place.replicate_group)
-            plans.setdefault(key, (group.place, []))[1].append((head, *group.division.describe()))
+            plans.setdefault(key, (group.place, []))[1].append((head, *group.division.describe(), *group.gathered.wire.describe()))
     for place, descriptions in plans.values():
         ranks = _Ranks(place.shard_group, place.world, place.device, "rank")
         digest = _hash("\n".join("\n".join(lines) for lines in descriptions), _DIGEST)

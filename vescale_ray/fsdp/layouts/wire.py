@@ -1,0 +1,134 @@
+"""The contents of a group's all-gather: its parameters in the compute dtype, or FP8 codes with their scales."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from vescale_ray.dbuffer import KeptShard
+from vescale_ray.fsdp.communication.comm import current_event
+from vescale_ray.fsdp.layouts.code_parts import CodeParts
+from vescale_ray.fsdp.layouts.division import Division
+from vescale_ray.quantization import fp8
+
+
+class GroupWire(Protocol):
+    """The parts that ranks send in an all-gather."""
+
+    apart: bool
+    """Whether the parts are received in a buffer of their own, from which :meth:`join` fills the parameters' buffer."""
+
+    def dtype(self, compute: torch.dtype) -> torch.dtype:
+        """The parts' dtype, given the compute dtype."""
+        ...
+
+    def part_bytes(self, compute: torch.dtype) -> int: ...
+
+    def join(self, parts: torch.Tensor, flat: torch.Tensor) -> None:
+        """Fill the parameters' buffer ``flat`` from the parts of all ranks, in rank order."""
+        ...
+
+    def describe(self) -> tuple[str, ...]:
+        """Lines of text that determine what the ranks send; two ranks compare them."""
+        ...
+
+
+class PlainWire:
+    """Parameters in the compute dtype, divided as ``division`` says."""
+
+    def __init__(self, division: Division) -> None:
+        self.apart, self._division = division.copies, division
+
+    def dtype(self, compute: torch.dtype) -> torch.dtype:
+        return compute
+
+    def part_bytes(self, compute: torch.dtype) -> int:
+        return self._division.part_numel * compute.itemsize
+
+    def join(self, parts: torch.Tensor, flat: torch.Tensor) -> None:
+        self._division.join(parts, flat)
+
+    def describe(self) -> tuple[str, ...]:
+        return ()
+
+
+class CodeWire:
+    """FP8 codes and scales, laid out as ``parts`` says, of which this rank sends those of its shard.
+
+    Every rank quantizes whole tiles of its own shard, so the codes are those of the whole tensor, whatever the number of ranks.
+    """
+
+    apart = True
+
+    def __init__(self, parts: CodeParts, rank: int) -> None:
+        self.parts, self._rank = parts, rank
+        self._part: torch.Tensor | None = None
+        self._checked = True
+        """Whether the scales of the present codes were looked at."""
+        self._bad: tuple[torch.Tensor, Any] | None = None
+        """Number of each tensor's tiles with Inf or NaN, and the event after which the host may read it."""
+
+    def dtype(self, compute: torch.dtype) -> torch.dtype:
+        return torch.uint8
+
+    def part_bytes(self, compute: torch.dtype) -> int:
+        return self.parts.part_bytes
+
+    def renew(self, shard: KeptShard) -> None:
+        """Quantize the master shard, which has changed.
+
+        Raises:
+            FloatingPointError: on an accelerator, if the codes before held Inf or NaN. All ranks raise it.
+        """
+        self._raise_if_bad()
+        if self._part is None or self._part.device != shard.flat.device:
+            with torch.inference_mode(False):
+                self._part = torch.zeros(self.parts.part_bytes, dtype=torch.uint8, device=shard.flat.device)
+        for name, form in self.parts.forms.items():
+            piece = self.parts.piece(name, self._rank)
+            if piece is not None:
+                scales = self._part[piece.scales].view(form.scale_dtype)
+                fp8.quantize_range(shard.tensor(name), piece.regions, form, self._part[piece.codes], scales)
+        self._checked = False
+
+    def write(self, part: torch.Tensor, *, non_blocking: bool) -> None:
+        """Copy this rank's codes and scales to ``part``, its place in the parts of all ranks."""
+        assert self._part is not None
+        part.copy_(self._part, non_blocking=non_blocking)
+
+    def join(self, parts: torch.Tensor, flat: torch.Tensor) -> None:
+        """Dequantize the parts of all ranks.
+
+        Raises:
+            FloatingPointError: on the CPU, if a tile holds Inf or NaN. All ranks raise it, since all have the same scales.
+        """
+        layout = self.parts.layout
+        rows = parts.view(layout.num_shards, self.parts.part_bytes)
+        scales = {
+            name: torch.cat([rows[rank, span] for rank, span in self.parts.scale_spans[name].items()]).view(form.scale_dtype)
+            for name, form in self.parts.forms.items()
+        }
+        if not self._checked:
+            bad = torch.stack([fp8.bad_scales(one).sum() for one in scales.values()])
+            self._bad = bad.to("cpu", non_blocking=True), current_event(flat.device)
+            if flat.device.type == "cpu":  # elsewhere the host would wait for the all-gather
+                self._raise_if_bad()
+            self._checked = True
+        fp8.decode(rows[:, : layout.shard_numel], flat.view(layout.num_shards, layout.shard_numel))
+        for name, regions in self.parts.regions.items():
+            start = layout.offsets[name]
+            fp8.scale_range(flat[start : start + self.parts.grids[name].numel], scales[name], regions)
+
+    def describe(self) -> tuple[str, ...]:
+        return tuple(f"{name}: {form}" for name, form in self.parts.forms.items())
+
+    def _raise_if_bad(self) -> None:
+        if self._bad is None:
+            return
+        (bad, event), self._bad = self._bad, None
+        if event is not None:
+            event.synchronize()
+        counts = bad.tolist()
+        if any(counts):
+            raise FloatingPointError(fp8.bad_text([(name, n) for name, n in zip(self.parts.forms, counts, strict=True) if n]))
