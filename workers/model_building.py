@@ -144,6 +144,7 @@ class Blank:
         """Values of the model's buffers."""
         self.chosen = OptimizerConfig.of(config)
         self.routing = route_parameters(self.model, self.chosen)
+        self.quantize = quantize_policy(config, self.model)
 
     def copied(self) -> Blank:
         """Return a new :class:`Blank` with a copy of the model. Raises the error of :func:`copy.deepcopy` if the model cannot be copied."""
@@ -186,6 +187,24 @@ class NextModel:
         return taken
 
 
+def quantize_policy(config: RunConfig, model: nn.Module) -> Any:
+    """The ``quantize_policy`` of the run; None: everything is gathered in ``train.param_dtype``.
+
+    Raises:
+        ValueError: the model has nothing to quantize, or a pattern of ``train.quantize_keep`` matches no parameter.
+    """
+    from vescale_ray.optim.fp8_policy import fp8_policy
+    from vescale_ray.quantization import Fp8Block
+
+    text = config.train.quantize
+    if text is None:
+        return None
+    try:
+        return fp8_policy(model, Fp8Block.parse(text), config.train.quantize_keep)
+    except ValueError as error:
+        raise ValueError(f"train.quantize = {text}: {error}") from None
+
+
 def sharding_of(config: RunConfig, mesh: DeviceMesh) -> dict[str, Any]:
     """Arguments of ``fully_shard`` that are the same for all units."""
     from vescale_ray.fsdp import MixedPrecisionPolicy
@@ -210,7 +229,7 @@ def build_sharded(
 
     model: Any = blank.model
     routing, staging_mb = blank.routing, config.train.reduce_staging_mb
-    shared = {**sharding_of(config, mesh), "block_policy": routing.block_policy}
+    shared = {**sharding_of(config, mesh), "block_policy": routing.block_policy, "quantize_policy": blank.quantize}
     for unit in select_units(model, config.model.units):
         set_forward(unit, config, blank.compiler)
         fully_shard(unit, reshard_after_forward=config.train.reshard_after_forward, **shared)

@@ -303,6 +303,11 @@ def test_an_option_that_the_optimizer_does_not_have_is_refused(tmp_path: Path) -
     assert line.startswith("muon has no option 'nesterof': it takes momentum, nesterov")
 
 
+def test_a_quantize_keep_that_matches_nothing_is_refused(tmp_path: Path) -> None:
+    line = refused(tiny(tmp_path, "r", train_quantize="fp8", train_quantize_keep=["*.gate"]))
+    assert line.startswith("train.quantize = fp8: keep: '*.gate' matches no parameter; there are embed.weight, ")
+
+
 def test_a_pattern_of_no_decay_that_matches_nothing_is_refused(tmp_path: Path) -> None:
     line = refused(tiny(tmp_path, "r", train_no_decay=["*.bias"]))
     assert line.startswith("no_decay: '*.bias' matches no parameter; there are embed.weight, ")

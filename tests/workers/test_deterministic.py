@@ -44,10 +44,11 @@ BF16 = {"train_param_dtype": "bfloat16", "train_reduce_dtype": "bfloat16", "mode
 SHAMPOO, SOAP = {"train_optimizer": "shampoo"}, {"train_optimizer": "soap", "train_threads": 2}
 DROPOUT = {"model_factory": "tests.workers.tiny:DropoutModel", "model_units": ["body"], "train_grad_clip": 0}
 EXPERTS = {"model_factory": "tests.workers.tiny:ExpertsModel", "model_units": ["body"], **CLIP}
+FP8 = {**ADAM8, "train_quantize": "fp8 12x16", "train_param_dtype": "bfloat16", "train_reduce_dtype": "float32"}
 OF_16_BITS = {"model_factory": "tests.workers.tiny:of_16_bits", "model_units": ["body"], "train_grad_clip": 0}
 
 
-ALL: tuple[dict[str, Any], ...] = ({}, MUON, ADAM8_AGAIN, BF16, SHAMPOO, SOAP, DROPOUT, {**MUON, **EXPERTS}, OF_16_BITS)
+ALL: tuple[dict[str, Any], ...] = ({}, MUON, ADAM8_AGAIN, BF16, SHAMPOO, SOAP, DROPOUT, {**MUON, **EXPERTS}, OF_16_BITS, FP8)
 # ODD: sizes without common divisors, so that rows begin at any address. SMALL: a model so small that some of eight ranks own little.
 ODD = {**MUON, "train_slots": 7, "train_slot_batch": 1, "model_dim": 40, "model_ffn": 57, "data_seq_len": 31}
 SMALL = {"model_dim": 4, "model_heads": 1, "model_kv_heads": 1, "model_ffn": 3, "model_layers": 1, "train_slots": 8}
@@ -61,12 +62,13 @@ MANY: tuple[tuple[dict[str, Any], tuple[int, ...]], ...] = ((ODD, (1, 2, 6, 7)),
     [
         (MUON, (1, 3)),
         (EXPERTS, (1, 4)),
+        (FP8, (1, 3)),
         *(pytest.param(changes, (1, 2, 3, 4, 5), marks=pytest.mark.slow) for changes in ALL),
         *(pytest.param(changes, worlds, marks=pytest.mark.slow) for changes, worlds in MANY),
     ],
     ids=[
-        *("muon", "experts", "all: adamw", "all: muon", "all: 8-bit", "all: bf16", "all: shampoo", "all: soap", "all: dropout"),
-        *("all: experts", "all: 16 bits"),
+        *("muon", "experts", "fp8", "all: adamw", "all: muon", "all: 8-bit", "all: bf16", "all: shampoo", "all: soap", "all: dropout"),
+        *("all: experts", "all: 16 bits", "all: fp8"),
         *("many: odd sizes", "many: small", "many: bf16"),
     ],
 )

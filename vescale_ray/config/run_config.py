@@ -236,6 +236,8 @@ def _misfits_of_training(c: RunConfig) -> Iterator[str]:
             f"train.warmup_steps = {train.warmup_steps} and train.decay_steps = {decay} are more than train.steps = {train.steps}: "
             "lower one of the two, or raise train.steps"
         )
+    if train.quantize_keep is not None and train.quantize is None:
+        yield "train.quantize_keep is set, but train.quantize is null: set train.quantize to fp8, or leave both out"
     if train.early_stop is not None:
         metric, known = train.early_stop.metric, ["heldout_loss", *(f"{name}_loss" for name in c.data.eval)]
         if metric not in known:

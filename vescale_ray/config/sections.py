@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
@@ -155,6 +156,12 @@ class ShardingSettings(Section):
     replicas: int | None = Field(default=None, ge=1, description="most replicas; null: as many as the workers give")
 
 
+def _fp8_format(value: Any) -> Any:
+    if value is None or (isinstance(value, str) and re.fullmatch(r"fp8( [1-9]\d{0,4}x[1-9]\d{0,4})?( power_of_two)?", value)):
+        return value
+    raise ValueError("give fp8, a tile as fp8 32x32, scales as fp8 32x32 power_of_two, or null")
+
+
 class TrainSection(Section):
     """Optimization. The global batch is slots * slot_batch sequences, for any number of workers."""
 
@@ -194,6 +201,15 @@ class TrainSection(Section):
     eps: Positive = Field(default=1e-8, description="eps of AdamW")
     grad_clip: PositiveOrZero = Field(default=1.0, description="largest norm of the gradient; 0 turns clipping off")
     param_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of compute and of the all-gather")
+    quantize: Annotated[str | None, BeforeValidator(_fp8_format)] = Field(
+        default=None,
+        description="format in which matrices and experts are gathered, with a scale for each tile: `fp8` (tiles of 128x128), `fp8 32x32`, "
+        "`fp8 32x32 power_of_two`; null: param_dtype. Embeddings, heads and norms are gathered in param_dtype",
+    )
+    quantize_keep: list[str] | None = Field(
+        default=None,
+        description="patterns of names of parameters that quantize leaves alone; null: those of routers, `*router*` and `*.gate.weight`",
+    )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of the gradients' reduce-scatter")
     reduce_staging_mb: int | None = Field(
         default=None,

@@ -9,6 +9,7 @@ from vescale_ray.optim.build import CombinedOptimizer, OptimizerConfig, build_op
 from vescale_ray.optim.clip import clip_grad_norm_, total_norm
 from vescale_ray.optim.eight_bit.adamw8bit import AdamW8bit
 from vescale_ray.optim.flat import Flat
+from vescale_ray.optim.fp8_policy import fp8_policy
 from vescale_ray.optim.matrix.muon import Muon
 from vescale_ray.optim.matrix.qk_clip import qk_clip_
 from vescale_ray.optim.matrix.shampoo import Shampoo
@@ -25,6 +26,7 @@ __all__ = [
     "Shampoo",
     "build_optimizer",
     "clip_grad_norm_",
+    "fp8_policy",
     "qk_clip_",
     "route_parameters",
     "total_norm",

@@ -195,7 +195,7 @@ def route_parameters(model: nn.Module, config: OptimizerConfig | Mapping[str, An
             free = ", ".join(name for name in taken if name not in _OURS)
             raise ValueError(f"{config.name} has no option {option!r}: it takes {free}")
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    roles = _roles(model)
+    roles = roles_of(model)
     for what, patterns in (("routes", config.routes), ("row_blocks", config.row_blocks), ("no_decay", config.no_decay)):
         for pattern in patterns:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in named):
@@ -239,7 +239,7 @@ def optimizer_class(name: Name) -> Any:
     return torch.optim.SGD if name == "sgd" else getattr(importlib.import_module("vescale_ray.optim"), CLASSES[name])
 
 
-def _roles(model: nn.Module) -> dict[str, Role]:
+def roles_of(model: nn.Module) -> dict[str, Role]:
     """Return every parameter's role, by its first name in the model."""
     owners: dict[int, list[tuple[str, nn.Module]]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):

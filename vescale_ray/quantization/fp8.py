@@ -18,6 +18,7 @@ Inf and NaN make their tile's scale Inf or NaN. Callers check the scales, becaus
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,6 +31,8 @@ from vescale_ray.block_grid import Grid, Region
 from vescale_ray.geometry import Block
 from vescale_ray.quantization.block_scales import largest_of, spread
 
+FORMAT = r"fp8(?: ([1-9]\d{0,4}x[1-9]\d{0,4}))?( power_of_two)?"
+"""Pattern of a format's text."""
 LARGEST = 448.0
 """The largest e4m3 number."""
 SMALLEST_SCALE = 2.0**-126
@@ -68,6 +71,19 @@ class Fp8Block:
                 raise ValueError(f"Fp8Block({name}={count}): a tile needs at least 1 of them")
         if self.scales not in ("float32", "power_of_two"):
             raise ValueError(f"Fp8Block(scales={self.scales!r}): give 'float32' or 'power_of_two'")
+
+    @classmethod
+    def parse(cls, text: str) -> Fp8Block:
+        """Parse ``"fp8"``, ``"fp8 32x32"`` or ``"fp8 32x32 power_of_two"``.
+
+        Raises:
+            ValueError: the text is none of these.
+        """
+        found = re.fullmatch(FORMAT, text)
+        if found is None:
+            raise ValueError(f"{text!r} is no FP8 format: give fp8, fp8 32x32, or fp8 32x32 power_of_two")
+        rows, columns = (int(n) for n in (found[1] or "128x128").split("x"))
+        return cls(rows, columns, "power_of_two" if found[2] else "float32")
 
     @property
     def block(self) -> Block:
