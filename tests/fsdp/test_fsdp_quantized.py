@@ -239,6 +239,16 @@ def test_the_byte_buffer_lives_only_until_dequantization(rank: int, world: int) 
     assert pool.bytes_held() < held
 
 
+@on_processes(2)
+def test_explain_predicts_the_buffers_of_a_step(rank: int, world: int) -> None:
+    model = counted(quantized=True)
+    for _ in range(3):
+        model(torch.randn(8, 512)).float().square().mean().backward()
+    told = explain(model).memory
+    peak = unit_of(model).lanes.pool.peak_bytes
+    assert abs(told["gathered"] + told["gradient_buffers"] - peak) <= 0.05 * peak
+
+
 @on_threads(3)
 def test_explain_shows_formats_codes_scales_and_bytes(rank: int, world: int) -> None:
     model = sharded(model_of(), mp_policy=BF16)

@@ -174,10 +174,9 @@ def _memory(units: list[Unit], root: Unit | None, state_bytes: float | None) -> 
     def travel(group: ParameterGroup) -> Travel:
         reduced = group.grads.trainable_count and not group.grads.in_place
         start, end = group.gathered.stays
-        gathered = group.gathered.nbytes + group.gathered.wire.apart * group.gathered.parts_bytes
         arrives, wide = group.grads.buffer_dtype, group.reduce_dtype
         cast = group.layout.numel * wide.itemsize if reduced and arrives != wide else 0
-        return Travel(gathered, group.grads.buffer_bytes if reduced else 0, end - start, cast, group.grads.staging)
+        return Travel(group.gathered.nbytes, group.grads.buffer_bytes if reduced else 0, end - start, cast, group.grads.staging)
 
     def travels(unit: Unit) -> list[Travel]:
         return [travel(group) for group in unit.groups if not group.in_place]
@@ -194,11 +193,13 @@ def _memory(units: list[Unit], root: Unit | None, state_bytes: float | None) -> 
         gathered, gradients = host_buffers(passing, staying, place.world)
     else:
         gathered, gradients = device_buffers(passing, staying)
+    # Parts that are received apart live until the unit waits for them, before the next unit is gathered.
+    received = max((sum(g.gathered.parts_bytes for g in u.groups if g.gathered.wire.apart) for u in units), default=0)
     trained = [g for g in groups if g.grads.trainable_count]
     return {
         "master": sum(g.division.kept.numel * g.orig_dtype.itemsize for g in groups if not g.offload),
         "codes": sum(_code_bytes(g) for g in groups if not g.offload),
-        "gathered": gathered,
+        "gathered": gathered + received,
         "gradients": sum(g.division.kept.numel * g.orig_dtype.itemsize for g in trained if not g.offload),
         "gradient_buffers": gradients,
         "optimizer": round(
