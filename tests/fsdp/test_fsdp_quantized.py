@@ -17,12 +17,13 @@ from tests.fsdp.quantized import Model, Reference, gathered, model_of, policy, r
 from tests.fsdp.towers import grads, same
 from tests.fsdp.transformer import full, part
 from tests.fsdp.units import unit_of
-from tests.ranks import on_processes, on_threads
+from tests.ranks import on_processes, on_threads, run_threads
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.block_grid import Grid
 from vescale_ray.communication.point_to_point import Messages
 from vescale_ray.dtensor import distribute_tensor as ragged
 from vescale_ray.fsdp import Sharding, explain, fully_shard
+from vescale_ray.fsdp.layouts import wire
 from vescale_ray.fsdp.layouts.wire import CodeWire
 from vescale_ray.geometry import Block
 from vescale_ray.optim import AdamW8bit, Muon
@@ -40,17 +41,26 @@ def groups(model: Any) -> list[Any]:
     return [g for unit in (*model.layers, model) for g in unit_of(unit).groups]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dequantization_in_few_kernels_gives_the_same_weights(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerators take this path."""
+    monkeypatch.setattr(wire, "PIECEWISE", set())
+    run_threads(3, gathers_quantized, dtype)
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@on_threads()
-def test_gathered_weights_equal_gather_then_quantize(rank: int, world: int, dtype: str) -> None:
+def test_gathered_weights_equal_gather_then_quantize(world: int, dtype: str) -> None:
+    run_threads(world, gathers_quantized, dtype)
+
+
+def gathers_quantized(rank: int, world: int, dtype: str) -> None:
     kind = getattr(torch, dtype)
     model = sharded(model_of(), mp_policy=MixedPrecisionPolicy(param_dtype=kind))
     masters = whole_values(model)
     for group in groups(model):
-        wire = group.gathered.wire
-        if isinstance(wire, CodeWire):
-            assert group.division.part_numel % 128 == 0 and wire.parts.part_bytes % 128 == 0
+        if isinstance(group.gathered.wire, CodeWire):
+            assert group.division.part_numel % 128 == 0 and group.gathered.wire.parts.part_bytes % 128 == 0
     with gathered(model) as seen:
         assert seen.keys() == masters.keys()
         for name, value in seen.items():
@@ -63,21 +73,21 @@ def test_gathered_weights_equal_gather_then_quantize(rank: int, world: int, dtyp
 
 def check_codes(group: Any, rank: int, masters: dict[str, torch.Tensor]) -> None:
     """Compare this rank's bytes with its share of the whole tensors' codes and scales."""
-    wire = group.gathered.wire
-    assert wire._part is not None
+    sent = group.gathered.wire
+    assert sent._part is not None
     for name, master in masters.items():
         form = policy(name, master)  # type: ignore[arg-type]
         assert form is not None
         codes, scales = quantize(master, form)
-        piece = wire.parts.piece(name, rank)
+        piece = sent.parts.piece(name, rank)
         start, end = group.layout.local_range(name, rank)
         if piece is None:
             assert start == end
             continue
         grid = Grid.of(master.shape, form.block)
         first, last = grid.band_of(start) * grid.columns, grid.band_of(end) * grid.columns
-        assert torch.equal(wire._part[piece.codes], codes.view(torch.uint8).view(-1)[start:end])
-        assert torch.equal(wire._part[piece.scales].view(form.scale_dtype), scales.view(-1)[first:last])
+        assert torch.equal(sent._part[piece.codes], codes.view(torch.uint8).view(-1)[start:end])
+        assert torch.equal(sent._part[piece.scales].view(form.scale_dtype), scales.view(-1)[first:last])
 
 
 VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {

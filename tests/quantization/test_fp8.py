@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vescale_ray.block_grid import Grid
+from vescale_ray.geometry import Block
 from vescale_ray.quantization import Fp8Block
-from vescale_ray.quantization.fp8 import bad_scales, dequantize, quantize, quantize_range, scale_values
+from vescale_ray.quantization.fp8 import bad_scales, dequantize, dequantize_range, quantize, quantize_range, scale_values
 
 E4M3 = sorted({m / 8 * 2.0**-6 for m in range(8)} | {(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)} - {480.0})
 """Magnitudes of e4m3: 3 bits of mantissa, exponents from -6 to 8, subnormal numbers below 2^-6, and no 480."""
@@ -119,6 +120,16 @@ def test_bf16_values_are_fp32_values_rounded_once() -> None:
     wide = dequantize(codes, scales, Fp8Block(32, 32))
     for dtype in (torch.bfloat16, torch.float16):
         assert torch.equal(dequantize(codes, scales, Fp8Block(32, 32), dtype=dtype), wide.to(dtype))
+
+
+def test_every_code_is_decoded_exactly() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    regions = tuple(Grid.of((2, 128), Block.tile(1, 128)).regions(0, 256))
+    numbers = torch.tensor([*E4M3, 480.0], dtype=torch.float64)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        out = torch.empty(256, dtype=dtype)
+        dequantize_range(codes, torch.tensor([1.0, 2.0]), regions, out)
+        assert torch.equal(out.double(), torch.cat([numbers, -2 * numbers])) and bool(torch.signbit(out[128]))
 
 
 @settings(max_examples=60)

@@ -21,7 +21,6 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -41,6 +40,8 @@ CHUNK_NUMEL = {"cpu": 1 << 17}
 """Elements that are processed at a time, at least one band, by device type: temporaries then stay in a CPU core's cache."""
 _OTHER_CHUNK = 1 << 24
 _EXPONENT = 0x7F800000
+_NO_SIGN_COPY = ~0x4000
+"""Clears bit 14, to which the shift moves the second copy of a negative code's sign."""
 _NO_NUMBER = 255
 """The E8M0 code of Inf and NaN."""
 
@@ -126,7 +127,7 @@ def dequantize(codes: Tensor, scales: Tensor, form: Fp8Block = Fp8Block(), *, dt
     """Return the values of :func:`quantize`'s result in ``dtype``, rounded once from FP32."""
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     grid = Grid.of(codes.shape, form.block)
-    decode(codes.contiguous().view(torch.uint8).view(-1), out.view(-1))
+    out.copy_(codes)  # exact in BF16, FP16 and FP32
     scale_range(out.view(-1), scales.contiguous().view(-1), tuple(grid.regions(0, out.numel())))
     return out
 
@@ -173,15 +174,18 @@ def quantize_range(x: Tensor, regions: Sequence[Region], form: Fp8Block, codes: 
         stored.copy_(scale if form.scales == "float32" else _exponents(scale))
 
 
-def decode(codes: Tensor, out: Tensor) -> None:
-    """Write the values of ``codes`` (uint8) without their scales to ``out``; BF16 and FP16 hold each of them exactly."""
-    if out.device.type != "cpu":
-        out.copy_(codes.view(torch.float8_e4m3fn))
-        return
-    step = CHUNK_NUMEL["cpu"]
-    for row, to in zip(torch.atleast_2d(codes), torch.atleast_2d(out), strict=True):
-        for first in range(0, row.numel(), step):  # a table is five times as fast as torch's cast
-            torch.index_select(_values(out.dtype), 0, row[first : first + step].to(torch.int32), out=to[first : first + step])
+def dequantize_range(codes: Tensor, scales: Tensor, regions: Sequence[Region], out: Tensor) -> None:
+    """Write the values of a shard of whole bands to ``out``, rounded once from FP32. For the CPU: chunks stay in a core's cache.
+
+    The bits of a code are moved to the places of an FP16 number, which is the code's value / 256, subnormal numbers included. This takes a
+    third of the time of torch's cast. Codes of NaN, which finite tiles do not have, count as 480.
+    """
+    for region, element, block, bands in _chunks(regions, out.device):
+        here = slice(element, element + bands * region.band_numel)
+        bits = codes[here].view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(_NO_SIGN_COPY)
+        values = bits.view(torch.float16).to(torch.float32).mul_(256.0).view(bands, region.rows, region.cols)
+        values.mul_(spread(scale_values(scales[block : block + bands * region.columns]), region))
+        out[here].copy_(values.view(-1))
 
 
 def scale_range(values: Tensor, scales: Tensor, regions: Sequence[Region]) -> None:
@@ -219,10 +223,3 @@ def _rounded_up(scale: Tensor) -> Tensor:
 
 def _exponents(scale: Tensor) -> Tensor:
     return ((scale.view(torch.int32) & _EXPONENT) >> 23).to(torch.uint8)
-
-
-@lru_cache(maxsize=8)
-def _values(dtype: torch.dtype) -> Tensor:
-    """The values of all 256 codes, on the CPU; BF16 and FP16 hold each of them exactly."""
-    with torch.inference_mode(False):
-        return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype)

@@ -48,6 +48,7 @@ class CodeParts:
         self.grids = {name: Grid.of(shapes[name], forms[name].block) for name in layout.order}
         self.regions = {name: tuple(grid.regions(0, grid.numel)) for name, grid in self.grids.items()}
         """The tiles of each whole tensor."""
+        self._pieces: list[tuple[int, str, CodePiece]] | None = None
         self.scale_spans: dict[str, dict[int, slice]] = {}
         """Bytes of each tensor's scales in the parts of the ranks that hold some of it, in rank order."""
         ends: dict[int, int] = {}
@@ -74,6 +75,13 @@ class CodeParts:
         """Return the number of the tensor's tiles that ``rank`` holds."""
         grid, (start, end) = self.grids[name], self.layout.local_range(name, rank)
         return (grid.band_of(end) - grid.band_of(start)) * grid.columns
+
+    def pieces(self) -> list[tuple[int, str, CodePiece]]:
+        """Return the pieces of all tensors on all ranks."""
+        if self._pieces is None:
+            held = ((rank, name) for name in self.layout.order for rank in self.layout.ranks_of(name))
+            self._pieces = [(rank, name, piece) for rank, name in held if (piece := self.piece(name, rank)) is not None]
+        return self._pieces
 
     def piece(self, name: str, rank: int) -> CodePiece | None:
         """Return the rank's piece of a tensor, or None if it holds none of it."""

@@ -12,6 +12,9 @@ from vescale_ray.fsdp.layouts.code_parts import CodeParts
 from vescale_ray.fsdp.layouts.division import Division
 from vescale_ray.quantization import fp8
 
+PIECEWISE = {"cpu"}
+"""Types of devices that dequantize each rank's piece of each tensor separately. Others use a few kernels for all ranks."""
+
 
 class GroupWire(Protocol):
     """The parts that ranks send in an all-gather."""
@@ -115,7 +118,14 @@ class CodeWire:
             if flat.device.type == "cpu":  # elsewhere the host would wait for the all-gather
                 self._raise_if_bad()
             self._checked = True
-        fp8.decode(rows[:, : layout.shard_numel], flat.view(layout.num_shards, layout.shard_numel))
+        whole = flat.view(layout.num_shards, layout.shard_numel)
+        if flat.device.type in PIECEWISE:
+            for rank, name, piece in self.parts.pieces():
+                form = self.parts.forms[name]
+                scale = rows[rank, piece.scales].view(form.scale_dtype)
+                fp8.dequantize_range(rows[rank, piece.codes], scale, piece.regions, whole[rank, piece.codes])
+            return
+        whole.copy_(rows[:, : layout.shard_numel].view(torch.float8_e4m3fn))  # few kernels, for any number of ranks
         for name, regions in self.parts.regions.items():
             start = layout.offsets[name]
             fp8.scale_range(flat[start : start + self.parts.grids[name].numel], scales[name], regions)
