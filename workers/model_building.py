@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from vescale_ray.config import RunConfig
-    from vescale_ray.config.sections import LoraSettings
+    from vescale_ray.config.model_section import LoraSettings
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_ray import gloo
-from vescale_ray.config.sections import ModelSection
+from vescale_ray.config.model_section import ModelSection
 from vescale_ray.data.corpus import Corpus
 from vescale_ray.workers.compile_ahead import compile_units
 from vescale_ray.workers.network import process_groups

@@ -8,6 +8,7 @@ here, before anything starts. ``RunConfig.to_yaml()`` is the resolved form that 
 from vescale_ray.config.credentials import holds_credentials
 from vescale_ray.config.data_section import DataSection
 from vescale_ray.config.given import Given
+from vescale_ray.config.model_section import ModelSection
 from vescale_ray.config.reading import load_config, parse_config, read_config, sections
 from vescale_ray.config.run_config import RunConfig
 from vescale_ray.config.sections import (
@@ -16,7 +17,6 @@ from vescale_ray.config.sections import (
     ConfigError,
     ElasticSection,
     MetricsSection,
-    ModelSection,
     RaySection,
     RunSection,
     TrainSection,

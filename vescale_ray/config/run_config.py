@@ -12,12 +12,12 @@ from vescale_ray.config.credentials import holds_credentials
 from vescale_ray.config.data_section import DataSection
 from vescale_ray.config.given import Given
 from vescale_ray.config.mistakes import shown
+from vescale_ray.config.model_section import ModelSection
 from vescale_ray.config.sections import (
     CheckpointSection,
     ConfigError,
     ElasticSection,
     MetricsSection,
-    ModelSection,
     RaySection,
     RunSection,
     Section,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vescale_ray.checkpoint import Checkpoint
     from vescale_ray.checkpoint.bridges.pieces import FileLayout
     from vescale_ray.checkpoint.huggingface_export import Computed
-    from vescale_ray.config.sections import LoraSettings
+    from vescale_ray.config.model_section import LoraSettings
     from vescale_ray.models.hf import HfFolder
 
 
