@@ -128,7 +128,7 @@ def dequantize(codes: Tensor, scales: Tensor, form: Fp8Block = Fp8Block(), *, dt
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     grid = Grid.of(codes.shape, form.block)
     out.copy_(codes)  # exact in BF16, FP16 and FP32
-    scale_range(out.view(-1), scales.contiguous().view(-1), tuple(grid.regions(0, out.numel())))
+    scale_whole(out.view(-1), scales.contiguous().view(-1), grid)
     return out
 
 
@@ -188,11 +188,21 @@ def dequantize_range(codes: Tensor, scales: Tensor, regions: Sequence[Region], o
         out[here].copy_(values.view(-1))
 
 
-def scale_range(values: Tensor, scales: Tensor, regions: Sequence[Region]) -> None:
-    """Multiply ``values``, whole bands of decoded codes, by their tiles' stored ``scales``; each product is rounded once from FP32."""
-    for region, element, block, bands in _chunks(regions, values.device):
-        here = values[element : element + bands * region.band_numel].view(bands, region.rows, region.cols)
-        here.mul_(spread(scale_values(scales[block : block + bands * region.columns]), region))
+def scale_whole(values: Tensor, scales: Tensor, grid: Grid) -> None:
+    """Multiply a whole tensor of decoded codes (1-D) by its tiles' stored ``scales``, in two or three kernels for any number of matrices.
+
+    Each product is rounded once from FP32.
+    """
+    matrices, rows, cols = grid.numel // grid.matrix_numel, grid.band_rows, grid.row_numel
+    whole = grid.matrix_numel // grid.band_numel
+    factors = scale_values(scales).view(matrices, grid.bands, 1, grid.columns, 1)
+    if cols % grid.block_cols:  # a smaller last column: one factor for each element of a row
+        factors = factors.expand(-1, -1, -1, -1, grid.block_cols).reshape(matrices, grid.bands, 1, -1)[..., :cols, None]
+    stack = values.view(matrices, -1, factors.shape[3], cols // factors.shape[3])
+    if whole:
+        stack[:, : whole * rows].unflatten(1, (whole, rows)).mul_(factors[:, :whole])
+    if whole < grid.bands:
+        stack[:, whole * rows :].mul_(factors[:, whole])
 
 
 def scale_values(scales: Tensor) -> Tensor:

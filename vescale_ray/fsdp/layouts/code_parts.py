@@ -46,8 +46,6 @@ class CodeParts:
         self.layout, self.forms = layout, dict(forms)
         shapes = {spec.name: spec.shape for spec in layout.specs}
         self.grids = {name: Grid.of(shapes[name], forms[name].block) for name in layout.order}
-        self.regions = {name: tuple(grid.regions(0, grid.numel)) for name, grid in self.grids.items()}
-        """The tiles of each whole tensor."""
         self._pieces: list[tuple[int, str, CodePiece]] | None = None
         self.scale_spans: dict[str, dict[int, slice]] = {}
         """Bytes of each tensor's scales in the parts of the ranks that hold some of it, in rank order."""

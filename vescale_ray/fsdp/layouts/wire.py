@@ -126,9 +126,9 @@ class CodeWire:
                 fp8.dequantize_range(rows[rank, piece.codes], scale, piece.regions, whole[rank, piece.codes])
             return
         whole.copy_(rows[:, : layout.shard_numel].view(torch.float8_e4m3fn))  # few kernels, for any number of ranks
-        for name, regions in self.parts.regions.items():
+        for name, grid in self.parts.grids.items():
             start = layout.offsets[name]
-            fp8.scale_range(flat[start : start + self.parts.grids[name].numel], scales[name], regions)
+            fp8.scale_whole(flat[start : start + grid.numel], scales[name], grid)
 
     def describe(self) -> tuple[str, ...]:
         return tuple(f"{name}: {form}" for name, form in self.parts.forms.items())
