@@ -120,7 +120,7 @@ def test_invalid_root_raises_a_clear_error_and_creates_nothing(tmp_path):
 def test_every_point_of_the_list_is_passed_in_the_listed_order(root, monkeypatch):
     """The kill test walks this list. A listed point that no save passes would be tested vacuously."""
     passed: list[str] = []
-    for part in ("stores.posix", "format.shard", "commits", "collection"):
+    for part in ("stores.posix", "format.shard", "commits", "upkeep.collection"):
         module = importlib.import_module(f"vescale_ray.checkpoint.{part}")
         monkeypatch.setattr(module, "fault_point", lambda name, index=0: passed.append(name))
     save_in_process(root, AFTER, random_layout(AFTER, 1, seed=3), step=30)

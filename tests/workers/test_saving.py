@@ -139,7 +139,8 @@ def test_failed_copy_costs_the_checkpoint_and_not_the_training() -> None:
     config = SimpleNamespace(
         train=SimpleNamespace(steps=100, eval_every=0), data=SimpleNamespace(eval_samples=0), checkpoint=SimpleNamespace(every=5)
     )
-    resources: Any = SimpleNamespace(config=config, snapshots=SimpleNamespace(stage=stage), heartbeat=None, writer=None)
+    never = SimpleNamespace(is_due=lambda step: False)
+    resources: Any = SimpleNamespace(config=config, snapshots=SimpleNamespace(stage=stage), heartbeat=None, writer=None, completer=never)
     trainer: Any = SimpleNamespace(rank=1, grid=RankGrid(1, 2), generation=3)
     record: Any = SimpleNamespace(step=10, flags=0)
     state = WorkerState("w1")

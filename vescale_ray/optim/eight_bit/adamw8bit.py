@@ -191,6 +191,8 @@ def step_blocks(work: Sequence[tuple[Held, Sequence[Region], Hyper]]) -> None:
 
             with torch.cuda.device(device):  # Triton launches on the current device
                 step_triton(here)
+            # Unlike torch's operations, a kernel counts no write. FP8 codes and casts of the shard are renewed after counted writes.
+            torch.autograd.graph.increment_version([part.param for part, *_ in here])
         else:
             for part, region, hyper in here:
                 step_region_torch(part, region, hyper)
