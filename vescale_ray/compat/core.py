@@ -92,8 +92,8 @@ with private_names():
     # Hides the first forward's exchange from modes that count or record the user's operations.
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
-    # Nested arguments and results of operations.
-    from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+    # Nested values: a model's inputs.
+    from torch.utils._pytree import tree_leaves, tree_map_only
 
     need("torch.autograd.Variable", "_execution_engine")  # queue_callback calls a function at the end of a backward
     need("torch.Tensor", "_version", "_base", "_is_view")  # count writes, and follow views to their base

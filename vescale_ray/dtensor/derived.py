@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from vescale_ray.compat.core import TensorBase, run_as_is, tree_leaves, tree_map, tree_map_only
+from vescale_ray.compat.core import TensorBase, run_as_is
 from vescale_ray.compat.tensor import DTensorSpec, TensorMeta
 from vescale_ray.dtensor.autograd import Classes, RaggedAwareDTensor, whole_of
+from vescale_ray.dtensor.operations.arguments import each, each_argument, tensor_arguments, tensors_in
 from vescale_ray.dtensor.operations.schema import different_meshes, plain_is_whole, refuse_leaf, schema_facts, written
 from vescale_ray.dtensor.operations.whole import held_whole, is_dtensor, on_local, write_local
 from vescale_ray.dtensor.redistribution import contribution, move
@@ -42,19 +43,19 @@ class GatheredView(RaggedAwareDTensor):
                 return args[0].write(func, args, kwargs or {})
         GatheredView.refuse_writes(func, targets)
         sources: tuple[Source, ...] = ()
-        for value in tree_leaves((args, kwargs)):
+        for value in tensor_arguments(args, kwargs or {}):
             if isinstance(value, GatheredView):
                 value.check(func)
                 sources += value._sources
                 mesh = value.device_mesh
         args, kwargs = _beside(func, "a gathered copy of a ragged tensor", mesh, args, kwargs or {})
         result = func(*args, **kwargs)
-        return read_only(result, sources) if is_view else tree_map(_derived, result)
+        return read_only(result, sources) if is_view else each(_derived, result)
 
     @staticmethod
     def refuse_writes(func: Any, targets: Any) -> None:
         """Raise if a gathered copy is among ``targets`` or their items."""
-        if any(isinstance(target, GatheredView) for target in tree_leaves(targets)):
+        if any(isinstance(target, GatheredView) for target in tensors_in(targets)):
             raise RuntimeError(
                 f"{func}: this tensor is a gathered copy, not a view, of a RaggedDTensor: writing to it would not reach "
                 "that tensor; write to its to_local(), or build the whole tensor and use copy_()"
@@ -73,7 +74,7 @@ class GatheredView(RaggedAwareDTensor):
         local = self._local_tensor
         if func is not torch.ops.aten.copy_.default:
             args = [self, *_beside(func, "a gathered copy of a ragged tensor", self.device_mesh, args[1:], {})[0]]
-        args, kwargs = tree_map_only(DTensor, lambda value: local if value is self else _whole(value), (args, kwargs))
+        args, kwargs = each_argument(lambda v: local if v is self else _whole(v) if isinstance(v, DTensor) else v, args, kwargs)
         func(*args, **kwargs)
         self._sources[0].take_back(self, local)
         return self
@@ -159,7 +160,7 @@ class DerivedDTensor(RaggedAwareDTensor):
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """The gradient that a compiled function expects for this result: reduced, in the form that :func:`whole_of` returns."""
-        return _derived(_settled(self)) if _is_pending(self) else self
+        return _derived(_settle(self)) if _is_pending(self) else self
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> DerivedDTensor:
@@ -181,29 +182,31 @@ class DerivedDTensor(RaggedAwareDTensor):
             left, right = (whole_of(v) if isinstance(v, DTensor) else v for v in args[:2])
             return bool(torch.allclose(left, right, *args[2:], **kwargs))
         writes, is_view = schema_facts(func)
-        targets = [t for t in tree_leaves(written(func, writes, args, kwargs)) if isinstance(t, Tensor)]
+        targets = tensors_in(written(func, writes, args, kwargs))
         if targets:
             if not any(isinstance(t, DTensor) for t in targets):
                 return _write_plain(func, args, kwargs)
             return _write(func, targets, args, kwargs)
-        tensors = [v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
-        operands = list(filter(is_dtensor, tensors))
-        mesh = operands[0].device_mesh
-        if other := next((v.device_mesh for v in operands if v.device_mesh != mesh), None):
-            raise different_meshes(func, other, mesh)
+        tensors = tensor_arguments(args, kwargs)
         moved = name in _SAME_ELEMENTS or (is_view and not {name, f"{name}.{func._schema.overload_name}"} & _OTHER_NUMBERS)
-        if moved and _pending_alike(tensors) and held_whole(operands):
-            result = on_local(func, mesh, operands[0].placements, args, kwargs)
+        drawn = torch.Tag.nondeterministic_seeded in func.tags
+        if _alike(tensors) and held_whole(tensors[:1]) and (moved or not _is_pending(tensors[0])) and not drawn:
+            result = on_local(func, tensors[0], args, kwargs)
         else:
-            args, kwargs = tree_map(_settle, (args, kwargs))
+            operands = list(filter(is_dtensor, tensors))
+            mesh = operands[0].device_mesh
+            if other := next((v.device_mesh for v in operands if v.device_mesh != mesh), None):
+                raise different_meshes(func, other, mesh)
             args, kwargs = _beside(func, "what was computed from a ragged tensor", mesh, args, kwargs)
-            left = list(filter(is_dtensor, tree_leaves((args, kwargs))))
-            if held_whole(left) and torch.Tag.nondeterministic_seeded not in func.tags:
-                result = on_local(func, mesh, left[0].placements, args, kwargs)
+            left = list(filter(is_dtensor, tensor_arguments(args, kwargs)))
+            if held_whole(left) and not drawn:
+                result = on_local(func, left[0], args, kwargs)
             else:
-                result = tree_map(_derived, func(*args, **kwargs))
-        if (is_view or name == "_unsafe_view") and any(map(_is_norm, operands)):
-            tree_map_only(DerivedDTensor, _mark_view, result)
+                result = each(_derived, func(*args, **kwargs))
+        if (is_view or name == "_unsafe_view") and any(map(_is_norm, filter(is_dtensor, tensors))):
+            for view in tensors_in([result]):
+                if isinstance(view, DerivedDTensor):
+                    view._of_norm = True
         return result
 
 
@@ -235,32 +238,38 @@ def _is_norm(value: DTensor) -> bool:
     return any(p.is_partial() and type(p) is not Partial for p in value.placements)
 
 
-def _settled(value: DTensor) -> DTensor:
-    """``value`` as torch's DTensor with nothing pending; it shares memory if nothing was pending."""
-    return DTensor(*move(value._local_tensor, value._spec, settled_placements(value.placements)), requires_grad=False)
-
-
 def _settle(value: Any) -> Any:
-    """Return ``value`` without a pending reduction if it is a tensor that has one.
+    """A derived DTensor, or torch's own, as torch's own with nothing pending. It shares memory if nothing was pending.
 
-    Plain DTensors of torch are settled, too, for example the norm of a parameter with ``Shard`` placements.
+    For example, the norm of a parameter with ``Shard`` placements is torch's. Other values are returned unchanged.
     """
-    return _settled(value) if isinstance(value, DerivedDTensor) or (type(value) is DTensor and _is_pending(value)) else value
+    if (type(value) is DTensor or isinstance(value, _DERIVED)) and _is_pending(value):
+        local, spec = move(value._local_tensor, value._spec, settled_placements(value.placements))
+        return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """A derived DTensor as torch's own. Other values are returned unchanged."""
+    return DTensor.__new__(DTensor, value._local_tensor, value._spec, requires_grad=False) if isinstance(value, _DERIVED) else value
+
+
+_DERIVED = (GatheredView, DerivedDTensor)
 
 
 def _whole(value: DTensor) -> Tensor:
     return arrived(move(value._local_tensor, value._spec, replicated(value.device_mesh))[0])
 
 
-def _pending_alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether all ``tensors`` are contributions with the same pending reduction. It compares values: during compilation each argument
-    has a mesh object of its own, equal to the others'."""
+def _alike(tensors: Sequence[Tensor]) -> TypeGuard[Sequence[DerivedDTensor]]:
+    """Whether all ``tensors`` are of this class, with the same mesh, placements and dtype. It compares values: during compilation each
+    argument has a mesh object of its own, equal to the others'."""
     one = tensors[0]
-    return isinstance(one, DerivedDTensor) and _is_pending(one) and all(isinstance(v, DerivedDTensor) and _alike(v, one) for v in tensors)
-
-
-def _alike(a: DTensor, b: DTensor) -> bool:
-    return a._spec is b._spec or (a.placements == b.placements and a.device_mesh == b.device_mesh and a.dtype is b.dtype)
+    return isinstance(one, DerivedDTensor) and all(
+        isinstance(v, DerivedDTensor)
+        and (v._spec is one._spec or (v.placements == one.placements and v.device_mesh == one.device_mesh and v.dtype is one.dtype))
+        for v in tensors
+    )
 
 
 def _mark_view(view: DerivedDTensor) -> DerivedDTensor:
@@ -280,7 +289,8 @@ def _write_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             )
         return _whole(value)
 
-    return func(*tree_map(number, args), **tree_map(number, kwargs))
+    args, kwargs = each_argument(number, args, kwargs)
+    return func(*args, **kwargs)
 
 
 def _write(func: Any, targets: list[Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -291,7 +301,7 @@ def _write(func: Any, targets: list[Any], args: Any, kwargs: dict[str, Any]) -> 
     its value replaces it instead.
     """
     stand_ins: list[tuple[DerivedDTensor, DTensor]] = []
-    if func is torch.ops.aten.copy_.default and isinstance(args[0], DerivedDTensor) and _pending_alike(args[:2]):
+    if func is torch.ops.aten.copy_.default and _alike(args[:2]) and _is_pending(args[0]):
         args[0]._local_tensor.copy_(args[1]._local_tensor)
         return args[0]
     for target in targets:
@@ -303,15 +313,15 @@ def _write(func: Any, targets: list[Any], args: Any, kwargs: dict[str, Any]) -> 
 
     def stand_in(value: Any) -> Any:
         if not isinstance(value, DerivedDTensor):
-            return _plain(value if any(value is t for t in targets) else _settle(value))
+            return _plain(value) if any(value is t for t in targets) else _settle(value)
         for known, plain in stand_ins:
             if known is value:
                 return plain
-        stand_ins.append((value, _settled(value)))
+        stand_ins.append((value, _settle(value)))
         return stand_ins[-1][1]
 
-    args, kwargs = tree_map(stand_in, (args, kwargs))
-    whole = all(isinstance(t, DerivedDTensor) for t in targets) and held_whole(list(filter(is_dtensor, tree_leaves((args, kwargs)))))
+    args, kwargs = each_argument(stand_in, args, kwargs)
+    whole = all(isinstance(t, DerivedDTensor) for t in targets) and held_whole(list(filter(is_dtensor, tensor_arguments(args, kwargs))))
     if whole and not {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view} & set(func.tags):
         result = write_local(func, args, kwargs)
     else:
@@ -324,7 +334,7 @@ def _write(func: Any, targets: list[Any], args: Any, kwargs: dict[str, Any]) -> 
         else:
             pending = [dim for dim, p in enumerate(value.placements) if p.is_partial()]
             value._local_tensor.copy_(contribution(plain._local_tensor, value.device_mesh, value.placements, pending))
-    return tree_map(lambda r: next((value for value, plain in stand_ins if plain is r), r), result)
+    return each(lambda r: next((value for value, plain in stand_ins if plain is r), r), result)
 
 
 def _derived(value: Any) -> Any:
@@ -355,15 +365,14 @@ def _copied(value: DTensor, memo: dict[int, Any], make: Callable[[Tensor, DTenso
 
 
 def _beside(func: Any, what: str, mesh: DeviceMesh, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments with derived DTensors as torch's own. Plain tensors with dimensions raise, except in torch's backward formulas."""
+    """The arguments with derived DTensors as torch's own, with nothing pending.
+
+    Plain tensors with dimensions raise, except in torch's backward formulas.
+    """
 
     def convert(value: Any) -> Any:
-        if isinstance(value, GatheredView | DerivedDTensor):
-            return DTensor.__new__(DTensor, value._local_tensor, value._spec, requires_grad=False)
-        if isinstance(value, list | tuple):
-            return [convert(v) for v in value]
         if not isinstance(value, Tensor) or isinstance(value, DTensor):
-            return value
+            return _settle(value)
         if value.ndim == 0:
             refuse_leaf(func, value, what)
             return value
@@ -375,7 +384,7 @@ def _beside(func: Any, what: str, mesh: DeviceMesh, args: Any, kwargs: dict[str,
             "parameters of a sharded module are whole in its forward, or after its unshard()"
         )
 
-    return [convert(v) for v in args], {k: convert(v) for k, v in kwargs.items()}
+    return each_argument(convert, args, kwargs)
 
 
 def read_only(result: Any, sources: tuple[Source, ...] = ()) -> Any:
@@ -388,13 +397,4 @@ def read_only(result: Any, sources: tuple[Source, ...] = ()) -> Any:
         view._sources = sources
         return view
 
-    return tree_map(convert, result)
-
-
-def _plain(value: Any) -> Any:
-    """An argument with derived DTensors as torch's own."""
-    if isinstance(value, GatheredView | DerivedDTensor):
-        return DTensor.__new__(DTensor, value._local_tensor, value._spec, requires_grad=False)
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return value
+    return each(convert, result)

@@ -375,10 +375,9 @@ def enclose(cls: type[T], local: Tensor, spec: DTensorSpec, requires_grad: bool 
     With ``cls.__new__`` the DTensor would take over the offset, and its ``data_ptr()`` would not be 0. DCP's ``async_save``, for one,
     relies on 0.
     """
-    traced = isinstance(local, FakeTensor | FunctionalTensor)  # the result must match the tensor that it stands for
-    if not (traced or type(local) is Tensor) or not local.storage_offset():
-        return cast(T, cls.__new__(cls, local, spec, requires_grad=requires_grad))
-    if traced:
+    if type(local) not in _WITH_OFFSET or not local.storage_offset():
+        return cls.__new__(cls, local, spec, requires_grad=requires_grad)  # type: ignore[return-value]
+    if type(local) is not Tensor:  # traced: the result must match the tensor that it stands for
         made = cls.__new__(cls, local.new_empty(0), spec, requires_grad=requires_grad)
         made._local_tensor = local
         return cast(T, made)
@@ -391,4 +390,5 @@ def enclose(cls: type[T], local: Tensor, spec: DTensorSpec, requires_grad: bool 
     return cast(T, made)
 
 
+_WITH_OFFSET = (Tensor, FakeTensor, FunctionalTensor)
 _STARTS: dict[tuple[torch.dtype, torch.device], Tensor] = {}

@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_ray.communication import collectives
 from vescale_ray.communication.collectives import all_gather, all_to_all, broadcast
-from vescale_ray.compat.core import disable_current_modes, run_as_is, tree_map_only
+from vescale_ray.compat.core import disable_current_modes, run_as_is
 from vescale_ray.compat.distributed import AsyncCollectiveTensor
+from vescale_ray.dtensor.operations.arguments import each_argument
 from vescale_ray.dtensor.placement import RaggedShard
 from vescale_ray.dtensor.spec import LocalSharding, Placements, holding, ragged_mesh_dim, section
 from vescale_ray.geometry import Box, Shape
@@ -100,10 +101,7 @@ class ArrivingTensor(AsyncCollectiveTensor):
     @classmethod
     @run_as_is
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        def arrived(value: AsyncCollectiveTensor) -> torch.Tensor:
-            return value.trigger_wait()
-
-        args, kwargs = tree_map_only(AsyncCollectiveTensor, arrived, (args, kwargs or {}))
+        args, kwargs = each_argument(arrived, args, kwargs or {})
         return func(*args, **kwargs)
 
 

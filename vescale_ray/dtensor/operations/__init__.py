@@ -1,5 +1,6 @@
 """Torch's operations on ragged tensors: the table, and the kinds of operations that it refers to.
 
 ``ops`` is the table. ``reduce``, ``views`` and ``pending`` treat some operations specially. ``fallback`` runs all others
-on whole tensors, or refuses them. ``operands`` and ``schema`` prepare arguments. ``whole`` serves DTensors that every rank holds whole.
+on whole tensors, or refuses them. ``operands``, ``arguments`` and ``schema`` prepare arguments. ``whole`` serves DTensors that every rank
+holds whole.
 """

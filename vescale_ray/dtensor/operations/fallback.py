@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.communication.collectives import broadcast
-from vescale_ray.compat.core import tree_leaves, tree_map
 from vescale_ray.compat.tensor import DTensorSpec, TensorMeta
 from vescale_ray.dtensor.derived import GatheredView, derived, read_only
+from vescale_ray.dtensor.operations.arguments import each, each_argument, tensor_arguments, tensors_in
 from vescale_ray.dtensor.operations.operands import gathered
 from vescale_ray.dtensor.operations.schema import HIDDEN_WRITES, different_meshes, lazy_conjugation, plain_is_whole, refuse_leaf, written
 from vescale_ray.dtensor.redistribution import move
@@ -72,16 +72,17 @@ def fallback(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[
         )
     # The text names only the operation, so that Python's filter shows it once.
     warnings.warn(f"{func} has no ragged form: each call gathers the whole tensor on every rank", RaggedFallbackWarning, stacklevel=4)
-    if any(isinstance(t, DTensor) and not all(p.is_replicate() for p in t.placements) for t in tree_leaves(targets)):
+    if any(isinstance(t, DTensor) and not all(p.is_replicate() for p in t.placements) for t in tensors_in(targets)):
         # Torch runs writes to its own sharded DTensors.
-        result = func(*tree_map(lambda v: gathered(cls, v), args), **tree_map(lambda v: gathered(cls, v), kwargs))
+        args, kwargs = each_argument(lambda v: gathered(cls, v), args, kwargs)
+        result = func(*args, **kwargs)
     else:
         result = _on_whole(cls, func, args, kwargs, targets)
     if torch.Tag.nondeterministic_seeded in func.tags:
         _agree(result)
     if not rule.is_view:
         return result
-    return read_only(result, tuple(Source(v) for v in tree_leaves((args, kwargs)) if isinstance(v, cls)))
+    return read_only(result, tuple(Source(v) for v in tensor_arguments(args, kwargs) if isinstance(v, cls)))
 
 
 def _on_whole(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any], targets: list[Any]) -> Any:
@@ -90,7 +91,7 @@ def _on_whole(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any], 
     It does not use torch's rules for Replicate: many operations have none, and some are wrong (complex linalg.pinv in torch 2.13).
     """
     mesh = _first_ragged(cls, args, kwargs).device_mesh
-    written_to = tree_leaves(targets)
+    written_to = [t for t in tensors_in(targets) if isinstance(t, DTensor)]
 
     def plain(value: Any) -> Any:
         if isinstance(value, DTensor):
@@ -121,19 +122,19 @@ def _on_whole(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any], 
         meta = TensorMeta(value.shape, value.stride(), value.dtype)
         return derived(value, DTensorSpec(mesh, replicated(mesh), tensor_meta=meta))
 
-    args, kwargs = tree_map(plain, tuple(args)), tree_map(plain, kwargs)
-    with lazy_conjugation(args, kwargs):
+    args, kwargs = each_argument(plain, args, kwargs)
+    with lazy_conjugation(tensor_arguments(args, kwargs)):
         result = func(*args, **kwargs)
-    return tree_map(distributed, result)
+    return each(distributed, result)
 
 
 def _first_ragged(cls: Cls, args: Sequence[Any], kwargs: dict[str, Any]) -> DTensor:
-    return next(v for v in tree_leaves((args, kwargs)) if isinstance(v, cls))
+    return next(v for v in tensor_arguments(args, kwargs) if isinstance(v, cls))
 
 
 def _agree(result: Any) -> None:
     """Give every rank the first rank's random numbers. Each rank drew its own, and a Replicate tensor must not differ by rank."""
-    for tensor in tree_leaves(result):
+    for tensor in tensors_in([result]):
         if isinstance(tensor, DTensor) and not tensor.is_meta and all(p.is_replicate() for p in tensor.placements):
             take_first_ranks(tensor._local_tensor, tensor.device_mesh, range(tensor.device_mesh.ndim))
 

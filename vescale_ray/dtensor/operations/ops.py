@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from vescale_ray.compat.core import tree_map
+from vescale_ray.dtensor.operations.arguments import each
 from vescale_ray.dtensor.operations.fallback import Cls, Handler, RaggedFallbackWarning, Rule, fallback, plain_target
 from vescale_ray.dtensor.operations.operands import broadcasts, gathered, operand, spread
 from vescale_ray.dtensor.operations.pending import any_pending, on_pending
@@ -266,7 +266,7 @@ def _foreach(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
             some, keywords = [only(a, indices) for a in args], {k: only(v, indices) for k, v in kwargs.items()}
             if indices is plain:
                 some = [a if isinstance(a, list | tuple) else _whole(cls, a) for a in some]  # a factor, as in clip_grad_norm_
-            done = run(cls, func, some, keywords) if run else func(*tree_map(lambda v: gathered(cls, v), some), **keywords)
+            done = run(cls, func, some, keywords) if run else func(*each(lambda v: gathered(cls, v), some), **keywords)
             if done is not None:
                 lists_done = done if isinstance(done, tuple) else (done,)
                 merged = merged or tuple([None] * count for _ in lists_done)

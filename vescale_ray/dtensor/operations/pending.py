@@ -7,13 +7,13 @@ tensor raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from vescale_ray.compat.core import tree_map
+from vescale_ray.dtensor.operations.arguments import each, each_argument
 from vescale_ray.dtensor.operations.schema import written
 from vescale_ray.dtensor.redistribution import move
 from vescale_ray.dtensor.spec import LocalSharding, settled_placements, sharding_of, wrap
@@ -53,12 +53,12 @@ def on_pending(cls: type[DTensor], func: Any, writes: Sequence[str], handler: An
     if name in _SAME:
         return handler(cls, func, args, kwargs)
     if name in _FROM_LAYOUT:
-        return func(*tree_map(lambda v: _relabelled(cls, v), args), **kwargs)
+        return func(*each(lambda v: _relabelled(cls, v), args), **kwargs)
     if name == "copy_" and isinstance(args[0], cls):  # copy_ reduces itself
         return handler(cls, func, args, kwargs)
     shardings = _linear(cls, func, name, args, kwargs)
     if shardings is not None:
-        local = func(*tree_map(lambda v: v._local_tensor if isinstance(v, cls) else v, list(args)), **kwargs)
+        local = func(*each(lambda v: v._local_tensor if isinstance(v, cls) else v, args), **kwargs)
         if writes:
             return args[0] if isinstance(args[0], Tensor) else None
         if isinstance(local, Tensor):
@@ -71,8 +71,8 @@ def on_pending(cls: type[DTensor], func: Any, writes: Sequence[str], handler: An
                     f"{func} would write to {sharding_of(item._spec).describe()}, whose reduction is pending: "
                     f"redistribute it to {list(settled_placements(item.placements))} first"
                 )
-    settle: Callable[[Any], Any] = lambda v: settled(cls, v)  # noqa: E731
-    return func(*tree_map(settle, list(args)), **{k: tree_map(settle, v) for k, v in kwargs.items()})
+    args, kwargs = each_argument(lambda v: settled(cls, v), args, kwargs)
+    return func(*args, **kwargs)
 
 
 def settled(cls: type[DTensor], value: Any) -> Any:

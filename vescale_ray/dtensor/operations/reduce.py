@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from vescale_ray.communication.collectives import all_reduce
-from vescale_ray.dtensor.derived import derived
+from vescale_ray.dtensor.derived import DerivedDTensor, derived
 from vescale_ray.dtensor.operations.operands import gathered, operand
 from vescale_ray.dtensor.operations.schema import meta_like
-from vescale_ray.dtensor.spec import LocalSharding, norm_partial, sharding_of, wrap
+from vescale_ray.dtensor.spec import LocalSharding, enclose, norm_partial, sharding_of, wrap
 from vescale_ray.geometry import Shape
 
 
@@ -61,19 +62,21 @@ def foreach_norm(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dic
     tensors, rest = args[0], args[1:]
     order = rest[0] if rest else kwargs.get("ord", 2)
     ragged = [t for t in tensors if isinstance(t, cls)]
-    locals_ = [t._local_tensor for t in ragged]
+    locals_, shardings = [t._local_tensor for t in ragged], [sharding_of(t._spec) for t in ragged]
     given = rest[1] if len(rest) > 1 else kwargs.get("dtype")
     for of in {t.dtype for t in locals_}:
         _result_dtype("linalg_vector_norm", of, given, float(order))
     if math.isinf(order) or order < 0:  # torch refuses these norms of empty tensors, which a rank may hold
         _refuse_empty(f"{func}: the norm of order {order}", ragged)
-        values = [_local_value("linalg_vector_norm", t, sharding_of(r._spec), given, order) for t, r in zip(locals_, ragged, strict=True)]
+        values = [_local_value("linalg_vector_norm", t, s, given, order) for t, s in zip(locals_, shardings, strict=True)]
     else:
         values = func(locals_, *rest, **kwargs)
         if 0 in map(_NUMEL, locals_):  # for empty tensors torch does not always return the usual dtype
             values = [v.to(_result_dtype("linalg_vector_norm", t.dtype, given, float(order))) for v, t in zip(values, locals_, strict=True)]
     partial = norm_partial(order)
-    results = iter([_result(v, partial, sharding_of(r._spec)) for v, r in zip(values, ragged, strict=True)])
+    kinds = list(zip(shardings, [v.dtype for v in values], strict=True))
+    specs = {kind: kind[0].reduced_spec(partial, (), kind[1]) for kind in set(kinds)}
+    results = map(enclose, repeat(DerivedDTensor), values, map(specs.__getitem__, kinds))
     if len(ragged) == len(tensors):
         return list(results)
     others = iter(func([t for t in tensors if not isinstance(t, cls)], *rest, **kwargs))

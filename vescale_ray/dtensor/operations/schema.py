@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from vescale_ray.compat.core import (
+    NO_CONTEXT,
     DispatchKey,
     ForceDispatchKeyGuard,
     current_autograd_node,
     dispatch_tls_local_exclude_set,
     dispatch_tls_local_include_set,
-    tree_leaves,
 )
 from vescale_ray.compat.tensor import allows_implicit_replication
 
@@ -92,13 +92,16 @@ def different_meshes(op: Any, one: Any, other: Any) -> ValueError:
     )
 
 
+def lazy_conjugation(tensors: Iterable[Tensor]) -> Any:
+    """A context that enables lazy conjugation and negation for an operation on ``tensors``.
+
+    Torch disables them under ``__torch_dispatch__``. An operation that makes such views itself (linalg.pinv) would ignore their meaning.
+    """
+    return _lazy_conjugation() if any(dtype.is_complex for dtype in {t.dtype for t in tensors}) else NO_CONTEXT
+
+
 @contextmanager
-def lazy_conjugation(*values: Any) -> Iterator[None]:
-    """Enable lazy conjugation and negation, which torch disables under ``__torch_dispatch__``. Without it, an operation that makes such
-    views itself (linalg.pinv) would ignore their meaning."""
-    if not any(isinstance(v, Tensor) and v.is_complex() for v in tree_leaves(values)):
-        yield
-        return
+def _lazy_conjugation() -> Iterator[None]:
     excluded = dispatch_tls_local_exclude_set()
     for key in (DispatchKey.Conjugate, DispatchKey.Negative):
         excluded = excluded.remove(key)

@@ -6,15 +6,15 @@ Torch's rules for DTensors are not used: many operations have none, and some res
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeGuard
 
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
-from vescale_ray.compat.core import tree_map, tree_map_only
 from vescale_ray.compat.tensor import DTensorSpec, TensorMeta
 from vescale_ray.dtensor.autograd import made
+from vescale_ray.dtensor.operations.arguments import each, each_argument, tensor_arguments
 from vescale_ray.dtensor.operations.schema import lazy_conjugation
 from vescale_ray.dtensor.transfer import arrived
 
@@ -26,19 +26,26 @@ def held_whole(operands: Sequence[DTensor]) -> bool:
     return whole and all(v.device_mesh is mesh or v.device_mesh == mesh for v in operands)
 
 
-def on_local(func: Any, mesh: DeviceMesh, placements: tuple[Placement, ...], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on each rank's local tensors."""
+def on_local(func: Any, like: DTensor, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` on each rank's local tensors. The results have the mesh and the placements of ``like``."""
+    mesh, placements, known = like.device_mesh, like.placements, like._spec.tensor_meta
 
     def local(value: Any) -> Any:
-        return arrived(value._local_tensor) if isinstance(value, DTensor) else value
+        if not isinstance(value, DTensor):
+            return value
+        held = value._local_tensor
+        return held if type(held) is Tensor else arrived(held)
 
-    def distributed(value: Tensor) -> DTensor:
+    def distributed(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
         value = value.resolve_conj().resolve_neg()
-        return made(value, DTensorSpec(mesh, placements, tensor_meta=TensorMeta(value.shape, value.stride(), value.dtype)))
+        meta = TensorMeta(value.shape, value.stride(), value.dtype)
+        return made(value, like._spec if meta == known else DTensorSpec(mesh, placements, tensor_meta=meta))
 
-    args, kwargs = tree_map(local, (args, kwargs))
-    with lazy_conjugation(args, kwargs):
-        return tree_map_only(Tensor, distributed, func(*args, **kwargs))
+    args, kwargs = each_argument(local, args, kwargs)
+    with lazy_conjugation(tensor_arguments(args, kwargs)):
+        return each(distributed, func(*args, **kwargs))
 
 
 def write_local(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -53,15 +60,15 @@ def write_local(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         known.append((value, value._local_tensor.clone() if fresh else value._local_tensor))
         return known[-1][1]
 
-    with lazy_conjugation(args, kwargs):
-        result = func(*tree_map(local, args), **{k: tree_map(lambda v, k=k: local(v, k in outs), v) for k, v in kwargs.items()})
+    with lazy_conjugation(tensor_arguments(args, kwargs)):
+        result = func(*each(local, args), **{k: each(partial(local, fresh=k in outs), v) for k, v in kwargs.items()})
     for value, written_to in known:
         if written_to.shape != value.shape:  # a copy: torch resizes out= tensors to the result
             raise RuntimeError(f"{func} gives a result of shape {tuple(written_to.shape)}: out= is a DTensor of shape {tuple(value.shape)}")
     for value, written_to in known:
         if written_to is not value._local_tensor:
             value._local_tensor.copy_(written_to)
-    return tree_map(lambda r: next((value for value, of in known if of is r), r), result)
+    return each(lambda r: next((value for value, of in known if of is r), r), result)
 
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:
