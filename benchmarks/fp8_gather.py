@@ -1,4 +1,4 @@
-"""What do gathers in FP8 save, and what do they cost? Against gathers in BF16 of the same engine, in the same processes.
+"""Bytes and time of gathers in FP8, against gathers in BF16 of the same engine, in the same processes.
 
     python benchmarks/fp8_gather.py [--ranks 2,4] [--emulated 64,256,1024] [--rounds 15] [--width 1024] [--json OUT]
 

@@ -36,7 +36,7 @@ _PIECE_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export has written: paths of the files, in order, names of the tensors, and the tensors' bytes."""
+    """Files and tensors of an export: paths of the files, in order, names of the tensors, and the tensors' bytes."""
 
     files: tuple[str, ...]
     tensors: tuple[str, ...]

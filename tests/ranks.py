@@ -24,7 +24,7 @@ import torch.distributed as dist
 from vescale_ray import gloo
 
 _OTHERS_S = 2.0
-"""How long to wait for the errors of other ranks after the first one."""
+"""Time to wait for the errors of other ranks after the first one."""
 
 
 class RankFailed(AssertionError):

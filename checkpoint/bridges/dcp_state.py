@@ -162,7 +162,7 @@ class DcpSource:
         }
 
     def _extra(self, path: Sequence[Any]) -> tuple[Any, ...] | None:
-        """Where to keep a value that is, or lies in, a module's extra state; None for any other."""
+        """Return the path under which to keep a value that is, or lies in, a module's extra state; None for any other."""
         at = next((at for at, part in enumerate(path[:2]) if is_extra(str(part))), None)
         return None if at is None else (f"{self._entry(path) if at else 'model'}.{self._table(str(path[at]))}", *path[at + 1 :])
 

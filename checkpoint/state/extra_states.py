@@ -98,7 +98,7 @@ def set_extra_states(key: str, model: nn.Module | Mapping[str, Any], flat: FlatS
 
 
 def _holders(model: Any) -> Iterator[tuple[str, Any]]:
-    """What takes each extra state of a module or dict, with the state's name in it."""
+    """Yield the modules or dicts that take extra states, each with the name of its state."""
     if not isinstance(model, nn.Module):
         yield from [(path, model) for path in model if is_extra(path)]
         return

@@ -51,7 +51,7 @@ def test_prepared_files_are_inspected_kept_and_trained_on(ray_here: None, tmp_pa
     result = vescale_ray.train(tiny(tmp_path, "on", **changes, train_steps=2, elastic_workers=1), progress=False)
     assert result.done
 
-    # What is wrong with a source comes from a task as one line.
+    # A task reports a bad source as one line.
     with (tmp_path / "3.jsonl").open("a") as file:
         file.write('{"text": 5}\n')
     assert main([*command[:-6], "--out", str(tmp_path / "new"), "--shards", "2"]) == 2

@@ -262,8 +262,8 @@ def _whole(value: DTensor) -> Tensor:
 
 
 def _alike(tensors: Sequence[Tensor]) -> TypeGuard[Sequence[DerivedDTensor]]:
-    """Whether all ``tensors`` are of this class, with the same mesh, placements and dtype. It compares values: during compilation each
-    argument has a mesh object of its own, equal to the others'."""
+    """Return whether all ``tensors`` are of this class, with equal meshes, placements and dtypes. During compilation each argument has a
+    mesh object of its own, equal to the others'."""
     one = tensors[0]
     return isinstance(one, DerivedDTensor) and all(
         isinstance(v, DerivedDTensor)

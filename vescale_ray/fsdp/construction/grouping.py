@@ -45,7 +45,7 @@ def plan_groups(parameters: Sequence[OriginalParameter], given: Arguments, axes:
 
 
 def _wire(sources: Sequence[OriginalParameter], division: Division, rank: int) -> GroupWire:
-    """What the all-gather of a group's parameters sends: FP8 codes if they have a format."""
+    """Return the form in which a group's parameters are gathered: FP8 codes if they have a format."""
     forms = {source.name: source.form for source in sources if source.form is not None}
     return CodeWire(CodeParts(division.layout, forms), rank) if forms else PlainWire(division)
 
