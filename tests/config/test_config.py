@@ -276,6 +276,8 @@ def test_rates_and_times_must_be_positive_and_finite(key: str, value: str) -> No
         (["checkpoint.dir=memory://x"], "checkpoint.dir = memory://x: each process has its own memory"),
         (["train.betas=[0.9]"], "train.betas.1"),
         (["train.betas=[0.9, 1.0]"], "train.betas.1 = 1.0: give less than 1"),
+        (["train.betas=[0.9, 0.9, 0.9]"], "give a list of at most 2"),
+        (["train.completions={every: 5, prompts: []}"], "train.completions.prompts = []: give a list of 1 or more"),
         (["train.optimizer=adam"], "train.optimizer = adam: give one of adamw, adamw8bit, muon, shampoo, soap or sgd"),
         (["run.name=a/b"], "run.name = a/b"),
         (["run.name=.."], "run.name = .."),

@@ -56,7 +56,11 @@ def _remedy(error: ErrorDetails, inner: Any) -> str:
             return "give keys and values in braces"
         case "dict_type":
             return "give keys and values in braces, for example {nesterov: false}"
-        case "missing" | "too_long":
+        case "too_short":
+            return f"give a list of {number(context['min_length'])} or more"
+        case "too_long":
+            return f"give a list of at most {number(context['max_length'])}"
+        case "missing":
             return "give as many entries as the default has"
         case "value_error":
             return str(inner)
