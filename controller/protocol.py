@@ -188,7 +188,7 @@ class Ending:
 
     @property
     def clean(self) -> bool:
-        """Whether the generation ended at an agreed step boundary, without losses and faults."""
+        """Return whether the generation ended at an agreed step boundary, without losses and faults."""
         return not self.lost and not self.faults
 
 

@@ -47,7 +47,7 @@ class Completer:
             self._codec, self._prompts = encoded_prompts(self._settings.prompts, config.data.tokenizer, dataset.unit, dataset.vocab)
 
     def is_due(self, step: int) -> bool:
-        """Whether completions follow step ``step``, the last one included."""
+        """Return whether completions follow step ``step``, the last one included."""
         return self._settings is not None and (step % self._settings.every == 0 or step == self._steps)
 
     def complete(self, trainer: Trainer) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ class Source:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the tensor was written since it was gathered, other than through its gathered views."""
+        """Return whether the tensor was written since it was gathered, other than through its gathered views."""
         return writes_of(self.tensor) != self.writes
 
     def accepts(self, func: Any, local: Tensor) -> bool:

@@ -20,7 +20,7 @@ class GroupWire(Protocol):
     """The parts that ranks send in an all-gather."""
 
     apart: bool
-    """Whether the parts are received in a buffer of their own, from which :meth:`join` fills the parameters' buffer."""
+    """True: the parts are received in a buffer of their own, from which :meth:`join` fills the parameters' buffer."""
 
     def dtype(self, compute: torch.dtype) -> torch.dtype:
         """The parts' dtype, given the compute dtype."""
@@ -68,7 +68,7 @@ class CodeWire:
         self.parts, self._rank = parts, rank
         self._part: torch.Tensor | None = None
         self._checked = True
-        """Whether the scales of the present codes were looked at."""
+        """True: the scales of the present codes were looked at."""
         self._bad: tuple[torch.Tensor, Any] | None = None
         """Number of each tensor's tiles with Inf or NaN, and the event after which the host may read it."""
 
