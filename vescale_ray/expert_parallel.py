@@ -13,6 +13,7 @@ row is dropped. The host waits once per layer for the numbers of rows.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ def _part(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     return part
 
 
-class _ParallelForward:
+class _ParallelForward(ABC):
     """The forward of experts that are distributed over ranks. A subclass knows the arguments of the module's own forward."""
 
     def __init__(self, module: Any, mesh: DeviceMesh) -> None:
@@ -142,9 +143,9 @@ class _ParallelForward:
         result: Tensor = _SendRows.apply(computed[order.argsort()], given, taken, self._group)
         return result
 
+    @abstractmethod
     def compute(self, local: Any, rows: Tensor, counts: Tensor) -> Tensor:
         """Compute ``rows`` by this rank's experts, those of ``local``."""
-        raise NotImplementedError
 
     def _local(self) -> Any:
         """The module with this rank's experts as plain tensors, for one call. The module itself stays as it is."""

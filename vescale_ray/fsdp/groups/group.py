@@ -148,7 +148,7 @@ class ParameterGroup:
 
     @property
     def casts(self) -> bool:
-        """The all-gather sends a copy of the shard: in FP8 or the compute dtype, on the device, or with the layout's gaps."""
+        """Return whether the all-gather sends a copy of the shard: in FP8 or the compute dtype, on the device, or with gaps."""
         alike = self.compute_dtype == self.orig_dtype and not self.offload and self.division.kept.in_place
         return not alike or isinstance(self.gathered.wire, CodeWire)
 
