@@ -1,15 +1,17 @@
-"""Learning speed of optimizers: held-out loss by step of the demo's model on the demo's corpus, with several seeds.
+"""Learning speed of optimizers and of FP8: held-out loss by step of the demo's model on the demo's corpus, with several seeds.
 
-    python benchmarks/convergence.py [--quick] [--steps 1000] [--seeds 3] [--optimizers adamw,muon,adamw8bit] [--json OUT] [--plot PNG]
+    python benchmarks/convergence.py [--quick] [--steps 1000] [--seeds 3] [--runs adamw,muon,adamw8bit] [--json OUT] [--plot PNG]
+    python benchmarks/convergence.py --runs bf16,fp8,fp8_products
 
 Each run uses the trainer (`vescale_ray.workers.trainer`) on one rank. Model, batches, warm-up, cosine decay and clipping are those of
-`vescale_ray/configs/demo.yaml`; RUNS below sets the optimizer and its learning rate. All optimizers see the same samples in the same order
-from the same initial values; a seed changes both. There are three figures against AdamW, each formed within a seed:
+`vescale_ray/configs/demo.yaml`; RUNS below sets the optimizer with its learning rate, or the dtype. All runs of a seed see the same samples
+in the same order from the same initial values; a seed changes both. There are three figures against a run's peer (FP32 AdamW, or BF16 AdamW
+for FP8), each formed within a seed:
 
-    loss.ratio     final held-out loss over AdamW's
-    steps.ratio    the first evaluated step at which the held-out loss is at or below AdamW's final one, over AdamW's steps
-    short.ratio    final held-out loss of a run whose whole schedule is `--short` of the steps (0.8), over AdamW's of all steps: at most 1
-                   means that AdamW's result is reached in that part of its steps, decay included (only of optimizers marked so in RUNS)
+    loss.ratio     final held-out loss over the peer's
+    steps.ratio    the first evaluated step at which the held-out loss is at or below the peer's final one, over the peer's steps
+    short.ratio    final held-out loss of a run whose whole schedule is `--short` of the steps (0.8), over the peer's of all steps: at most
+                   1 means that the peer's result is reached in that part of its steps, decay included (only of runs marked so in RUNS)
 
 Figures are medians over seeds; the spread is half of largest minus smallest. The exit code is 0 for any figures.
 """
@@ -33,7 +35,7 @@ from benchmarks.ranks import join
 from benchmarks.reporting import write
 
 RUNS: dict[str, dict[str, Any]] = {
-    # name: overrides of the demo's configuration, and whether to also run a shorter schedule
+    # name: overrides of the demo's configuration, the peer (adamw if not given), and whether to also run a shorter schedule
     "adamw": {"keys": ["train.optimizer=adamw"]},
     # Rates from runs of 160 steps over 8 sequences, seed 0: adamw 1.5e-3 2.331, 3e-3 2.325, 6e-3 2.540 nats; muon, matrix_lr 3e-3
     # 2.308, 6e-3 2.248, 1.2e-2 2.210, 2.4e-2 2.211.
@@ -41,8 +43,17 @@ RUNS: dict[str, dict[str, Any]] = {
     "adamw8bit": {"keys": ["train.optimizer=adamw8bit"]},
     "shampoo": {"keys": ["train.optimizer=shampoo"]},
     "soap": {"keys": ["train.optimizer=soap"], "short": True},
+    "bf16": {"keys": ["train.param_dtype=bfloat16"]},
+    "fp8": {"keys": ["train.param_dtype=bfloat16", "train.quantize=fp8"], "peer": "bf16"},
+    "fp8_products": {"keys": ["train.param_dtype=bfloat16", "train.quantize=fp8", "train.quantize_products=true"], "peer": "bf16"},
 }
-GOALS = {"muon.steps.ratio": "<= 0.80", "muon.short.ratio": "<= 1.00", "adamw8bit.loss.ratio": "<= 1.005"}
+GOALS = {
+    "muon.steps.ratio": "<= 0.80",
+    "muon.short.ratio": "<= 1.00",
+    "adamw8bit.loss.ratio": "<= 1.005",
+    "fp8.loss.ratio": "<= 1.005",
+    "fp8_products.loss.ratio": "<= 1.01",
+}
 
 
 def train(keys: list[str], steps: int, seed: int, every: int, corpus: Any, threads: int, samples: int) -> dict[str, Any]:
@@ -68,23 +79,26 @@ def train(keys: list[str], steps: int, seed: int, every: int, corpus: Any, threa
     return {"keys": keys, "seed": seed, "steps": steps, "train": losses, "heldout": heldout, "seconds": seconds}
 
 
+def peer_of(name: str) -> str:
+    return str(RUNS[name].get("peer", "adamw"))
+
+
 def figures_of(curves: list[dict[str, Any]]) -> dict[str, Any]:
-    """Ratios to AdamW, seed by seed."""
+    """Ratios to each run's peer, seed by seed."""
     found: dict[str, list[float]] = {}
     final = {(c["name"], c["seed"], c["part"]): c["heldout"][-1][1] for c in curves}
     for curve in curves:
         name, seed = curve["name"], curve["seed"]
-        adamw = final.get(("adamw", seed, 1.0))
-        if adamw is None:
+        peer = final.get((peer_of(name), seed, 1.0))
+        if curve["part"] == 1.0:
+            found.setdefault(f"{name}.loss", []).append(curve["heldout"][-1][1])
+        if peer is None or name == peer_of(name):
             continue
         if curve["part"] != 1.0:
-            found.setdefault(f"{name}.short.ratio", []).append(curve["heldout"][-1][1] / adamw)
+            found.setdefault(f"{name}.short.ratio", []).append(curve["heldout"][-1][1] / peer)
             continue
-        found.setdefault(f"{name}.loss", []).append(curve["heldout"][-1][1])
-        if name == "adamw":
-            continue
-        found.setdefault(f"{name}.loss.ratio", []).append(curve["heldout"][-1][1] / adamw)
-        reached = next((step for step, loss in curve["heldout"] if loss <= adamw), None)
+        found.setdefault(f"{name}.loss.ratio", []).append(curve["heldout"][-1][1] / peer)
+        reached = next((step for step, loss in curve["heldout"] if loss <= peer), None)
         # Never reached: count it as more than all steps, so that a median shows it.
         found.setdefault(f"{name}.steps.ratio", []).append(reached / curve["steps"] if reached is not None else float("inf"))
     return {
@@ -93,7 +107,7 @@ def figures_of(curves: list[dict[str, Any]]) -> dict[str, Any]:
             "spread": (max(values) - min(values)) / 2,
             "unit": "nats per byte" if key.endswith(".loss") else "ratio",
             "goal": GOALS.get(key),
-            "peer": None if key.endswith(".loss") else "adamw",
+            "peer": None if key.endswith(".loss") else peer_of(key.split(".")[0]),
             "seeds": values,
         }
         for key, values in found.items()
@@ -125,10 +139,10 @@ def plot(curves: list[dict[str, Any]], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="30 steps, 1 seed: does it run")
-    parser.add_argument("--steps", type=int, default=None, help="of AdamW; 1000")
+    parser.add_argument("--steps", type=int, default=None, help="of a whole schedule; 1000")
     parser.add_argument("--seeds", type=int, default=None, help="3")
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--optimizers", default="adamw,muon,adamw8bit")
+    parser.add_argument("--runs", default="adamw,muon,adamw8bit")
     parser.add_argument("--set", action="append", default=[], metavar="NAME:KEY=VALUE", help="change a run: muon:train.matrix_lr=0.01")
     parser.add_argument("--short", type=float, default=0.8, help="part of the steps that short schedules have; 0: none")
     parser.add_argument("--every", type=int, default=None, help="steps between evaluations; a fortieth of them")
@@ -144,7 +158,7 @@ def main() -> int:
     steps = options.steps or (30 if options.quick else 1000)
     seeds = options.seeds or (1 if options.quick else 3)
     every = options.every or max(1, steps // 40)
-    runs = {name: {**RUNS[name], "keys": list(RUNS[name]["keys"])} for name in options.optimizers.split(",")}
+    runs = {name: {**RUNS[name], "keys": list(RUNS[name]["keys"])} for name in options.runs.split(",")}
     for change in options.set:
         name, _, key = change.partition(":")
         runs[name]["keys"].append(key)
@@ -153,21 +167,13 @@ def main() -> int:
 
     from vescale_ray.config import load_config
     from vescale_ray.data.loading import load_dataset
-    from vescale_ray.optim.routing import optimizer_class
-
-    for name in list(runs):
-        try:
-            optimizer_class(name)  # type: ignore[arg-type]
-        except ValueError as error:
-            print(f"{name}: left out: {error}")
-            del runs[name]
     with as_file(files("vescale_ray.configs") / "demo.yaml") as path:
         data = load_config(path).data
     corpus = load_dataset(data)
     curves: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         join(os.path.join(folder, "store"), 0, 1)
-        print(f"{'optimizer':<12}{'schedule':>9}{'seed':>6}{'held-out':>10}{'bits/byte':>10}{'train':>8}{'s/step':>8}")
+        print(f"{'run':<14}{'schedule':>9}{'seed':>6}{'held-out':>10}{'bits/byte':>10}{'train':>8}{'s/step':>8}")
         for seed in range(options.first_seed, options.first_seed + seeds):
             for name, run in runs.items():
                 for part in (1.0, options.short) if run.get("short") and options.short else (1.0,):
@@ -176,7 +182,7 @@ def main() -> int:
                     last = curve["heldout"][-1][1]
                     mean = statistics.fmean(curve["train"][-20:])
                     pace = curve["seconds"] / curve["steps"]
-                    print(f"{name:<12}{part:>9g}{seed:>6}{last:>10.4f}{last / 0.693147:>10.4f}{mean:>8.3f}{pace:>8.3f}", flush=True)
+                    print(f"{name:<14}{part:>9g}{seed:>6}{last:>10.4f}{last / 0.693147:>10.4f}{mean:>8.3f}{pace:>8.3f}", flush=True)
         dist.destroy_process_group()
     settings = {"steps": steps, "every": every, "samples": options.samples, "threads": options.threads}
     return finish(curves, options, settings)

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from benchmarks.gpu_experts import check_experts
-from benchmarks.gpu_fp8 import check_fp8
+from benchmarks.gpu_fp8 import check_fp8, check_products
 from benchmarks.gpu_rescale import GLOO, Skip, check_abort, check_generations, check_moves, check_offload, check_refused
 from benchmarks.ranks import join
 from benchmarks.reporting import write
@@ -344,6 +344,7 @@ def main() -> int:
         "two ranks, one GPU": lambda: check_two_ranks(device),
         "8-bit Adam kernel": lambda: check_adamw8bit(device),
         "gathers in FP8": lambda: check_fp8(device, shard, with_collectives, train, [build(device), build(device)]),
+        "FP8 products": lambda: check_products(device),
         "experts": lambda: check_experts(device),
         "rescale: new groups": lambda: check_generations(device),
         "rescale: abort": lambda: check_abort(device),

@@ -24,6 +24,7 @@ check_version()
 _PUBLIC = {
     "Block": "vescale_ray.geometry",
     "Fp8Block": "vescale_ray.quantization",
+    "compute_in_fp8": "vescale_ray.quantization",
     "RaggedShard": "vescale_ray.dtensor.placement",
     "RaggedDTensor": "vescale_ray.dtensor",
     "distribute_tensor": "vescale_ray.dtensor",
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
         share_comm_ctx,
     )
     from vescale_ray.geometry import Block
-    from vescale_ray.quantization import Fp8Block
+    from vescale_ray.quantization import Fp8Block, compute_in_fp8
 
 
 def __getattr__(name: str) -> Any:

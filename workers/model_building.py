@@ -144,7 +144,7 @@ class Blank:
         """Values of the model's buffers."""
         self.chosen = OptimizerConfig.of(config)
         self.routing = route_parameters(self.model, self.chosen)
-        self.quantize = quantize_policy(config, self.model)
+        self.quantize = apply_quantization(config, self.model)
 
     def copied(self) -> Blank:
         """Return a new :class:`Blank` with a copy of the model. Raises the error of :func:`copy.deepcopy` if the model cannot be copied."""
@@ -187,20 +187,25 @@ class NextModel:
         return taken
 
 
-def quantize_policy(config: RunConfig, model: nn.Module) -> Any:
-    """The ``quantize_policy`` of the run; None: everything is gathered in ``train.param_dtype``.
+def apply_quantization(config: RunConfig, model: nn.Module) -> Any:
+    """Return the ``quantize_policy`` of the run, and give the model's linear layers FP8 products if ``train.quantize_products`` says so.
+
+    None: everything is gathered in ``train.param_dtype``.
 
     Raises:
-        ValueError: the model has nothing to quantize, or a pattern of ``train.quantize_keep`` matches no parameter.
+        ValueError: the model has nothing to quantize, a pattern of ``train.quantize_keep`` matches no parameter, or tiles are not square.
     """
     from vescale_ray.optim.fp8_policy import fp8_policy
-    from vescale_ray.quantization import Fp8Block
+    from vescale_ray.quantization import Fp8Block, compute_in_fp8
 
     text = config.train.quantize
     if text is None:
         return None
     try:
-        return fp8_policy(model, Fp8Block.parse(text), config.train.quantize_keep)
+        policy = fp8_policy(model, Fp8Block.parse(text), config.train.quantize_keep)
+        if config.train.quantize_products:
+            compute_in_fp8(model, policy)
+        return policy
     except ValueError as error:
         raise ValueError(f"train.quantize = {text}: {error}") from None
 
@@ -226,7 +231,11 @@ def build_sharded(
     before a step."""
     from vescale_ray.fsdp import FSDPModule, fully_shard
     from vescale_ray.optim import build_optimizer
+    from vescale_ray.quantization import Fp8Block
+    from vescale_ray.quantization.products import check_device
 
+    if config.train.quantize is not None and config.train.quantize_products:
+        check_device(device, Fp8Block.parse(config.train.quantize))
     model: Any = blank.model
     routing, staging_mb = blank.routing, config.train.reduce_staging_mb
     shared = {**sharding_of(config, mesh), "block_policy": routing.block_policy, "quantize_policy": blank.quantize}

@@ -280,7 +280,7 @@ def _expected(config: RunConfig) -> dict[str, _Expected]:
     from vescale_ray.optim import OptimizerConfig, route_parameters
     from vescale_ray.optim.build import check_options
     from vescale_ray.workers.initial_values import check_weights_of
-    from vescale_ray.workers.model_building import build_model, quantize_policy
+    from vescale_ray.workers.model_building import apply_quantization, build_model
 
     try:
         model = build_model(config)
@@ -291,7 +291,7 @@ def _expected(config: RunConfig) -> dict[str, _Expected]:
         _check_vocabulary(model, config)
         routing = route_parameters(model, OptimizerConfig.of(config.train))
         check_options(OptimizerConfig.of(config.train))
-        quantize_policy(config, model)
+        apply_quantization(config, model)
     except BadInput:
         raise
     except SystemExit as error:

@@ -45,6 +45,7 @@ SHAMPOO, SOAP = {"train_optimizer": "shampoo"}, {"train_optimizer": "soap", "tra
 DROPOUT = {"model_factory": "tests.workers.tiny:DropoutModel", "model_units": ["body"], "train_grad_clip": 0}
 EXPERTS = {"model_factory": "tests.workers.tiny:ExpertsModel", "model_units": ["body"], **CLIP}
 FP8 = {**ADAM8, "train_quantize": "fp8 12x16", "train_param_dtype": "bfloat16", "train_reduce_dtype": "float32"}
+PRODUCTS = {**FP8, "train_quantize": "fp8 16x16", "train_quantize_products": True}
 OF_16_BITS = {"model_factory": "tests.workers.tiny:of_16_bits", "model_units": ["body"], "train_grad_clip": 0}
 
 
@@ -62,12 +63,12 @@ MANY: tuple[tuple[dict[str, Any], tuple[int, ...]], ...] = ((ODD, (1, 2, 6, 7)),
     [
         (MUON, (1, 3)),
         (EXPERTS, (1, 4)),
-        (FP8, (1, 3)),
+        (PRODUCTS, (1, 3)),
         *(pytest.param(changes, (1, 2, 3, 4, 5), marks=pytest.mark.slow) for changes in ALL),
         *(pytest.param(changes, worlds, marks=pytest.mark.slow) for changes, worlds in MANY),
     ],
     ids=[
-        *("muon", "experts", "fp8", "all: adamw", "all: muon", "all: 8-bit", "all: bf16", "all: shampoo", "all: soap", "all: dropout"),
+        *("muon", "experts", "fp8 products", "all: adamw", "all: muon", "all: 8-bit", "all: bf16", "all: shampoo", "all: soap", "all: dropout"),
         *("all: experts", "all: 16 bits", "all: fp8"),
         *("many: odd sizes", "many: small", "many: bf16"),
     ],

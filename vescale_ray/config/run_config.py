@@ -238,6 +238,8 @@ def _misfits_of_training(c: RunConfig) -> Iterator[str]:
         )
     if train.quantize_keep is not None and train.quantize is None:
         yield "train.quantize_keep is set, but train.quantize is null: set train.quantize to fp8, or leave both out"
+    if train.quantize_products and train.quantize is None:
+        yield "train.quantize_products is true, but train.quantize is null: set train.quantize to fp8, or leave both out"
     if train.early_stop is not None:
         metric, known = train.early_stop.metric, ["heldout_loss", *(f"{name}_loss" for name in c.data.eval)]
         if metric not in known:

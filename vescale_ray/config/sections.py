@@ -142,6 +142,11 @@ class TrainSection(Section):
         default=None,
         description="patterns of names of parameters that quantize leaves alone; null: those of routers, `*router*` and `*.gate.weight`",
     )
+    quantize_products: bool = Field(
+        default=False,
+        description="compute linear layers of quantized weights in FP8, forward and backward: Hopper GPUs do with tiles of 128x128, and "
+        "the CPU emulates it",
+    )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of the gradients' reduce-scatter")
     reduce_staging_mb: int | None = Field(
         default=None,

@@ -168,7 +168,7 @@ def quantize_range(x: Tensor, regions: Sequence[Region], form: Fp8Block, codes: 
         values = x[element : element + bands * region.band_numel].float().view(bands, region.rows, region.cols)
         scale = (largest_of(values, region) / LARGEST).clamp_(min=SMALLEST_SCALE)
         if form.scales == "power_of_two":
-            scale = _rounded_up(scale)
+            scale = rounded_up(scale)
         codes[element : element + values.numel()].copy_((values / spread(scale, region)).view(-1).to(torch.float8_e4m3fn).view(torch.uint8))
         stored = scales[block : block + scale.numel()]
         stored.copy_(scale if form.scales == "float32" else _exponents(scale))
@@ -225,7 +225,7 @@ def _chunks(regions: Sequence[Region], device: torch.device) -> Iterator[tuple[R
             yield region, region.element + first * region.band_numel, region.block + first * region.columns, bands
 
 
-def _rounded_up(scale: Tensor) -> Tensor:
+def rounded_up(scale: Tensor) -> Tensor:
     """The next power of two; Inf and NaN stay."""
     bits = (scale.view(torch.int32) + 0x7FFFFF) & _EXPONENT
     return torch.where(torch.isfinite(scale), bits.view(torch.float32), scale)

@@ -1,0 +1,210 @@
+"""Linear layers whose matrix products have FP8 operands, as in DeepSeek-V3's training [arXiv 2412.19437, section 3.3].
+
+Each product contracts over blocks of 128 elements. Weights have a scale per 128 x 128 tile, activations and gradients one per 1 x 128 block
+along the contracted dimension::
+
+    forward           y  = x  @ w.T     x  in blocks along the inputs,   w in tiles
+    input gradient    dx = dy @ w       dy in blocks along the outputs,  w in the same tiles, transposed
+    weight gradient   dw = dy.T @ x     dy and x in blocks along the tokens
+
+Operands are quantized where they are used, with the format of :mod:`vescale_ray.quantization.fp8`. A weight that was gathered in FP8 loses
+nothing: with power-of-two scales its values stay to the last bit; with FP32 scales its codes stay, and scales of a BF16 weight differ by at
+most 2^-8 of their size. Saved tensors are those of ``nn.Linear``.
+
+Hopper GPUs (compute capability 9.0) multiply the codes. The CPU emulates that: it sums the products of each block in FP32, multiplies by
+both scales, and adds the blocks in FP32. Inf or NaN in an operand makes the results that depend on its block NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from vescale_ray.quantization.fp8 import LARGEST, SMALLEST_SCALE, Fp8Block, rounded_up
+
+FormPolicy = Callable[[str, nn.Parameter], Fp8Block | None]
+SIDE = 128
+"""Block length of the products of GPUs."""
+
+
+class Operand(NamedTuple):
+    """A quantized matrix ``[m, k]``, of which products contract k."""
+
+    codes: Tensor
+    """e4m3, ``[m, k]``."""
+    scales: Tensor
+    """FP32, ``[ceil(m / rows), ceil(k / side)]``."""
+    rows: int
+    """Rows that share a scale: 1 or ``side``."""
+    side: int
+
+    def transposed(self) -> Operand:
+        """The transposed matrix; its tiles are square, so codes and scales stay."""
+        return Operand(self.codes.t(), self.scales.t(), self.rows, self.side)
+
+
+def operand(x: Tensor, form: Fp8Block, *, tiles: bool) -> Operand:
+    """Quantize a matrix ``[m, k]`` in tiles of ``form``, or in blocks of one row and as many columns."""
+    m, k = x.shape
+    side = form.columns
+    rows = side if tiles else 1
+    padded = F.pad(x, (0, -k % side, 0, -m % rows)).float()
+    blocks = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // side, side)
+    scales = (blocks.abs().amax(dim=(1, 3)) / LARGEST).clamp(min=SMALLEST_SCALE)
+    if form.scales == "power_of_two":
+        scales = rounded_up(scales)
+    codes = (blocks / scales[:, None, :, None]).view(padded.shape)[:m, :k].to(torch.float8_e4m3fn)
+    return Operand(codes.contiguous(), scales, rows, side)
+
+
+def multiply(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+    """Return ``a @ b.T`` in ``dtype``: ``[m, k]`` and ``[n, k]`` give ``[m, n]``."""
+    return _emulated(a, b, dtype) if a.codes.device.type == "cpu" else _on_gpu(a, b, dtype)
+
+
+def check_device(device: torch.device, form: Fp8Block = Fp8Block()) -> None:  # noqa: B008 (frozen)
+    """Raise ValueError unless the device has FP8 products, or is the CPU, which emulates them."""
+    if device.type == "cpu":
+        return
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.hip is None else None
+    if capability is None or capability[0] != 9:
+        what = device.type
+        if capability is not None:
+            what = f"{torch.cuda.get_device_name(device)}, of compute capability {capability[0]}.{capability[1]},"
+        raise ValueError(
+            f"{what} has no products of FP8 blocks: they need a Hopper GPU (compute capability 9.0); gathers in FP8 work without them"
+        )
+    if form.columns != SIDE:
+        raise ValueError(f"products in {form}: GPUs multiply in tiles of {SIDE}x{SIDE}; give Fp8Block({SIDE}, {SIDE})")
+
+
+class Fp8Linear(nn.Linear):
+    """An ``nn.Linear`` with FP8 products; made by :func:`compute_in_fp8`."""
+
+    form: Fp8Block
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return ``input @ weight.T + bias``, in the dtype of ``nn.Linear``'s result."""
+        x, weight, bias = _autocast(input, self.weight, self.bias)
+        if isinstance(weight, DTensor):
+            raise TypeError("an Fp8Linear's weight is a DTensor: tensor parallelism has no FP8 products; leave compute_in_fp8 out")
+        y: Tensor = _Fp8Product.apply(x.flatten(0, -2), weight, self.form).view(*x.shape[:-1], weight.shape[0])
+        return y if bias is None else y + bias
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, products in {self.form}"
+
+
+def compute_in_fp8(model: nn.Module, policy: FormPolicy) -> list[str]:
+    """Give FP8 products to the linear layers whose weight has a format, in place and before ``fully_shard``.
+
+    Other users of quantized weights, as fused experts, compute in the compute dtype.
+
+    Args:
+        policy: ``(name, parameter) -> Fp8Block | None``, as for ``fully_shard(.., quantize_policy=..)``.
+
+    Returns:
+        Names of the layers.
+
+    Raises:
+        TypeError: the model is not a module.
+        ValueError: tiles are not square, a weight is a DTensor, or no layer has a format. Nothing was changed.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is a {type(model).__name__}: give the module itself, before fully_shard")
+    chosen: dict[str, tuple[nn.Linear, Fp8Block]] = {}
+    for name, module in model.named_modules():
+        if type(module) not in (nn.Linear, Fp8Linear):
+            continue
+        fqn = f"{name}.weight" if name else "weight"
+        form = policy(fqn, module.weight)  # type: ignore[arg-type]
+        if form is None:
+            continue
+        if form.rows != form.columns:
+            raise ValueError(f"products of {fqn!r} in {form}: the input gradient needs square tiles, as Fp8Block({SIDE}, {SIDE})")
+        if (kind := type(module.weight.data)) is not Tensor:
+            raise ValueError(f"{fqn!r} is a {kind.__name__}: call compute_in_fp8 before the model is sharded or parallelized")
+        chosen[name] = module, form  # type: ignore[assignment]
+    if not chosen:
+        raise ValueError("the policy gives no linear layer of the model a format: give an nn.Linear's weight an Fp8Block")
+    for module, form in chosen.values():
+        module.__class__ = Fp8Linear
+        module.form = form  # type: ignore[assignment]
+    return list(chosen)
+
+
+class _Fp8Product(torch.autograd.Function):
+    """``x @ weight.T`` for ``x`` ``[tokens, inputs]``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, form: Fp8Block) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.form = form
+        return multiply(operand(x, form, tiles=False), operand(weight, form, tiles=True), x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (dy,) = grads
+        x, weight = ctx.saved_tensors
+        form, dx, dw = ctx.form, None, None
+        if ctx.needs_input_grad[0]:
+            dx = multiply(operand(dy, form, tiles=False), operand(weight, form, tiles=True).transposed(), x.dtype)
+        if ctx.needs_input_grad[1]:
+            dw = multiply(operand(dy.t(), form, tiles=False), operand(x.t(), form, tiles=False), weight.dtype)
+        return dx, dw, None
+
+
+def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """The tensors in autocast's dtype, where it is on: custom functions do not get it by themselves."""
+    device = next(t.device.type for t in tensors if t is not None)
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(None if t is None else t.to(dtype) for t in tensors)
+
+
+def _emulated(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+    m, k = a.codes.shape
+    n = b.codes.shape[0]
+    scales_a = a.scales.repeat_interleave(a.rows, dim=0)[:m]
+    scales_b = b.scales.repeat_interleave(b.rows, dim=0)[:n]
+    total = torch.zeros(m, n, device=a.codes.device)
+    for block, first in enumerate(range(0, k, a.side)):
+        here = slice(first, first + a.side)
+        part = a.codes[:, here].float() @ b.codes[:, here].float().t()
+        total += part * scales_a[:, block, None] * scales_b[None, :, block]
+    return total.to(dtype)
+
+
+def _on_gpu(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+    """As cuBLASLt wants it: sizes in multiples of 16, scales of rows by column, and a multiple of four scales along k for tiles."""
+    m, n = a.codes.shape[0], b.codes.shape[0]
+    a, b = _rounded(a), _rounded(b)
+    one = F.ScalingType.BlockWise1x128
+    tile = F.ScalingType.BlockWise128x128
+    out = F.scaled_mm(
+        a.codes, b.codes.t(), _scales_for_gpu(a), tile if a.rows > 1 else one, _scales_for_gpu(b), tile if b.rows > 1 else one,
+        output_dtype=dtype,
+    )
+    return out[:m, :n]
+
+
+def _rounded(a: Operand) -> Operand:
+    """The operand with zeros up to multiples of 16 rows and columns."""
+    m, k = a.codes.shape
+    if m % 16 == 0 and k % 16 == 0:
+        return a._replace(codes=a.codes.contiguous())
+    codes = F.pad(a.codes.view(torch.uint8), (0, -k % 16, 0, -m % 16)).view(torch.float8_e4m3fn)
+    scales = F.pad(a.scales, (0, 0, 0, -(-codes.shape[0] // a.rows) - a.scales.shape[0]), value=1.0)
+    return Operand(codes, scales, a.rows, a.side)
+
+
+def _scales_for_gpu(a: Operand) -> Tensor:
+    if a.rows == 1:
+        return a.scales.t().contiguous().t()
+    return F.pad(a.scales, (0, -a.scales.shape[1] % 4), value=1.0).contiguous().t()
