@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tests import ranks
 from tests.ranks import on_threads, run_gloo
-from vescale_ray.communication import abortable_waits
+from vescale_ray.communication import abortable_waits, point_to_point
 from vescale_ray.fsdp import fully_shard
 from vescale_ray.workers.monitoring.heartbeat import (
     RECORDER,
@@ -248,7 +248,8 @@ def test_stacks_come_from_a_gil_holder_and_not_a_stopped_process():
 
 
 def test_a_wait_counts_at_every_line_of_it() -> None:
-    """A wait for messages looks at them again and again. Under load, a look at the thread often comes between two of these."""
-    found: dict[str, Any] = {}
-    exec(compile("import sys\nfound['frame'] = sys._getframe()", abortable_waits.__file__, "exec"), {"found": found})
-    assert where(found["frame"]).waiting and not where(sys._getframe()).waiting
+    """Messages are awaited one after another. Under load, a look at the thread often comes between two of them."""
+    for module in (abortable_waits, point_to_point):
+        found: dict[str, Any] = {}
+        exec(compile("import sys\nfound['frame'] = sys._getframe()", module.__file__, "exec"), {"found": found})
+        assert where(found["frame"]).waiting and not where(sys._getframe()).waiting
