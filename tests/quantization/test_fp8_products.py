@@ -155,9 +155,9 @@ def trains_alike(rank: int, world: int) -> None:
             error = (a.grad.full_tensor() - b.grad).norm() / b.grad.norm()  # type: ignore[attr-defined]
             # After a step, sums in another order can move an element to the next code.
             assert error <= (1e-6 if step == 0 else 0.01), f"{name} in step {step}: {error}"
-        for each in (optimizer, reference):
-            each.step()
-            each.zero_grad()
+        for stepped in (optimizer, reference):
+            stepped.step()
+            stepped.zero_grad()
 
 
 def test_compiled_layers_give_the_same_numbers() -> None:

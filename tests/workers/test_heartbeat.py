@@ -251,5 +251,5 @@ def test_a_wait_counts_at_every_line_of_it() -> None:
     """Messages are awaited one after another. Under load, a look at the thread often comes between two of them."""
     for module in (abortable_waits, point_to_point):
         found: dict[str, Any] = {}
-        exec(compile("import sys\nfound['frame'] = sys._getframe()", module.__file__, "exec"), {"found": found})
+        exec(compile("import sys\nfound['frame'] = sys._getframe()", str(module.__file__), "exec"), {"found": found})
         assert where(found["frame"]).waiting and not where(sys._getframe()).waiting
