@@ -218,7 +218,7 @@ def sharding_of(config: RunConfig, mesh: DeviceMesh) -> dict[str, Any]:
     dtypes = {name: getattr(torch, name) for name in ("float32", "bfloat16")}
     policy = MixedPrecisionPolicy(
         param_dtype=None if train.param_dtype == "float32" else dtypes[train.param_dtype],
-        reduce_dtype=None if train.reduce_dtype == train.param_dtype else dtypes[train.reduce_dtype],
+        reduce_dtype=None if train.reduce_dtype == train.param_dtype else dtypes.get(train.reduce_dtype, torch.float32),
     )
     offload = CPUOffloadPolicy() if train.offload == "cpu" and mesh.device_type != "cpu" else OffloadPolicy()
     return {"mesh": mesh, "mp_policy": policy, "offload_policy": offload, "to_empty": True}
@@ -229,7 +229,7 @@ def build_sharded(
 ) -> tuple[Any, torch.optim.Optimizer]:
     """The model sharded over ``mesh``, without values, and its optimizer. All optimizer states exist, so they can be loaded or given away
     before a step."""
-    from vescale_ray.fsdp import FSDPModule, fully_shard
+    from vescale_ray.fsdp import FSDPModule, LowPrecisionReduceScatter, fully_shard
     from vescale_ray.optim import build_optimizer
     from vescale_ray.quantization import Fp8Block
     from vescale_ray.quantization.products import check_device
@@ -244,8 +244,11 @@ def build_sharded(
         fully_shard(unit, reshard_after_forward=config.train.reshard_after_forward, **shared)
     # The root stays unsharded between forward and backward, since its backward begins at once.
     fully_shard(model, reshard_after_forward=False, **shared)
+    narrow = LowPrecisionReduceScatter(seed=config.run.seed) if config.train.reduce_dtype == "fp8" else None
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            if narrow is not None:
+                module.set_custom_reduce_scatter(narrow)
             module.set_gradient_divide_factor(1.0)
             module.set_reduce_scatter_staging(None if staging_mb is None else staging_mb << 20, recurse=False)
             module.set_ordered_reduction(config.elastic.deterministic, recurse=False)

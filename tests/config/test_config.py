@@ -290,6 +290,7 @@ def test_rates_and_times_must_be_positive_and_finite(key: str, value: str) -> No
         (["train.quantize=fp4"], "train.quantize = fp4: give fp8, a tile as fp8 32x32, scales as fp8 32x32 power_of_two, or null"),
         (["train.quantize=fp8 0x4"], "train.quantize = fp8 0x4: give fp8"),
         (["train.quantize_keep=['*.up']"], "train.quantize_keep is set, but train.quantize is null: set train.quantize to fp8"),
+        (["train.reduce_dtype=fp8", "elastic.deterministic=true"], "train.reduce_dtype = fp8 with elastic.deterministic = true: "),
         (["train.quantize_products=true"], "train.quantize_products is true, but train.quantize is null: set train.quantize to fp8"),
         (["train.decay_steps=5"], "train.decay_steps = 5 with train.schedule = cosine: only wsd has a final decay"),
         (

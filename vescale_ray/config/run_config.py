@@ -238,6 +238,8 @@ def _misfits_of_training(c: RunConfig) -> Iterator[str]:
         )
     if train.quantize_keep is not None and train.quantize is None:
         yield "train.quantize_keep is set, but train.quantize is null: set train.quantize to fp8, or leave both out"
+    if train.reduce_dtype == "fp8" and c.elastic.deterministic:
+        yield "train.reduce_dtype = fp8 with elastic.deterministic = true: FP8 sums depend on the number of workers; choose float32"
     if train.quantize_products and train.quantize is None:
         yield "train.quantize_products is true, but train.quantize is null: set train.quantize to fp8, or leave both out"
     if train.early_stop is not None:

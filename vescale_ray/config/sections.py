@@ -147,7 +147,11 @@ class TrainSection(Section):
         description="compute linear layers of quantized weights in FP8, forward and backward: Hopper GPUs do with tiles of 128x128, and "
         "the CPU emulates it",
     )
-    reduce_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of the gradients' reduce-scatter")
+    reduce_dtype: Literal["float32", "bfloat16", "fp8"] = Field(
+        default="float32",
+        description="dtype of the gradients' reduce-scatter; fp8: ranks send e4m3 codes with a scale per 128 elements, rounded "
+        "stochastically, and add up in FP32",
+    )
     reduce_staging_mb: int | None = Field(
         default=None,
         ge=1,

@@ -63,6 +63,7 @@ Gathered parameters then take (W - 1) / W of the table's bytes, and so does an e
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
 from vescale_ray.fsdp.communication.debug import OrderError, set_debug
+from vescale_ray.fsdp.communication.low_precision import LowPrecisionReduceScatter
 from vescale_ray.fsdp.construction.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from vescale_ray.fsdp.construction.stand_in import stand_in_for_torch
 from vescale_ray.fsdp.layouts.phases import PhaseError
@@ -73,6 +74,7 @@ from vescale_ray.fsdp.surface.overview import explain, held_bytes
 __all__ = [
     "CPUOffloadPolicy",
     "FSDPModule",
+    "LowPrecisionReduceScatter",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "OrderError",

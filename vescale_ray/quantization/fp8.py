@@ -205,6 +205,17 @@ def scale_whole(values: Tensor, scales: Tensor, grid: Grid) -> None:
         stack[:, whole * rows :].mul_(factors[:, whole])
 
 
+def round_stochastically(quotients: Tensor, noise: Tensor) -> Tensor:
+    """Round to one of the two nearest e4m3 numbers, up if ``noise`` in [0, 1) is large: the mean is the quotient itself.
+
+    Args:
+        quotients: FP32, of magnitudes up to 448. NaN stays.
+    """
+    power = (quotients.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(min=2.0**-6)
+    step = power / 8  # numbers between two powers of two have 3 bits of mantissa; below 2^-6 their distance stays
+    return torch.floor(quotients / step + noise) * step
+
+
 def scale_values(scales: Tensor) -> Tensor:
     """Return stored scales as FP32."""
     return scales if scales.dtype == torch.float32 else (scales.to(torch.int32) << 23).view(torch.float32)
