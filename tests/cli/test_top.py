@@ -129,13 +129,16 @@ def test_top_draws_once_without_a_terminal(run: tuple[RunFolder, MetricsServer])
 
 def test_top_redraws_until_the_run_ends_and_reports_the_end(run: tuple[RunFolder, MetricsServer]) -> None:
     folder, server = run
+    out = io.StringIO()
 
-    def end() -> None:
+    def end_after_two_redraws() -> None:
+        deadline = time.monotonic() + 60
+        while out.getvalue().count("12,345 tokens/s") < 3 and time.monotonic() < deadline:
+            time.sleep(0.02)
         folder.write_state({"run": "r", "state": "DONE", "step": 120, "steps": 120})
         server.close()
 
-    threading.Timer(0.5, end).start()
-    out = io.StringIO()
+    threading.Thread(target=end_after_two_redraws).start()
     said = top.show(folder, 0.1, Console(file=out, force_terminal=True, width=120, height=40), once=False)
     assert "it is done, with 120 steps" in said and out.getvalue().count("12,345 tokens/s") > 2, "drawn again and again"
 

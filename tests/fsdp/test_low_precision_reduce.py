@@ -18,6 +18,7 @@ from tests.ranks import on_threads, run_gloo
 from vescale_ray.fsdp import LowPrecisionReduceScatter, fully_shard
 from vescale_ray.quantization.fp8 import round_stochastically
 
+WORLD = dist.distributed_c10d._get_default_group
 PART = 300
 """Elements of a rank's part; no multiple of the 128 that share a scale."""
 
@@ -38,9 +39,9 @@ def reduced(comm: Any, group: dist.ProcessGroup, rank: int, world: int, op: Any 
 def test_a_sum_is_within_the_rounding_of_its_terms(rank: int, world: int, wire: Any, stochastic: bool, bound: float) -> None:
     terms = torch.stack([gradients(r, world).view(world, PART)[rank] for r in range(world)]).double()
     least = 4.5 * 2**-15 if wire == "fp8" else 0.0  # elements much smaller than the largest of their block
-    got = reduced(LowPrecisionReduceScatter(wire, stochastic=stochastic), dist.group.WORLD, rank, world)
+    got = reduced(LowPrecisionReduceScatter(wire, stochastic=stochastic), WORLD(), rank, world)
     assert ((got - terms.sum(0)).abs() <= bound * terms.abs().sum(0) + world * least).all()
-    mean = reduced(LowPrecisionReduceScatter(wire, stochastic=False), dist.group.WORLD, rank, world, dist.ReduceOp.AVG)
+    mean = reduced(LowPrecisionReduceScatter(wire, stochastic=False), WORLD(), rank, world, dist.ReduceOp.AVG)
     assert ((mean - terms.mean(0)).abs() <= bound * terms.abs().mean(0) + least).all()
 
 
@@ -49,12 +50,12 @@ def test_stochastic_rounding_is_right_on_average(rank: int, world: int) -> None:
     exact = sum(gradients(r, world).view(world, PART)[rank].double() for r in range(world))
     for wire in ("fp8", "bfloat16"):
         comm = LowPrecisionReduceScatter(wire, seed=3)
-        runs = torch.stack([reduced(comm, dist.group.WORLD, rank, world) for _ in range(400)]).double()
+        runs = torch.stack([reduced(comm, WORLD(), rank, world) for _ in range(400)]).double()
         one, mean = (runs[0] - exact).norm(), (runs.mean(0) - exact).norm()
         assert mean < one / 12, f"{wire}: the error of the mean of 400 is {mean / one:.3f} of one's; 1/20 is expected"
 
 
-def test_stochastic_rounding_gives_a_neighbour_with_its_probability() -> None:
+def test_stochastic_rounding_gives_neighbours_in_proportion() -> None:
     numbers = torch.tensor(E4M3, dtype=torch.float64)
     x = torch.cat((torch.linspace(-440, 440, 997), torch.linspace(-0.02, 0.02, 998), numbers.float(), -numbers.float()))
     noise = (torch.arange(4096) + 0.5) / 4096
@@ -74,7 +75,7 @@ def test_inf_and_nan_arrive_as_nan(rank: int, world: int) -> None:
                 full, out = torch.ones(world * PART), torch.empty(PART)
                 if rank == 0:
                     full[PART - 1] = full[-1] = bad
-                LowPrecisionReduceScatter(wire, stochastic=stochastic)(out, full, dist.group.WORLD, dist.ReduceOp.SUM)
+                LowPrecisionReduceScatter(wire, stochastic=stochastic)(out, full, WORLD(), dist.ReduceOp.SUM)
                 assert not out[-1].isfinite() and out[:128].eq(2).all()
 
 
@@ -95,7 +96,8 @@ def test_gradients_of_a_model_follow_exact_ones(rank: int, world: int, how: str,
         init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if how == "replicas" else init_device_mesh("cpu", (world,))
     )
     shard: Any = torch_fully_shard if how == "torch" else fully_shard
-    model, alone, comm = net(), net(), LowPrecisionReduceScatter(wire)
+    alone, comm = net(), LowPrecisionReduceScatter(wire)
+    model: Any = net()
     for unit in (model[0], model[2], model):
         shard(unit, mesh=mesh)
     for unit in (model[0], model[2], model):
@@ -115,7 +117,8 @@ def test_processes_agree_and_leave_torchs_generator_alone() -> None:
 
 
 def agrees(rank: int, world: int) -> None:
-    model, comm = net(), LowPrecisionReduceScatter(seed=1)
+    model: Any = net()
+    comm = LowPrecisionReduceScatter(seed=1)
     for unit in (model[0], model[2], model):
         fully_shard(unit)
         unit.set_custom_reduce_scatter(comm)
@@ -136,4 +139,4 @@ def test_what_cannot_be_reduced_is_refused() -> None:
 
 def refuses(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match="only SUM and AVG have a low precision"):
-        LowPrecisionReduceScatter()(torch.empty(2), torch.ones(4), dist.group.WORLD, dist.ReduceOp.MAX)
+        LowPrecisionReduceScatter()(torch.empty(2), torch.ones(4), WORLD(), dist.ReduceOp.MAX)

@@ -77,7 +77,7 @@ class LowPrecisionReduceScatter(ReduceScatter):
             work: Any = all_to_all(received.view(-1), sent.view(-1), sizes, sizes, group, tag_of(f"{self.wire} reduce-scatter"))
         else:
             work = dist.all_to_all_single(received, sent, group=group, async_op=async_op)
-        rest = _Sum(self, output_tensor, received, sent, 1.0 / world if op == dist.ReduceOp.AVG else 1.0, work)
+        rest = _LowPrecisionSum(self, output_tensor, received, sent, 1.0 / world if op == dist.ReduceOp.AVG else 1.0, work)
         if async_op:
             return rest
         rest.wait()
@@ -126,7 +126,7 @@ class LowPrecisionReduceScatter(ReduceScatter):
         return torch.rand(like.shape, generator=generator, device=like.device)
 
 
-class _Sum:
+class _LowPrecisionSum:
     """The wait for the other ranks' parts, and the sum."""
 
     def __init__(
