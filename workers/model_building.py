@@ -212,7 +212,7 @@ def apply_quantization(config: RunConfig, model: nn.Module) -> Any:
 
 def sharding_of(config: RunConfig, mesh: DeviceMesh) -> dict[str, Any]:
     """Arguments of ``fully_shard`` that are the same for all units."""
-    from vescale_ray.fsdp import MixedPrecisionPolicy
+    from vescale_ray.fsdp import MixedPrecisionPolicy, Sharding
 
     train = config.train
     dtypes = {name: getattr(torch, name) for name in ("float32", "bfloat16")}
@@ -221,7 +221,8 @@ def sharding_of(config: RunConfig, mesh: DeviceMesh) -> dict[str, Any]:
         reduce_dtype=None if train.reduce_dtype == train.param_dtype else dtypes.get(train.reduce_dtype, torch.float32),
     )
     offload = CPUOffloadPolicy() if train.offload == "cpu" and mesh.device_type != "cpu" else OffloadPolicy()
-    return {"mesh": mesh, "mp_policy": policy, "offload_policy": offload, "to_empty": True}
+    sharding = (Sharding.zero1(), Sharding.zero2(), Sharding.zero3())[train.zero_stage - 1]
+    return {"mesh": mesh, "mp_policy": policy, "offload_policy": offload, "sharding": sharding, "to_empty": True}
 
 
 def build_sharded(

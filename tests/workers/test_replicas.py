@@ -30,7 +30,7 @@ from vescale_ray.workers.saving import write_checkpoint_shard
 @pytest.mark.fault("W19")
 def test_replicas_train_as_one_process_through_loss_and_growth(text: str, tmp_path: Path) -> None:
     """2 x 2 workers lose one, go on as one replica, and grow to 2 x 2 again. A checkpoint is read at other numbers of workers."""
-    config = tiny(text, train_sharding={"shard_group": 2}, elastic_workers=4)
+    config = tiny(text, train_sharding={"shard_group": 2}, train_zero_stage=1, elastic_workers=4)
     root = str(tmp_path / "checkpoints")
     with Fleet(5) as fleet:
         run = Run(fleet, config)

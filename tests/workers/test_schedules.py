@@ -142,7 +142,7 @@ def test_ten_random_schedules_leave_no_trace(text: str, deterministic: bool, see
 @pytest.mark.fault("I1", "W19")
 def test_random_schedules_of_replicas_leave_no_trace(text: str, part: int) -> None:
     """Two shards and one or two replicas. Workers beyond whole replicas are left over."""
-    play(text, range(10 * part, 10 * part + 10), train_sharding={"shard_group": 2}, elastic_workers=2)
+    play(text, range(10 * part, 10 * part + 10), train_sharding={"shard_group": 2}, train_zero_stage=2, elastic_workers=2)
 
 
 @pytest.mark.slow

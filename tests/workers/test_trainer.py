@@ -46,12 +46,12 @@ OTHER: dict[str, Any] = {
     "train_grad_clip": 0,
     "model_tie": True,
 }
-OTHER |= {"train_no_decay": ["*norm*"]}
+OTHER |= {"train_no_decay": ["*norm*"], "train_zero_stage": 1}
 EXPERTS: dict[str, Any] = {"model_factory": "tests.workers.tiny:ExpertsModel", "model_units": ["body"], "train_lr": 0.02}
 EXPERTS |= {"train_no_decay": ["*.bias", "embed.*"]}
 
 
-PATCHES = {**EXPERTS, "model_factory": "tests.workers.tiny:PatchModel"}
+PATCHES = {**EXPERTS, "model_factory": "tests.workers.tiny:PatchModel", "train_zero_stage": 2}
 SPREAD = {**EXPERTS, "model_factory": "tests.workers.tiny:SpreadModel"}
 
 

@@ -158,6 +158,11 @@ class TrainSection(Section):
         description="MB of each of the two buffers in which an accelerator casts gradients from param_dtype to reduce_dtype, chunk by "
         "chunk; null: a sixth of a unit's gradients, 64 to 512. Smaller buffers save memory and take more time",
     )
+    zero_stage: Literal[1, 2, 3] = Field(
+        default=3,
+        description="what the workers shard: 3 parameters, gradients and optimizer states; 2 gradients and optimizer states; 1 optimizer "
+        "states. With 2 and 1, each worker keeps all parameters in param_dtype, gathered once per step",
+    )
     reshard_after_forward: bool = Field(default=True, description="free the full parameters between forward and backward")
     sharding: ShardingSettings | None = Field(
         default=None, description="shard groups with replicas (HSDP): {shard_group: 64}; null: all workers are one shard group"
