@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -413,3 +414,46 @@ def test_debug_mode_names_a_unit_left_out_of_a_ranks_graph(rank: int, world: int
             ours(data(0, 0, rank), (0,)).square().mean().backward()
     finally:
         set_debug(False)
+
+
+@pytest.mark.parametrize("frozen_first", [False, True])
+@on_processes(2)
+def test_parameter_frozen_on_one_rank_only_is_named(rank: int, world: int, frozen_first: bool) -> None:
+    """Freeze a parameter on rank 0 alone, or unfreeze on rank 1 alone one that had a group of its own. The rank that trains it raises."""
+    made = model()
+    made.heads[0].weight.requires_grad_(not frozen_first)
+    plain(made)
+    everything = tuple(range(EXPERTS))
+    made(data(0, 0, rank), everything).square().mean().backward()
+    made.heads[0].weight.requires_grad_(rank == 1)
+    message = r"parameter 'heads.0.weight' has requires_grad=True on this rank, and requires_grad=False on another one"
+    backwards = 0
+    try:
+        for _ in range(1 if frozen_first else 2):
+            made(data(1, 0, rank), everything).square().mean().backward()
+            backwards += 1
+    except RuntimeError as error:  # rank 0 may lose the connection to rank 1, which has raised and ended
+        assert rank == 0 or (re.match(message, str(error)) and backwards == (not frozen_first)), error
+    else:
+        assert rank == 0
+
+
+@on_threads(2)
+def test_parameters_may_be_frozen_and_trained_again_alike(rank: int, world: int) -> None:
+    """Freeze and unfreeze single parameters and whole blocks between backwards, while the ranks use different experts."""
+    ours, alone = plain(model()), model()
+    for step in range(6):
+        for made in (ours, alone):
+            made.requires_grad_(True)
+            if step % 3 == 1:
+                made.heads[1].requires_grad_(False)
+                made.blocks[0].experts[step % 2].weight.requires_grad_(False)
+            if step % 3 == 2:
+                made.blocks[1].requires_grad_(False)
+            made.zero_grad()
+        ours(data(step, 0, rank), chosen(step, 0, rank)).square().mean().backward()
+        for r in range(world):
+            (alone(data(step, 0, r), chosen(step, 0, r)).square().mean() / world).backward()
+        for p, q in zip(ours.parameters(), alone.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            assert q.grad is None or torch.allclose(whole(p.grad), q.grad, rtol=1e-9, atol=1e-9)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -17,6 +18,14 @@ from torch.distributed.tensor import DTensor
 from vescale_ray.dbuffer import KeptShard
 from vescale_ray.fsdp.layouts.parameters import GroupParam, as_dtensor, local_of
 from vescale_ray.planner.placement.layout import KeptElements
+
+
+class Use(IntEnum):
+    """What a rank did with a parameter in a backward. The largest value of all ranks is the answer."""
+
+    UNUSED = 0
+    USED = 1
+    FROZEN = 2
 
 
 class Delivery:
@@ -36,6 +45,8 @@ class Delivery:
         """Parameters whose gradients this rank has sent since the ranks last exchanged their uses (:mod:`vescale_ray.fsdp.groups.uses`)."""
         self._held: set[int] = set()
         """Parameters that were trained in a backward whose gradients are not delivered yet. They may have been frozen since."""
+        self._frozen: set[int] | None = None
+        """Parameters that were frozen when the ranks last exchanged their uses; None: they have not yet."""
 
     @property
     def holds(self) -> bool:
@@ -63,9 +74,13 @@ class Delivery:
             self._held.clear()
         return used
 
-    def uses(self) -> list[bool]:
-        """For each parameter: whether this rank has sent a gradient since the last exchange of uses, or no rank can have one."""
-        return [index in self._used or not self.expects(index) for index in range(len(self.params))]
+    def uses(self) -> tuple[list[Use], bool]:
+        """For each parameter: whether this rank has sent a gradient since the last exchange of uses, or no rank can have one.
+
+        Also returns whether other parameters are frozen than at the last call."""
+        before, self._frozen = self._frozen, {index for index in range(len(self.params)) if not self.expects(index)}
+        uses = [Use.FROZEN if i in self._frozen else Use.USED if i in self._used else Use.UNUSED for i in range(len(self.params))]
+        return uses, before is not None and before != self._frozen
 
     def deliver(self, part: torch.Tensor, used: Sequence[int], *, replaces: bool = False) -> None:
         """Deliver the gradients of the parameters ``used``, and keep those of the other parameters that other ranks may have used.

@@ -8,13 +8,18 @@ them, and contributes zeros for parameters that it did not use. So a rank knows 
     other ranks only               at the end of the backward
     none                           never: ``.grad`` stays as it is
 
-At the end of a backward the ranks exchange one byte per parameter of the reduced groups. This takes one all-reduce per shard group and one
-per replicate group. A rank that used every parameter knows the answer, so it sends its bytes without waiting. On an accelerator the host
-does not wait either.
+At the end of a backward the ranks exchange one byte per parameter of the model (:class:`Use`). This takes one all-reduce per shard group
+and one per replicate group. A rank that used every parameter knows the answer, so it sends its bytes without waiting. On an accelerator
+the host does not wait either.
+
+The answer also shows a rank that trains a parameter which another rank has frozen. A rank whose own trained parameters have changed reads
+it before it waits for its reductions: a rank that has frozen all parameters of a group joins no reduction of it. On the CPU every rank
+reads it at the end of the next backward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,6 +31,7 @@ from vescale_ray.communication import wait_notes
 from vescale_ray.compat.core import disable_current_modes
 from vescale_ray.fsdp.communication.comm import Lane
 from vescale_ray.fsdp.communication.debug import agree, agree_on_gradients
+from vescale_ray.fsdp.groups.delivery import Use
 from vescale_ray.fsdp.groups.group import ParameterGroup
 
 
@@ -34,20 +40,26 @@ class Uses:
 
     def __init__(self) -> None:
         self._questions: dict[tuple[int, int], _Question] = {}
-        self._under_way: list[Any] = []
+        self._under_way: list[_Question] = []
 
     def add(self, group: ParameterGroup) -> None:
-        """Add ``group``, whose reduction has started and will be delivered. Every rank adds the groups in the same order."""
-        key = id(group.grads.group), id(group.place.replicate_group)
-        self._questions.setdefault(key, _Question()).groups.setdefault(group)
+        """Add ``group``, whose reduction has started and will be delivered."""
+        self._questions.setdefault(_ranks_of(group), _Question()).groups.setdefault(group)
 
-    def ask(self, lane: Lane) -> None:
-        """Send this rank's bytes over the shard groups, once all reductions of the backward have started. Collective."""
+    def ask(self, lane: Lane, groups: Sequence[ParameterGroup]) -> None:
+        """Send this rank's bytes over the shard groups, once all reductions of the backward have started. Collective.
+
+        Args:
+            groups: all groups of the model, in the same order on every rank.
+
+        Raises:
+            RuntimeError: a parameter is trained here, and frozen on another rank.
+        """
         under_way, self._under_way = self._under_way, []
-        for work in under_way:  # from the last backward: every rank has joined this exchange by now
-            work.wait()
-        for question in self._questions.values():
-            question.ask(lane)
+        for question in under_way:  # from the last backward: every rank has joined this exchange by now
+            question.verify(lane)
+        for ranks, question in self._questions.items():
+            question.ask(lane, [group for group in groups if _ranks_of(group) == ranks])
 
     def deliver(self, lane: Lane) -> None:
         """Ask the replicas, and deliver the gradients that only other ranks used, once all reductions have finished. Collective."""
@@ -56,9 +68,11 @@ class Uses:
             question.ask_replicas(lane)
         for question in questions:
             used = question.answer(lane)
-            self._under_way += question.works
-            for group in question.groups:
-                group.grads.deliver_rest(used[: len(group.params)])
+            if question.works:
+                self._under_way.append(question)
+            for group in question.listed:
+                if group in question.groups:
+                    group.grads.deliver_rest(used[: len(group.params)])
                 used = used[len(group.params) :]
         for question in questions:
             question.check()
@@ -69,43 +83,74 @@ class Uses:
         self._under_way.clear()
 
 
+def _ranks_of(group: ParameterGroup) -> tuple[int, int]:
+    return id(group.grads.group), id(group.place.replicate_group)
+
+
 class _Question:
     """One exchange, for the groups that have the same shard group and the same replicate group."""
 
     def __init__(self) -> None:
         self.groups: dict[ParameterGroup, None] = {}
+        """Groups that this backward has reduced."""
+        self.listed: list[ParameterGroup] = []
+        """All groups of these ranks. If a rank has frozen a group, it does not reduce it."""
         self.works: list[Any] = []
         """Running all-reduces; empty if an accelerator's stream runs them."""
-        self._own: list[bool] = []
+        self._own: list[Use] = []
+        self._complete = True
+        """Whether this rank knows the answer for the groups that it reduces."""
         self._bytes: torch.Tensor | None = None
 
     @property
     def _place(self) -> Any:
         return next(iter(self.groups)).place
 
-    def ask(self, lane: Lane) -> None:
-        group = next(iter(self.groups)).grads.group
+    def ask(self, lane: Lane, listed: list[ParameterGroup]) -> None:
+        self.listed, group = listed, next(iter(self.groups)).grads.group
         agree(f"end of a backward that reduced {', '.join(repr(one.name) for one in self.groups)}", group, self._place.device)
-        self._own = [bit for one in self.groups for bit in one.grads.delivery.uses()]
+        changed = False
+        for one in listed:
+            uses, differs = one.grads.delivery.uses()
+            self._own += uses
+            self._complete = self._complete and (one not in self.groups or all(uses))
+            changed = changed or differs
         if group.size() > 1:
             self._send(group, lane)
+            if changed:
+                self.verify(lane)
 
     def ask_replicas(self, lane: Lane) -> None:
         place = self._place
         if place.replicate_group is None or place.replicas == 1:
             return
-        if all(self._own):
+        if self._complete:
             self._bytes = None  # this rank knows the shard group's answer, and its bytes may still be on the way
         else:
             self._wait()
         self._send(place.replicate_group, lane)
 
-    def answer(self, lane: Lane) -> list[bool]:
-        if self._bytes is None or all(self._own):
-            return self._own
+    def answer(self, lane: Lane) -> list[Any]:
+        """For each parameter of the listed groups: whether a rank used it. Waits if this rank may get a gradient that it has not made."""
+        return self._own if self._bytes is None or self._complete else self.verify(lane)
+
+    def verify(self, lane: Lane) -> list[int]:
+        """Wait for the answer, and check that all ranks train the same parameters.
+
+        Raises:
+            RuntimeError: a parameter is trained here, and frozen on another rank.
+        """
+        assert self._bytes is not None
         self._wait()
         with lane.context(), disable_current_modes():
-            told: list[bool] = self._bytes.bool().tolist()
+            told: list[int] = self._bytes.tolist()
+        params = (param for group in self.listed for param in group.params)
+        for param, own, most in zip(params, self._own, told, strict=True):
+            if own != most == Use.FROZEN:
+                raise RuntimeError(
+                    f"parameter {param.fqn!r} has requires_grad=True on this rank, and requires_grad=False on another one: set it on all "
+                    f"ranks alike (decide with a value that all ranks have, as an all-reduced loss)"
+                )
         return told
 
     def check(self) -> None:
@@ -120,8 +165,9 @@ class _Question:
         # Modes that count, record or fake a step's operations must not see this one.
         with lane.context(), disable_current_modes(), wait_notes.counted("all_reduce"):
             if self._bytes is None:
-                complete = all(self._own)  # a complete answer needs no copy from the host
-                made = torch.ones(len(self._own), dtype=torch.uint8, device=device) if complete else None
+                made = None
+                if all(use == Use.USED for use in self._own):  # needs no copy from the host
+                    made = torch.ones(len(self._own), dtype=torch.uint8, device=device)
                 self._bytes = torch.tensor(self._own, dtype=torch.uint8, device=device) if made is None else made
             with gloo.unrecorded() if lane.stream is None else nullcontext():
                 work = dist.all_reduce(self._bytes, op=dist.ReduceOp.MAX, group=group, async_op=lane.stream is None)

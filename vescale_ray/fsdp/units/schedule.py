@@ -326,7 +326,7 @@ class Schedule:
     def settle(self, *, wait: bool) -> None:
         """Reset after a backward. ``wait``: it is the step's last one, so wait for all its reductions and deliver the gradients."""
         if wait:
-            self._uses.ask(self.lanes.reduce)
+            self._uses.ask(self.lanes.reduce, self.groups)
             while self._reducing:
                 self._finish_oldest()
             self._uses.deliver(self.lanes.reduce)
