@@ -30,6 +30,7 @@ from vescale_ray.fsdp import Sharding, explain, share_comm_ctx
 from vescale_ray.fsdp.layouts.phases import PhaseError
 from vescale_ray.geometry import Block
 from vescale_ray.planner import TensorSpec, plan_layout
+from vescale_ray.state_dict import StateDictOptions, get_model_state_dict
 
 WIDTH, WORLD = 8, 2
 
@@ -863,6 +864,22 @@ METHODS: dict[str, Case] = {
         lambda m: after(lambda m: (m(batch(0, 0)), m.layers[0](batch(0, 0)), m.reset_iter_state()))(units()),
         units,
     ),
+    "a backward after unshard alone": Case(
+        lambda m: (m.unshard(), m.forward(batch(0, 0)).sum().backward()),
+        RuntimeError,
+        ("a backward reached parameters of 'Net' after unshard()", "call the model itself", "register_fsdp_forward_method(model, name)"),
+        after(lambda m: m.reshard()),
+        one_unit,
+    ),
+    "a parameter added beside sharded ones": Case(
+        lambda m: (m.register_parameter("late", nn.Parameter(torch.ones(4))), m(batch(0, 0))),
+        ValueError,
+        ("'late' was added", "apply fully_shard to a module of its own that holds it"),
+        after(
+            lambda m: (delattr(m, "late"), m.head.add_module("own", fully_shard(nn.ParameterList([nn.Parameter(torch.ones(4), False)]))))
+        ),
+        one_unit,
+    ),
     **{f"{method}: a string": switch(method, flag) for method, flag in FLAGS.items()},
 }
 
@@ -877,6 +894,33 @@ def test_a_sharded_module_refuses_and_the_remedy_trains(rank: int, world: int, w
     said = str(error.value)
     assert all(word in said for word in case.words), (case.words, said)
     trains_as_plain(rank, case.right(model), fill(Net()))
+
+
+@on_threads(WORLD)
+def test_another_method_trains_after_unshard_if_the_root_was_called(rank: int, world: int) -> None:
+    """After one call of the root, a backward through gathered parameters ends as usual, whichever method has used them."""
+    model = one_unit()
+    model(batch(0, 0))
+    model.unshard()
+    model.forward(batch(rank, 0)).sum().backward()
+    plain = fill(Net())
+    for r in range(world):
+        (plain(batch(r, 0)).sum() / world).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+@on_threads(1)
+def test_export_of_a_sharded_model_is_refused(rank: int, world: int) -> None:
+    """The remedy works: the plain model with the whole state dict is exported and traced."""
+    for model in (one_unit(), running_units()):
+        with pytest.raises(RuntimeError, match=r"torch\.export of a sharded model .*full_state_dict=True"):
+            torch.export.export(model, (batch(0, 0),))
+        with pytest.raises(RuntimeError, match=r"torch\.jit\.trace of a sharded model .*full_state_dict=True"):
+            torch.jit.trace(model, batch(0, 0), check_trace=False)
+        plain = Net()
+        plain.load_state_dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+        torch.testing.assert_close(torch.export.export(plain, (batch(0, 0),)).module()(batch(0, 0)), model(batch(0, 0)))
 
 
 @on_threads(WORLD)

@@ -15,7 +15,7 @@ from vescale_ray.compat.core import TensorBase, run_as_is
 from vescale_ray.compat.tensor import DTensorSpec, TensorMeta
 from vescale_ray.dtensor.autograd import Classes, RaggedAwareDTensor, whole_of
 from vescale_ray.dtensor.operations.arguments import each, each_argument, tensor_arguments, tensors_in
-from vescale_ray.dtensor.operations.schema import different_meshes, plain_is_whole, refuse_leaf, schema_facts, written
+from vescale_ray.dtensor.operations.schema import WHOLE_WHERE, different_meshes, plain_is_whole, refuse_leaf, schema_facts, written
 from vescale_ray.dtensor.operations.whole import held_whole, is_dtensor, on_local, write_local
 from vescale_ray.dtensor.redistribution import contribution, move
 from vescale_ray.dtensor.spec import ShapedSpec, pending_spec, replicated, settled_placements, wrap
@@ -380,8 +380,7 @@ def _beside(func: Any, what: str, mesh: DeviceMesh, args: Any, kwargs: dict[str,
             return DTensor.from_local(value, mesh, replicated(mesh), run_check=False)
         raise ValueError(
             f"{func}: a plain tensor of shape {tuple(value.shape)} meets {what}: "
-            "distribute it first (vescale_ray.distribute_tensor), or work on full_tensor(); "
-            "parameters of a sharded module are whole in its forward, or after its unshard()"
+            f"distribute it first (vescale_ray.distribute_tensor), or work on full_tensor(); {WHOLE_WHERE}"
         )
 
     return each_argument(convert, args, kwargs)

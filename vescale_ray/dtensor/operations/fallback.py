@@ -18,7 +18,15 @@ from vescale_ray.compat.tensor import DTensorSpec, TensorMeta
 from vescale_ray.dtensor.derived import GatheredView, derived, read_only
 from vescale_ray.dtensor.operations.arguments import each, each_argument, tensor_arguments, tensors_in
 from vescale_ray.dtensor.operations.operands import gathered
-from vescale_ray.dtensor.operations.schema import HIDDEN_WRITES, different_meshes, lazy_conjugation, plain_is_whole, refuse_leaf, written
+from vescale_ray.dtensor.operations.schema import (
+    HIDDEN_WRITES,
+    WHOLE_WHERE,
+    different_meshes,
+    lazy_conjugation,
+    plain_is_whole,
+    refuse_leaf,
+    written,
+)
 from vescale_ray.dtensor.redistribution import move
 from vescale_ray.dtensor.spec import replicated, sharding_of
 from vescale_ray.dtensor.transfer import arrived
@@ -106,7 +114,7 @@ def _on_whole(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any], 
             raise ValueError(
                 f"{func}: a plain tensor of shape {tuple(value.shape)} meets "
                 f"{sharding_of(_first_ragged(cls, args, kwargs)._spec).describe()}: distribute it first "
-                f"(vescale_ray.distribute_tensor); parameters of a sharded module are whole in its forward, or after its unshard()"
+                f"(vescale_ray.distribute_tensor); {WHOLE_WHERE}"
             )
         return value
 

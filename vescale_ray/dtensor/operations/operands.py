@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.dtensor.derived import GatheredView
-from vescale_ray.dtensor.operations.schema import plain_is_whole, refuse_leaf
+from vescale_ray.dtensor.operations.schema import WHOLE_WHERE, plain_is_whole, refuse_leaf
 from vescale_ray.dtensor.redistribution import move
 from vescale_ray.dtensor.spec import LocalSharding, replicated, sharding_of
 
@@ -31,8 +31,8 @@ def operand(cls: type[DTensor], value: Any, sharding: LocalSharding, op: str) ->
             return spread(_broadcast(value, sharding, op), sharding)
         raise ValueError(
             f"{op}: a plain tensor of shape {tuple(value.shape)} meets {sharding.describe()}: "
-            "distribute it first (vescale_ray.distribute_tensor for a whole tensor, RaggedDTensor.from_local for this rank's part); "
-            "parameters of a sharded module are whole in its forward, or after its unshard()"
+            f"distribute it first (vescale_ray.distribute_tensor for a whole tensor, RaggedDTensor.from_local for this rank's part); "
+            f"{WHOLE_WHERE}"
         )
     if isinstance(value, GatheredView):
         value.check(op)

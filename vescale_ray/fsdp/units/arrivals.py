@@ -32,10 +32,19 @@ def _prefetch_at_first_gradient(unit_ref: weakref.ref[Unit]) -> None:
     """Prefetch before the first gradient buffer is filled.
 
     On the CPU all units share one, so the last reduce-scatter is finished first. On an accelerator the all-gather uses the memory of the
-    gradients that are being reduced. This unit's buffers are taken before, so that they don't get that memory and wait for it."""
+    gradients that are being reduced. This unit's buffers are taken before, so that they don't get that memory and wait for it.
+
+    Raises:
+        RuntimeError: the user has gathered the unit and has never called its root module, which would end the backward.
+    """
     unit = unit_ref()
-    if unit is None or unit.schedule is None:
+    if unit is None:
         return
+    if unit.schedule is None:
+        raise RuntimeError(
+            f"a backward reached parameters of {unit.name!r} after unshard(), but its root module was never called, so that their "
+            f"gradients would be lost: call the model itself, or register_fsdp_forward_method(model, name) for a method other than forward"
+        )
     if in_backward():
         # A backward through the graph of create_graph=True passes no entry mark: a parameter's gradient is its first sign.
         unit.schedule.enter_backward(unit)

@@ -109,9 +109,11 @@ def check_parameters(units: Sequence[Unit], root: nn.Module) -> list[nn.Module]:
         for name, added in attributes["_parameters"].items():
             if name not in names and added is not None and added.requires_grad:
                 where = next((fqn for fqn, one in root.named_modules() if one is module), "")
+                shared = own is not None or names
+                holder = "a module of its own that holds it" if shared else f"the {type(module).__name__} that holds it"
                 raise ValueError(
                     f"parameter {f'{where}.{name}' if where else name!r} was added to the model after fully_shard, so each rank would "
-                    f"train it alone: add it before fully_shard, or apply fully_shard to the {type(module).__name__} that holds it"
+                    f"train it alone: add it before fully_shard, or apply fully_shard to {holder}"
                 )
         children = attributes["_modules"]
         if children:
@@ -298,6 +300,16 @@ def check_hooks(units: list[Unit]) -> None:
                     f"parameter {param.fqn!r} got all-gather hooks after fully_shard: give it a tensor class with fsdp_pre_all_gather and "
                     f"fsdp_post_all_gather before"
                 )
+
+
+def refuse_tracing(unit: Unit) -> None:
+    """Raise RuntimeError if torch records this forward for ``torch.export`` or ``torch.jit.trace``, which can't record collectives."""
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        what = "torch.export" if torch.compiler.is_exporting() else "torch.jit.trace"
+        raise RuntimeError(
+            f"{what} of a sharded model ({unit.name!r}): load its whole state dict (vescale_ray.state_dict.get_model_state_dict with "
+            f"full_state_dict=True) into the plain model, and trace that"
+        )
 
 
 global_optimizer_pre_hooks[-2] = check_optimizer

@@ -33,6 +33,7 @@ from vescale_ray.fsdp.units.checks import (
     check_replaced,
     check_tied,
     name_parameters,
+    refuse_tracing,
 )
 from vescale_ray.fsdp.units.forward_order import ForwardOrder
 from vescale_ray.fsdp.units.marks import Call
@@ -101,8 +102,9 @@ class Schedule:
         Raises:
             ValueError: a parameter is tied to one of another unit.
             RuntimeError: a unit below belongs to another root already; parameters are still on the meta device; the ranks planned
-                different layouts.
+                different layouts; the forward is traced.
         """
+        refuse_tracing(root)
         modules = [module for ref in root.modules if (module := ref()) is not None]
         if len(modules) > 1:
             raise RuntimeError(f"FSDP requires a single root module but got {root.name}: apply fully_shard to the whole model, too")
@@ -175,10 +177,12 @@ class Schedule:
 
         Raises:
             ValueError: the outermost module has parameters that its units do not manage.
+            RuntimeError: the forward is traced.
         """
         if self.forward_root is not None:
             self._order.enter(unit)
             return args, kwargs
+        refuse_tracing(unit)
         if self.ending.pending:
             raise PhaseError(f"a forward of {unit.name!r} starts while finalize_backward(async_op=True) is under way: wait on its handle")
         if self._in_backward:
