@@ -34,8 +34,10 @@ __all__ = [
     "StateDictOptions",
     "get_model_state_dict",
     "get_optimizer_state_dict",
+    "get_state_dict",
     "set_model_state_dict",
     "set_optimizer_state_dict",
+    "set_state_dict",
 ]
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -116,6 +118,31 @@ def set_optimizer_state_dict(
     loaded: dict[str, Any] = {"state": state, "param_groups": groups}
     with undisturbed(optimizers):  # torch lets an optimizer without states step once more
         torchs.set_optimizer_state_dict(model, optimizers, loaded, options=StateDictOptions(strict=options.strict))
+
+
+def get_state_dict(
+    model: nn.Module, optimizers: Optimizers, *, options: StateDictOptions | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the state dicts of the model (:func:`get_model_state_dict`) and of its optimizers (:func:`get_optimizer_state_dict`)."""
+    optimizers = _listed(optimizers)
+    return get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizers, options=options)
+
+
+def set_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    model_state_dict: Mapping[str, Any],
+    optim_state_dict: Mapping[str, Any],
+    options: StateDictOptions | None = None,
+) -> Any:
+    """Load both state dicts, as :func:`get_state_dict` returns them. Returns what :func:`set_model_state_dict` returns.
+
+    Raises:
+        ValueError: as :func:`set_model_state_dict`. The optimizers are loaded first.
+    """
+    set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+    return set_model_state_dict(model, model_state_dict, options=options)
 
 
 def _fill(

@@ -28,8 +28,10 @@ from vescale_ray.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -322,3 +324,19 @@ def test_full_state_dicts_load_into_a_fully_sharded_module(rank: int, world: int
     assert torch.equal(net(x), plain.to(torch.bfloat16)(x.bfloat16())), "the forward pass sees what was loaded"
     found = get_optimizer_state_dict(net, trained_optimizer, options=FULL)["state"]
     assert all(torch.equal(found[n][k], v) for n, entries in state["state"].items() for k, v in entries.items())
+
+
+@pytest.mark.parametrize("options", [FULL, StateDictOptions()])
+@on_threads(2)
+def test_both_state_dicts_go_back_in_one_call(rank: int, world: int, options: StateDictOptions) -> None:
+    """As in the AppState of torch's tutorial, whole or sharded. With whole ones, a plain model's go into a sharded model."""
+    nets = [Net(3), Net(5)]
+    for net in nets[options is FULL :]:
+        fully_shard(net)
+    optimizers = [trained(nets[0]), torch.optim.AdamW(nets[1].parameters(), lr=0.9)]
+    weights, states = get_state_dict(nets[0], optimizers[0], options=options)
+    result = set_state_dict(nets[1], [optimizers[1]], model_state_dict=weights, optim_state_dict=states, options=options)
+    assert result.missing_keys == result.unexpected_keys == []
+    assert same(nets[1], nets[0])
+    before, after = (get_state_dict(net, optimizer, options=FULL)[1]["state"] for net, optimizer in zip(nets, optimizers, strict=True))
+    assert all(torch.equal(after[n][k], v) for n, entries in before.items() for k, v in entries.items())
