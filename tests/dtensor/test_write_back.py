@@ -99,3 +99,34 @@ def test_an_embedding_with_padding_initializes_once_sharded(rank, world):
     rows = full(model[0].weight).abs().sum(1)
     assert rows[5] == 0 and (rows[[0, 1, 2, 3, 4, 6, 7, 8]] > 0).all()
     assert full(model(torch.tensor([5, 5]))[0]).allclose(full(model[1].bias))
+
+
+def fill_rows(w: Any) -> None:
+    w[torch.tensor([1, 4])] = 0.5
+
+
+def orthogonal(w: Any) -> None:
+    nn.init.orthogonal_(w, generator=torch.Generator().manual_seed(3))
+
+
+WHOLE: list[Callable[[Any], Any]] = [
+    fill_rows,
+    orthogonal,
+    nn.init.eye_,
+    lambda w: w.tril_(),
+    lambda w: w.index_fill_(1, torch.tensor([0, 2]), 3.0),
+]
+
+
+@on_threads(3)
+def test_remedy_for_writes_that_need_the_whole_tensor_works(rank: int, world: int) -> None:
+    for write in WHOLE:
+        x, plain = ragged(values().t().contiguous()), values().t().contiguous()
+        with pytest.raises(RuntimeError, match=r"change its full_tensor\(\) on all ranks alike and write that back with copy_\(\)"):
+            write(x)
+        assert torch.equal(full(x), plain), "nothing is written"
+        whole = x.full_tensor()
+        write(whole)
+        x.copy_(whole)
+        write(plain)
+        assert torch.equal(full(x), plain)

@@ -68,7 +68,7 @@ def fallback(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[
             if isinstance(item, cls):
                 raise RuntimeError(
                     f"{func} would write to {sharding_of(item._spec).describe()}, which it can't do part by part: "
-                    "use the out-of-place form and copy_(), or work on to_local()"
+                    "change its full_tensor() on all ranks alike and write that back with copy_(), or work on to_local()"
                 )
             if isinstance(item, Tensor) and not isinstance(item, DTensor):
                 raise plain_target(func, item)
