@@ -649,6 +649,15 @@ def hooked(module: Callable[[Any], nn.Module], act: Callable[[Any], Any]) -> Cal
     return wrong
 
 
+def read_after_backward(model: Any) -> torch.Tensor:
+    """Take a parameter between forward and backward, and read it after the backward."""
+    loss = model(batch(0, 0)).sum()
+    taken = next(model.parameters())
+    loss.backward()
+    model.zero_grad()
+    return taken.detach().clone()
+
+
 class Gather:
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -864,6 +873,13 @@ METHODS: dict[str, Case] = {
         lambda m: after(lambda m: (m(batch(0, 0)), m.layers[0](batch(0, 0)), m.reset_iter_state()))(units()),
         units,
     ),
+    "a parameter taken in the middle of a step": Case(
+        lambda m: read_after_backward(m),
+        RuntimeError,
+        ("of unit 'the root' (", "taken from the module in the middle of a step", "take parameters after backward"),
+        after(lambda m: (m(batch(0, 0)).sum().backward(), next(m.parameters()).detach().clone(), m.zero_grad())),
+        one_unit,
+    ),
     "a backward after unshard alone": Case(
         lambda m: (m.unshard(), m.forward(batch(0, 0)).sum().backward()),
         RuntimeError,
@@ -897,7 +913,7 @@ def test_a_sharded_module_refuses_and_the_remedy_trains(rank: int, world: int, w
 
 
 @on_threads(WORLD)
-def test_another_method_trains_after_unshard_if_the_root_was_called(rank: int, world: int) -> None:
+def test_another_method_trains_after_one_call_of_the_root(rank: int, world: int) -> None:
     """After one call of the root, a backward through gathered parameters ends as usual, whichever method has used them."""
     model = one_unit()
     model(batch(0, 0))

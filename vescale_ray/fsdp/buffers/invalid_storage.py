@@ -120,6 +120,7 @@ def resharded_text(unit: str, fqns: Sequence[str]) -> str:
     names = ", ".join(fqns[:8]) + (f" and {len(fqns) - 8} more" if len(fqns) > 8 else "")
     return (
         f"the parameters of unit {unit or 'the root'!r} ({names}) are resharded, but one of them was read. Another module's "
-        f"forward uses it, or a tensor computed with it was kept outside of the unit: call the module itself, return the tensor "
-        f"from its forward or keep it as an attribute there, or set reshard_after_forward=False"
+        f"forward uses it, it was taken from the module in the middle of a step, or a tensor computed with it was kept outside of the "
+        f"unit: call the module itself, take parameters after backward, return the tensor from its forward or keep it as an attribute "
+        f"there, or set reshard_after_forward=False"
     )
