@@ -1,4 +1,7 @@
-"""Import weights from Hugging Face's safetensors folders into shards or a new commit. Each rank reads its own flat ranges."""
+"""Import weights from Hugging Face's safetensors folders into shards or a new commit. Each rank reads its own flat ranges.
+
+FP8 weights with one scale per block become FP32 values as they are read (:mod:`~vescale_ray.checkpoint.bridges.fp8_files`).
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ from .bridges.foreign import (
     Files,
     Imported,
     Progress,
-    TensorSource,
     into_commit,
     into_state,
     is_root,
     local_folder,
 )
+from .bridges.fp8_files import DequantizedSource, block_in
 from .bridges.pieces import FileLayout, PiecedSource
 from .bridges.safetensors_file import Located, read_header
 from .commits import Commit
@@ -61,7 +64,7 @@ class HfSource:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         given = local_folder(path, "the folder to read")
         folder, names, index = _files_of(given)
-        self._path, self._files = given, Files(folder)
+        self.folder, self._path, self._files = folder, given, Files(folder)
         self._located: dict[str, Located] = {}
         self._aliases: dict[str, str] = {}
         for name in names:
@@ -99,6 +102,18 @@ class HfSource:
         self._files.read_into(located.file, located.offset + start * located.dtype.itemsize, out)
 
 
+def weights_source(path: str | os.PathLike[str]) -> HfSource | DequantizedSource:
+    """Open safetensors. If the ``config.json`` beside them describes FP8 weights with one scale per block, these are FP32 values.
+
+    Raises:
+        ForeignFileError: a header, the index or ``config.json`` is malformed, or the weights are quantized in another way.
+        CheckpointMismatch: scales are missing, or have another shape or sort of dtype.
+    """
+    source = HfSource(path)
+    form = block_in(source.folder)
+    return source if form is None else DequantizedSource(source, form)
+
+
 def import_hf(
     path: str | os.PathLike[str],
     target: Root | nn.Module | Mapping[str, torch.Tensor],
@@ -130,9 +145,10 @@ def import_hf(
         step, object_bytes: for a root, the commit's step and the size of its objects in bytes, which is also the memory used.
 
     Raises:
-        ForeignFileError: a file is malformed. CheckpointMismatch: names, shapes or dtypes differ.
+        ForeignFileError: a file is malformed, or the weights are quantized otherwise than in FP8 with one scale per block.
+        CheckpointMismatch: names, shapes or dtypes differ, or scales are missing.
     """
-    source = _from_all(path, group)
+    source = together(lambda: weights_source(path), group)
     if not is_root(target):
         if not isinstance(target, (nn.Module, Mapping)):
             raise ValueError(f"the target is a {type(target).__name__}; give a module, a dict of tensors, a checkpoint folder or a store")
@@ -167,10 +183,6 @@ def import_hf(
         group=group,
         progress=progress,
     )
-
-
-def _from_all(path: str | os.PathLike[str], group: dist.ProcessGroup | None) -> TensorSource:
-    return together(lambda: HfSource(path), group)
 
 
 def _files_of(path: Path) -> tuple[Path, list[str], dict[str, str] | None]:

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,13 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from vescale_ray.block_grid import Grid
+from vescale_ray.quantization import Fp8Block, fp8
+
 from .api import from_first, ranks_of, together
 from .arguments import nbytes
 from .bridges.foreign import Progress, local_folder, new_folder, publish, take_back
+from .bridges.fp8_files import CODES, SCALES
 from .bridges.pieces import FileLayout, FilePiece
 from .bridges.safetensors_file import SAFETENSORS_NAME, header_of
 from .commits import Commit
@@ -60,6 +64,7 @@ def export_hf(
     rename: Mapping[str, str] | NameTable | None = None,
     layout: FileLayout | None = None,
     extra: Mapping[str, Computed] | None = None,
+    quantize: Callable[[str], Fp8Block | None] | None = None,
     include: Globs = "*",
     exclude: Globs = (),
     key: str = "model",
@@ -79,13 +84,16 @@ def export_hf(
         rename: table from our names to the files' (:data:`~vescale_ray.checkpoint.huggingface.LLAMA`).
         layout: the model's tensors as the files store them; names that it lacks keep their names.
         extra: tensors that the commit lacks, by their names in the files; each is computed when it is written.
+        quantize: returns the FP8 format of a matrix, by its name in the files, or None. The files then hold its codes and FP32 scales
+            (:mod:`~vescale_ray.checkpoint.bridges.fp8_files`). The matrix is read twice, once for the scales.
         include, exclude: globs of our names.
         key: entry of the state (``"ema"``, ..).
         dtype: dtype to which floating-point tensors are cast.
         max_shard_bytes: most bytes of tensors in a file; a larger tensor gets its own file.
 
     Raises:
-        ValueError: the folder holds model files, or is a URL. CheckpointMismatch: there is nothing to write, or safetensors lacks a dtype.
+        ValueError: the folder holds model files, or is a URL. CheckpointMismatch: there is nothing to write, safetensors lacks a dtype, or
+            a tensor to quantize is no matrix, or holds Inf or NaN.
             CheckpointCorrupt: the checkpoint is damaged. ExportFailed: the data read back differs from the written data.
     """
     rank, world = ranks_of(group)
@@ -109,7 +117,7 @@ def export_hf(
         entries, aliases = _entries(checkpoint, table_of(rename), layout, globs(include), globs(exclude), key, dtype)
         for name, given in (extra or {}).items():
             entries.append(_Entry(name, given.shape, given.dtype, computed=given))
-        files = _cut(entries, max_shard_bytes)
+        files = _cut(_quantized(entries, quantize or (lambda name: None)), max_shard_bytes)
         metadata = {"format": "pt", **({ALIASES: json.dumps(aliases)} if aliases else {})}
         for file in files[rank::world]:
             _write(checkpoint, place / file.name, file, metadata, progress)
@@ -134,7 +142,7 @@ def export_hf(
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor of the files: ``numel`` elements of the stored tensor ``stored`` from ``start`` on, or ``computed``."""
+    """A tensor of the files: elements of the stored tensor ``stored`` from ``start`` on, or ``computed``."""
 
     name: str
     shape: tuple[int, ...]
@@ -153,13 +161,61 @@ class _Entry:
 
     def pieces(self, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
         """Yield the elements in order, in bounded pieces, in the dtype of the file."""
+        wider = max(4 if self.computed is not None else checkpoint.tensors[self.stored].kinds["param"].itemsize, self.dtype.itemsize)
+        for piece in self.values(checkpoint, max(1, _PIECE_BYTES // wider)):
+            yield piece.to(self.dtype)
+
+    def values(self, checkpoint: Checkpoint, step: int) -> Iterator[torch.Tensor]:
+        """Yield the elements in order, in pieces of ``step``, as the checkpoint has them."""
         if self.computed is not None:
-            yield self.computed.make(checkpoint).to(self.dtype).flatten()
+            yield from self.computed.make(checkpoint).flatten().split(step)
             return
-        stored = checkpoint.tensors[self.stored].kinds["param"]
-        step = max(1, _PIECE_BYTES // max(stored.itemsize, self.dtype.itemsize))
         for start in range(self.start, self.start + self.numel, step):
-            yield checkpoint.read_range(self.stored, start, min(self.start + self.numel, start + step)).to(self.dtype)
+            yield checkpoint.read_range(self.stored, start, min(self.start + self.numel, start + step))
+
+    def read_bytes(self, checkpoint: Checkpoint, piece: torch.Tensor) -> int:
+        """Return the stored bytes that ``piece`` was made from, for progress."""
+        return 0 if self.computed is not None else piece.numel() * checkpoint.tensors[self.stored].kinds["param"].itemsize
+
+
+@dataclass(frozen=True)
+class _QuantizedEntry(_Entry):
+    """The FP8 codes, or the scales, of the matrix ``source``."""
+
+    source: _Entry = field(kw_only=True)
+    form: Fp8Block = field(kw_only=True)
+
+    @classmethod
+    def both(cls, source: _Entry, form: Fp8Block) -> list[_Entry]:
+        if len(source.shape) != 2 or 0 in source.shape or not source.dtype.is_floating_point:
+            what = f"{source.name!r} of shape {list(source.shape)} and dtype {dtype_name(source.dtype)}"
+            raise CheckpointMismatch(f"{what} has no FP8 layout in files: only matrices of floating-point numbers have one")
+        grid = Grid.of(source.shape, form.block)
+        return [
+            cls(source.name, source.shape, CODES, source=source, form=form),
+            cls(source.name + SCALES, grid.state_shape, torch.float32, source=source, form=form),
+        ]
+
+    def pieces(self, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
+        cols = self.source.shape[1]
+        band = min(self.form.rows, self.source.shape[0]) * cols
+        for values in self.source.values(checkpoint, max(1, _PIECE_BYTES // (4 * band)) * band):
+            try:
+                codes, scales = fp8.quantize(values.view(-1, cols), self.form, name=self.source.name)
+            except FloatingPointError:
+                raise CheckpointMismatch(
+                    f"{self.source.name!r} holds Inf or NaN, for which FP8 has no code: export an older checkpoint"
+                ) from None
+            yield (codes if self.dtype == CODES else fp8.scale_values(scales)).flatten()
+
+    def read_bytes(self, checkpoint: Checkpoint, piece: torch.Tensor) -> int:
+        return self.source.read_bytes(checkpoint, piece) if self.dtype == CODES else 0
+
+
+def _quantized(entries: Sequence[_Entry], policy: Callable[[str], Fp8Block | None]) -> list[_Entry]:
+    forms = [policy(entry.name) for entry in entries]
+    both = (_QuantizedEntry.both(entry, form) if form is not None else [entry] for entry, form in zip(entries, forms, strict=True))
+    return [part for parts in both for part in parts]
 
 
 @dataclass(frozen=True)
@@ -233,8 +289,8 @@ def _write(checkpoint: Checkpoint, path: Path, file: _File, metadata: Mapping[st
             for entry in file.entries:
                 for piece in entry.pieces(checkpoint):
                     _append(fd, view_of(as_bytes(piece)), written)
-                    if progress is not None and entry.computed is None:
-                        progress(piece.numel() * checkpoint.tensors[entry.stored].kinds["param"].itemsize)
+                    if progress is not None:
+                        progress(entry.read_bytes(checkpoint, piece))
             os.fsync(fd)
             with suppress(OSError):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that the data is read back from the disk

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .bridges.fp8_files import DequantizedSource
 from .bridges.pieces import FileLayout, FilePiece, PiecedSource
 from .errors import CheckpointMismatch
-from .huggingface import HfSource
+from .huggingface import HfSource, weights_source
 
 
 class _Views(TorchFunctionMode):
@@ -72,21 +73,25 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_weights(path: str | os.PathLike[str], layout: FileLayout, names: Container[str]) -> None:
-    """Check that the safetensors in the folder ``path`` are those of ``layout``. Reads headers only.
+    """Check that the safetensors in the folder ``path`` are those of ``layout``. Reads headers, and the scales of FP8 weights.
 
     Args:
         names: the parameters, which are numbers of floating point.
 
     Raises:
-        ForeignFileError, CheckpointMismatch: a file or tensor is missing, is one too many, or has another shape or sort of dtype.
+        ForeignFileError, CheckpointMismatch: a file or tensor is missing, is one too many, or has another shape or sort of dtype, or a
+            scale is Inf or NaN.
     """
-    source = PiecedSource(HfSource(path), layout)
+    opened = weights_source(path)
+    source = PiecedSource(opened, layout)
     kinds = {name: tensor.kinds["param"] for name, tensor in source.tensors.items() if name in names}
     odd = next((name for name, dtype in kinds.items() if not dtype.is_floating_point), None)
     if odd is not None:
         raise CheckpointMismatch(
             f"{path}: {odd!r} holds integers ({kinds[odd]}): quantized weights can't be trained; give those in bfloat16"
         )
+    if isinstance(opened, DequantizedSource):
+        opened.check_scales()
 
 
 def read_buffers(path: str | os.PathLike[str], layout: FileLayout, names: Container[str]) -> dict[str, Tensor]:

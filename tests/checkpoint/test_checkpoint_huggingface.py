@@ -23,6 +23,7 @@ from tests.checkpoint.checkpoint_support import bits, damage, memory_folder, pea
 from tests.checkpoint.faulty_store import Fault, FaultyStore
 from tests.checkpoint.test_checkpoint_state import Net
 from tests.ranks import run_gloo
+from vescale_ray import Fp8Block
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint import huggingface, huggingface_export
 from vescale_ray.checkpoint.bridges import foreign
@@ -417,11 +418,19 @@ def import_and_export(root):
     yield
     ckpt.export_hf(root / "ckpt", None, root / "hf", max_shard_bytes=100 << 20)
     yield
+    ckpt.save({"model": {"w": torch.ones(8192, 4096)}}, root / "weights", 1)
+    yield
+    ckpt.export_hf(root / "weights", None, root / "fp8", quantize=lambda name: Fp8Block())
+    yield
+    (root / "fp8" / "config.json").write_text('{"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}')
+    ckpt.import_hf(root / "fp8", root / "again", object_bytes=32 << 20)
+    yield
 
 
 @pytest.mark.slow
 def test_imports_and_exports_take_a_bounded_memory(tmp_path):
-    imported, exported = peak_growths(import_and_export, tmp_path)
+    imported, exported, _, quantized, dequantized = peak_growths(import_and_export, tmp_path)
+    assert quantized <= (64 << 20) + (40 << 20) and dequantized <= (32 << 20) + (40 << 20)
     assert imported <= (32 << 20) + (40 << 20), "an object, the writer's buffers, the threads' stacks"
     assert exported <= (64 << 20) + (40 << 20)
     with safetensors.safe_open(str(tmp_path / "hf" / "model-00001-of-00003.safetensors"), "pt") as opened:

@@ -110,7 +110,7 @@ def test_folders_without_a_trainable_model_are_refused(tmp_path: Path, llama: Pa
     edit(llama, model_type="vit")
     assert "vit is no causal language model of transformers" in refused(llama, tmp_path)
     edit(llama, model_type="llama", quantization_config={"quant_method": "mxfp4"})
-    assert "its weights are quantized; give a folder of the model in bfloat16" in refused(llama, tmp_path)
+    assert "quant_method 'mxfp4' can't be read" in refused(llama, tmp_path)
     (llama / "config.json").write_text("{")
     assert "config.json can't be read" in refused(llama, tmp_path)
     (llama / "config.json").write_text("[]")

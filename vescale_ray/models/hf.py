@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_ray.errors import BadInput
+from vescale_ray.models import fp8_folder
 
 TOKENIZER = "tokenizer.json"
 CONFIG = "config.json"
@@ -101,8 +102,10 @@ def open_folder(path: str | os.PathLike[str], key: str = "model.hf") -> HfFolder
         raise BadInput(f"{where}: {CONFIG} can't be read ({' '.join(str(error).split())})") from None
     if not isinstance(given, dict) or not isinstance(given.get("model_type"), str):
         raise BadInput(f"{where}: {CONFIG} names no model_type; give a folder that save_pretrained wrote")
-    if "quantization_config" in given:
-        raise BadInput(f"{where}: its weights are quantized; give a folder of the model in bfloat16")
+    try:
+        fp8_folder.block_size_of(given)
+    except BadInput as error:
+        raise BadInput(f"{where}: {error}") from None
     transformers = _transformers(where)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)  # None: it asks
@@ -110,6 +113,8 @@ def open_folder(path: str | os.PathLike[str], key: str = "model.hf") -> HfFolder
         if "auto_map" in given:
             raise BadInput(f"{where}: {given['model_type']} needs the code in its folder (auto_map); build it in a model.factory") from None
         raise BadInput(f"{where}: transformers {transformers.__version__} refuses its {CONFIG}: {_line(error)}") from None
+    if hasattr(config, fp8_folder.KEY):  # it says how files hold the weights; the model's parameters are not quantized
+        delattr(config, fp8_folder.KEY)
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise BadInput(
             f"{where}: {given['model_type']} is no causal language model of transformers {transformers.__version__}; "
@@ -190,12 +195,20 @@ def write_description(folder: HfFolder, buffers: Mapping[str, Tensor], target: P
         save_file({name: value.contiguous() for name, value in buffers.items()}, target / "buffers.safetensors")
 
 
-def copy_description(folder: HfFolder, target: Path, dtype: torch.dtype | None) -> None:
-    """Copy configuration and tokenizer to an export's folder. ``dtype``: the dtype of the exported weights, which ``config.json`` names."""
+def copy_description(folder: HfFolder, target: Path, dtype: torch.dtype | None, quantization: Mapping[str, Any] | None = None) -> None:
+    """Copy configuration and tokenizer to an export's folder.
+
+    Args:
+        dtype: the dtype of the exported weights that are not quantized, which ``config.json`` names.
+        quantization: the ``quantization_config`` of ``config.json``; None: the weights are not quantized.
+    """
     _copy_small_files(folder, target)
     given = json.loads((target / CONFIG).read_text(encoding="utf-8"))
     given.pop("torch_dtype", None)
     given["dtype"] = str(dtype or torch.float32).removeprefix("torch.")
+    given.pop(fp8_folder.KEY, None)
+    if quantization is not None:
+        given[fp8_folder.KEY] = dict(quantization)
     (target / CONFIG).write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
 
 

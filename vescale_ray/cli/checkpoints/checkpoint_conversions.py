@@ -45,14 +45,14 @@ def import_hf(
     """
     from vescale_ray import checkpoint
     from vescale_ray.checkpoint.bridges.foreign import local_folder
-    from vescale_ray.checkpoint.huggingface import HfSource
+    from vescale_ray.checkpoint.huggingface import weights_source
 
     root, table = root_of(path, must_exist=False), table_at(names)
     with bad_values():
         found = local_folder(source, "SOURCE")
     if not found.exists():
         raise BadInput(f"{source}: no such file or folder")
-    total = sum(math.prod(t.shape) * t.kinds["param"].itemsize for t in HfSource(source).tensors.values())
+    total = sum(math.prod(t.shape) * t.kinds["param"].itemsize for t in weights_source(source).tensors.values())
     with bad_values(), bar("importing", total, as_json) as advance:
         commit = checkpoint.import_hf(
             source, store_at(root), rename=table, include=include or "*", exclude=exclude, step=step, progress=advance

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from vescale_ray.cli.checkpoints.checkpoint_commands import as_json_flag, exclud
 from vescale_ray.cli.checkpoints.checkpoint_conversions import DTYPES, bytes_of, names_option, table_at, told, weights
 from vescale_ray.cli.checkpoints.checkpoint_output import bar
 from vescale_ray.cli.checkpoints.checkpoint_paths import bad_values, open_at, run_folder_of, split, store_at
+from vescale_ray.cli.checkpoints.export_fp8 import Fp8Files, fp8_files
 from vescale_ray.cli.common import lasting_path
 from vescale_ray.errors import BadInput
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from vescale_ray.checkpoint import Checkpoint
     from vescale_ray.checkpoint.bridges.pieces import FileLayout
     from vescale_ray.checkpoint.huggingface_export import Computed
+    from vescale_ray.config import RunConfig
     from vescale_ray.config.model_section import LoraSettings
     from vescale_ray.models.hf import HfFolder
 
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 @click.option("--max-shard", default="5GB", show_default=True, metavar="SIZE", help="Largest size of one file.")
 @click.option("--model", metavar="FOLDER", help="The model's folder, as model.hf. [default: the one that the run at PATH trained]")
 @click.option("--merge", is_flag=True, help="Add the adapters of model.lora to the weights, and write those. [default: the adapter alone]")
+@click.option("--fp8", is_flag=True, help="Write matrices in FP8 with a scale per block, by train.quantize or its default.")
 @as_json_flag
 def export_hf(
     path: str,
@@ -49,6 +53,7 @@ def export_hf(
     max_shard: str,
     model: str | None,
     merge: bool,
+    fp8: bool,
     as_json: bool,
 ) -> int:
     """Write a checkpoint's weights to FOLDER as Hugging Face safetensors with their index, then read them back and compare.
@@ -69,21 +74,28 @@ def export_hf(
     adapters = _adapters(path) if described is not None else None
     if merge and adapters is None:
         raise BadInput(f"--merge: {path} is no checkpoint of a run with model.lora; leave it out")
+    if fp8 and described is None:
+        raise BadInput("--fp8: config.json must describe the scales; export a model of model.hf without --names, or give --model")
+    if fp8 and adapters is not None and not merge:
+        raise BadInput("--fp8: an adapter is not quantized; give --merge, too")
     if adapters is not None and not merge:
         return _write_adapter(path, folder, opened, adapters, as_json)
-    layout: FileLayout | None = None
-    extra: dict[str, Computed] = {}
+    files: _ModelFiles | None = None
     if described is not None:
-        layout, extra, left_out = _files_of(described, adapters, opened, cast or described.dtype)
-        cast, exclude = cast or described.dtype, (*exclude, *left_out)
+        files = _files_of(path, described, adapters, opened, cast or described.dtype, fp8)
+        cast, exclude = cast or described.dtype, (*exclude, *files.left_out)
+    quantized = files.quantized if files is not None else None
+    if quantized is not None and quantized.note:
+        click.echo(quantized.note, err=True)
     with bad_values(), bar("writing", weights(opened, key), as_json) as advance:
         done = checkpoint.export_hf(
             store_at(split(path)[0]),
             opened.commit,
             folder,
             rename=table,
-            layout=layout,
-            extra=extra,
+            layout=files.layout if files is not None else None,
+            extra=files.extra if files is not None else None,
+            quantize=dict.fromkeys(quantized.names, quantized.form).get if quantized is not None else None,
             include=include or "*",
             exclude=exclude,
             key=key,
@@ -92,7 +104,7 @@ def export_hf(
             progress=advance,
         )
     if described is not None:
-        copy_description(described, Path(folder), cast)
+        copy_description(described, Path(folder), cast, quantized.config if quantized is not None else None)
     return told(
         folder, {"commit": opened.commit.name, "files": list(done.files), "tensors": len(done.tensors), "bytes": done.bytes}, as_json
     )
@@ -119,17 +131,38 @@ def _without_name(path: str) -> str:
 
 def _adapters(path: str) -> LoraSettings | None:
     """The adapters of the run at PATH."""
+    config = _config(path)
+    return None if config is None else config.model.lora
+
+
+def _config(path: str) -> RunConfig | None:
+    """The configuration of the run at PATH."""
     from vescale_ray.config import load_config
 
     run = run_folder_of(_without_name(path))
-    return load_config(run.config_path).model.lora if run is not None and run.config_path.is_file() else None
+    return load_config(run.config_path) if run is not None and run.config_path.is_file() else None
+
+
+@dataclass(frozen=True)
+class _ModelFiles:
+    """A model in files.
+
+    Attributes:
+        layout: layout of its parameters.
+        extra: its buffers and merged weights, by their names there.
+        left_out: names of the commit that these replace.
+        quantized: its tensors in FP8.
+    """
+
+    layout: FileLayout
+    extra: dict[str, Computed]
+    left_out: list[str]
+    quantized: Fp8Files | None
 
 
 def _files_of(
-    folder: HfFolder, adapters: LoraSettings | None, opened: Checkpoint, dtype: torch.dtype | None
-) -> tuple[FileLayout, dict[str, Computed], list[str]]:
-    """The layout of the model's parameters in files; its buffers and merged weights by their names there; names of the commit that these
-    replace."""
+    path: str, folder: HfFolder, adapters: LoraSettings | None, opened: Checkpoint, dtype: torch.dtype | None, fp8: bool
+) -> _ModelFiles:
     from vescale_ray.checkpoint.huggingface_export import Computed
     from vescale_ray.checkpoint.huggingface_layout import file_layout, persistent_buffers, read_buffers
     from vescale_ray.models import lora
@@ -143,8 +176,10 @@ def _files_of(
         for name, piece in layout.pieces.items()
         if (value := values.get(piece.name)) is not None
     }
+    config = _config(path)
+    train = None if config is None else config.train
     if adapters is None:
-        return layout, extra, []
+        return _ModelFiles(layout, extra, [], fp8_files(built, layout, train) if fp8 else None)
     lora.add_adapters(built, adapters)
     names = lora.base_names(built)
     layout, merged = layout.renamed(names), set(names.values())
@@ -156,7 +191,7 @@ def _files_of(
         if piece.name in merged:
             kept = dtype or opened.tensors[piece.name].kinds["param"]
             extra[name] = Computed(piece.shape, kept, partial(_merged, adapters, piece.name))
-    return layout, extra, [*sorted(merged), *lora.PARAMETERS]
+    return _ModelFiles(layout, extra, [*sorted(merged), *lora.PARAMETERS], fp8_files(built, layout, train) if fp8 else None)
 
 
 def _merged(adapters: LoraSettings, name: str, opened: Checkpoint) -> torch.Tensor:
