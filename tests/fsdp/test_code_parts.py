@@ -7,10 +7,12 @@ import math
 import pytest
 import torch
 
-from vescale_ray.fsdp.construction.grouping import CODED_GOAL
 from vescale_ray.fsdp.layouts.code_parts import CodeParts
 from vescale_ray.planner import TensorSpec, model_shapes, plan_buffers, plan_layout
+from vescale_ray.planner.codes import Codes
+from vescale_ray.planner.cost import plan_model
 from vescale_ray.planner.models.shapes import ParamShape
+from vescale_ray.planner.units import CODED_GOAL
 from vescale_ray.quantization import Fp8Block
 
 FP8 = torch.float8_e4m3fn
@@ -60,7 +62,7 @@ def quantized(param: ParamShape) -> bool:
 @pytest.mark.parametrize("ranks", [8, 64])
 def test_layers_of_known_models_send_half_of_bf16s_bytes(model: str, ranks: int) -> None:
     """Norms, biases and routers stay BF16. Embedding and head, which are units of their own, are not counted."""
-    coded = plain = 0
+    coded = plain = sent = 0
     for unit in model_shapes(model).units:
         if not unit.name.startswith("layer"):
             continue
@@ -75,4 +77,7 @@ def test_layers_of_known_models_send_half_of_bf16s_bytes(model: str, ranks: int)
             tiles = sum(math.prod(s.shape[:-2]) * -(-s.shape[-2] // 128) * -(-s.shape[-1] // 128) for s in layout.specs)
             assert parts.scale_bytes * ranks >= 4 * tiles
             coded += unit.count * ranks * parts.part_bytes
+            sent += unit.count * parts.part_bytes
     assert coded <= 0.51 * plain, coded / plain
+    plan = plan_model(model_shapes(model), ranks, codes=Codes(Fp8Block().block))
+    assert sent == sum(sum(u.part_bytes(torch.bfloat16)) * u.count for u in plan.units if u.coded is not None), "the planner says the same"

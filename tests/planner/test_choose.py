@@ -16,7 +16,9 @@ from torch import nn
 
 from vescale_ray.cli import main
 from vescale_ray.errors import BadInput
+from vescale_ray.geometry import Block
 from vescale_ray.planner import HARDWARE, Blocks, Lever, Policy, choose_sharding, plan_layout
+from vescale_ray.planner.codes import Codes
 from vescale_ray.planner.cost import plan_model, predict_memory, predict_time
 from vescale_ray.planner.hardware import MISALIGNED, collective_time
 from vescale_ray.planner.models.model_shapes import model_shapes
@@ -70,9 +72,20 @@ def test_memory_by_kind_matches_values_worked_out_by_hand() -> None:
     assert chosen.gradient_buffers == pytest.approx(2 * 525_340_672 + 2 * (32 << 20), rel=2e-3), "two chunks of the size asked for"
     whole = predict_memory(plan, Policy(tokens=1024, staging=4 << 30))
     assert whole.gradient_buffers == pytest.approx((2 + 4) * 525_340_672, rel=2e-3), "all in one chunk"
-    fp8 = predict_memory(plan, Policy(compute_dtype=torch.float8_e4m3fn))
-    assert fp8.gathered == pytest.approx(525_340_672 * (1 + 4 / 128**2), rel=1e-3), "one unit in FP8, with its scales"
-    assert fp8.gradient_buffers == pytest.approx(2 * (525_340_672 + 218_112_000) + staging, rel=2e-3), "and BF16 gradients of two"
+    coded = plan_model(shapes, 8, codes=Codes(Block.tile(128, 128)))
+    fp8 = predict_memory(coded, Policy(tokens=1024, quantize=Block.tile(128, 128)))
+    layer = 218_103_808 * (1 + 4 / 128**2)
+    assert fp8.codes == pytest.approx(32 * layer / 8, rel=1e-3) and memory.codes == 0, "layers without norms, and their scales"
+    assert fp8.gathered == pytest.approx(memory.gathered + layer, rel=1e-3), "values as before, and the codes of a layer"
+    assert fp8.gradient_buffers == pytest.approx(memory.gradient_buffers, rel=1e-3)
+    sent = predict_time(plan, Policy(), H100).sent - predict_time(coded, Policy(quantize=Block.tile(128, 128)), H100).sent
+    assert sent == pytest.approx(2 * 32 * 7 / 8 * (2 * 218_103_808 - layer), rel=1e-3), "two gathers of 32 layers, to seven of eight ranks"
+    for wrong, said in (
+        ({"compute_dtype": torch.float8_e4m3fn}, "give torch.bfloat16, and quantize="),
+        ({"quantize": Block.rows(3)}, "tile"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            Policy(**wrong)  # type: ignore[arg-type]
     one = predict_memory(plan_model(shapes, 1), Policy(compute_dtype=torch.float32))
     assert one.gathered == one.gradient_buffers == 0, "nothing travels"
     one = predict_memory(plan_model(shapes, 1), Policy())

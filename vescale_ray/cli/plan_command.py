@@ -20,7 +20,9 @@ from vescale_ray.errors import BadInput
 @click.option("--hardware", default="h100", show_default=True, help="a100, h100, h800, h200 or b200.")
 @click.option("--memory", default=None, metavar="SIZE", help="Memory of one device, for example 80GiB. Default: the hardware's.")
 @click.option("--optimizer", default="adamw", show_default=True, help="adamw, adamw8bit, muon or sgd.")
-@click.option("--dtype", default="bf16", show_default=True, help="Dtype of gathered parameters: fp32, bf16 or fp8.")
+@click.option(
+    "--dtype", default="bf16", show_default=True, help="Gathered parameters: fp32, bf16, or fp8 (codes of matrices, computed in BF16)."
+)
 @click.option("--reduce", default="fp32", show_default=True, help="Dtype of the gradients' reduce-scatter: fp32 or bf16.")
 @click.option("--staging", default=None, metavar="SIZE", help="Each of the two buffers in which a reduction casts gradients.")
 @click.option(

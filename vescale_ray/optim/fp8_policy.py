@@ -9,10 +9,8 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from vescale_ray.optim.routing import roles_of
+from vescale_ray.planner.models.shapes import ROUTERS
 from vescale_ray.quantization import Fp8Block
-
-ROUTERS = ("*router*", "*.gate.weight")
-"""Usual names of the routers of experts."""
 
 
 def fp8_policy(

@@ -32,6 +32,7 @@ from vescale_ray.compat.core import ConvNd
 from vescale_ray.geometry import Block
 from vescale_ray.optim.matrix.matrices import RowBlocks
 from vescale_ray.optim.parameters import check_betas, check_number
+from vescale_ray.planner.models.shapes import is_head
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig, TrainSection
@@ -43,7 +44,6 @@ MATRIX_OPTIMIZERS = frozenset({"muon", "shampoo", "soap", "adamw8bit"})
 """Optimizers of matrices and experts; AdamW steps the other parameters."""
 CLASSES = {"adamw": "AdamW", "muon": "Muon", "adamw8bit": "AdamW8bit", "shampoo": "Shampoo", "soap": "SOAP"}
 _OURS = frozenset({"params", "lr", "weight_decay", "betas", "eps", "row_blocks"})
-_HEADS = frozenset({"head", "lm_head", "output", "unembed", "classifier", "score"})
 
 
 @dataclass(frozen=True)
@@ -266,17 +266,11 @@ def _role(parameter: Tensor, owners: list[tuple[str, nn.Module]]) -> Role:
         return "norm" if any(type(module).__name__.lower().rstrip("123d").endswith("norm") for _, module in owners) else "vector"
     if any(isinstance(module, ConvNd) for _, module in owners):
         return "other"  # a filter [out, in, k] is not a stack of matrices
-    if parameter.ndim == 2 and any(_is_head(name) for name, _ in owners):
+    if parameter.ndim == 2 and any(is_head(name) for name, _ in owners):
         return "head"
     if (parameter.ndim == 3 and tuple(parameter.shape[:2]) == (1, 1)) or all(name.endswith("bias") for name, _ in owners):
         return "vector"
     return "matrix" if parameter.ndim == 2 else "expert" if parameter.ndim == 3 else "other"
-
-
-def _is_head(name: str) -> bool:
-    """Return whether the parameter's module has a head's name at the top of the model, or is a ``lm_head`` anywhere."""
-    modules = name.split(".")[:-1]
-    return modules[-1:] == ["lm_head"] or (len(modules) == 1 and modules[0] in _HEADS)
 
 
 def _is_embedding(name: str, module: nn.Module, parameter: Tensor) -> bool:

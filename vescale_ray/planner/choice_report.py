@@ -28,7 +28,7 @@ def as_text(choice: Choice, width: int = 140) -> str:
     console.print(
         f"{model.name}: {model.numel:,} parameters, {model.active:,} active; {choice.devices} x {choice.hardware.name}, "
         f"{gib(room)} usable of {gib(choice.hardware.memory)}; {policy.optimizer}, {policy.tokens} tokens per device, "
-        f"blocks: {policy.block_options[0]}"
+        f"blocks: {policy.block_options[0]}" + (f", FP8 codes in tiles: {policy.quantize}" if policy.quantize is not None else "")
     )
     console.print(f"figures: {model.source}; times are estimates", style=None)
     table = Table("", "sharding", "padding", "memory", "step", "exposed", "sent", "why", box=None, pad_edge=False)
@@ -46,7 +46,7 @@ def as_text(choice: Choice, width: int = 140) -> str:
     if shown is not None:
         console.print(f"\nmemory of a rank with {shown}")
         memory = Table(box=None, pad_edge=False, show_header=False)
-        for kind, size in shown.memory.by_kind().items():
+        for kind, size in ((kind, size) for kind, size in shown.memory.by_kind().items() if size or kind != "codes"):
             memory.add_row(kind.replace("_", " "), gib(size), "(estimate)" if kind == "activations" else "")
         memory.add_row("total", gib(shown.memory.total), "")
         console.print(memory)
@@ -55,8 +55,8 @@ def as_text(choice: Choice, width: int = 140) -> str:
             plan = u.plan
             gap = "met" if plan.shard_numel <= plan.bound else f"{plan.shard_numel / max(plan.bound, 1) - 1:.2%} above"
             units.add_row(
-                f"{plan.name}" + (f" x {plan.lever.layers}" if plan.lever.layers > 1 else ""), str(u.count), f"{plan.tensor_numel:,}",
-                f"{plan.shard_numel:,}", f"{plan.padding_ratio:.3%}", gap, _cuts(plan.buffers),
+                f"{plan.name}" + (" in FP8" if u.coded is not None else "") + (f" x {plan.lever.layers}" if plan.lever.layers > 1 else ""),
+                str(u.count), f"{plan.tensor_numel:,}", f"{plan.shard_numel:,}", f"{plan.padding_ratio:.3%}", gap, _cuts(plan.buffers),
             )  # fmt: skip
         console.print()
         console.print(units)
@@ -85,6 +85,7 @@ def as_json(choice: Choice) -> dict[str, Any]:
         "hardware": choice.hardware.name,
         "memory_bytes": choice.hardware.memory,
         "optimizer": choice.policy.optimizer,
+        "quantize": str(choice.policy.quantize) if choice.policy.quantize is not None else None,
         "blocks": [str(rule) for rule in choice.policy.block_options],
         "fits": choice.best is not None,
         "best": _option(choice.best) if choice.best is not None else None,
@@ -114,6 +115,7 @@ def _option(option: Option) -> dict[str, Any]:
                 "name": u.plan.name,
                 "count": u.count,
                 "layers": u.plan.lever.layers,
+                "fp8": u.coded is not None,
                 "parameters": u.plan.tensor_numel,
                 "shard_numel": u.plan.shard_numel,
                 "lower_bound": u.plan.bound,

@@ -111,7 +111,7 @@ def choose_sharding(
     for blocks, group in itertools.product(policy.block_options, sizes):
         stacked = any(len(p.shape) >= 3 and blocks.applies(p) for u in shapes.units for p in u.params)
         for lever in _levers(policy, shapes, stacked=stacked, constrained=blocks.any):
-            plan = plan_model(shapes, group, blocks, lever, dtype=policy.compute_dtype)
+            plan = plan_model(shapes, group, blocks, lever, dtype=policy.compute_dtype, codes=policy.codes)
             memory = predict_memory(plan, policy)
             time = predict_time(plan, policy, hardware, num_devices // group)
             options.append(Option(group, num_devices // group, blocks, lever, plan, memory, time, policy.block_options[0], ""))
@@ -197,7 +197,8 @@ def _notes(best: Option | None, options: list[Option], room: int, policy: Policy
         )
     notes = [note for unit in best.plan.units for note in unit.plan.notes]
     for unit in best.plan.units:
-        if unit.plan.padding_ratio < GOAL or unit.plan.numel * unit.count < 0.05 * best.plan.shard_numel * best.group:
+        small = unit.plan.numel * unit.count < 0.05 * best.plan.shard_numel * best.group
+        if unit.coded is not None or unit.plan.padding_ratio < GOAL or small:
             continue
         advice = advise(
             unit.unit, best.group, best.blocks, dtype=policy.compute_dtype, most_layers=policy.most_layers, strided=policy.strided

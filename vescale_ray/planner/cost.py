@@ -6,16 +6,19 @@ The memory of the engine's own tensors is exact: a test compares it with running
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
 
 from vescale_ray.errors import BadInput
+from vescale_ray.geometry import Block
+from vescale_ray.planner.codes import Codes
 from vescale_ray.planner.hardware import Hardware, collective_time
 from vescale_ray.planner.models.shapes import ModelShapes, UnitShape
-from vescale_ray.planner.placement.layout import Layout
 from vescale_ray.planner.step_buffers import (
     HOST_MAPPED_BYTES,
     Travel,
@@ -25,7 +28,7 @@ from vescale_ray.planner.step_buffers import (
     host_buffers,
     reduction_calls,
 )
-from vescale_ray.planner.units import Blocks, Lever, UnitPlan, plan_unit
+from vescale_ray.planner.units import Blocks, Lever, UnitPlan, plan_coded, plan_unit
 
 Optimizer = Literal["adamw", "adamw8bit", "muon", "sgd"]
 OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "adamw8bit", "muon", "sgd")
@@ -37,7 +40,10 @@ class Policy:
 
     Attributes:
         tokens: tokens per device and micro-batch.
-        compute_dtype: dtype of gathered parameters; ``float8_e4m3fn`` means FP8 gathers (with one FP32 scale per 128 x 128 tile).
+        compute_dtype: dtype in which parameters are computed with, and gathered unless ``quantize`` says otherwise.
+        quantize: tile of the FP8 codes as which matrices and experts are gathered (``train.quantize``); None: none are. Embeddings, head,
+            vectors and routers are gathered in ``compute_dtype``.
+        scale_bytes: bytes of a tile's scale: 4, or 1 for a power of two.
         recompute: backward recomputes the activations of a layer; only the layer's input is kept.
         blocks: the block requirement; None: the one that the optimizer and the dtype need.
         staging: bytes of each of the two buffers in which a reduction casts gradients; None: the engine's default.
@@ -57,8 +63,14 @@ class Policy:
     strided: bool = False
     most_layers: int = 4
     reserve: float = 0.1
+    quantize: Block | None = None
+    scale_bytes: int = 4
 
     def __post_init__(self) -> None:
+        if self.compute_dtype.itemsize == 1:
+            raise BadInput(f"compute_dtype {self.compute_dtype}: give torch.bfloat16, and quantize=Block.tile(128, 128) for FP8 gathers")
+        if self.quantize is not None and self.quantize.kind != "tile":
+            raise BadInput(f"quantize {self.quantize}: give a tile, as Block.tile(128, 128)")
         if self.optimizer not in OPTIMIZERS:
             raise BadInput(f"optimizer {self.optimizer!r} is unknown: use one of {', '.join(OPTIMIZERS)}")
         if self.tokens < 1:
@@ -67,12 +79,15 @@ class Policy:
             check_staging(self.staging, 1)
 
     @property
+    def codes(self) -> Codes | None:
+        """Format of FP8 gathers."""
+        return None if self.quantize is None else Codes(self.quantize, self.scale_bytes)
+
+    @property
     def block_options(self) -> tuple[Blocks, ...]:
-        """The given block requirement, or those that the optimizer and the dtype allow, the default first."""
+        """The given block requirement, or those that the optimizer allows, the default first."""
         if self.blocks is not None:
             return (self.blocks,)
-        if self.compute_dtype.itemsize == 1:
-            return (Blocks(128),)  # FP8 tiles of 128 x 128 (DeepSeek-V3 report, section 3.3.2)
         if self.optimizer == "adamw8bit":
             # 8-bit Adam's default block of 1024 elements in memory order, or bands of 32 rows.
             return (Blocks(elements=1024), Blocks(32))
@@ -92,6 +107,16 @@ class PlannedUnit:
     count: int
     resident: bool
     trainable: bool
+    coded: Codes | None = None
+    """Format in which the unit is gathered; None: the compute dtype."""
+
+    @cached_property
+    def _coded_bytes(self) -> tuple[int, ...]:
+        return () if self.coded is None else tuple(self.coded.part_bytes(layout) for layout in self.plan.buffers)
+
+    def part_bytes(self, compute: torch.dtype) -> tuple[int, ...]:
+        """Bytes that a rank sends in an all-gather of each buffer."""
+        return self._coded_bytes or tuple(layout.shard_numel * compute.itemsize for layout in self.plan.buffers)
 
 
 @dataclass(frozen=True)
@@ -122,31 +147,37 @@ def plan_model(
     lever: Lever = Lever(),  # noqa: B008
     *,
     dtype: torch.dtype = torch.bfloat16,
+    codes: Codes | None = None,
 ) -> ModelPlan:
     """Plan every unit over ``group`` ranks, ``lever.layers`` layers at a time; the remaining layers form a smaller unit.
 
-    Frozen and trainable parameters of a unit form separate groups, as in the engine.
+    Frozen and trainable parameters of a unit form separate groups, and so do those that are gathered as FP8 ``codes``, as in the engine.
     """
     units: list[PlannedUnit] = []
     for unit in model.units:
-        for trainable in (True, False):
-            params = tuple(p for p in unit.params if p.trainable == trainable)
+        for trainable, coded in itertools.product((True, False), (True, False)):
+            params = tuple(p for p in unit.params if p.trainable == trainable and (codes is not None and p.quantizable) == coded)
             if not params:
                 continue
             part = replace(unit, params=params)
             layers = min(lever.layers, unit.count)
             for size, count in ((layers, unit.count // layers), (unit.count % layers, 1)):
-                if size and count:
+                if not size or not count:
+                    continue
+                if coded and codes is not None:
+                    plan = plan_coded(part, group, blocks, codes.tile, size)
+                else:
                     plan = plan_unit(part, group, blocks, dtype=dtype, lever=replace(lever, layers=size))
-                    units.append(PlannedUnit(plan, part, count, unit.resident, trainable))
+                units.append(PlannedUnit(plan, part, count, unit.resident, trainable, codes if coded else None))
     return ModelPlan(model, group, blocks, lever, tuple(units))
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank at the peak of a step, by kind."""
+    """Bytes on one rank at the peak of a step, by kind. ``codes``: FP8 codes and scales of the rank's shards, kept between steps."""
 
     master: int
+    codes: int
     gathered: int
     gradients: int
     gradient_buffers: int
@@ -174,6 +205,7 @@ def predict_memory(plan: ModelPlan, policy: Policy, *, backend: str = "nccl", ra
     gathered, gradients = _buffers(plan, policy, backend, rank)
     return Memory(
         master=kept * master,
+        codes=sum(sum(u.part_bytes(policy.compute_dtype)) * u.count for u in plan.units if u.coded is not None),
         gathered=gathered,
         gradients=trained * master,
         gradient_buffers=gradients,
@@ -182,16 +214,18 @@ def predict_memory(plan: ModelPlan, policy: Policy, *, backend: str = "nccl", ra
     )
 
 
-def _units(plan: ModelPlan) -> tuple[list[list[PlannedUnit]], list[PlannedUnit]]:
-    """Return the groups of each unit in order of use (at most three units of one plan), and the groups of the root.
-
-    Frozen and trainable parameters of a unit form separate groups, but are gathered together.
-    """
-    units: dict[tuple[str, int], list[PlannedUnit]] = {}
+def _together(plan: ModelPlan) -> list[list[PlannedUnit]]:
+    """Return the groups of each unit in order of use. They are gathered in one call, and reduced in one call."""
+    units: dict[tuple[str, int, bool], list[PlannedUnit]] = {}
     for u in plan.units:
-        if not u.resident:
-            units.setdefault((u.plan.name, u.plan.lever.layers), []).append(u)
-    in_order = [groups for groups in units.values() for _ in range(min(groups[0].count, 3))]
+        units.setdefault((u.plan.name, u.plan.lever.layers, u.resident), []).append(u)
+    return list(units.values())
+
+
+def _units(plan: ModelPlan) -> tuple[list[list[PlannedUnit]], list[PlannedUnit]]:
+    """Return the groups of each unit in order of use (at most three units of one plan), and the groups of the root."""
+    passing = [groups for groups in _together(plan) if not groups[0].resident]
+    in_order = [groups for groups in passing for _ in range(min(groups[0].count, 3))]
     return in_order, [u for u in plan.units if u.resident]
 
 
@@ -205,11 +239,11 @@ def _buffers(plan: ModelPlan, policy: Policy, backend: str, rank: int) -> tuple[
         alone = plan.group == 1  # gradients are then written into their shard, and parameters that are not cast are views of it
         found = []
         for unit, layout in ((u, layout) for u in groups for layout in u.plan.buffers):
-            if alone and uncast and layout.kept(rank).in_place:
+            if alone and uncast and unit.coded is None and layout.kept(rank).in_place:
                 continue
-            gathered = layout.numel * cast + _scales(layout, policy.compute_dtype)
+            gathered = layout.numel * cast
             # On gloo, a shard without cast or gaps lives in the gathered buffer, unless that buffer is small.
-            home = uncast and gathered >= HOST_MAPPED_BYTES and layout.kept(rank).in_place
+            home = uncast and unit.coded is None and gathered >= HOST_MAPPED_BYTES and layout.kept(rank).in_place
             trained = layout.numel * (unit.trainable and not alone)
             widened = trained * wide * (arrives != wide)
             found.append(Travel(gathered, trained * arrives, layout.shard_numel * cast * home, widened, policy.staging))
@@ -217,15 +251,12 @@ def _buffers(plan: ModelPlan, policy: Policy, backend: str, rank: int) -> tuple[
 
     units, root = _units(plan)
     if backend == "gloo":
-        return host_buffers([travels(groups) for groups in units], travels(root), plan.group)
-    return device_buffers([travels(groups) for groups in units], travels(root))
-
-
-def _scales(layout: Layout, dtype: torch.dtype) -> int:
-    """Bytes of the FP8 scales of a buffer: one FP32 scale for each 128 x 128 tile, padded to 128 bytes per rank."""
-    if dtype.itemsize > 1:
-        return 0
-    return -(-(layout.shard_numel // (128 * 128) * 4) // 128) * 128 * layout.num_shards
+        gathered, gradients = host_buffers([travels(groups) for groups in units], travels(root), plan.group)
+    else:
+        gathered, gradients = device_buffers([travels(groups) for groups in units], travels(root))
+    # Codes are received apart, until the unit waits for them and before the next unit is gathered.
+    received = max(sum(sum(u.part_bytes(policy.compute_dtype)) for u in groups if u.coded is not None) for groups in [*units, root])
+    return gathered + received * plan.group * (plan.group > 1), gradients
 
 
 def _optimizer_bytes(plan: ModelPlan, policy: Policy, rank: int) -> int:
@@ -307,32 +338,34 @@ def predict_time(plan: ModelPlan, policy: Policy, hardware: Hardware, replicas: 
     idle = plan.model.numel - plan.model.active
     experts = max(1, sum(u.plan.tensor_numel * u.count for u in plan.units if _has_experts(u.unit)))
     rate = hardware.flops * hardware.efficiency
+    wide, stride = policy.reduce_dtype.itemsize, min(plan.group, hardware.node)
     first = last = None
-    for u in plan.units:
-        own = u.plan.tensor_numel
-        if _has_experts(u.unit):
-            own -= round(idle * own / experts)
-        if all(p.kind == "embedding" for p in u.unit.params) and u is plan.units[0]:
-            own = 0
-        forward = 2 * own * policy.tokens / rate
-        backward = (2 if u.trainable else 1) * forward + (forward if policy.recompute else 0.0)
-        reductions = across = 0.0
-        part = u.plan.shard_numel * policy.compute_dtype.itemsize  # the unit's buffers are gathered together, and reduced together
+    for index, groups in enumerate(_together(plan)):
+        count, resident, trained = groups[0].count, groups[0].resident, [u for u in groups if u.trainable]
+        lookup = not index and all(p.kind == "embedding" for u in groups for p in u.unit.params)
+        forward = backward = 0.0
+        for u in groups:
+            own = u.plan.tensor_numel - (round(idle * u.plan.tensor_numel / experts) if _has_experts(u.unit) else 0)
+            product = 0.0 if lookup else 2 * own * policy.tokens / rate
+            forward += product
+            backward += (2 if u.trainable else 1) * product + (product if policy.recompute else 0.0)
+        part = sum(sum(u.part_bytes(policy.compute_dtype)) for u in groups)
         gathers = collective_time(part * plan.group, plan.group, hardware, rank_bytes=part)
-        sent += u.count * (1 if u.resident else 2) * part * (plan.group - 1)
-        if u.trainable:
-            wide, stride = policy.reduce_dtype.itemsize, min(plan.group, hardware.node)
-            part = u.plan.shard_numel * wide
+        sent += count * (1 if resident else 2) * part * (plan.group - 1)
+        reductions = across = 0.0
+        if trained:
+            part = sum(u.plan.shard_numel for u in trained) * wide
             calls = reduction_calls(part * plan.group, policy.compute_dtype, policy.reduce_dtype, policy.staging)
             reductions = calls * collective_time(part * plan.group / calls, plan.group, hardware, rank_bytes=part)
-            across = sum(2 * collective_time(b.shard_numel * wide, replicas, hardware, stride=stride) for b in u.plan.buffers)
-            sent += u.count * (part * (plan.group - 1) + 2 * part * (replicas - 1) // replicas)
-        again = 0.0 if u.resident else gathers
-        compute += u.count * (forward + backward)
-        gather += u.count * (gathers + again)
-        reduce += u.count * reductions
-        replicate += u.count * across
-        exposed += u.count * (max(0.0, gathers - forward) + max(0.0, again + reductions + across - backward))
+            buffers = [b for u in trained for b in u.plan.buffers]
+            across = sum(2 * collective_time(b.shard_numel * wide, replicas, hardware, stride=stride) for b in buffers)
+            sent += count * (part * (plan.group - 1) + 2 * part * (replicas - 1) // replicas)
+        again = 0.0 if resident else gathers
+        compute += count * (forward + backward)
+        gather += count * (gathers + again)
+        reduce += count * reductions
+        replicate += count * across
+        exposed += count * (max(0.0, gathers - forward) + max(0.0, again + reductions + across - backward))
         first = gathers if first is None else first
         last = last if last is not None else reductions + across
     exposed = min(exposed + (first or 0.0) + (last or 0.0), gather + reduce + replicate)

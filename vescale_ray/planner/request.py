@@ -11,13 +11,16 @@ from typing import Any
 import torch
 
 from vescale_ray.errors import BadInput
+from vescale_ray.geometry import Block
 from vescale_ray.planner.choose import Choice, choose_sharding
 from vescale_ray.planner.cost import OPTIMIZERS, Policy
 from vescale_ray.planner.hardware import HARDWARE
 from vescale_ray.planner.models.model_shapes import model_shapes
 from vescale_ray.planner.units import Blocks
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+FP8_TILE = Block.tile(128, 128)
+"""The tile of ``--dtype fp8``, as of ``train.quantize: fp8``. Values are BF16 then."""
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -59,6 +62,7 @@ def choose(
         recompute=recompute,
         staging=None if staging is None else size_of(staging, "staging", "256MiB"),
         strided=strided,
+        quantize=FP8_TILE if dtype == "fp8" else None,
     )
     if rows is not None:
         policy = replace(policy, blocks=Blocks(rows, place))

@@ -48,8 +48,6 @@ def check_staging(nbytes: int, ranks: int) -> None:
 
 def arrival_dtype(compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
     """The dtype in which gradients arrive: the compute dtype if each of its values is one of the reduce dtype, else the reduce dtype."""
-    if compute.itemsize == 1:  # FP8 weights are gathered, and gradients are computed in BF16
-        compute = torch.bfloat16
     return compute if torch.promote_types(compute, reduce) == reduce else reduce
 
 

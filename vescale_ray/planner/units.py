@@ -34,6 +34,10 @@ from vescale_ray.planner.placement.search import plan_layout
 GOAL = 0.03
 """Padding above which a lever is worth its cost, as a fraction of the parameters."""
 
+CODED_GOAL = 0.01
+"""The same of tensors that are gathered as FP8 codes: less than for others, since the point of FP8 is to send less."""
+CODES = torch.float8_e4m3fn
+
 Buffers = Literal["one", "per block"]
 
 
@@ -177,6 +181,23 @@ def plan_unit(
         return UnitPlan(unit.name, lever, (layout,), layout.lower_bound, across)
     layout = plan_layout(with_gaps(specs, num_shards, align), num_shards, align=align)
     return UnitPlan(unit.name, lever, (layout,), bound_with_gaps(specs, num_shards, align), across)
+
+
+def plan_coded(unit: UnitShape, num_shards: int, blocks: Blocks, tile: Block, layers: int = 1) -> UnitPlan:
+    """Plan ``layers`` layers of parameters that are gathered as FP8 codes, with whole tiles on each rank, as the engine does.
+
+    Args:
+        blocks: the optimizer's requirement, which holds besides the tiles.
+
+    Raises:
+        ValueError: as :func:`plan_unit`.
+    """
+    specs = []
+    for layer, param in itertools.product(range(layers), unit.params):
+        block = Block.rows(blocks.rows_of(param)).joined(tile) if blocks.applies(param) else tile
+        specs.append(TensorSpec(f"{layer}.{param.name}" if layers > 1 else param.name, param.shape, block, CODES))
+    buffers = plan_buffers(specs, num_shards, goal=CODED_GOAL)
+    return UnitPlan(unit.name, Lever(layers), buffers, buffers[0].lower_bound if len(buffers) == 1 else _evenly(specs, num_shards))
 
 
 def plan_buffers(

@@ -16,10 +16,7 @@ from vescale_ray.fsdp.layouts.parameters import GroupPlan, OriginalParameter
 from vescale_ray.fsdp.layouts.sharding import ShardingPlan
 from vescale_ray.fsdp.layouts.wire import CodeWire, GroupWire, PlainWire
 from vescale_ray.planner import Bundle, TensorSpec, plan_layout
-from vescale_ray.planner.units import GOAL
-
-CODED_GOAL = 0.01
-"""Ratio of padding up to which FP8 tensors keep one buffer: less than for others, since the point of FP8 is to send less."""
+from vescale_ray.planner.units import CODED_GOAL, GOAL
 
 
 def plan_groups(parameters: Sequence[OriginalParameter], given: Arguments, axes: ShardingPlan) -> list[GroupPlan]:

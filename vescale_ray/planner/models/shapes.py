@@ -5,6 +5,7 @@ Nothing is allocated. :mod:`vescale_ray.planner.models.architectures` turns the 
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -16,13 +17,24 @@ if TYPE_CHECKING:
 
 Kind = Literal["matrix", "expert", "embedding", "vector"]
 
+ROUTERS = ("*router*", "*.gate.weight")
+"""Usual names of the routers of experts, which are not quantized."""
+HEADS = frozenset({"head", "lm_head", "output", "unembed", "classifier", "score"})
+"""Usual names of a model's last projection."""
+
+
+def is_head(name: str) -> bool:
+    """Return whether a parameter's module has a head's name at the top of the model, or is a ``lm_head`` anywhere."""
+    modules = name.split(".")[:-1]
+    return modules[-1:] == ["lm_head"] or (len(modules) == 1 and modules[0] in HEADS)
+
 
 @dataclass(frozen=True)
 class ParamShape:
     """Shape and kind of one tensor.
 
     Attributes:
-        kind: category for block policies and optimizers; experts are matrices that only some tokens use.
+        kind: category for block policies and optimizers; experts are matrices that only some tokens use, and heads count as embeddings.
         matrices: number of matrices that one expert of this stack splits into along the second last dimension, if experts are separate.
     """
 
@@ -35,6 +47,12 @@ class ParamShape:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def quantizable(self) -> bool:
+        """Whether ``fp8_policy`` gives it a format by default: it is a matrix or a stack of them, and no router."""
+        routers = any(fnmatch.fnmatchcase(f".{self.name}", pattern) for pattern in ROUTERS)
+        return self.kind in ("matrix", "expert") and len(self.shape) in (2, 3) and self.numel > 0 and not routers
 
 
 @dataclass(frozen=True)
@@ -112,11 +130,14 @@ def from_module(module: nn.Module, name: str) -> ModelShapes:
     inside: dict[str, list[ParamShape]] = {}
     root: list[ParamShape] = []
     embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
+    linears = [m.weight for m in module.modules() if isinstance(m, nn.Linear)]
+    rows = {int(m.num_embeddings) for m in module.modules() if isinstance(m, nn.Embedding)}
+    embeddings |= {id(weight) for weight in linears[-1:] if len(weight) in rows}  # the head
     hidden = max((int(m.embedding_dim) for m in module.modules() if isinstance(m, nn.Embedding)), default=0)
     vocab = max((int(m.num_embeddings) for m in module.modules() if isinstance(m, nn.Embedding)), default=0)
     for path, param in module.named_parameters():
         kind: Kind = "vector" if param.dim() < 2 or path.endswith("bias") else "expert" if param.dim() > 2 else "matrix"
-        kind = "embedding" if id(param) in embeddings else kind
+        kind = "embedding" if id(param) in embeddings or (kind == "matrix" and is_head(path)) else kind
         owner = next((outer for outer in lists if path.startswith(outer + ".")), None)
         if owner is None:
             root.append(ParamShape(path, tuple(param.shape), kind, param.requires_grad))
