@@ -41,6 +41,9 @@ SUMMED_OVER = "_vescale_summed_over"
 """Attribute of parameters under expert parallelism: the number of ranks whose losses a local gradient sums up."""
 SINK = "_vescale_sink"
 """Attribute of gathered weights of linear layers: where backward writes their gradient."""
+INNER = "_vescale_inner"
+"""Attribute of parameters of a tensor class: the names of the class's own attributes."""
+_PLAIN = {nn.Parameter, DTensor, RaggedDTensor}
 _NO_MARKS = frozenset({REPLACED, GATHERED_OF, SUMMED_OVER, SINK, "_local_tensor", "_spec", "_is_param"})
 """Attributes that this package and torch set on parameters."""
 
@@ -319,15 +322,25 @@ def copy_marks(source: nn.Parameter, target: nn.Parameter) -> None:
     marks, theirs = source.__dict__, target.__dict__
     if not (marks.keys() - _NO_MARKS or theirs.keys() - _NO_MARKS):
         return  # nearly always: this runs for each parameter at each gather and release
-    for key in [key for key in theirs if key not in marks and _is_mark(key)]:
+    own, kept = _inner(source), _inner(target)
+    given = {key: value for key, value in marks.items() if _is_mark(key) and key not in own}
+    for key in [key for key in theirs if key not in given and _is_mark(key) and key not in kept]:
         del theirs[key]
-    for key, value in marks.items():
-        if _is_mark(key):
-            theirs[key] = value
+    theirs.update(given)
 
 
 def _is_mark(attribute: str) -> bool:
     return attribute not in _NO_MARKS and not attribute.startswith(("_vescale", "_dynamo"))
+
+
+def _inner(param: nn.Parameter) -> frozenset[str]:
+    """Attributes with which a tensor class makes its instances, such as its inner tensors: an alias has them, too, but no marks."""
+    if type(param) in _PLAIN:
+        return frozenset()
+    if INNER not in param.__dict__:
+        param.__dict__[INNER] = frozenset(param.detach().__dict__)
+    inner: frozenset[str] = param.__dict__[INNER]
+    return inner
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:
