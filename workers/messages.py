@@ -85,6 +85,8 @@ class FaultKind(StrEnum):
     """The checkpoint to read is damaged; an older one may work."""
     INPUT = "input"
     """The user's input is invalid, so another attempt would fail too."""
+    NUMBERS = "numbers"
+    """A weight that is gathered in FP8 holds Inf or NaN, and so do the states from which another attempt would begin."""
 
 
 @dataclass(frozen=True)

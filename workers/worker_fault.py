@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vescale_ray.checkpoint import CheckpointError
 from vescale_ray.errors import BadInput
+from vescale_ray.quantization.fp8 import NonFiniteWeights
 from vescale_ray.workers.messages import FaultKind, WorkerFault
 from vescale_ray.workers.network.process_groups import GroupFailed, describe, is_collective_error
 
@@ -18,6 +19,8 @@ def _kind(error: BaseException) -> FaultKind:
         return FaultKind.INPUT
     if isinstance(error, CheckpointError):
         return FaultKind.DATA
+    if isinstance(error, NonFiniteWeights):
+        return FaultKind.NUMBERS
     if isinstance(error, GroupFailed) or is_collective_error(error):
         return FaultKind.PEER
     return FaultKind.OWN

@@ -238,6 +238,8 @@ def _of_world(s: Snapshot, of: _Families) -> Iterator[Metric]:
     phases = _from_zero(RESCALE_PHASES, s.rescale_phase_seconds)
     yield from of.counters("vescale_rescale_phase_seconds", "Seconds that rescales spent in each phase.", ("phase",), phases)
     yield from of.counter("vescale_replayed_steps", "Steps that were executed again after a rollback.", s.replayed_steps)
+    text = "Generations that ended because a weight gathered in FP8 held Inf or NaN."
+    yield from of.counter("vescale_nonfinite_weights", text, s.nonfinite_weights)
     failures = _from_zero(LOST, s.worker_failures)
     yield from of.counters("vescale_worker_failures", "Workers that were lost.", ("reason",), failures)
 

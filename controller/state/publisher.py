@@ -107,6 +107,7 @@ class Publisher:
             lost_seconds=goodput.lost,
             replayed_steps=stats.rescales.replayed + stats.steps.replayed,
             worker_failures=dict(stats.failures),
+            nonfinite_weights=stats.nonfinite_weights,
             **seen.budget.figures(),
             workers={} if seen.over else self._about,
             stragglers=self._stragglers(seen.newest),

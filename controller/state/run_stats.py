@@ -44,6 +44,7 @@ class RunStats:
         stragglers: workers that are slow now: ``rank``, ``factor``, ``since_step``, ``node``.
         spread: generation in which slots were last spread anew, and the slots of each rank.
         failures: lost workers by kind; ``lost``: lost workers that had been warm.
+        nonfinite_weights: generations that ended because a weight that is gathered in FP8 held Inf or NaN.
         error: why the run has failed.
         sequence: sequence number of the newest line.
     """
@@ -68,6 +69,7 @@ class RunStats:
     spread: tuple[int, tuple[int, ...]] = (0, ())
     failures: dict[str, int] = field(default_factory=dict)
     lost: int = 0
+    nonfinite_weights: int = 0
     error: str | None = None
     sequence: int = 0
 
@@ -191,6 +193,7 @@ class RunStats:
         self.numbered_by = str(event.get("numbered_by") or self.numbered_by)
 
     def on_generation_failed(self, event: Line) -> None:
+        self.nonfinite_weights += bool(event.get("nonfinite_weights"))
         if self.rescale is not None and self.state is not RunState.STOPPING:
             self.rescale = replace(self.rescale, reason="failure")
             self.goodput.open(Loss.FAILURE)

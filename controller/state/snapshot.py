@@ -80,6 +80,7 @@ class Snapshot:
         rescales: count by (direction, reason).
         rescale_phase_seconds: seconds spent in each phase of the rescales.
         worker_failures: count by reason.
+        nonfinite_weights: generations that ended because a weight that is gathered in FP8 held Inf or NaN.
         failures: number of failures by cause (``budget.Cause``); ``failures_in_a_row``: failures since the last new step.
         memory: resident bytes of each rank's process.
         workers: labels of each rank's worker: ``worker``, ``node``, ``pod``, ``device``.
@@ -142,6 +143,7 @@ class Snapshot:
     rescale_phase_seconds: Mapping[str, float] = field(default_factory=dict)
     replayed_steps: int = 0
     worker_failures: Mapping[str, int] = field(default_factory=dict)
+    nonfinite_weights: int = 0
     failures: Mapping[str, int] = field(default_factory=dict)
     failures_in_a_row: Mapping[str, int] = field(default_factory=dict)
     memory: Mapping[int, int] = field(default_factory=dict)

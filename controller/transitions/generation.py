@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller import actions, states
@@ -194,7 +195,13 @@ class Generations:
             do.append(Event("checkpoint_load_failed", problem))
         if ending.lost:
             do.append(want_those_left(seen, self._config, world.size, ending.living))
-        about = {"lost": ending.lost, "faults": {w: f.text for w, f in faults.items()}, "attempt": world.ticket.attempt}
+        about: dict[str, Any] = {
+            "lost": ending.lost,
+            "faults": {w: f.text for w, f in faults.items()},
+            "attempt": world.ticket.attempt,
+        }
+        if any(fault.kind is FaultKind.NUMBERS for fault in faults.values()):
+            about["nonfinite_weights"] = True
         return [*do, Event("generation_failed", about)]
 
     def _was_asked(self, world: World, reports: Iterable[WorkerReport | None], seen: Observations) -> bool:

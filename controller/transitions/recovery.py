@@ -39,6 +39,8 @@ class Recovery:
             return end.give_up(ended, seen.given_up, seen)
         if inputs := [fault.text for fault in ended.faults.values() if fault.kind is FaultKind.INPUT]:
             return end.give_up(ended, inputs[0], seen, refused=True)
+        if numbers := [fault.text for fault in ended.faults.values() if fault.kind is FaultKind.NUMBERS]:
+            return end.give_up(ended, numbers[0], seen, save=False)
         if ended.finished and ended.living:
             return end.complete(ended, seen)
         if seen.stop is not None:

@@ -26,11 +26,11 @@ class RunEnd:
     def halt(self, ended: Ending, seen: Observations) -> Step:
         return states.Checkpointing(ended, Goal.STOP, seen.holders(ended)), [actions.Wish(None), actions.Enter(RunState.STOPPING)]
 
-    def give_up(self, ended: Ending, error: str, seen: Observations, refused: bool = False) -> Step:
+    def give_up(self, ended: Ending, error: str, seen: Observations, refused: bool = False, save: bool = True) -> Step:
         """Begin to end a run that has failed. The survivors' state is saved if it is newer than the newest checkpoint, unless the input was
-        ``refused``."""
-        if refused:
-            return states.Concluding(error=error, refused=True, hint=True), [actions.Wish(None)]
+        ``refused``, or the state is of no use (``save=False``)."""
+        if refused or not save:
+            return states.Concluding(error=error, refused=refused, hint=True), [actions.Wish(None)]
         return states.Checkpointing(ended, Goal.FAILURE, seen.holders(ended), error), [actions.Wish(None)]
 
     def checkpointing(self, state: states.Checkpointing, seen: Observations) -> Step:

@@ -28,6 +28,7 @@ from vescale_ray.controller.state.run_lifecycle import budget_of
 from vescale_ray.controller.transitions.generation import GIVER_S
 from vescale_ray.controller.transitions.launch import evaluation_due
 from vescale_ray.controller.worker_group.worker_news import Lost, Told
+from vescale_ray.quantization.fp8 import NonFiniteWeights
 from vescale_ray.workers.messages import (
     CHECKPOINT,
     RESCALE,
@@ -44,6 +45,7 @@ from vescale_ray.workers.messages import (
     WorkerReport,
 )
 from vescale_ray.workers.resharding.held_state import HeldState
+from vescale_ray.workers.worker_fault import fault_of
 
 pytestmark = pytest.mark.usefixtures("clock")
 
@@ -618,6 +620,20 @@ def test_a_run_that_its_input_fails_names_its_checkpoint(tmp_path: Path) -> None
     stage.has(CommittedCheckpoint("c30", "/c30", 30))
     outcome = stage.rounds().outcome
     assert outcome.refused and outcome.error == "bad data; it can be resumed from step 30 (/c30)"
+
+
+def test_weights_that_are_no_numbers_end_the_run_unsaved(tmp_path: Path) -> None:
+    """Every state in memory has them, so that another attempt, or a last checkpoint, is of no use."""
+    said = "NonFiniteWeights: Inf or NaN in 'ffn.up_proj.weight' (2 tiles)"
+    bad = fault_of(NonFiniteWeights("Inf or NaN in 'ffn.up_proj.weight' (2 tiles)"))
+    assert bad == WorkerFault(FaultKind.NUMBERS, said)
+    group = WorkerGroup(*(report(w, WorkerPhase.PARKED, fault=bad) for w in "ab"))
+    stage = Stage(group, tmp_path)
+    stage.has(CommittedCheckpoint("c30", "/c30", 30))
+    outcome = stage.rounds().outcome
+    assert not outcome.refused and outcome.error == f"{said}; it can be resumed from step 30 (/c30)"
+    assert stage.run.stats.nonfinite_weights == 1 and not stage.of("checkpoint_failed")
+    assert stage.of("generation_failed")[-1]["nonfinite_weights"] is True
 
 
 def test_lost_evaluation_is_made_up_and_none_is_made_twice(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from vescale_ray.fsdp.layouts.wire import CodeWire
 from vescale_ray.geometry import Block
 from vescale_ray.optim import AdamW8bit, Muon
 from vescale_ray.quantization import Fp8Block
-from vescale_ray.quantization.fp8 import dequantize, quantize
+from vescale_ray.quantization.fp8 import NonFiniteWeights, dequantize, quantize
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -231,6 +231,22 @@ def test_inf_and_nan_stop_every_rank_with_the_name(rank: int, world: int, value:
         model.layers[1].up.mul_(1)
     model.reset_iter_state()
     assert torch.equal(model(batch(0, rank, world)), before)
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "propagate"])
+@on_threads(2)
+def test_skipped_steps_keep_inf_out_of_the_weights(rank: int, world: int, nonfinite: str) -> None:
+    model = sharded(model_of())
+    optimizer = AdamW8bit(list(model.named_parameters()), lr=1e-3, block=256, min_8bit_numel=512, nonfinite=nonfinite)
+    for step, factor in enumerate((1.0, torch.inf, 1.0)):
+        if step == 2 and nonfinite == "propagate":
+            with pytest.raises(NonFiniteWeights, match="Inf or NaN in"):
+                model(batch(step, rank, world))
+            return
+        (model(batch(step, rank, world)).square().mean() * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.skipped_steps == 1
 
 
 @on_threads(4)

@@ -46,6 +46,10 @@ _NO_NUMBER = 255
 """The E8M0 code of Inf and NaN."""
 
 
+class NonFiniteWeights(FloatingPointError):
+    """A weight holds Inf or NaN, for which FP8 has no code."""
+
+
 @dataclass(frozen=True)
 class Fp8Block:
     """The FP8 format of a weight: e4m3 codes in tiles of ``rows`` x ``columns`` that share a scale.
@@ -109,7 +113,7 @@ def quantize(weight: Tensor, form: Fp8Block = Fp8Block(), *, name: str = "the we
 
     Raises:
         ValueError: the weight is not a floating-point matrix or stack of matrices.
-        FloatingPointError: it holds Inf or NaN; the message gives ``name``.
+        NonFiniteWeights: it holds Inf or NaN; the message gives ``name``.
     """
     check_weight(name, weight.shape, weight.dtype)
     grid = Grid.of(weight.shape, form.block)
@@ -119,7 +123,7 @@ def quantize(weight: Tensor, form: Fp8Block = Fp8Block(), *, name: str = "the we
     quantize_range(flat, tuple(grid.regions(0, flat.numel())), form, codes.view(-1), scales.view(-1))
     bad = int(bad_scales(scales).sum())
     if bad:
-        raise FloatingPointError(bad_text([(name, bad)]))
+        raise NonFiniteWeights(bad_text([(name, bad)]))
     return codes.view(torch.float8_e4m3fn), scales
 
 

@@ -82,7 +82,7 @@ class CodeWire:
         """Quantize the master shard, which has changed.
 
         Raises:
-            FloatingPointError: on an accelerator, if the codes before held Inf or NaN. All ranks raise it.
+            NonFiniteWeights: on an accelerator, if the codes before held Inf or NaN. All ranks raise it.
         """
         self._raise_if_bad()
         if self._part is None or self._part.device != shard.flat.device:
@@ -104,7 +104,7 @@ class CodeWire:
         """Dequantize the parts of all ranks.
 
         Raises:
-            FloatingPointError: on the CPU, if a tile holds Inf or NaN. All ranks raise it, since all have the same scales.
+            NonFiniteWeights: on the CPU, if a tile holds Inf or NaN. All ranks raise it, since all have the same scales.
         """
         layout = self.parts.layout
         rows = parts.view(layout.num_shards, self.parts.part_bytes)
@@ -141,4 +141,4 @@ class CodeWire:
             event.synchronize()
         counts = bad.tolist()
         if any(counts):
-            raise FloatingPointError(fp8.bad_text([(name, n) for name, n in zip(self.parts.forms, counts, strict=True) if n]))
+            raise fp8.NonFiniteWeights(fp8.bad_text([(name, n) for name, n in zip(self.parts.forms, counts, strict=True) if n]))
