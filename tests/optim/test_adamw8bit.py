@@ -179,6 +179,25 @@ def test_states_on_2d_meshes_equal_those_of_the_whole_tensor(block: Any) -> None
         assert not same(state, full_state(model, optimizer))
 
 
+@pytest.mark.parametrize("block", [90, "tile 5x24"])
+@on_threads(4)
+def test_parallel_experts_may_be_cut_before_a_short_last_block(rank: int, world: int, block: Any) -> None:
+    """Two of four experts on each rank of one dimension, and a cut after 15 of an expert's 16 rows on the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    placements = [RaggedShard((0, 1), (15, 17)), Shard(0)]
+    model, whole = Weights({"experts": (4, 16, 24)}), Weights({"experts": (4, 16, 24)})
+    model.experts = nn.Parameter(distribute_tensor(model.get_parameter("experts").detach(), mesh, placements, src_data_rank=None))
+    optimizers = [AdamW8bit(one.parameters(), block=block, min_8bit_numel=256, **HOW) for one in (model, whole)]
+    for step in (1, 2):
+        grad = noise((4, 16, 24), "experts", step)
+        model.experts.grad = distribute_tensor(grad, mesh, placements, src_data_rank=None)
+        whole.experts.grad = grad
+        for optimizer in optimizers:
+            optimizer.step()
+    assert optimizers[0].state[model.experts]["exp_avg_scale"].local_interval()[1] > 0
+    assert not same(full_state(model, optimizers[0]), full_state(whole, optimizers[1]))
+
+
 # ---------------------------------------------------------------------------------------------------------- near FP32's
 
 

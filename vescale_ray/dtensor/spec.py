@@ -326,6 +326,11 @@ def _shifted(found: tuple[Box, ...], by: Shape) -> tuple[Box, ...]:
     return tuple((tuple(o + b for o, b in zip(offsets, by, strict=True)), sizes) for offsets, sizes in found)
 
 
+def section_shapes(tensor: DTensor) -> tuple[Shape, ...]:
+    """The distinct shapes of the boxes that the Shard placements of ``tensor`` leave to the coordinates of its mesh."""
+    return _section_shapes(tuple(tensor.device_mesh.shape), tuple(tensor.placements), tuple(tensor.shape))
+
+
 @lru_cache(maxsize=65536)
 def _section_shapes(mesh_shape: Shape, placements: Placements, shape: Shape) -> tuple[Shape, ...]:
     """The distinct section shapes of all coordinates."""

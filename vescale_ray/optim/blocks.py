@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from vescale_ray.block_grid import BlockSpec, Grid, block_text
 from vescale_ray.dtensor.placement import RaggedShard
 from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_ray.dtensor.spec import chunk, make_spec, section, sharding_of
+from vescale_ray.dtensor.spec import chunk, make_spec, section, section_shapes, sharding_of
 from vescale_ray.geometry import Shape
 from vescale_ray.optim.parameters import local_of
 
@@ -99,6 +99,8 @@ def _check_parallel(param: RaggedDTensor, whole: Grid) -> None:
         )
         if fits:
             expected = tuple(-(-e // s) - o // s for o, e, s in zip(offsets, ends, steps, strict=True))
+            if flat:  # whole matrices, with all of their bands
+                expected = (*expected[: len(whole.lead)], *whole.state_shape[len(whole.lead) :])
             fits = section(mesh_shape, others, whole.state_shape, coordinate)[1] == expected
         if not fits:
             raise ValueError(f"placements {param.placements} cut it into {sizes} at {offsets}, which is not between blocks of {steps}")
@@ -118,7 +120,7 @@ def block_state(param: Tensor, cut: Cut, grid: Grid, tail: Sequence[int], dtype:
         return DTensor.from_local(zeros, cut.like.device_mesh, cut.like.placements, run_check=False)
     counts = [grid.band_of(end) - grid.band_of(start) for start, end in cut.spans]
     ragged = RaggedShard(tuple(range(grid.band_dims)), counts)
-    if isinstance(cut.like, RaggedDTensor) and any(type(p) is Shard for p in cut.like.placements):
+    if isinstance(cut.like, RaggedDTensor) and len(section_shapes(cut.like)) > 1:
         mine = sharding_of(cut.like._spec).placement
         if ragged.local_units != mine.local_units:
             raise ValueError(f"{mine} cuts the parts that other mesh dimensions leave unevenly: some have a smaller last block")
