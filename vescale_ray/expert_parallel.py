@@ -13,6 +13,7 @@ row is dropped. The host waits once per layer for the numbers of rows.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -22,11 +23,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from vescale_ray.communication import wait_notes
+from vescale_ray.communication import point_to_point, wait_notes
 from vescale_ray.compat.core import disable_dynamo
 from vescale_ray.fsdp.construction.arguments import check_type
 from vescale_ray.fsdp.layouts.parameters import SUMMED_OVER
 from vescale_ray.fsdp.units.checks import is_managed
+from vescale_ray.fsdp.units.schedule import unit_of
 from vescale_ray.models.moe import Experts
 
 
@@ -65,7 +67,33 @@ def parallelize_experts(model: nn.Module, mesh: DeviceMesh, *, kind: type[nn.Mod
         raise ValueError(f"parallelize_experts got {mesh}: give the one dimension whose ranks share the experts, as mesh['ep']")
     if mesh.get_coordinate() is None:
         raise ValueError(f"this process is not part of {mesh}: give the dimension of a mesh of all ranks, as mesh['ep']")
-    found = {name: module for name, module in model.named_modules() if _is_experts(module, kind)}
+    found = experts_of(model, kind)
+    check_experts(model, mesh.size(), f"ranks of {mesh}", kind)
+    placed: dict[nn.Parameter, nn.Parameter] = {}
+    for name, module in found.items():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[attribute] = placed.setdefault(parameter, _part(parameter, mesh))
+        adapter = _TransformersForward if kind is None and not isinstance(module, Experts) else _RowsForward
+        module.forward = adapter(module, mesh, name)  # type: ignore[method-assign]
+    return list(found.values())
+
+
+def experts_of(model: nn.Module, kind: type[nn.Module] | None = None) -> dict[str, nn.Module]:
+    """The modules that hold experts by name; ``kind`` as for :func:`parallelize_experts`."""
+    return {name: module for name, module in model.named_modules() if _is_experts(module, kind)}
+
+
+def check_experts(model: nn.Module, ranks: int, of: str, kind: type[nn.Module] | None = None) -> None:
+    """Check whether :func:`parallelize_experts` can distribute the experts of ``model`` over this number of ranks.
+
+    Args:
+        of: name of the ranks, for messages.
+
+    Raises:
+        ValueError: there are no experts, the ranks do not divide them, or the model is parallel or sharded already.
+    """
+    found = experts_of(model, kind)
     if not found:
         named = "vescale_ray.models.moe.Experts or fused experts of transformers" if kind is None else f"class {kind.__name__}"
         raise ValueError(
@@ -73,15 +101,7 @@ def parallelize_experts(model: nn.Module, mesh: DeviceMesh, *, kind: type[nn.Mod
             f"counts)"
         )
     for name, module in found.items():
-        _check(name or type(module).__name__, module, mesh)
-    placed: dict[nn.Parameter, nn.Parameter] = {}
-    for module in found.values():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[attribute] = placed.setdefault(parameter, _part(parameter, mesh))
-        adapter = _TransformersForward if kind is None and not isinstance(module, Experts) else _RowsForward
-        module.forward = adapter(module, mesh)  # type: ignore[method-assign]
-    return list(found.values())
+        _check(name or type(module).__name__, module, ranks, of)
 
 
 def _is_experts(module: nn.Module, kind: type[nn.Module] | None) -> bool:
@@ -91,8 +111,8 @@ def _is_experts(module: nn.Module, kind: type[nn.Module] | None) -> bool:
     return isinstance(module, Experts) or (hasattr(module, "_is_expert_parallel") and hasattr(module, "num_experts"))
 
 
-def _check(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise ValueError if the experts of ``module`` can't be distributed over ``mesh``."""
+def _check(name: str, module: nn.Module, ranks: int, of: str) -> None:
+    """Raise ValueError if the experts of ``module`` can't be distributed over ``ranks`` ranks."""
     inside = next((n for n, one in module.named_modules() if one is not module and any(True for _ in one.parameters(recurse=False))), None)
     inside = inside or next((n for n, _ in module.named_buffers()), None)
     if inside is not None:
@@ -102,10 +122,9 @@ def _check(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
             raise ValueError(f"fully_shard has sharded {name} already: call parallelize_experts before it, on the plain model")
         if isinstance(parameter, DTensor):
             raise ValueError(f"{name}.{attribute} is a DTensor already: call parallelize_experts once, on the plain model")
-        if parameter.ndim == 0 or parameter.shape[0] % mesh.size():
+        if parameter.ndim == 0 or parameter.shape[0] % ranks:
             raise ValueError(
-                f"{name}.{attribute} of shape {tuple(parameter.shape)}: the {mesh.size()} ranks of {mesh} do not divide its experts; use a "
-                f"number of ranks that does"
+                f"{name}.{attribute} of shape {tuple(parameter.shape)}: the {ranks} {of} do not divide its experts; use a number that does"
             )
 
 
@@ -120,19 +139,27 @@ def _part(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 class _ParallelForward(ABC):
     """The forward of experts that are distributed over ranks. A subclass knows the arguments of the module's own forward."""
 
-    def __init__(self, module: Any, mesh: DeviceMesh) -> None:
+    def __init__(self, module: Any, mesh: DeviceMesh, name: str) -> None:
         self.module, self.kind = module, type(module)
-        self._group, self._ranks = mesh.get_group(), mesh.size()
+        self._lane = _Lane(mesh.get_group(), name)
 
     def exchanged(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Compute ``rows``, ordered by expert, ``counts`` of each of all experts, on the ranks of the experts."""
-        sent = counts.view(self._ranks, -1)
+        unit = unit_of(self.module)
+        if unit is not None and not unit.options.contributes and torch.is_grad_enabled():
+            # Zero times a gradient would keep NaN and infinity of these rows in the experts, so other ranks get none of them.
+            return rows.new_zeros(rows.shape) + self._on_their_ranks(rows[:0], torch.zeros_like(counts)).sum()
+        return self._on_their_ranks(rows, counts)
+
+    def _on_their_ranks(self, rows: Tensor, counts: Tensor) -> Tensor:
+        lane = self._lane
+        sent = counts.view(lane.ranks, -1)
         received = torch.empty_like(sent)
-        _all_to_all(received, sent, None, None, self._group)
+        lane.exchange(received, sent, [1] * lane.ranks, [1] * lane.ranks)
         given, taken = torch.stack((sent.sum(1), received.sum(1))).tolist()
-        arrived = _SendRows.apply(rows, taken, given, self._group)
+        arrived = _SendRows.apply(rows, taken, given, lane)
         # They are ordered by rank, and by expert within a rank.
-        expert = torch.arange(received.shape[1], device=rows.device).repeat(self._ranks)
+        expert = torch.arange(received.shape[1], device=rows.device).repeat(lane.ranks)
         order = expert.repeat_interleave(received.flatten(), output_size=len(arrived)).argsort(stable=True)
         local = self._local()
         if len(arrived):
@@ -140,7 +167,7 @@ class _ParallelForward(ABC):
         else:
             # Backward must exchange rows here, too, and give each parameter a gradient: ranks that hold parts of it have one.
             computed = arrived + sum(parameter.flatten()[:0].sum() for parameter in local.parameters())
-        result: Tensor = _SendRows.apply(computed[order.argsort()], given, taken, self._group)
+        result: Tensor = _SendRows.apply(computed[order.argsort()], given, taken, lane)
         return result
 
     @abstractmethod
@@ -188,21 +215,41 @@ class _TransformersForward(_ParallelForward):
         return computed
 
 
+class _Lane:
+    """Exchanges of one module of experts.
+
+    Attributes:
+        ranks: number of ranks that share the experts.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        self.ranks = group.size()
+        self._group, self._name, self._tag = group, name, point_to_point.tag_of(f"experts of {name}")
+
+    def exchange(self, out: Tensor, given: Tensor, received: list[int], sent: list[int]) -> None:
+        """Send the first ``sent[0]`` rows of ``given`` to rank 0, and so on, and receive ``received`` rows of each rank in ``out``."""
+        wait_notes.begin("all-to-all", f"rows of {self._name}", given.nbytes, self.ranks)
+        with wait_notes.counted("all_to_all"):
+            if point_to_point.is_pairwise(self._group, out.device):
+                # gloo's own all-to-all may wait for a peer that has died until its timeout.
+                width = math.prod(out.shape[1:])
+                arriving, leaving = ([count * width for count in counts] for counts in (received, sent))
+                point_to_point.all_to_all(out.view(-1), given.view(-1), arriving, leaving, self._group, self._tag).wait()
+            else:
+                dist.all_to_all_single(out, given, received, sent, group=self._group)
+        wait_notes.end()
+
+
 class _SendRows(torch.autograd.Function):
-    """Send rows to the ranks of a group, ``sent`` to each, and receive ``received`` from each. Backward sends gradients the other way."""
+    """Send rows to the ranks of a lane, ``sent`` to each, and receive ``received`` from each. Backward sends gradients the other way."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.received, ctx.sent, ctx.group = received, sent, group
+    def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], lane: _Lane) -> Tensor:
+        ctx.received, ctx.sent, ctx.lane = received, sent, lane
         out = rows.new_empty(sum(received), *rows.shape[1:])
-        _all_to_all(out, rows.contiguous(), received, sent, group)
+        lane.exchange(out, rows.contiguous(), received, sent)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return _SendRows.apply(grad, ctx.sent, ctx.received, ctx.group), None, None, None
-
-
-def _all_to_all(out: Tensor, given: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup) -> None:
-    with wait_notes.counted("all_to_all"):
-        dist.all_to_all_single(out, given, received, sent, group=group)
+        return _SendRows.apply(grad, ctx.sent, ctx.received, ctx.lane), None, None, None

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from tests.fsdp.transformer import apart, full
@@ -159,6 +160,52 @@ def test_parallel_experts_equal_those_of_fully_shard_alone(rank: int, world: int
         grads.append({name: full(parameter.grad) for name, parameter in model.named_parameters()})
     for name, grad in grads[1].items():
         assert apart(grads[0][name], grad) <= 1e-10, name
+
+
+@on_threads(4)
+def test_a_stand_in_batch_leaves_no_nan_in_parallel_experts(rank: int, world: int) -> None:
+    """The batch of the last rank is a stand-in whose rows are NaN. It still computes the rows of the others."""
+    model, dense = sharded(made(), two_dims((2, 2))), made()
+    model.set_contributes(rank < 3)
+    tokens = tokens_of(0, world)
+    if rank == 3:
+        model.layers[0].register_forward_pre_hook(lambda _, given: (given[0] * float("nan"), *given[1:]))
+    loss = loss_of(model, tokens[rank])
+    (loss * (rank < 3)).backward()
+    losses = [loss_of(dense, one) for one in tokens[:3]]
+    (sum(losses) / 4).backward()
+    assert loss.isnan() if rank == 3 else float(loss.detach()) == pytest.approx(float(losses[rank].detach()), rel=1e-5)
+    check_gradients(model, dense)
+
+
+@pytest.mark.parametrize("block", ["flat 1024", "flat 90", "tile 4x8"])
+@on_threads(4)
+def test_8_bit_states_of_parallel_experts_equal_those_without(rank: int, world: int, block: str) -> None:
+    """Blocks of experts, blocks across rows with a short one at the end, and tiles."""
+    states = []
+    for mesh in (two_dims((2, 2)), None):
+        model = made(torch.float32, experts=2)
+        config = OptimizerConfig("adamw8bit", lr=0.01, options={"block": block, "min_8bit_numel": 128})
+        found = parallelize_experts(model, mesh["ep"]) if mesh is not None else []
+        policy = route_parameters(model, config).block_policy
+        for experts in found:
+            fully_shard(experts, mesh=mesh["dp"] if mesh is not None else None, block_policy=policy)
+        for layer in model.layers:
+            fully_shard(layer, block_policy=policy)
+        optimizer = build_optimizer(fully_shard(model, block_policy=policy), config, log=None)
+        for step in range(2):
+            loss_of(model, tokens_of(step, world)[rank]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
+        states.append(
+            {(name, kind): full(one).float() for name, of in state.items() for kind, one in of.items() if isinstance(one, DTensor)}
+        )
+    assert states[0].keys() == states[1].keys() and ("layers.0.ffn.experts.gate_up_proj", "exp_avg_scale") in states[0]
+    for key, one in states[1].items():
+        assert states[0][key].shape == one.shape, key
+        if key[1] == "exp_avg_scale":
+            assert apart(states[0][key], one) <= 1e-4, key
 
 
 @on_processes(4)

@@ -78,11 +78,15 @@ class ReducesGradients:
 
     def set_contributes(self, contributes: bool, *, recurse: bool = True) -> None:
         """Set whether this rank's gradients in the next backwards count. If not, it joins the reductions with zeros, for example when its
-        batch is a stand-in. Gradients that earlier backwards have added up without sync stay."""
+        batch is a stand-in. Gradients that earlier backwards have added up without sync stay.
+
+        Parallel experts also compute rows of other ranks, whose gradients count. If not, they take no rows of this rank, and give it zeros.
+        """
         contributes = check_flag("contributes", contributes)
         for unit in units_below(self, recurse):
+            unit.options.contributes = contributes
             for group in unit.groups:
-                group.grads.contributes = contributes
+                group.grads.contributes = contributes or group.params[0].summed_over > 1
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Give zero gradients to parameters that no rank used. Without it their ``grad`` stays None on all ranks, as in one process.

@@ -18,6 +18,7 @@ class UnitOptions:
         gradient_sync: whether the user wants backward to reduce gradients.
         hold_gradients: whether gradients add up unsharded without gradient sync. If not, they are reduced and add up as shards.
         reduce_unused: whether parameters that no rank used get zero gradients.
+        contributes: whether this rank's batch counts, as the user has set it.
         max_reductions: units whose reduce-scatters may run while backward goes on.
         forward_prefetch: units to prefetch when this one's forward starts; empty: the unit that ran next in the last forward.
         backward_prefetch: units to prefetch when this one's backward starts; empty: the unit that ran before it.
@@ -30,6 +31,7 @@ class UnitOptions:
     reshard_after_backward: bool = True
     gradient_sync: bool = True
     reduce_unused: bool = False
+    contributes: bool = True
     max_reductions: int = 1
     forward_prefetch: list[weakref.ref[Any]] = field(default_factory=list)
     backward_prefetch: list[weakref.ref[Any]] = field(default_factory=list)
