@@ -133,6 +133,7 @@ class Commands:
                 slots=config.train.slots,
                 capacity=self._spec.capacity,
                 whole=config.whole,
+                key=config.step_of_workers[0],
             )
             self._durable.note(requested=workers)
             self.want(workers, "manual")

@@ -85,8 +85,17 @@ def worth_growing(steps_left: int, step_s: float | None, warm_s: float) -> bool:
     return step_s is None or steps_left * step_s > 2.0 * warm_s
 
 
-def check_rescale(workers: object, *, fewest: int, most: int, slots: int, capacity: int | None, whole: Callable[[int], int] = int) -> int:
-    """Return ``workers``, the number requested, if the run can have it. ``whole``: as for :func:`next_members`.
+def check_rescale(
+    workers: object,
+    *,
+    fewest: int,
+    most: int,
+    slots: int,
+    capacity: int | None,
+    whole: Callable[[int], int] = int,
+    key: str = "train.sharding.shard_group",
+) -> int:
+    """Return ``workers``, the number requested, if the run can have it. ``whole``: as for :func:`next_members`; ``key`` determines it.
 
     Raises:
         RequestRefused: one line with the number, the bound and its key.
@@ -102,7 +111,7 @@ def check_rescale(workers: object, *, fewest: int, most: int, slots: int, capaci
     if workers < fewest:
         raise RequestRefused(f"workers = {workers} is fewer than elastic.min_workers = {fewest}")
     if (fits := whole(workers)) != workers:
-        raise RequestRefused(f"workers = {workers} is no multiple of train.sharding.shard_group: give {fits}, or the next multiple")
+        raise RequestRefused(f"workers = {workers} is no multiple of {key}: give {fits}, or the next multiple")
     if capacity is not None and workers > capacity:
         raise RequestRefused(f"workers = {workers}: this cluster has room for {capacity} (ray.num_cpus, ray.cpus_per_worker)")
     return workers

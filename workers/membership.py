@@ -34,7 +34,7 @@ from vescale_ray.workers.messages import (
 from vescale_ray.workers.monitoring.profiling import WRITE_S
 from vescale_ray.workers.network import process_groups
 from vescale_ray.workers.network.process_groups import Closing, GroupFailed
-from vescale_ray.workers.network.rank_mesh import rank_mesh
+from vescale_ray.workers.network.rank_mesh import RankMeshes, rank_meshes
 from vescale_ray.workers.resharding.reshard import restore_from_checkpoint
 from vescale_ray.workers.resharding.shard_layouts import outline_of, packed
 from vescale_ray.workers.shard_move import FILL_SECONDS, move
@@ -43,7 +43,6 @@ from vescale_ray.workers.worker_fault import fault_of
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed.device_mesh import DeviceMesh
 
     from vescale_ray.config import RunConfig
     from vescale_ray.data.dataset import Dataset
@@ -132,13 +131,13 @@ class Membership:
             GroupFailed, BadInput, CheckpointError, ..: the generation ended early. The group is still there.
         """
         begin = time.perf_counter()
-        mesh = self._form()
+        meshes = self._form()
         formed = time.perf_counter()
         trainer: Trainer | None = None
         try:
             with process_groups.collectives(f"generation {self._order.ticket}"):
-                trainer = self._build(mesh)
-                del mesh
+                trainer = self._build(meshes)
+                del meshes
                 self._fill_all(trainer, {"form": formed - begin, "build": time.perf_counter() - formed})
                 if self._order.origin is not Origin.MEMORY:
                     self._outline(trainer)
@@ -205,7 +204,7 @@ class Membership:
             self._snapshots.copied()
         self._snapshots.settle()
 
-    def _form(self) -> DeviceMesh:
+    def _form(self) -> RankMeshes:
         order, seat, device = self._order, self._order.seat, self._resources.device.type
         timeout_s = self._config.elastic.collective_timeout_s
         with self._state.connecting(order.ticket) as connections:
@@ -220,9 +219,9 @@ class Membership:
                 closed=lambda: self._state.is_fenced(order.ticket),
                 lines=connections,
             )
-            return rank_mesh(self._config.grid(seat.world), device, timeout_s, connections)
+            return rank_meshes(self._config.grid(seat.world), device, timeout_s, connections)
 
-    def _build(self, mesh: DeviceMesh) -> Trainer:
+    def _build(self, meshes: RankMeshes) -> Trainer:
         resources, order = self._resources, self._order
         try:
             trainer = Trainer(
@@ -235,7 +234,7 @@ class Membership:
                 resources.next_model.take(),
                 filled=order.origin is not Origin.FRESH,
                 eval_sets=resources.eval_sets,
-                mesh=mesh,
+                meshes=meshes,
             )
         except ValueError as error:
             raise BadInput(" ".join(str(error).split())) from None

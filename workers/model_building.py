@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from vescale_ray.config import VOCAB
 from vescale_ray.errors import BadInput
+from vescale_ray.expert_parallel import check_experts, experts_of, parallelize_experts
 from vescale_ray.models import hf, lora
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.models.units import select_units
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from vescale_ray.config import RunConfig
     from vescale_ray.config.model_section import LoraSettings
+    from vescale_ray.workers.network.rank_mesh import RankMeshes
 
 _log = logging.getLogger(__name__)
 
@@ -146,6 +148,14 @@ class Blank:
         self.routing = route_parameters(self.model, self.chosen)
         self.quantize = apply_quantization(config, self.model)
 
+    def distribute_experts(self, mesh: DeviceMesh) -> None:
+        """Distribute the experts over the ranks of ``mesh``. Their parameters are new ones, so routing and quantization are made again."""
+        from vescale_ray.optim import route_parameters
+
+        parallelize_experts(self.model, mesh)
+        self.routing = route_parameters(self.model, self.chosen)
+        self.quantize = apply_quantization(self._config, self.model)
+
     def copied(self) -> Blank:
         """Return a new :class:`Blank` with a copy of the model. Raises the error of :func:`copy.deepcopy` if the model cannot be copied."""
         return Blank(self._config, copy.deepcopy(self.model), self.compiler)
@@ -225,11 +235,33 @@ def sharding_of(config: RunConfig, mesh: DeviceMesh) -> dict[str, Any]:
     return {"mesh": mesh, "mp_policy": policy, "offload_policy": offload, "sharding": sharding, "to_empty": True}
 
 
+def shared_experts(config: RunConfig, model: nn.Module) -> list[nn.Module]:
+    """The modules of ``model`` whose experts ``train.expert_parallel`` workers share; none without expert parallelism.
+
+    Raises:
+        ValueError: the model has no experts, or the workers do not divide them.
+    """
+    workers = config.train.expert_parallel
+    if workers == 1:
+        return []
+    key = f"train.expert_parallel = {workers}"
+    experts = experts_of(model)
+    if not experts:
+        raise ValueError(
+            f"{key}: {type(model).__name__} has no fused experts (vescale_ray.models.moe.Experts, or those of transformers); leave it out"
+        )
+    try:
+        check_experts(model, workers, "workers")
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+    return list(experts.values())
+
+
 def build_sharded(
-    config: RunConfig, device: torch.device, mesh: DeviceMesh, blank: Blank, *, filled: bool
+    config: RunConfig, device: torch.device, meshes: RankMeshes, blank: Blank, *, filled: bool
 ) -> tuple[Any, torch.optim.Optimizer]:
-    """The model sharded over ``mesh``, without values, and its optimizer. All optimizer states exist, so they can be loaded or given away
-    before a step."""
+    """The model sharded over the ranks of ``meshes``, without values, and its optimizer. All optimizer states exist, so they can be loaded
+    or given away before a step."""
     from vescale_ray.fsdp import FSDPModule, LowPrecisionReduceScatter, fully_shard
     from vescale_ray.optim import build_optimizer
     from vescale_ray.quantization import Fp8Block
@@ -238,11 +270,21 @@ def build_sharded(
     if config.train.quantize is not None and config.train.quantize_products:
         check_device(device, Fp8Block.parse(config.train.quantize))
     model: Any = blank.model
+    experts = shared_experts(config, model)
+    if meshes.experts is not None:
+        blank.distribute_experts(meshes.experts["expert"])
     routing, staging_mb = blank.routing, config.train.reduce_staging_mb
-    shared = {**sharding_of(config, mesh), "block_policy": routing.block_policy, "quantize_policy": blank.quantize}
-    for unit in select_units(model, config.model.units):
+    shared = {**sharding_of(config, meshes.ranks), "block_policy": routing.block_policy, "quantize_policy": blank.quantize}
+    units = select_units(model, config.model.units)
+    for unit in units:
         set_forward(unit, config, blank.compiler)
-        fully_shard(unit, reshard_after_forward=config.train.reshard_after_forward, **shared)
+    # Experts are units of their own even if the ranks are too few to share them, so that the layouts differ in the ranks alone.
+    for unit in experts:
+        over = {**shared, "mesh": meshes.beside_experts}
+        fully_shard(unit, reshard_after_forward=config.train.reshard_after_forward, **over)
+    for unit in units:
+        if unit not in experts:
+            fully_shard(unit, reshard_after_forward=config.train.reshard_after_forward, **shared)
     # The root stays unsharded between forward and backward, since its backward begins at once.
     fully_shard(model, reshard_after_forward=False, **shared)
     narrow = LowPrecisionReduceScatter(seed=config.run.seed) if config.train.reduce_dtype == "fp8" else None

@@ -62,7 +62,7 @@ def _small(config: RunConfig) -> RunConfig:
         update={
             "model": model,
             "data": config.data.model_copy(update={"seq_len": _SEQ_LEN, "eval_samples": 0, "vocab": None}),
-            "train": config.train.model_copy(update={"slots": 1, "slot_batch": 1, "compile": False}),
+            "train": config.train.model_copy(update={"slots": 1, "slot_batch": 1, "compile": False, "expert_parallel": 1}),
         }
     )
 

@@ -26,6 +26,7 @@ passes it has complete gradients of ``s + 1``. This also holds for Muon, whose o
 
 On an accelerator the host enqueues forward, backward and clipping without waiting for the device. It then waits once, in
 :meth:`Trainer._fetch`, for the few numbers that the ranks exchange. The exact norm of ``elastic.deterministic`` waits for its sums, too.
+With ``train.expert_parallel`` it waits once per layer and pass for the numbers of rows that the ranks exchange.
 """
 
 from __future__ import annotations
@@ -52,15 +53,13 @@ from vescale_ray.workers.messages import StepRecord, Usage
 from vescale_ray.workers.model_building import Blank, build_model, build_sharded
 from vescale_ray.workers.monitoring.meter import Meter
 from vescale_ray.workers.monitoring.pace import Pace, deal
-from vescale_ray.workers.network.rank_mesh import rank_mesh
+from vescale_ray.workers.network.rank_mesh import RankMeshes, rank_meshes
 from vescale_ray.workers.resharding.shards import Views, formats_of
 from vescale_ray.workers.slot_batches import SlotBatches, targets_in
 from vescale_ray.workers.step_exchange import RankStep, Seconds, exchange
 from vescale_ray.workers.unit_forward import kept_results
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from vescale_ray.config import RunConfig
     from vescale_ray.data.dataset import Dataset
 
@@ -79,7 +78,7 @@ class Trainer:
         blank: unsharded model for this trainer, built ahead; None builds it now.
         filled: whether all values will come from elsewhere, so that optimizer states stay uninitialised. Not with :meth:`initialize`.
         eval_sets: evaluation sets by name, the same on every rank.
-        mesh: mesh of the ranks (:func:`vescale_ray.workers.network.rank_mesh.rank_mesh`); None makes it.
+        meshes: meshes of the ranks (:func:`vescale_ray.workers.network.rank_mesh.rank_meshes`); None makes them.
 
     Attributes:
         grid: arrangement of the ranks in replicas and shards.
@@ -108,7 +107,7 @@ class Trainer:
         *,
         filled: bool = False,
         eval_sets: Mapping[str, Dataset] | None = None,
-        mesh: DeviceMesh | None = None,
+        meshes: RankMeshes | None = None,
     ) -> None:
         if world > config.train.slots:
             raise ValueError(f"{world} workers for train.slots = {config.train.slots}: use at most as many workers as slots")
@@ -120,8 +119,8 @@ class Trainer:
         torch.set_num_threads(config.train.threads)
         blank = blank or Blank(config)
         self.take_problems = blank.compiler.take_problems
-        mesh = mesh or rank_mesh(self.grid, self.device.type)
-        self.model, self.optimizer = build_sharded(config, self.device, mesh, blank, filled=filled)
+        meshes = meshes or rank_meshes(self.grid, self.device.type)
+        self.model, self.optimizer = build_sharded(config, self.device, meshes, blank, filled=filled)
         self.parameters = tuple(self.model.named_parameters())
         """Sharded parameters with their names, listed once. Listing takes 2 ms per hundred parameters, several times in a rescale's
         pause."""
@@ -308,7 +307,7 @@ class Trainer:
             self.model.set_is_last_backward(last or ordered)
             is_slot = turn < len(mine)
             self.model.set_contributes(is_slot)
-            turned, waited = time.perf_counter(), self.model.waited_s
+            turned, waited = time.perf_counter(), self._waited_s()
             inputs, targets = batches.batch(turn) if is_slot else self._filler
             self._meter.data_s += time.perf_counter() - turned
             self._seed_generators(seed_of(self.config.run.seed, index, mine[turn] if is_slot else -1))
@@ -319,11 +318,16 @@ class Trainer:
             self.beat()
             if is_slot:
                 nlls.append(nll.detach())
-                own.append(time.perf_counter() - turned - (self.model.waited_s - waited))
+                own.append(time.perf_counter() - turned - (self._waited_s() - waited))
         # The last round includes the gradient reduction, so it is not comparable; skip it if there are other rounds.
         timed = own[: rounds - 1] or own
         fed = [int(i) for ids in batches.ids for i in ids]
         return _Computed(nlls, fed, batches.divisor, sum(timed) / len(timed) if self.device.type == "cpu" else 0.0)
+
+    def _waited_s(self) -> float:
+        """Seconds that forward and backward have waited for other ranks so far, those of parallel experts included."""
+        waited: float = self.model.waited_s
+        return waited + wait_notes.counted_s().get("all_to_all", 0.0)
 
     def _slot_ids(self, index: int, slot: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         train = self.config.train

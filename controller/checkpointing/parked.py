@@ -33,8 +33,9 @@ def writes(workers: WorkersView, holders: Iterable[str]) -> bool:
 
 
 def by_node(members: Sequence[str], grid: RankGrid, workers: WorkersView) -> tuple[str, ...]:
-    """``members`` in the order of their ranks if they hold no state: with replicas, the workers of a node are next to each other."""
-    if grid.replicas == 1:
+    """``members`` in the order of their ranks if they hold no state. With replicas, or ranks that share experts, the workers of a node are
+    next to each other."""
+    if grid.replicas == grid.experts == 1:
         return tuple(members)
     nodes = list(_nodes(members, workers).values())
     return tuple(sorted(members, key=lambda w: next(place for place, there in enumerate(nodes) if w in there)))

@@ -1,4 +1,4 @@
-"""``train.sharding`` and ``train.offload``: the arrangement of workers, and mistakes that are found before a worker starts."""
+"""``train.sharding``, ``train.expert_parallel`` and ``train.offload``: the arrangement of workers, and mistakes found before one starts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vescale_ray.config import ConfigError, load_config
+from vescale_ray.config.sections import ShardingSettings
 from vescale_ray.config.sharding import RankGrid
 
 PAIRS = ["train.sharding.shard_group=2", "train.slots=8", "elastic.workers=4"]
+EXPERTS = ["train.expert_parallel=2", "train.slots=8", "elastic.workers=4", "model.factory=some.models:experts"]
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,42 @@ def test_unfit_numbers_of_workers_are_refused_in_one_line(overrides: list[str], 
     with pytest.raises(ConfigError) as caught:
         load_config(None, [*PAIRS, *overrides])
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["elastic.workers=5"], "elastic.workers = 5 is no multiple of train.expert_parallel = 2: give 4 or 6"),
+        (["elastic.max_workers=7"], "elastic.max_workers = 7 is no multiple of train.expert_parallel = 2: give 6 or 8"),
+        (["elastic.min_workers=3"], "elastic.min_workers = 3 is no multiple of train.expert_parallel = 2: give 2 or 4"),
+        (["train.expert_parallel=8"], "elastic.workers = 4 is fewer than train.expert_parallel = 8: raise elastic.workers or lower"),
+        (["train.expert_parallel=0"], "train.expert_parallel = 0: give at least 1"),
+        (["train.expert_parallel=null"], "train.expert_parallel = null: give a whole number"),
+        (
+            ["train.sharding.shard_group=2", "train.expert_parallel=4"],
+            "train.expert_parallel = 4 does not divide train.sharding.shard_group = 2: choose a divisor of it",
+        ),
+        (["train.sharding.shard_group=4", "elastic.workers=6"], "elastic.workers = 6 is no multiple of train.sharding.shard_group = 4"),
+        (["elastic.deterministic=true"], "elastic.deterministic = true with train.expert_parallel = 2: an expert's gradient is a sum"),
+        (["train.compile=true"], "train.compile = true with train.expert_parallel = 2: the exchange of rows breaks the graph"),
+        (["model.factory=null"], "train.expert_parallel = 2 with model.kind = llama: it has no experts; set model.factory or model.hf"),
+    ],
+)
+def test_unfit_expert_parallelism_is_refused_in_one_line(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*EXPERTS, *overrides])
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_workers_below_expert_parallelism_share_what_they_can() -> None:
+    config = load_config(None, ["train.expert_parallel=4", "train.slots=12", "elastic.workers=8", "model.factory=some.models:experts"])
+    grids = [(1, 1), (2, 2), (3, 1), (4, 4), (4, 4), (4, 4), (4, 4), (8, 4)]
+    assert [config.grid(workers) for workers in range(1, 9)] == [RankGrid(1, shards, experts) for shards, experts in grids]
+    assert config.max_workers == 12 and config.step_of_workers == ("train.expert_parallel", 4)
+    both = config.model_copy(update={"train": config.train.model_copy(update={"sharding": ShardingSettings(shard_group=8)})})
+    of_both = [RankGrid(1, 6, 2), RankGrid(1, 7, 1), RankGrid(1, 8, 4), RankGrid(1, 8, 4), RankGrid(2, 8, 4)]
+    assert [both.grid(workers) for workers in (6, 7, 8, 15, 17)] == of_both
+    assert both.step_of_workers == ("train.sharding.shard_group", 8) and load_config(None, []).grid(5) == RankGrid(1, 5)
 
 
 @pytest.mark.parametrize(

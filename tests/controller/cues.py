@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from tests.controller.hanging import act
 from tests.workers.tiny import DropoutModel
+from vescale_ray.models.moe import MoE, MoEConfig
 
 CONTROLLER = b"ray::Controller"
 
@@ -55,7 +56,7 @@ def _folder() -> Path:
 
 @contextmanager
 def cues(*parts: Cue) -> Iterator[None]:
-    """Write the cues for a run of :func:`model`."""
+    """Write the cues for a run of :func:`model` or :func:`experts`."""
     folder = _folder()
     folder.mkdir()
     (folder / "director").write_text(str(os.getpid()))
@@ -181,20 +182,34 @@ def _end_controller() -> None:
             os.kill(int(name), signal.SIGKILL)
 
 
-class CuedModel(DropoutModel):
-    def __init__(self) -> None:
-        super().__init__()
+class _Cued(nn.Module):
+    """Mixed into a model: its process plays the cues of its forwards."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.forwards = 0
         self.on_stage = _folder().exists() and (_folder() / "director").read_text() != str(os.getpid())
         if self.on_stage:
             _PLAYER.watch()
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.forwards += 1
         if self.on_stage:
             _PLAYER.at(self.forwards)
-        return super().forward(tokens)
+        return super().forward(*args, **kwargs)
+
+
+class CuedModel(_Cued, DropoutModel):
+    """A model with dropout."""
+
+
+class CuedExperts(_Cued, MoE):
+    """A mixture of experts."""
 
 
 def model() -> nn.Module:
     return CuedModel()
+
+
+def experts(**sizes: Any) -> nn.Module:
+    return CuedExperts(MoEConfig(**sizes))

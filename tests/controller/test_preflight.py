@@ -176,6 +176,19 @@ def test_model_that_can_not_be_built_is_refused(tmp_path: Path) -> None:
     assert "no_such_module" in refused(tiny(tmp_path, "r", model_factory="no_such_module:make"))
 
 
+def test_experts_that_workers_can_not_share_are_refused(tmp_path: Path) -> None:
+    sizes = {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "experts": 4, "top_k": 2, "ffn": 12, "head_dim": 8}
+    shared: dict[str, Any] = {"train_expert_parallel": 2, "elastic_workers": 2, "model_factory": "vescale_ray.models.moe:build"}
+    preflight.foresee(tiny(tmp_path, "r", **shared, model_args=sizes))
+    uneven = refused(tiny(tmp_path, "r", **shared, model_args={**sizes, "experts": 3}))
+    assert uneven == (
+        "train.expert_parallel = 2: layers.0.ffn.experts.gate_up_proj of shape (3, 16, 24): the 2 workers do not divide its experts; "
+        "use a number that does"
+    )
+    dense = {**shared, "model_factory": "tests.workers.tiny:DropoutModel", "model_units": ["body"]}
+    assert "train.expert_parallel = 2: DropoutModel has no fused experts" in refused(tiny(tmp_path, "r", **dense))
+
+
 FACTORIES = """
 import torch
 from torch import nn

@@ -139,6 +139,20 @@ def test_numbers_of_workers_are_those_of_whole_replicas() -> None:
     assert policy.check_rescale(6, fewest=1, most=8, slots=8, capacity=None, whole=config.whole) == 6
 
 
+def test_numbers_of_workers_are_those_that_share_experts_evenly() -> None:
+    config = parse_config(
+        {"train": {"slots": 8, "expert_parallel": 2}, "elastic": {"workers": 4}, "model": {"factory": "some.models:experts"}}
+    )
+    assert [config.whole(count) for count in range(8)] == [0, 1, 2, 2, 4, 4, 6, 6]
+    assert policy.next_members("abc", "", 4, whole=config.whole) == (("a", "b"), ("c",))
+    with pytest.raises(RequestRefused, match="workers = 5 is no multiple of train.expert_parallel: give 4, or the next multiple"):
+        policy.check_rescale(5, fewest=1, most=8, slots=8, capacity=None, whole=config.whole, key=config.step_of_workers[0])
+    group = WorkerGroup()
+    group.infos |= {w: replace(node_of(w), node=w[0]) for w in ("x1", "y1", "x2", "y2")}
+    workers: Any = group
+    assert by_node(["x1", "y1", "x2", "y2"], config.grid(4), workers) == ("x1", "x2", "y1", "y2"), "a node shares the experts"
+
+
 @pytest.mark.parametrize(("room", "aim"), [(1, None), (2, 4), (3, 4), (4, 6)])
 def test_run_grows_by_whole_replicas(room: int, aim: int | None) -> None:
     config = hsdp(grow=True, grow_after_s=0.0)

@@ -24,7 +24,7 @@ SIZES = {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "experts": 4, "top_k
 STEPS = 4
 
 
-def alone(config: RunConfig, model: Any, start: FullState, coefficient: float) -> tuple[list[float], FullState]:
+def alone(config: RunConfig, model: Any, start: FullState, coefficient: float, steps: int = STEPS) -> tuple[list[float], FullState]:
     """Train one whole model with torch's optimizer, slot by slot. Returns the losses without load balancing, and the parameters."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -32,7 +32,7 @@ def alone(config: RunConfig, model: Any, start: FullState, coefficient: float) -
     train, dataset = config.train, text_of(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay)
     order, losses = dataset.order(config.run.seed), []
-    for step in range(STEPS):
+    for step in range(steps):
         total = 0.0
         for slot in range(train.slots):
             tokens, targets = dataset.batch(order.ids((step * train.slots + slot) * train.slot_batch, train.slot_batch))

@@ -73,31 +73,40 @@ TRAINED: dict[str, dict[str, Any]] = {
     "adamw8bit": {"train_optimizer_options": {"min_8bit_numel": 1024}, "model_tie": True},
     "muon": {"train_param_dtype": "bfloat16"},
     "soap": {},
+    # Four workers share the experts, two of them two halves, and 1 or 3 all of them.
+    "experts": {
+        "train_optimizer": "adamw",
+        "train_expert_parallel": 4,
+        "elastic_workers": 4,
+        "model_factory": "vescale_ray.models.moe:build",
+        "model_args": {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "experts": 4, "top_k": 2, "ffn": 12, "head_dim": 8},
+    },
 }
 
 
 @functools.cache
 def trained(optimizer: str, folder: Path) -> Layout:
-    """Layouts of trainers with all states, one trainer for each rank of each world size. The outline comes from one rank of 3."""
+    """Layouts of trainers with all states, one trainer for each rank of each possible world size. Their outlines are equal."""
     options = {"model_dim": 64, "model_ffn": 176, "train_slots": 8, "train_optimizer": optimizer, **TRAINED[optimizer]}
     config = tiny(write_text(folder), **options)
     corpus = text_of(config)
     ranks: dict[int, tuple[Spans, ...]] = {}
-    outline: Outline | None = None
-    for world in range(1, 9):
+    outlines: list[Outline | None] = []
+    for world in (world for world in range(1, 9) if config.whole(world) == world):
         found = []
         for rank in range(world):
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
             try:
                 trainer = Trainer(config, rank, world, 1, "cpu", corpus)
                 found.append(tuple(piece.span for piece in export_shards(trainer).pieces))
-                if (world, rank) == (3, 1):
-                    outline = outline_of(trainer)
+                if rank == world // 3:
+                    outlines.append(outline_of(trainer))
                 trainer.close()
             finally:
                 dist.destroy_process_group()
         ranks[world] = tuple(found)
-    assert outline is not None
+    outline = outlines[-1]
+    assert outline is not None and all(other == outline for other in outlines), "it depends on the world size"
     return Layout(ranks, outline)
 
 
@@ -141,10 +150,10 @@ def ratios(layout: Layout, copies: bool) -> dict[tuple[int, int], float]:
     Asserts that the plan moves no byte that its new owner holds.
     """
     found = {}
-    parts = {world: parts_of(layout.outline, world) for world in range(1, 9)}
+    parts = {world: parts_of(layout.outline, world) for world in layout.ranks}
     size = owned_bytes(layout.ranks[1][0])
-    for before in range(1, 9):
-        for after in range(1, 9):
+    for before in layout.ranks:
+        for after in layout.ranks:
             if before == after and not copies:
                 continue
             old, new = layout.ranks[before], layout.ranks[after]
@@ -182,11 +191,13 @@ def test_planned_layouts_rescale_within_2_percent_of_the_bound(block: Block | No
     assert len(found) == (64 if copies else 56) and max(found.values()) <= 1.02, found
 
 
-@pytest.mark.parametrize(("optimizer", "copies"), [("adamw8bit", False), ("muon", True), ("soap", False)])
+@pytest.mark.parametrize(("optimizer", "copies"), [("adamw8bit", False), ("muon", True), ("soap", False), ("experts", True)])
 def test_trained_layouts_rescale_within_2_percent_of_the_bound(optimizer: str, copies: bool, folder: Path) -> None:
-    found = ratios(trained(optimizer, folder), copies)
+    layout = trained(optimizer, folder)
+    found, sizes = ratios(layout, copies), len(layout.ranks)
     print(f"\nat most {max(found.values()):.4f} of the bound", end="")
-    assert len(found) == (64 if copies else 56) and max(found.values()) <= 1.02, found
+    assert sizes == (5 if optimizer == "experts" else 8) and len(found) == sizes * (sizes if copies else sizes - 1)
+    assert max(found.values()) <= 1.02, found
 
 
 @pytest.mark.parametrize("optimizer", TRAINED)
@@ -198,9 +209,9 @@ def test_outline_of_one_rank_predicts_layouts_of_all_world_sizes(optimizer: str,
     outline = replace(layout.outline, weights=tuple(tuple(4 * math.prod(s.shape) for s in bundle.specs) for bundle in bundles))
     parameters = {world: [tuple(s for s in spans if s.kind == PARAM) for spans in ranks] for world, ranks in layout.ranks.items()}
     assert all(s.dtype == "float32" for spans in parameters[1] for s in spans)
-    parts = {world: parts_of(outline, world) for world in range(1, 9)}
-    for before in range(1, 9):
-        for after in range(1, 9):
+    parts = {world: parts_of(outline, world) for world in layout.ranks}
+    for before in layout.ranks:
+        for after in layout.ranks:
             true = [[common_bytes(one, other) for other in parameters[after]] for one in parameters[before]]
             assert overlap(outline, parts[before], parts[after], before, after).dense().tolist() == true, (before, after)
 

@@ -295,7 +295,7 @@ def test_finished_worker_parks_only_after_all_have_their_values(
     happened: list[str] = []
     monkeypatch.setattr(process_groups, "form", lambda *about, **rest: None)
     monkeypatch.setattr(process_groups, "barrier", lambda bound_s: happened.append("all have their values"))
-    monkeypatch.setattr(membership, "rank_mesh", lambda *about: None)
+    monkeypatch.setattr(membership, "rank_meshes", lambda *about: None)
     trainer = SimpleNamespace(completed=5, read_ahead=lambda: None, close=lambda: happened.append("closed"))
     monkeypatch.setattr(membership, "Trainer", lambda *about, **rest: trainer)
     monkeypatch.setattr(Membership, "fill", lambda self, trainer: (None, 0))

@@ -42,6 +42,13 @@ def test_every_optimizer_is_rehearsed_to_the_end(optimizer: str, deterministic: 
     assert not caplog.records
 
 
+def test_a_run_that_shares_experts_is_rehearsed_to_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    """The small model of the rehearsal has no experts."""
+    caplog.set_level(logging.INFO, "vescale_ray")
+    warm_up(tiny("stdlib", model_factory="vescale_ray.models.moe:build", train_expert_parallel=2, elastic_workers=2))
+    assert not caplog.records
+
+
 def test_rehearsal_leaves_no_thread_socket_or_rng_change() -> None:
     config = tiny("stdlib", train_optimizer="adamw")
     warm_up(config)  # starts torch's own threads, and opens the files that torch opens once

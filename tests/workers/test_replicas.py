@@ -20,7 +20,7 @@ from vescale_ray.config.sharding import RankGrid
 from vescale_ray.workers.network import process_groups
 from vescale_ray.workers.network.connections import Connections
 from vescale_ray.workers.network.process_groups import GroupFailed
-from vescale_ray.workers.network.rank_mesh import rank_mesh
+from vescale_ray.workers.network.rank_mesh import rank_meshes
 from vescale_ray.workers.resharding.held_state import HeldState
 from vescale_ray.workers.resharding.memory_snapshots import Snapshots
 from vescale_ray.workers.resharding.shards import export_shards
@@ -110,7 +110,7 @@ def _form_without_one(state: State, port: int, prefix: str, rank: int, absent: b
     else:
         threading.Timer(0.5, lines.cut).start()
         try:
-            rank_mesh(RankGrid(2, 2), "cpu", 30.0, lines)
+            rank_meshes(RankGrid(2, 2), "cpu", 30.0, lines)
         except GroupFailed as error:
             text = str(error)
         _gave_up(done)
@@ -123,7 +123,7 @@ def _wait_for_one(state: State, port: int, prefix: str, rank: int, absent: bool,
     """Wait in a collective of the shard group for a rank that is ``absent``. Returns the seconds."""
     lines = Connections()
     process_groups.form(HOST, port, prefix, rank, 4, "gloo", 30.0, lines=lines)
-    mesh = rank_mesh(RankGrid(2, 2), "cpu", 30.0, lines)
+    mesh = rank_meshes(RankGrid(2, 2), "cpu", 30.0, lines).ranks
     groups = mesh.get_all_groups()
     assert [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups] == [30.0, 30.0]
     began = time.monotonic()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.workers.fleet import Fleet
+from tests.workers.test_shared_experts import EXPERTS
 from tests.workers.tiny import FullState, Run, forget, keep_on_leaving, same_bits, text_of, tiny
 from vescale_ray.config import RunConfig
 from vescale_ray.data.stream import SampleStream
@@ -27,7 +28,7 @@ class Play:
 
     def __init__(self, fleet: Fleet, config: RunConfig) -> None:
         self.fleet, self.config, self.living = fleet, config, [0, 1]
-        self.whole, self.more = config.whole, 1 if config.train.sharding is None else config.train.sharding.shard_group
+        self.whole, self.more = config.whole, config.step_of_workers[1]
         """The most of a number of workers that train together, and the workers of a growth."""
         run = Run(fleet, config)
         run.fresh(self.living)
@@ -143,6 +144,14 @@ def test_ten_random_schedules_leave_no_trace(text: str, deterministic: bool, see
 def test_random_schedules_of_replicas_leave_no_trace(text: str, part: int) -> None:
     """Two shards and one or two replicas. Workers beyond whole replicas are left over."""
     play(text, range(10 * part, 10 * part + 10), train_sharding={"shard_group": 2}, train_zero_stage=2, elastic_workers=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.fault("I1", "W1")
+def test_random_schedules_of_shared_experts_leave_no_trace(text: str) -> None:
+    """One or two pairs of workers share the experts of each layer, and a worker that is left alone has all of them."""
+    play(text, range(6), train_expert_parallel=2, elastic_workers=2, **EXPERTS)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from vescale_ray.models.units import select_units
 from vescale_ray.workers.messages import StepRecord
 from vescale_ray.workers.model_building import Blank, build_model, build_sharded
 from vescale_ray.workers.network import process_groups
-from vescale_ray.workers.network.rank_mesh import rank_mesh
+from vescale_ray.workers.network.rank_mesh import rank_meshes
 from vescale_ray.workers.resharding import copy_exchange
 from vescale_ray.workers.resharding.held_state import choose_resume
 from vescale_ray.workers.resharding.memory_snapshots import Snapshots
@@ -379,7 +379,7 @@ def test_staging_of_the_reduction_is_the_job_files(tmp_path: Path) -> None:
         config = tiny(write_text(tmp_path), train_reduce_staging_mb=megabytes)
         process_groups.form("127.0.0.1", store.port, f"test/staging{megabytes}", 0, 1, "gloo", 10.0)
         try:
-            model, _ = build_sharded(config, torch.device("cpu"), rank_mesh(RankGrid(1, 1), "cpu"), Blank(config), filled=True)
+            model, _ = build_sharded(config, torch.device("cpu"), rank_meshes(RankGrid(1, 1), "cpu"), Blank(config), filled=True)
             units = {id(u): u for u in map(unit_of, model.modules()) if u is not None}.values()
             assert len(units) > 1 and {group.grads.staging for unit in units for group in unit.groups} == {nbytes}
         finally:

@@ -72,7 +72,7 @@ class RunConfig(Section):
 
     @property
     def max_workers(self) -> int:
-        """``elastic.max_workers``, or as many as the slots and ``train.sharding`` allow."""
+        """``elastic.max_workers``, or as many as the slots, ``train.sharding`` and ``train.expert_parallel`` allow."""
         sharding, most = self.train.sharding, self.elastic.max_workers or self.train.slots
         if sharding is not None and sharding.replicas is not None:
             most = min(most, sharding.shard_group * sharding.replicas)
@@ -80,11 +80,18 @@ class RunConfig(Section):
 
     def grid(self, workers: int) -> RankGrid:
         """The arrangement of at most ``workers`` workers in replicas and shards."""
-        return grid_of(self.train.sharding, workers)
+        return grid_of(self.train.sharding, self.train.expert_parallel, workers)
 
     def whole(self, workers: int) -> int:
-        """The most of ``workers`` workers that can train together: those of whole replicas."""
+        """The most of ``workers`` workers that can train together: those of whole replicas, or whole groups that share the experts."""
         return self.grid(workers).size
+
+    @property
+    def step_of_workers(self) -> tuple[str, int]:
+        """The key that sets in which steps the number of workers changes, and the step."""
+        if self.train.sharding is not None:
+            return "train.sharding.shard_group", self.train.sharding.shard_group
+        return "train.expert_parallel", self.train.expert_parallel
 
     @property
     def resources_per_worker(self) -> dict[str, float]:
@@ -184,29 +191,46 @@ def _misfits(c: RunConfig) -> Iterator[str]:
 
 
 def _misfits_of_sharding(c: RunConfig) -> Iterator[str]:
-    """Yield an error for each number of workers that ``train.sharding`` can't arrange, and for options that exclude it."""
+    """Yield an error for each number of workers that the keys of ``train`` can't arrange, and for options that exclude them."""
     if c.train.offload == "cpu" and c.train.device == "cpu":
         yield "train.offload = cpu with train.device = cpu: the shards are in host memory anyway; leave one of the two out"
-    if c.train.sharding is None:
-        return
-    group, most = c.train.sharding.shard_group, c.train.sharding.replicas
-    key = f"train.sharding.shard_group = {group}"
+    yield from _misfits_of_experts(c)
+    (name, group), most = c.step_of_workers, None if c.train.sharding is None else c.train.sharding.replicas
+    key = f"{name} = {group}"
     numbers = {"workers": c.elastic.workers, "min_workers": c.elastic.min_workers, "max_workers": c.elastic.max_workers}
-    for name, count in numbers.items():
+    for which, count in numbers.items():
         if count is not None and c.whole(count) != count:
-            yield f"elastic.{name} = {count} is no multiple of {key}: give {c.whole(count)} or {c.whole(count) + group}"
+            yield f"elastic.{which} = {count} is no multiple of {key}: give {c.whole(count)} or {c.whole(count) + group}"
     if c.elastic.workers < group:
-        yield f"elastic.workers = {c.elastic.workers} is fewer than {key}: raise elastic.workers or lower train.sharding.shard_group"
+        yield f"elastic.workers = {c.elastic.workers} is fewer than {key}: raise elastic.workers or lower {name}"
     if most is not None and c.elastic.workers > group * most:
         yield (
             f"elastic.workers = {c.elastic.workers} is more than {key} times train.sharding.replicas = {most}: lower elastic.workers or "
             "raise train.sharding.replicas"
         )
-    if c.elastic.deterministic:
+    if c.elastic.deterministic and c.train.sharding is not None:
         yield (
             f"elastic.deterministic = true with {key}: gradients of replicas are not added up in the order of the slots; leave one of the "
             "two out"
         )
+
+
+def _misfits_of_experts(c: RunConfig) -> Iterator[str]:
+    """Yield an error for each option that excludes ``train.expert_parallel``. Whether it divides the experts, the model tells."""
+    key = f"train.expert_parallel = {c.train.expert_parallel}"
+    if c.train.expert_parallel == 1:
+        return
+    if c.train.sharding is not None and (group := c.train.sharding.shard_group) % c.train.expert_parallel:
+        yield f"{key} does not divide train.sharding.shard_group = {group}: choose a divisor of it, or another shard_group"
+    if c.elastic.deterministic:
+        yield (
+            f"elastic.deterministic = true with {key}: an expert's gradient is a sum over the rows of several workers, in no order of the "
+            "slots; leave one of the two out"
+        )
+    if c.train.compile:
+        yield f"train.compile = true with {key}: the exchange of rows breaks the graph of each layer; leave one of the two out"
+    if c.model.factory is None and c.model.hf is None:
+        yield f"{key} with model.kind = {c.model.kind}: it has no experts; set model.factory or model.hf, or leave {key.split()[0]} out"
 
 
 def _model_misfits(c: RunConfig) -> Iterator[str]:

@@ -167,6 +167,11 @@ class TrainSection(Section):
     sharding: ShardingSettings | None = Field(
         default=None, description="shard groups with replicas (HSDP): {shard_group: 64}; null: all workers are one shard group"
     )
+    expert_parallel: Count = Field(
+        default=1,
+        description="workers that share the experts of each layer: each holds a part of them and computes all rows that chose these. It "
+        "divides the experts, the workers and shard_group. 1: each worker gathers all experts",
+    )
     offload: Literal["none", "cpu"] = Field(
         default="none",
         description="cpu: shards, gradients and the optimizer stay in host memory, and the accelerator holds the gathered units only",

@@ -1,7 +1,8 @@
-"""Shard groups and replicas (HSDP): the arrangement of a number of workers."""
+"""Shard groups, replicas (HSDP) and expert parallelism: the arrangement of a number of workers."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankGrid:
-    """Ranks of a generation in ``replicas`` rows of ``shards`` ranks. Rank r holds shard ``r % shards`` of the state."""
+    """Ranks of a generation in ``replicas`` rows of ``shards`` ranks. Rank r holds shard ``r % shards`` of the state.
+
+    Attributes:
+        experts: number of neighbouring ranks of a row that share the experts of a layer; it divides ``shards``. 1: each rank computes all.
+    """
 
     replicas: int
     shards: int
+    experts: int = 1
 
     @property
     def size(self) -> int:
@@ -33,8 +39,15 @@ class RankGrid:
         return self.replicas_of(shard)[shard % self.replicas]
 
 
-def grid_of(sharding: ShardingSettings | None, workers: int) -> RankGrid:
-    """Return the grid of at most ``workers`` ranks: whole replicas, or one smaller shard group if there are too few workers for one."""
-    if sharding is None or workers < sharding.shard_group:
-        return RankGrid(1, workers)
-    return RankGrid(workers // sharding.shard_group, sharding.shard_group)
+def grid_of(sharding: ShardingSettings | None, experts: int, workers: int) -> RankGrid:
+    """Return the grid of at most ``workers`` ranks. Too few workers for a shard group, or to share the experts, are one smaller group.
+
+    Args:
+        experts: ``train.expert_parallel``. It is the grid's if the workers suffice. A smaller group uses the largest number that divides
+            both it and the group.
+    """
+    if sharding is not None and workers >= sharding.shard_group:
+        replicas, shards = workers // sharding.shard_group, sharding.shard_group
+    else:
+        replicas, shards = 1, workers if sharding is not None or workers < experts else workers // experts * experts
+    return RankGrid(replicas, shards, max(1, math.gcd(shards, experts)))

@@ -38,7 +38,7 @@ class Meter:
 
         self._model, self._optimizer, self._device, self._held_bytes = model, optimizer, device, held_bytes
         exchanges = any(isinstance(part, Muon) for part in getattr(optimizer, "optimizers", (optimizer,)))
-        self._counted = (*COUNTED, "all_to_all") if exchanges else COUNTED
+        self._counted = (*COUNTED, "all_to_all") if exchanges or config.train.expert_parallel > 1 else COUNTED
         self._token_flops = token_flops(model, config.data.seq_len)
         self._peak = config.metrics.peak_flops or peak_flops(device, config.train.param_dtype)
         self._capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0

@@ -11,9 +11,9 @@ import logging
 import pickle
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from itertools import accumulate
-from math import prod
+from dataclasses import dataclass, replace
+from itertools import accumulate, product, repeat
+from math import gcd, prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -40,10 +40,13 @@ class Outline:
     Attributes:
         bundles: groups of tensors that are planned together, in order.
         weights: for each tensor of each bundle, bytes of the parameter and its sharded optimizer states, over all ranks.
+        shared: for each bundle, the most ranks that share its stacks of experts (``train.expert_parallel``). Each of them has equal parts
+            of the stacks, which further ranks divide. Empty: no rank shares any.
     """
 
     bundles: tuple[Bundle, ...]
     weights: tuple[tuple[int, ...], ...]
+    shared: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,25 +64,35 @@ class Parts:
 
 def outline_of(trainer: Trainer) -> Outline | None:
     """The inputs that ``trainer``'s engine plans from; None if the planner does not cut every tensor (a plain ``Shard`` placement)."""
+    from vescale_ray.expert_parallel import experts_of
     from vescale_ray.fsdp.layouts.division import Cuts
     from vescale_ray.fsdp.units.schedule import unit_of
     from vescale_ray.workers.resharding.shards import collect_sizes
 
     sizes = collect_sizes(trainer.model.parameters(), trainer.optimizer)
     units = {id(unit): unit for module in trainer.model.modules() if (unit := unit_of(module)) is not None}
-    bundles: dict[int, tuple[Bundle, dict[str, int]]] = {}
-    for unit in units.values():
+    most = trainer.config.train.expert_parallel
+    experts = {id(unit_of(module)) for module in experts_of(trainer.model).values()} if most > 1 else ()
+    bundles: dict[int, tuple[Bundle, dict[str, int], int]] = {}
+    for key, unit in units.items():
         for group in unit.groups:
             if not isinstance(group.division, Cuts):
                 return None
-            bundle = group.division.bundle
-            weights = bundles.setdefault(id(bundle), (bundle, {}))[1]
+            bundle, ranks = group.division.bundle, most if key in experts else 1
+            weights = bundles.setdefault(id(bundle), (bundle, {}, ranks))[1]
             # A tensor that an earlier unit also holds moves with that unit.
             weights.update((param.name, sizes.pop(param.sharded, 0)) for param in group.params)
+    # The engine plans one rank's part of a stack of experts.
     return Outline(
-        tuple(bundle for bundle, _ in bundles.values()),
-        tuple(tuple(weights[spec.name] for spec in bundle.specs) for bundle, weights in bundles.values()),
+        tuple(_stacked(bundle, times=trainer.grid.experts) if ranks > 1 else bundle for bundle, _, ranks in bundles.values()),
+        tuple(tuple(weights[spec.name] for spec in bundle.specs) for bundle, weights, _ in bundles.values()),
+        tuple(ranks for *_, ranks in bundles.values()),
     )
+
+
+def _stacked(bundle: Bundle, *, times: int = 1, parts: int = 1) -> Bundle:
+    """The bundle with ``times`` as many experts in each stack, divided by ``parts``."""
+    return replace(bundle, specs=tuple(replace(one, shape=(one.shape[0] * times // parts, *one.shape[1:])) for one in bundle.specs))
 
 
 def packed(outline: Outline | None) -> bytes | None:
@@ -96,15 +109,17 @@ def parts_of(outline: Outline, world: int) -> Parts:
     starts: list[int] = []
     owners: list[int] = []
     base = 0
-    for bundle in outline.bundles:
-        layouts = {spec.name: layout for layout in bundle.layouts(world) for spec in layout.specs}
-        for spec in bundle.specs:
+    for bundle, most in zip(outline.bundles, outline.shared or repeat(1), strict=False):
+        parts = gcd(world, most)
+        own = _stacked(bundle, parts=parts) if parts > 1 else bundle
+        layouts = {spec.name: layout for layout in own.layouts(world // parts) for spec in layout.specs}
+        for spec, part in product(own.specs, range(parts)):
             layout = layouts[spec.name]
             for rank in layout.ranks_of(spec.name):
                 start, end = layout.tensor_range(spec.name, rank)
                 if end > start:
                     starts.append(base + start)
-                    owners.append(rank)
+                    owners.append(rank * parts + part)
             base += prod(spec.shape)
     return Parts(np.array(starts, dtype=np.int64), np.array(owners, dtype=np.int64))
 
