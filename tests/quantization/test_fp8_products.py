@@ -180,7 +180,7 @@ def cublaslt(
     *,
     output_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """What torch's ``scaled_mm`` demands of block scales on Hopper (ScaledBlas.cpp, torch 2.13), and the product."""
+    """Assert what torch's ``scaled_mm`` demands of block scales on Hopper (ScaledBlas.cpp, torch 2.13), and return the product."""
     m, k, n = *a.shape, b.shape[1]
     assert k % 16 == 0 and n % 16 == 0 and m % 4 == 0 and a.is_contiguous() and b.t().is_contiguous()
     blocks = -(-k // 128)

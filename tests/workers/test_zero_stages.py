@@ -1,4 +1,4 @@
-"""What ``train.zero_stage`` divides, by the memory of a worker. Other tests train with each stage."""
+"""``train.zero_stage``: the parts of the state that it divides, by the memory of a worker. Other tests train with each stage."""
 
 from __future__ import annotations
 

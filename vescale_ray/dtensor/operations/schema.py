@@ -24,7 +24,7 @@ from vescale_ray.compat.tensor import allows_implicit_replication
 WHOLE_WHERE = (
     "parameters of a sharded module are whole in its forward, in methods given to register_fsdp_forward_method(), or after its unshard()"
 )
-"""Where plain tensors may meet parameters: the end of errors for a plain tensor that meets a sharded one."""
+"""The end of errors for a plain tensor that meets a sharded one: the places in which it may."""
 
 # These write running statistics, which their schema does not declare.
 HIDDEN_WRITES = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm", "_batch_norm_impl_index"})

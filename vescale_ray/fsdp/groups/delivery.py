@@ -21,7 +21,7 @@ from vescale_ray.planner.placement.layout import KeptElements
 
 
 class Use(IntEnum):
-    """What a rank did with a parameter in a backward. The largest value of all ranks is the answer."""
+    """A rank's use of a parameter in a backward. The largest value of all ranks is the answer."""
 
     UNUSED = 0
     USED = 1

@@ -50,7 +50,7 @@ class ParamShape:
 
     @property
     def quantizable(self) -> bool:
-        """Whether ``fp8_policy`` gives it a format by default: it is a matrix or a stack of them, and no router."""
+        """True: ``fp8_policy`` gives it a format by default, since it is a matrix or a stack of them, and no router."""
         routers = any(fnmatch.fnmatchcase(f".{self.name}", pattern) for pattern in ROUTERS)
         return self.kind in ("matrix", "expert") and len(self.shape) in (2, 3) and self.numel > 0 and not routers
 
