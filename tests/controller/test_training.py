@@ -228,3 +228,13 @@ def test_the_guide_shows_calls_that_are_accepted(tmp_path: Path, monkeypatch: py
 
 def test_connected_process_uses_its_ray_whatever_the_file_says(ray_here: None, tmp_path: Path) -> None:
     assert address_of(small(tmp_path, "x", ray_address="local")) == ray.get_runtime_context().gcs_address
+
+
+@pytest.mark.slow
+def test_non_finite_fp8_weights_end_the_run_by_name(ray_here: None, tmp_path: Path) -> None:
+    config = small(tmp_path, "diverged", train_lr=1e37, train_grad_clip=0, train_quantize="fp8", train_warmup_steps=0)
+    with pytest.raises(vescale_ray.RunFailed, match=r"Inf or NaN in 'layers\.0\.\S+weight' \(1 tile\)"):
+        vescale_ray.train(config, progress=False)
+    events = list(RunFolder(config.run_folder).read_events())
+    assert sum(event["event"] == "worker_started" for event in events) == 2, "the run does not try again"
+    assert not any(event["event"] == "checkpoint_saved" and event["step"] for event in events), "it saves no such weights"

@@ -223,7 +223,7 @@ def test_inf_and_nan_stop_every_rank_with_the_name(rank: int, world: int, value:
             local[0] = value
         model.layers[1].up.mul_(1)  # the ranks gather again only after a write that all of them make
     for _ in range(2):
-        with pytest.raises(FloatingPointError, match=r"Inf or NaN in 'up' \(1 tile\): .* lower the learning rate"):
+        with pytest.raises(FloatingPointError, match=r"Inf or NaN in 'layers.1.up' \(1 tile\): .* lower the learning rate"):
             model(batch(0, rank, world))
     with torch.no_grad():
         if rank == 1:

@@ -66,6 +66,8 @@ class CodeWire:
 
     def __init__(self, parts: CodeParts, rank: int) -> None:
         self.parts, self._rank = parts, rank
+        self.fqns = {name: name for name in parts.forms}
+        """Each tensor's name in error messages."""
         self._part: torch.Tensor | None = None
         self._checked = True
         """True: the scales of the present codes were looked at."""
@@ -141,4 +143,4 @@ class CodeWire:
             event.synchronize()
         counts = bad.tolist()
         if any(counts):
-            raise fp8.NonFiniteWeights(fp8.bad_text([(name, n) for name, n in zip(self.parts.forms, counts, strict=True) if n]))
+            raise fp8.NonFiniteWeights(fp8.bad_text([(self.fqns[name], n) for name, n in zip(self.parts.forms, counts, strict=True) if n]))

@@ -14,6 +14,7 @@ from vescale_ray.compat.core import global_optimizer_pre_hooks
 from vescale_ray.compat.fsdp import REGISTRY_KEY
 from vescale_ray.fsdp.layouts.parameters import GATHERED_OF, REPLACED, GroupParam, local_of
 from vescale_ray.fsdp.layouts.phases import Residency
+from vescale_ray.fsdp.layouts.wire import CodeWire
 
 if TYPE_CHECKING:
     from vescale_ray.fsdp.groups.group import ParameterGroup
@@ -220,10 +221,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def name_parameters(group: ParameterGroup, fqns: dict[int, str]) -> None:
+    """Give the group's parameters their full names. ``fqns``: the modules' names, by ``id``."""
     for param in group.params:
         module, attribute = param.owners[0][0](), param.owners[0][1]
         prefix = fqns.get(id(module), "")
         param.fqn = f"{prefix}.{attribute}" if prefix else attribute
+    if isinstance(group.gathered.wire, CodeWire):
+        group.gathered.wire.fqns = {param.name: param.fqn for param in group.params}
 
 
 def check_tied(units: list[Unit]) -> None:
