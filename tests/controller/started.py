@@ -124,6 +124,14 @@ class Started:
         """The output of all ``ray start`` commands."""
         return Path(f"{self.folder}.txt").read_text()
 
+    def logs(self, lines: int = 20) -> str:
+        """The ends of the head's logs, and how its process fares: the reason, if Ray itself has failed."""
+        parts = [f"head: {'alive' if self.head.poll() is None else f'exited with {self.head.poll()}'}", self.text()]
+        for path in sorted(Path(self.folder).glob("session_latest/logs/*")):
+            if path.name.startswith(("dashboard.", "gcs_server", "raylet.")) and path.stat().st_size:
+                parts.append("\n".join([f"{path.name}:", *path.read_text(errors="replace").splitlines()[-lines:]]))
+        return "\n".join(parts)
+
     def processes(self) -> dict[int, str]:
         """All living processes of the cluster and its jobs, with their titles. A mark in their environment identifies them."""
         found = {}

@@ -22,17 +22,18 @@ from vescale_ray.controller.driver.driver import RunResult
 from vescale_ray.runfolder import RunFolder
 
 STEPS = 40
+NOT_YET = "No available agent", "Remote end closed connection", "Failed to connect to Ray at address"
+"""On a busy machine, the head answers before its agent does, and drops connections of commands that wait for the processor."""
 
 
 def ray_job(cluster: Started, *words: str) -> str:
     """Run a `ray job` command, and return its output."""
     for _ in range(10):
         done = subprocess.run(["ray", "job", *words], env=cluster.env(), capture_output=True, text=True, timeout=120)
-        # On a busy machine, the head answers before its agent does, and drops the connection of a command that waits for the processor.
-        if not any(text in done.stdout + done.stderr for text in ("No available agent", "Remote end closed connection")):
+        if cluster.head.poll() is not None or not any(text in done.stdout + done.stderr for text in NOT_YET):
             break
         time.sleep(2.0)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{cluster.logs()}"
     return done.stdout
 
 
