@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -13,14 +15,14 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.dtensor.layouts import Case, cases, hsdp, one_dim_mesh, pairs, ragged, values
-from tests.ranks import on_threads, run_gloo, run_threads
+from tests.ranks import on_processes, on_threads, run_gloo, run_threads
 from vescale_ray.dtensor import RaggedDTensor, RaggedShard, distribute_tensor, local_interval
 
 MOVERS: tuple[str, ...] = ("all_to_all_single", "all_gather_single", "all_gather_into_tensor", "broadcast", "all_reduce")
@@ -350,3 +352,16 @@ def test_distribute_tensor_takes_the_values_of_the_source_rank(rank: int, world:
     own = distribute_tensor(mine, mesh, [placement], src_data_rank=None)
     assert torch.equal(own.to_local(), torch.full((rank + 1, 2), float(rank)))
     assert torch.equal(mine, torch.full((6, 2), float(rank))), "the argument is left alone"
+
+
+@on_processes(2)
+def test_a_read_on_one_rank_says_that_all_must_call_it(rank: int, world: int) -> None:
+    """A rank that gathers or reduces alone waits until the group's timeout."""
+    for read in (lambda t: t.full_tensor(), lambda t: t.norm().item(), lambda t: t.redistribute(placements=[Shard(1)])):
+        mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=1)), "cpu")
+        tensor = distribute_tensor(torch.ones(6, 2), mesh, [RaggedShard((0,), (1, 2))], src_data_rank=None)
+        if rank == 0:
+            with pytest.raises(RuntimeError) as error:
+                read(tensor)
+            assert re.search(r"waited for the other ranks .* on all ranks, in the same order", "".join(error.value.__notes__))
+        dist.barrier()

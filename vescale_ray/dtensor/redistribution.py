@@ -46,6 +46,7 @@ from vescale_ray.dtensor.transfer import (
     coordinate_of,
     exchange,
     exchange_boxes,
+    explain,
     flat_of,
     gather,
     local_shape,
@@ -227,11 +228,18 @@ def _reduced(local: torch.Tensor, mesh: DeviceMesh, dim: int, placement: Placeme
     """Reduce Partial to Replicate on one dimension, without torch's planner, whose caches would keep the mesh and its process groups."""
     if not isinstance(placement, Partial) or mesh.size(dim) == 1:
         return local
+    try:
+        return _summed(arrived(local), mesh, dim, placement)
+    except RuntimeError as error:
+        explain(error, local.shape)
+        raise
+
+
+def _summed(value: torch.Tensor, mesh: DeviceMesh, dim: int, placement: Partial) -> torch.Tensor:
     if type(placement) is Partial and placement.reduce_op == "avg":  # gloo has no avg
-        total = arrived(local).detach().clone()
+        total = value.detach().clone()
         all_reduce(total, "sum", mesh.get_group(dim))
         return total.div_(mesh.size(dim))
-    value = arrived(local)
     # A single 16-bit number is rounded once, after the sum. Larger tensors travel as they are.
     sent = value.float() if value.numel() == 1 and value.dtype in (torch.bfloat16, torch.float16) else value
     total = arrived(placement._reduce_value(sent, mesh, dim)).to(value.dtype)

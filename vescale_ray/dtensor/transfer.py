@@ -61,7 +61,11 @@ class Transfer:
     def wait(self) -> torch.Tensor:
         work, finish, self._work, self._finish = self._work, self._finish, None, None
         if work is not None:
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                explain(error, self.out.shape)
+                raise
         if finish is not None:
             finish()  # writes into out
         source, self._source = self._source, None
@@ -103,6 +107,14 @@ class ArrivingTensor(AsyncCollectiveTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         args, kwargs = each_argument(arrived, args, kwargs or {})
         return func(*args, **kwargs)
+
+
+def explain(error: RuntimeError, shape: Sequence[int]) -> None:
+    """Add the usual reason to a collective's error: not all ranks call the operation."""
+    error.add_note(
+        f"this rank waited for the other ranks in an operation that gathers, moves or reduces a sharded tensor (its result here has shape "
+        f"{tuple(shape)}): call full_tensor(), item(), float() and other reads of parameters and gradients on all ranks, in the same order"
+    )
 
 
 def writes_of(tensor: Any) -> int:
