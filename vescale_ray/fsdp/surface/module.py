@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
 from typing import Any, NoReturn, cast
 
 import torch
@@ -267,8 +268,30 @@ def _no_deepcopy(self: Any, memo: Any) -> NoReturn:
     )
 
 
+def _whole_tensors_only(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse transformers' ``save_pretrained()`` of sharded tensors: ``save`` would take parameters of one buffer for tied ones, and gather
+    elements in another order on each rank."""
+    signature = inspect.signature(save)
+
+    @wraps(save)
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs).arguments.get("state_dict")
+        gathers = getattr(getattr(self, "config", None), "distributed_config", None) is not None
+        if given is None and not gathers and any(isinstance(p, RaggedDTensor) for p in self.parameters()):
+            raise ValueError(
+                "save_pretrained() of a sharded module needs whole tensors: call it with state_dict=get_model_state_dict(model, "
+                "options=StateDictOptions(full_state_dict=True)), both from vescale_ray.state_dict, on all ranks"
+            )
+        return save(self, *args, **kwargs)
+
+    return save_pretrained
+
+
 @cache
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class of a module of class ``cls`` after ``fully_shard``; the same for every module of ``cls``."""
-    attributes = {"__deepcopy__": _no_deepcopy, "__reduce_ex__": _no_pickle, "__module__": cls.__module__}
+    attributes: dict[str, Any] = {"__deepcopy__": _no_deepcopy, "__reduce_ex__": _no_pickle, "__module__": cls.__module__}
+    save = getattr(cls, "save_pretrained", None)
+    if inspect.isfunction(save) and "state_dict" in inspect.signature(save).parameters:
+        attributes["save_pretrained"] = _whole_tensors_only(save)
     return cast(type[nn.Module], type(f"FSDP{cls.__name__}", (FSDPModule, cls), attributes))

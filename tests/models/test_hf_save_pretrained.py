@@ -1,0 +1,35 @@
+"""transformers' ``save_pretrained()`` of a sharded model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import on_processes
+from vescale_ray import fully_shard
+from vescale_ray.state_dict import StateDictOptions, get_model_state_dict
+
+transformers = pytest.importorskip("transformers")
+
+
+def llama():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=1, tie_word_embeddings=True))
+
+
+@on_processes(2, timeout=180)
+def test_save_pretrained_names_a_remedy_that_works(rank, world, tmp_path):
+    model, alone = llama(), llama()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    with pytest.raises(ValueError, match=r"save_pretrained\(\) of a sharded module needs whole tensors: .*get_model_state_dict"):
+        model.save_pretrained(tmp_path)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    model.save_pretrained(tmp_path, state_dict=state)
+    dist.barrier()
+    saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    for name, value in alone.state_dict().items():
+        assert torch.equal(saved.state_dict()[name], value), name
