@@ -30,7 +30,7 @@ from vescale_ray.compat.distributed import get_process_group_store
 
 from ..errors import STAGES, SaveAborted, SaveFailed
 from ..format.digest import digest_of
-from ..stores.store import Root
+from ..stores.store import ObjectStore, Root
 from .polling import pause_after
 
 _SPACE = "vescale-ray/saves"
@@ -105,7 +105,8 @@ class Accord:
                 shared: Any = get_process_group_store(here)
             except KeyError:
                 raise ValueError("the process group of this save was destroyed; make a new one, and a new saver with it") from None
-            text = os.fspath(root) if isinstance(root, (str, os.PathLike)) else root.describe()
+            # The caller refuses a root of any other kind once all ranks can hear of it.
+            text = root.describe() if isinstance(root, ObjectStore) else root if isinstance(root, (str, os.PathLike)) else type(root)
             # On rank 0 this may be the server. A save in progress must keep it alive when the group goes.
             self._shared = dist.PrefixStore(f"{_SPACE}/{digest_of(str(text).encode())}", shared)
             # A separate connection, so that these polls and the training's requests never wait for each other.

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from tests.ranks import on_processes
 from vescale_ray import checkpoint as ckpt
 
 loose: Any = ckpt
@@ -215,3 +216,11 @@ def test_a_wrappers_prefix_is_named_with_its_remedy(tmp_path: Path, save: bool, 
     with pytest.raises(ckpt.CheckpointMismatch) as caught:
         ckpt.load({"model": {"other.weight": torch.zeros(2, 2)}}, tmp_path)
     assert "rename" not in str(caught.value)
+
+
+@on_processes(2)
+def test_several_ranks_refuse_an_invalid_root_alike(rank, world):
+    for root, text in ((None, "root is None"), (3, "root is 3"), (b"abc", "root is b'abc'"), (W, "root is a dict"), ("", "root is empty")):
+        for save in (lambda root: loose.save(W, root, 1), loose.Saver):
+            with pytest.raises(ValueError, match=text):
+                save(root)
