@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Container, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .bridges.foreign import TensorSource
 from .bridges.fp8_files import DequantizedSource
 from .bridges.pieces import FileLayout, FilePiece, PiecedSource
 from .errors import CheckpointMismatch
 from .huggingface import HfSource, weights_source
+
+_COMPARED = 1 << 22
+"""Elements of a tensor that are compared at a time."""
 
 
 class _Views(TorchFunctionMode):
@@ -57,12 +63,16 @@ def file_layout(model: nn.Module) -> FileLayout:
             )
         pieces[name] = FilePiece(source, int(tensor.storage_offset()), tuple(tensor.shape))
     # Some files hold a tied tensor twice, the tables of an old transformers, or layers that only inference uses.
-    taken = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(ours)
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    tied = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if name not in ours}
+    prefix = getattr(model, "base_model_prefix", "")  # files of the model below the head have names without it
     patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"]
     return FileLayout(
         pieces,
         {name: tuple(tensor.shape) for name, tensor in ours.items()},
-        (*(rf"^{re.escape(name)}$" for name in sorted(taken)), *patterns),
+        (*(rf"^{re.escape(name)}$" for name in sorted(tied)), *patterns),
+        tied,
+        f"{prefix}." if prefix and hasattr(model, prefix) else "",
     )
 
 
@@ -92,6 +102,27 @@ def check_weights(path: str | os.PathLike[str], layout: FileLayout, names: Conta
         )
     if isinstance(opened, DequantizedSource):
         opened.check_scales()
+    names_there = layout.names_in(opened.tensors)
+    for alias, name in layout.tied.items():
+        if alias in opened.tensors and name in names_there and not _equal(opened, alias, names_there[name]):
+            raise CheckpointMismatch(
+                f"{path}: {alias!r} and {name!r} differ, but config.json ties them; set tie_word_embeddings to false there to train both"
+            )
+
+
+def _equal(source: TensorSource, one: str, other: str) -> bool:
+    """Return whether two tensors have the same values."""
+    tensors = [source.tensors[name] for name in (one, other)]
+    if one == other or tensors[0].shape != tensors[1].shape:
+        return one == other
+    numel = math.prod(tensors[0].shape)
+    for start in range(0, numel, _COMPARED):
+        parts = [torch.empty(min(_COMPARED, numel - start), dtype=tensor.kinds["param"]) for tensor in tensors]
+        for name, part in zip((one, other), parts, strict=True):
+            source.read_into(name, "param", start, part)
+        if not torch.equal(parts[0].float(), parts[1].float()):
+            return False
+    return True
 
 
 def read_buffers(path: str | os.PathLike[str], layout: FileLayout, names: Container[str]) -> dict[str, Tensor]:
@@ -103,7 +134,7 @@ def read_buffers(path: str | os.PathLike[str], layout: FileLayout, names: Contai
     pieces = {file: piece for file, piece in layout.pieces.items() if piece.name in names}
     if not pieces:
         return {}
-    source = PiecedSource(HfSource(path), FileLayout(pieces, layout.shapes, ignored=("",)))
+    source = PiecedSource(HfSource(path), replace(layout, pieces=pieces, ignored=("",)))
     values: dict[str, Tensor] = {}
     for name, stored in source.tensors.items():
         values[name] = torch.empty(stored.shape, dtype=stored.kinds["param"])

@@ -10,7 +10,6 @@ Random values depend on ``run.seed`` and on the name of the parameter or part.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -85,17 +84,54 @@ def buffer_values(config: RunConfig, model: nn.Module) -> dict[str, Tensor]:
         for name, value in values.items():
             model.init_buffer(name, value)  # type: ignore[operator]
         return values
-    for name in {name.rpartition(".")[0] for name in values}:
-        # The copy's parameters stay on the meta device, where filling them does nothing.
-        module = copy.deepcopy(model.get_submodule(name))
-        module._buffers = {key: values.get(f"{name}.{key}".lstrip("."), buffer) for key, buffer in module._buffers.items()}
-        hf.initialize(model, module, recurse=False)
+    with _in_place(model, values):
+        for name in {name.rpartition(".")[0] for name in values}:
+            hf.initialize(model, model.get_submodule(name), recurse=False)
+        if _unfilled(values):  # some modules fill the buffers below them
+            hf.initialize(model, model)
     if persistent_buffers(model) and (weights := weights_of(config)) is not None:
         with _named(weights):
             stored = read_buffers(weights, layout_of(config, model), persistent_buffers(model))
         for name, value in stored.items():
             values[name].copy_(value)
+    if lacking := _unfilled(values):
+        raise BadInput(_no_values(config, "buffer", lacking[0]))
     return values
+
+
+@contextmanager
+def _in_place(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
+    """Put ``values``, all of them NaN or the least integer, in the place of the buffers of ``model``. Its parameters stay on the meta
+    device, where filling them does nothing."""
+    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in values}
+    kept = {name: owner._buffers[name.rpartition(".")[2]] for name, owner in owners.items()}
+    for name, value in values.items():
+        value.fill_(_blank(value))
+        owners[name]._buffers[name.rpartition(".")[2]] = value
+    try:
+        yield
+    finally:
+        for name, buffer in kept.items():
+            owners[name]._buffers[name.rpartition(".")[2]] = buffer
+
+
+def _blank(value: Tensor) -> float | int | bool:
+    if value.dtype.is_floating_point or value.dtype.is_complex:
+        return float("nan")
+    return False if value.dtype is torch.bool else torch.iinfo(value.dtype).min
+
+
+def _unfilled(values: dict[str, Tensor]) -> list[str]:
+    """The names of the buffers that still have the values of :func:`_in_place`."""
+    kept = {name: value.isnan() if _blank(value) != _blank(value) else value == _blank(value) for name, value in values.items()}
+    return [name for name, blank in kept.items() if values[name].dtype is not torch.bool and blank.any()]
+
+
+def _no_values(config: RunConfig, what: str, name: str) -> str:
+    return (
+        f"model.hf = {config.model.hf}: transformers gives the {what} {name} no initial values on the meta device; give a folder with "
+        "weights, as save_pretrained writes them, or train it with model.factory"
+    )
 
 
 @torch.no_grad()
@@ -138,14 +174,22 @@ def layout_of(config: RunConfig, model: nn.Module) -> FileLayout:
 
 
 def check_weights_of(config: RunConfig, model: nn.Module) -> None:
-    """Check that the run's initial weights, if there are any, are those of ``model``, which is on the meta device.
+    """Check that the run's initial weights, if there are any, are those of ``model``, which is on the meta device; and that transformers
+    fills all parameters, if there are none.
 
     Raises:
-        BadInput: they do not fit, or a file is missing or damaged.
+        BadInput: they do not fit, a file is missing or damaged, or a parameter has no initial values.
     """
     if (weights := weights_of(config)) is not None:
         with _named(weights):
             check_weights(weights, layout_of(config, model), dict(model.named_parameters()))
+    elif hf.is_hf(model):
+        with torch.no_grad(), hf.Written() as written:
+            for part, whole in _parts(model, {id(unit) for unit in select_units(model, config.model.units)}):
+                hf.initialize(model, part, recurse=whole)
+        lacking = next((name for name, parameter in model.named_parameters() if parameter not in written), None)
+        if lacking is not None:
+            raise BadInput(_no_values(config, "parameter", lacking))
 
 
 @contextmanager
@@ -153,7 +197,10 @@ def _named(weights: str) -> Iterator[None]:
     try:
         yield
     except (checkpoint.CheckpointMismatch, checkpoint.ForeignFileError) as error:
-        raise BadInput(f"model.hf = {weights}: {' '.join(str(error).split())}") from None
+        text = " ".join(str(error).split()).removeprefix(weights).lstrip(":/ ")
+        mismatch = isinstance(error, checkpoint.CheckpointMismatch)
+        remedy = "give the config.json and the weights of one model" if mismatch else "download the folder again, or save it anew"
+        raise BadInput(f"model.hf = {weights}: {text}{'' if ';' in text else f'; {remedy}'}") from None
 
 
 def _fresh(config: RunConfig, model: Any, pristine: Callable[[], nn.Module], shapes: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import bisect
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,16 +37,27 @@ class FileLayout:
         pieces: the piece of each tensor in the files.
         shapes: shape of each tensor that the pieces make up.
         ignored: regular expressions; files may have tensors whose names one of them is found in.
+        tied: names of tensors that are tied to a tensor of ``pieces``, with its name. Files may hold either, or both.
+        prefix: begin of names that all of a folder's files may leave out.
     """
 
     pieces: Mapping[str, FilePiece]
     shapes: Mapping[str, tuple[int, ...]]
     ignored: tuple[str, ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = ""
 
     def renamed(self, names: Mapping[str, str]) -> FileLayout:
         """The layout with other names of the model's tensors: ``{name: new name}``."""
         pieces = {file: replace(piece, name=names.get(piece.name, piece.name)) for file, piece in self.pieces.items()}
-        return FileLayout(pieces, {names.get(name, name): shape for name, shape in self.shapes.items()}, self.ignored)
+        return replace(self, pieces=pieces, shapes={names.get(name, name): shape for name, shape in self.shapes.items()})
+
+    def names_in(self, tensors: Collection[str]) -> dict[str, str]:
+        """Return the name of each piece in files that hold ``tensors``."""
+        bare = bool(self.prefix) and not any(name.startswith(self.prefix) for name in tensors)
+        names = {name: name.removeprefix(self.prefix) if bare else name for name in self.pieces}
+        others = {name: alias for alias, name in self.tied.items() if alias in tensors and name in names}
+        return {name: there if there in tensors else others.get(name, there) for name, there in names.items()}
 
 
 class PiecedSource:
@@ -58,21 +69,22 @@ class PiecedSource:
 
     def __init__(self, source: TensorSource, layout: FileLayout) -> None:
         where, pieces, shapes, ignored = source.describe(), layout.pieces, layout.shapes, layout.ignored
-        missing = [name for name in pieces if name not in source.tensors]
+        names = layout.names_in(source.tensors)
+        missing = [name for name, there in names.items() if there not in source.tensors]
         if missing:
             raise CheckpointMismatch(f"{where} lacks {len(missing)} of the model's {len(pieces)} tensors: {some(missing)}")
-        more = [name for name in source.tensors if name not in pieces and not any(re.search(one, name) for one in ignored)]
+        known = set(names.values())
+        more = [name for name in source.tensors if name not in known and not any(re.search(one, name) for one in ignored)]
         if more:
             raise CheckpointMismatch(f"{where} has {len(more)} tensors that the model lacks: {some(more)}")
         for name, piece in pieces.items():
-            if tuple(source.tensors[name].shape) != piece.shape:
-                raise CheckpointMismatch(
-                    f"{where}: {name!r} has shape {list(source.tensors[name].shape)}, the model's has {list(piece.shape)}"
-                )
+            shape = tuple(source.tensors[names[name]].shape)
+            if shape != piece.shape:
+                raise CheckpointMismatch(f"{where}: {name!r} has shape {list(shape)}, the model's has {list(piece.shape)}")
         self._source = source
         self._parts: dict[str, list[tuple[int, str, int]]] = {}
         for name, piece in pieces.items():
-            self._parts.setdefault(piece.name, []).append((piece.start, name, piece.numel))
+            self._parts.setdefault(piece.name, []).append((piece.start, names[name], piece.numel))
         self.tensors: dict[str, StoredTensor] = {}
         for ours, parts in self._parts.items():
             parts.sort()

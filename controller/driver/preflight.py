@@ -311,7 +311,7 @@ def _check_document_mask(model: Any) -> None:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise RunRefused(f"data.document_mask = true: {kind}.forward takes no position_ids; add them, or set it to false")
     if is_hf(model) and not masks_documents(model):
-        raise RunRefused(f"data.document_mask = true: the attention of transformers' {kind} does not look at position_ids; set it to false")
+        raise RunRefused(f"data.document_mask = true: the layers of transformers' {kind} do not keep documents apart; set it to false")
 
 
 def _describe_model(config: RunConfig) -> None:

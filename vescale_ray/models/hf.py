@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale_ray.errors import BadInput
 from vescale_ray.models import fp8_folder
@@ -146,17 +147,52 @@ def build(folder: HfFolder, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def initialize(model: nn.Module, module: nn.Module, *, recurse: bool = True) -> None:
-    """Fill the parameters and buffers of ``module``, a part of ``model``, as transformers does; with ``recurse``, those below it, too."""
-    fill: Any = model._init_weights
-    module.apply(fill) if recurse else fill(module)
+    """Fill the parameters and buffers of ``module``, a part of ``model``, as transformers does; with ``recurse``, those below it, too.
+
+    A model within the model fills its own modules.
+    """
+    fills: dict[int, Any] = {}
+
+    def choose(one: nn.Module, fill: Any) -> None:
+        fills[id(one)] = fill = getattr(one, "_init_weights", fill)
+        for child in one.children():
+            choose(child, fill)
+
+    def visit(one: nn.Module) -> None:
+        for child in one.children():
+            visit(child)
+        fills[id(one)](one)
+
+    choose(model, None)
+    visit(module) if recurse else fills[id(module)](module)
+
+
+class Written(TorchDispatchMode):
+    """Collect the tensors that operations write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        for argument, given in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, Tensor):
+                self._storages.add(given.untyped_storage()._cdata)
+        return func(*args, **(kwargs or {}))
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._storages
 
 
 def masks_documents(model: nn.Module) -> bool:
-    """Return whether the attention of ``model``, on the meta device, stays within documents if it gets their positions.
+    """Return whether the layers of ``model``, on the meta device, keep documents apart if they get the positions.
 
-    Not every architecture hands the positions to transformers' mask functions. Its forward runs up to the first of them.
+    Layers with a state, as of Mamba, do not. Not every architecture hands the positions to transformers' mask functions. Its forward runs
+    up to the first of them.
     """
     base: Any = model.base_model
+    if _has_states(model):
+        return False
     module = sys.modules[type(base).__module__]
     makers = {name: maker for name, maker in vars(module).items() if name.startswith("create_") and name.endswith("mask")}
 
@@ -167,6 +203,7 @@ def masks_documents(model: nn.Module) -> bool:
         raise Reached(position_ids is not None)
 
     tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    base.warn_if_padding_and_no_attention_mask = lambda *_: None  # it looks for padding in the tokens, which have no values
     try:
         for name in makers:
             setattr(module, name, reached)
@@ -174,9 +211,21 @@ def masks_documents(model: nn.Module) -> bool:
     except Reached as how:
         return bool(how.args[0])
     finally:
+        del base.warn_if_padding_and_no_attention_mask
         for name, maker in makers.items():
             setattr(module, name, maker)
     return False
+
+
+def _has_states(model: Any) -> bool:
+    """Return whether layers carry a state along the sequence: state spaces, linear attention, convolutions."""
+    decoder: nn.Module = model.get_decoder() or model
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return (
+        bool(getattr(model, "_is_stateful", False))
+        or any("linear" in kind for kind in kinds)
+        or any(isinstance(module, nn.Conv1d) for module in decoder.modules())
+    )
 
 
 def is_hf(model: nn.Module) -> bool:

@@ -1,0 +1,149 @@
+"""Folders that differ from what save_pretrained writes today, and architectures whose values come from elsewhere than their modules."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.models import hf_folders
+from tests.models.test_hf import configured, edit, refused
+from vescale_ray import checkpoint
+from vescale_ray.controller.driver import preflight
+from vescale_ray.models import hf
+from vescale_ray.workers.initial_values import buffer_values, layout_of
+from vescale_ray.workers.model_building import build_model
+
+transformers = pytest.importorskip("transformers")
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+Tensors = dict[str, Tensor]
+
+
+def rewrite(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
+    """Change the tensors of a folder with one file."""
+    file = folder / "model.safetensors"
+    save_file({name: value.clone() for name, value in change(load_file(file)).items()}, file, {"format": "pt"})
+
+
+def loaded(folder: Path, home: Path) -> Any:
+    """The folder's model as a worker fills it, in one process."""
+    config = preflight.foresee(configured(folder, home)).config
+    model = build_model(config)
+    buffers, layout = buffer_values(config, model), layout_of(config, model)
+    model.to_empty(device="cpu")
+    names = [name for name, _ in model.named_buffers()]
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    model.tie_weights()  # type: ignore[operator]
+    checkpoint.import_hf(folder, model, layout=layout, exclude=names, cast=True)
+    return model.eval()
+
+
+def check_logits(folder: Path, home: Path) -> None:
+    tokens = torch.arange(1, 17)[None]
+    expected = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(folder, home)(tokens).logits, expected(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_head_that_differs_from_tied_embeddings_is_refused(tmp_path: Path) -> None:
+    """transformers would not tie the two."""
+    folder = hf_folders.write(tmp_path / "model", "llama", shard="1GB")
+    edit(folder, tie_word_embeddings=True)
+    said = refused(folder, tmp_path)
+    assert said == (
+        f"model.hf = {folder}: '{HEAD}' and '{EMBEDDING}' differ, but config.json ties them; set tie_word_embeddings to false there to "
+        "train both"
+    )
+    edit(folder, tie_word_embeddings=False)
+    check_logits(folder, tmp_path)
+    edit(folder, tie_word_embeddings=True)
+    rewrite(folder, lambda old: {**old, HEAD: 1 * old[EMBEDDING]})
+    check_logits(folder, tmp_path)
+    rewrite(folder, lambda old: {**old, HEAD: 1 * old[EMBEDDING][:-1]})
+    assert "differ, but config.json ties them" in refused(folder, tmp_path)
+
+
+def test_tied_embeddings_may_be_stored_as_the_head(tmp_path: Path) -> None:
+    folder = hf_folders.write(tmp_path / "model", "qwen3", shard="1GB")
+    rewrite(folder, lambda old: {HEAD if name == EMBEDDING else name: value for name, value in old.items()})
+    check_logits(folder, tmp_path)
+
+
+def test_names_may_lack_the_prefix_of_the_base_model(tmp_path: Path) -> None:
+    """The published files of GPT-2 and BLOOM are of the model below the head, with the masks of an old transformers."""
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 48}
+    hf_folders.ARCHITECTURES.setdefault("gpt2", {})
+    folder = hf_folders.write(tmp_path / "model", "gpt2", shard="1GB", **sizes)
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 8, 8)}
+    rewrite(folder, lambda old: {**{name.removeprefix("transformer."): value for name, value in old.items()}, **masks})
+    check_logits(folder, tmp_path)
+
+
+FALCON_H1 = {"mamba_d_state": 4, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_ssm": 32, "mamba_n_groups": 1}
+GEMMA3N = {
+    "vocab_size_per_layer_input": hf_folders.VOCAB,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 4,
+    "num_kv_shared_layers": 1,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [("falcon_h1", FALCON_H1), ("gemma3n_text", GEMMA3N)])
+def test_buffers_that_other_modules_fill_are_right(kind: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    """Falcon-H1's model fills the buffers of its blocks, and Gemma 3n's inner model has an initialization of its own."""
+    hf_folders.ARCHITECTURES.setdefault(kind, {})
+    check_logits(hf_folders.write(tmp_path / "model", kind, **sizes), tmp_path)
+
+
+def test_parameters_without_initial_values_are_refused(tmp_path: Path) -> None:
+    """Apertus computes some parameters when it is built, which gives nothing on the meta device."""
+    hf_folders.ARCHITECTURES.setdefault("apertus", {})
+    folder = hf_folders.write(tmp_path / "model", "apertus")
+    check_logits(folder, tmp_path)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    assert "gives the parameter model.layers.0.mlp.act_fn.alpha_p no initial values" in refused(folder, tmp_path)
+
+
+def test_every_mistake_in_weights_has_a_remedy(tmp_path: Path) -> None:
+    folder = hf_folders.write(tmp_path / "model", "llama")
+    whole = shutil.copytree(folder, tmp_path / "whole")
+    first = sorted(folder.glob("*.safetensors"))[0]
+    first.write_bytes(first.read_bytes()[:-10])
+    said = refused(folder, tmp_path)
+    assert said.startswith(f"model.hf = {folder}: {first.name}: no complete safetensors file")
+    assert said.endswith("; download the folder again, or save it anew")
+    index = json.loads((whole / "model.safetensors.index.json").read_text())
+    del index["weight_map"][HEAD]
+    (whole / "model.safetensors.index.json").write_text(json.dumps(index))
+    said = refused(whole, tmp_path)
+    assert said == (f"model.hf = {whole}: lacks 1 of the model's 21 tensors: {HEAD}; give the config.json and the weights of one model")
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "kept"),
+    [
+        ("falcon_h1", FALCON_H1, False),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, False),
+        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}, True),
+    ],
+)
+def test_layers_with_states_do_not_keep_documents_apart(kind: str, sizes: dict[str, Any], kept: bool, tmp_path: Path) -> None:
+    hf_folders.ARCHITECTURES.setdefault(kind, {})
+    folder = hf_folders.write(tmp_path / "model", kind, **sizes)
+    assert hf.masks_documents(hf.build(hf.open_folder(folder))) is kept
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, use_cache=False).eval()
+    tokens, positions = torch.arange(16)[None], torch.arange(8).repeat(2)[None]
+    with torch.no_grad():
+        apart = torch.allclose(model(tokens, position_ids=positions).logits[:, 8:], model(tokens[:, 8:]).logits, atol=1e-4)
+    assert apart is kept
