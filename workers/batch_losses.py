@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_ray.workers.model_building import function_of
+from vescale_ray.workers.model_building import loss_function
 from vescale_ray.workers.slot_batches import positions_in, targets_in
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class BatchLosses:
     def __init__(self, config: RunConfig, model: Any, dataset: Dataset, device: torch.device) -> None:
         self._model, self._device = model, device
         self._end_token = dataset.end_token if config.data.document_mask else None
-        self._function = None if config.model.loss is None else function_of(config.model.loss)
+        self._function = None if config.model.loss is None else loss_function(config.model.loss)
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return two sums over the batch's targets: negative log-likelihood, and the same plus the load-balancing loss. Float32 0-d.

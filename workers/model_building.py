@@ -105,6 +105,18 @@ def _build_hf(path: str, keys: LoraSettings | None) -> nn.Module:
     return built
 
 
+def loss_function(path: str) -> Any:
+    """The function of ``model.loss``.
+
+    Raises:
+        ValueError: it can't be imported.
+    """
+    try:
+        return function_of(path)
+    except Exception as error:
+        raise ValueError(f"model.loss = {path}: {type(error).__name__}: {error}; give an importable pkg.mod:function") from None
+
+
 def function_of(path: str) -> Any:
     """The function ``pkg.mod:name``. Raises ImportError or AttributeError if there is none."""
     module, _, name = path.partition(":")

@@ -280,10 +280,12 @@ def _expected(config: RunConfig) -> dict[str, _Expected]:
     from vescale_ray.optim import OptimizerConfig, route_parameters
     from vescale_ray.optim.build import check_options
     from vescale_ray.workers.initial_values import check_weights_of
-    from vescale_ray.workers.model_building import apply_quantization, build_model, shared_experts
+    from vescale_ray.workers.model_building import apply_quantization, build_model, loss_function, shared_experts
 
     try:
         model = build_model(config)
+        if config.model.loss is not None:
+            loss_function(config.model.loss)
         select_units(model, config.model.units)
         shared_experts(config, model)
         check_weights_of(config, model)

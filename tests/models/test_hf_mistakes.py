@@ -144,3 +144,10 @@ def test_text_as_bytes_is_refused_for_weights_of_other_tokens(tmp_path: Path) ->
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     assert preflight.foresee(configured(folder, tmp_path, data_corpus=str(text))).config.data.vocab == 300, "trained from the start"
+
+
+@pytest.mark.parametrize("loss", ["no_such_module:loss", "math:no_such_function"])
+def test_a_loss_that_can_not_be_imported_is_refused(loss: str, tmp_path: Path) -> None:
+    folder = hf_folders.write(tmp_path / "model", "llama")
+    said = refused(folder, tmp_path, model_loss=loss)
+    assert said.startswith(f"model.loss = {loss}: ") and said.endswith("; give an importable pkg.mod:function")
