@@ -302,6 +302,7 @@ def test_rates_and_times_must_be_positive_and_finite(key: str, value: str) -> No
         (["train.early_stop={patience: 0}", "train.eval_every=5"], "train.early_stop.patience = 0: give at least 1"),
         (["train.early_stop={patience: 2, min_delta: -1}", "train.eval_every=5"], "train.early_stop.min_delta = -1: give at least 0"),
         (["train.early_stop={patience: 2}"], "train.early_stop with train.eval_every = 0: there is no heldout_loss to go by"),
+        (["checkpoint.keep_best=1", "checkpoint.keep_metric=heldout_loss", "data.heldout=0"], "checkpoint.keep_best with data.heldout = 0"),
         (["train.early_stop={patience: 2}", "train.eval_every=5", "data.heldout=0"], "train.early_stop with data.heldout = 0"),
         (["train.early_stop={patience: 2, metric: wiki_loss}"], "train.early_stop.metric = wiki_loss: give one of heldout_loss"),
         (["train.profile=5"], "train.profile = 5: give keys and values in braces"),

@@ -278,5 +278,46 @@ def test_too_little_data_or_memory_is_refused(tmp_path: Path, parquet: Path) -> 
     said = refused(large, readahead_mb=1, shuffle_blocks=2)
     assert "data.readahead_mb = 1 is too little: two windows of data.shuffle_blocks = 2 blocks take 2 MB" in said
     assert dataset(str(large), readahead_mb=1, shuffle_blocks=1, seq_len=1000, vocab=256).num_samples > 0
-    (tmp_path / "x.txt.gz").write_bytes(b"x")
-    assert "is compressed; decompress it" in refused([str(tmp_path / "x.txt.gz")])
+
+
+def test_compressed_files_are_refused_however_they_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl.gz"
+    file.write_bytes(b"x" * 1000)
+    for named in ([str(file)], file, tmp_path):
+        assert f"{file} is compressed; decompress it" in refused(named, vocab=None)
+        assert f"{file} is compressed; decompress it" in refused(named, vocab=None, format="text")
+
+
+@pytest.mark.parametrize("suffix", ["json", "csv", "npz"])
+def test_files_that_are_hardly_meant_as_text_are_refused(tmp_path: Path, suffix: str) -> None:
+    file = write_jsonl(tmp_path / f"a.{suffix}", ["some words and more"] * 30)
+    for named in ([str(file)], file, tmp_path):
+        said = refused(named, vocab=None)
+        assert f"{file} would be read as plain text; set data.format to jsonl if each line is a JSON object, or to text" in said
+    lines, text = (load_dataset(keys(str(file), vocab=None, format=one)) for one in ("jsonl", "text"))
+    assert bytes(lines.batch(np.array([0]))[0][0].tolist()) == b"some wor"
+    assert bytes(text.batch(np.array([0]))[0][0].tolist()).startswith(b"{")
+    (tmp_path / "code.py").write_text("print()\n" * 9)
+    assert load_dataset(keys(str(tmp_path), vocab=None)).num_samples > 0, "a folder of several kinds of text"
+
+
+def test_documents_without_any_text_are_refused(tmp_path: Path) -> None:
+    for path in (write_jsonl(tmp_path / "a.jsonl", [""] * 99), write_parquet(tmp_path / "a.parquet", pa.nulls(99, pa.string()))):
+        assert refused(path, vocab=None) == f"data.corpus = {path}: all 99 documents are empty; give data with text in it"
+
+
+def test_an_end_token_from_the_folder_is_named_with_it(tmp_path: Path) -> None:
+    size = train_tokenizer(tmp_path / "tokenizer.json", ["some words"]).get_vocab_size()
+    (tmp_path / "config.json").write_text('{"eos_token_id": 99999}')
+    lines, tokenizer = write_jsonl(tmp_path / "a.jsonl", ["some words"] * 9), str(tmp_path / "tokenizer.json")
+    assert refused(lines, vocab=None, tokenizer=tokenizer) == (
+        f"data.end_token = 99999, from the files beside {tokenizer}: is not below the vocabulary's size, {size}; set another token"
+    )
+
+
+def test_lines_of_another_kind_get_a_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"messages": []}\n')
+    assert refused(path, vocab=None).endswith("line 1 has no such field; it has messages; set data.format to chat for conversations")
+    path.write_text('[{"text": "a"}]\n')
+    assert refused(path, vocab=None).endswith("line 1 is no JSON object; write one object a line")

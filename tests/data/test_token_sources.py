@@ -74,6 +74,28 @@ def test_arrow_gives_the_written_tokens(stream: bool, compression: str | None, t
     assert samples(dataset(str(tmp_path / "*.arrow"), end_token=0)) == windows_of(tokens, 64, 8)
 
 
+@pytest.mark.parametrize("kind", ["category", "view", "category beside"])
+@pytest.mark.parametrize("source", ["parquet", "file", "stream"])
+def test_text_may_be_categories_or_views(source: str, kind: str, tmp_path: Path) -> None:
+    """pandas writes categories, and polars views."""
+    texts = random_texts(np.random.default_rng(3), 120)
+    plain = pa.array(texts)
+    column = plain.dictionary_encode() if kind == "category" else plain.cast(pa.string_view()) if kind == "view" else plain
+    path, other = tmp_path / f"a.{'parquet' if source == 'parquet' else 'arrow'}", pa.array(["a", "b"] * 60)
+    table = pa.table({"other": other.dictionary_encode() if kind == "category beside" else other, "text": column})
+    if source == "parquet":
+        pq.write_table(table, path, row_group_size=50)
+    else:
+        with (pa.ipc.new_stream if source == "stream" else pa.ipc.new_file)(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=50)
+    if source == "stream" and kind != "view":
+        with pytest.raises(BadInput, match="is an Arrow stream with categories in the column .*; write it as an Arrow file or as Parquet"):
+            dataset(str(path), vocab=None)
+        return
+    parts = [ended(as_bytes(part), 0) for part in cut(texts, 50)]
+    assert samples(dataset(str(path), vocab=None)) == windows_of(parts, 64, 8)
+
+
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 @pytest.mark.parametrize("length", [9, 10, 16, 17, 64, 65, 66, 1000, 1025])
 def test_flat_files_lose_no_token_between_blocks(dtype: str, length: int, tmp_path: Path) -> None:

@@ -186,6 +186,7 @@ def _misfits(c: RunConfig) -> Iterator[str]:
     known = ["loss", "heldout_loss", *(f"{name}_loss" for name in c.data.eval)]
     if c.checkpoint.keep_metric not in known:
         yield f"checkpoint.keep_metric = {shown(c.checkpoint.keep_metric)}: give one of {', '.join(known)}"
+    yield from _losses_that_never_come(c)
     if c.train.device == "cuda" and c.ray.gpus_per_worker == 0:
         yield "train.device = cuda with ray.gpus_per_worker = 0: workers would see no GPU; set ray.gpus_per_worker=1"
 
@@ -250,6 +251,19 @@ def _model_misfits(c: RunConfig) -> Iterator[str]:
             yield f"model.kv_heads = {kv_heads} does not divide model.heads = {heads}: choose a divisor of model.heads"
 
 
+def _losses_that_never_come(c: RunConfig) -> Iterator[str]:
+    """Yield an error for each rule that goes by the loss of evaluations, if there are none."""
+    rules = {} if c.train.early_stop is None else {"train.early_stop": c.train.early_stop.metric}
+    if c.checkpoint.keep_best and c.checkpoint.keep_metric != "loss":
+        rules["checkpoint.keep_best"] = c.checkpoint.keep_metric
+    for rule, metric in rules.items():
+        needed: dict[str, float] = {"train.eval_every": c.train.eval_every} if rule == "train.early_stop" else {}
+        needed |= {"data.eval_samples": c.data.eval_samples, **({"data.heldout": c.data.heldout} if metric == "heldout_loss" else {})}
+        for key, value in needed.items():
+            if not value:
+                yield f"{rule} with {key} = 0: there is no {shown(metric)} to go by; raise {key}"
+
+
 def _misfits_of_training(c: RunConfig) -> Iterator[str]:
     """Yield the errors of ``train``: schedule, early stop and profile."""
     train, decay = c.train, c.train.decay_steps
@@ -270,10 +284,6 @@ def _misfits_of_training(c: RunConfig) -> Iterator[str]:
         metric, known = train.early_stop.metric, ["heldout_loss", *(f"{name}_loss" for name in c.data.eval)]
         if metric not in known:
             yield f"train.early_stop.metric = {shown(metric)}: give one of {', '.join(known)}"
-        needed = {"train.eval_every": train.eval_every, "data.eval_samples": c.data.eval_samples}
-        for key, value in {**needed, **({"data.heldout": c.data.heldout} if metric == "heldout_loss" else {})}.items():
-            if not value:
-                yield f"train.early_stop with {key} = 0: there is no {shown(metric)} to go by; raise {key}"
     if (window := train.profile) is not None:
         if window.last > train.steps:
             last = f"train.profile = {{step: {window.step}, steps: {window.steps}}} ends after train.steps = {train.steps}"

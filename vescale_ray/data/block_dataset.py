@@ -86,6 +86,9 @@ class BlockDataset:
                 f"data.corpus = {name}: {self.tokens} tokens in {len(files)} file(s) give no training sample of data.seq_len = {seq_len}; "
                 "give more data or lower data.seq_len"
             )
+        documents = sum(file.count or 0 for file in files)
+        if end_token is not None and documents == self.tokens:
+            raise BadInput(f"data.corpus = {name}: all {documents} documents are empty; give data with text in it")
         self._training = np.diff(np.minimum(self._starts, self.num_samples))
         self._training = self._training[self._training > 0]
         self._sizes = [_tokens(files, block) * files[0].itemsize for block in self._blocks]

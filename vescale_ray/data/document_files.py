@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from vescale_ray.data.encoders import BadDocument, Encoder, Tokens
+from vescale_ray.data.encoders import BadDocument, Encoder, Tokens, plain
 from vescale_ray.data.files import DataFile, reason_of
 from vescale_ray.data.stream import Ids
 from vescale_ray.errors import BadInput
@@ -149,7 +149,7 @@ class ParquetFile(DocumentFile):
     def documents(self, part: int) -> Sequence[pa.Array]:
         reader = pq.ParquetFile(self.file.opened(), metadata=self._metadata, pre_buffer=not self.file.is_local)
         chunks: Sequence[pa.Array] = reader.read_row_group(part, columns=[self._column], use_threads=False).column(self._column).chunks
-        return chunks
+        return [plain(chunk) for chunk in chunks]
 
     def first_row(self, part: int) -> int:
         return int(self._rows[part])
@@ -206,6 +206,12 @@ class ArrowFile(DocumentFile):
             reader = pa.ipc.open_file(opened)
             return reader.schema, [None] * reader.num_record_batches
         stream, places = pa.ipc.open_stream(opened), list[int | None]()
+        coded = next((field.name for field in stream.schema if "dictionary<" in str(field.type)), None)
+        if coded is not None:
+            raise BadInput(
+                f"{file.url} is an Arrow stream with categories in the column {coded}, whose batches can't be read one by one; write it "
+                "as an Arrow file or as Parquet"
+            )
         while True:
             place = opened.tell()
             try:
@@ -223,7 +229,7 @@ class ArrowFile(DocumentFile):
             opened.seek(place)
             array = pa.ipc.read_record_batch(pa.ipc.read_message(opened), self._schema).column(self._number)
         array.validate(full=True)  # offsets are read as they are, and would lead out of the array if they are damaged
-        return [array]
+        return [plain(array)]
 
     def first_row(self, part: int) -> int:
         return int(self._rows[part])
@@ -278,9 +284,9 @@ class JsonLinesFile(LinesFile):
     def _text(self, line: bytes, number: int) -> str | None:
         record = self._record(line, number)
         if self._column not in record:
-            raise BadInput(
-                f"data.column = {self._column}: {self.file.url}: line {number} has no such field; it has {', '.join(list(record)[:20])}"
-            )
+            chat = "; set data.format to chat for conversations" if {"messages", "completion"} & set(record) else ""
+            fields = ", ".join(list(record)[:20])
+            raise BadInput(f"data.column = {self._column}: {self.file.url}: line {number} has no such field; it has {fields}{chat}")
         text = record[self._column]
         if not isinstance(text, str):
             raise BadInput(f"data.column = {self._column}: {self.file.url}: line {number}: the field is no text, but {type(text).__name__}")
@@ -292,7 +298,7 @@ class JsonLinesFile(LinesFile):
         except (ValueError, RecursionError) as error:
             raise BadInput(f"{self.file.url}: line {number} is not JSON ({reason_of(error)})") from None
         if not isinstance(record, dict):
-            raise BadInput(f"{self.file.url}: line {number} is no JSON object")
+            raise BadInput(f"{self.file.url}: line {number} is no JSON object; write one object a line")
         return record
 
 

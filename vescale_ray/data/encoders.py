@@ -155,6 +155,20 @@ def _is_utf8(text: bytes) -> bool:
     return True
 
 
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type of text in one piece for categories and views, as other programs write text; every other type as it is."""
+    types = pa.types
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return pa.large_string() if types.is_string_view(kind) else pa.large_binary() if types.is_binary_view(kind) else kind
+
+
+def plain(documents: pa.Array) -> pa.Array:
+    """Return the documents in the type that :func:`plain_type` tells."""
+    kind = plain_type(documents.type)
+    return documents if kind == documents.type else documents.cast(kind)
+
+
 def load_tokenizer(path: str) -> tuple[Any, str]:
     """Return the tokenizer of a ``tokenizer.json`` at a path or URL, and a hash of the file.
 

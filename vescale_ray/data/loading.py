@@ -15,7 +15,16 @@ from vescale_ray.data.chat_files import ChatLinesFile, ChatParquetFile
 from vescale_ray.data.corpus import VOCAB, load_corpus, text_files
 from vescale_ray.data.dataset import DataKeys, Dataset, SourceKeys
 from vescale_ray.data.document_files import ArrowFile, JsonLinesFile, ParquetFile, TextFile
-from vescale_ray.data.encoders import ByteEncoder, Encoder, IdEncoder, TokenizerEncoder, end_token_beside, id_count, load_tokenizer
+from vescale_ray.data.encoders import (
+    ByteEncoder,
+    Encoder,
+    IdEncoder,
+    TokenizerEncoder,
+    end_token_beside,
+    id_count,
+    load_tokenizer,
+    plain_type,
+)
 from vescale_ray.data.files import DataFile, find_files, is_glob
 from vescale_ray.data.given_dataset import dataset_of
 from vescale_ray.data.mixture import Mixture, check_unit
@@ -33,7 +42,9 @@ FORMATS = {
     ".ndjson": "jsonl",
 }
 """Format of a file by its suffix; all others are text."""
-_COMPRESSED = frozenset({".gz", ".zst", ".bz2", ".xz", ".zip"})
+_COMPRESSED = frozenset({".gz", ".zst", ".bz2", ".xz", ".zip", ".lz4", ".tar", ".tgz"})
+_NO_TEXT = frozenset({".json", ".csv", ".tsv", ".npz", ".pt", ".pkl", ".safetensors", ".orc", ".avro"})
+"""Suffixes of files that can be read as text, but are hardly meant so."""
 T = TypeVar("T")
 _OPENERS = 16
 """Threads that open the files of an object store, whose footers take two requests each."""
@@ -137,23 +148,32 @@ def _is_plain_text(keys: SourceKeys) -> bool:
         return True
     if is_glob(spec) and not Path(spec).expanduser().exists():
         return False
-    if keys.format == "text":
-        return True
-    root, paths = text_files(spec)
-    return not paths or _format_of(spec, [(path.name, str(path)) for path in paths]) == "text"
+    files = [(path.name, str(path)) for path in text_files(spec)[1]]
+    if keys.format == "auto" and files and _format_of(spec, files) != "text":
+        return False
+    _refuse_compressed(spec, files)
+    return True
 
 
 def kind_of(keys: SourceKeys, name: str, found: Sequence[DataFile]) -> str:
     """Return the format of files. Raises BadInput if they have several, or one is compressed."""
     kind = keys.format if keys.format != "auto" else _format_of(name, [(file.name, file.url) for file in found])
-    packed = next((file for file in found if PurePosixPath(file.name).suffix in _COMPRESSED), None)
-    if packed is not None:
-        raise BadInput(f"data.corpus = {name}: {packed.url} is compressed; decompress it, or write Parquet, which compresses its pages")
+    _refuse_compressed(name, [(file.name, file.url) for file in found])
     return kind
 
 
+def _refuse_compressed(spec: str, files: Sequence[tuple[str, str]]) -> None:
+    packed = next((path for name, path in files if PurePosixPath(name).suffix.lower() in _COMPRESSED), None)
+    if packed is not None:
+        raise BadInput(f"data.corpus = {spec}: {packed} is compressed; decompress it, or write Parquet, which compresses its pages")
+
+
 def _format_of(spec: str, files: Sequence[tuple[str, str]]) -> str:
-    """The format that the suffixes of ``files``, names and paths, have in common."""
+    """The format that the suffixes of ``files``, names and paths, have in common.
+
+    Raises:
+        BadInput: they have several, or all files have suffixes that no text has.
+    """
     first: dict[str, str] = {}
     for name, path in files:
         if not name.startswith("_"):
@@ -162,6 +182,12 @@ def _format_of(spec: str, files: Sequence[tuple[str, str]]) -> str:
         (one, here), (other, there) = list(first.items())[:2]
         raise BadInput(
             f"data.corpus = {spec}: {here} is {one} by its suffix, but {there} is {other}; give a glob (*.parquet), or set data.format"
+        )
+    suffixes = {PurePosixPath(name).suffix.lower() for name, _ in files}
+    if suffixes and suffixes <= _NO_TEXT:
+        raise BadInput(
+            f"data.corpus = {spec}: {files[0][1]} would be read as plain text; set data.format to jsonl if each line is a JSON object, "
+            "or to text to read it as it is, or write Parquet"
         )
     return next(iter(first), "text")
 
@@ -182,7 +208,8 @@ class Encoders:
         self.vocab = keys.vocab or (smallest if self._tokenizer is not None else 0)
         if keys.vocab is not None and keys.vocab < smallest:
             raise BadInput(f"data.vocab = {keys.vocab}: data.tokenizer has ids up to {smallest - 1}; raise it, or leave it out")
-        self.end = self._end(keys.end_token)
+        self._named = keys.end_token
+        self.end = self._end(self._named)
         self.identity = {"data.column": keys.column, "data.tokenizer": self._digest, "data.end_token": str(self.end)}
 
     def _end(self, given: str | None) -> int | None:
@@ -212,7 +239,8 @@ class Encoders:
             return ByteEncoder(self.vocab, self.end)
         if self.end is None:
             assert self._keys.tokenizer is not None
-            self.end = self._end(end_token_beside(self._keys.tokenizer))
+            self._named = end_token_beside(self._keys.tokenizer)
+            self.end = self._end(self._named)
             self.identity["data.end_token"] = str(self.end)
         if self.end is None:
             raise BadInput("data.end_token = null: data.tokenizer needs the token that ends a document, for example <|endoftext|>")
@@ -233,11 +261,12 @@ class Encoders:
 
     def _check_end(self) -> None:
         if self.end is not None and self.end >= self.vocab:
-            raise BadInput(f"data.end_token = {self._keys.end_token}: is not below the vocabulary's size, {self.vocab}")
+            where = "" if self._keys.end_token else f", from the files beside {self._keys.tokenizer}"
+            raise BadInput(f"data.end_token = {self._named}{where}: is not below the vocabulary's size, {self.vocab}; set another token")
 
     def of(self, file: DataFile, kind: pa.DataType) -> Encoder:
         """The encoder of a column's type."""
-        types = pa.types
+        types, kind = pa.types, plain_type(kind)
         if types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind):
             return self.text()
         if (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)) and types.is_integer(kind.value_type):
