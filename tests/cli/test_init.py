@@ -70,7 +70,10 @@ def test_mistakes_are_refused_before_a_file_is_written(here: Path, capsys: pytes
     assert "there.yaml: exists already; give --force, or another --out" in refused(capsys, "there")
     assert "--hf = none: no such folder" in refused(capsys, "a", "--hf", "none")
     assert "--lora: adapters need the weights of a model; give --hf" in refused(capsys, "a", "--lora")
-    assert "takes 40960 tokens at most" in refused(capsys, "a", "--hf", qwen(here / "q"), "--seq-len", "50000")
+    folder = qwen(here / "q")
+    assert "q holds no safetensors weights, and adapters train on a frozen base" in refused(capsys, "a", "--hf", folder, "--lora")
+    assert "--hardware rtx: give one of a100, h100" in refused(capsys, "a", "--gpus", "8", "--hardware", "rtx")
+    assert "takes 40960 tokens at most" in refused(capsys, "a", "--hf", folder, "--seq-len", "50000")
     assert "run.name = a/b: give letters" in refused(capsys, "a/b", "--out", "c.yaml")
     assert "can't be written" in refused(capsys, "a", "--out", "no/such/folder.yaml")
     assert sorted(path.name for path in here.glob("*.yaml")) == ["there.yaml"]

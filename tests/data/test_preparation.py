@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.sources import ended, keys, random_texts, train_tokenizer, write_jsonl, write_parquet
+from vescale_ray.cli import main
 from vescale_ray.data.block_dataset import BlockDataset
 from vescale_ray.data.files import DataFile
 from vescale_ray.data.loading import load_dataset
@@ -199,6 +201,17 @@ def test_bad_sources_are_one_line(name: str, content: Any, more: dict[str, Any],
     with pytest.raises(BadInput, match=words) as refused:
         carried_out(planned(tokenizer, tmp_path / name, tmp_path / "out", **more))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("out", "words"), [("", "--out = '': give a folder"), ("nope://x", "--out nope://x: can't be used .Protocol not")])
+def test_an_output_that_is_no_place_is_refused(
+    out: str, words: str, tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sources, before = write("jsonl", tmp_path), sorted(tmp_path.iterdir())
+    command = ["data", "prepare", *sources, "--tokenizer", tokenizer.path, "--end-token", "<|end|>", "--out", out]
+    assert main(command) == 2
+    assert re.search(words, capsys.readouterr().err) and sorted(tmp_path.iterdir()) == before
 
 
 def test_folder_of_another_origin_is_refused(tokenizer: Any, tmp_path: Path) -> None:

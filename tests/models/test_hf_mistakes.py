@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests.models import hf_folders
 from tests.models.test_hf import configured, edit, refused
 from vescale_ray import checkpoint
-from vescale_ray.checkpoint import ShardPiece
+from vescale_ray.checkpoint import ShardPiece, huggingface_export
 from vescale_ray.cli import main
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.driver import preflight
@@ -151,3 +153,39 @@ def test_a_loss_that_can_not_be_imported_is_refused(loss: str, tmp_path: Path) -
     folder = hf_folders.write(tmp_path / "model", "llama")
     said = refused(folder, tmp_path, model_loss=loss)
     assert said.startswith(f"model.loss = {loss}: ") and said.endswith("; give an importable pkg.mod:function")
+
+
+def test_an_export_is_of_the_model_that_it_describes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf_folders.ARCHITECTURES.setdefault("qwen2", {})
+    saved, folders = str(tmp_path / "saved"), {kind: hf_folders.write(tmp_path / kind, kind) for kind in ("llama", "qwen2", "mistral")}
+    edit(folders["mistral"], intermediate_size=64)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folders["llama"])
+    checkpoint.save({"model": dict(model.named_parameters())}, saved, 1)
+    for kind, said in (
+        ("qwen2", "it has no model.layers.0.self_attn.q_proj.bias"),
+        ("mistral", "it has model.layers.0.mlp.gate_proj.weight of shape (48, 32), the model of (64, 32)"),
+    ):
+        assert main(["ckpt", "export-hf", saved, str(tmp_path / "out"), "--model", str(folders[kind])]) == 2
+        told = capsys.readouterr().err
+        assert f"--model = {folders[kind]}: " in told and f"is of another model: {said}; name the folder of its model with --model" in told
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("{}")
+    assert main(["ckpt", "export-hf", saved, str(tmp_path / "out"), "--model", str(folders["llama"])]) == 2
+    assert "out holds config.json: give a folder without model files" in capsys.readouterr().err
+    assert (tmp_path / "out" / "config.json").read_text() == "{}"
+    (tmp_path / "out" / "config.json").unlink()
+    assert main(["ckpt", "export-hf", saved, str(tmp_path / "out"), "--model", str(folders["llama"])]) == 0
+
+
+def test_a_full_disk_is_named_with_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, saved, out = hf_folders.write(tmp_path / "model", "llama"), str(tmp_path / "saved"), tmp_path / "out"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    checkpoint.save({"model": dict(model.named_parameters())}, saved, 1)
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(huggingface_export.os, "write", full)
+    assert main(["ckpt", "export-hf", saved, str(out), "--model", str(folder)]) == 1
+    assert f"vescale-ray: {out}/model.safetensors: No space left on device" in capsys.readouterr().err and not out.exists()

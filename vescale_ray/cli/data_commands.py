@@ -103,6 +103,8 @@ def prepare(
     from vescale_ray.lasting import check_lasting, whole
 
     check_lasting("--out", out)
+    if not out.strip():
+        raise BadInput(f"--out = {out!r}: give a folder or URL that every worker can write")
     try:
         keys = {"corpus": list(sources), "tokenizer": tokenizer, "column": column, "end_token": end_token, "format": kind}
         made = preparation.plan(absolute(parse_config({"data": keys})).data, whole(out), shards)

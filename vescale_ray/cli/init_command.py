@@ -101,8 +101,13 @@ def _job(
     workers: int,
 ) -> str:
     from vescale_ray.models.hf import open_folder
+    from vescale_ray.planner.hardware import HARDWARE
 
     folder = open_folder(hf, "--hf") if hf is not None else None
+    if lora and folder is not None and not folder.has_weights:
+        raise BadInput(f"--lora: {folder.path} holds no safetensors weights, and adapters train on a frozen base; leave it out")
+    if gpus and hardware not in HARDWARE:
+        raise BadInput(f"--hardware {hardware}: give one of {', '.join(HARDWARE)}")
     most = folder.positions if folder is not None else None
     length = seq_len or min(2048 if gpus else 128, most or 2048)
     if folder is not None and folder.positions is not None and length > folder.positions:

@@ -143,9 +143,9 @@ def begin(made: Preparation) -> None:
     Raises:
         BadInput: the folder can't be written, or it was begun with other sources or options.
     """
-    fs, folder = fsspec.core.url_to_fs(made.out)
-    path = f"{folder.rstrip('/')}/{PLAN}"
     try:
+        fs, folder = fsspec.core.url_to_fs(made.out)
+        path = f"{folder.rstrip('/')}/{PLAN}"
         fs.makedirs(folder, exist_ok=True)
         fs.invalidate_cache()
         if not fs.exists(path):
@@ -154,7 +154,7 @@ def begin(made: Preparation) -> None:
             fs.pipe_file(path, json.dumps({**made.facts, "vocab": _encoder(made).vocab}, indent=1).encode())
             return
         known = json.loads(fs.cat_file(path))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         if isinstance(error, BadInput):
             raise
         raise BadInput(f"--out {made.out}: can't be used ({reason_of(error)}); give a folder that every worker can write") from None

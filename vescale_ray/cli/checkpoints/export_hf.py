@@ -82,7 +82,9 @@ def export_hf(
         return _write_adapter(path, folder, opened, adapters, as_json)
     files: _ModelFiles | None = None
     if described is not None:
+        _check_free(folder)
         files = _files_of(path, described, adapters, opened, cast or described.dtype, fp8)
+        _check_model(opened, key, files, f"--model = {model}" if model is not None else str(described.path))
         cast, exclude = cast or described.dtype, (*exclude, *files.left_out)
     quantized = files.quantized if files is not None else None
     if quantized is not None and quantized.note:
@@ -123,6 +125,33 @@ def _described(path: str, model: str | None) -> HfFolder | None:
     if not (run.model / CONFIG).is_file():
         raise BadInput(f"{run.model}: has no {CONFIG}, which the run had copied from model.hf; name the model's folder with --model")
     return open_folder(run.model)
+
+
+def _check_free(folder: str) -> None:
+    """Refuse a folder with a model's description, which the export would replace."""
+    from vescale_ray.models.hf import SMALL_FILES
+
+    there = [name for name in SMALL_FILES if (Path(folder) / name).exists()]
+    if there:
+        raise BadInput(f"{folder} holds {', '.join(there)}: give a folder without model files")
+
+
+def _check_model(opened: Checkpoint, key: str, files: _ModelFiles, model: str) -> None:
+    """Refuse a checkpoint of another model than the one whose configuration the export gets."""
+    from vescale_ray.checkpoint.state.name_tables import matches
+    from vescale_ray.models import lora
+
+    layout, stored = files.layout, {name: at for name, at in opened.names(key).items() if "/" not in name}
+    shapes = {name: tuple(opened.tensors[at].shape) for name, at in stored.items()}
+    computed = {layout.pieces[name].name for name in files.extra if name in layout.pieces}
+    known = {*layout.shapes, *layout.tied}
+    wrong = [
+        *(f"has no {name}" for name in layout.shapes if name not in shapes and name not in computed),
+        *(f"has {name}, the model has not" for name in shapes if name not in known and not matches(name, lora.PARAMETERS)),
+        *(f"has {n} of shape {shapes[n]}, the model of {s}" for n, s in layout.shapes.items() if n in shapes and shapes[n] != tuple(s)),
+    ]
+    if wrong and shapes:
+        raise BadInput(f"{model}: {opened.commit.path} is of another model: it {wrong[0]}; name the folder of its model with --model")
 
 
 def _without_name(path: str) -> str:
