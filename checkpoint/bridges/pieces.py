@@ -90,7 +90,8 @@ class PiecedSource:
             parts.sort()
             dtypes = {source.tensors[name].kinds["param"] for _, name, _ in parts}
             if len(dtypes) > 1:
-                raise CheckpointMismatch(f"{where}: {some([name for _, name, _ in parts])} have several dtypes, but are one tensor here")
+                names_of = some([name for _, name, _ in parts])
+                raise CheckpointMismatch(f"{where}: {names_of} have several dtypes, but are one tensor here; save them in one dtype")
             self.tensors[ours] = StoredTensor(shapes[ours], {"param": dtypes.pop()})
 
     @property

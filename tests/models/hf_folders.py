@@ -51,6 +51,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "head_dim": 4,
     },
 }
+IMAGES: dict[str, Any] = {
+    "text_config": {**_SIZES, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "vision_config": {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "image_size": 28, "patch_size": 14,
+    },
+    "mm_tokens_per_image": 4, "image_token_index": 159, "boi_token_index": 158, "eoi_token_index": 157,
+}
+"""Sizes of Gemma 3 with images (``gemma3``)."""
 
 
 def build(kind: str, seed: int = 0, **changes: Any) -> Any:
@@ -58,10 +67,10 @@ def build(kind: str, seed: int = 0, **changes: Any) -> Any:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**_SIZES, **ARCHITECTURES[kind], **changes}))
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**_SIZES, **ARCHITECTURES.get(kind, {}), **changes}))
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if tensor.ndim > 1:
+            if tensor.ndim > 1 and tensor.is_floating_point():
                 tensor.normal_(0, 0.3 / tensor.shape[-1] ** 0.5 * 4)
             elif "e_score_correction_bias" in name:
                 tensor.uniform_(0, 0.1)

@@ -156,7 +156,6 @@ def test_a_loss_that_can_not_be_imported_is_refused(loss: str, tmp_path: Path) -
 
 
 def test_an_export_is_of_the_model_that_it_describes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hf_folders.ARCHITECTURES.setdefault("qwen2", {})
     saved, folders = str(tmp_path / "saved"), {kind: hf_folders.write(tmp_path / kind, kind) for kind in ("llama", "qwen2", "mistral")}
     edit(folders["mistral"], intermediate_size=64)
     model = transformers.AutoModelForCausalLM.from_pretrained(folders["llama"])

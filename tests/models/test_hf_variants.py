@@ -80,7 +80,6 @@ def test_tied_embeddings_may_be_stored_as_the_head(tmp_path: Path) -> None:
 def test_names_may_lack_the_prefix_of_the_base_model(tmp_path: Path) -> None:
     """The published files of GPT-2 and BLOOM are of the model below the head, with the masks of an old transformers."""
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 48}
-    hf_folders.ARCHITECTURES.setdefault("gpt2", {})
     folder = hf_folders.write(tmp_path / "model", "gpt2", shard="1GB", **sizes)
     masks = {"h.0.attn.bias": torch.ones(1, 1, 8, 8)}
     rewrite(folder, lambda old: {**{name.removeprefix("transformer."): value for name, value in old.items()}, **masks})
@@ -101,13 +100,11 @@ GEMMA3N = {
 @pytest.mark.parametrize(("kind", "sizes"), [("falcon_h1", FALCON_H1), ("gemma3n_text", GEMMA3N)])
 def test_buffers_that_other_modules_fill_are_right(kind: str, sizes: dict[str, Any], tmp_path: Path) -> None:
     """Falcon-H1's model fills the buffers of its blocks, and Gemma 3n's inner model has an initialization of its own."""
-    hf_folders.ARCHITECTURES.setdefault(kind, {})
     check_logits(hf_folders.write(tmp_path / "model", kind, **sizes), tmp_path)
 
 
 def test_parameters_without_initial_values_are_refused(tmp_path: Path) -> None:
     """Apertus computes some parameters when it is built, which gives nothing on the meta device."""
-    hf_folders.ARCHITECTURES.setdefault("apertus", {})
     folder = hf_folders.write(tmp_path / "model", "apertus")
     check_logits(folder, tmp_path)
     for file in folder.glob("*.safetensors*"):
@@ -139,7 +136,6 @@ def test_every_mistake_in_weights_has_a_remedy(tmp_path: Path) -> None:
     ],
 )
 def test_layers_with_states_do_not_keep_documents_apart(kind: str, sizes: dict[str, Any], kept: bool, tmp_path: Path) -> None:
-    hf_folders.ARCHITECTURES.setdefault(kind, {})
     folder = hf_folders.write(tmp_path / "model", kind, **sizes)
     assert hf.masks_documents(hf.build(hf.open_folder(folder))) is kept
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, use_cache=False).eval()

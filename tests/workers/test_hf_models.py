@@ -212,6 +212,27 @@ def test_adapters_train_as_with_peft_alone(tmp_path: Path, fleet: Fleet, kind: s
         assert ".lora_" in name or np.array_equal(state[name, "param"], value), f"{name} is frozen"
 
 
+def test_parameters_that_text_does_not_reach_stay_as_they_are(tmp_path: Path, fleet: Fleet) -> None:
+    """Gemma 3 with images, of which the blocks for images are units, too."""
+    folder = hf_folders.write(tmp_path / "model", "gemma3", **hf_folders.IMAGES)
+    run = Run(fleet, configured(folder, hf_folders.write_tokens(tmp_path / "tokens.npy")))
+    run.fresh([0, 1])
+    before = run.full_state()
+    run.train(3, rescale=True)
+    members = run.members
+    run.end()
+    run.resume(members, [1, 2, 0])
+    run.train(5)
+    after = run.full_state()
+    run.end()
+    fleet.run([0, 1, 2], forget)
+    losses, _ = plain_losses(folder, run.config, 5)
+    np.testing.assert_allclose(run.losses(), losses, rtol=1e-4)
+    frozen = {key for key in before if ".vision_tower." in key[0] or ".multi_modal_projector." in key[0]}
+    assert len(frozen) == 50 and {kind for _, kind in frozen} == {"param"}
+    assert all((before[key].tobytes() == after[key].tobytes()) is (key in frozen) for key in before if key[1] == "param")
+
+
 CHAT_VOCAB = 304
 
 

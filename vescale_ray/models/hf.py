@@ -143,7 +143,17 @@ def build(folder: HfFolder, dtype: torch.dtype = torch.float32) -> nn.Module:
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:
         raise BadInput(f"model.hf = {folder.path}: {type(config).__name__}: {_line(error)}") from None
+    if config.get_text_config() is not config:
+        _freeze_unread(model)
     return model
+
+
+def _freeze_unread(model: Any) -> None:
+    """Freeze the parameters that text does not reach, as those for images. An optimizer would only let them decay."""
+    parts = (model.get_decoder(), model.get_output_embeddings())
+    read = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in read)
 
 
 def initialize(model: nn.Module, module: nn.Module, *, recurse: bool = True) -> None:
@@ -210,6 +220,8 @@ def masks_documents(model: nn.Module) -> bool:
         model(tokens, position_ids=tokens)
     except Reached as how:
         return bool(how.args[0])
+    except RuntimeError:  # it looks at values before it makes a mask
+        return False
     finally:
         del base.warn_if_padding_and_no_attention_mask
         for name, maker in makers.items():
