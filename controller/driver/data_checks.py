@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,19 @@ def check_tokenizer(given: str, folder: HfFolder) -> None:
         own, own_digest = load_tokenizer(str(folder.tokenizer))
         if digest != own_digest and tokenizer.get_vocab() != own.get_vocab():
             raise RunRefused(f"data.tokenizer = {given}: its tokens are not those of the model's {folder.tokenizer}; leave it out")
+
+
+def check_some_tokens(datasets: Iterable[Any]) -> None:
+    """Refuse files of token ids that do not fit the vocabulary, by a few of their blocks. Text has been read already."""
+    from vescale_ray.data.block_dataset import BlockDataset
+
+    for dataset in datasets:
+        for source in getattr(dataset, "sources", (dataset,)):
+            if isinstance(source, BlockDataset) and source.unit == "ids":
+                try:
+                    source.check_some()
+                except OSError as error:
+                    raise RunRefused(" ".join(str(error).split())) from None
 
 
 def endless(dataset: Any) -> Iterator[str]:

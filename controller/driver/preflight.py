@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vescale_ray.config import VOCAB, RunConfig
 from vescale_ray.config.given import CORPUS, FACTORY
-from vescale_ray.controller.driver.data_checks import check_tokenizer, endless, refuse_bytes
+from vescale_ray.controller.driver.data_checks import check_some_tokens, check_tokenizer, endless, refuse_bytes
 from vescale_ray.controller.driver.local_ray import address_of, knock
 from vescale_ray.controller.driver.resumption import changes_since, check_same_stream, choose_commit
 from vescale_ray.controller.protocol import RunRefused, StateSource
@@ -91,6 +91,8 @@ def foresee(config: RunConfig) -> Foreseen:
         BadInput: with one line, for the first thing that is wrong.
     """
     warnings = tuple(_lasting(config))
+    for key in config.model.unused:
+        warnings += (f"model.{key} = {getattr(config.model, key)}: config.json of model.hf describes the model; leave it out",)
     config = with_model_data(absolute(config))
     knock(address_of(config))
     _check_port(config.metrics.host, config.metrics.port)
@@ -100,7 +102,8 @@ def foresee(config: RunConfig) -> Foreseen:
 
     _check_given(config)
     dataset = load_dataset(config.data, given=config.given.dataset)
-    load_eval_sets(config.data, dataset)
+    sets = load_eval_sets(config.data, dataset)
+    check_some_tokens([dataset, *sets.values()])
     if (shown := config.train.completions) is not None:
         encoded_prompts(shown.prompts, config.data.tokenizer, dataset.unit, dataset.vocab)
     if config.model.hf is not None and dataset.unit == "bytes":

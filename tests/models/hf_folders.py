@@ -54,10 +54,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 IMAGES: dict[str, Any] = {
     "text_config": {**_SIZES, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "vision_config": {
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "image_size": 28, "patch_size": 14,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": 28,
+        "patch_size": 14,
     },
-    "mm_tokens_per_image": 4, "image_token_index": 159, "boi_token_index": 158, "eoi_token_index": 157,
+    "mm_tokens_per_image": 4,
+    "image_token_index": 159,
+    "boi_token_index": 158,
+    "eoi_token_index": 157,
 }
 """Sizes of Gemma 3 with images (``gemma3``)."""
 

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -188,3 +189,20 @@ def test_a_full_disk_is_named_with_its_file(tmp_path: Path, capsys: pytest.Captu
     monkeypatch.setattr(huggingface_export.os, "write", full)
     assert main(["ckpt", "export-hf", saved, str(out), "--model", str(folder)]) == 1
     assert f"vescale-ray: {out}/model.safetensors: No space left on device" in capsys.readouterr().err and not out.exists()
+
+
+def test_tokens_that_the_model_lacks_are_refused(tmp_path: Path) -> None:
+    folder, tokens = hf_folders.write(tmp_path / "model", "llama"), np.zeros(5_000_000, np.uint16)
+    tokens[-10] = 5000
+    np.save(tmp_path / "other.npy", tokens)
+    mixture = [{"corpus": hf_folders.write_tokens(tmp_path / "tokens.npy")}, {"corpus": str(tmp_path / "other.npy")}]
+    for keys in ({"data_corpus": str(tmp_path / "other.npy")}, {"data_corpus": None, "data_mixture": mixture}):
+        said = refused(folder, tmp_path, **keys)
+        assert "other.npy: token 4999990: token 5000 is not below the vocabulary's size, 160; set data.vocab or" in said
+
+
+def test_sizes_that_the_folder_replaces_are_told(tmp_path: Path) -> None:
+    folder = hf_folders.write(tmp_path / "model", "llama")
+    told = preflight.foresee(configured(folder, tmp_path, model_layers=9, model_tie=True)).warnings
+    assert told == tuple(f"model.{key}: config.json of model.hf describes the model; leave it out" for key in ("layers = 9", "tie = True"))
+    assert not preflight.foresee(configured(folder, tmp_path, model_layers=4)).warnings

@@ -74,3 +74,9 @@ class ModelSection(Section):
         description="patterns of module names; each match becomes one fully_shard unit. auto: each block of the model's outermost "
         "`nn.ModuleList`",
     )
+
+    @property
+    def unused(self) -> list[str]:
+        """The keys of ``kind`` that have a value of their own, although ``hf`` replaces it."""
+        sizes = ("dim", "layers", "heads", "kv_heads", "ffn", "rope_theta", "tie")
+        return [key for key in sizes if self.hf is not None and getattr(self, key) != type(self).model_fields[key].default]

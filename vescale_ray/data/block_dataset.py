@@ -28,6 +28,9 @@ BLOCK_TOKENS = 1 << 20
 BLOCK_SAMPLES = 64
 """Least samples of a block, so that the unused rest is below 1 %."""
 
+_CHECKED = 4
+"""Blocks that are read before a run."""
+
 
 def block_tokens(seq_len: int) -> int:
     """Return the least number of tokens of a block for samples of ``seq_len`` tokens, a multiple of ``seq_len``."""
@@ -101,6 +104,16 @@ class BlockDataset:
     def reserve(self, memory: int) -> None:
         """Keep at most ``memory`` bytes of blocks in memory, those that are read ahead included."""
         self.reader = ReadAhead(self._read, self._sizes, memory)
+
+    def check_some(self) -> None:
+        """Read a few blocks, evenly spaced.
+
+        Raises:
+            BadInput: one is damaged, or has a token that is not in the vocabulary; as of a file of another tokenizer, which has many.
+            OSError: the storage does not answer.
+        """
+        for block in np.unique(np.linspace(0, len(self._blocks) - 1, _CHECKED).astype(int)).tolist():
+            self._read(block)
 
     @property
     def num_samples(self) -> int:
