@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from vescale_ray import checkpoint
 from vescale_ray.checkpoint.bridges.pieces import FileLayout
 from vescale_ray.checkpoint.huggingface_layout import check_weights, file_layout, persistent_buffers, read_buffers
+from vescale_ray.compat.core import TorchDispatchMode
 from vescale_ray.errors import BadInput
 from vescale_ray.models import hf, lora
 from vescale_ray.models.units import select_units
@@ -184,12 +185,29 @@ def check_weights_of(config: RunConfig, model: nn.Module) -> None:
         with _named(weights):
             check_weights(weights, layout_of(config, model), dict(model.named_parameters()))
     elif hf.is_hf(model):
-        with torch.no_grad(), hf.Written() as written:
+        with torch.no_grad(), _Written() as written:
             for part, whole in _parts(model, {id(unit) for unit in select_units(model, config.model.units)}):
                 hf.initialize(model, part, recurse=whole)
         lacking = next((name for name, parameter in model.named_parameters() if parameter not in written), None)
         if lacking is not None:
             raise BadInput(_no_values(config, "parameter", lacking))
+
+
+class _Written(TorchDispatchMode):
+    """Collect the tensors that operations write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        for argument, given in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, Tensor):
+                self._storages.add(given.untyped_storage()._cdata)
+        return func(*args, **(kwargs or {}))
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._storages
 
 
 @contextmanager

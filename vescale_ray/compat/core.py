@@ -55,6 +55,9 @@ with private_names():
     # Whether this backward adds to a leaf's gradient, or returns it to the caller of torch.autograd.grad.
     from torch._C import _will_engine_execute_node as will_engine_execute_node  # type: ignore[attr-defined]
 
+    # Sees each operation with the tensors that it writes to, also behind .data.
+    from torch.utils._python_dispatch import TorchDispatchMode
+
     # Dispatch keys of this thread: a gathered operation must conjugate lazily, as outside __torch_dispatch__.
     from torch._C import DispatchKey
     from torch._C import _dispatch_tls_local_exclude_set as dispatch_tls_local_exclude_set

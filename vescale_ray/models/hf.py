@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale_ray.errors import BadInput
 from vescale_ray.models import fp8_folder
@@ -175,23 +174,6 @@ def initialize(model: nn.Module, module: nn.Module, *, recurse: bool = True) -> 
 
     choose(model, None)
     visit(module) if recurse else fills[id(module)](module)
-
-
-class Written(TorchDispatchMode):
-    """Collect the tensors that operations write to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        for argument, given in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, Tensor):
-                self._storages.add(given.untyped_storage()._cdata)
-        return func(*args, **(kwargs or {}))
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._storages
 
 
 def masks_documents(model: nn.Module) -> bool:

@@ -72,12 +72,7 @@ def export_hf(
     limit, table = bytes_of("--max-shard", max_shard), table_at(names)
     described = _described(path, model) if names is None else None
     adapters = _adapters(path) if described is not None else None
-    if merge and adapters is None:
-        raise BadInput(f"--merge: {path} is no checkpoint of a run with model.lora; leave it out")
-    if fp8 and described is None:
-        raise BadInput("--fp8: config.json must describe the scales; export a model of model.hf without --names, or give --model")
-    if fp8 and adapters is not None and not merge:
-        raise BadInput("--fp8: an adapter is not quantized; give --merge, too")
+    _check_options(path, described, adapters, merge, fp8)
     if adapters is not None and not merge:
         return _write_adapter(path, folder, opened, adapters, as_json)
     files: _ModelFiles | None = None
@@ -125,6 +120,15 @@ def _described(path: str, model: str | None) -> HfFolder | None:
     if not (run.model / CONFIG).is_file():
         raise BadInput(f"{run.model}: has no {CONFIG}, which the run had copied from model.hf; name the model's folder with --model")
     return open_folder(run.model)
+
+
+def _check_options(path: str, described: HfFolder | None, adapters: LoraSettings | None, merge: bool, fp8: bool) -> None:
+    if merge and adapters is None:
+        raise BadInput(f"--merge: {path} is no checkpoint of a run with model.lora; leave it out")
+    if fp8 and described is None:
+        raise BadInput("--fp8: config.json must describe the scales; export a model of model.hf without --names, or give --model")
+    if fp8 and adapters is not None and not merge:
+        raise BadInput("--fp8: an adapter is not quantized; give --merge, too")
 
 
 def _check_free(folder: str) -> None:
