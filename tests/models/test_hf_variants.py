@@ -79,7 +79,7 @@ def test_tied_embeddings_may_be_stored_as_the_head(tmp_path: Path) -> None:
 
 def test_names_may_lack_the_prefix_of_the_base_model(tmp_path: Path) -> None:
     """The published files of GPT-2 and BLOOM are of the model below the head, with the masks of an old transformers."""
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 48}
+    sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 48}
     folder = hf_folders.write(tmp_path / "model", "gpt2", shard="1GB", **sizes)
     masks = {"h.0.attn.bias": torch.ones(1, 1, 8, 8)}
     rewrite(folder, lambda old: {**{name.removeprefix("transformer."): value for name, value in old.items()}, **masks})
