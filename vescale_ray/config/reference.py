@@ -87,6 +87,7 @@ def reference() -> str:
         "- `train.offload = cpu` excludes `train.device = cpu`",
         "- `train.decay_steps` needs `train.schedule = wsd`; `train.warmup_steps + train.decay_steps <= train.steps`",
         "- `train.early_stop` needs `train.eval_every` and `data.eval_samples` above 0, and `data.heldout`, too, for `heldout_loss`",
+        "- `checkpoint.keep_best` by another metric than `loss` needs `data.eval_samples`, and `data.heldout`, too, for `heldout_loss`",
         "- `train.profile` ends with the run's last step at the latest; its ranks are below `elastic.max_workers`",
         "- `train.device = cuda` needs `ray.gpus_per_worker` above 0; above 1 it is a whole number, as Ray requires",
     ]
