@@ -30,6 +30,7 @@ from vescale_ray.fsdp.layouts.parameters import SUMMED_OVER
 from vescale_ray.fsdp.units.checks import is_managed
 from vescale_ray.fsdp.units.schedule import unit_of
 from vescale_ray.models.moe import Experts
+from vescale_ray.planner.models.shapes import holds_experts
 
 
 def parallelize_experts(model: nn.Module, mesh: DeviceMesh, *, kind: type[nn.Module] | None = None) -> list[Any]:
@@ -81,7 +82,7 @@ def parallelize_experts(model: nn.Module, mesh: DeviceMesh, *, kind: type[nn.Mod
 
 def experts_of(model: nn.Module, kind: type[nn.Module] | None = None) -> dict[str, nn.Module]:
     """The modules that hold experts by name; ``kind`` as for :func:`parallelize_experts`."""
-    return {name: module for name, module in model.named_modules() if _is_experts(module, kind)}
+    return {name: module for name, module in model.named_modules() if (isinstance(module, kind) if kind else holds_experts(module))}
 
 
 def check_experts(model: nn.Module, ranks: int, of: str, kind: type[nn.Module] | None = None) -> None:
@@ -102,13 +103,6 @@ def check_experts(model: nn.Module, ranks: int, of: str, kind: type[nn.Module] |
         )
     for name, module in found.items():
         _check(name or type(module).__name__, module, ranks, of)
-
-
-def _is_experts(module: nn.Module, kind: type[nn.Module] | None) -> bool:
-    if kind is not None:
-        return isinstance(module, kind)
-    # transformers' decorator of classes of fused experts sets this attribute; ``forward`` takes rows, their experts and weights.
-    return isinstance(module, Experts) or (hasattr(module, "_is_expert_parallel") and hasattr(module, "num_experts"))
 
 
 def _check(name: str, module: nn.Module, ranks: int, of: str) -> None:

@@ -103,6 +103,43 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertShares:
+    """Division of stacks of experts ``[E, ..]`` among ``ranks``, ``parts`` neighbours of which share all experts.
+
+    Rank ``r`` has a piece of part ``r % parts``: the ``E / parts`` experts of that part are sharded over the ranks that have pieces of it.
+    """
+
+    ranks: int
+    parts: int = 1
+
+    @classmethod
+    def of(cls, ranks: int, most: int) -> ExpertShares:
+        """Return the shares of ``ranks`` ranks, at most ``most`` of which share the experts: the largest number that divides both."""
+        return cls(ranks, math.gcd(ranks, most))
+
+    @property
+    def holders(self) -> int:
+        """Number of ranks that have pieces of one part."""
+        return self.ranks // self.parts
+
+    def position_of(self, rank: int) -> int:
+        """Return the number of ``rank`` among the holders of its part."""
+        return rank // self.parts
+
+    def rank_at(self, position: int, part: int) -> int:
+        """Return the rank with this number among the holders of ``part``."""
+        return position * self.parts + part
+
+    def shape_of_part(self, stack: Shape) -> Shape:
+        """Return the shape of one part of a stack."""
+        return (stack[0] // self.parts, *stack[1:])
+
+    def shape_of_stack(self, part: Shape) -> Shape:
+        """Return the shape of the stack of which ``part`` is the shape of one part."""
+        return (part[0] * self.parts, *part[1:])
+
+
+@dataclass(frozen=True, slots=True)
 class Extent:
     """Elements ``[start, end)`` of a space, stored by a holder from its own element ``offset`` on."""
 

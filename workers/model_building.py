@@ -256,9 +256,13 @@ def shared_experts(config: RunConfig, model: nn.Module) -> list[nn.Module]:
     workers = config.train.expert_parallel
     if workers == 1:
         return []
-    key = f"train.expert_parallel = {workers}"
-    experts = experts_of(model)
-    if not experts:
+    check_shared_experts(model, workers, f"train.expert_parallel = {workers}")
+    return list(experts_of(model).values())
+
+
+def check_shared_experts(model: nn.Module, workers: int, key: str) -> None:
+    """Raise ValueError, which begins with ``key``, if ``model`` has no experts, or ``workers`` workers do not divide them."""
+    if not experts_of(model):
         raise ValueError(
             f"{key}: {type(model).__name__} has no fused experts (vescale_ray.models.moe.Experts, or those of transformers); leave it out"
         )
@@ -266,7 +270,6 @@ def shared_experts(config: RunConfig, model: nn.Module) -> list[nn.Module]:
         check_experts(model, workers, "workers")
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
-    return list(experts.values())
 
 
 def build_sharded(

@@ -80,6 +80,31 @@ def test_mistakes_are_refused_before_a_file_is_written(here: Path, capsys: pytes
     assert main(["init", "there", "--force"]) == 0
 
 
+def test_workers_share_the_experts_of_a_mixture(here: Path) -> None:
+    hf_folders.write(here / "model", "qwen3_moe")
+    tokens = hf_folders.write_tokens(here / "a.npy")
+    assert main(["init", "shared", "--hf", "model", "--data", tokens, "--seq-len", "16", "--gpus", "4", "--expert-parallel", "2"]) == 0
+    assert (here / "shared.yaml").read_text().startswith("# Train model, on 4 GPUs of kind h100: about ")
+    config = load_config(here / "shared.yaml")
+    assert (config.train.expert_parallel, config.elastic.workers, config.grid(4).experts) == (2, 4, 2)
+    preflight.foresee(load_config(here / "shared.yaml", ["train.device=cpu"]))
+
+
+def test_experts_that_cannot_be_shared_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dense, mixture = (str(hf_folders.write(here / kind, kind)) for kind in ("qwen3", "qwen3_moe"))
+    capsys.readouterr()
+    for arguments, says in (
+        (["2"], "--expert-parallel 2: the small Llama has no experts; give --hf with a mixture of experts, or leave it out"),
+        (["2", "--hf", dense], "--expert-parallel 2: Qwen3ForCausalLM has no fused experts"),
+        (["3", "--hf", mixture, "--workers", "6"], "the 3 workers do not divide its experts; use a number that does"),
+        (["4", "--hf", mixture, "--workers", "6"], "6 workers are no multiple of it; give 4 or another multiple as --workers or --gpus"),
+        (["4", "--hf", mixture], "2 workers are no multiple of it; give 4 or another multiple as --workers or --gpus"),
+    ):
+        said = refused(capsys, "a", "--expert-parallel", *arguments)
+        assert says in said and said.count("\n") == 0
+    assert not list(here.glob("*.yaml"))
+
+
 def test_a_short_model_gets_samples_of_its_own_length(here: Path) -> None:
     folder = hf_folders.write(here / "model", "llama")
     assert main(["init", "short", "--hf", str(folder), "--data", hf_folders.write_tokens(here / "a.npy"), "--gpus", "2"]) == 0

@@ -152,7 +152,7 @@ def test_the_size_changes_between_steps_only(rank: int, world: int) -> None:
 @pytest.fixture
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have ``explain`` count an accelerator's buffers. The patch is made once, not by each rank's thread."""
-    monkeypatch.setattr(overview, "host_buffers", lambda units, root, ranks: device_buffers(units, root))
+    monkeypatch.setattr(overview, "host_buffers", device_buffers)
 
 
 @pytest.mark.usefixtures("as_on_an_accelerator")

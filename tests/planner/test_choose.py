@@ -19,11 +19,12 @@ from vescale_ray.errors import BadInput
 from vescale_ray.geometry import Block
 from vescale_ray.planner import HARDWARE, Blocks, Lever, Policy, choose_sharding, plan_layout
 from vescale_ray.planner.codes import Codes
-from vescale_ray.planner.cost import plan_model, predict_memory, predict_time
+from vescale_ray.planner.cost import plan_model, predict_memory
 from vescale_ray.planner.hardware import MISALIGNED, collective_time
 from vescale_ray.planner.models.model_shapes import model_shapes
 from vescale_ray.planner.placement.layout import TensorSpec
 from vescale_ray.planner.request import size_of
+from vescale_ray.planner.step_time import predict_time
 
 H100 = HARDWARE["h100"]
 
@@ -209,6 +210,11 @@ def test_the_command_prints_tables_and_writes_json_and_a_page(capsys: pytest.Cap
         (["--model", "llama-3-8b", "--devices", "8", "--staging", "lots"], 2, "staging 'lots' is not a size: give it as 256MiB"),
         (["--model", "llama-3-8b", "--devices", "8", "--staging", "1000"], 2, "each of 8 ranks: give at least 1024"),
         (["--model", "llama-3-8b", "--devices", "8", "--html", "/no/such/folder/x.html"], 2, "can't be written"),
+        (["--model", "llama-3-8b", "--devices", "8", "--expert-parallel", "4"], 2, "over 4 ranks: llama-3-8b has no experts"),
+        (["--model", "gpt-oss-20b", "--devices", "6", "--expert-parallel", "6"], 2, "it does not divide the 32 experts of a layer"),
+        (["--model", "gpt-oss-20b", "--devices", "10", "--expert-parallel", "4"], 2, "10 ranks are no multiple of 4; use 8 or another"),
+        (["--model", "gpt-oss-20b", "--devices", "8", "--expert-parallel", "0"], 2, "over 0 ranks: give at least 1"),
+        (["--model", "gpt-oss-20b", "--devices", "8", "--expert-parallel", "4", "--experts", "separate"], 2, "are no stacks"),
         (["--model", "kimi-k2", "--devices", "8"], 1, ""),
     ],
 )

@@ -30,7 +30,7 @@ train:
   lr: {lr}
   warmup_steps: 50
   eval_every: 100
-{compute}
+{compute}{experts}
 elastic: {{workers: {workers}, replace_lost: true}}
 checkpoint: {{every: 100, keep_last: 2}}
 ray: {ray}
@@ -47,6 +47,9 @@ ray: {ray}
 @click.option("--gpus", type=click.IntRange(0), help="GPUs, one for each worker. [default: 0]")
 @click.option("--hardware", default="h100", show_default=True, help="The GPU: a100, h100, h800, h200 or b200.")
 @click.option("--workers", type=click.IntRange(1), help="Workers without GPUs. [default: 2]")
+@click.option(
+    "--expert-parallel", type=click.IntRange(1), default=1, metavar="N", help="Workers that share the experts of each layer. [default: 1]"
+)
 @click.option("--out", metavar="FILE", callback=lasting_path, help="The file to write. [default: NAME.yaml]")
 @click.option("--force", is_flag=True, help="Replace the file if it exists.")
 def init(
@@ -59,6 +62,7 @@ def init(
     gpus: int | None,
     hardware: str,
     workers: int | None,
+    expert_parallel: int,
     out: str | None,
     force: bool,
 ) -> int:
@@ -78,7 +82,9 @@ def init(
         raise BadInput(f"{path}: exists already; give --force, or another --out")
     if lora and hf is None:
         raise BadInput("--lora: adapters need the weights of a model; give --hf")
-    text = _job(path.name, name, hf, lora, corpora, column, seq_len, gpus or 0, hardware, workers or gpus or 2)
+    if expert_parallel > 1:
+        _check_experts(expert_parallel, hf, workers or gpus or 2)
+    text = _job(path.name, name, hf, lora, corpora, column, seq_len, gpus or 0, hardware, workers or gpus or 2, expert_parallel)
     read_config(text, str(path))
     try:
         path.write_text(text, encoding="utf-8")
@@ -86,6 +92,24 @@ def init(
         raise BadInput(f"{path}: can't be written ({error.strerror})") from None
     click.echo(f"{path}: written; look at it, then `vescale-ray train {path}`")
     return OK
+
+
+def _check_experts(count: int, hf: str | None, workers: int) -> None:
+    """Raise BadInput if ``count`` of ``workers`` workers can't share the experts of the model in folder ``hf``."""
+    from vescale_ray.models.hf import build, open_folder
+    from vescale_ray.workers.model_building import check_shared_experts
+
+    key = f"--expert-parallel {count}"
+    if hf is None:
+        raise BadInput(f"{key}: the small Llama has no experts; give --hf with a mixture of experts, or leave it out")
+    if workers % count:
+        whole = workers // count * count
+        raise BadInput(f"{key}: {workers} workers are no multiple of it; give {whole or count} or another multiple as --workers or --gpus")
+    model = build(open_folder(hf, "--hf"))
+    try:
+        check_shared_experts(model, count, key)
+    except ValueError as error:
+        raise BadInput(str(error)) from None
 
 
 def _job(
@@ -99,6 +123,7 @@ def _job(
     gpus: int,
     hardware: str,
     workers: int,
+    expert_parallel: int,
 ) -> str:
     from vescale_ray.models.hf import open_folder
     from vescale_ray.planner.hardware import HARDWARE
@@ -119,7 +144,7 @@ def _job(
     data = {"corpus": paths[0] if len(paths) == 1 else paths, **({"column": column} if column else {}), "seq_len": length}
     compute = "  param_dtype: bfloat16\n  activation_checkpointing: full\n  device: cuda" if gpus else "  device: cpu"
     return _TEMPLATE.format(
-        title=_title(folder, lora, gpus, hardware, length),
+        title=_title(folder, lora, gpus, hardware, length, expert_parallel),
         file=file,
         run=_flow({"name": name, "dir": "runs", "seed": 0}),
         on_cluster="   # on a cluster: a dir that all nodes share" if gpus else "",
@@ -129,6 +154,7 @@ def _job(
         slot_batch=1 if gpus else 4,
         lr="2.0e-4" if lora else "3.0e-3" if folder is None else "1.0e-5" if folder.has_weights else "3.0e-4",
         compute=compute,
+        experts=f"\n  expert_parallel: {expert_parallel}" if expert_parallel > 1 else "",
         workers=workers,
         ray="{cpus_per_worker: 8, gpus_per_worker: 1}" if gpus else "{cpus_per_worker: 0.5}",
     )
@@ -139,7 +165,7 @@ def _flow(value: dict[str, Any]) -> str:
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).strip()
 
 
-def _title(folder: HfFolder | None, lora: bool, gpus: int, hardware: str, length: int) -> str:
+def _title(folder: HfFolder | None, lora: bool, gpus: int, hardware: str, length: int, expert_parallel: int) -> str:
     """Return the file's first line: the model, and on GPUs the memory that the plan counts.
 
     Raises:
@@ -153,7 +179,8 @@ def _title(folder: HfFolder | None, lora: bool, gpus: int, hardware: str, length
     if folder is None or lora:
         return f"{what}, on {gpus} GPUs."
     try:
-        choice = choose(str(folder.path / "config.json"), gpus, hardware=hardware, groups=(gpus,), tokens=length)
+        path = str(folder.path / "config.json")
+        choice = choose(path, gpus, hardware=hardware, groups=(gpus,), tokens=length, expert_parallel=expert_parallel)
     except BadInput as error:
         return f"{what}, on {gpus} GPUs. Its memory is not known ({error})."
     if choice.best is None:

@@ -31,6 +31,9 @@ from vescale_ray.errors import BadInput
 @click.option("--blocks", type=int, default=None, metavar="ROWS", help="Rows that no shard boundary separates; 0: whole matrices.")
 @click.option("--blocks-on", default="matrices", show_default=True, help="matrices or experts.")
 @click.option("--experts", default="fused", show_default=True, help="fused (stacks [E, n, m]) or separate.")
+@click.option(
+    "--expert-parallel", type=int, default=1, show_default=True, metavar="N", help="Neighbouring ranks that share the experts of a layer."
+)
 @click.option("--strided", is_flag=True, help="The model tolerates experts that are strided views.")
 @click.option("--tokens", type=int, default=8192, show_default=True, help="Tokens per device and micro-batch.")
 @click.option("--keep-activations", is_flag=True, help="No recomputation in backward.")
@@ -49,6 +52,7 @@ def plan(
     blocks: int | None,
     blocks_on: str,
     experts: str,
+    expert_parallel: int,
     strided: bool,
     tokens: int,
     keep_activations: bool,
@@ -77,6 +81,7 @@ def plan(
         rows=blocks,
         blocks_on=blocks_on,
         experts=experts,
+        expert_parallel=expert_parallel,
         strided=strided,
         tokens=tokens,
         recompute=not keep_activations,

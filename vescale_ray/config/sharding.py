@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from vescale_ray.geometry import ExpertShares
 
 if TYPE_CHECKING:
     from vescale_ray.config.sections import ShardingSettings
@@ -50,4 +51,4 @@ def grid_of(sharding: ShardingSettings | None, experts: int, workers: int) -> Ra
         replicas, shards = workers // sharding.shard_group, sharding.shard_group
     else:
         replicas, shards = 1, workers if sharding is not None or workers < experts else workers // experts * experts
-    return RankGrid(replicas, shards, max(1, math.gcd(shards, experts)))
+    return RankGrid(replicas, shards, ExpertShares.of(shards, experts).parts)

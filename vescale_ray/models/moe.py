@@ -166,6 +166,9 @@ class Experts(nn.Module):
     columns of ``gate_up_proj``.
     """
 
+    takes_rows_by_expert = True
+    """Mark of modules with such stacks and this ``forward``, whose experts ranks can share."""
+
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         e, dim, ffn = config.experts, config.dim, config.ffn

@@ -11,8 +11,8 @@ all orders, and ``bounds`` proves lower bounds; ``buffers`` divides tensors amon
 and process gets the same layout.
 
 ``models/``: ``shapes`` and ``architectures`` describe a model's tensors. ``units`` plans a unit's buffers, with levers against padding;
-``advice`` picks the lever. ``cost`` predicts memory and time on the ``hardware``, and ``choose`` picks the sharding. ``request`` and
-``choice_report`` serve the command line. Imports torch, ``errors`` and ``geometry`` only.
+``advice`` picks the lever. ``cost`` predicts memory, ``step_time`` time on the ``hardware``, and ``choose`` picks the sharding. ``request``
+and ``choice_report`` serve the command line. Imports torch, ``errors`` and ``geometry`` only.
 """
 
 from vescale_ray.planner.choose import Choice, Option, choose_sharding

@@ -29,6 +29,7 @@ def as_text(choice: Choice, width: int = 140) -> str:
         f"{model.name}: {model.numel:,} parameters, {model.active:,} active; {choice.devices} x {choice.hardware.name}, "
         f"{gib(room)} usable of {gib(choice.hardware.memory)}; {policy.optimizer}, {policy.tokens} tokens per device, "
         f"blocks: {policy.block_options[0]}" + (f", FP8 codes in tiles: {policy.quantize}" if policy.quantize is not None else "")
+        + (f", {policy.expert_parallel} ranks share the experts" if policy.expert_parallel > 1 else "")
     )
     console.print(f"figures: {model.source}; times are estimates", style=None)
     table = Table("", "sharding", "padding", "memory", "step", "exposed", "sent", "why", box=None, pad_edge=False)
@@ -55,7 +56,8 @@ def as_text(choice: Choice, width: int = 140) -> str:
             plan = u.plan
             gap = "met" if plan.shard_numel <= plan.bound else f"{plan.shard_numel / max(plan.bound, 1) - 1:.2%} above"
             units.add_row(
-                f"{plan.name}" + (" in FP8" if u.coded is not None else "") + (f" x {plan.lever.layers}" if plan.lever.layers > 1 else ""),
+                f"{plan.name}" + (f", 1 of {u.shares.parts} parts over {u.group} ranks" if u.shares.parts > 1 else "")
+                + (" in FP8" if u.coded is not None else "") + (f" x {plan.lever.layers}" if plan.lever.layers > 1 else ""),
                 str(u.count), f"{plan.tensor_numel:,}", f"{plan.shard_numel:,}", f"{plan.padding_ratio:.3%}", gap, _cuts(plan.buffers),
             )  # fmt: skip
         console.print()
@@ -85,6 +87,7 @@ def as_json(choice: Choice) -> dict[str, Any]:
         "hardware": choice.hardware.name,
         "memory_bytes": choice.hardware.memory,
         "optimizer": choice.policy.optimizer,
+        "expert_parallel": choice.policy.expert_parallel,
         "quantize": str(choice.policy.quantize) if choice.policy.quantize is not None else None,
         "blocks": [str(rule) for rule in choice.policy.block_options],
         "fits": choice.best is not None,
@@ -116,6 +119,8 @@ def _option(option: Option) -> dict[str, Any]:
                 "count": u.count,
                 "layers": u.plan.lever.layers,
                 "fp8": u.coded is not None,
+                "ranks": u.group,
+                "parts": u.shares.parts,
                 "parameters": u.plan.tensor_numel,
                 "shard_numel": u.plan.shard_numel,
                 "lower_bound": u.plan.bound,

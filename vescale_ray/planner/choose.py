@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from vescale_ray.errors import BadInput
 from vescale_ray.planner.advice import advise
-from vescale_ray.planner.cost import Memory, ModelPlan, Policy, Time, plan_model, predict_memory, predict_time
+from vescale_ray.planner.cost import Memory, ModelPlan, Policy, check_experts, plan_model, predict_memory
 from vescale_ray.planner.hardware import HARDWARE, Hardware
 from vescale_ray.planner.models.model_shapes import model_shapes
 from vescale_ray.planner.models.shapes import ModelShapes
 from vescale_ray.planner.step_buffers import check_staging
+from vescale_ray.planner.step_time import Time, predict_time
 from vescale_ray.planner.units import GOAL, Blocks, Lever
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def choose_sharding(
     """Pick the shard group size, HSDP replication, layers per unit and buffers by cost, and say why the others lose.
 
     Every option is planned in full: padding, memory and bytes come from real layouts. Times are estimates
-    (:mod:`vescale_ray.planner.cost`).
+    (:mod:`vescale_ray.planner.step_time`).
 
     Args:
         model: a model as for :func:`vescale_ray.planner.models.model_shapes.model_shapes`, or its result.
@@ -90,8 +91,8 @@ def choose_sharding(
         groups: the group sizes to try; by default at most about a dozen.
 
     Raises:
-        BadInput: there are no devices, the hardware is unknown, a group does not divide the devices, or the largest group's chunks do
-            not fit the staging buffers; one line.
+        BadInput: there are no devices, the hardware is unknown, a group does not divide the devices, the largest group's chunks do
+            not fit the staging buffers, or the ranks cannot share the model's experts; one line.
     """
     shapes = model if isinstance(model, ModelShapes) else model_shapes(model)
     if num_devices < 1:
@@ -103,7 +104,10 @@ def choose_sharding(
     for group in groups or ():
         if group < 1 or num_devices % group:
             raise BadInput(f"a shard group of {group} does not divide {num_devices} devices: use a divisor")
-    sizes = sorted(groups) if groups else _group_sizes(num_devices, hardware.node)
+    if policy.expert_parallel > 1:
+        for ranks in groups or (num_devices,):
+            check_experts(shapes, ranks, policy.expert_parallel)
+    sizes = sorted(groups) if groups else _group_sizes(num_devices, hardware.node, policy.expert_parallel)
     if policy.staging is not None:
         check_staging(policy.staging, sizes[-1])
 
@@ -111,19 +115,20 @@ def choose_sharding(
     for blocks, group in itertools.product(policy.block_options, sizes):
         stacked = any(len(p.shape) >= 3 and blocks.applies(p) for u in shapes.units for p in u.params)
         for lever in _levers(policy, shapes, stacked=stacked, constrained=blocks.any):
-            plan = plan_model(shapes, group, blocks, lever, dtype=policy.compute_dtype, codes=policy.codes)
+            dtype, shared = policy.compute_dtype, policy.expert_parallel
+            plan = plan_model(shapes, group, blocks, lever, dtype=dtype, codes=policy.codes, expert_parallel=shared)
             memory = predict_memory(plan, policy)
             time = predict_time(plan, policy, hardware, num_devices // group)
             options.append(Option(group, num_devices // group, blocks, lever, plan, memory, time, policy.block_options[0], ""))
     return _judge(shapes, num_devices, hardware, policy, options)
 
 
-def _group_sizes(devices: int, node: int) -> list[int]:
-    """Return the sizes of shard groups to try: divisors of ``devices`` that fill at least one node.
+def _group_sizes(devices: int, node: int, multiple: int = 1) -> list[int]:
+    """Return the sizes of shard groups to try: divisors of ``devices`` that fill at least one node, and multiples of ``multiple``.
 
     If there are more than 12, about 12 stay: powers of two, and large fractions of the devices.
     """
-    divisors = [d for d in range(1, min(devices, 1 << 20) + 1) if devices % d == 0]
+    divisors = [d for d in range(1, min(devices, 1 << 20) + 1) if devices % d == d % multiple == 0]
     large = [d for d in divisors if d >= min(node, devices)]
     if len(large) > 12:
         power = [d for d in large if d & (d - 1) == 0 or devices // d in (1, 2, 3, 4)]
@@ -136,7 +141,7 @@ def _levers(policy: Policy, shapes: ModelShapes, *, stacked: bool, constrained: 
     most = max((u.count for u in shapes.units), default=1)
     crowded = max((len(u.params) for u in shapes.units if u.count > 1), default=1)
     for layers in (1, 2, 4):
-        if layers > min(policy.most_layers, most) or (layers > 1 and crowded * layers > 2000):
+        if layers > min(policy.layers, most) or (layers > 1 and crowded * layers > 2000):
             continue
         levers.append(Lever(layers))
         if constrained:
@@ -184,6 +189,7 @@ def _complexity(lever: Lever) -> tuple[int, bool, bool]:
 
 def _notes(best: Option | None, options: list[Option], room: int, policy: Policy) -> tuple[str, ...]:
     if best is None:
+        others = "tensor or expert parallelism" if policy.expert_parallel == 1 else "tensor parallelism"
         least = min(options, key=lambda o: o.memory.total)
         missing = least.memory.total - room
         kinds = least.memory.by_kind()
@@ -193,15 +199,15 @@ def _notes(best: Option | None, options: list[Option], room: int, policy: Policy
             first = "fewer tokens per device" if policy.recompute else "recompute activations"
         return (
             f"nothing fits: the least is {_gib(least.memory.total)} with {least}, {_gib(missing)} too much, mostly "
-            f"{_largest(least.memory)}; {first}, more devices, tensor or expert parallelism, or an optimizer with smaller states",
+            f"{_largest(least.memory)}; {first}, more devices, {others}, or an optimizer with smaller states",
         )
     notes = [note for unit in best.plan.units for note in unit.plan.notes]
     for unit in best.plan.units:
-        small = unit.plan.numel * unit.count < 0.05 * best.plan.shard_numel * best.group
+        small = unit.plan.shard_numel * unit.count < 0.05 * best.plan.shard_numel
         if unit.coded is not None or unit.plan.padding_ratio < GOAL or small:
             continue
         advice = advise(
-            unit.unit, best.group, best.blocks, dtype=policy.compute_dtype, most_layers=policy.most_layers, strided=policy.strided
+            unit.unit, unit.group, best.blocks, dtype=policy.compute_dtype, most_layers=policy.layers, strided=policy.strided
         )
         ways = advice.remedies or (f"{advice.best.padding_ratio:.1%} with {advice.best.lever}",)
         notes.append(f"{unit.plan.name}: {unit.plan.padding_ratio:.1%} of padding; {'; or '.join(ways)}")
@@ -219,6 +225,7 @@ def _cause(time: Time, best: Time) -> str:
         "gathering parameters": time.gather - best.gather,
         "reducing gradients": time.reduce - best.reduce,
         "summing gradients over the replicas": time.replicate - best.replicate,
+        "exchanging rows of experts": time.exchange - best.exchange,
         "the optimizer's update": time.update - best.update,
     }
     return max(grown, key=lambda part: grown[part])

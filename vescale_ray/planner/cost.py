@@ -1,13 +1,13 @@
-"""Cost of a sharding: memory on each rank by kind, bytes sent and time of a step.
+"""Cost of a sharding: memory on each rank by kind. :mod:`vescale_ray.planner.step_time` has bytes sent and time.
 
 The memory of the engine's own tensors is exact: a test compares it with running ranks. The note at the head of
-``vescale_ray/fsdp/__init__.py`` lists these tensors. Activations and times are estimates from the formulas below.
+``vescale_ray/fsdp/__init__.py`` lists these tensors. Activations are an estimate from the formula below.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
@@ -15,9 +15,8 @@ from typing import Literal
 import torch
 
 from vescale_ray.errors import BadInput
-from vescale_ray.geometry import Block
+from vescale_ray.geometry import Block, ExpertShares
 from vescale_ray.planner.codes import Codes
-from vescale_ray.planner.hardware import Hardware, collective_time
 from vescale_ray.planner.models.shapes import ModelShapes, UnitShape
 from vescale_ray.planner.step_buffers import (
     HOST_MAPPED_BYTES,
@@ -26,7 +25,6 @@ from vescale_ray.planner.step_buffers import (
     check_staging,
     device_buffers,
     host_buffers,
-    reduction_calls,
 )
 from vescale_ray.planner.units import Blocks, Lever, UnitPlan, plan_coded, plan_unit
 
@@ -50,6 +48,8 @@ class Policy:
         strided: the model tolerates experts that are strided views.
         most_layers: the most layers per unit.
         reserve: fraction of the device's memory that is left free (context, fragmentation, communication library).
+        expert_parallel: neighbouring ranks that share the experts of a layer (``train.expert_parallel``). Experts are then units of their
+            own, inside those of their layers, so that a unit has one layer.
     """
 
     optimizer: Optimizer = "adamw"
@@ -65,6 +65,7 @@ class Policy:
     reserve: float = 0.1
     quantize: Block | None = None
     scale_bytes: int = 4
+    expert_parallel: int = 1
 
     def __post_init__(self) -> None:
         if self.compute_dtype.itemsize == 1:
@@ -77,6 +78,13 @@ class Policy:
             raise BadInput(f"{self.tokens} tokens per device: give at least 1")
         if self.staging is not None:
             check_staging(self.staging, 1)
+        if self.expert_parallel < 1:
+            raise BadInput(f"expert parallelism over {self.expert_parallel} ranks: give at least 1")
+
+    @property
+    def layers(self) -> int:
+        """The most layers per unit that the plan may have."""
+        return self.most_layers if self.expert_parallel == 1 else 1
 
     @property
     def codes(self) -> Codes | None:
@@ -99,7 +107,8 @@ class Policy:
 class PlannedUnit:
     """``count`` consecutive units with the same plan.
 
-    ``resident``: the unit stays gathered from its forward to its backward, as the engine does with the root.
+    ``resident``: the unit stays gathered from its forward to its backward, as the engine does with the root. ``unit``: if ranks share the
+    unit's experts, the tensors of one part.
     """
 
     plan: UnitPlan
@@ -109,6 +118,20 @@ class PlannedUnit:
     trainable: bool
     coded: Codes | None = None
     """Format in which the unit is gathered; None: the compute dtype."""
+    shares: ExpertShares = ExpertShares(1)
+    """Division of the unit among all ranks of the shard group. It has several parts if it holds experts that ranks share."""
+    inside: bool = False
+    """Whether the unit is inside the one before it, and computes while that is gathered."""
+
+    @property
+    def group(self) -> int:
+        """Number of ranks over which the unit is sharded."""
+        return self.shares.holders
+
+    @property
+    def all_experts_numel(self) -> int:
+        """Elements of the tensors, those of all parts."""
+        return self.plan.tensor_numel * self.shares.parts
 
     @cached_property
     def _coded_bytes(self) -> tuple[int, ...]:
@@ -132,8 +155,8 @@ class ModelPlan:
     @property
     def padding_ratio(self) -> float:
         """Padding of the whole model as a fraction of its parameters."""
-        total = sum(u.plan.tensor_numel * u.count for u in self.units)
-        return sum((u.plan.numel - u.plan.tensor_numel) * u.count for u in self.units) / total if total else 0.0
+        total = sum(u.all_experts_numel * u.count for u in self.units)
+        return sum(u.plan.numel * u.shares.parts * u.count for u in self.units) / total - 1 if total else 0.0
 
     @property
     def shard_numel(self) -> int:
@@ -148,13 +171,20 @@ def plan_model(
     *,
     dtype: torch.dtype = torch.bfloat16,
     codes: Codes | None = None,
+    expert_parallel: int = 1,
 ) -> ModelPlan:
     """Plan every unit over ``group`` ranks, ``lever.layers`` layers at a time; the remaining layers form a smaller unit.
 
     Frozen and trainable parameters of a unit form separate groups, and so do those that are gathered as FP8 ``codes``, as in the engine.
+    With ``expert_parallel``, experts are units of their own, in equal parts over that many ranks.
+
+    Raises:
+        BadInput: the model has no stacks of experts, or ``expert_parallel`` does not divide them, or the group.
     """
+    if expert_parallel > 1:
+        check_experts(model, group, expert_parallel)
     units: list[PlannedUnit] = []
-    for unit in model.units:
+    for unit, shares, inside in _with_shared_experts(model, ExpertShares(group, expert_parallel)):
         for trainable, coded in itertools.product((True, False), (True, False)):
             params = tuple(p for p in unit.params if p.trainable == trainable and (codes is not None and p.quantizable) == coded)
             if not params:
@@ -165,11 +195,40 @@ def plan_model(
                 if not size or not count:
                     continue
                 if coded and codes is not None:
-                    plan = plan_coded(part, group, blocks, codes.tile, size)
+                    plan = plan_coded(part, shares.holders, blocks, codes.tile, size)
                 else:
-                    plan = plan_unit(part, group, blocks, dtype=dtype, lever=replace(lever, layers=size))
-                units.append(PlannedUnit(plan, part, count, unit.resident, trainable, codes if coded else None))
+                    plan = plan_unit(part, shares.holders, blocks, dtype=dtype, lever=replace(lever, layers=size))
+                units.append(PlannedUnit(plan, part, count, unit.resident, trainable, codes if coded else None, shares, inside))
     return ModelPlan(model, group, blocks, lever, tuple(units))
+
+
+def check_experts(model: ModelShapes, ranks: int, parts: int) -> None:
+    """Raise BadInput if ``parts`` of ``ranks`` ranks cannot share the experts of ``model``."""
+    what = f"expert parallelism over {parts} ranks"
+    experts = [p for u in model.units for p in u.params if p.kind == "expert" or p.stack]
+    if not experts:
+        raise BadInput(f"{what}: {model.name} has no experts; leave it out")
+    for p in experts:
+        if not p.stack:
+            raise BadInput(f"{what}: the experts of {model.name} are no stacks ({p.name}); plan fused experts")
+        if p.shape[0] % parts:
+            raise BadInput(f"{what}: it does not divide the {p.shape[0]} experts of a layer ({p.name}); use a number that does")
+    if ranks % parts:
+        raise BadInput(f"{what}: {ranks} ranks are no multiple of {parts}; use {ranks // parts * parts or parts} or another multiple")
+
+
+def _with_shared_experts(model: ModelShapes, shares: ExpertShares) -> Iterator[tuple[UnitShape, ExpertShares, bool]]:
+    """Yield the units, each with its division among the ranks, and whether it is inside the unit before it. If ranks share experts, the
+    stacks of each layer are a unit of their own."""
+    whole = ExpertShares(shares.ranks)
+    for unit in model.units:
+        stacks = tuple(p for p in unit.params if p.stack) if shares.parts > 1 else ()
+        rest = replace(unit, params=tuple(p for p in unit.params if p not in stacks))
+        if rest.params:
+            yield rest, whole, False
+        if stacks:
+            part = tuple(replace(p, shape=shares.shape_of_part(p.shape)) for p in stacks)
+            yield replace(unit, name=f"{unit.name}: experts", params=part, resident=False), shares, bool(rest.params) and not unit.resident
 
 
 @dataclass(frozen=True)
@@ -199,7 +258,7 @@ def predict_memory(plan: ModelPlan, policy: Policy, *, backend: str = "nccl", ra
         backend: ``"gloo"`` for ranks on the CPU, whose buffer pool differs (:mod:`vescale_ray.planner.step_buffers`).
     """
     master = policy.master_dtype.itemsize
-    buffers = [(u, layout, layout.kept(rank)) for u in plan.units for layout in u.plan.buffers]
+    buffers = [(u, layout, layout.kept(u.shares.position_of(rank))) for u in plan.units for layout in u.plan.buffers]
     kept = sum(k.numel * u.count for u, _, k in buffers)
     trained = sum(k.numel * u.count for u, _, k in buffers if u.trainable)
     gathered, gradients = _buffers(plan, policy, backend, rank)
@@ -214,19 +273,19 @@ def predict_memory(plan: ModelPlan, policy: Policy, *, backend: str = "nccl", ra
     )
 
 
-def _together(plan: ModelPlan) -> list[list[PlannedUnit]]:
-    """Return the groups of each unit in order of use. They are gathered in one call, and reduced in one call."""
+def layers_of(plan: ModelPlan) -> list[list[list[PlannedUnit]]]:
+    """Return the units in order of use, each with those inside it. A unit is the list of its groups, which are gathered in one call, and
+    reduced in one call."""
     units: dict[tuple[str, int, bool], list[PlannedUnit]] = {}
     for u in plan.units:
         units.setdefault((u.plan.name, u.plan.lever.layers, u.resident), []).append(u)
-    return list(units.values())
-
-
-def _units(plan: ModelPlan) -> tuple[list[list[PlannedUnit]], list[PlannedUnit]]:
-    """Return the groups of each unit in order of use (at most three units of one plan), and the groups of the root."""
-    passing = [groups for groups in _together(plan) if not groups[0].resident]
-    in_order = [groups for groups in passing for _ in range(min(groups[0].count, 3))]
-    return in_order, [u for u in plan.units if u.resident]
+    layers: list[list[list[PlannedUnit]]] = []
+    for groups in units.values():
+        if groups[0].inside:
+            layers[-1].append(groups)
+        else:
+            layers.append([groups])
+    return layers
 
 
 def _buffers(plan: ModelPlan, policy: Policy, backend: str, rank: int) -> tuple[int, int]:
@@ -236,27 +295,28 @@ def _buffers(plan: ModelPlan, policy: Policy, backend: str, rank: int) -> tuple[
         cast, wide = policy.compute_dtype.itemsize, policy.reduce_dtype.itemsize
         arrives = arrival_dtype(policy.compute_dtype, policy.reduce_dtype).itemsize
         uncast = policy.compute_dtype == policy.master_dtype
-        alone = plan.group == 1  # gradients are then written into their shard, and parameters that are not cast are views of it
         found = []
         for unit, layout in ((u, layout) for u in groups for layout in u.plan.buffers):
-            if alone and uncast and unit.coded is None and layout.kept(rank).in_place:
+            alone, kept = unit.group == 1, layout.kept(unit.shares.position_of(rank))
+            # A rank alone writes gradients into their shard, and computes with views of it if it does not cast.
+            if alone and uncast and unit.coded is None and kept.in_place:
                 continue
             gathered = layout.numel * cast
             # On gloo, a shard without cast or gaps lives in the gathered buffer, unless that buffer is small.
-            home = uncast and unit.coded is None and gathered >= HOST_MAPPED_BYTES and layout.kept(rank).in_place
+            home = uncast and unit.coded is None and gathered >= HOST_MAPPED_BYTES and kept.in_place
             trained = layout.numel * (unit.trainable and not alone)
             widened = trained * wide * (arrives != wide)
-            found.append(Travel(gathered, trained * arrives, layout.shard_numel * cast * home, widened, policy.staging))
+            stays = layout.shard_numel * cast * home
+            received = 0 if alone or unit.coded is None else unit.coded.part_bytes(layout) * unit.group
+            found.append(Travel(gathered, trained * arrives, stays, widened, policy.staging, unit.group, received))
         return found
 
-    units, root = _units(plan)
-    if backend == "gloo":
-        gathered, gradients = host_buffers([travels(groups) for groups in units], travels(root), plan.group)
-    else:
-        gathered, gradients = device_buffers([travels(groups) for groups in units], travels(root))
-    # Codes are received apart, until the unit waits for them and before the next unit is gathered.
-    received = max(sum(sum(u.part_bytes(policy.compute_dtype)) for u in groups if u.coded is not None) for groups in [*units, root])
-    return gathered + received * plan.group * (plan.group > 1), gradients
+    # At most three units of one plan.
+    passing = ([layer] * min(layer[0][0].count, 3) for layer in layers_of(plan) if not layer[0][0].resident)
+    units = [groups for same in passing for layer in same for groups in layer]
+    root = [u for u in plan.units if u.resident]
+    buffers = host_buffers if backend == "gloo" else device_buffers
+    return buffers([travels(groups) for groups in units], travels(root), [groups[0].inside for groups in units])
 
 
 def _optimizer_bytes(plan: ModelPlan, policy: Policy, rank: int) -> int:
@@ -268,7 +328,7 @@ def _optimizer_bytes(plan: ModelPlan, policy: Policy, rank: int) -> int:
         kinds = {p.name: p.kind for p in u.unit.params}
         for layout in u.plan.buffers:
             for spec in layout.specs:
-                start, end = layout.tensor_range(spec.name, rank)
+                start, end = layout.tensor_range(spec.name, u.shares.position_of(rank))
                 name = spec.name.split(".", 1)[1] if u.plan.lever.layers > 1 else spec.name
                 total += (end - start) * u.count * _state_bytes(policy.optimizer, kinds[name])
     return round(total)
@@ -299,83 +359,3 @@ def activation_bytes(model: ModelShapes, policy: Policy, layers_per_unit: int = 
     full = 34 * policy.tokens * model.hidden * widening
     kept = 2 * policy.tokens * model.hidden * model.layers + full if policy.recompute else full * model.layers
     return round(kept + 6 * policy.tokens * model.vocab)
-
-
-@dataclass(frozen=True)
-class Time:
-    """Seconds of a step on one rank, and the bytes that the rank sends."""
-
-    compute: float
-    gather: float
-    reduce: float
-    replicate: float
-    """All-reduce of gradient shards over the replicas (HSDP)."""
-    update: float
-    """The optimizer step: reads and writes of memory. Muon communicates, too, unless the layout keeps each matrix on one rank."""
-    exposed: float
-    """Communication that no computation hides."""
-    sent: int
-
-    @property
-    def step(self) -> float:
-        return self.compute + self.exposed + self.update
-
-
-def _has_experts(unit: UnitShape) -> bool:
-    return any(p.kind == "expert" for p in unit.params)
-
-
-def predict_time(plan: ModelPlan, policy: Policy, hardware: Hardware, replicas: int = 1) -> Time:
-    """Estimate the time of a step of one micro-batch.
-
-    A matrix product costs 2 operations per active parameter and token in forward, 4 in backward, and 2 more if it is recomputed. A
-    unit's part is its share of the active parameters; the embedding is a lookup and costs nothing. Parameters are gathered for forward
-    and again for backward, while the unit before computes. Gradients are reduced while the next unit of the backward computes. A
-    unit's communication that its computation does not hide is exposed. The first gather and the last reduction are exposed, too.
-    """
-    compute = gather = reduce = replicate = exposed = 0.0
-    sent = 0
-    idle = plan.model.numel - plan.model.active
-    experts = max(1, sum(u.plan.tensor_numel * u.count for u in plan.units if _has_experts(u.unit)))
-    rate = hardware.flops * hardware.efficiency
-    wide, stride = policy.reduce_dtype.itemsize, min(plan.group, hardware.node)
-    first = last = None
-    for index, groups in enumerate(_together(plan)):
-        count, resident, trained = groups[0].count, groups[0].resident, [u for u in groups if u.trainable]
-        lookup = not index and all(p.kind == "embedding" for u in groups for p in u.unit.params)
-        forward = backward = 0.0
-        for u in groups:
-            own = u.plan.tensor_numel - (round(idle * u.plan.tensor_numel / experts) if _has_experts(u.unit) else 0)
-            product = 0.0 if lookup else 2 * own * policy.tokens / rate
-            forward += product
-            backward += (2 if u.trainable else 1) * product + (product if policy.recompute else 0.0)
-        part = sum(sum(u.part_bytes(policy.compute_dtype)) for u in groups)
-        gathers = collective_time(part * plan.group, plan.group, hardware, rank_bytes=part)
-        sent += count * (1 if resident else 2) * part * (plan.group - 1)
-        reductions = across = 0.0
-        if trained:
-            part = sum(u.plan.shard_numel for u in trained) * wide
-            calls = reduction_calls(part * plan.group, policy.compute_dtype, policy.reduce_dtype, policy.staging)
-            reductions = calls * collective_time(part * plan.group / calls, plan.group, hardware, rank_bytes=part)
-            buffers = [b for u in trained for b in u.plan.buffers]
-            across = sum(2 * collective_time(b.shard_numel * wide, replicas, hardware, stride=stride) for b in buffers)
-            sent += count * (part * (plan.group - 1) + 2 * part * (replicas - 1) // replicas)
-        again = 0.0 if resident else gathers
-        compute += count * (forward + backward)
-        gather += count * (gathers + again)
-        reduce += count * reductions
-        replicate += count * across
-        exposed += count * (max(0.0, gathers - forward) + max(0.0, again + reductions + across - backward))
-        first = gathers if first is None else first
-        last = last if last is not None else reductions + across
-    exposed = min(exposed + (first or 0.0) + (last or 0.0), gather + reduce + replicate)
-    # The update reads and writes master, gradients and states once.
-    memory = predict_memory(plan, policy)
-    update = 2 * (memory.master + memory.optimizer + memory.gradients // 2) / hardware.memory_bandwidth
-    if policy.optimizer == "muon" and plan.blocks.rows != 0:
-        # One exchange sends momentum to the matrix's root rank and another returns the update, both in BF16.
-        matrices = sum(u.unit.numel * u.plan.lever.layers * u.count for u in plan.units if any(p.kind == "matrix" for p in u.unit.params))
-        part = 2 * matrices // plan.group * (plan.group - 1) // plan.group
-        update += 2 * collective_time(part * plan.group, plan.group, hardware) / max(1, min(plan.group, hardware.node))
-        sent += 2 * part
-    return Time(compute, gather, reduce, replicate, update, exposed, sent)

@@ -69,3 +69,13 @@ def collective_time(size: float, group: int, hardware: Hardware, *, rank_bytes: 
     latency = hardware.latency[0] * math.log2(inside) + hardware.latency[1] * math.log2(max(nodes, 1))
     slow = MISALIGNED if rank_bytes is not None and rank_bytes % 16 else 1.0
     return latency + max(links, network) * slow
+
+
+def exchange_time(size: float, group: int, hardware: Hardware) -> float:
+    """Seconds of an all-to-all in which each of ``group`` neighbouring ranks sends ``size`` bytes in equal parts, one of them to itself."""
+    if group <= 1 or size <= 0:
+        return 0.0
+    inside = min(group, hardware.node)
+    links = size * (inside - 1) / group / (hardware.link * hardware.bus_efficiency)
+    network = size * (group - inside) / group / (hardware.network * hardware.bus_efficiency)
+    return hardware.latency[0] * math.log2(inside) + hardware.latency[1] * math.log2(-(-group // inside)) + max(links, network)

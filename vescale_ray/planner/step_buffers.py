@@ -4,7 +4,8 @@ On an accelerator, the buffers share memory of torch's allocator (:func:`device_
 of ``vescale_ray/fsdp/buffers/memory.py``. If several groups use buffers of one size, the pool keeps a released buffer for the next group,
 until the pass needs no further unit. If only one group uses a size, its buffer is freed.
 
-The next unit is gathered while one computes. On the CPU a unit's gradient buffers are filled and reduced before the next unit's are opened.
+The next unit is gathered while one computes. A unit stays gathered while a unit inside it computes. On the CPU a unit's gradient buffers
+are filled and reduced before the next unit's are opened.
 The root's gradient buffer stays open during the whole backward. With more than two ranks, the exchange that replaces gloo's missing
 reduce-scatter needs a second buffer of the same size. The groups of a unit are gathered together, and reduced together.
 """
@@ -12,8 +13,9 @@ reduce-scatter needs a second buffer of the same size. The groups of a unit are 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 
@@ -62,6 +64,8 @@ class Travel:
 
     ``stays``: the bytes of the gathered buffer that are never freed, because they hold the master shard itself. ``cast``: the bytes of the
     gradients in the reduce dtype if they arrive in another one, else 0. ``staging``: the user's choice of the bytes of a staging buffer.
+    ``ranks``: the ranks of the collectives. ``received``: the bytes of the parts if they are received apart from the gathered buffer (FP8
+    codes); they live until the unit waits for them, before the next unit is gathered.
     """
 
     gathered: int
@@ -69,12 +73,15 @@ class Travel:
     stays: int = 0
     cast: int = 0
     staging: int | None = None
+    ranks: int = 2
+    received: int = 0
 
     @property
     def moving(self) -> _Size:
         return _Size(self.gathered, self.stays)
 
-    def scratch(self, ranks: int) -> list[_Size]:
+    @property
+    def scratch(self) -> list[_Size]:
         """Return the gradient buffers: the one that is filled, and with more than two ranks one for the exchange.
 
         The exchange buffer leaves out the rank's own part if the parameters' buffer does, so that it can reuse its pages.
@@ -82,7 +89,7 @@ class Travel:
         if not self.gradient:
             return []
         exchange = _Size(self.gradient, self.stays if self.gradient == self.gathered else 0)
-        return [_Size(self.gradient), exchange][: 1 if ranks == 2 else 2]
+        return [_Size(self.gradient), exchange][: 1 if self.ranks == 2 else 2]
 
 
 @dataclass(frozen=True)
@@ -100,31 +107,71 @@ class _Size:
 Unit = Sequence[Travel]
 
 
-def host_buffers(units: Sequence[Unit], root: Unit, ranks: int) -> tuple[int, int]:
+def host_buffers(units: Sequence[Unit], root: Unit, depths: Sequence[int] = ()) -> tuple[int, int]:
     """Return the peak bytes of gathered parameters, and of gradient and exchange buffers, during a step.
 
     Args:
-        units: the units in order of use, without the root, which stays gathered from forward to backward.
+        units: the units in order of use, without the root, which stays gathered from forward to backward. A unit comes before those inside
+            it.
+        depths: for each unit, the number of ``units`` that it is inside of; by default none is inside another one.
     """
-    users = Counter(size for unit in [*units, root] for group in unit for size in {group.moving, *group.scratch(ranks)[:1]} if size.nbytes)
-    return _gathered(units, root, users), _gradients(units, root, users, ranks)
+    users = Counter(size for unit in [*units, root] for group in unit for size in {group.moving, *group.scratch[:1]} if size.nbytes)
+    # The pool keeps one buffer of each size that several groups receive parts in.
+    parts = Counter(group.received for unit in [*units, root] for group in unit)
+    own = max(sum(group.received for group in unit if parts[group.received] == 1) for unit in [*units, root])
+    received = own + sum(size for size, count in parts.items() if count > 1)
+    return _gathered(units, root, users, _Order.of(depths or [0] * len(units))) + received, _gradients(units, root, users)
 
 
-def device_buffers(units: Sequence[Unit], root: Unit) -> tuple[int, int]:
+def device_buffers(units: Sequence[Unit], root: Unit, depths: Sequence[int] = ()) -> tuple[int, int]:
     """Return the same bytes on an accelerator, at the peak of their sum.
 
     Either the computing unit and the next one are gathered, and one gradient buffer is filled. Or one unit is gathered, and one gradient
-    buffer is filled while another is reduced: the next unit is gathered into its memory.
+    buffer is filled while another is reduced: the next unit is gathered into its memory. The next unit is gathered before the gradients of
+    the units inside the computing one are reduced.
     """
     gathered = [sum(group.gathered for group in unit) for unit in units]
     trained = [sum(group.gradient for group in unit) for unit in units]
+    order = _Order.of(depths or [0] * len(units))
     moments = [(0, 0)]
-    for i, (parameters, gradients) in enumerate(zip(gathered, trained, strict=True)):
-        moments.append((parameters + (gathered[i - 1] if i else 0), gradients))
-        moments.append((parameters, gradients + (trained[i + 1] if i + 1 < len(units) else 0)))
+    for i, earlier in enumerate([*trained[1:], 0][: len(units)]):
+        following, early = order.after(i)
+        ahead = gathered[following] if following is not None else 0
+        parameters = sum(gathered[j] for j in order.around[i])
+        moments += [(parameters + ahead, trained[i]), (parameters + ahead * early, trained[i] + earlier)]
     parameters, gradients = max(moments, key=lambda moment: (sum(moment), moment[0]))
-    staging = max(_staging(unit) for unit in [*units, root])
-    return sum(group.gathered for group in root) + parameters, sum(group.gradient for group in root) + gradients + staging
+    staging, received = (max(of(unit) for unit in [*units, root]) for of in (_staging, _received))
+    return sum(group.gathered for group in root) + parameters + received, sum(group.gradient for group in root) + gradients + staging
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The order in which forward and backward enter the units.
+
+    ``around``: for each unit, the units that it is inside of, and itself. They are gathered while it computes.
+    """
+
+    around: Sequence[Sequence[int]]
+    backward: Sequence[int]
+
+    @classmethod
+    def of(cls, depths: Sequence[int]) -> _Order:
+        around: list[list[int]] = []
+        for i, depth in enumerate(depths):
+            around.append([*(around[-1][:depth] if depth else ()), i])
+        # The last unit comes first, but a unit before those inside it.
+        return cls(around, sorted(range(len(around)), key=lambda i: [-j for j in around[i]]))
+
+    def windows(self) -> Iterator[set[int]]:
+        """Yield the units that are gathered at a time, one after the other: those that compute, and the next one."""
+        for order in (range(len(self.around)), self.backward):
+            for i, following in zip_longest(order, order[1:]):
+                yield {*self.around[i]} | ({following} if following is not None else set())
+
+    def after(self, i: int) -> tuple[int | None, bool]:
+        """Return the unit that backward enters after ``i`` and the units inside it, and whether there are units inside."""
+        later = self.backward[self.backward.index(i) + 1 :]
+        return next((j for j in later if i not in self.around[j]), None), any(i in self.around[j] for j in later[:1])
 
 
 def _staging(unit: Unit) -> int:
@@ -132,6 +179,10 @@ def _staging(unit: Unit) -> int:
     cast = sum(group.cast for group in unit)
     each = max((staging_bytes(cast, group.staging) for group in unit), default=0)
     return cast if cast <= each else 2 * each
+
+
+def _received(unit: Unit) -> int:
+    return sum(group.received for group in unit)
 
 
 class _Held:
@@ -158,23 +209,22 @@ class _Held:
         return sum(size.nbytes * max(count, self.kept[size]) for size, count in (self.used | self.kept).items())
 
 
-def _gathered(units: Sequence[Unit], root: Unit, users: Counter[_Size]) -> int:
+def _gathered(units: Sequence[Unit], root: Unit, users: Counter[_Size], order: _Order) -> int:
     held = _Held(users, sum(group.moving.nbytes for group in root))
-    for order in (units, units[::-1]):
-        sizes = [[group.moving for group in unit] for unit in order]
-        for index, current in enumerate(sizes):
-            if not index:
-                held.take(current)
-            if index + 1 < len(sizes):
-                held.take(sizes[index + 1])
-            held.give(current)
+    sizes, now = [[group.moving for group in unit] for unit in units], set[int]()
+    for window in order.windows():
+        for i in now - window:
+            held.give(sizes[i])
+        for i in window - now:
+            held.take(sizes[i])
+        now = window
     return held.peak
 
 
-def _gradients(units: Sequence[Unit], root: Unit, users: Counter[_Size], ranks: int) -> int:
+def _gradients(units: Sequence[Unit], root: Unit, users: Counter[_Size]) -> int:
     held = _Held(users, sum(group.gradient for group in root))
     for unit in reversed(units):
-        scratch = [size for group in unit for size in group.scratch(ranks)]
+        scratch = [size for group in unit for size in group.scratch]
         held.take(scratch)
         held.give(scratch)
-    return max(held.peak, sum(size.nbytes for group in root for size in group.scratch(ranks)) + held.now)
+    return max(held.peak, sum(size.nbytes for group in root for size in group.scratch) + held.now)

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import accumulate, product, repeat
-from math import gcd, prod
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from vescale_ray.geometry import ExpertShares, Shape
 from vescale_ray.workers.resharding.rank_assignment import Overlap, even
 
 if TYPE_CHECKING:
@@ -83,16 +84,17 @@ def outline_of(trainer: Trainer) -> Outline | None:
             # A tensor that an earlier unit also holds moves with that unit.
             weights.update((param.name, sizes.pop(param.sharded, 0)) for param in group.params)
     # The engine plans one rank's part of a stack of experts.
+    stack = ExpertShares.of(trainer.grid.shards, most).shape_of_stack
     return Outline(
-        tuple(_stacked(bundle, times=trainer.grid.experts) if ranks > 1 else bundle for bundle, _, ranks in bundles.values()),
+        tuple(_with_shapes(bundle, stack) if ranks > 1 else bundle for bundle, _, ranks in bundles.values()),
         tuple(tuple(weights[spec.name] for spec in bundle.specs) for bundle, weights, _ in bundles.values()),
         tuple(ranks for *_, ranks in bundles.values()),
     )
 
 
-def _stacked(bundle: Bundle, *, times: int = 1, parts: int = 1) -> Bundle:
-    """The bundle with ``times`` as many experts in each stack, divided by ``parts``."""
-    return replace(bundle, specs=tuple(replace(one, shape=(one.shape[0] * times // parts, *one.shape[1:])) for one in bundle.specs))
+def _with_shapes(bundle: Bundle, shape: Callable[[Shape], Shape]) -> Bundle:
+    """The bundle with other shapes of its tensors."""
+    return replace(bundle, specs=tuple(replace(one, shape=shape(one.shape)) for one in bundle.specs))
 
 
 def packed(outline: Outline | None) -> bytes | None:
@@ -110,16 +112,16 @@ def parts_of(outline: Outline, world: int) -> Parts:
     owners: list[int] = []
     base = 0
     for bundle, most in zip(outline.bundles, outline.shared or repeat(1), strict=False):
-        parts = gcd(world, most)
-        own = _stacked(bundle, parts=parts) if parts > 1 else bundle
-        layouts = {spec.name: layout for layout in own.layouts(world // parts) for spec in layout.specs}
-        for spec, part in product(own.specs, range(parts)):
+        shares = ExpertShares.of(world, most)
+        own = _with_shapes(bundle, shares.shape_of_part) if shares.parts > 1 else bundle
+        layouts = {spec.name: layout for layout in own.layouts(shares.holders) for spec in layout.specs}
+        for spec, part in product(own.specs, range(shares.parts)):
             layout = layouts[spec.name]
             for rank in layout.ranks_of(spec.name):
                 start, end = layout.tensor_range(spec.name, rank)
                 if end > start:
                     starts.append(base + start)
-                    owners.append(rank * parts + part)
+                    owners.append(shares.rank_at(rank, part))
             base += prod(spec.shape)
     return Parts(np.array(starts, dtype=np.int64), np.array(owners, dtype=np.int64))
 

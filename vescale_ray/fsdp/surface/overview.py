@@ -175,8 +175,9 @@ def _memory(units: list[Unit], root: Unit | None, state_bytes: float | None) -> 
         reduced = group.grads.trainable_count and not group.grads.in_place
         start, end = group.gathered.stays
         arrives, wide = group.grads.buffer_dtype, group.reduce_dtype
-        cast = group.layout.numel * wide.itemsize if reduced and arrives != wide else 0
-        return Travel(group.gathered.nbytes, group.grads.buffer_bytes if reduced else 0, end - start, cast, group.grads.staging)
+        cast, sent = group.layout.numel * wide.itemsize if reduced and arrives != wide else 0, group.grads.buffer_bytes if reduced else 0
+        received = group.gathered.parts_bytes if group.gathered.wire.apart else 0
+        return Travel(group.gathered.nbytes, sent, end - start, cast, group.grads.staging, group.place.world, received)
 
     def travels(unit: Unit) -> list[Travel]:
         return [travel(group) for group in unit.groups if not group.in_place]
@@ -186,20 +187,17 @@ def _memory(units: list[Unit], root: Unit | None, state_bytes: float | None) -> 
             return True
         return unit is root if unit.options.reshard_after_forward is None else not unit.options.reshard_after_forward
 
-    passing = [travels(unit) for unit in units if not stays(unit)]
+    passing = [unit for unit in units if not stays(unit)]
     staying = [travel for unit in units if stays(unit) for travel in travels(unit)]
-    place = groups[0].place if groups else None
-    if place is not None and place.device.type == "cpu":
-        gathered, gradients = host_buffers(passing, staying, place.world)
-    else:
-        gathered, gradients = device_buffers(passing, staying)
-    # Parts that are received apart live until the unit waits for them, before the next unit is gathered.
-    received = max((sum(g.gathered.parts_bytes for g in u.groups if g.gathered.wire.apart) for u in units), default=0)
+    inside = [{id(module) for one in _modules(unit) for module in one.modules()} for unit in passing]
+    depths = [sum(id(_modules(unit)[0]) in modules for modules in inside) - 1 for unit in passing]
+    buffers = host_buffers if groups and groups[0].place.device.type == "cpu" else device_buffers
+    gathered, gradients = buffers([travels(unit) for unit in passing], staying, depths)
     trained = [g for g in groups if g.grads.trainable_count]
     return {
         "master": sum(g.division.kept.numel * g.orig_dtype.itemsize for g in groups if not g.offload),
         "codes": sum(_code_bytes(g) for g in groups if not g.offload),
-        "gathered": gathered + received,
+        "gathered": gathered,
         "gradients": sum(g.division.kept.numel * g.orig_dtype.itemsize for g in trained if not g.offload),
         "gradient_buffers": gradients,
         "optimizer": round(
@@ -211,6 +209,10 @@ def _memory(units: list[Unit], root: Unit | None, state_bytes: float | None) -> 
             )
         ),
     }
+
+
+def _modules(unit: Unit) -> list[nn.Module]:
+    return [module for ref in unit.modules if (module := ref()) is not None]
 
 
 def _code_bytes(group: ParameterGroup) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from vescale_ray.errors import BadInput
@@ -88,7 +89,7 @@ def published(name: str) -> ModelShapes:
         raise BadInput(f"model {name!r} is unknown: {hint} (or give the path of a config.json, or pkg.mod:factory)")
     source, config = PUBLISHED[key]
     shapes = from_config(config, key)
-    return ModelShapes(key, shapes.units, shapes.hidden, shapes.vocab, shapes.active, source)
+    return replace(shapes, name=key, source=source)
 
 
 class _Figures:
@@ -135,19 +136,19 @@ def from_config(config: dict[str, Any], where: str) -> ModelShapes:
         head.append(ParamShape("lm_head", (vocab, hidden), "embedding"))
     units.append(UnitShape("head", tuple(head)))
     total = sum(u.numel * u.count for u in units)
-    idle = 0
+    idle = top_k = 0
     if sparse:
-        experts = sum(p.numel for p in sparse if p.name.startswith("experts."))
-        routed = f("num_local_experts", "n_routed_experts", "num_experts")
-        idle = (layers - dense) * experts * (routed - f("num_experts_per_tok", "top_k_experts")) // routed
-    return ModelShapes(str(config.get("_name_or_path") or where), tuple(units), hidden, vocab, total - idle, where)
+        experts = sum(p.numel for p in sparse if p.stack)
+        routed, top_k = f("num_local_experts", "n_routed_experts", "num_experts"), f("num_experts_per_tok", "top_k_experts")
+        idle = (layers - dense) * experts * (routed - top_k) // routed
+    return ModelShapes(str(config.get("_name_or_path") or where), tuple(units), hidden, vocab, total - idle, where, top_k)
 
 
 Params = tuple[ParamShape, ...]
 
 
 def _p(name: str, *shape: int, kind: Kind | None = None) -> ParamShape:
-    return ParamShape(name, shape, kind or ("vector" if len(shape) < 2 else "matrix"))
+    return ParamShape(name, shape, kind or ("vector" if len(shape) < 2 else "matrix"), stack=name.startswith("experts."))
 
 
 def _attention(f: _Figures, *, bias: bool = False, out_bias: bool = False, qk_norm: bool = False) -> list[ParamShape]:
@@ -175,7 +176,7 @@ def _swiglu(prefix: str, hidden: int, width: int) -> list[ParamShape]:
 
 def _experts(count: int, hidden: int, width: int) -> list[ParamShape]:
     """Fused experts as in transformers: gate and up projections share one tensor, output dimension first."""
-    gate_up = ParamShape("experts.gate_up_proj", (count, 2 * width, hidden), "expert", matrices=2)
+    gate_up = ParamShape("experts.gate_up_proj", (count, 2 * width, hidden), "expert", matrices=2, stack=True)
     return [gate_up, _p("experts.down_proj", count, hidden, width, kind="expert")]
 
 
@@ -197,7 +198,7 @@ def _mixtral(f: _Figures, config: dict[str, Any]) -> tuple[Params, Params]:
 
 
 def _qwen3_moe(f: _Figures, config: dict[str, Any]) -> tuple[Params, Params]:
-    hidden, count = f("hidden_size"), f("num_experts")
+    hidden, count = f("hidden_size"), f("num_experts", "num_local_experts")  # transformers 5 writes the second name
     attention = _attention(f, qk_norm=True)
     return (), (*attention, _p("router", count, hidden), *_experts(count, hidden, f("moe_intermediate_size")), *_norms(hidden))
 

@@ -23,6 +23,14 @@ HEADS = frozenset({"head", "lm_head", "output", "unembed", "classifier", "score"
 """Usual names of a model's last projection."""
 
 
+def holds_experts(module: nn.Module) -> bool:
+    """Return whether ``module`` holds stacks of experts that ranks can share: ``vescale_ray.models.moe.Experts``, or fused experts of
+    transformers."""
+    # transformers' decorator of classes of fused experts sets ``_is_expert_parallel``.
+    of_transformers = hasattr(module, "_is_expert_parallel") and hasattr(module, "num_experts")
+    return of_transformers or bool(getattr(module, "takes_rows_by_expert", False))
+
+
 def is_head(name: str) -> bool:
     """Return whether a parameter's module has a head's name at the top of the model, or is a ``lm_head`` anywhere."""
     modules = name.split(".")[:-1]
@@ -36,6 +44,7 @@ class ParamShape:
     Attributes:
         kind: category for block policies and optimizers; experts are matrices that only some tokens use, and heads count as embeddings.
         matrices: number of matrices that one expert of this stack splits into along the second last dimension, if experts are separate.
+        stack: dimension 0 is the expert, and ranks can share the experts (:func:`holds_experts`).
     """
 
     name: str
@@ -43,6 +52,7 @@ class ParamShape:
     kind: Kind
     trainable: bool = True
     matrices: int = 1
+    stack: bool = False
 
     @property
     def numel(self) -> int:
@@ -82,6 +92,7 @@ class ModelShapes:
         hidden: width of the residual stream, for the estimate of activations; 0 if unknown.
         active: number of parameters that one token uses.
         source: origin of the figures.
+        top_k: experts of a layer that compute a token; 0 if unknown.
     """
 
     name: str
@@ -90,6 +101,7 @@ class ModelShapes:
     vocab: int
     active: int
     source: str
+    top_k: int = 0
 
     @property
     def numel(self) -> int:
@@ -135,15 +147,17 @@ def from_module(module: nn.Module, name: str) -> ModelShapes:
     embeddings |= {id(weight) for weight in linears[-1:] if len(weight) in rows}  # the head
     hidden = max((int(m.embedding_dim) for m in module.modules() if isinstance(m, nn.Embedding)), default=0)
     vocab = max((int(m.num_embeddings) for m in module.modules() if isinstance(m, nn.Embedding)), default=0)
+    stacks = {id(param) for one in module.modules() if holds_experts(one) for param in one.parameters()}
     for path, param in module.named_parameters():
         kind: Kind = "vector" if param.dim() < 2 or path.endswith("bias") else "expert" if param.dim() > 2 else "matrix"
         kind = "embedding" if id(param) in embeddings or (kind == "matrix" and is_head(path)) else kind
         owner = next((outer for outer in lists if path.startswith(outer + ".")), None)
+        shape = ParamShape(path, tuple(param.shape), kind, param.requires_grad, stack=id(param) in stacks)
         if owner is None:
-            root.append(ParamShape(path, tuple(param.shape), kind, param.requires_grad))
+            root.append(shape)
             continue
         index, _, rest = path[len(owner) + 1 :].partition(".")
-        inside.setdefault(f"{owner}.{index}", []).append(ParamShape(rest or index, tuple(param.shape), kind, param.requires_grad))
+        inside.setdefault(f"{owner}.{index}", []).append(replace(shape, name=rest or index))
     units: list[UnitShape] = []
     for unit, params in inside.items():
         if units and units[-1].params == tuple(params) and units[-1].name.rpartition(".")[0] == unit.rpartition(".")[0]:
@@ -154,4 +168,5 @@ def from_module(module: nn.Module, name: str) -> ModelShapes:
     if root:
         units.insert(0, UnitShape("root", tuple(root), resident=True))
     total = sum(u.numel * u.count for u in units)
-    return ModelShapes(name, tuple(units), hidden, vocab, total, "the module's parameters")
+    chosen = [top_k for m in module.modules() if isinstance(top_k := getattr(m, "top_k", None), int)] if stacks else []
+    return ModelShapes(name, tuple(units), hidden, vocab, total, "the module's parameters", max(chosen, default=0))
