@@ -70,10 +70,14 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 def _run_alone(config: RunConfig, device: torch.device, blank: Blank, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    from vescale_ray.expert_parallel import experts_of
     from vescale_ray.fsdp import fully_shard
 
-    set_forward(unit, config, blank.compiler)
-    fully_shard(unit, reshard_after_forward=config.train.reshard_after_forward, **sharding_of(config, init_device_mesh(device.type, (1,))))
+    sharding = sharding_of(config, init_device_mesh(device.type, (1,)))
+    experts = list(experts_of(unit).values()) if config.train.expert_parallel > 1 else []
+    set_forward(unit, config, blank.compiler, around=experts)
+    for module in dict.fromkeys((*experts, unit)):
+        fully_shard(module, reshard_after_forward=config.train.reshard_after_forward, **sharding)
     if any(tensor.is_meta for tensor in (*unit.parameters(), *unit.buffers())):
         unit.to_empty(device=device)
     with torch.no_grad():

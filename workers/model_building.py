@@ -292,7 +292,7 @@ def build_sharded(
     shared = {**sharding_of(config, meshes.ranks), "block_policy": routing.block_policy, "quantize_policy": blank.quantize}
     units = select_units(model, config.model.units)
     for unit in units:
-        set_forward(unit, config, blank.compiler)
+        set_forward(unit, config, blank.compiler, around=[module for module in unit.modules() if module in experts])
     # Experts are units of their own even if the ranks are too few to share them, so that the layouts differ in the ranks alone.
     for unit in experts:
         over = {**shared, "mesh": meshes.beside_experts}

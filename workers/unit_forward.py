@@ -10,13 +10,13 @@ units of the next generation. It does not depend on the world size, because a un
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 from vescale_ray.errors import BadInput
 
@@ -41,26 +41,38 @@ KEPT: list[Any] = [
 is recomputed."""
 
 
-def set_forward(unit: nn.Module, config: RunConfig, compiler: UnitCompiler) -> None:
-    """Set the unit's forward as ``train.activation_checkpointing`` and ``train.compile`` say."""
+def set_forward(unit: nn.Module, config: RunConfig, compiler: UnitCompiler, *, around: Sequence[nn.Module] = ()) -> None:
+    """Set the unit's forward as ``train.activation_checkpointing`` and ``train.compile`` say.
+
+    ``around``: modules of experts in the unit that workers share. They are not compiled, and the rest of the unit is compiled in pieces.
+    """
     how = config.train.activation_checkpointing
     forward: Forward = unit.forward
+    if config.train.compile and around:
+        for module in around:
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+        forward = compiler.compiled(type(unit), unit.forward, in_pieces=True)
     if how != "none":
+        forward = _recomputed(forward, selective=how == "selective", whole=config.train.compile and bool(around))
+    if config.train.compile and not around:
         # The recomputation is a part of the compiled graph.
-        forward = _recomputed(forward, selective=how == "selective")
-    if config.train.compile:
         forward = compiler.compiled(type(unit), forward)
     if forward != unit.forward:
         unit.forward = forward  # type: ignore[method-assign]
 
 
-def _recomputed(forward: Forward, *, selective: bool) -> Forward:
+def _recomputed(forward: Forward, *, selective: bool, whole: bool) -> Forward:
+    """``whole``: the recomputation does not stop early. That stop is an exception, which a compiled ``forward`` takes for a failure."""
     options: dict[str, Any] = {"context_fn": functools.partial(create_selective_checkpoint_contexts, KEPT)} if selective else {}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
-    return run
+    def run_whole(*args: Any, **kwargs: Any) -> Any:
+        with set_checkpoint_early_stop(False):
+            return run(*args, **kwargs)
+
+    return run_whole if whole else run
 
 
 @contextmanager
@@ -91,8 +103,10 @@ class UnitCompiler:
         first one."""
         self._problems: list[str] = []
 
-    def compiled(self, kind: type, forward: Forward) -> Forward:
+    def compiled(self, kind: type, forward: Forward, *, in_pieces: bool = False) -> Forward:
         """A forward of a unit of class ``kind``, to be compiled in its first call."""
+        if in_pieces:
+            self._ways[kind] = max(self.way(kind), 1)
         # By default inductor measures kernels and takes the fastest. Processes may then differ in the order of a sum.
         options: Any = {"deterministic": True} if self._config.elastic.deterministic else None
         whole, pieces = (torch.compile(forward, fullgraph=graph, dynamic=False, options=options) for graph in (True, False))

@@ -56,7 +56,10 @@ def test_unfit_numbers_of_workers_are_refused_in_one_line(overrides: list[str], 
         ),
         (["train.sharding.shard_group=4", "elastic.workers=6"], "elastic.workers = 6 is no multiple of train.sharding.shard_group = 4"),
         (["elastic.deterministic=true"], "elastic.deterministic = true with train.expert_parallel = 2: an expert's gradient is a sum"),
-        (["train.compile=true"], "train.compile = true with train.expert_parallel = 2: the exchange of rows breaks the graph"),
+        (
+            ["train.compile=true", "train.activation_checkpointing=selective"],
+            "train.compile = true with train.expert_parallel = 2 and train.activation_checkpointing = selective: the exchange of rows",
+        ),
         (["model.factory=null"], "train.expert_parallel = 2 with model.kind = llama: it has no experts; set model.factory or model.hf"),
     ],
 )

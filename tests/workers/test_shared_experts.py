@@ -9,14 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.models import hf_folders
 from tests.workers.fleet import Fleet, State
 from tests.workers.test_balance_loss import SIZES, alone
+from tests.workers.test_unit_forward import graphs, trace_only
 from tests.workers.tiny import FullState, Run, evaluate, forget, same_bits, tiny
-from vescale_ray import checkpoint
+from vescale_ray import checkpoint, gloo
+from vescale_ray.config import RunConfig
 from vescale_ray.config.sharding import RankGrid
 from vescale_ray.models.moe import build
+from vescale_ray.workers.compile_ahead import compile_units
+from vescale_ray.workers.model_building import Blank
+from vescale_ray.workers.network import process_groups
 from vescale_ray.workers.resharding.shards import export_shards
 from vescale_ray.workers.saving import write_checkpoint_shard
 
@@ -108,6 +115,40 @@ def test_options_train_with_shared_experts_as_without(text: str, fleet: Fleet, o
     bound = 1e-2 if "train_reduce_dtype" in options else 1e-3 if rough else 1e-4
     np.testing.assert_allclose(found[0][0], found[1][0], rtol=bound)
     assert found[0][1].keys() == found[1][1].keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["none", "full"])
+def test_layers_are_compiled_around_shared_experts(text: str, fleet: Fleet, how: str) -> None:
+    """A worker compiles them before it joins; that code serves four workers, and two, and one that has all experts."""
+    fleet.run([0, 1, 2, 3], trace_only)
+    options = {**EXPERTS, "train_expert_parallel": 2, "train_activation_checkpointing": how}
+    config = tiny(text, **options, elastic_workers=4, train_compile=True)
+    ahead = fleet.run([0, 1, 2, 3], compile_ahead, config)
+    run = Run(fleet, config)
+    run.fresh([0, 1, 2, 3])
+    for until, members in ((3, [0, 1]), (5, [1]), (7, [])):
+        run.train(until, rescale=True)
+        if members:
+            holders = run.members
+            run.end()
+            run.resume(holders, members)
+    compiled = run.losses()
+    run.end()
+    assert fleet.run([0, 1, 2, 3], graphs) == ahead == dict.fromkeys(range(4), 4), "two pieces for each of two masks"
+    plain = Run(fleet, tiny(text, **options, elastic_workers=2))
+    plain.fresh([0, 1])
+    plain.train(7)
+    np.testing.assert_allclose(compiled, plain.losses(), rtol=1e-4)
+
+
+def compile_ahead(state: State, config: RunConfig) -> int:
+    gloo.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    blank = Blank(config)
+    compile_units(config, torch.device("cpu"), blank)
+    process_groups.dissolve()
+    assert blank.compiler.take_problems() == []
+    return graphs()
 
 
 @pytest.mark.slow

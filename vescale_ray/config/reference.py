@@ -83,7 +83,8 @@ def reference() -> str:
         "- `train.sharding.shard_group` divides `elastic.workers`, `elastic.max_workers`, and `elastic.min_workers` unless that is smaller",
         "- `train.sharding` excludes `elastic.deterministic`",
         "- `train.expert_parallel` divides `train.sharding.shard_group`, or without it the same numbers of workers",
-        "- `train.expert_parallel` above 1 excludes `elastic.deterministic` and `train.compile`",
+        "- `train.expert_parallel` above 1 excludes `elastic.deterministic`, and `train.compile` with "
+        "`train.activation_checkpointing = selective`",
         "- `train.offload = cpu` excludes `train.device = cpu`",
         "- `train.decay_steps` needs `train.schedule = wsd`; `train.warmup_steps + train.decay_steps <= train.steps`",
         "- `train.early_stop` needs `train.eval_every` and `data.eval_samples` above 0, and `data.heldout`, too, for `heldout_loss`",

@@ -228,8 +228,11 @@ def _misfits_of_experts(c: RunConfig) -> Iterator[str]:
             f"elastic.deterministic = true with {key}: an expert's gradient is a sum over the rows of several workers, in no order of the "
             "slots; leave one of the two out"
         )
-    if c.train.compile:
-        yield f"train.compile = true with {key}: the exchange of rows breaks the graph of each layer; leave one of the two out"
+    if c.train.compile and c.train.activation_checkpointing == "selective":
+        yield (
+            f"train.compile = true with {key} and train.activation_checkpointing = selective: the exchange of rows breaks the graph, and "
+            "pieces of it can't keep single results; set train.activation_checkpointing to full or none, or leave train.compile out"
+        )
     if c.model.factory is None and c.model.hf is None:
         yield f"{key} with model.kind = {c.model.kind}: it has no experts; set model.factory or model.hf, or leave {key.split()[0]} out"
 

@@ -184,7 +184,7 @@ class TrainSection(Section):
     compile: bool = Field(
         default=False,
         description="compile each unit with torch.compile, in each worker before it joins. A unit that breaks the graph gives a warning "
-        "and is compiled in pieces. Evaluations run uncompiled",
+        "and is compiled in pieces. Units around experts that workers share are compiled in pieces, too. Evaluations run uncompiled",
     )
     eval_every: CountOrZero = Field(default=0, description="steps between evaluations; 0: before the first step and after the last")
     completions: CompletionSettings | None = Field(
