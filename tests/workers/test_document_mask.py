@@ -130,7 +130,7 @@ def test_a_mask_without_ends_or_positions_is_refused(tmp_path: Path) -> None:
             tiny("stdlib", model_factory="tests.workers.tiny:DropoutModel", model_units=["body"], data_document_mask=True, **more)
         )
     other = hf_folders.write(tmp_path / "other", "gpt_oss")
-    with pytest.raises(BadInput, match=r"data.document_mask = true: the layers of transformers' GptOssForCausalLM do not keep documents apart"):
+    with pytest.raises(BadInput, match=r"document_mask = true: the layers of transformers' GptOssForCausalLM do not keep documents apart"):
         preflight.foresee(configured(other, tokens, **more))
     with pytest.raises(ConfigError, match=r"data.document_mask = true with data.format = chat"):
         configured(folder, tokens, data_format="chat")
