@@ -67,7 +67,8 @@ def test_groups_are_multiples_of_the_ranks_that_share() -> None:
     assert sorted({o.group for o in choice.options}) == [16, 48] and {o.lever.layers for o in choice.options} == {1}
 
 
-def test_the_command_shows_the_units_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_the_units_of_experts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")  # pytest-xdist sets 80
     asked = ["plan", "--model", "qwen3-30b-a3b", "--devices", "32", "--expert-parallel", "8"]
     assert main(asked) == 0
     out = capsys.readouterr().out
