@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,20 @@ def fleet() -> Iterator[Fleet]:
         yield workers
 
 
+def train_through(run: Run, changes: Mapping[int, list[int]], steps: int) -> dict[tuple[str, str], np.ndarray]:
+    """Train to the end, with other members after each step of ``changes``, and return the state."""
+    for step, members in changes.items():
+        run.train(step, rescale=True)
+        before = run.members
+        run.end()
+        run.resume(before, members)
+    run.train(steps)
+    state = run.full_state()
+    run.end()
+    run.fleet.run([0, 1, 2], forget)
+    return state
+
+
 @pytest.mark.parametrize("kind", list(hf_folders.ARCHITECTURES))
 def test_architectures_train_as_in_one_process_through_rescales(tmp_path: Path, fleet: Fleet, kind: str) -> None:
     """Two workers, three, two: losses and weights are those of transformers in one process."""
@@ -74,15 +88,7 @@ def test_architectures_train_as_in_one_process_through_rescales(tmp_path: Path, 
     run = Run(fleet, config)
     run.fresh([0, 1])
     first = run.full_state()
-    for step, members in ((2, [0, 1, 2]), (4, [2, 0])):
-        run.train(step, rescale=True)
-        before = run.members
-        run.end()
-        run.resume(before, members)
-    run.train(6)
-    state = run.full_state()
-    run.end()
-    fleet.run([0, 1, 2], forget)
+    state = train_through(run, {2: [0, 1, 2], 4: [2, 0]}, 6)
     losses, model = plain_losses(folder, config, 6)
     from transformers import AutoModelForCausalLM
 
@@ -192,14 +198,7 @@ def test_adapters_train_as_with_peft_alone(tmp_path: Path, fleet: Fleet, kind: s
     run = Run(fleet, config)
     run.fresh([0, 1])
     first = {name: value for (name, kind), value in run.full_state().items() if kind == "param"}
-    run.train(3, rescale=True)
-    before = run.members
-    run.end()
-    run.resume(before, [1, 2, 0])
-    run.train(6)
-    state = run.full_state()
-    run.end()
-    fleet.run([0, 1, 2], forget)
+    state = train_through(run, {3: [1, 2, 0]}, 6)
     assert {name for name, kind in state if kind == "exp_avg"} == {name for name in first if ".lora_" in name}
     losses, model = peft_losses(folder, config, first, 6)
     np.testing.assert_allclose(run.losses(), losses, rtol=1e-4)
@@ -218,14 +217,7 @@ def test_parameters_that_text_does_not_reach_stay_as_they_are(tmp_path: Path, fl
     run = Run(fleet, configured(folder, hf_folders.write_tokens(tmp_path / "tokens.npy")))
     run.fresh([0, 1])
     before = run.full_state()
-    run.train(3, rescale=True)
-    members = run.members
-    run.end()
-    run.resume(members, [1, 2, 0])
-    run.train(5)
-    after = run.full_state()
-    run.end()
-    fleet.run([0, 1, 2], forget)
+    after = train_through(run, {3: [1, 2, 0]}, 5)
     losses, _ = plain_losses(folder, run.config, 5)
     np.testing.assert_allclose(run.losses(), losses, rtol=1e-4)
     frozen = {key for key in before if ".vision_tower." in key[0] or ".multi_modal_projector." in key[0]}

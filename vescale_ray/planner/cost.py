@@ -121,7 +121,7 @@ class PlannedUnit:
     shares: ExpertShares = ExpertShares(1)
     """Division of the unit among all ranks of the shard group. It has several parts if it holds experts that ranks share."""
     inside: bool = False
-    """Whether the unit is inside the one before it, and computes while that is gathered."""
+    """True: the unit is inside the one before it, and computes while that is gathered."""
 
     @property
     def group(self) -> int:
