@@ -299,11 +299,10 @@ def _write(checkpoint: Checkpoint, path: Path, file: _File, metadata: Mapping[st
             os.close(fd)
         os.rename(temporary, path)
         sync_folder(path.parent)
-    except OSError as error:
+    except BaseException as error:
         take_back([temporary, path])
-        raise OSError(error.errno, error.strerror, str(path)) from error  # an operation on a descriptor names no file
-    except BaseException:
-        take_back([temporary, path])
+        if isinstance(error, OSError):  # an operation on a descriptor names no file
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import Any
@@ -62,15 +61,15 @@ def file_layout(model: nn.Module) -> FileLayout:
                 "train it with model.factory, which may load it with from_pretrained"
             )
         pieces[name] = FilePiece(source, int(tensor.storage_offset()), tuple(tensor.shape))
-    # Some files hold a tied tensor twice, the tables of an old transformers, or layers that only inference uses.
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     tied = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if name not in ours}
     prefix = getattr(model, "base_model_prefix", "")  # files of the model below the head have names without it
-    patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"]
+    # Some files hold the tables of an old transformers, or layers that only inference uses.
+    patterns = *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"
     return FileLayout(
         pieces,
         {name: tuple(tensor.shape) for name, tensor in ours.items()},
-        (*(rf"^{re.escape(name)}$" for name in sorted(tied)), *patterns),
+        patterns,
         tied,
         f"{prefix}." if prefix and hasattr(model, prefix) else "",
     )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from vescale_ray.errors import BadInput
 
@@ -64,15 +64,13 @@ def set_forward(unit: nn.Module, config: RunConfig, compiler: UnitCompiler, *, a
 def _recomputed(forward: Forward, *, selective: bool, whole: bool) -> Forward:
     """``whole``: the recomputation does not stop early. That stop is an exception, which a compiled ``forward`` takes for a failure."""
     options: dict[str, Any] = {"context_fn": functools.partial(create_selective_checkpoint_contexts, KEPT)} if selective else {}
+    if whole:
+        options["early_stop"] = False
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
-    def run_whole(*args: Any, **kwargs: Any) -> Any:
-        with set_checkpoint_early_stop(False):
-            return run(*args, **kwargs)
-
-    return run_whole if whole else run
+    return run
 
 
 @contextmanager

@@ -73,7 +73,7 @@ class PiecedSource:
         missing = [name for name, there in names.items() if there not in source.tensors]
         if missing:
             raise CheckpointMismatch(f"{where} lacks {len(missing)} of the model's {len(pieces)} tensors: {some(missing)}")
-        known = set(names.values())
+        known = {*names.values(), *layout.tied}
         more = [name for name in source.tensors if name not in known and not any(re.search(one, name) for one in ignored)]
         if more:
             raise CheckpointMismatch(f"{where} has {len(more)} tensors that the model lacks: {some(more)}")
