@@ -37,9 +37,9 @@ def ray_job(cluster: Started, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["at once", "stopped and resumed"])
-def test_submitted_folder_trains_to_its_end(stopped: bool, tmp_path: Path) -> None:
+def test_submitted_folder_stops_and_resumes_to_its_end(tmp_path: Path) -> None:
     from ray.job_submission import JobSubmissionClient
 
     # Model and configuration are only in the folder, and nowhere on the Python path of the cluster's processes.
@@ -82,28 +82,25 @@ def test_submitted_folder_trains_to_its_end(stopped: bool, tmp_path: Path) -> No
             assert not ended("first"), client.get_job_logs("first")
             return steps() >= 5
 
-        sources = [("fresh", 0)]
-        if stopped:
-            # A relative folder would be in the package of this one submission, and its checkpoints with it.
-            ray_job(cluster, *submitted("relative", "0", "run.dir=runs"))
-            until(lambda: ended("relative"), 90, "the refusal")
-            said = client.get_job_logs("relative")
-            assert status("relative") == "FAILED" and "run.dir = runs: /" in said and "/_ray_pkg_" in said, said
-            assert "lies in the package that Ray has unpacked for this job" in said and "give an absolute path" in said
-            packages = list(Path(cluster.folder).glob("session_*/runtime_resources/working_dir_files/_ray_pkg_*"))
-            assert packages and not any((package / "runs").exists() for package in packages)
+        # A relative folder would be in the package of this one submission, and its checkpoints with it.
+        ray_job(cluster, *submitted("relative", "0", "run.dir=runs"))
+        until(lambda: ended("relative"), 90, "the refusal")
+        said = client.get_job_logs("relative")
+        assert status("relative") == "FAILED" and "run.dir = runs: /" in said and "/_ray_pkg_" in said, said
+        assert "lies in the package that Ray has unpacked for this job" in said and "give an absolute path" in said
+        packages = list(Path(cluster.folder).glob("session_*/runtime_resources/working_dir_files/_ray_pkg_*"))
+        assert packages and not any((package / "runs").exists() for package in packages)
 
-            ray_job(cluster, *submitted("first", "0.4"))  # `ray job stop` itself takes seconds to start: steps are left by then
-            until(under_way, 90, "some steps")
-            ray_job(cluster, "stop", "--no-wait", "first")
-            until(lambda: ended("first"), 60, "the end of the job")
-            assert status("first") == "STOPPED", client.get_job_logs("first")
-            text, state, kept = client.get_job_logs("first"), run.read_state(), checkpoint.latest(config.checkpoint_root)
-            assert state is not None and state["state"] == "STOPPED" and kept is not None, text
-            assert 5 <= kept.step == state["step"] == steps() < STEPS, "a checkpoint of the very step at which it was stopped"
-            controls = {character for character in text if ord(character) < 32} - {"\n", "\t"}  # tabs are Ray's own
-            assert "resume" in text and not controls, "what moves a terminal's cursor does not belong into a log"
-            sources.append(("checkpoint", kept.step))
+        ray_job(cluster, *submitted("first", "0.4"))  # `ray job stop` itself takes seconds to start: steps are left by then
+        until(under_way, 90, "some steps")
+        ray_job(cluster, "stop", "--no-wait", "first")
+        until(lambda: ended("first"), 60, "the end of the job")
+        assert status("first") == "STOPPED", client.get_job_logs("first")
+        text, state, kept = client.get_job_logs("first"), run.read_state(), checkpoint.latest(config.checkpoint_root)
+        assert state is not None and state["state"] == "STOPPED" and kept is not None, text
+        assert 5 <= kept.step == state["step"] == steps() < STEPS, "a checkpoint of the very step at which it was stopped"
+        controls = {character for character in text if ord(character) < 32} - {"\n", "\t"}  # tabs are Ray's own
+        assert "resume" in text and not controls, "what moves a terminal's cursor does not belong into a log"
 
         ray_job(cluster, *submitted("last", "0"))
         until(lambda: ended("last"), 180, "the end of the run")
@@ -113,4 +110,4 @@ def test_submitted_folder_trains_to_its_end(stopped: bool, tmp_path: Path) -> No
     finished = Finished(config, RunResult("DONE", STEPS, STEPS, None, None, run.path))
     accounting = finished.accounting()
     assert sorted(finished.losses) == list(range(1, STEPS + 1)) and accounting.exact and accounting.replayed_steps == 0
-    assert [(e["source"], e["step"]) for e in finished.of("generation")] == sources
+    assert [(e["source"], e["step"]) for e in finished.of("generation")] == [("fresh", 0), ("checkpoint", kept.step)]

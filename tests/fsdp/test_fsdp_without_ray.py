@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 BLOCKER = """
@@ -66,6 +68,7 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.slow
 def test_torchrun_script_trains_where_ray_cannot_be_imported(tmp_path):
     (tmp_path / "checkpoint.py").write_text("raise SystemExit('the user\\'s own checkpoint.py was imported')")
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -97,6 +97,7 @@ def _cut(state: State, after_s: float) -> None:
     threading.Timer(after_s, state["lines"].cut).start()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_cutting_connections_ends_the_wait_for_half_a_message() -> None:
     """Without an abort the wait takes 30 s, the group's time limit.
