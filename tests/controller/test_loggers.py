@@ -93,6 +93,7 @@ def test_tensorboard_shows_the_completions_of_each_step(tmp_path: Path) -> None:
     assert read.summary_metadata["completions/0"].plugin_data.plugin_name == "text"
 
 
+@pytest.mark.slow
 def test_wandb_has_the_completions_of_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     config = tiny(tmp_path, "r", metrics_wandb={"project": "p"})

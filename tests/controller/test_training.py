@@ -48,6 +48,7 @@ def losses(config: RunConfig) -> dict[int, float]:
     return Finished(config, RunResult("DONE", 0, 0, None, None, config.run_folder)).losses
 
 
+@pytest.mark.slow
 def test_local_class_and_data_set_train_as_the_command_does(ray_here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Mine(Words):  # it can't be imported
         pass

@@ -204,7 +204,15 @@ def test_metrics_are_served_on_another_port_if_theirs_is_taken() -> None:
             server.close()
 
 
-@pytest.mark.parametrize(("seed", "shard_group"), [*((seed, None) for seed in range(8)), *((seed, 2) for seed in range(8, 12))])
+@pytest.mark.parametrize(
+    ("seed", "shard_group"),
+    [
+        *((seed, None) for seed in range(4)),
+        *((seed, 2) for seed in range(8, 10)),
+        *(pytest.param(seed, None, marks=pytest.mark.slow) for seed in range(4, 8)),
+        *(pytest.param(seed, 2, marks=pytest.mark.slow) for seed in range(10, 12)),
+    ],
+)
 @pytest.mark.fault("B2")
 def test_run_of_simulated_workers_outlives_random_faults(
     seed: int, shard_group: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -63,7 +63,7 @@ MANY: tuple[tuple[dict[str, Any], tuple[int, ...]], ...] = ((ODD, (1, 2, 6, 7)),
     [
         (MUON, (1, 3)),
         (EXPERTS, (1, 4)),
-        (PRODUCTS, (1, 3)),
+        pytest.param(PRODUCTS, (1, 3), marks=pytest.mark.slow),
         *(pytest.param(changes, (1, 2, 3, 4, 5), marks=pytest.mark.slow) for changes in ALL),
         *(pytest.param(changes, worlds, marks=pytest.mark.slow) for changes, worlds in MANY),
     ],
