@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vescale_ray.config import VOCAB, RunConfig
 from vescale_ray.config.given import CORPUS, FACTORY
-from vescale_ray.controller.driver.data_checks import check_some_tokens, check_tokenizer, endless, refuse_bytes
+from vescale_ray.controller.driver.data_checks import check_causal, check_some_tokens, check_tokenizer, endless, refuse_bytes
 from vescale_ray.controller.driver.local_ray import address_of, knock
 from vescale_ray.controller.driver.resumption import changes_since, check_same_stream, choose_commit
 from vescale_ray.controller.protocol import RunRefused, StateSource
@@ -292,6 +292,8 @@ def _expected(config: RunConfig) -> dict[str, _Expected]:
         select_units(model, config.model.units)
         shared_experts(config, model)
         check_weights_of(config, model)
+        if config.model.hf is not None:
+            check_causal(config.model.hf, model)
         if config.data.document_mask:
             _check_document_mask(model)
         _check_vocabulary(model, config)

@@ -15,11 +15,14 @@ from torch import Tensor
 
 from tests.models import hf_folders
 from tests.models.test_hf import configured, edit, refused
+from tests.workers.tiny import tiny
 from vescale_ray import checkpoint
 from vescale_ray.controller.driver import preflight
 from vescale_ray.models import hf
+from vescale_ray.models.units import select_units
 from vescale_ray.workers.initial_values import buffer_values, layout_of
 from vescale_ray.workers.model_building import build_model
+from vescale_ray.workers.unit_forward import UnitCompiler, set_forward
 
 transformers = pytest.importorskip("transformers")
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -143,3 +146,30 @@ def test_layers_with_states_do_not_keep_documents_apart(kind: str, sizes: dict[s
     with torch.no_grad():
         apart = torch.allclose(model(tokens, position_ids=positions).logits[:, 8:], model(tokens[:, 8:]).logits, atol=1e-4)
     assert apart is kept
+
+
+def test_a_model_with_images_keeps_no_cache(tmp_path: Path) -> None:
+    """With one, attention would cross documents, and a recomputed layer would have its keys twice."""
+    model = loaded(hf_folders.write(tmp_path / "model", "gemma3", **hf_folders.IMAGES), tmp_path)
+    assert hf.masks_documents(build_model(preflight.foresee(configured(tmp_path / "model", tmp_path)).config))
+    tokens, positions = torch.arange(16)[None], torch.arange(8).repeat(2)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens, position_ids=positions).logits[:, 8:], model(tokens[:, 8:]).logits, rtol=1e-5, atol=1e-5)
+
+    def gradient() -> Tensor:
+        (found,) = torch.autograd.grad(model(tokens).logits.logsumexp(-1).sum(), model.get_input_embeddings().weight)
+        return found
+
+    expected, config = gradient(), tiny("stdlib", train_activation_checkpointing="full")
+    for unit in select_units(model, "auto"):
+        set_forward(unit, config, UnitCompiler(config))
+    torch.testing.assert_close(gradient(), expected, rtol=0, atol=0)
+
+
+def test_an_encoder_is_refused(tmp_path: Path) -> None:
+    folder = hf_folders.write(tmp_path / "model", "bert")
+    assert "BertLMHeadModel is an encoder, whose attention reads the tokens that training predicts" in refused(folder, tmp_path)
+    edit(folder, is_decoder=True)
+    check_logits(folder, tmp_path)
+    both = hf_folders.write(tmp_path / "both", "gemma3_text", use_bidirectional_attention=True)
+    assert refused(both, tmp_path).endswith('or set "use_bidirectional_attention": false in its config.json')

@@ -6,6 +6,7 @@ A model is built on the meta device. ``checkpoint.huggingface_layout`` tells how
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import os
 import re
@@ -136,7 +137,8 @@ def build(folder: HfFolder, dtype: torch.dtype = torch.float32) -> nn.Module:
     """
     transformers = _transformers(str(folder.path))
     config = copy.deepcopy(folder.config)  # transformers writes the dtype to it
-    config.use_cache = False
+    # With a cache, attention ignores restarting positions, and a recomputation would add its keys a second time.
+    config.use_cache = config.get_text_config().use_cache = False
     try:
         with torch.device("meta"):
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -179,36 +181,56 @@ def initialize(model: nn.Module, module: nn.Module, *, recurse: bool = True) -> 
 def masks_documents(model: nn.Module) -> bool:
     """Return whether the layers of ``model``, on the meta device, keep documents apart if they get the positions.
 
-    Layers with a state, as of Mamba, do not. Not every architecture hands the positions to transformers' mask functions. Its forward runs
-    up to the first of them.
+    Layers with a state, as of Mamba, do not. Not every architecture hands the positions to transformers' mask functions.
+    """
+    return not _has_states(model) and _first_mask(model)[1]
+
+
+def sees_ahead(model: nn.Module) -> bool:
+    """Return whether ``model``, on the meta device, attends to later tokens, as encoders do: BERT without ``is_decoder``."""
+    config: Any = model.config
+    return config.get_text_config().__dict__.get("use_bidirectional_attention") is True or _first_mask(model)[0].startswith(
+        "create_bidirectional"
+    )
+
+
+def _first_mask(model: nn.Module) -> tuple[str, bool]:
+    """Return the first of transformers' mask functions that a forward of ``model`` calls, and whether it gets the positions.
+
+    The name is empty if there is none. The forward runs up to there.
     """
     base: Any = model.base_model
-    if _has_states(model):
-        return False
     module = sys.modules[type(base).__module__]
-    makers = {name: maker for name, maker in vars(module).items() if name.startswith("create_") and name.endswith("mask")}
+    makers = {name: maker for name, maker in vars(module).items() if name.startswith("create_") and "mask" in name}
 
     class Reached(Exception):
         pass
 
-    def reached(*_: Any, position_ids: Tensor | None = None, **__: Any) -> None:
-        raise Reached(position_ids is not None)
+    def reaching(name: str) -> Any:
+        def reached(*_: Any, position_ids: Tensor | None = None, **__: Any) -> None:
+            raise Reached(name, position_ids is not None)
 
+        return reached
+
+    if not makers:
+        return "", False
     tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    positions = {"position_ids": tokens} if "position_ids" in inspect.signature(model.forward).parameters else {}
     base.warn_if_padding_and_no_attention_mask = lambda *_: None  # it looks for padding in the tokens, which have no values
     try:
         for name in makers:
-            setattr(module, name, reached)
-        model(tokens, position_ids=tokens)
+            setattr(module, name, reaching(name))
+        model(tokens, **positions)
     except Reached as how:
-        return bool(how.args[0])
-    except RuntimeError:  # it looks at values before it makes a mask
-        return False
+        name, told = how.args
+        return name, told
+    except Exception:  # some look at values before they make a mask
+        return "", False
     finally:
         del base.warn_if_padding_and_no_attention_mask
         for name, maker in makers.items():
             setattr(module, name, maker)
-    return False
+    return "", False
 
 
 def _has_states(model: Any) -> bool:
