@@ -238,8 +238,10 @@ def sharding_of(config: RunConfig, mesh: DeviceMesh) -> dict[str, Any]:
 
     train = config.train
     dtypes = {name: getattr(torch, name) for name in ("float32", "bfloat16")}
+    # A factory may choose the dtype of its parameters. The frozen base of adapters has that of its files, which need not be float32.
+    own = train.param_dtype == "float32" and config.model.lora is None
     policy = MixedPrecisionPolicy(
-        param_dtype=None if train.param_dtype == "float32" else dtypes[train.param_dtype],
+        param_dtype=None if own else dtypes[train.param_dtype],
         reduce_dtype=None if train.reduce_dtype == train.param_dtype else dtypes.get(train.reduce_dtype, torch.float32),
     )
     offload = CPUOffloadPolicy() if train.offload == "cpu" and mesh.device_type != "cpu" else OffloadPolicy()
