@@ -80,7 +80,8 @@ def test_a_message_with_calls_counts_without_a_text(tmp_path: Path) -> None:
 
 
 def test_a_completion_counts_with_its_end(tmp_path: Path) -> None:
-    made, tokenizer = opened(tmp_path, [{"prompt": "a question: ", "completion": "yes"}, {"prompt": "is it", "completion": " so"}], None)
+    rows = [{"prompt": "a question: ", "completion": "yes"}, {"prompt": "is it", "completion": f" so{E}"}]
+    made, tokenizer = opened(tmp_path, rows, None)
     parts = [("<|begin|>a question: ", False), (f"yes{E}", True), ("<|begin|>is it", False), (f" so{E}", True)]
     assert stored(made) == expected(tokenizer, parts)
 

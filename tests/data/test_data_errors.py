@@ -211,9 +211,11 @@ def test_columns_with_dots_in_their_names_are_not_confused(tmp_path: Path) -> No
 
 def test_text_that_is_not_utf8_is_refused_for_a_tokenizer(tmp_path: Path) -> None:
     train_tokenizer(tmp_path / "tokenizer.json", ["some words"])
-    path = write_parquet(tmp_path / "a.parquet", pa.array([b"fine", b"\xff\xfe"], pa.binary()))
-    said = refused(path, tokenizer=str(tmp_path / "tokenizer.json"), end_token="<|end|>", vocab=None)
-    assert said == f"{path}: row 1: is not UTF-8"
+    buffers = [pa.py_buffer(np.array([0, 4, 6], np.int32)), pa.py_buffer(b"fine\xff\xfe")]
+    for column in (pa.array([b"fine", b"\xff\xfe"], pa.binary()), pa.StringArray.from_buffers(2, *buffers)):
+        path = write_parquet(tmp_path / "a.parquet", column)
+        said = refused(path, tokenizer=str(tmp_path / "tokenizer.json"), end_token="<|end|>", vocab=None)
+        assert said == f"{path}: row 1: is not UTF-8"
 
 
 def test_keys_that_do_not_fit_the_data_are_refused(tmp_path: Path, parquet: Path) -> None:
@@ -319,5 +321,14 @@ def test_lines_of_another_kind_get_a_remedy(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"messages": []}\n')
     assert refused(path, vocab=None).endswith("line 1 has no such field; it has messages; set data.format to chat for conversations")
+    path.write_text('{"input_ids": [1, 2]}\n')
+    said = refused(path, column="input_ids", vocab=None)
+    assert said.endswith("line 1: the field is no text, but list; write token ids as Parquet, .npy or .bin")
     path.write_text('[{"text": "a"}]\n')
     assert refused(path, vocab=None).endswith("line 1 is no JSON object; write one object a line")
+
+
+def test_an_end_token_of_local_bytes_is_used(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some words\n" * 9)
+    assert load_dataset(keys(str(tmp_path / "a.txt"), vocab=None, end_token="10")).end_token == 10
+    assert "there is no data.tokenizer to look up a name" in refused(tmp_path / "a.txt", vocab=None, end_token="<|end|>")

@@ -102,7 +102,7 @@ def test_error_of_the_storage_stays_one() -> None:
 
 def test_number_of_token_ids_comes_from_configuration_or_object() -> None:
     class Named(list[Any]):
-        vocab = 30
+        vocab = np.int64(30)
 
     keys = KEYS.model_copy(update={"vocab": None})
     assert load_dataset(keys, given=Named(WIDE)).vocab == 30

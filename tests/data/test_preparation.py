@@ -22,6 +22,7 @@ from vescale_ray.data.preparation import COLUMN, Preparation, begin, make, plan
 from vescale_ray.errors import BadInput
 
 TEXTS = random_texts(np.random.default_rng(3), 400)
+TEXTS[250] += "<|end|>"
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def write(kind: str, folder: Path) -> list[str]:
 def test_rows_are_those_of_a_loop_over_the_documents(kind: str, count: int, tokenizer: Any, tmp_path: Path) -> None:
     made = planned(tokenizer, write(kind, tmp_path), tmp_path / "out", count)
     end = tokenizer.token_to_id("<|end|>")
-    texts = [text for number in range(3) for text in TEXTS[number::3]]
+    texts = [text.removesuffix("<|end|>") for number in range(3) for text in TEXTS[number::3]]
     assert carried_out(made) == [[*tokenizer.encode(text, add_special_tokens=False).ids, end] for text in texts]
     assert len(made.pieces) == count if count < 1000 else len(made.pieces) > 3, "no more files than pieces"
 
@@ -89,6 +90,9 @@ def test_output_trains_with_the_tokens_of_its_rows(tokenizer: Any, tmp_path: Pat
     rows = carried_out(planned(tokenizer, write("jsonl", tmp_path), tmp_path / "out"))
     data = load_dataset(keys(str(tmp_path / "out"), column=COLUMN, tokenizer=tokenizer.path, vocab=None))
     assert isinstance(data, BlockDataset) and data.tokens == sum(map(len, rows)) and data.describe()["documents"] == len(TEXTS)
+    for end in ("<|end|>", "5"):  # for data.document_mask; a long text has rows without an end
+        again: Any = load_dataset(keys(str(tmp_path / "out"), column=COLUMN, tokenizer=tokenizer.path, vocab=None, end_token=end))
+        assert again.tokens == data.tokens and again.end_token is not None
     # The files' tokens follow each other in one block.
     assert data.batch([0, 1])[0].flatten().tolist() == ended(rows, None)[:16]
 

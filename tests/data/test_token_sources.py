@@ -46,6 +46,7 @@ def test_parquet_gives_the_written_tokens(kind: pa.DataType, end: int | None, se
     parts = []
     for name in ("a", "b"):
         rows, size = random_rows(rng, int(rng.integers(1, 300))), int(rng.integers(1, 60))
+        rows = [[token for token in row if token != end] for row in rows]
         write_parquet(tmp_path / f"{name}.parquet", pa.array(rows, kind), size, write_statistics=seed != 2)
         parts += [ended(group, end) for group in cut(rows, size)]
     made = dataset(str(tmp_path), end_token=end)
@@ -60,6 +61,16 @@ def test_null_rows_are_empty_and_fixed_rows_work(tmp_path: Path) -> None:
     fixed = pa.array([[i, i + 1, i + 2] for i in range(20)], pa.list_(pa.int32(), 3))
     write_parquet(tmp_path / "a.parquet", fixed)
     assert samples(dataset(str(tmp_path))) == windows_of([fixed.flatten().to_pylist()], 64, 8)
+
+
+@pytest.mark.parametrize(
+    "rows", [[[1, 2, 7], [3, 7], [7]], [[7, 1, 2], [], [7, 3]], [[1, 7, 2], [3], [4, 7, 5]]], ids=["last", "first", "any"]
+)
+@pytest.mark.parametrize("write", [write_parquet, write_ipc])
+def test_token_ids_that_have_ends_get_no_others(rows: list[list[int]], write: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / ("a.parquet" if write is write_parquet else "a.arrow"), pa.array(rows * 9, pa.list_(pa.int32())), 4)
+    made = dataset(str(path), end_token=7)
+    assert made.end_token == 7 and samples(made) == windows_of([ended(rows * 9, None)], 64, 8)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -144,6 +155,7 @@ def test_a_long_text_is_one_document_in_parts(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("source", ["parquet", "arrow", "jsonl", "text"])
 def test_a_tokenizer_gives_its_tokens_and_its_vocabulary(source: str, tmp_path: Path) -> None:
     texts = [text + "." for text in random_texts(np.random.default_rng(4), 120)]
+    texts[::7] = [text + "<|end|>" for text in texts[::7]]
     tokenizer = train_tokenizer(tmp_path / "tokenizer.json", texts)
     data = tmp_path / "data"
     data.mkdir()
@@ -157,7 +169,7 @@ def test_a_tokenizer_gives_its_tokens_and_its_vocabulary(source: str, tmp_path: 
     else:
         write_parquet(data / "a.parquet", pa.array(texts), 200)
     made = dataset(str(data), tokenizer=str(tmp_path / "tokenizer.json"), end_token="<|end|>", vocab=None, least=1 << 30)
-    tokens = ended([tokenizer.encode(text).ids for text in texts], tokenizer.token_to_id("<|end|>"))
+    tokens = ended([tokenizer.encode(text.removesuffix("<|end|>")).ids for text in texts], tokenizer.token_to_id("<|end|>"))
     assert samples(made) == windows_of([tokens], 1 << 30, 8)
     assert made.vocab == tokenizer.get_vocab_size()
 

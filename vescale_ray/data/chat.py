@@ -269,7 +269,8 @@ class ChatEncoder(Encoder):
     def _encoded(self, row: Mapping[str, Any]) -> Tokens:
         if "messages" not in row:
             prompt, completion = self._completed(row["prompt"], row["completion"])
-            return np.concatenate([~np.array(prompt, np.int32), np.array([*completion, self._last], np.int32)])
+            ends = [] if completion[-1:] == [self._last] else [self._last]
+            return np.concatenate([~np.array(prompt, np.int32), np.array([*completion, *ends], np.int32)])
         text, spans = self._template.render(row["messages"], row["tools"])
         found = self._tokenized(text, False)
         ids, places = np.array(found.ids, np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)

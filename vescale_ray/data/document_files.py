@@ -14,13 +14,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from vescale_ray.data.encoders import BadDocument, Encoder, Tokens, plain
+from vescale_ray.data.encoders import BadDocument, Encoder, IdEncoder, Tokens, plain
 from vescale_ray.data.files import DataFile, reason_of
 from vescale_ray.data.stream import Ids
 from vescale_ray.errors import BadInput
 
 CHUNK = 4 << 20
 """Bytes of a part of a file of text or JSONL, without the rest of its last line."""
+
+PREPARED = b"vescale-ray"
+"""Key in the metadata of Parquet files of :mod:`vescale_ray.data.preparation`, whose documents have their end tokens."""
 
 ChooseEncoder = Callable[[DataFile, pa.DataType], Encoder]
 """Returns the encoder for a column's type. Raises BadInput if the type is neither text nor lists of integers."""
@@ -68,7 +71,17 @@ class DocumentFile(ABC):
         return True
 
     def read(self, part: int) -> Tokens:
-        return self.encoded(part, guarded(self.file, lambda: self.documents(part), f"{self.parts} {part}"))
+        return self.encoded(part, self._documents(part))
+
+    def _documents(self, part: int) -> Any:
+        return guarded(self.file, lambda: self.documents(part), f"{self.parts} {part}")
+
+    def _keep_ends(self, first: int | None, known: bool = False) -> None:
+        """Add no end tokens to token ids that have their own: as is ``known``, or as the part ``first`` shows."""
+        encoder = self.encoder
+        if isinstance(encoder, IdEncoder) and encoder.end is not None and first is not None:
+            if known or encoder.has_ends(self._documents(first)):
+                self.encoder = IdEncoder(encoder.vocab, None)
 
     def encoded(self, part: int, arrays: Sequence[pa.Array]) -> Tokens:
         """Return the tokens of a part's documents."""
@@ -139,6 +152,7 @@ class ParquetFile(DocumentFile):
         """Bytes of the column in each part; 0 for a part without rows."""
         if not counted:
             return
+        self._keep_ends(next((part for part, size in enumerate(self.sizes) if size), None), PREPARED in (self._metadata.metadata or {}))
         self._footer = [guarded(file, partial(self._footer_count, part, group), "its footer") for part, group in enumerate(groups)]
         self.counts = np.array([len(self.read(p)) if count is None else count for p, count in enumerate(self._footer)], dtype=np.int64)
 
@@ -192,8 +206,9 @@ class ArrowFile(DocumentFile):
         self._number, self.kind = self._schema.names.index(column), str(field.type)
         self._rows = np.zeros(len(self._places) + 1, dtype=np.int64)
         self.counts = np.zeros(len(self._places), dtype=np.int64)
+        self._keep_ends(0 if self._places else None)
         for part in range(len(self._places)):
-            documents = guarded(file, partial(self.documents, part), f"{self.parts} {part}")
+            documents = self._documents(part)
             self._rows[part + 1] = self._rows[part] + sum(map(len, documents))
             self.counts[part] = len(self.encoded(part, documents))
         self.fingerprint = file.edges()
@@ -289,7 +304,9 @@ class JsonLinesFile(LinesFile):
             raise BadInput(f"data.column = {self._column}: {self.file.url}: line {number} has no such field; it has {fields}{chat}")
         text = record[self._column]
         if not isinstance(text, str):
-            raise BadInput(f"data.column = {self._column}: {self.file.url}: line {number}: the field is no text, but {type(text).__name__}")
+            ids = "; write token ids as Parquet, .npy or .bin" if isinstance(text, list) else ""
+            kind = f"{self.file.url}: line {number}: the field is no text, but {type(text).__name__}{ids}"
+            raise BadInput(f"data.column = {self._column}: {kind}")
         return text
 
     def _record(self, line: bytes, number: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -56,17 +56,29 @@ class Encoder(ABC):
         """
 
     def encode(self, documents: pa.Array, *, ends: bool = True) -> Tokens:
-        """Return the tokens of all documents, each with its end token unless ``ends`` is false, in :attr:`dtype`."""
+        """Return the tokens of all documents, with end tokens (:meth:`with_ends`) unless ``ends`` is false, in :attr:`dtype`."""
         values, lengths = self.values(documents)
-        if self.end is None or not ends:
-            return values.astype(self.dtype, copy=False)
-        places = np.cumsum(lengths) + np.arange(len(lengths))
-        joined = np.empty(len(values) + len(lengths), dtype=self.dtype)
+        if ends:
+            values, _ = self.with_ends(values, lengths)
+        return values.astype(self.dtype, copy=False)
+
+    def with_ends(self, values: Tokens, lengths: Ids) -> tuple[Tokens, Ids]:
+        """Return the tokens and lengths of the documents with an end token behind each one that lacks it."""
+        if self.end is None:
+            return values, lengths
+        stops, lacking = np.cumsum(lengths), self._lacks_end(values, lengths)
+        added = np.cumsum(lacking)
+        places = (stops + added - 1)[lacking]
+        joined = np.empty(len(values) + len(places), dtype=self.dtype)
         inside = np.ones(len(joined), dtype=bool)
         inside[places] = False
         joined[places] = self.end
         joined[inside] = values
-        return joined
+        return joined, lengths + lacking
+
+    def _lacks_end(self, values: Tokens, lengths: Ids) -> npt.NDArray[np.bool_]:
+        """Return for each document whether it does not end with the end token."""
+        return np.ones(len(lengths), dtype=bool)
 
 
 class IdEncoder(Encoder):
@@ -85,6 +97,10 @@ class IdEncoder(Encoder):
         values = flat.to_numpy()
         check_ids(values, self.vocab, counts)
         return values, counts
+
+    def has_ends(self, arrays: Sequence[pa.Array]) -> bool:
+        """Return whether the end token is among the tokens of the documents."""
+        return any(bool((one.flatten().to_numpy(zero_copy_only=False) == self.end).any()) for one in arrays)
 
 
 class ByteEncoder(Encoder):
@@ -128,6 +144,11 @@ class TokenizerEncoder(Encoder):
         lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
         return np.fromiter(chain.from_iterable(ids), dtype=self.dtype, count=int(lengths.sum())), lengths
 
+    def _lacks_end(self, values: Tokens, lengths: Ids) -> npt.NDArray[np.bool_]:
+        lacking = np.ones(len(lengths), dtype=bool)
+        lacking[lengths > 0] = values[np.cumsum(lengths)[lengths > 0] - 1] != self.end
+        return lacking
+
     def _first_refused(self, texts: list[str]) -> int:
         for row, text in enumerate(texts):
             try:
@@ -138,12 +159,14 @@ class TokenizerEncoder(Encoder):
 
 
 def _texts(documents: pa.Array) -> Iterator[list[str]]:
+    # As bytes, since files may hold text that is not UTF-8.
+    documents = documents if pa.types.is_binary(documents.type) else documents.cast(pa.large_binary())
     for start in range(0, len(documents), _BATCH):
-        texts = [text or "" for text in documents.slice(start, _BATCH).to_pylist()]
+        texts = documents.slice(start, _BATCH).to_pylist()
         try:
-            yield [text.decode() if isinstance(text, bytes) else text for text in texts]
+            yield [(text or b"").decode() for text in texts]
         except UnicodeDecodeError:
-            bad = next(row for row, text in enumerate(texts) if isinstance(text, bytes) and not _is_utf8(text))
+            bad = next(row for row, text in enumerate(texts) if not _is_utf8(text or b""))
             raise BadDocument(start + bad, "is not UTF-8") from None
 
 

@@ -144,6 +144,8 @@ def _is_plain_text(keys: SourceKeys) -> bool:
     spec = keys.corpus
     if not isinstance(spec, str) or "://" in spec or keys.tokenizer is not None or keys.format not in ("auto", "text"):
         return False
+    if keys.end_token is not None:  # in memory a zero ends each document
+        return False
     if spec == "stdlib":
         return True
     if is_glob(spec) and not Path(spec).expanduser().exists():

@@ -27,7 +27,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from vescale_ray.data.block_dataset import BLOCK_TOKENS
 from vescale_ray.data.dataset import SourceKeys
-from vescale_ray.data.document_files import CHUNK, DocumentFile, JsonLinesFile, ParquetFile, TextFile, guarded
+from vescale_ray.data.document_files import CHUNK, PREPARED, DocumentFile, JsonLinesFile, ParquetFile, TextFile, guarded
 from vescale_ray.data.encoders import BadDocument, Encoder, TokenizerEncoder
 from vescale_ray.data.files import DataFile, find_files, reason_of
 from vescale_ray.data.loading import Encoders, in_threads, kind_of
@@ -39,7 +39,6 @@ PLAN = "_prepare.json"
 """File beside the output with what determines it."""
 FILE_BYTES = 64 << 20
 """Bytes of text of an output file, unless their number is given."""
-_PROOF = b"vescale-ray"
 _SLICE = 4096
 """Documents that are encoded at a time."""
 _STEP = 1 << 16
@@ -241,7 +240,7 @@ def _write(made: Preparation, number: int, path: str) -> tuple[int, int]:
         if waiting:
             flush()
         proof = {"plan": made.digest, "documents": documents, "tokens": written, "xxh3": digest.hex()}
-        writer.add_key_value_metadata({_PROOF: json.dumps(proof).encode()})
+        writer.add_key_value_metadata({PREPARED: json.dumps(proof).encode()})
     return documents, written
 
 
@@ -267,7 +266,7 @@ def _proven(made: Preparation, number: int, file: DataFile) -> PreparedFile:
 
     def read() -> dict[str, Any]:
         opened = pq.ParquetFile(file.opened())
-        proof = json.loads((opened.metadata.metadata or {}).get(_PROOF, b"{}"))
+        proof = json.loads((opened.metadata.metadata or {}).get(PREPARED, b"{}"))
         for group in range(opened.num_row_groups):
             digest.add(opened.read_row_group(group, columns=[COLUMN]).column(COLUMN).combine_chunks())
         return proof
@@ -338,9 +337,7 @@ def _newlines(file: DataFile, end: int) -> int:
 
 def _ended(encoder: Encoder, values: Any, lengths: Any, ends: bool) -> pa.ListArray:
     """The documents as rows, each with its end token if ``ends``."""
-    counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     if ends:
-        assert encoder.end is not None
-        values = np.insert(values, counts[1:], encoder.end)
-        counts = counts + np.arange(len(counts))
+        values, lengths = encoder.with_ends(values, lengths)
+    counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     return pa.ListArray.from_arrays(pa.array(counts.astype(np.int32)), pa.array(values.astype(encoder.dtype, copy=False)))
