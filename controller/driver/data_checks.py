@@ -2,14 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vescale_ray.controller.protocol import RunRefused
 
 if TYPE_CHECKING:
+    from vescale_ray.config import RunConfig
+    from vescale_ray.data.dataset import Dataset
     from vescale_ray.models.hf import HfFolder
+
+
+def open_data(config: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
+    """Open the data set and the evaluation sets of a run, with all checks that need no model.
+
+    Args:
+        config: the configuration with the data of ``model.hf`` (:func:`vescale_ray.controller.driver.preflight.with_model_data`).
+
+    Raises:
+        BadInput: with one line, for the first thing that is wrong.
+    """
+    from vescale_ray.data.loading import load_dataset, load_eval_sets
+
+    dataset = load_dataset(config.data, given=config.given.dataset)
+    sets = load_eval_sets(config.data, dataset)
+    check_some_tokens([dataset, *sets.values()])
+    if config.model.hf is not None and dataset.unit == "bytes":
+        refuse_bytes(config.model.hf)
+    if config.data.document_mask:
+        _check_ends(dataset, sets)
+    return dataset, sets
+
+
+def _check_ends(dataset: Dataset, sets: Mapping[str, Dataset]) -> None:
+    """Refuse data whose documents can't be kept apart, since their end is not known or not the same everywhere."""
+    end = dataset.end_token
+    if end is None:
+        raise RunRefused("data.document_mask = true: the end of a document is not known, or differs by source; set data.end_token")
+    for name, one in sets.items():
+        if one.end_token != end:
+            told = "is not known" if one.end_token is None else f"is token {one.end_token}"
+            raise RunRefused(
+                f"data.document_mask = true: the end of a document {told} in data.eval.{name}, but token {end} in the training data; "
+                f"set data.eval.{name}.end_token to {end}"
+            )
 
 
 def check_tokenizer(given: str, folder: HfFolder) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vescale_ray.config import VOCAB, RunConfig
 from vescale_ray.config.given import CORPUS, FACTORY
-from vescale_ray.controller.driver.data_checks import check_causal, check_some_tokens, check_tokenizer, endless, refuse_bytes
+from vescale_ray.controller.driver.data_checks import check_causal, check_tokenizer, endless, open_data
 from vescale_ray.controller.driver.local_ray import address_of, knock
 from vescale_ray.controller.driver.resumption import changes_since, check_same_stream, choose_commit
 from vescale_ray.controller.protocol import RunRefused, StateSource
@@ -97,20 +97,13 @@ def foresee(config: RunConfig) -> Foreseen:
     knock(address_of(config))
     _check_port(config.metrics.host, config.metrics.port)
     _check_loggers(config)
-    from vescale_ray.data.loading import load_dataset, load_eval_sets
     from vescale_ray.data.prompts import encoded_prompts
 
     _check_given(config)
-    dataset = load_dataset(config.data, given=config.given.dataset)
-    sets = load_eval_sets(config.data, dataset)
-    check_some_tokens([dataset, *sets.values()])
+    dataset, _ = open_data(config)
     if (shown := config.train.completions) is not None:
         encoded_prompts(shown.prompts, config.data.tokenizer, dataset.unit, dataset.vocab)
-    if config.model.hf is not None and dataset.unit == "bytes":
-        refuse_bytes(config.model.hf)
     warnings += tuple(endless(dataset))
-    if config.data.document_mask and dataset.end_token is None:
-        raise RunRefused("data.document_mask = true: the end of a document is not known, or differs by source; set data.end_token")
     if config.data.vocab is None and dataset.vocab != VOCAB:  # the tokenizer's; a worker builds its model without looking at the data
         config = config.model_copy(update={"data": config.data.model_copy(update={"vocab": dataset.vocab})})
     return Foreseen(config, stream_of(config, dataset), _expected(config), dataset.bytes_per_token, warnings)

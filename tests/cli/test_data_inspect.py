@@ -71,7 +71,10 @@ def test_answers_of_chat_data_are_counted(tmp_path: Path, capsys: pytest.Capture
     assert "yes<|im_end|>" in sample
 
 
-@pytest.mark.parametrize("change", ["data.eval={same: {corpus: none.txt}}", "data.tokenizer=null", "data.mixture=[{corpus: none.bin}]"])
+@pytest.mark.parametrize(
+    "change",
+    ["data.eval={same: {corpus: none.txt}}", "data.tokenizer=null", "data.mixture=[{corpus: none.bin}]", "data.document_mask=true"],
+)
 def test_the_errors_are_those_of_a_run(change: str, run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(BadInput) as caught:
         preflight.foresee(load_config(run_file, [change]))

@@ -125,6 +125,8 @@ def test_a_mask_without_ends_or_positions_is_refused(tmp_path: Path) -> None:
     preflight.foresee(configured(folder, tokens, **more))
     with pytest.raises(BadInput, match=r"data.document_mask = true: the end of a document is not known, .*; set data.end_token"):
         preflight.foresee(configured(folder, tokens, data_end_token=None, **more))
+    with pytest.raises(BadInput, match=r"is token 2 in data.eval.other, but token 1 in the training data; set data.eval.other.end_token"):
+        preflight.foresee(configured(folder, tokens, data_eval={"other": {"corpus": tokens, "end_token": "2"}}, **more))
     with pytest.raises(BadInput, match=r"data.document_mask = true: DropoutModel.forward takes no position_ids"):
         preflight.foresee(
             tiny("stdlib", model_factory="tests.workers.tiny:DropoutModel", model_units=["body"], data_document_mask=True, **more)

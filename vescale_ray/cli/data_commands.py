@@ -43,6 +43,7 @@ def inspect(target: str, overrides: tuple[str, ...], as_json: bool) -> int:
     Example: vescale-ray data inspect 'tokens/*.parquet' data.column=input_ids data.vocab=50257
     """
     from vescale_ray.config import load_config
+    from vescale_ray.controller.driver.data_checks import open_data
     from vescale_ray.controller.driver.preflight import absolute, with_model_data
     from vescale_ray.data.inspection import inspect as report_on
 
@@ -52,7 +53,8 @@ def inspect(target: str, overrides: tuple[str, ...], as_json: bool) -> int:
     else:
         config = load_config(None, [f"data.corpus={target}", *overrides])
     config = with_model_data(absolute(config))
-    found = report_on(config.data, config.run.seed, config.train.steps * config.global_batch)
+    dataset, sets = open_data(config)
+    found = report_on(config.data, dataset, sets, config.run.seed, config.train.steps * config.global_batch)
     if as_json:
         click.echo(json.dumps({"seq_len": config.data.seq_len, "sources": [asdict(one) for one in found]}))
         return OK
@@ -120,7 +122,7 @@ def prepare(
 
             carry_out(made, workers, tell)
     except BadInput as error:
-        text = str(error)
+        text = str(error).replace("set data.format to chat for conversations", "conversations need no preparation")
         for key, option in OPTIONS.items():
             text = text.replace(f"data.{key}", option)
         raise BadInput(text) from None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from vescale_ray.data.dataset import DataKeys, Dataset, SampleOrder
 from vescale_ray.data.encoders import load_tokenizer
-from vescale_ray.data.loading import load_dataset, load_eval_sets
 from vescale_ray.data.mixture import Mixture
 
 
@@ -32,17 +32,13 @@ class SourceReport:
     sample: str
 
 
-def inspect(keys: DataKeys, seed: int, samples: int) -> list[SourceReport]:
-    """Open all data of a configuration as a run does, and report on each source and evaluation set.
+def inspect(keys: DataKeys, dataset: Any, sets: Mapping[str, Dataset], seed: int, samples: int) -> list[SourceReport]:
+    """Report on each source of a run's data set, and on each evaluation set.
 
     Args:
         samples: number of samples that the run uses.
-
-    Raises:
-        BadInput: with one line, as a run does.
     """
-    dataset: Any = load_dataset(keys)
-    sets, order = load_eval_sets(keys, dataset), dataset.order(seed)
+    order = dataset.order(seed)
     tokenizer = load_tokenizer(keys.tokenizer)[0] if keys.tokenizer is not None else None
     if isinstance(dataset, Mixture):
         shares = (dataset.shares.counts / dataset.shares.period).tolist()
