@@ -31,6 +31,10 @@ TWO_ENDS = (  # ends the last turn in another way, after a header
     "{% for m in messages %}{% if m.role == 'assistant' %}<answer>{{ m.content }}{{ '<|end|>' if loop.last else '<|im_end|>' }}"
     "{% else %}[{{ m.content }}]{% endif %}{% endfor %}"
 )
+LAST_END = (  # ends a conversation, as Phi's, unless it goes on
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{{ '<|im_start|>assistant\n' if add_generation_prompt else '<|begin|>' }}"
+)
 LATE_SYSTEM = (  # shows the system's message in the last turn of the user
     "{% set system = messages[0].content %}{% for m in messages[1:] %}{% if m.role == 'user' %}[INST]"
     "{% if loop.last or loop.index0 == messages | length - 3 %}{{ system }}{% endif %}{{ m.content }}[/INST]"

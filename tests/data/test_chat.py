@@ -10,7 +10,20 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.data.chats import CHATML, LATE_SYSTEM, MARKED, REASONING, TWO_ENDS, Parts, expected, said, stored, write_folder, write_rows
+from tests.data.chats import (
+    CHATML,
+    LAST_END,
+    LATE_SYSTEM,
+    MARKED,
+    REASONING,
+    TWO_ENDS,
+    Parts,
+    expected,
+    said,
+    stored,
+    write_folder,
+    write_rows,
+)
 from tests.data.sources import dataset, keys, write_jsonl
 from vescale_ray.controller.driver.data_checks import endless
 from vescale_ray.data.block_dataset import BlockDataset
@@ -67,6 +80,20 @@ def test_the_last_turn_may_end_in_another_way(tmp_path: Path, content: str) -> N
     made, tokenizer = opened(tmp_path, [{"messages": talk}] * 3, TWO_ENDS)
     parts: Parts = [("[a]", False), (f"<answer>{content}{E}", True), ("[b]", False), (f"<answer>{content}<|end|>", True)]
     assert stored(made) == expected(tokenizer, parts * 3)
+
+
+def test_a_conversation_may_have_an_end_of_its_own(tmp_path: Path) -> None:
+    made, tokenizer = opened(tmp_path, [{"messages": TALK}, {"messages": TALK[:-1]}], LAST_END)
+    user = (f"\n{S}user\nis it so{E}\n<|begin|>", False)
+    assert stored(made) == expected(tokenizer, [*TALK_PARTS[:-1], ("\n<|begin|>", True), *TALK_PARTS[:2], user])
+
+
+def test_conversations_with_tools_have_their_template(tmp_path: Path) -> None:
+    templates = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "{{ tools | length }} tools" + MARKED}]
+    tokenizer = write_folder(tmp_path / "model", None, chat_template=templates)
+    rows = [{"messages": TALK}, {"messages": TALK, "tools": [{"type": "function", "function": {"name": "f"}}]}]
+    made = dataset(write_rows(tmp_path / "a.jsonl", rows), format="chat", tokenizer=str(tmp_path / "model" / "tokenizer.json"), vocab=None)
+    assert stored(made) == expected(tokenizer, [*TALK_PARTS, ("1 tools", False), *TALK_PARTS])
 
 
 def test_a_message_with_calls_counts_without_a_text(tmp_path: Path) -> None:

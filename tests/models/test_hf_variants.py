@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.data.chats import write_folder
 from tests.models import hf_folders
 from tests.models.test_hf import configured, edit, refused
 from tests.workers.tiny import tiny
@@ -173,3 +174,14 @@ def test_an_encoder_is_refused(tmp_path: Path) -> None:
     check_logits(folder, tmp_path)
     both = hf_folders.write(tmp_path / "both", "gemma3_text", use_bidirectional_attention=True)
     assert refused(both, tmp_path).endswith('or set "use_bidirectional_attention": false in its config.json')
+
+
+def test_an_export_has_all_chat_templates(tmp_path: Path) -> None:
+    folder = hf_folders.write(tmp_path / "model", "llama")
+    tokenizer = write_folder(folder, None)
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template={"default": "a", "tool_use": "b"})
+    made.save_pretrained(folder)
+    hf.write_description(hf.open_folder(folder), {}, tmp_path / "run")
+    (tmp_path / "out").mkdir()
+    hf.copy_description(hf.open_folder(tmp_path / "run"), tmp_path / "out", None)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").get_chat_template(tools=[{}]) == "b"

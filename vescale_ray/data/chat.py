@@ -150,15 +150,16 @@ class ChatTemplate:
         try:
             made = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
             text = made.get_chat_template() if made.chat_template else None
+            tooled = made.get_chat_template(tools=[{}]) if made.chat_template else None
         except Exception as error:
             raise BadInput(f"data.tokenizer = {tokenizer}: its folder can't be read ({_line(error)})") from None
         self._render: Any = render_jinja_template
         self._special, self._named = tuple(special), dict(made.special_tokens_map)
-        self._text: str | None = text and _DATE.sub(lambda found: repr(TODAY.strftime(found[2])), text)
-        if "strftime_now(" in (self._text or ""):
+        self._text, self._tooled = (one and _DATE.sub(lambda found: repr(TODAY.strftime(found[2])), one) for one in (text, tooled))
+        if "strftime_now(" in f"{self._text} {self._tooled}":
             raise BadInput(f"data.tokenizer = {tokenizer}: its chat template chooses the form of the date; write the date into it")
-        self._marked = bool(text and _MARK.search(text))
-        self.digest = hashlib.sha256(repr((self._text, self._named)).encode()).hexdigest()[:16]
+        texts = (self._text,) if self._tooled == self._text else (self._text, self._tooled)
+        self.digest = hashlib.sha256(repr((*texts, self._named)).encode()).hexdigest()[:16]
 
     def render(self, messages: Messages, tools: Any) -> tuple[str, list[Span]]:
         """Return the text of a conversation, and the parts of it that are answers to learn.
@@ -174,13 +175,20 @@ class ChatTemplate:
         messages = self._called(messages, tools)
         text, spans = self._rendered(messages, tools)
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        if not self._marked:
+        if not self._marked(tools):
             spans = [self._span(text, messages, tools, turn) for turn in turns if _counts(messages[turn])]
         elif len(spans) == len(turns):
             spans = [span for span, turn in zip(spans, turns, strict=True) if _counts(messages[turn])]
         elif not all(_counts(messages[turn]) for turn in turns):
             raise ValueError(f"has {len(turns)} answers, of which some do not count, but the chat template marks {len(spans)} parts")
         return text, spans
+
+    def _template(self, tools: Any) -> str | None:
+        """The template. A tokenizer may have one of its own for conversations with tools."""
+        return self._tooled if tools else self._text
+
+    def _marked(self, tools: Any) -> bool:
+        return _MARK.search(self._template(tools) or "") is not None
 
     def _called(self, messages: Messages, tools: Any) -> Messages:
         """Return the messages with arguments of calls as the template wants them: JSON as OpenAI's files have it, or mappings.
@@ -199,9 +207,9 @@ class ChatTemplate:
     def _rendered(self, messages: Messages, tools: Any, prompt: bool = False) -> tuple[str, list[Span]]:
         if not messages:
             return "", []
-        options: dict[str, Any] = {"add_generation_prompt": prompt, "return_assistant_tokens_mask": self._marked}
+        options: dict[str, Any] = {"add_generation_prompt": prompt, "return_assistant_tokens_mask": self._marked(tools)}
         try:
-            texts, spans = self._render([messages], tools=tools, chat_template=self._text, **options, **self._named)
+            texts, spans = self._render([messages], tools=tools, chat_template=self._template(tools), **options, **self._named)
         except Exception as error:
             raise ValueError(f"the chat template refuses the messages ({_line(error)})") from None
         return texts[0], spans[0] if spans else []
@@ -216,7 +224,8 @@ class ChatTemplate:
         else:  # there is no prompt
             start = self._rendered([{**messages[0], "content": _PLACE}, *messages[1:]], tools)[0].find(_PLACE)
         end = len(through) if text.startswith(through) else self._changed_end(text, start, through, said)
-        if not text.startswith(before.rstrip()) or start < 0 or end <= start:
+        # What only one of the two has is the end of a whole conversation, which some templates put in the place of the prompt.
+        if not text.startswith(os.path.commonprefix([before, prompted]).rstrip()) or start < 0 or end <= start:
             raise ValueError(
                 f"message {turn} can't be found in the rendered conversation, since the chat template changes earlier messages; "
                 "mark the answers in it with {% generation %} and {% endgeneration %}"
@@ -232,7 +241,9 @@ class ChatTemplate:
         found = re.compile(re.escape(said)).finditer
         for shown, here in product(found(through, start), list(found(text, start))) if said else ():
             if through[start : shown.start()].endswith(text[start : here.start()]):  # what is before the answer, or the end of it
-                return here.end() + len(os.path.commonprefix([through[shown.end() :], text[here.end() :]]))
+                tail = os.path.commonprefix([through[shown.end() :], text[here.end() :]])
+                ends = [tail.rfind(one) + len(one) for one in self._special if one in tail]
+                return here.end() + max(ends, default=len(tail))
         return -1
 
 

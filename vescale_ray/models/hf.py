@@ -38,6 +38,8 @@ SMALL_FILES = (
     "tokenizer.model",
 )
 """Files beside the weights, which an export copies."""
+_TEMPLATES = "additional_chat_templates"
+"""Folder of the chat templates for tools and others."""
 
 
 @dataclass(frozen=True)
@@ -281,6 +283,8 @@ def _copy_small_files(folder: HfFolder, target: Path) -> None:
     for name in SMALL_FILES:
         if (folder.path / name).is_file():
             shutil.copyfile(folder.path / name, target / name)
+    if (folder.path / _TEMPLATES).is_dir():
+        shutil.copytree(folder.path / _TEMPLATES, target / _TEMPLATES, dirs_exist_ok=True)
 
 
 def _transformers(where: str) -> Any:
