@@ -85,47 +85,15 @@ def buffer_values(config: RunConfig, model: nn.Module) -> dict[str, Tensor]:
         for name, value in values.items():
             model.init_buffer(name, value)  # type: ignore[operator]
         return values
-    with _in_place(model, values):
-        for name in {name.rpartition(".")[0] for name in values}:
-            hf.initialize(model, model.get_submodule(name), recurse=False)
-        if _unfilled(values):  # some modules fill the buffers below them
-            hf.initialize(model, model)
+    values = hf.buffer_values(model)
     if persistent_buffers(model) and (weights := weights_of(config)) is not None:
         with _named(weights):
             stored = read_buffers(weights, layout_of(config, model), persistent_buffers(model))
         for name, value in stored.items():
             values[name].copy_(value)
-    if lacking := _unfilled(values):
+    if lacking := hf.unfilled(values):
         raise BadInput(_no_values(config, "buffer", lacking[0]))
     return values
-
-
-@contextmanager
-def _in_place(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
-    """Put ``values``, all of them NaN or the least integer, in the place of the buffers of ``model``. Its parameters stay on the meta
-    device, where filling them does nothing."""
-    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in values}
-    kept = {name: owner._buffers[name.rpartition(".")[2]] for name, owner in owners.items()}
-    for name, value in values.items():
-        value.fill_(_blank(value))
-        owners[name]._buffers[name.rpartition(".")[2]] = value
-    try:
-        yield
-    finally:
-        for name, buffer in kept.items():
-            owners[name]._buffers[name.rpartition(".")[2]] = buffer
-
-
-def _blank(value: Tensor) -> float | int | bool:
-    if value.dtype.is_floating_point or value.dtype.is_complex:
-        return float("nan")
-    return False if value.dtype is torch.bool else torch.iinfo(value.dtype).min
-
-
-def _unfilled(values: dict[str, Tensor]) -> list[str]:
-    """The names of the buffers that still have the values of :func:`_in_place`."""
-    kept = {name: value.isnan() if _blank(value) != _blank(value) else value == _blank(value) for name, value in values.items()}
-    return [name for name, blank in kept.items() if values[name].dtype is not torch.bool and blank.any()]
 
 
 def _no_values(config: RunConfig, what: str, name: str) -> str:

@@ -16,8 +16,9 @@ from torch import Tensor
 from tests.data.chats import write_folder
 from tests.models import hf_folders
 from tests.models.test_hf import configured, edit, refused
+from tests.ranks import run_threads
 from tests.workers.tiny import tiny
-from vescale_ray import checkpoint
+from vescale_ray import checkpoint, fully_shard
 from vescale_ray.controller.driver import preflight
 from vescale_ray.models import hf
 from vescale_ray.models.units import select_units
@@ -185,3 +186,27 @@ def test_an_export_has_all_chat_templates(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     hf.copy_description(hf.open_folder(tmp_path / "run"), tmp_path / "out", None)
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").get_chat_template(tools=[{}]) == "b"
+
+
+def as_documented(rank: int, world: int, folder: Path) -> Tensor:
+    """Logits of the model that the guide's script loads."""
+    script = (Path(__file__).parents[2] / "docs/how-to/hugging-face.md").read_text().split("```python\n")[-1].split("```")[0]
+    shards = "for block in model.model.layers:\n    fully_shard(block)\nfully_shard(model)"
+    names: dict[str, Any] = {"fully_shard": fully_shard}
+    changes = {"/mnt/shared/models/Qwen3-8B": str(folder), '"cuda"': '"cpu"', "# .. fully_shard the blocks and the model ..": shards}
+    for text, here in changes.items():
+        assert text in script
+        script = script.replace(text, here)
+    exec(script, names)
+    with torch.no_grad():
+        logits: Tensor = names["model"].eval()(torch.arange(1, 17)[None]).logits
+    return logits
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "deepseek_v3"])
+def test_the_script_of_the_guide_loads_a_model(kind: str, tmp_path: Path) -> None:
+    folder = hf_folders.write(tmp_path / "model", kind)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        logits = expected(torch.arange(1, 17)[None]).logits
+    torch.testing.assert_close(run_threads(1, as_documented, folder)[0], logits, rtol=1e-5, atol=1e-5)

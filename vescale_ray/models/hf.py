@@ -12,7 +12,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,46 @@ def initialize(model: nn.Module, module: nn.Module, *, recurse: bool = True) -> 
 
     choose(model, None)
     visit(module) if recurse else fills[id(module)](module)
+
+
+def buffer_values(model: nn.Module) -> dict[str, Tensor]:
+    """Return the values that transformers gives to the buffers of ``model``, which is on the meta device, on the CPU: rotary tables, for
+    example. NaN, or the least integer, where it gives none, as in some buffers that files hold."""
+    values = {name: torch.empty_like(buffer, device="cpu") for name, buffer in model.named_buffers()}
+    with torch.no_grad(), _in_place(model, values):
+        for name in {name.rpartition(".")[0] for name in values}:
+            initialize(model, model.get_submodule(name), recurse=False)
+        if unfilled(values):  # some modules fill the buffers below them
+            initialize(model, model)
+    return values
+
+
+@contextmanager
+def _in_place(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
+    """Put ``values``, all of them NaN or the least integer, in the place of the buffers of ``model``. Its parameters stay on the meta
+    device, where filling them does nothing."""
+    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in values}
+    kept = {name: owner._buffers[name.rpartition(".")[2]] for name, owner in owners.items()}
+    for name, value in values.items():
+        value.fill_(_blank(value))
+        owners[name]._buffers[name.rpartition(".")[2]] = value
+    try:
+        yield
+    finally:
+        for name, buffer in kept.items():
+            owners[name]._buffers[name.rpartition(".")[2]] = buffer
+
+
+def _blank(value: Tensor) -> float | int | bool:
+    if value.dtype.is_floating_point or value.dtype.is_complex:
+        return float("nan")
+    return False if value.dtype is torch.bool else torch.iinfo(value.dtype).min
+
+
+def unfilled(values: dict[str, Tensor]) -> list[str]:
+    """The names of buffers that have no values: they still have those of :func:`_in_place`."""
+    kept = {name: value.isnan() if _blank(value) != _blank(value) else value == _blank(value) for name, value in values.items()}
+    return [name for name, blank in kept.items() if values[name].dtype is not torch.bool and blank.any()]
 
 
 def masks_documents(model: nn.Module) -> bool:
