@@ -313,7 +313,7 @@ class JsonLinesFile(LinesFile):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise BadInput(f"{self.file.url}: line {number} is not JSON ({reason_of(error)})") from None
+            raise BadInput(f"{self.file.url}: line {number} is not JSON ({reason_of(error)}); write one object a line") from None
         if not isinstance(record, dict):
             raise BadInput(f"{self.file.url}: line {number} is no JSON object; write one object a line")
         return record
