@@ -40,7 +40,8 @@ def adapted(home: Path, kind: str, **keys: Any) -> RunConfig:
     run.write_state({"run": "r", "state": "STOPPED", "step": 1, "steps": 1})
     model = build_model(config)
     held = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in model.named_parameters()}
-    checkpoint.import_hf(folder, held, layout=layout_of(config, model), exclude=lora.PARAMETERS)
+    buffers = [name for name, _ in model.named_buffers()]
+    checkpoint.import_hf(folder, held, layout=layout_of(config, model), exclude=lora.PARAMETERS, allow_unexpected=buffers)
     torch.manual_seed(1)
     kept = {(name, "param"): value for name, value in held.items()}
     for name in [name for name in held if ".lora_" in name]:
@@ -66,6 +67,12 @@ def test_each_target_of_adapters_is_a_linear_layer(tmp_path: Path, targets: list
     assert f"model.lora.targets = {targets}: {said}" in refused(folder, tmp_path, model_lora={"targets": targets})
 
 
+def test_a_layer_that_peft_takes_for_experts_is_refused(tmp_path: Path) -> None:
+    folder = hf_folders.write(tmp_path / "model", "deepseek_v3")
+    said = refused(folder, tmp_path, model_lora={"targets": ["o_proj", "down_proj"]})
+    assert said.endswith("peft takes down_proj for the fused experts of DeepseekV3ForCausalLM, which get no adapters; leave it out")
+
+
 @pytest.mark.parametrize("targets", ["all-linear", ["c_attn"]])
 def test_transposed_layers_get_no_adapters(tmp_path: Path, targets: Any) -> None:
     config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=160, n_positions=128)
@@ -74,15 +81,23 @@ def test_transposed_layers_get_no_adapters(tmp_path: Path, targets: Any) -> None
     assert ("c_attn is of type Conv1D" if targets == ["c_attn"] else "the model has no linear layer but its head") in said
 
 
-def test_adapters_of_all_linear_layers_are_those_that_peft_loads(tmp_path: Path) -> None:
-    """peft's own all-linear also takes the fused experts, which are no layers."""
+ADAPTED = {
+    "qwen3_moe": {"q", "k", "v", "o"},
+    "deepseek_v3": {"q_a", "q_b", "kv_b", "o"},
+    "qwen2": {"q", "k", "v", "o", "gate", "up", "down"},
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_adapters_of_all_linear_layers_are_those_that_peft_loads(tmp_path: Path, kind: str) -> None:
+    """peft's own all-linear also takes the fused experts, which are no layers. The layers of Qwen2 have biases."""
     from peft import PeftModel
 
-    config = adapted(tmp_path, "qwen3_moe", targets="all-linear")
+    config = adapted(tmp_path, kind, targets="all-linear")
     run, alone, merged = str(config.run_folder), str(tmp_path / "alone"), str(tmp_path / "merged")
     assert main(["ckpt", "export-hf", run, alone]) == 0 and main(["ckpt", "export-hf", run, merged, "--merge"]) == 0
     names = load_file(Path(alone) / "adapter_model.safetensors")
-    assert {name.split(".")[-3] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert {name.split(".")[-3] for name in names} - {"kv_a_proj_with_mqa"} == {f"{name}_proj" for name in ADAPTED[kind]}
     base = transformers.AutoModelForCausalLM.from_pretrained(config.model.hf)
     before = base(TOKENS).logits
     expected = PeftModel.from_pretrained(base, alone).eval()(TOKENS).logits

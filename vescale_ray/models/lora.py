@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from vescale_ray.errors import BadInput
 
 ADAPTER = "default"
+ALL_LINEAR = "all-linear"
 PARAMETERS = ("*.lora_A.*", "*.lora_B.*")
 """Globs of the adapters' parameters."""
 
@@ -43,6 +44,12 @@ def add_adapters(model: nn.Module, keys: LoraKeys) -> None:
     linear = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
     remedy = f"; the model's linear layers are {', '.join(linear)}"
     targets = _targets(keys, model)
+    taken = _taken_for_experts(_config(peft, keys, targets), model)
+    if keys.targets == ALL_LINEAR:
+        targets = [target for target in targets if target not in taken]
+    elif taken:
+        names = ", ".join(sorted(taken))
+        raise BadInput(f"{refused}peft takes {names} for the fused experts of {type(model).__name__}, which get no adapters; leave it out")
     if not targets:
         raise BadInput(f"{refused}the model has no linear layer but its head")
     for target in targets:
@@ -59,11 +66,25 @@ def add_adapters(model: nn.Module, keys: LoraKeys) -> None:
 
 def _targets(keys: LoraKeys, model: nn.Module) -> list[str]:
     """The names of the layers that get adapters. ``all-linear`` is all linear layers but the head; peft takes experts and others, too."""
-    if not isinstance(keys.targets, str):
-        return keys.targets
+    if keys.targets != ALL_LINEAR:
+        return list(keys.targets)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
     return sorted({name.rpartition(".")[2] for name in linear})
+
+
+def _taken_for_experts(config: Any, model: nn.Module) -> set[str]:
+    """Return the targets that peft takes for matrices of fused experts, by the names that these had before transformers 5."""
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # an older peft
+        return set()
+    given = set(config.target_modules)
+    try:
+        convert_peft_config_for_transformers(config, model=model, conversions=None)
+    except ValueError:  # the injection raises it again
+        return set()
+    return given - set(config.target_modules)
 
 
 def base_names(model: nn.Module) -> dict[str, str]:

@@ -215,7 +215,7 @@ def _files_of(
         return _ModelFiles(layout, extra, [], fp8_files(built, layout, train) if fp8 else None)
     lora.add_adapters(built, adapters)
     names = lora.base_names(built)
-    layout, merged = layout.renamed(names), set(names.values())
+    layout, merged = layout.renamed(names), {name for name in names.values() if name.endswith(".base_layer.weight")}
     layers = (name.partition(".lora_A.")[0] for name in opened.tensors if ".lora_A." in name)
     tied = next((layer for layer in layers if f"{layer}.base_layer.weight" not in merged), None)
     if tied is not None:
