@@ -82,6 +82,8 @@ def build_model(config: RunConfig) -> nn.Module:
         what = f"the class {built.__name__}" if isinstance(built, type) else f"a {type(built).__name__}"
         raise ValueError(f"model.factory = {model.factory}: it returns {what}; give a function that returns a torch.nn.Module")
     check_initializable(built, f"model.factory = {model.factory}")
+    if hf.is_hf(built):
+        hf.use_no_cache(built)
     if config.elastic.deterministic and config.train.optimizer != "adamw":
         short = next((name for name, p in built.named_parameters() if p.requires_grad and p.dtype.itemsize < 4), None)
         if short is not None:

@@ -168,6 +168,17 @@ def test_a_model_with_images_keeps_no_cache(tmp_path: Path) -> None:
     torch.testing.assert_close(gradient(), expected, rtol=0, atol=0)
 
 
+def factory() -> Any:
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=256)
+    )
+
+
+def test_a_factory_of_transformers_keeps_no_cache() -> None:
+    assert factory().config.use_cache
+    assert not build_model(tiny("stdlib", model_factory=f"{__name__}:factory")).config.use_cache
+
+
 def test_an_encoder_is_refused(tmp_path: Path) -> None:
     folder = hf_folders.write(tmp_path / "model", "bert")
     assert "BertLMHeadModel is an encoder, whose attention reads the tokens that training predicts" in refused(folder, tmp_path)

@@ -140,16 +140,24 @@ def build(folder: HfFolder, dtype: torch.dtype = torch.float32) -> nn.Module:
     """
     transformers = _transformers(str(folder.path))
     config = copy.deepcopy(folder.config)  # transformers writes the dtype to it
-    # With a cache, attention ignores restarting positions, and a recomputation would add its keys a second time.
-    config.use_cache = config.get_text_config().use_cache = False
     try:
         with torch.device("meta"):
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:
         raise BadInput(f"model.hf = {folder.path}: {type(config).__name__}: {_line(error)}") from None
+    use_no_cache(model)
     if config.get_text_config() is not config:
         _freeze_unread(model)
     return model
+
+
+def use_no_cache(model: nn.Module) -> None:
+    """Let the layers of transformers' ``model`` keep no keys. With a cache, attention does not stay within documents, and a recomputation
+    would add its keys a second time."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
 
 
 def _freeze_unread(model: Any) -> None:
