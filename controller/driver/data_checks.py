@@ -32,7 +32,21 @@ def open_data(config: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
         refuse_bytes(config.model.hf)
     if config.data.document_mask:
         _check_ends(dataset, sets)
+    if not dataset.heldout_samples:
+        _refuse_heldout_loss(config, dataset.num_samples)
     return dataset, sets
+
+
+def _refuse_heldout_loss(config: RunConfig, samples: int) -> None:
+    """Refuse a rule that goes by the held-out loss, since there is no held-out sample."""
+    early, kept = config.train.early_stop, config.checkpoint
+    rules = {"train.early_stop": early is not None and early.metric, "checkpoint.keep_best": kept.keep_best and kept.keep_metric}
+    for rule, metric in rules.items():
+        if metric == "heldout_loss":
+            raise RunRefused(
+                f"{rule} with data.heldout = {config.data.heldout:g}: the data has {samples} samples and none to hold out, so there is no "
+                "heldout_loss to go by; raise data.heldout, lower data.seq_len, or give more data"
+            )
 
 
 def _check_ends(dataset: Dataset, sets: Mapping[str, Dataset]) -> None:

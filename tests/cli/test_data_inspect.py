@@ -82,3 +82,12 @@ def test_the_errors_are_those_of_a_run(change: str, run_file: Path, capsys: pyte
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert said.removeprefix("vescale-ray: ").strip() == str(caught.value)
+
+
+@pytest.mark.parametrize("rule", ["train.early_stop={patience: 1}", "checkpoint={keep_best: 1, keep_metric: heldout_loss}"])
+def test_rules_need_a_heldout_sample(rule: str, tmp_path: Path) -> None:
+    corpus = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    given = [f"data.corpus={corpus}", f"run.dir={tmp_path}", "data.seq_len=64", "train.eval_every=1", rule]
+    preflight.foresee(load_config(None, [*given, "data.heldout=0.2"]))
+    with pytest.raises(BadInput, match=r"with data.heldout = 0.05: the data has 14 samples and none to hold out"):
+        preflight.foresee(load_config(None, given))

@@ -73,6 +73,7 @@ def test_mistakes_are_refused_before_a_file_is_written(here: Path, capsys: pytes
     folder = qwen(here / "q")
     assert "q holds no safetensors weights, and adapters train on a frozen base" in refused(capsys, "a", "--hf", folder, "--lora")
     assert "--hardware rtx: give one of a100, h100" in refused(capsys, "a", "--gpus", "8", "--hardware", "rtx")
+    assert "--workers 8 with --gpus 4: each GPU has one worker" in refused(capsys, "a", "--gpus", "4", "--workers", "8")
     assert "takes 40960 tokens at most" in refused(capsys, "a", "--hf", folder, "--seq-len", "50000")
     assert "run.name = a/b: give letters" in refused(capsys, "a/b", "--out", "c.yaml")
     assert "can't be written" in refused(capsys, "a", "--out", "no/such/folder.yaml")

@@ -82,6 +82,8 @@ def init(
         raise BadInput(f"{path}: exists already; give --force, or another --out")
     if lora and hf is None:
         raise BadInput("--lora: adapters need the weights of a model; give --hf")
+    if gpus and workers not in (None, gpus):
+        raise BadInput(f"--workers {workers} with --gpus {gpus}: each GPU has one worker; leave --workers out")
     if expert_parallel > 1:
         _check_experts(expert_parallel, hf, workers or gpus or 2)
     text = _job(path.name, name, hf, lora, corpora, column, seq_len, gpus or 0, hardware, workers or gpus or 2, expert_parallel)
