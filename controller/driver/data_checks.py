@@ -1,4 +1,4 @@
-"""Checks that data and model fit: the tokens mean the same, the model predicts them, and answers of chats have ends."""
+"""Checks that data and model mean the same tokens, that documents and answers have ends, and that rules have data to go by."""
 
 from __future__ import annotations
 
@@ -77,18 +77,6 @@ def check_tokenizer(given: str, folder: HfFolder) -> None:
         own, own_digest = load_tokenizer(str(folder.tokenizer))
         if digest != own_digest and tokenizer.get_vocab() != own.get_vocab():
             raise RunRefused(f"data.tokenizer = {given}: its tokens are not those of the model's {folder.tokenizer}; leave it out")
-
-
-def check_causal(hf: str, model: Any) -> None:
-    """Refuse a model that reads the tokens that it is to predict."""
-    from vescale_ray.models.hf import sees_ahead
-
-    if sees_ahead(model):
-        key = '"is_decoder": true' if hasattr(model.config, "is_decoder") else '"use_bidirectional_attention": false'
-        raise RunRefused(
-            f"model.hf = {hf}: {type(model).__name__} is an encoder, whose attention reads the tokens that training predicts; give a "
-            f"causal model, or set {key} in its config.json"
-        )
 
 
 def check_some_tokens(datasets: Iterable[Any]) -> None:

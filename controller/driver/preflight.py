@@ -5,7 +5,6 @@ All raise ``BadInput`` or a subclass, with one line. :func:`foresee` changes not
 
 from __future__ import annotations
 
-import inspect
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -16,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vescale_ray.config import VOCAB, RunConfig
 from vescale_ray.config.given import CORPUS, FACTORY
-from vescale_ray.controller.driver.data_checks import check_causal, check_tokenizer, endless, open_data
+from vescale_ray.controller.driver.data_checks import check_tokenizer, endless, open_data
 from vescale_ray.controller.driver.local_ray import address_of, knock
+from vescale_ray.controller.driver.model_checks import check_causal, check_document_mask, check_factory, check_loss, check_vocabulary
 from vescale_ray.controller.driver.resumption import changes_since, check_same_stream, choose_commit
 from vescale_ray.controller.protocol import RunRefused, StateSource
 from vescale_ray.errors import BadInput
@@ -281,18 +281,20 @@ def _expected(config: RunConfig) -> dict[str, _Expected]:
     try:
         model = build_model(config)
         if config.model.loss is not None:
-            loss_function(config.model.loss)
+            check_loss(config.model.loss, loss_function(config.model.loss), config.data.vocab or VOCAB)
         select_units(model, config.model.units)
         shared_experts(config, model)
         check_weights_of(config, model)
         if config.model.hf is not None:
             check_causal(config.model.hf, model)
         if config.data.document_mask:
-            _check_document_mask(model)
-        _check_vocabulary(model, config)
+            check_document_mask(model)
+        check_vocabulary(model, config)
         routing = route_parameters(model, OptimizerConfig.of(config.train))
         check_options(OptimizerConfig.of(config.train))
         apply_quantization(config, model)
+        if config.model.factory is not None:
+            check_factory(model, config)
     except BadInput:
         raise
     except SystemExit as error:
@@ -301,17 +303,6 @@ def _expected(config: RunConfig) -> dict[str, _Expected]:
         raise RunRefused(" ".join(str(error).split())) from None
     trained = {route.name: STATES[route.optimizer] for route in routing.routes}
     return {name: _Expected(tuple(p.shape), trained.get(name, ())) for name, p in model.named_parameters()}
-
-
-def _check_document_mask(model: Any) -> None:
-    """Refuse ``data.document_mask`` for a model that takes no positions, or whose attention ignores them."""
-    from vescale_ray.models.hf import is_hf, masks_documents
-
-    kind = type(model).__name__
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise RunRefused(f"data.document_mask = true: {kind}.forward takes no position_ids; add them, or set it to false")
-    if is_hf(model) and not masks_documents(model):
-        raise RunRefused(f"data.document_mask = true: the layers of transformers' {kind} do not keep documents apart; set it to false")
 
 
 def _describe_model(config: RunConfig) -> None:
@@ -329,17 +320,6 @@ def _describe_model(config: RunConfig) -> None:
         hf.write_description(hf.open_folder(config.model.hf), buffers, RunFolder(config.run_folder).model)
     except OSError as error:
         raise RunRefused(f"model.hf = {config.model.hf}: its files can't be copied to the run's folder ({error.strerror})") from None
-
-
-def _check_vocabulary(model: Any, config: RunConfig) -> None:
-    """Refuse a model of the user's whose embeddings have no row for some tokens. It would fail in a step, on a GPU without a reason."""
-    rows = [int(module.num_embeddings) for module in model.modules() if hasattr(module, "num_embeddings")]
-    vocab = config.data.vocab or VOCAB
-    if rows and max(rows) < vocab:
-        raise RunRefused(
-            f"data.vocab = {vocab}: the embedding of model.factory = {config.model.factory} has {max(rows)} rows; "
-            "give the model a row for each token"
-        )
 
 
 def _resume(

@@ -232,6 +232,51 @@ def test_a_model_factory_that_fails_is_named(name: str, words: str, tmp_path: Pa
     assert said.startswith(f"model.factory = factories_that_fail:{name}{words}")
 
 
+OUTPUTS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, tokens=256, back="logits"):
+        super().__init__()
+        self.embed, self.blocks, self.head, self.back = nn.Embedding(256, 4), nn.ModuleList([nn.Linear(4, 4)]), nn.Linear(4, tokens), back
+        self.requires_grad_(back != "frozen")
+    def forward(self, tokens):
+        logits = self.head(self.blocks[0](self.embed(tokens)))
+        return (logits, None) if self.back == "pair" else logits.flatten(0, 1) if self.back == "flat" else logits
+
+def summed(output, targets):
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum")
+def mean(output, targets):
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+def each(output, targets):
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="none")
+"""
+
+
+@pytest.mark.parametrize(
+    ("args", "loss", "words"),
+    [
+        ({"back": "pair"}, None, "its forward returns a tuple; return logits (batch, seq_len, vocab), or set model.loss"),
+        ({"back": "flat"}, None, "its forward returns logits of 2 dimensions; return logits (batch, seq_len, vocab), or set model.loss"),
+        ({"tokens": 90}, None, "its forward returns logits of 90 tokens, but data.vocab = 256; give each token one"),
+        ({"back": "frozen"}, None, "no parameter has requires_grad, so there is nothing to train"),
+        ({}, "mean", "it returns the mean over the targets; return their sum (reduction='sum')"),
+        ({}, "each", "it returns a Tensor of shape [8]; return the sum over the targets, one number"),
+    ],
+)
+def test_what_a_model_and_a_loss_return_is_checked(
+    args: dict[str, Any], loss: str | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models_of_outputs.py").write_text(OUTPUTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    shared: dict[str, Any] = {"model_factory": "models_of_outputs:Net", "model_units": "auto"}
+    preflight.foresee(tiny(tmp_path, "r", **shared, model_loss="models_of_outputs:summed"))
+    given = {} if loss is None else {"model_loss": f"models_of_outputs:{loss}"}
+    assert refused(tiny(tmp_path, "r", **shared, model_args=args, **given)).endswith(words)
+
+
 def test_a_model_without_a_row_for_each_byte_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "factories_of_small.py").write_text(FACTORIES)
     monkeypatch.syspath_prepend(str(tmp_path))
