@@ -317,7 +317,7 @@ def _describe_model(config: RunConfig) -> None:
     buffers = {name: values[piece.name] for name, piece in file_layout(model).pieces.items() if piece.name in kept}
     assert config.model.hf is not None
     try:
-        hf.write_description(hf.open_folder(config.model.hf), buffers, RunFolder(config.run_folder).model)
+        hf.write_description(hf.open_folder(config.model.hf), buffers, RunFolder(config.run_folder).model, config.data.tokenizer)
     except OSError as error:
         raise RunRefused(f"model.hf = {config.model.hf}: its files can't be copied to the run's folder ({error.strerror})") from None
 

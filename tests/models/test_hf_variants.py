@@ -22,6 +22,7 @@ from vescale_ray import checkpoint, fully_shard
 from vescale_ray.controller.driver import preflight
 from vescale_ray.models import hf
 from vescale_ray.models.units import select_units
+from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.initial_values import buffer_values, layout_of
 from vescale_ray.workers.model_building import build_model
 from vescale_ray.workers.unit_forward import UnitCompiler, set_forward
@@ -197,6 +198,20 @@ def test_an_export_has_all_chat_templates(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     hf.copy_description(hf.open_folder(tmp_path / "run"), tmp_path / "out", None)
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").get_chat_template(tools=[{}]) == "b"
+
+
+def test_an_export_has_the_runs_tokenizer_and_the_processor(tmp_path: Path) -> None:
+    folder = hf_folders.write(tmp_path / "model", "llama", vocab_size=304)
+    tokenizer = write_folder(tmp_path / "made")
+    (folder / "processor_config.json").write_text("{}")
+    (tmp_path / "made" / "generation_config.json").write_text("{}")  # of another model
+    config = configured(folder, tmp_path, data_tokenizer=str(tmp_path / "made" / "tokenizer.json"))
+    copied = RunFolder(preflight.check(config).config.run_folder).model
+    assert (copied / "processor_config.json").is_file()
+    found = transformers.AutoTokenizer.from_pretrained(copied)
+    assert found.encode("a question", add_special_tokens=False) == tokenizer.encode("a question", add_special_tokens=False).ids
+    assert found.eos_token == "<|im_end|>" and found.chat_template
+    assert not (copied / "generation_config.json").exists() or (folder / "generation_config.json").exists()
 
 
 def as_documented(rank: int, world: int, folder: Path) -> Tensor:

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +26,7 @@ from vescale_ray.models import fp8_folder
 
 TOKENIZER = "tokenizer.json"
 CONFIG = "config.json"
-SMALL_FILES = (
-    CONFIG,
-    "generation_config.json",
+_TOKENIZER_FILES = (
     TOKENIZER,
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -37,6 +35,14 @@ SMALL_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
+)
+SMALL_FILES = (
+    CONFIG,
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    *_TOKENIZER_FILES,
 )
 """Files beside the weights, which an export copies."""
 _TEMPLATES = "additional_chat_templates"
@@ -300,13 +306,20 @@ def is_hf(model: nn.Module) -> bool:
     return callable(getattr(model, "_init_weights", None)) and hasattr(model, "config")
 
 
-def write_description(folder: HfFolder, buffers: Mapping[str, Tensor], target: Path) -> None:
+def write_description(folder: HfFolder, buffers: Mapping[str, Tensor], target: Path, tokenizer: str | None = None) -> None:
     """Copy what an export needs beside a checkpoint to the folder ``target``: configuration, tokenizer, and persistent ``buffers``, by
-    their names in files."""
+    their names in files.
+
+    Args:
+        tokenizer: the run's ``tokenizer.json``, which is copied with the files beside it if the folder has none.
+    """
     from safetensors.torch import save_file
 
     target.mkdir(exist_ok=True)
-    _copy_small_files(folder, target)
+    if folder.tokenizer is None and tokenizer is not None and Path(tokenizer).is_file():
+        _copy_small_files(Path(tokenizer).parent, target, _TOKENIZER_FILES)
+        shutil.copyfile(tokenizer, target / TOKENIZER)
+    _copy_small_files(folder.path, target)
     if buffers:
         save_file({name: value.contiguous() for name, value in buffers.items()}, target / "buffers.safetensors")
 
@@ -318,7 +331,7 @@ def copy_description(folder: HfFolder, target: Path, dtype: torch.dtype | None, 
         dtype: the dtype of the exported weights that are not quantized, which ``config.json`` names.
         quantization: the ``quantization_config`` of ``config.json``; None: the weights are not quantized.
     """
-    _copy_small_files(folder, target)
+    _copy_small_files(folder.path, target)
     given = json.loads((target / CONFIG).read_text(encoding="utf-8"))
     given.pop("torch_dtype", None)
     given["dtype"] = str(dtype or torch.float32).removeprefix("torch.")
@@ -328,12 +341,12 @@ def copy_description(folder: HfFolder, target: Path, dtype: torch.dtype | None, 
     (target / CONFIG).write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
 
 
-def _copy_small_files(folder: HfFolder, target: Path) -> None:
-    for name in SMALL_FILES:
-        if (folder.path / name).is_file():
-            shutil.copyfile(folder.path / name, target / name)
-    if (folder.path / _TEMPLATES).is_dir():
-        shutil.copytree(folder.path / _TEMPLATES, target / _TEMPLATES, dirs_exist_ok=True)
+def _copy_small_files(folder: Path, target: Path, names: Sequence[str] = SMALL_FILES) -> None:
+    for name in names:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, target / name)
+    if (folder / _TEMPLATES).is_dir():
+        shutil.copytree(folder / _TEMPLATES, target / _TEMPLATES, dirs_exist_ok=True)
 
 
 def _transformers(where: str) -> Any:
