@@ -92,10 +92,28 @@ def check_some_tokens(datasets: Iterable[Any]) -> None:
                     raise RunRefused(" ".join(str(error).split())) from None
 
 
+def _sources(dataset: Any) -> dict[str, Any]:
+    return dict(zip(getattr(dataset, "names", ()), getattr(dataset, "sources", ()), strict=True)) or {"data.corpus": dataset}
+
+
+def foreign_tokens(dataset: Any, tokenizer: str | None) -> Iterator[str]:
+    """Warn of files that ``data prepare`` has made with another tokenizer than the run's."""
+    from vescale_ray.data.block_dataset import BlockDataset
+    from vescale_ray.data.encoders import load_tokenizer
+    from vescale_ray.data.preparation import tokenizer_of
+
+    for name, source in _sources(dataset).items():
+        made = tokenizer_of(source.files[0].file) if isinstance(source, BlockDataset) and source.unit == "ids" else None
+        if made is not None and tokenizer is not None and made != f"tokenizer {load_tokenizer(tokenizer)[1]}":
+            yield (
+                f"{name}: was prepared with another tokenizer.json than {tokenizer}; if their vocabularies differ, its tokens mean "
+                "something else to the model"
+            )
+
+
 def endless(dataset: Any) -> Iterator[str]:
     """Warn of answers without an end, from which a model learns to go on for ever."""
-    names = dict(zip(getattr(dataset, "names", ()), getattr(dataset, "sources", ()), strict=True)) or {"data.corpus": dataset}
-    for name, source in names.items():
+    for name, source in _sources(dataset).items():
         if source.describe().get("answers_with_end") == 0:
             yield (
                 f"{name}: no answer ends with a special token, so the model does not learn to end a turn; let the chat template put the "

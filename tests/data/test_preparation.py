@@ -15,6 +15,7 @@ import pytest
 
 from tests.data.sources import ended, keys, random_texts, train_tokenizer, write_jsonl, write_parquet
 from vescale_ray.cli import main
+from vescale_ray.controller.driver.data_checks import foreign_tokens
 from vescale_ray.data.block_dataset import BlockDataset
 from vescale_ray.data.files import DataFile
 from vescale_ray.data.loading import load_dataset
@@ -81,7 +82,7 @@ def test_text_has_the_tokens_that_training_on_it_would_have(
     given = {"tokenizer": tokenizer.path, "end_token": "<|end|>", "vocab": None}
     direct: Any = load_dataset(keys(f"{tmp_path}/*.txt", **given))
     rows = carried_out(planned(tokenizer, f"{tmp_path}/*.txt", tmp_path / "out", chunk=chunk))
-    whole = [token for file in direct._files for part in range(len(file.counts)) for token in file.read(part).tolist()]
+    whole = [token for file in direct.files for part in range(len(file.counts)) for token in file.read(part).tolist()]
     assert ended(rows, None) == whole
     assert whole.count(tokenizer.token_to_id("<|end|>")) == 3
 
@@ -93,6 +94,10 @@ def test_output_trains_with_the_tokens_of_its_rows(tokenizer: Any, tmp_path: Pat
     for end in ("<|end|>", "5"):  # for data.document_mask; a long text has rows without an end
         again: Any = load_dataset(keys(str(tmp_path / "out"), column=COLUMN, tokenizer=tokenizer.path, vocab=None, end_token=end))
         assert again.tokens == data.tokens and again.end_token is not None
+    train_tokenizer(tmp_path / "other.json", ["other words"])
+    assert not list(foreign_tokens(data, tokenizer.path)) and not list(foreign_tokens(data, None))
+    (said,) = foreign_tokens(data, str(tmp_path / "other.json"))
+    assert said.startswith(f"data.corpus: was prepared with another tokenizer.json than {tmp_path}/other.json; if their vocabularies")
     # The files' tokens follow each other in one block.
     assert data.batch([0, 1])[0].flatten().tolist() == ended(rows, None)[:16]
 

@@ -49,6 +49,7 @@ class BlockDataset:
         end_token: token that ends each document, if it is known.
 
     Attributes:
+        files: the files, in order.
         needed: bytes of two windows of blocks, the least to reserve for training.
         reader: reads the blocks; it keeps none but the last until :meth:`reserve` is called.
 
@@ -69,7 +70,7 @@ class BlockDataset:
         end_token: int | None = None,
     ) -> None:
         self.end_token = end_token
-        self._files, self._name, self.seq_len, self._vocab, self._window, self._keys = files, name, seq_len, vocab, window, keys
+        self.files, self._name, self.seq_len, self._vocab, self._window, self._keys = files, name, seq_len, vocab, window, keys
         other = next((file for file in files if file.kind != files[0].kind), None)
         if other is not None:
             raise BadInput(
@@ -133,22 +134,22 @@ class BlockDataset:
     @property
     def unit(self) -> str:
         """Kind of the tokens (:class:`vescale_ray.data.dataset.Dataset`)."""
-        return self._files[0].unit
+        return self.files[0].unit
 
     @property
     def bytes_per_token(self) -> float | None:
         """Mean bytes of text of a token, end tokens included; None if the text is not known."""
-        return {"bytes": 1.0, "tokenizer": sum(file.text_bytes for file in self._files) / self.tokens}.get(self.unit)
+        return {"bytes": 1.0, "tokenizer": sum(file.text_bytes for file in self.files) / self.tokens}.get(self.unit)
 
     @property
     def masked(self) -> bool:
         """True if targets may not count (:class:`vescale_ray.data.dataset.Dataset`)."""
-        return self._files[0].answers is not None
+        return self.files[0].answers is not None
 
     @property
     def tokens(self) -> int:
         """Number of tokens of all files, end tokens included."""
-        return sum(int(file.counts.sum()) for file in self._files)
+        return sum(int(file.counts.sum()) for file in self.files)
 
     def batch(self, ids: npt.ArrayLike) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens and targets of training samples (:meth:`vescale_ray.data.dataset.Dataset.batch`)."""
@@ -170,11 +171,11 @@ class BlockDataset:
 
     def describe(self) -> dict[str, str | int | None]:
         """Return a JSON-compatible description of the data."""
-        counts = [file.count for file in self._files]
+        counts = [file.count for file in self.files]
         return {
             "name": self._name,
-            "type": self._files[0].kind,
-            "files": len(self._files),
+            "type": self.files[0].kind,
+            "files": len(self.files),
             "documents": None if None in counts else sum(count or 0 for count in counts),
             "tokens": self.tokens,
             "blocks": len(self._blocks),
@@ -190,14 +191,14 @@ class BlockDataset:
 
     def _answers(self) -> dict[str, str | int | None]:
         """Numbers of targets, of rows without any, and of answers with an end, if not all tokens are targets."""
-        known = [file.answers for file in self._files if file.answers is not None]
+        known = [file.answers for file in self.files if file.answers is not None]
         names = ("answer_tokens", "rows_without_answer", "answers_with_end")
         return {name: sum(counts[place] for counts in known) for place, name in enumerate(names)} if known else {}
 
     def _digest(self) -> str:
         """Hash of every file's name, content and parts."""
         digest = hashlib.sha256()
-        for file in self._files:
+        for file in self.files:
             digest.update(file.file.name.encode() + b"\0" + file.fingerprint + file.counts.tobytes())
         return digest.hexdigest()
 
@@ -220,7 +221,7 @@ class BlockDataset:
         return tokens, targets
 
     def _read(self, block: int) -> Tokens:
-        parts = [self._files[file].read(part) for file, part in self._blocks[block]]
+        parts = [self.files[file].read(part) for file, part in self._blocks[block]]
         return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 

@@ -136,6 +136,15 @@ def plan(keys: SourceKeys, out: str, count: int | None = None, chunk: int = CHUN
     return Preparation(keys, tuple(files), kind, tuple(map(tuple, groups.values())), out, facts, chunk)
 
 
+def tokenizer_of(file: DataFile) -> str | None:
+    """Return the identity of the tokenizer that made ``file``, by the plan beside it; None if it is not known."""
+    try:
+        found = json.loads(file.fs.cat_file(f"{file.path.rpartition('/')[0]}/{PLAN}")).get("--tokenizer")
+    except Exception:  # most files have none beside them
+        return None
+    return found if isinstance(found, str) else None
+
+
 def begin(made: Preparation) -> None:
     """Record the plan beside its output, or check that it is the one recorded there.
 
