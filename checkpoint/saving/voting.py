@@ -69,7 +69,7 @@ def conclude(store: ObjectStore, attempt: Attempt, written: Vote | Exception, ca
             "earlier checkpoints are untouched"
         ) from error
     if outcome is None:
-        raise SaveFailed(f"step {attempt.step}: rank 0 reported no commit within {patience:.0f} s; earlier checkpoints are untouched")
+        raise SaveFailed(_silent(store, f"step {attempt.step}: rank 0 reported no commit within {patience:.0f} s"))
     if "error" in outcome:
         if outcome.get("dead"):
             _discard(store, attempt)
@@ -89,9 +89,7 @@ def _lead(store: ObjectStore, attempt: Attempt, written: Vote | Exception, cance
         for rank in range(1, world):
             raw = _await(store, attempt.name, f"r{rank:05d}", deadline, cancelled)
             if raw is None:
-                raise SaveFailed(
-                    f"step {step}: no vote from rank {rank} of {world} within {attempt.timeout_s:.0f} s; earlier checkpoints are untouched"
-                )
+                raise SaveFailed(_silent(store, f"step {step}: no vote from rank {rank} of {world} within {attempt.timeout_s:.0f} s"))
             if "error" in raw:
                 raise SaveFailed(raw["error"])
             votes.append(Vote.from_json(raw["vote"]))
@@ -122,6 +120,11 @@ def _lead(store: ObjectStore, attempt: Attempt, written: Vote | Exception, cance
     if world > 1:
         _tell(store, attempt.name, "outcome", {"commit": vars(made)})
     return made
+
+
+def _silent(store: ObjectStore, what: str) -> str:
+    """Complete the error about a rank of which nothing is in the store."""
+    return f"{what} in {store.describe()}; if the rank lives, give a folder or URL that all ranks share; earlier checkpoints are untouched"
 
 
 def _discard(store: ObjectStore, attempt: Attempt, *, heard: bool = True) -> None:

@@ -194,3 +194,9 @@ def test_rank_death_fails_an_async_save_within_the_timeout(tmp_path, victim, poi
     seconds, outcome = Path(f"{report}.{1 - victim}").read_text().split(maxsplit=1)
     assert float(seconds) < 7 and re.search(words, outcome), outcome
     assert torch.equal(ckpt.open(tmp_path / "ckpt").read("w"), torch.ones(10))
+
+
+@on_processes(2)
+def test_root_that_ranks_do_not_share_is_named(rank: int, world: int) -> None:
+    with pytest.raises(ckpt.SaveFailed, match="in memory://apart; if the rank lives, give a folder or URL that all ranks share"):
+        ckpt.save({"model": {"w": torch.ones(10)}}, "memory://apart", 1, timeout_s=1)
