@@ -62,7 +62,8 @@ class Progress:
             words = describe_event(event)
             if words is not None:
                 pause = f", paused {words[1]:.2f} s" if words[1] is not None else ""
-                at = f"step {event['step']}: " if event.get("step") is not None else ""
+                # A resumed run begins with step 0 as well, until its state is loaded.
+                at = f"step {event['step']}: " if event.get("step") else ""
                 view.event(f"[{time.monotonic() - self._begin:6.1f} s] {at}{words[0]}{pause}")
         lines = self._metrics.read()
         if lines:

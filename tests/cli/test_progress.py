@@ -92,6 +92,14 @@ def test_progress_omits_steps_from_before_it_started(run: RunFolder) -> None:
     assert out.getvalue() == ""
 
 
+def test_an_event_before_the_state_is_loaded_shows_no_step(run: RunFolder) -> None:
+    out = io.StringIO()
+    with Progress(run, 200, 0.1, out):
+        run.append_event({"event": "run_started", "step": 0})
+        run.append_event({"event": "rolled_back", "step": 7, "from": 9})
+    assert "] started\n" in out.getvalue() and "] step 7: rolled back" in out.getvalue()
+
+
 def test_terminal_shows_a_live_line_with_events_above_it(run: RunFolder) -> None:
     out = Terminal()
     with Progress(run, 200, 1.0, out):
