@@ -14,12 +14,13 @@ way::
                              rank 1 | slot 1   slot 3   slot 5        round, by rank; samples, losses and deterministic
                              rank 2 | slot 2   slot 4   slot 6        sums follow this order for every assignment
 
-Gradients accumulate without communication until the last round; a filler adds zeros. The loss of a slot is divided by the *global* number
-of targets. So the plain sum over rounds and ranks is the gradient of the mean, for every assignment.
+Each round reduces its gradients and adds them to the gradient shards. With ``train.zero_stage: 1`` they add up unsharded instead, and the
+last round reduces them. A filler adds zeros. The loss of a slot is divided by the *global* number of targets. So the plain sum over rounds
+and ranks is the gradient of the mean, for every assignment.
 
-With ``elastic.deterministic`` every round is reduced, and the sum runs from slot to slot: ((g0 + g1) + g2) + ..., at every world size.
-Everything else is bitwise equal anyway, since no operation combines elements of different ranks. The gradient norm is summed exactly, and a
-matrix that an optimizer needs whole is whole on one rank.
+With ``elastic.deterministic`` every round is reduced at every stage. The sum runs from slot to slot: ((g0 + g1) + g2) + ..., at every world
+size. Everything else is bitwise equal anyway, since no operation combines elements of different ranks. The gradient norm is summed exactly,
+and a matrix that an optimizer needs whole is whole on one rank.
 
 A step writes parameters and optimizer states only after its last collective. A rank that fails before it still has step ``s``. A rank that
 passes it has complete gradients of ``s + 1``. This also holds for Muon, whose optimizer step communicates.
@@ -287,7 +288,7 @@ class Trainer:
         self.__dict__.pop("views", None)
 
     def _compute(self, index: int, tokens: int, table: tuple[tuple[int, ...], ...]) -> _Computed:
-        """Run forward and backward of this rank's slots. The last round reduces the gradients over the ranks.
+        """Run forward and backward of this rank's slots. After it, the gradients are reduced over the ranks.
 
         Args:
             tokens: tokens of the global batch.
@@ -319,7 +320,7 @@ class Trainer:
             if is_slot:
                 nlls.append(nll.detach())
                 own.append(time.perf_counter() - turned - (self._waited_s() - waited))
-        # The last round includes the gradient reduction, so it is not comparable; skip it if there are other rounds.
+        # The last round may include the reduction of all gradients, so it is not comparable; skip it if there are other rounds.
         timed = own[: rounds - 1] or own
         fed = [int(i) for ids in batches.ids for i in ids]
         return _Computed(nlls, fed, batches.divisor, sum(timed) / len(timed) if self.device.type == "cpu" else 0.0)

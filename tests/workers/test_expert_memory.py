@@ -49,7 +49,6 @@ def test_the_plan_tells_the_memory_of_shared_experts(tmp_path: Path, text: str, 
     (tmp_path / "job.yaml").write_text(JOB.replace("TEXT", text))
     with Fleet(4) as fleet:
         for world in worlds:
-            # One slot for each worker: none of them sums whole gradients.
             config = load_config(tmp_path / "job.yaml", [f"train.slots={world}", f"elastic.workers={world}", *options])
             run = Run(fleet, config)
             run.fresh(list(range(world)))

@@ -76,7 +76,6 @@ def test_the_plan_tells_the_memory_of_a_job_in_8_bits(tmp_path: Path, text: str)
     (tmp_path / "job.yaml").write_text(JOB.replace("TEXT", text))
     with Fleet(4) as fleet:
         for world in (4, 2):
-            # One slot for each worker: none of them sums whole gradients.
             config = load_config(tmp_path / "job.yaml", [f"train.slots={world}", f"elastic.workers={world}"])
             run = Run(fleet, config)
             run.fresh(list(range(world)))
