@@ -52,6 +52,7 @@ ranks. Between two generations the process keeps its imports, its data set and i
 | ``resharding.memory_snapshots`` | ``Snapshots``; with ``copy_exchange``, ``memory_copy`` and ``buddies`` |
 | ``resharding.held_state`` | ``HeldState Resume choose_resume`` |
 | ``resharding.reshard`` | ``execute ReshardReport restore_from_checkpoint``; ``plan`` is in ``reshard_plan`` |
+| ``job_plan`` | ``choose_for_job``: the planner's count of the memory that the workers of a job file take |
 | ``saving`` | ``Writer``: writes checkpoints during training; ``write_checkpoint_shard`` |
 
 This package may import everything in ``vescale_ray`` but ``controller``; only ``worker.py`` may import Ray.

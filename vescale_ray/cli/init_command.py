@@ -13,6 +13,7 @@ from vescale_ray.cli.common import OK, lasting_path
 from vescale_ray.errors import BadInput
 
 if TYPE_CHECKING:
+    from vescale_ray.config import RunConfig
     from vescale_ray.models.hf import HfFolder
 
 _TEMPLATE = """\
@@ -87,7 +88,9 @@ def init(
     if expert_parallel > 1:
         _check_experts(expert_parallel, hf, workers or gpus or 2)
     text = _job(path.name, name, hf, lora, corpora, column, seq_len, gpus or 0, hardware, workers or gpus or 2, expert_parallel)
-    read_config(text, str(path))
+    config = read_config(text, str(path))
+    if gpus:
+        text = _with_memory(text, config, hardware)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -146,7 +149,7 @@ def _job(
     data = {"corpus": paths[0] if len(paths) == 1 else paths, **({"column": column} if column else {}), "seq_len": length}
     compute = "  param_dtype: bfloat16\n  activation_checkpointing: full\n  device: cuda" if gpus else "  device: cpu"
     return _TEMPLATE.format(
-        title=_title(folder, lora, gpus, hardware, length, expert_parallel),
+        title=_title(folder, lora, gpus),
         file=file,
         run=_flow({"name": name, "dir": "runs", "seed": 0}),
         on_cluster="   # on a cluster: a dir that all nodes share" if gpus else "",
@@ -167,28 +170,27 @@ def _flow(value: dict[str, Any]) -> str:
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).strip()
 
 
-def _title(folder: HfFolder | None, lora: bool, gpus: int, hardware: str, length: int, expert_parallel: int) -> str:
-    """Return the file's first line: the model, and on GPUs the memory that the plan counts.
+def _title(folder: HfFolder | None, lora: bool, gpus: int) -> str:
+    what = "Train a small Llama on bytes" if folder is None else f"Train {'adapters of ' if lora else ''}{folder.path.name}"
+    return f"{what}, on {gpus} GPUs." if gpus else f"{what}, on CPUs."
+
+
+def _with_memory(text: str, config: RunConfig, hardware: str) -> str:
+    """Return the job file with the memory of a step at the end of its first line.
 
     Raises:
-        BadInput: the model does not fit the GPUs.
+        BadInput: the step does not fit the GPUs.
     """
-    from vescale_ray.planner.request import choose
+    from vescale_ray.planner.hardware import HARDWARE
+    from vescale_ray.workers.job_plan import choose_for_job
 
-    what = "Train a small Llama on bytes" if folder is None else f"Train {'adapters of ' if lora else ''}{folder.path.name}"
-    if not gpus:
-        return f"{what}, on CPUs."
-    if folder is None or lora:
-        return f"{what}, on {gpus} GPUs."
-    try:
-        path = str(folder.path / "config.json")
-        choice = choose(path, gpus, hardware=hardware, groups=(gpus,), tokens=length, expert_parallel=expert_parallel)
-    except BadInput as error:
-        return f"{what}, on {gpus} GPUs. Its memory is not known ({error})."
+    gpus = config.elastic.workers
+    choice = choose_for_job(config, gpus, HARDWARE[hardware])
+    taken, there = choice.options[0].memory.total / 2**30, choice.hardware.memory / 2**30
     if choice.best is None:
-        least = min(option.memory.total for option in choice.options)
         raise BadInput(
-            f"--gpus {gpus}: a step takes {least / 2**30:.0f} GiB on each, of {choice.hardware.memory / 2**30:.0f} GiB of a {hardware}; "
-            "give more GPUs, or train adapters with --lora"
+            f"--gpus {gpus}: a step takes {taken:.0f} GiB on each, of {there:.0f} GiB of a {hardware}; give more GPUs, or train adapters "
+            "with --lora"
         )
-    return f"{what}, on {gpus} GPUs of kind {hardware}: about {choice.best.memory.total / 2**30:.0f} GiB on each, by `vescale-ray plan`."
+    title, _, rest = text.partition("\n")
+    return f"{title} A step takes about {taken:.1f} of {there:.0f} GiB of each {hardware}, by `vescale-ray plan`.\n{rest}"

@@ -77,6 +77,7 @@ def choose_sharding(
     policy: Policy = Policy(),  # noqa: B008 (frozen)
     *,
     groups: Sequence[int] | None = None,
+    levers: Sequence[Lever] | None = None,
 ) -> Choice:
     """Pick the shard group size, HSDP replication, layers per unit and buffers by cost, and say why the others lose.
 
@@ -89,6 +90,7 @@ def choose_sharding(
         hardware: a name of :data:`vescale_ray.planner.hardware.HARDWARE`, or a description.
         policy: how the model is trained.
         groups: the group sizes to try; by default at most about a dozen.
+        levers: the ways to lay out units that are tried; by default all that fit the policy.
 
     Raises:
         BadInput: there are no devices, the hardware is unknown, a group does not divide the devices, the largest group's chunks do
@@ -114,7 +116,7 @@ def choose_sharding(
     options = []
     for blocks, group in itertools.product(policy.block_options, sizes):
         stacked = any(len(p.shape) >= 3 and blocks.applies(p) for u in shapes.units for p in u.params)
-        for lever in _levers(policy, shapes, stacked=stacked, constrained=blocks.any):
+        for lever in levers or _levers(policy, shapes, stacked=stacked, constrained=blocks.any):
             dtype, shared = policy.compute_dtype, policy.expert_parallel
             plan = plan_model(shapes, group, blocks, lever, dtype=dtype, codes=policy.codes, expert_parallel=shared)
             memory = predict_memory(plan, policy)

@@ -41,6 +41,8 @@ class Policy:
         compute_dtype: dtype in which parameters are computed with, and gathered unless ``quantize`` says otherwise.
         quantize: tile of the FP8 codes as which matrices and experts are gathered (``train.quantize``); None: none are. Embeddings, head,
             vectors and routers are gathered in ``compute_dtype``.
+        master_dtype: dtype of trained parameters and of gradients in their shards.
+        frozen_dtype: dtype of frozen parameters in their shards.
         scale_bytes: bytes of a tile's scale: 4, or 1 for a power of two.
         recompute: backward recomputes the activations of a layer; only the layer's input is kept.
         blocks: the block requirement; None: the one that the optimizer and the dtype need.
@@ -56,6 +58,7 @@ class Policy:
     tokens: int = 8192
     compute_dtype: torch.dtype = torch.bfloat16
     master_dtype: torch.dtype = torch.float32
+    frozen_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype = torch.float32
     recompute: bool = True
     blocks: Blocks | None = None
@@ -80,6 +83,10 @@ class Policy:
             check_staging(self.staging, 1)
         if self.expert_parallel < 1:
             raise BadInput(f"expert parallelism over {self.expert_parallel} ranks: give at least 1")
+
+    def shard_dtype(self, *, trainable: bool) -> torch.dtype:
+        """Dtype of parameters in their shards."""
+        return self.master_dtype if trainable else self.frozen_dtype
 
     @property
     def layers(self) -> int:
@@ -257,16 +264,15 @@ def predict_memory(plan: ModelPlan, policy: Policy, *, backend: str = "nccl", ra
     Args:
         backend: ``"gloo"`` for ranks on the CPU, whose buffer pool differs (:mod:`vescale_ray.planner.step_buffers`).
     """
-    master = policy.master_dtype.itemsize
     buffers = [(u, layout, layout.kept(u.shares.position_of(rank))) for u in plan.units for layout in u.plan.buffers]
-    kept = sum(k.numel * u.count for u, _, k in buffers)
+    kept = sum(k.numel * u.count * policy.shard_dtype(trainable=u.trainable).itemsize for u, _, k in buffers)
     trained = sum(k.numel * u.count for u, _, k in buffers if u.trainable)
     gathered, gradients = _buffers(plan, policy, backend, rank)
     return Memory(
-        master=kept * master,
+        master=kept,
         codes=sum(sum(u.part_bytes(policy.compute_dtype)) * u.count for u in plan.units if u.coded is not None),
         gathered=gathered,
-        gradients=trained * master,
+        gradients=trained * policy.master_dtype.itemsize,
         gradient_buffers=gradients,
         optimizer=_optimizer_bytes(plan, policy, rank),
         activations=activation_bytes(plan.model, policy, plan.lever.layers),
@@ -294,10 +300,10 @@ def _buffers(plan: ModelPlan, policy: Policy, backend: str, rank: int) -> tuple[
     def travels(groups: Sequence[PlannedUnit]) -> list[Travel]:
         cast, wide = policy.compute_dtype.itemsize, policy.reduce_dtype.itemsize
         arrives = arrival_dtype(policy.compute_dtype, policy.reduce_dtype).itemsize
-        uncast = policy.compute_dtype == policy.master_dtype
         found = []
         for unit, layout in ((u, layout) for u in groups for layout in u.plan.buffers):
             alone, kept = unit.group == 1, layout.kept(unit.shares.position_of(rank))
+            uncast = policy.compute_dtype == policy.shard_dtype(trainable=unit.trainable)
             # A rank alone writes gradients into their shard, and computes with views of it if it does not cast.
             if alone and uncast and unit.coded is None and kept.in_place:
                 continue

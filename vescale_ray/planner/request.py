@@ -14,7 +14,7 @@ from vescale_ray.errors import BadInput
 from vescale_ray.geometry import Block
 from vescale_ray.planner.choose import Choice, choose_sharding
 from vescale_ray.planner.cost import OPTIMIZERS, Policy
-from vescale_ray.planner.hardware import HARDWARE
+from vescale_ray.planner.hardware import HARDWARE, Hardware
 from vescale_ray.planner.models.model_shapes import model_shapes
 from vescale_ray.planner.units import Blocks
 
@@ -48,9 +48,7 @@ def choose(
     Raises:
         BadInput: a value is unknown or out of range; one line, with the nearest known word.
     """
-    machine = HARDWARE[_one_of("hardware", hardware, HARDWARE)]
-    if memory is not None:
-        machine = replace(machine, memory=size_of(memory))
+    machine = machine_of(hardware, memory)
     if rows is not None and rows < 0:
         raise BadInput(f"blocks of {rows} rows: give at least 1, or 0 for whole matrices")
     place: Any = _one_of("blocks-on", blocks_on, ("matrices", "experts"))
@@ -71,6 +69,16 @@ def choose(
     elif place != "matrices":
         policy = replace(policy, blocks=replace(policy.block_options[0], on=place))
     return choose_sharding(model_shapes(model, experts=how), devices, machine, policy, groups=groups or None)
+
+
+def machine_of(hardware: str, memory: str | None) -> Hardware:
+    """Return the device of that name, with another ``memory`` if that is a size.
+
+    Raises:
+        BadInput: the name is unknown, or the memory is not a size.
+    """
+    machine = HARDWARE[_one_of("hardware", hardware, HARDWARE)]
+    return machine if memory is None else replace(machine, memory=size_of(memory))
 
 
 def size_of(text: str, what: str = "memory", example: str = "80GiB") -> int:

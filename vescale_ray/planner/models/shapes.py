@@ -169,4 +169,6 @@ def from_module(module: nn.Module, name: str) -> ModelShapes:
         units.insert(0, UnitShape("root", tuple(root), resident=True))
     total = sum(u.numel * u.count for u in units)
     chosen = [top_k for m in module.modules() if isinstance(top_k := getattr(m, "top_k", None), int)] if stacks else []
-    return ModelShapes(name, tuple(units), hidden, vocab, total, "the module's parameters", max(chosen, default=0))
+    top_k = max(chosen, default=0)
+    idle = sum(p.numel * u.count * (1 - top_k / p.shape[0]) for u in units for p in u.params if p.stack) if top_k else 0
+    return ModelShapes(name, tuple(units), hidden, vocab, total - round(idle), "the module's parameters", top_k)

@@ -1,13 +1,14 @@
-"""Memory of a run with FP8 gathers and 8-bit optimizer states: the plan of a job file against the bytes that its workers hold."""
+"""The plan of a job file against the bytes that its workers hold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from tests.models import hf_folders
 from tests.workers.fleet import Fleet, State
 from tests.workers.tiny import Run, leave
 from vescale_ray.config import RunConfig, load_config
@@ -16,21 +17,20 @@ from vescale_ray.fsdp.buffers.memory import Pool
 from vescale_ray.fsdp.layouts.wire import CodeWire
 from vescale_ray.fsdp.surface.overview import held_bytes
 from vescale_ray.fsdp.units.schedule import unit_of
-from vescale_ray.geometry import Block
-from vescale_ray.planner.cost import Memory, Policy, plan_model, predict_memory
-from vescale_ray.planner.models.model_shapes import model_shapes
-from vescale_ray.workers.model_building import build_model
+from vescale_ray.planner.cost import Memory, predict_memory
+from vescale_ray.planner.hardware import HARDWARE
+from vescale_ray.workers.job_plan import choose_for_job
 
 JOB = """
 run: {seed: 7}
-model: {dim: 384, layers: 3, heads: 6, kv_heads: 2, ffn: 700}
 data: {corpus: TEXT, seq_len: 16, heldout: 0.1}
-train:
-  {steps: 3, slots: 4, slot_batch: 2, lr: 1.0e-3, warmup_steps: 0,
-   optimizer: adamw8bit, quantize: fp8, param_dtype: bfloat16, reduce_dtype: float32}
-elastic: {workers: 4}
+train: {steps: 3, slot_batch: 2, lr: 1.0e-3, warmup_steps: 0}
 """
+FP8 = ["train.quantize=fp8", "train.param_dtype=bfloat16", "train.reduce_dtype=float32"]
+DENSE = ["model={dim: 384, layers: 3, heads: 6, kv_heads: 2, ffn: 700}", "train.optimizer=adamw8bit", *FP8]
 """The last tiles of a side of 700 have 60 elements."""
+SIZES = "{dim: 192, layers: 3, heads: 4, kv_heads: 2, head_dim: 32, experts: 8, top_k: 2, ffn: 128, vocab: 256, max_seq: 16}"
+EXPERTS = [f'model={{factory: "vescale_ray.models.moe:build", args: {SIZES}}}', "train.expert_parallel=2"]
 
 
 def watch(state: State) -> None:
@@ -66,32 +66,43 @@ def measured(state: State) -> tuple[dict[str, int], dict[str, int]]:
 
 def planned(config: RunConfig, world: int, rank: int) -> tuple[Memory, int]:
     """The prediction of a rank's memory, and the number of parameters."""
-    shapes = model_shapes(build_model(config))
-    policy = Policy(optimizer="adamw8bit", tokens=16, quantize=Block.tile(128, 128))
-    plan = plan_model(shapes, world, policy.block_options[0], dtype=policy.compute_dtype, codes=policy.codes)
-    return predict_memory(plan, policy, backend="gloo", rank=rank), shapes.numel
+    choice = choose_for_job(config, world, HARDWARE["h100"])
+    return predict_memory(choice.options[0].plan, choice.policy, backend="gloo", rank=rank), choice.model.numel
 
 
-def test_the_plan_tells_the_memory_of_a_job_in_8_bits(tmp_path: Path, text: str) -> None:
-    (tmp_path / "job.yaml").write_text(JOB.replace("TEXT", text))
+def trained(path: Path, text: str, options: list[str], worlds: tuple[int, ...]) -> float:
+    """Train a job at each number of workers, and compare their memory with the plan. Returns the last result of :func:`compare`."""
+    (path / "job.yaml").write_text(JOB.replace("TEXT", text))
     with Fleet(4) as fleet:
-        for world in (4, 2):
-            config = load_config(tmp_path / "job.yaml", [f"train.slots={world}", f"elastic.workers={world}"])
+        for world in worlds:
+            config = load_config(path / "job.yaml", [f"train.slots={2 * world}", f"elastic.workers={world}", *options])
             run = Run(fleet, config)
             run.fresh(list(range(world)))
             fleet.run(run.members, watch)
-            records = run.train(3)
-            assert records[-1].loss < records[0].loss
-            bytes_per_parameter = compare(config, fleet.run(run.members, measured), planned)
-            assert 4 + 1 + 2 < bytes_per_parameter < 7.6, "FP32 master, codes, 8-bit states; embedding and head have FP32 states"
+            run.train(3)
+            told = compare(config, fleet.run(run.members, measured))
             fleet.run(run.members, leave)
+    return told
 
 
-def compare(
-    config: RunConfig,
-    found: dict[int, tuple[dict[str, int], dict[str, int]]],
-    planned: Callable[[RunConfig, int, int], tuple[Memory, int]],
-) -> float:
+def test_the_plan_tells_the_memory_of_a_job_in_8_bits(tmp_path: Path, text: str) -> None:
+    assert 4 + 1 + 2 < trained(tmp_path, text, DENSE, (4, 2)) < 7.6, "FP32 master, codes, 8-bit states; embedding and head have FP32 states"
+
+
+@pytest.mark.parametrize(("options", "worlds"), [([], (4, 2)), (FP8, (4,))], ids=["FP32", "FP8"])
+def test_the_plan_tells_the_memory_of_shared_experts(tmp_path: Path, text: str, options: list[str], worlds: tuple[int, ...]) -> None:
+    trained(tmp_path, text, [*EXPERTS, *options], worlds)
+
+
+def test_the_plan_tells_the_memory_of_adapters(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    folder = hf_folders.write(tmp_path / "model", "llama", dtype=torch.bfloat16, shard="1GB", hidden_size=256, intermediate_size=512)
+    tokens = hf_folders.write_tokens(tmp_path / "tokens.npy")
+    options = [f"model={{hf: {folder}, lora: {{rank: 2}}}}", f"data.vocab={hf_folders.VOCAB}", "train.param_dtype=bfloat16"]
+    assert trained(tmp_path, tokens, options, (2,)) < 3.0, "a frozen base in BF16, and few adapters"
+
+
+def compare(config: RunConfig, found: dict[int, tuple[dict[str, int], dict[str, int]]]) -> float:
     """Compare what each rank holds with the plan. Returns the bytes of parameters and optimizer states per parameter."""
     lasting = numel = 0
     for rank, (held, explained) in found.items():

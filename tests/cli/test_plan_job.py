@@ -1,0 +1,85 @@
+"""``vescale-ray plan RUN.yaml``: the memory of a job file's run, and what is refused. ``tests/workers/test_job_memory.py`` compares with
+workers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vescale_ray.cli import main
+from vescale_ray.config import load_config
+from vescale_ray.workers.model_building import build_model
+
+JOB = """
+model: {dim: 64, layers: 3, heads: 4, kv_heads: 2, ffn: 128}
+data: {seq_len: 32}
+train: {slot_batch: 2, param_dtype: bfloat16}
+elastic: {workers: 4}
+"""
+
+
+@pytest.fixture(autouse=True)
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(JOB)
+    return tmp_path / "run.yaml"
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["plan", "run.yaml", *words, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_job_file_sets_the_workers_and_their_memory(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    numel = sum(parameter.numel() for parameter in build_model(load_config(job)).parameters())
+    for words, workers, of_state in (((), 4, 8), (("train.optimizer=sgd",), 4, 4), (("--devices", "2"), 2, 8)):
+        found = planned(capsys, *words)
+        (option,) = found["options"]
+        assert (found["devices"], option["shard_group"], found["parameters"]) == (workers, workers, numel)
+        memory = option["memory_bytes"]
+        assert abs(memory["master"] - 4 * numel / workers) < 0.01 * memory["master"]
+        assert abs(memory["optimizer"] - of_state * numel / workers) < 0.01 * memory["optimizer"]
+
+
+def test_a_job_with_replicas_is_planned_with_its_shard_group(capsys: pytest.CaptureFixture[str]) -> None:
+    (option,) = planned(capsys, "train.sharding={shard_group: 2}", "--devices", "8")["options"]
+    assert (option["shard_group"], option["replicas"]) == (2, 4)
+
+
+def test_too_little_memory_is_told_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "run.yaml", "--memory", "1MiB"]) == 1
+    assert "nothing fits: the least is" in capsys.readouterr().out
+
+
+def test_settings_that_only_bound_the_memory_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    (note,) = planned(capsys, "train.activation_checkpointing=selective")["notes"]
+    assert note.startswith("train.activation_checkpointing = selective counts as none")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "nothing to plan: give --model and --devices, or a job file"),
+        (["none.yaml"], "none.yaml: no such file"),
+        (["run.yaml", "--optimizer", "muon"], "--optimizer with a job file: the file sets it; give KEY=VALUE after run.yaml"),
+        (["run.yaml", "--expert-parallel", "1"], "--expert-parallel with a job file: the file sets it"),
+        (["run.yaml", "train.optimizer=soap"], "train.optimizer = soap: the plan can't count its memory; give train.optimizer=adamw"),
+        (["run.yaml", "train.zero_stage=2"], "train.zero_stage = 2: the plan can't count its memory; give train.zero_stage=3"),
+        (["run.yaml", "train.reshard_after_forward=false"], "give train.reshard_after_forward=true to plan a run that has it"),
+        (
+            ["run.yaml", "train.sharding={shard_group: 2}", "--devices", "3"],
+            "3 devices with train.sharding.shard_group = 2: the run would use 2; give a multiple of 2",
+        ),
+        (["run.yaml", "--devices", "0"], "0 devices: give at least 1"),
+        (["run.yaml", "model.factory=no.such:model"], "model.factory = no.such:model: No module named 'no'"),
+        (["run.yaml", "--hardware", "h1000"], "hardware 'h1000' is unknown: did you mean h100?"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
+    said = capsys.readouterr().err.strip()
+    assert says in said and "\n" not in said
