@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.usefixtures("ray_here"), pytest.mark.timeout(240)]
 STEPS, LOST = 40, 15
 
 
+@pytest.mark.slow
 @pytest.mark.fault("W19")
 def test_lost_worker_of_2_x_2_costs_no_step_and_no_byte(tmp_path: Path) -> None:
     """The shard of the lost worker is its replica's, so two workers go on, without a copy and without a move."""

@@ -89,7 +89,7 @@ def test_the_plan_tells_the_memory_of_a_job_in_8_bits(tmp_path: Path, text: str)
     assert 4 + 1 + 2 < trained(tmp_path, text, DENSE, (4, 2)) < 7.6, "FP32 master, codes, 8-bit states; embedding and head have FP32 states"
 
 
-@pytest.mark.parametrize(("options", "worlds"), [([], (4, 2)), (FP8, (4,))], ids=["FP32", "FP8"])
+@pytest.mark.parametrize(("options", "worlds"), [([], (4, 2)), pytest.param(FP8, (4,), marks=pytest.mark.slow)], ids=["FP32", "FP8"])
 def test_the_plan_tells_the_memory_of_shared_experts(tmp_path: Path, text: str, options: list[str], worlds: tuple[int, ...]) -> None:
     trained(tmp_path, text, [*EXPERTS, *options], worlds)
 

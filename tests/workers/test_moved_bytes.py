@@ -191,7 +191,10 @@ def test_planned_layouts_rescale_within_2_percent_of_the_bound(block: Block | No
     assert len(found) == (64 if copies else 56) and max(found.values()) <= 1.02, found
 
 
-@pytest.mark.parametrize(("optimizer", "copies"), [("adamw8bit", False), ("muon", True), ("soap", False), ("experts", True)])
+@pytest.mark.parametrize(
+    ("optimizer", "copies"),
+    [("muon", True), ("experts", True), *(pytest.param(one, False, marks=pytest.mark.slow) for one in ("adamw8bit", "soap"))],
+)
 def test_trained_layouts_rescale_within_2_percent_of_the_bound(optimizer: str, copies: bool, folder: Path) -> None:
     layout = trained(optimizer, folder)
     found, sizes = ratios(layout, copies), len(layout.ranks)

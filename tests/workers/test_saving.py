@@ -82,7 +82,11 @@ def give_up(state: State) -> list[SavedShard]:
     return list(state["votes"])
 
 
-@pytest.mark.parametrize("every", [0, 1, 2], ids=["no copies", "every step", "every second step"])
+@pytest.mark.parametrize(
+    "every",
+    [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)],
+    ids=["no copies", "every step", "every second step"],
+)
 def test_checkpoint_keeps_its_steps_bits_while_training_goes_on(text: str, tmp_path: Path, every: int) -> None:
     root = str(tmp_path)
     with running(tiny(text, elastic_snapshot_every=every), 2) as (fleet, run):
