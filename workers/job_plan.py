@@ -31,7 +31,7 @@ def choose_for_job(config: RunConfig, devices: int, hardware: Hardware) -> Choic
     if grid.size != devices:
         key, step = config.step_of_workers
         raise BadInput(f"{devices} devices with {key} = {step}: the run would use {grid.size}; give a multiple of {step}")
-    policy = policy_of(config)
+    policy = planner_policy(config)
     try:
         model = build_model(config)
     except ValueError as error:
@@ -42,7 +42,7 @@ def choose_for_job(config: RunConfig, devices: int, hardware: Hardware) -> Choic
     return replace(choice, notes=(*choice.notes, *_notes(config)))
 
 
-def policy_of(config: RunConfig) -> Policy:
+def planner_policy(config: RunConfig) -> Policy:
     """Return the training setup of ``config`` for the planner.
 
     Raises:
@@ -89,4 +89,4 @@ def _notes(config: RunConfig) -> Iterator[str]:
     if train.quantize_keep is not None:
         yield "train.quantize_keep is not counted: only routers keep train.param_dtype here"
     if "block" in train.optimizer_options:
-        yield f"the block in train.optimizer_options is not counted: blocks are {policy_of(config).blocks}"
+        yield f"the block in train.optimizer_options is not counted: blocks are {planner_policy(config).blocks}"

@@ -224,7 +224,7 @@ class ChatTemplate:
         else:  # there is no prompt
             start = self._rendered([{**messages[0], "content": _PLACE}, *messages[1:]], tools)[0].find(_PLACE)
         end = len(through) if text.startswith(through) else self._changed_end(text, start, through, said)
-        # What only one of the two has is the end of a whole conversation, which some templates put in the place of the prompt.
+        # A part that only one of the two has is the end of a whole conversation. Some templates have it in place of the prompt.
         if not text.startswith(os.path.commonprefix([before, prompted]).rstrip()) or start < 0 or end <= start:
             raise ValueError(
                 f"message {turn} can't be found in the rendered conversation, since the chat template changes earlier messages; "
