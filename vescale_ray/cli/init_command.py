@@ -188,9 +188,7 @@ def _with_memory(text: str, config: RunConfig, hardware: str) -> str:
     choice = choose_for_job(config, gpus, HARDWARE[hardware])
     taken, there = choice.options[0].memory.total / 2**30, choice.hardware.memory / 2**30
     if choice.best is None:
-        raise BadInput(
-            f"--gpus {gpus}: a step takes {taken:.0f} GiB on each, of {there:.0f} GiB of a {hardware}; give more GPUs, or train adapters "
-            "with --lora"
-        )
+        less = "" if config.model.lora is not None else ", or train adapters with --lora"
+        raise BadInput(f"--gpus {gpus}: a step takes {taken:.0f} GiB on each, of {there:.0f} GiB of a {hardware}; give more GPUs{less}")
     title, _, rest = text.partition("\n")
     return f"{title} A step takes about {taken:.1f} of {there:.0f} GiB of each {hardware}, by `vescale-ray plan`.\n{rest}"
