@@ -78,10 +78,8 @@ def buffer_values(config: RunConfig, model: nn.Module) -> dict[str, Tensor]:
     Raises:
         BadInput: the weights of ``model.hf`` lack a buffer, or can't be read.
     """
-    values = {name: torch.empty_like(buffer, device="cpu") for name, buffer in model.named_buffers()}
-    if not values:
-        return {}
     if not hf.is_hf(model):
+        values = {name: torch.empty_like(buffer, device="cpu") for name, buffer in model.named_buffers()}
         for name, value in values.items():
             model.init_buffer(name, value)  # type: ignore[operator]
         return values

@@ -31,43 +31,39 @@ def choose_for_job(config: RunConfig, devices: int, hardware: Hardware) -> Choic
     if grid.size != devices:
         key, step = config.step_of_workers
         raise BadInput(f"{devices} devices with {key} = {step}: the run would use {grid.size}; give a multiple of {step}")
-    policy = planner_policy(config)
+    _check_counted(config)
     try:
         model = build_model(config)
     except ValueError as error:
         raise BadInput(str(error)) from None
     frozen = next((p.dtype for p in model.parameters() if not p.requires_grad), torch.float32)
-    policy = replace(policy, frozen_dtype=frozen, expert_parallel=grid.experts)
+    policy = _policy(config, frozen, grid.experts)
     choice = choose_sharding(model_shapes(model), devices, hardware, policy, groups=(grid.shards,), levers=(Lever(),))
-    return replace(choice, notes=(*choice.notes, *_notes(config)))
+    return replace(choice, notes=(*choice.notes, *_notes(config, policy)))
 
 
-def planner_policy(config: RunConfig) -> Policy:
-    """Return the training setup of ``config`` for the planner.
-
-    Raises:
-        BadInput: the plan can't count a setting; one line.
-    """
+def _policy(config: RunConfig, frozen: torch.dtype, experts: int) -> Policy:
+    """Return the planner's view of the training. ``frozen``: dtype of frozen parameters; ``experts``: ranks that share experts."""
     train = config.train
-    if (problem := next(_not_counted(config), None)) is not None:
-        raise BadInput(problem)
     form = None if train.quantize is None else Fp8Block.parse(train.quantize)
     policy = Policy(
         optimizer=cast(Optimizer, train.optimizer),
         tokens=train.slot_batch * config.data.seq_len,
         compute_dtype=getattr(torch, train.param_dtype),
+        frozen_dtype=frozen,
         reduce_dtype=getattr(torch, train.reduce_dtype),
         recompute=train.activation_checkpointing == "full",
         staging=None if train.reduce_staging_mb is None else train.reduce_staging_mb << 20,
         most_layers=1,
         quantize=None if form is None else form.block,
         scale_bytes=4 if form is None else form.scale_dtype.itemsize,
-        expert_parallel=train.expert_parallel,
+        expert_parallel=experts,
     )
     return replace(policy, blocks=policy.block_options[0])
 
 
-def _not_counted(config: RunConfig) -> Iterator[str]:
+def _check_counted(config: RunConfig) -> None:
+    """Raise BadInput for a setting that the plan can't count."""
     train = config.train
     counted = {
         "optimizer": (train.optimizer in OPTIMIZERS, "adamw"),
@@ -79,14 +75,14 @@ def _not_counted(config: RunConfig) -> Iterator[str]:
     for key, (known, other) in counted.items():
         if not known:
             value = str(getattr(train, key)).lower()
-            yield f"train.{key} = {value}: the plan can't count its memory; give train.{key}={other} to plan a run that has it"
+            raise BadInput(f"train.{key} = {value}: the plan can't count its memory; give train.{key}={other} to plan a run that has it")
 
 
-def _notes(config: RunConfig) -> Iterator[str]:
+def _notes(config: RunConfig, policy: Policy) -> Iterator[str]:
     train = config.train
     if train.activation_checkpointing == "selective":
         yield "train.activation_checkpointing = selective counts as none, so activations take less than this"
     if train.quantize_keep is not None:
         yield "train.quantize_keep is not counted: only routers keep train.param_dtype here"
     if "block" in train.optimizer_options:
-        yield f"the block in train.optimizer_options is not counted: blocks are {planner_policy(config).blocks}"
+        yield f"the block in train.optimizer_options is not counted: blocks are {policy.blocks}"

@@ -59,13 +59,13 @@ def check_factory(model: Any, config: RunConfig) -> None:
     where = f"model.factory = {config.model.factory}: "
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise RunRefused(f"{where}no parameter has requires_grad, so there is nothing to train")
+    if config.model.loss is not None:
+        return
     tokens = torch.zeros(1, config.data.seq_len, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad(), torch.device("meta"):
             output = model(tokens)
     except Exception:
-        return
-    if config.model.loss is not None:
         return
     logits, vocab = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None), config.data.vocab or VOCAB
     if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
