@@ -129,6 +129,7 @@ def import_hf(
     step: int = 0,
     object_bytes: int = OBJECT_BYTES,
     group: dist.ProcessGroup | None = None,
+    alone: bool = False,
     progress: Progress | None = None,
 ) -> Imported | Commit:
     """Import weights from safetensors into a model's shards, or into a checkpoint folder as its newest commit. Every rank calls it.
@@ -143,17 +144,26 @@ def import_hf(
         include, exclude: globs of our names.
         allow_missing, allow_unexpected, cast, device: for a model, as in :func:`~vescale_ray.checkpoint.load`.
         step, object_bytes: for a root, the commit's step and the size of its objects in bytes, which is also the memory used.
+        alone: for a model: do not wait for the other ranks, which may take minutes longer, and raise only this rank's errors.
 
     Raises:
         ForeignFileError: a file is malformed, or the weights are quantized otherwise than in FP8 with one scale per block.
         CheckpointMismatch: names, shapes or dtypes differ, or scales are missing.
     """
-    source = together(lambda: weights_source(path), group)
+
+    def opened() -> HfSource | DequantizedSource | PiecedSource:
+        source = weights_source(path)
+        return source if layout is None else PiecedSource(source, layout)
+
+    if is_root(target) and (layout is not None or alone):
+        given = "layout" if layout is not None else "alone"
+        raise ValueError(f"{given} is for a model; a checkpoint folder takes the files' tensors as they are, with rename")
+    source = opened() if alone else together(opened, group)
     if not is_root(target):
         if not isinstance(target, (nn.Module, Mapping)):
             raise ValueError(f"the target is a {type(target).__name__}; give a module, a dict of tensors, a checkpoint folder or a store")
         return into_state(
-            source if layout is None else together(lambda: PiecedSource(source, layout), group),
+            source,
             {"model": target},
             include=include,
             exclude=exclude,
@@ -163,10 +173,9 @@ def import_hf(
             cast=cast,
             device=device,
             group=group,
+            alone=alone,
             progress=progress,
         )
-    if layout is not None:
-        raise ValueError("layout is for a model; a checkpoint folder takes the files' tensors as they are, with rename")
     back = table_of(rename).inverse()
     ours = back.map([*source.tensors, *source.aliases])
     taken = {name: ours[name] for name in source.tensors if chosen(ours[name], globs(include), globs(exclude))}

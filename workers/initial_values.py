@@ -103,7 +103,7 @@ def _no_values(config: RunConfig, what: str, name: str) -> str:
 
 @torch.no_grad()
 def fill(config: RunConfig, model: Any, pristine: Callable[[], nn.Module], beat: Callable[[], None]) -> None:
-    """Fill the parameters of ``model``, which is sharded. Collective.
+    """Fill this rank's shards of the parameters of ``model``. Not a collective: another rank may take minutes longer.
 
     Args:
         pristine: builds the model again, unsharded and on the meta device.
@@ -117,7 +117,7 @@ def fill(config: RunConfig, model: Any, pristine: Callable[[], nn.Module], beat:
         others = [*(name for name, _ in model.named_buffers()), *lora.PARAMETERS]
         with _named(weights):
             layout = layout_of(config, model)
-            checkpoint.import_hf(weights, model, layout=layout, exclude=others, cast=True, progress=lambda _: beat())
+            checkpoint.import_hf(weights, model, layout=layout, exclude=others, cast=True, alone=True, progress=lambda _: beat())
     parameters = dict(model.named_parameters())
     if config.model.lora is not None:
         fresh = lora.initial_adapters(pristine(), partial(seed_of, config.run.seed))

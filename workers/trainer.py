@@ -154,7 +154,7 @@ class Trainer:
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Fill the parameters with the run's initial values, the same at every world size (``initial_values``). Collective."""
+        """Fill the parameters with the run's initial values, the same at every world size (``initial_values``). Not a collective."""
         fill(self.config, self.model, lambda: build_model(self.config), self.beat)
 
     def read_ahead(self) -> None:

@@ -167,11 +167,13 @@ def into_state(
     cast: bool = False,
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
+    alone: bool = False,
     progress: Progress | None = None,
 ) -> Imported:
     """Read into the modules, tensors, optimizers and values of ``state``, sharded or not, on the meta device or not. Every rank calls it.
 
-    Arguments and errors are those of :func:`~vescale_ray.checkpoint.load`; also raises ForeignFileError.
+    Arguments and errors are those of :func:`~vescale_ray.checkpoint.load`; also raises ForeignFileError. With ``alone``, a rank does not
+    wait for the others and raises only its own errors.
     """
     rank, world = ranks_of(group)
     choice = TensorChoice(globs(include), globs(exclude), globs(allow_missing), globs(allow_unexpected), table_of(rename))
@@ -200,7 +202,7 @@ def into_state(
         missing = tuple(dict.fromkeys(pair[0] for pair in flat.tensors if pair not in there and choice.takes_pair(pair, flat)))
         return Imported(tuple(dict.fromkeys(pair[0] for pair in there)), done, missing)
 
-    return together(work, group)
+    return work() if alone else together(work, group)
 
 
 def state_of(target: nn.Module | Mapping[str, Any]) -> State:

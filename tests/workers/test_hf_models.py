@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.workers.fleet import Fleet, State
 from tests.workers.tiny import Run, evaluate, forget, form, leave, same_bits, text_of, tiny
 from vescale_ray.config import RunConfig
 from vescale_ray.lr_schedule import lr_at
+from vescale_ray.workers.network import process_groups
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers")
@@ -124,6 +126,28 @@ def test_random_weights_are_equal_at_every_world_size(tmp_path: Path, fleet: Fle
     assert not np.array_equal(
         states[0]["model.layers.0.self_attn.o_proj.weight", "param"], states[0]["model.layers.1.self_attn.o_proj.weight", "param"]
     )
+
+
+def _load_late(state: State, late: bool, config: RunConfig, port: int, prefix: str, rank: int, world: int) -> float:
+    """Load, on a late rank with a pause longer than the timeout of a collective. Return the seconds that it took."""
+    form(state, config, port, prefix, rank, world, 1, filled=False)
+    pauses = [2 * config.elastic.collective_timeout_s] if late else []
+    state["trainer"].beat = lambda: time.sleep(pauses.pop() if pauses else 0)
+    began = time.monotonic()
+    state["trainer"].initialize()
+    took = time.monotonic() - began
+    process_groups.barrier(60.0)
+    leave(state, park=False)
+    return took
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "targets": ["q_proj"]}], ids=["full", "LoRA"])
+def test_rank_that_reads_weights_slowly_is_not_lost(tmp_path: Path, fleet: Fleet, lora: dict[str, Any] | None) -> None:
+    folder, tokens = hf_folders.write(tmp_path / "model", "llama"), hf_folders.write_tokens(tmp_path / "tokens.npy")
+    config = configured(folder, tokens, elastic_collective_timeout_s=2.0, model_lora=lora)
+    prefix = fleet.prefix()
+    took = fleet.run_each({w: (w == 1, config, fleet.port, prefix, w, 2) for w in (0, 1)}, _load_late)
+    assert took[1] >= 4.0
 
 
 def _peak_of_loading(state: State, config: RunConfig, port: int, prefix: str, rank: int, world: int) -> int:
