@@ -40,7 +40,7 @@ from .errors import (
 from .faults import FAULT_ENV, FAULT_POINTS, fault_point
 from .format.object_layout import ShardPiece
 from .format.shard import Vote, new_attempt, write_shard
-from .huggingface import import_hf
+from .huggingface import fingerprint, import_hf
 from .huggingface_export import Exported, export_hf
 from .interval import Interval, choose_interval, daly_interval, expected_mtbf
 from .reading.compare import CheckpointDiff, Difference, diff
@@ -118,6 +118,7 @@ __all__ = [
     "export_dcp",
     "export_hf",
     "fault_point",
+    "fingerprint",
     "gc",
     "import_dcp",
     "import_hf",

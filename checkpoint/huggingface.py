@@ -5,7 +5,9 @@ FP8 weights with one scale per block become FP32 values as they are read (:mod:`
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +33,7 @@ from .bridges.pieces import FileLayout, PiecedSource
 from .bridges.safetensors_file import Located, read_header
 from .commits import Commit
 from .errors import ForeignFileError
+from .format.digest import as_bytes, view_of
 from .state.matching import StoredTensor
 from .state.name_tables import Globs, NameTable, chosen, globs, table_of
 from .stores.store import Root
@@ -112,6 +115,26 @@ def weights_source(path: str | os.PathLike[str]) -> HfSource | DequantizedSource
     source = HfSource(path)
     form = block_in(source.folder)
     return source if form is None else DequantizedSource(source, form)
+
+
+def fingerprint(path: str | os.PathLike[str]) -> str:
+    """Return a hash of the tensors in safetensors files, however they are divided in files: their names, shapes, dtypes and samples.
+
+    The samples are 512 elements in the middle of up to 1024 tensors, so that large weights take milliseconds.
+
+    Raises:
+        ForeignFileError: a header or the index is malformed.
+    """
+    source, digest = HfSource(path), hashlib.sha256()
+    names = sorted(source.tensors)
+    for name in names:
+        digest.update(f"{name} {source.tensors[name].shape} {source.tensors[name].kinds['param']}\n".encode())
+    for name in names[:: -(-len(names) // 1024) or 1]:
+        numel = math.prod(source.tensors[name].shape)
+        sample = torch.empty(min(512, numel), dtype=source.tensors[name].kinds["param"])
+        source.read_into(name, "param", (numel - sample.numel()) // 2, sample)
+        digest.update(view_of(as_bytes(sample)))
+    return digest.hexdigest()
 
 
 def import_hf(

@@ -114,9 +114,7 @@ def export_hf(
 
     def write() -> tuple[list[_File], dict[str, str]]:
         checkpoint = open_checkpoint(root, chosen_commit)
-        entries, aliases = _entries(checkpoint, table_of(rename), layout, globs(include), globs(exclude), key, dtype)
-        for name, given in (extra or {}).items():
-            entries.append(_Entry(name, given.shape, given.dtype, computed=given))
+        entries, aliases = _entries(checkpoint, table_of(rename), layout, globs(include), globs(exclude), key, dtype, extra or {})
         files = _cut(_quantized(entries, quantize or (lambda name: None)), max_shard_bytes)
         metadata = {"format": "pt", **({ALIASES: json.dumps(aliases)} if aliases else {})}
         for file in files[rank::world]:
@@ -232,10 +230,11 @@ def _entries(
     exclude: Sequence[str],
     key: str,
     dtype: torch.dtype | None,
+    extra: Mapping[str, Computed],
 ) -> tuple[list[_Entry], dict[str, str]]:
     """The tensors of the files; also ``{alias: name}`` of tied tensors, by the files' names."""
     names = {name: stored for name, stored in checkpoint.names(key).items() if chosen(name, include, exclude)}
-    if not names:
+    if not names and not extra:
         raise CheckpointMismatch(f"checkpoint {checkpoint.commit.path} has no tensor of {key!r} that fits {', '.join(include)}")
     parts: dict[str, list[tuple[str, FilePiece]]] = {}
     for file_name, piece in (layout.pieces if layout is not None else {}).items():
@@ -256,6 +255,7 @@ def _entries(
             raise CheckpointMismatch(f"{name!r} is {dtype_name(to)}, which safetensors has no name for: exclude it, or give a dtype")
         for file_name, piece in parts.get(name) or [(new[name], FilePiece(name, 0, tensor.shape))]:
             entries.append(_Entry(file_name, piece.shape, to, stored, piece.start))
+    entries += [_Entry(name, given.shape, given.dtype, computed=given) for name, given in extra.items()]
     return entries, aliases
 
 

@@ -1,6 +1,6 @@
 """Initial values of a model: from weights, by the model's own method, or module by module. The same at every world size.
 
-    model.hf with weights        each rank reads the ranges of its shards
+    model.hf with weights        each rank reads the ranges of its shards. With model.lora it does so in every generation
     init_parameter, init_buffer  a model fills one whole parameter or buffer at a time
     otherwise                    a part of the model gets memory at a time, and its modules fill themselves: ``reset_parameters``, or
                                  transformers' initialization. A part is a unit, or the largest module without a unit
@@ -11,7 +11,7 @@ Random values depend on ``run.seed`` and on the name of the parameter or part.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from vescale_ray.models import hf, lora
 from vescale_ray.models.units import select_units
 
 if TYPE_CHECKING:
+    from vescale_ray.checkpoint import Checkpoint
     from vescale_ray.config import RunConfig
 
 
@@ -103,7 +104,8 @@ def _no_values(config: RunConfig, what: str, name: str) -> str:
 
 @torch.no_grad()
 def fill(config: RunConfig, model: Any, pristine: Callable[[], nn.Module], beat: Callable[[], None]) -> None:
-    """Fill this rank's shards of the parameters of ``model``. Not a collective: another rank may take minutes longer.
+    """Fill this rank's shards of the parameters of ``model``, except the base of ``model.lora`` (:func:`load_base`). Not a collective:
+    another rank may take minutes longer.
 
     Args:
         pristine: builds the model again, unsharded and on the meta device.
@@ -113,11 +115,8 @@ def fill(config: RunConfig, model: Any, pristine: Callable[[], nn.Module], beat:
         BadInput: the weights do not fit the model.
     """
     weights = weights_of(config)
-    if weights is not None:
-        others = [*(name for name, _ in model.named_buffers()), *lora.PARAMETERS]
-        with _named(weights):
-            layout = layout_of(config, model)
-            checkpoint.import_hf(weights, model, layout=layout, exclude=others, cast=True, alone=True, progress=lambda _: beat())
+    if weights is not None and config.model.lora is None:
+        _read(weights, config, model, beat)
     parameters = dict(model.named_parameters())
     if config.model.lora is not None:
         fresh = lora.initial_adapters(pristine(), partial(seed_of, config.run.seed))
@@ -126,6 +125,52 @@ def fill(config: RunConfig, model: Any, pristine: Callable[[], nn.Module], beat:
     for name, full in fresh:
         parameters[name].copy_(full.to(parameters[name].device))
         beat()
+
+
+@torch.no_grad()
+def load_base(config: RunConfig, model: Any, expected: str | None, beat: Callable[[], None]) -> str | None:
+    """Fill the frozen base of ``model.lora`` from ``model.hf``. Its weights are no part of the state. Not a collective.
+
+    Args:
+        expected: hash of the weights that the adapters were trained on; None if they are new.
+
+    Returns:
+        The hash of the weights (:func:`vescale_ray.checkpoint.fingerprint`). Without ``model.lora``, None; nothing is read.
+
+    Raises:
+        BadInput: the files hold other weights than those that the adapters were trained on.
+    """
+    if config.model.lora is None:
+        return None
+    weights = weights_of(config)
+    assert weights is not None
+    with _named(weights):
+        found = checkpoint.fingerprint(weights)
+    if expected is not None and found != expected:
+        raise BadInput(other_base(config, "the state"))
+    _read(weights, config, model, beat)
+    return found
+
+
+def base_of(opened: Checkpoint) -> str | None:
+    """Return the hash of the weights with which the adapters of a checkpoint were trained."""
+    scalars = opened.aux(0)
+    return scalars.get("base") if isinstance(scalars, Mapping) else None
+
+
+def other_base(config: RunConfig, state: str) -> str:
+    """Return the sentence on a base that is not the one of the adapters in ``state``."""
+    return (
+        f"model.hf = {config.model.hf}: its weights are not those with which the adapters of {state} were trained; name their folder, or "
+        "set checkpoint.resume=never to begin anew"
+    )
+
+
+def _read(weights: str, config: RunConfig, model: Any, beat: Callable[[], None]) -> None:
+    others = [*(name for name, _ in model.named_buffers()), *lora.PARAMETERS]
+    with _named(weights):
+        layout = layout_of(config, model)
+        checkpoint.import_hf(weights, model, layout=layout, exclude=others, cast=True, alone=True, progress=lambda _: beat())
 
 
 def weights_of(config: RunConfig) -> str | None:

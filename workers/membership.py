@@ -154,19 +154,20 @@ class Membership:
 
     def fill(self, trainer: Trainer) -> tuple[ReshardReport | None, int]:
         """Load the new trainer's values. Returns the report of the move, if there was one, and the bytes read from a checkpoint."""
-        order, read_bytes = self._order, 0
+        order, moved, read_bytes = self._order, None, 0
         if order.origin is Origin.MEMORY:
             moved, self._closing = move(order, trainer, self._snapshots, self._state, self._config.elastic.collective_timeout_s)
-            return moved, 0
         with self._unless_fenced(trainer):
             if order.origin is Origin.FRESH:
                 trainer.initialize()
-            else:
+                return None, 0
+            if order.origin is Origin.CHECKPOINT:
                 try:
                     read_bytes = restore_from_checkpoint(trainer, checkpoint.open(self._config.checkpoint_root, order.commit))
                 except (ValueError, checkpoint.CheckpointMismatch) as error:
                     raise BadInput(" ".join(str(error).split())) from None
-        return None, read_bytes
+            trainer.load_base()
+        return moved, read_bytes
 
     def between_steps(self, trainer: Trainer, record: StepRecord) -> dict[str, float]:
         """Do what the step's number and flags, equal on all ranks, make due between two steps. Returns its seconds by activity.

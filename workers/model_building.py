@@ -107,6 +107,15 @@ def _build_hf(path: str, keys: LoraSettings | None) -> nn.Module:
     return built
 
 
+def communicates(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer's step may run collectives."""
+    from vescale_ray.optim import Muon
+    from vescale_ray.optim.base import BlockOptimizer
+
+    parts = getattr(optimizer, "optimizers", (optimizer,))
+    return any(isinstance(part, Muon | BlockOptimizer) for part in parts)
+
+
 def loss_function(path: str) -> Any:
     """The function of ``model.loss``.
 

@@ -47,11 +47,12 @@ from torch import Tensor
 from vescale_ray.communication import wait_notes
 from vescale_ray.data.loss_units import bits_per_byte
 from vescale_ray.lr_schedule import lr_at
+from vescale_ray.models.lora import is_adapter
 from vescale_ray.workers.batch_losses import BatchLosses
 from vescale_ray.workers.gradient_clipping import clip
-from vescale_ray.workers.initial_values import fill, seed_of
+from vescale_ray.workers.initial_values import fill, load_base, seed_of
 from vescale_ray.workers.messages import StepRecord, Usage
-from vescale_ray.workers.model_building import Blank, build_model, build_sharded
+from vescale_ray.workers.model_building import Blank, build_model, build_sharded, communicates
 from vescale_ray.workers.monitoring.meter import Meter
 from vescale_ray.workers.monitoring.pace import Pace, deal
 from vescale_ray.workers.network.rank_mesh import RankMeshes, rank_meshes
@@ -122,9 +123,11 @@ class Trainer:
         self.take_problems = blank.compiler.take_problems
         meshes = meshes or rank_meshes(self.grid, self.device.type)
         self.model, self.optimizer = build_sharded(config, self.device, meshes, blank, filled=filled)
-        self.parameters = tuple(self.model.named_parameters())
-        """Sharded parameters with their names, listed once. Listing takes 2 ms per hundred parameters, several times in a rescale's
-        pause."""
+        named = self.model.named_parameters()
+        self.parameters = tuple((name, p) for name, p in named if config.model.lora is None or is_adapter(name))
+        """Names and sharded parameters of the state, listed once: a rescale needs them several times in its pause."""
+        self.base: str | None = None
+        """Hash of the weights of ``model.lora``'s frozen base, which is no part of the state."""
         self.formats = formats_of(self.parameters, self.optimizer)
         """Format of the optimizer states, by parameter."""
         self.pace = Pace(config.train.slots, world, relieve=config.elastic.straggler == "relieve")
@@ -140,12 +143,7 @@ class Trainer:
         self._losses = BatchLosses(config, self.model, dataset, self.device)
         self._meter = Meter(config, self.model, self.optimizer, self.device)
         self._proves = self.device.type == "cuda"
-        from vescale_ray.optim import Muon
-        from vescale_ray.optim.base import BlockOptimizer
-
-        parts = getattr(self.optimizer, "optimizers", (self.optimizer,))
-        self._communicates = any(isinstance(part, Muon | BlockOptimizer) for part in parts)
-        """Whether the optimizer's step may run collectives."""
+        self._communicates = communicates(self.optimizer)
 
     @property
     def consumed(self) -> int:
@@ -156,6 +154,11 @@ class Trainer:
     def initialize(self) -> None:
         """Fill the parameters with the run's initial values, the same at every world size (``initial_values``). Not a collective."""
         fill(self.config, self.model, lambda: build_model(self.config), self.beat)
+        self.load_base()
+
+    def load_base(self) -> None:
+        """Fill the frozen base of ``model.lora`` (:func:`vescale_ray.workers.initial_values.load_base`). Not a collective."""
+        self.base = load_base(self.config, self.model, self.base, self.beat)
 
     def read_ahead(self) -> None:
         """Begin to read the samples of the next steps. Returns at once."""

@@ -18,7 +18,7 @@ from vescale_ray.config.given import CORPUS, FACTORY
 from vescale_ray.controller.driver.data_checks import check_tokenizer, endless, foreign_tokens, open_data
 from vescale_ray.controller.driver.local_ray import address_of, knock
 from vescale_ray.controller.driver.model_checks import check_causal, check_document_mask, check_factory, check_loss, check_vocabulary
-from vescale_ray.controller.driver.resumption import changes_since, check_same_stream, choose_commit
+from vescale_ray.controller.driver.resumption import changes_since, check_same_base, check_same_stream, choose_commit
 from vescale_ray.controller.protocol import RunRefused, StateSource
 from vescale_ray.errors import BadInput
 from vescale_ray.lasting import REMEDY, check_lasting, in_temporary_folder
@@ -271,7 +271,8 @@ def _check_loggers(config: RunConfig) -> None:
 
 
 def _expected(config: RunConfig) -> dict[str, _Expected]:
-    """Shape and optimizer states of each parameter, from a model on the meta device, which takes no memory."""
+    """Shape and optimizer states of each parameter of the state, from a model on the meta device, which takes no memory."""
+    from vescale_ray.models.lora import is_adapter
     from vescale_ray.models.units import select_units
     from vescale_ray.optim import OptimizerConfig, route_parameters
     from vescale_ray.optim.build import check_options
@@ -302,7 +303,8 @@ def _expected(config: RunConfig) -> dict[str, _Expected]:
     except ValueError as error:
         raise RunRefused(" ".join(str(error).split())) from None
     trained = {route.name: STATES[route.optimizer] for route in routing.routes}
-    return {name: _Expected(tuple(p.shape), trained.get(name, ())) for name, p in model.named_parameters()}
+    held = ((name, p) for name, p in model.named_parameters() if config.model.lora is None or is_adapter(name))
+    return {name: _Expected(tuple(p.shape), trained.get(name, ())) for name, p in held}
 
 
 def _describe_model(config: RunConfig) -> None:
@@ -333,6 +335,7 @@ def _resume(
     opened = checkpoint.open(config.checkpoint_root, newest)
     _check_same_model(opened, config, expected)
     check_same_stream(opened, stream)
+    check_same_base(opened, config)
     if newest.step > config.train.steps:
         raise RunRefused(
             f"{newest.path} is of step {newest.step}, beyond train.steps = {config.train.steps}: "

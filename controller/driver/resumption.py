@@ -63,6 +63,15 @@ def check_same_stream(opened: Checkpoint, stream: Mapping[str, Any]) -> None:
             )
 
 
+def check_same_base(opened: Checkpoint, config: RunConfig) -> None:
+    """Refuse adapters that were trained on other weights than those of ``model.hf``."""
+    from vescale_ray import checkpoint
+    from vescale_ray.workers.initial_values import base_of, other_base
+
+    if config.model.lora is not None and base_of(opened) != checkpoint.fingerprint(str(config.model.hf)):
+        raise RunRefused(other_base(config, opened.commit.path))
+
+
 def _hashes(*values: Any) -> bool:
     return all(_HASH.fullmatch(str(value)) for value in values)
 

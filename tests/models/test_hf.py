@@ -15,16 +15,15 @@ from torch import nn
 
 from tests.data.sources import train_tokenizer
 from tests.models import hf_folders
+from tests.models.adapter_runs import write_adapter_run
 from vescale_ray import checkpoint
 from vescale_ray.checkpoint.huggingface_layout import file_layout, persistent_buffers, read_buffers
 from vescale_ray.cli import main
 from vescale_ray.config import ConfigError, parse_config
 from vescale_ray.controller.driver import preflight
 from vescale_ray.errors import BadInput
-from vescale_ray.models import hf, lora
+from vescale_ray.models import hf
 from vescale_ray.models.units import select_units
-from vescale_ray.runfolder import RunFolder
-from vescale_ray.workers.initial_values import layout_of
 from vescale_ray.workers.model_building import build_model
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -195,17 +194,8 @@ def test_adapters_are_exported_alone_and_merged(tmp_path: Path, dtype: torch.dty
     """peft loads the exported adapter; the merged weights give the logits of peft's merge."""
     folder = hf_folders.write(tmp_path / "model", "qwen3", dtype)
     config = preflight.check(configured(folder, tmp_path, model_lora={"rank": 4, "targets": ["q_proj", "down_proj"]})).config
-    RunFolder(config.run_folder).write_config(config.to_yaml())
-    RunFolder(config.run_folder).write_state({"run": "r", "state": "DONE", "step": 1, "steps": 1})
-    model = build_model(config)
-    held = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in model.named_parameters()}
-    assert {p.dtype for n, p in held.items() if ".lora_" not in n} == {dtype}
-    checkpoint.import_hf(folder, held, layout=layout_of(config, model), exclude=lora.PARAMETERS)
-    torch.manual_seed(1)
-    for name in held:
-        if ".lora_" in name:
-            held[name].normal_(0, 0.2)
-    checkpoint.save({"model": held}, config.checkpoint_root, 1)
+    assert {p.dtype for n, p in build_model(config).named_parameters() if ".lora_" not in n} == {dtype}
+    write_adapter_run(config)
     run, alone, merged = str(config.run_folder), tmp_path / "alone", tmp_path / "merged"
     assert main(["ckpt", "export-hf", run, str(alone)]) == 0
     assert main(["ckpt", "export-hf", run, str(merged), "--merge", "--dtype", "fp32"]) == 0

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models import hf_folders
+from tests.models.adapter_runs import write_adapter_run
 from tests.models.test_hf import configured, edit, refused
 from vescale_ray import Fp8Block, checkpoint
 from vescale_ray.checkpoint.bridges import fp8_files
@@ -155,16 +156,9 @@ def test_adapters_are_merged_before_weights_are_quantized(tmp_path: Path) -> Non
     plain = hf_folders.write(tmp_path / "plain", "llama", torch.bfloat16)
     folder = exported(plain, master_of(file_layout(hf.build(hf.open_folder(plain)))), tmp_path / "base")
     config = preflight.check(configured(folder, tmp_path, model_lora={"rank": 4, "targets": ["q_proj"]})).config
-    RunFolder(config.run_folder).write_config(config.to_yaml())
-    RunFolder(config.run_folder).write_state({"run": "r", "state": "DONE", "step": 1, "steps": 1})
-    model = build_model(config)
-    held = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in model.named_parameters()}
+    model, held = build_model(config), write_adapter_run(config)
+    held |= {name: torch.empty(p.shape, dtype=p.dtype) for name, p in model.named_parameters() if name not in held}
     checkpoint.import_hf(folder, held, layout=layout_of(config, model), exclude=lora.PARAMETERS, cast=True)
-    torch.manual_seed(1)
-    for name in held:
-        if ".lora_" in name:
-            held[name].normal_(0, 0.2)
-    checkpoint.save({"model": held}, config.checkpoint_root, 1)
     assert main(["ckpt", "export-hf", str(config.run_folder), str(tmp_path / "out"), "--fp8", "--merge"]) == 0
     layer = "model.layers.1.self_attn.q_proj"
     prefix = next(name for name in held if "lora_A" in name and "layers.1" in name).partition(".lora_A")[0]

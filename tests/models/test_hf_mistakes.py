@@ -16,42 +16,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models import hf_folders
+from tests.models.adapter_runs import write_adapter_run
 from tests.models.test_hf import configured, edit, refused
 from vescale_ray import checkpoint
-from vescale_ray.checkpoint import ShardPiece, huggingface_export
+from vescale_ray.checkpoint import huggingface_export
 from vescale_ray.cli import main
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.driver import preflight
-from vescale_ray.models import lora
-from vescale_ray.runfolder import RunFolder
-from vescale_ray.workers.initial_values import layout_of
-from vescale_ray.workers.model_building import build_model
+from vescale_ray.errors import BadInput
 
 transformers = pytest.importorskip("transformers")
 TOKENS = torch.arange(16)[None]
 
 
 def adapted(home: Path, kind: str, **keys: Any) -> RunConfig:
-    """A run of one step that trained adapters, with random values in the place of trained ones."""
-    folder = hf_folders.write(home / "model", kind)
-    config = preflight.check(configured(folder, home, model_lora={"rank": 2, **keys})).config
-    run = RunFolder(config.run_folder)
-    run.write_config(config.to_yaml())
-    run.write_state({"run": "r", "state": "STOPPED", "step": 1, "steps": 1})
-    model = build_model(config)
-    held = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in model.named_parameters()}
-    buffers = [name for name, _ in model.named_buffers()]
-    checkpoint.import_hf(folder, held, layout=layout_of(config, model), exclude=lora.PARAMETERS, allow_unexpected=buffers)
-    torch.manual_seed(1)
-    kept = {(name, "param"): value for name, value in held.items()}
-    for name in [name for name in held if ".lora_" in name]:
-        held[name].normal_(0, 0.2)
-        kept |= {(name, kind): torch.zeros_like(held[name]) for kind in ("exp_avg", "exp_avg_sq")}
-    attempt, root = checkpoint.new_attempt(), config.checkpoint_root
-    pieces = [ShardPiece(*key, 0, t.numel(), tuple(t.shape), t.dtype, t.flatten()) for key, t in kept.items()]
-    vote = checkpoint.write_shard(root, attempt, 0, pieces, step=1, epoch=1)
-    meta = {"stream": dict(preflight.foresee(config).stream), "config": config.model_dump(mode="json")}
-    checkpoint.commit(root, [vote], step=1, epoch=1, attempt=attempt, world=1, meta=meta)
+    """A run of one step that trained adapters of a new model."""
+    config = preflight.check(configured(hf_folders.write(home / "model", kind), home, model_lora={"rank": 2, **keys})).config
+    write_adapter_run(config)
     return config
 
 
@@ -131,6 +112,24 @@ def test_settings_that_change_the_function_are_told_on_resume(tmp_path: Path) ->
     edit(folder, rms_norm_eps=0.5, dtype="bfloat16")
     (said,) = preflight.check(configured(folder, tmp_path, model_lora=same)).warnings
     assert f"{folder}/config.json: rms_norm_eps = " in said and "now it is 0.5" in said
+
+
+def test_adapters_of_other_weights_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Checkpoints hold the adapters alone, so that a resume and a merge need the weights that they were trained on."""
+    config = adapted(tmp_path, "llama", targets=["q_proj"])
+    folder, run, keys = Path(str(config.model.hf)), str(config.run_folder), {"rank": 2, "targets": ["q_proj"]}
+    other, model = tmp_path / "other", transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model.model.layers[1].mlp.up_proj.weight.data += 0.01
+    model.save_pretrained(other)
+    with pytest.raises(BadInput, match=f"model.hf = {other}: its weights are not those with which the adapters of .* were trained; name"):
+        preflight.check(configured(other, tmp_path, model_lora=keys))
+    assert main(["ckpt", "export-hf", run, str(tmp_path / "out"), "--merge", "--model", str(other)]) == 2
+    assert f"--model = {other}: " in (said := capsys.readouterr().err) and "was trained on other weights; name the folder of the" in said
+    shutil.move(folder, tmp_path / "moved")
+    assert main(["ckpt", "export-hf", run, str(tmp_path / "out"), "--merge"]) == 2
+    assert "--merge: model.hf = " in (said := capsys.readouterr().err) and "no such folder; name the folder of the base with" in said
+    assert not (tmp_path / "out").exists()
+    assert main(["ckpt", "export-hf", run, str(tmp_path / "out"), "--merge", "--model", str(tmp_path / "moved")]) == 0
 
 
 def test_weights_of_other_programs_beside_the_model_are_not_read(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
@@ -19,10 +20,13 @@ from tests.data.chats import said, write_folder, write_rows
 from tests.models import hf_folders
 from tests.ranks import RankFailed
 from tests.workers.fleet import Fleet, State
-from tests.workers.tiny import Run, evaluate, forget, form, leave, same_bits, text_of, tiny
+from tests.workers.tiny import Run, as_numpy, evaluate, forget, form, leave, same_bits, text_of, tiny
+from vescale_ray import checkpoint
 from vescale_ray.config import RunConfig
 from vescale_ray.lr_schedule import lr_at
 from vescale_ray.workers.network import process_groups
+from vescale_ray.workers.resharding.shards import export_shards
+from vescale_ray.workers.saving import write_checkpoint_shard
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers")
@@ -197,6 +201,16 @@ def test_loading_takes_little_more_memory_than_the_shard(tmp_path: Path) -> None
         assert grown < 256 << 20, f"{grown / 2**20:.0f} MiB"
 
 
+def base_parts(state: State) -> list[tuple[str, int, np.ndarray]]:
+    """Name, first element and values of this rank's part of each frozen parameter."""
+    named = [(name, parameter) for name, parameter in state["trainer"].model.named_parameters() if ".lora_" not in name]
+    return [(name, parameter.local_interval()[0], as_numpy(parameter.to_local().detach().flatten())) for name, parameter in named]
+
+
+def save_shard(state: State, root: str, attempt: str) -> str:
+    return str(write_checkpoint_shard(export_shards(state["trainer"]), root, attempt).to_json())
+
+
 def peft_losses(folder: Path, config: RunConfig, adapters: dict[str, np.ndarray], steps: int) -> tuple[list[float], Any]:
     """Losses by peft in one process, from the initial values ``adapters``; and the trained model."""
     from peft import LoraConfig, get_peft_model
@@ -214,27 +228,73 @@ def peft_losses(folder: Path, config: RunConfig, adapters: dict[str, np.ndarray]
     return train_plainly(model, config, steps), model
 
 
+def check_base(parts: Mapping[int, list[tuple[str, int, np.ndarray]]], model: Any, dtype: torch.dtype) -> None:
+    """The ranks together hold the whole base of ``model``, bit for bit."""
+    named = {name: p.detach().flatten().to(dtype) for name, p in model.get_base_model().named_parameters() if ".lora_" not in name}
+    sizes = dict.fromkeys(named, 0)
+    for name, start, part in itertools.chain.from_iterable(parts.values()):
+        assert np.array_equal(part, as_numpy(named[name][start : start + len(part)])), name
+        sizes[name] += len(part)
+    assert sizes == {name: value.numel() for name, value in named.items()}
+
+
 @pytest.mark.parametrize(("kind", "dtype"), [("llama", torch.bfloat16), ("qwen3_moe", torch.float32)])
 def test_adapters_train_as_with_peft_alone(tmp_path: Path, fleet: Fleet, kind: str, dtype: torch.dtype) -> None:
-    """The base computes in train.param_dtype, whatever the dtype of its files."""
+    """The base computes in train.param_dtype, whatever the dtype of its files. Each generation reads it from them."""
     folder = hf_folders.write(tmp_path / "model", kind, dtype)
     tokens = hf_folders.write_tokens(tmp_path / "tokens.npy")
     config = configured(folder, tokens, model_lora={"rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}, train_lr=0.02)
     run = Run(fleet, config)
     run.fresh([0, 1])
     first = {name: value for (name, kind), value in run.full_state().items() if kind == "param"}
-    state = train_through(run, {3: [1, 2, 0]}, 6)
-    assert {name for name, kind in state if kind == "exp_avg"} == {name for name in first if ".lora_" in name}
+    run.train(3, rescale=True)
+    run.end()
+    run.resume([0, 1], [1, 2, 0])
+    run.train(6)
+    state, base = run.full_state(), fleet.run(run.members, base_parts)
+    run.end()
+    fleet.run([0, 1, 2], forget)
+    assert {name for name, _ in state} == set(first) and all(".lora_" in name for name in first)
     losses, model = peft_losses(folder, config, first, 6)
     np.testing.assert_allclose(run.losses(), losses, rtol=1e-4)
     assert losses[-1] < losses[0]
+    check_base(base, model, dtype)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             ours = state[name.removeprefix("base_model.model."), "param"]
             np.testing.assert_allclose(ours, parameter.detach().numpy(), atol=2e-5, err_msg=name)
-    for name, value in first.items():
-        assert not name.endswith("lora_B.default.weight") or not value.any()
-        assert ".lora_" in name or np.array_equal(state[name, "param"], value), f"{name} is frozen"
+    assert all(not value.any() for name, value in first.items() if name.endswith("lora_B.default.weight"))
+
+
+def test_checkpoints_of_adapters_hold_no_base(tmp_path: Path, fleet: Fleet) -> None:
+    """A resume reads the base from the files, which must hold the weights that the adapters were trained on."""
+    folder, kept = hf_folders.write(tmp_path / "model", "llama"), tmp_path / "kept"
+    tokens = hf_folders.write_tokens(tmp_path / "tokens.npy")
+    config = configured(folder, tokens, model_lora={"rank": 4, "alpha": 8, "targets": ["q_proj"]}, train_lr=0.02)
+    run = Run(fleet, config)
+    run.fresh([0, 1])
+    first = {name: value for (name, kind), value in run.full_state().items() if kind == "param"}
+    run.train(3)
+    votes = [checkpoint.Vote.from_json(text) for text in fleet.run(run.members, save_shard, str(kept), "a1").values()]
+    run.end()
+    fleet.run([0, 1], forget)
+    checkpoint.commit(kept, votes, step=3, epoch=run.generation, attempt="a1", world=2, meta={})
+    assert set(checkpoint.open(kept).tensors) == set(first)
+    assert run.from_checkpoint([1, 2, 0], str(kept)) == 3
+    run.train(6)
+    base = fleet.run(run.members, base_parts)
+    run.end()
+    losses, model = peft_losses(folder, config, first, 6)
+    np.testing.assert_allclose(run.losses(), losses, rtol=1e-4)
+    check_base(base, model, torch.float32)
+    model.get_base_model().model.layers[1].mlp.up_proj.weight.data += 0.01
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    model.unload().save_pretrained(folder)
+    with pytest.raises(RankFailed, match="its weights are not those with which the adapters of the state were trained"):
+        run.from_checkpoint([1, 2, 0], str(kept))
+    run.end()
+    fleet.run([0, 1, 2], forget)
 
 
 def test_parameters_that_text_does_not_reach_stay_as_they_are(tmp_path: Path, fleet: Fleet) -> None:

@@ -341,6 +341,9 @@ def test_fence_ends_loading_of_values_at_the_next_piece(state: WorkerState, monk
                     state.fence(Ticket(5, 1))
                 self.beat()
 
+        def load_base(self) -> None:
+            pass
+
     monkeypatch.setattr(membership, "restore_from_checkpoint", lambda trainer, opened: trainer.initialize() or 0)
     monkeypatch.setattr("vescale_ray.checkpoint.open", lambda root, commit: None)
     has = resources(config=SimpleNamespace(checkpoint_root="/nowhere"))

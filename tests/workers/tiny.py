@@ -309,6 +309,7 @@ def start_from_memory(state: State, generation: int, step: int, *where: Any) -> 
     form(state, *where)
     snapshots, trainer = state["snapshots"], state["trainer"]
     report = execute(snapshots.shards(generation, step), trainer, word=snapshots.word(trainer))
+    trainer.load_base()
     snapshots.begin(trainer, generation, report.words)
     return report
 
@@ -328,6 +329,7 @@ def start_with_leavers(
     del group
     if transfer_rank < world:
         state["closing"] = closing
+        state["trainer"].load_base()
         snapshots.begin(state["trainer"], generation, report.words[:world])
     else:
         closing.wait()
@@ -369,9 +371,9 @@ def lose_the_group(state: State) -> None:
 def start_from_checkpoint(state: State, root: str, *where: Any) -> int:
     form(state, *where)
     assert restore_from_checkpoint(state["trainer"], checkpoint.open(root)) > 0
-    step = state["trainer"].completed
+    state["trainer"].load_base()
     state["snapshots"].begin(state["trainer"])
-    return step
+    return int(state["trainer"].completed)
 
 
 def train(state: State, until: int, rescale: bool) -> list[StepRecord]:
@@ -406,9 +408,8 @@ def slow_down(state: State, seconds: float) -> None:
     trainer._losses = slow
 
 
-def evaluate(state: State) -> tuple[float, int]:
-    answer: tuple[float, int] = state["trainer"].evaluate()
-    return answer
+def evaluate(state: State) -> Any:
+    return state["trainer"].evaluate()
 
 
 def pieces(state: State) -> list[tuple[str, str, tuple[int, ...], int, np.ndarray]]:
@@ -418,8 +419,7 @@ def pieces(state: State) -> list[tuple[str, str, tuple[int, ...], int, np.ndarra
 
 def as_numpy(data: Tensor) -> np.ndarray:
     """A copy as numpy array; numpy has no BF16, so BF16 tensors give their bits."""
-    data = data.cpu()
-    return (data.view(torch.int16) if data.dtype is torch.bfloat16 else data).numpy().copy()
+    return (data.view(torch.int16) if data.dtype is torch.bfloat16 else data).cpu().numpy().copy()
 
 
 def scalars(state: State) -> dict[str, Any]:

@@ -21,6 +21,11 @@ PARAMETERS = ("*.lora_A.*", "*.lora_B.*")
 """Globs of the adapters' parameters."""
 
 
+def is_adapter(name: str) -> bool:
+    """Return whether the parameter ``name`` is an adapter's, not the base's."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
 class LoraKeys(Protocol):
     """The keys of the configuration's ``model.lora``."""
 

@@ -70,7 +70,7 @@ def outline_of(trainer: Trainer) -> Outline | None:
     from vescale_ray.fsdp.units.schedule import unit_of
     from vescale_ray.workers.resharding.shards import collect_sizes
 
-    sizes = collect_sizes(trainer.model.parameters(), trainer.optimizer)
+    sizes = collect_sizes((parameter for _, parameter in trainer.parameters), trainer.optimizer)
     units = {id(unit): unit for module in trainer.model.modules() if (unit := unit_of(module)) is not None}
     most = trainer.config.train.expert_parallel
     experts = {id(unit_of(module)) for module in experts_of(trainer.model).values()} if most > 1 else ()

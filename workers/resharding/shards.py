@@ -44,6 +44,7 @@ class Training(Protocol):
     optimizer: Any
     views: Any
     formats: Any
+    base: str | None
 
     @property
     def consumed(self) -> int: ...
@@ -145,7 +146,8 @@ class Shards:
         world: number of shards that the state is cut in: ranks of a shard group.
         rank: number of this shard. All replicas hold the same shards.
         pieces: disjoint pieces; together with the other shards' they tile every tensor.
-        scalars: JSON-able values, the same on every rank: ``step``, ``consumed``, and the optimizer's scalars by parameter.
+        scalars: JSON-able values, the same on every rank: ``step``, ``consumed``, ``base`` (a hash of the frozen weights that are no part
+            of the state), and the optimizer's scalars by parameter.
     """
 
     generation: int
@@ -187,6 +189,8 @@ def export_shards(trainer: Training) -> Shards:
     scalars: dict[str, Any] = {"step": trainer.completed, "consumed": trainer.consumed, "optimizer": optimizer_scalars}
     if trainer.formats:
         scalars["formats"] = trainer.formats
+    if trainer.base is not None:
+        scalars["base"] = trainer.base
     grid = trainer.grid
     return Shards(trainer.generation, grid.shards, grid.shard_of(trainer.rank), trainer.completed, pieces, scalars)
 
@@ -231,7 +235,7 @@ def check_scalars(trainer: Training, scalars: Mapping[str, Any]) -> None:
 
 
 def import_scalars(trainer: Training, scalars: Mapping[str, Any]) -> None:
-    """Set the trainer's step and its optimizer's scalars. The tensors are written through :func:`export_shards`.
+    """Set the trainer's step, the hash of its base, and its optimizer's scalars. The tensors are written through :func:`export_shards`.
 
     Raises:
         ValueError: as :func:`check_scalars`, before anything is changed.
@@ -245,7 +249,7 @@ def import_scalars(trainer: Training, scalars: Mapping[str, Any]) -> None:
                 value.fill_(named[name][key])
             elif not isinstance(value, Tensor):
                 state[key] = named[name][key]
-    trainer.completed = int(scalars["step"])
+    trainer.completed, trainer.base = int(scalars["step"]), scalars.get("base")
 
 
 @torch.no_grad()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +12,7 @@ from vescale_ray.cli.checkpoints.checkpoint_commands import as_json_flag, exclud
 from vescale_ray.cli.checkpoints.checkpoint_conversions import DTYPES, bytes_of, names_option, table_at, told, weights
 from vescale_ray.cli.checkpoints.checkpoint_output import bar
 from vescale_ray.cli.checkpoints.checkpoint_paths import bad_values, open_at, run_folder_of, split, store_at
+from vescale_ray.cli.checkpoints.export_adapters import check_base, merged_weights, write_adapter
 from vescale_ray.cli.checkpoints.export_fp8 import Fp8Files, fp8_files
 from vescale_ray.cli.common import lasting_path
 from vescale_ray.errors import BadInput
@@ -71,14 +70,16 @@ def export_hf(
     cast: torch.dtype | None = getattr(torch, DTYPES[dtype]) if dtype else None
     limit, table = bytes_of("--max-shard", max_shard), table_at(names)
     described = _described(path, model) if names is None else None
-    adapters = _adapters(path) if described is not None else None
+    config = _config(path)
+    adapters = config.model.lora if config is not None and described is not None else None
     _check_options(path, described, adapters, merge, fp8)
-    if adapters is not None and not merge:
-        return _write_adapter(path, folder, opened, adapters, as_json)
+    if config is not None and adapters is not None and not merge:
+        tensors, size = write_adapter(folder, opened, adapters, str(config.model.hf))
+        return told(folder, {"commit": opened.commit.name, "tensors": tensors, "bytes": size}, as_json)
     files: _ModelFiles | None = None
     if described is not None:
         _check_free(folder)
-        files = _files_of(path, described, adapters, opened, cast or described.dtype, fp8)
+        files = _files_of(described, model, config, opened, cast or described.dtype, fp8)
         _check_model(opened, key, files, f"--model = {model}" if model is not None else str(described.path))
         cast, exclude = cast or described.dtype, (*exclude, *files.left_out)
     quantized = files.quantized if files is not None else None
@@ -162,12 +163,6 @@ def _without_name(path: str) -> str:
     return path.rpartition("@")[0] or path
 
 
-def _adapters(path: str) -> LoraSettings | None:
-    """The adapters of the run at PATH."""
-    config = _config(path)
-    return None if config is None else config.model.lora
-
-
 def _config(path: str) -> RunConfig | None:
     """The configuration of the run at PATH."""
     from vescale_ray.config import load_config
@@ -183,19 +178,20 @@ class _ModelFiles:
     Attributes:
         layout: layout of its parameters.
         extra: its buffers and merged weights, by their names there.
-        left_out: names of the commit that these replace.
+        left_out: globs of names of the commit that are not in files.
         quantized: its tensors in FP8.
     """
 
     layout: FileLayout
     extra: dict[str, Computed]
-    left_out: list[str]
+    left_out: tuple[str, ...]
     quantized: Fp8Files | None
 
 
 def _files_of(
-    path: str, folder: HfFolder, adapters: LoraSettings | None, opened: Checkpoint, dtype: torch.dtype | None, fp8: bool
+    folder: HfFolder, model: str | None, config: RunConfig | None, opened: Checkpoint, dtype: torch.dtype | None, fp8: bool
 ) -> _ModelFiles:
+    """The files of the model in ``folder``, which the run of ``config`` trained. ``model``: the option ``--model``."""
     from vescale_ray.checkpoint.huggingface_export import Computed
     from vescale_ray.checkpoint.huggingface_layout import file_layout, persistent_buffers, read_buffers
     from vescale_ray.models import lora
@@ -209,50 +205,11 @@ def _files_of(
         for name, piece in layout.pieces.items()
         if (value := values.get(piece.name)) is not None
     }
-    config = _config(path)
-    train = None if config is None else config.train
-    if adapters is None:
-        return _ModelFiles(layout, extra, [], fp8_files(built, layout, train) if fp8 else None)
-    lora.add_adapters(built, adapters)
-    names = lora.base_names(built)
-    layout, merged = layout.renamed(names), {name for name in names.values() if name.endswith(".base_layer.weight")}
-    layers = (name.partition(".lora_A.")[0] for name in opened.tensors if ".lora_A." in name)
-    tied = next((layer for layer in layers if f"{layer}.base_layer.weight" not in merged), None)
-    if tied is not None:
-        raise BadInput(f"--merge: {tied} shares its weight with another layer, which has no adapter; export the adapter alone")
-    for name, piece in layout.pieces.items():
-        if piece.name in merged:
-            kept = dtype or opened.tensors[piece.name].kinds["param"]
-            extra[name] = Computed(piece.shape, kept, partial(_merged, adapters, piece.name))
-    return _ModelFiles(layout, extra, [*sorted(merged), *lora.PARAMETERS], fp8_files(built, layout, train) if fp8 else None)
-
-
-def _merged(adapters: LoraSettings, name: str, opened: Checkpoint) -> torch.Tensor:
-    from vescale_ray.models import lora
-
-    layer = name.removesuffix(".base_layer.weight")
-    down, up = (whole(opened, f"{layer}.{kind}.{lora.ADAPTER}.weight") for kind in ("lora_A", "lora_B"))
-    return whole(opened, name).float() + lora.delta(adapters, down, up)
-
-
-def whole(opened: Checkpoint, name: str) -> torch.Tensor:
-    """The whole tensor ``name`` of a checkpoint."""
-    shape = opened.tensors[name].shape
-    return opened.read_range(name, 0, math.prod(shape)).view(shape)
-
-
-def _write_adapter(path: str, folder: str, opened: Checkpoint, adapters: LoraSettings, as_json: bool) -> int:
-    from vescale_ray.checkpoint.state.name_tables import matches
-    from vescale_ray.config import load_config
-    from vescale_ray.models import lora
-
-    run = run_folder_of(_without_name(path))
-    assert run is not None
-    target = Path(folder)
-    if target.exists() and any(target.iterdir()):
-        raise BadInput(f"{folder} is not empty; give a new folder")
-    tensors: dict[str, Any] = {name: whole(opened, name) for name in opened.tensors if matches(name, lora.PARAMETERS) and "/" not in name}
-    base = load_config(run.config_path).model.hf
-    lora.write_adapter(target, adapters, base or "", tensors)
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    return told(folder, {"commit": opened.commit.name, "tensors": len(tensors), "bytes": size}, as_json)
+    left_out: tuple[str, ...] = ()
+    if config is not None and config.model.lora is not None:
+        base = check_base(opened, config.model.hf, model)
+        lora.add_adapters(built, config.model.lora)
+        layout, left_out = layout.renamed(lora.base_names(built)), lora.PARAMETERS
+        extra = merged_weights(config.model.lora, base, built, layout, opened, dtype) | extra
+    quantized = fp8_files(built, layout, config.train if config is not None else None) if fp8 else None
+    return _ModelFiles(layout, extra, left_out, quantized)
