@@ -106,6 +106,22 @@ def test_no_tokens_give_an_empty_result_and_zero_gradients() -> None:
     assert layer.weight.grad is not None and not layer.weight.grad.any()
 
 
+def test_inputs_of_one_dimension_are_rows() -> None:
+    layer, x = nn.Linear(40, 8), wild(40)
+    compute_in_fp8(layer, lambda name, p: Fp8Block(16, 16))
+    assert layer(x).shape == (8,)
+    assert torch.equal(layer(x), layer(x[None])[0])
+
+
+@pytest.mark.parametrize("x", [torch.ones(3, 16), torch.ones(3, 33), torch.ones(3, 32, dtype=torch.bfloat16), torch.ones(3, 32).long()])
+def test_inputs_that_do_not_fit_the_weight_are_refused(x: torch.Tensor) -> None:
+    """The blocks of 16 features alone would fit a weight of 32."""
+    layer = nn.Linear(32, 8)
+    compute_in_fp8(layer, lambda name, p: Fp8Block(16, 16))
+    with pytest.raises(RuntimeError, match=r"an input of shape \(3, \d+\) and torch.\w+ for a weight of shape \(8, 32\) and torch.float32"):
+        layer(x)
+
+
 def test_frozen_weights_get_no_gradient_and_autocast_works() -> None:
     layer = nn.Linear(64, 32)
     compute_in_fp8(layer, lambda name, p: Fp8Block())
@@ -170,6 +186,19 @@ def test_compiled_layers_give_the_same_numbers() -> None:
     torch.testing.assert_close(compiled.weight.grad, layer.weight.grad)
 
 
+def in_both_orders(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+    """Codes and scales of two matrices, whose factors are exact, and of their transposes."""
+    orders = (operand(one, Fp8Block(16, 16), tiles=False) for x in (a * -2, b * 4) for one in (x, x.t()))
+    return [tensor for found in orders for tensor in (found.codes, found.scales)]
+
+
+def test_compiled_operands_with_smaller_last_blocks_are_whole() -> None:
+    """56 columns are 3.5 blocks of 16. Inductor's loops for the CPU went over 3, if the cut was before the cast."""
+    a, b = wild(32, 56).bfloat16(), wild(32, 56, seed=1).bfloat16()
+    for got, expected in zip(torch.compile(in_both_orders)(a, b), in_both_orders(a, b), strict=True):
+        assert torch.equal(got.double(), expected.double())
+
+
 def cublaslt(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -216,6 +245,9 @@ def test_bad_input_is_refused_and_changes_nothing() -> None:
         compute_in_fp8(model, lambda name, p: None)
     with pytest.raises(TypeError, match="the model is a list: give the module itself"):
         compute_in_fp8([model], policy)  # type: ignore[arg-type]
+    for wrong, what in ((128, "a int"), (Fp8Block, "the class Fp8Block")):
+        with pytest.raises(TypeError, match=f"the policy gave {what} for '0.weight': it must return an Fp8Block"):
+            compute_in_fp8(model, lambda name, p, wrong=wrong: wrong)  # type: ignore[misc,arg-type]
     assert not any(isinstance(m, Fp8Linear) for m in model.modules())
     with pytest.raises(ValueError, match=r"^mps has no products of FP8 blocks: they need a Hopper GPU"):
         check_device(torch.device("mps"))

@@ -21,7 +21,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -147,6 +147,14 @@ def check_weight(name: str, shape: torch.Size | tuple[int, ...], dtype: torch.dt
         what = f"of {len(shape)} dimensions"
     if what is not None:
         raise ValueError(f"{name!r} of shape {tuple(shape)} is {what}: only floating-point matrices and stacks of matrices have FP8 tiles")
+
+
+def form_given(policy: str, name: str, form: Any) -> Fp8Block | None:
+    """Return what the function ``policy`` gave for parameter ``name``; raise TypeError if it is neither an Fp8Block nor None."""
+    if form is None or isinstance(form, Fp8Block):
+        return form
+    kind = f"the class {form.__name__}" if isinstance(form, type) else f"a {type(form).__name__}"
+    raise TypeError(f"{policy} gave {kind} for {name!r}: it must return an Fp8Block, as Fp8Block(128, 128), or None")
 
 
 def bad_text(tiles: list[tuple[str, int]]) -> str:

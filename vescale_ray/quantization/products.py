@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from vescale_ray.quantization.fp8 import LARGEST, SMALLEST_SCALE, Fp8Block, rounded_up
+from vescale_ray.quantization.fp8 import LARGEST, SMALLEST_SCALE, Fp8Block, form_given, rounded_up
 
 FormPolicy = Callable[[str, nn.Parameter], Fp8Block | None]
 SIDE = 128
@@ -58,8 +58,9 @@ def operand(x: Tensor, form: Fp8Block, *, tiles: bool) -> Operand:
     scales = (blocks.abs().amax(dim=(1, 3)) / LARGEST).clamp(min=SMALLEST_SCALE)
     if form.scales == "power_of_two":
         scales = rounded_up(scales)
-    codes = (blocks / scales[:, None, :, None]).view(padded.shape)[:m, :k].to(torch.float8_e4m3fn)
-    return Operand(codes.contiguous(), scales, rows, side)
+    # Whole blocks are cast, and then cut: inductor (torch 2.13) would otherwise split rows whose last block is smaller, and fail.
+    codes = (blocks / scales[:, None, :, None]).view(padded.shape).to(torch.float8_e4m3fn)[:m, :k]
+    return Operand(codes, scales, rows, side)
 
 
 def multiply(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
@@ -93,7 +94,12 @@ class Fp8Linear(nn.Linear):
         x, weight, bias = _autocast(input, self.weight, self.bias)
         if isinstance(weight, DTensor):
             raise TypeError("an Fp8Linear's weight is a DTensor: tensor parallelism has no FP8 products; leave compute_in_fp8 out")
-        y: Tensor = _Fp8Product.apply(x.flatten(0, -2), weight, self.form).view(*x.shape[:-1], weight.shape[0])
+        if x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype:
+            raise RuntimeError(
+                f"an input of shape {tuple(x.shape)} and {x.dtype} for a weight of shape {tuple(weight.shape)} and {weight.dtype}: give "
+                f"{weight.shape[1]} features of that dtype"
+            )
+        y: Tensor = _Fp8Product.apply(x.reshape(-1, x.shape[-1]), weight, self.form).view(*x.shape[:-1], weight.shape[0])
         return y if bias is None else y + bias
 
     def extra_repr(self) -> str:
@@ -112,7 +118,7 @@ def compute_in_fp8(model: nn.Module, policy: FormPolicy) -> list[str]:
         Names of the layers.
 
     Raises:
-        TypeError: the model is not a module.
+        TypeError: the model is not a module, or the policy gives something else.
         ValueError: tiles are not square, a weight is a DTensor, or no layer has a format. Nothing was changed.
     """
     if not isinstance(model, nn.Module):
@@ -122,7 +128,7 @@ def compute_in_fp8(model: nn.Module, policy: FormPolicy) -> list[str]:
         if type(module) not in (nn.Linear, Fp8Linear):
             continue
         fqn = f"{name}.weight" if name else "weight"
-        form = policy(fqn, module.weight)  # type: ignore[arg-type]
+        form = form_given("the policy", fqn, policy(fqn, module.weight))  # type: ignore[arg-type]
         if form is None:
             continue
         if form.rows != form.columns:

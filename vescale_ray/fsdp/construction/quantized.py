@@ -11,7 +11,7 @@ from vescale_ray.errors import BadArgument, noted
 from vescale_ray.fsdp.construction.arguments import QuantizePolicy
 from vescale_ray.fsdp.layouts.parameters import Parallel, local_of
 from vescale_ray.quantization import Fp8Block
-from vescale_ray.quantization.fp8 import check_weight
+from vescale_ray.quantization.fp8 import check_weight, form_given
 
 
 def form_of(
@@ -27,12 +27,10 @@ def form_of(
     if policy is None:
         return None
     with noted(f"quantize_policy raised this for parameter {fqn!r}; fully_shard changed nothing"):
-        form: Any = policy(fqn, param)
+        given: Any = policy(fqn, param)
+    form = form_given("quantize_policy", fqn, given)
     if form is None:
         return None
-    if not isinstance(form, Fp8Block):
-        kind = f"the class {form.__name__}" if isinstance(form, type) else f"a {type(form).__name__}"
-        raise TypeError(f"quantize_policy gave {kind} for {fqn!r}: it must return an Fp8Block, as Fp8Block(128, 128), or None")
     try:
         check_weight(fqn, param.shape, param.dtype)
     except ValueError as error:
