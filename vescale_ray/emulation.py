@@ -140,16 +140,18 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather_into_tensor_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
         def fill() -> None:
             for output, input in zip(outputs, inputs, strict=True):
-                own = output.view(-1)[self._rank * input.numel() : (self._rank + 1) * input.numel()]
-                if own.data_ptr() != input.data_ptr():
-                    own.copy_(input.reshape(-1))
+                parts = output.view(self._world, -1)  # the input may be this rank's part of them
+                for some in (parts[: self._rank], parts[self._rank], parts[self._rank + 1 :]):
+                    if some.data_ptr() != input.data_ptr():
+                        some.copy_(input.reshape(-1))
 
         return self._take("all-gather", outputs, sum(out.nbytes for out in outputs), _worst_aligned(inputs), fill, opts)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
         def fill() -> None:
             for parts, one in zip(outputs, inputs, strict=True):
-                parts[self._rank].copy_(one)
+                for part in parts:
+                    part.copy_(one)
 
         size = sum(t.nbytes for parts in outputs for t in parts)
         return self._take("all-gather", [t for parts in outputs for t in parts], size, inputs[0].nbytes, fill, opts)

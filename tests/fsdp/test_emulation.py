@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
-from vescale_ray import fully_shard
+from vescale_ray import Fp8Block, fully_shard
 from vescale_ray.emulation import emulated_world
 from vescale_ray.optim import clip_grad_norm_
 from vescale_ray.planner import plan_layout, units
@@ -59,6 +59,20 @@ def test_both_engines_train_in_a_claimed_world(how: Any, world: int) -> None:
         assert names.count("reduce-scatter") == 4 * 3
         clip_grad_norm_(model.parameters(), 1.0)
     assert not dist.is_initialized()
+
+
+def test_claimed_ranks_gather_finite_codes_and_values() -> None:
+    """Uninitialized memory is NaN in torch's deterministic mode, and FP8 weights refuse it."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        with emulated_world(8):
+            model = train(fully_shard, quantize_policy=lambda name, param: Fp8Block(4, 16) if param.dim() == 2 else None)
+            assert all(p.to_local().isfinite().all() for p in model.parameters())
+            gathered = [torch.empty(3) for _ in range(8)]
+            dist.all_gather(gathered, torch.ones(3))
+            assert torch.stack(gathered).eq(1).all()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
