@@ -234,6 +234,14 @@ def test_other_quantized_formats_are_refused(tmp_path: Path, given: Any, said: s
         checkpoint.import_hf(folder, tmp_path / "root")
 
 
+def test_a_quantization_config_of_null_means_none(tmp_path: Path) -> None:
+    folder = hf_folders.write(tmp_path / "model", "llama")
+    edit(folder, quantization_config=None)
+    preflight.foresee(configured(folder, tmp_path))
+    stored = tensors_of(folder)
+    assert torch.equal(imported(folder)[NAME], stored[NAME].float())
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

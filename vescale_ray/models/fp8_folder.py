@@ -15,14 +15,14 @@ _REMEDY = "save the model in bfloat16 with transformers, and give that folder"
 
 
 def block_size_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return rows and columns of a block, from the content of ``config.json``; None if it has no ``quantization_config``.
+    """Return rows and columns of a block, from the content of ``config.json``; None if its ``quantization_config`` is missing or null.
 
     Raises:
         BadInput: it describes another format than FP8 codes with one scale per block.
     """
-    if KEY not in config:
+    given = config.get(KEY)
+    if given is None:
         return None
-    given = config[KEY]
     method = given.get("quant_method") if isinstance(given, Mapping) else None
     if method != "fp8":
         what = f"quant_method {method!r}" if method is not None else repr(given)[:100]
