@@ -35,6 +35,18 @@ def test_experts_are_quantized_and_routers_are_not() -> None:
     assert any("router" in name for name in quantized(model, keep=[]))
 
 
+@pytest.mark.parametrize("name", ["router", "gate", "gate.wg", "shared_expert_gate"])
+def test_routers_of_other_names_are_not_quantized(name: str) -> None:
+    """Those of Qwen3-Next and Hunyuan among them; ``gate_proj`` belongs to an expert."""
+    mlp = nn.Module()
+    inner = mlp
+    for part in name.split("."):
+        inner.add_module(part, nn.Module() if part != name.split(".")[-1] else nn.Linear(8, 4, bias=False))
+        inner = inner.get_submodule(part)
+    mlp.gate_proj = nn.Linear(8, 4, bias=False)
+    assert quantized(nn.ModuleDict({"layers": nn.ModuleList([mlp])})) == {"layers.0.gate_proj.weight"}
+
+
 def test_keep_replaces_the_usual_patterns() -> None:
     assert quantized(llama(), keep=["*.down_proj.weight"]) == {n for n in quantized(llama()) if not n.endswith("down_proj.weight")}
 

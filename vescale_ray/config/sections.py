@@ -140,7 +140,7 @@ class TrainSection(Section):
     )
     quantize_keep: list[str] | None = Field(
         default=None,
-        description="patterns of names of parameters that quantize leaves alone; null: those of routers, `*router*` and `*.gate.weight`",
+        description="patterns of names of parameters that quantize leaves alone; null: `*router*`, `*.gate.*`, `*_expert_gate.*`",
     )
     quantize_products: bool = Field(
         default=False,

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 Kind = Literal["matrix", "expert", "embedding", "vector"]
 
-ROUTERS = ("*router*", "*.gate.weight")
-"""Usual names of the routers of experts, which are not quantized."""
+ROUTERS = ("*router*", "*.gate.*", "*_expert_gate.*")
+"""Usual names of the routers of experts, and of the gate of a shared expert (Qwen3-Next), which are not quantized."""
 HEADS = frozenset({"head", "lm_head", "output", "unembed", "classifier", "score"})
 """Usual names of a model's last projection."""
 
