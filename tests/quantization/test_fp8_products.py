@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
@@ -251,6 +252,11 @@ def test_bad_input_is_refused_and_changes_nothing() -> None:
     assert not any(isinstance(m, Fp8Linear) for m in model.modules())
     with pytest.raises(ValueError, match=r"^mps has no products of FP8 blocks: they need a Hopper GPU"):
         check_device(torch.device("mps"))
+    there = nn.Linear(8, 8, device="meta")
+    with FakeTensorMode():
+        there.weight = nn.Parameter(torch.empty(8, 8, device="mps"))
+    with pytest.raises(ValueError, match="^mps has no products of FP8 blocks"):
+        compute_in_fp8(there, lambda name, p: Fp8Block())
 
 
 def test_weights_that_are_dtensors_are_refused() -> None:

@@ -119,7 +119,8 @@ def compute_in_fp8(model: nn.Module, policy: FormPolicy) -> list[str]:
 
     Raises:
         TypeError: the model is not a module, or the policy gives something else.
-        ValueError: tiles are not square, a weight is a DTensor, or no layer has a format. Nothing was changed.
+        ValueError: tiles are not square, a weight is a DTensor or on a device without FP8 products, or no layer has a format. Nothing
+            was changed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is a {type(model).__name__}: give the module itself, before fully_shard")
@@ -131,6 +132,8 @@ def compute_in_fp8(model: nn.Module, policy: FormPolicy) -> list[str]:
         form = form_given("the policy", fqn, policy(fqn, module.weight))  # type: ignore[arg-type]
         if form is None:
             continue
+        if not module.weight.is_meta:
+            check_device(module.weight.device, form)
         if form.rows != form.columns:
             raise ValueError(f"products of {fqn!r} in {form}: the input gradient needs square tiles, as Fp8Block({SIDE}, {SIDE})")
         if (kind := type(module.weight.data)) is not Tensor:
