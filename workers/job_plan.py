@@ -83,6 +83,6 @@ def _notes(config: RunConfig, policy: Policy) -> Iterator[str]:
     if train.activation_checkpointing == "selective":
         yield "train.activation_checkpointing = selective counts as none, so activations take less than this"
     if train.quantize_keep is not None:
-        yield "train.quantize_keep is not counted: only routers keep train.param_dtype here"
+        yield "train.quantize_keep is not counted: only routers and adapters keep train.param_dtype here"
     if "block" in train.optimizer_options:
         yield f"the block in train.optimizer_options is not counted: blocks are {policy.blocks}"

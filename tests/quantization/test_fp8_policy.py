@@ -35,9 +35,9 @@ def test_experts_are_quantized_and_routers_are_not() -> None:
     assert any("router" in name for name in quantized(model, keep=[]))
 
 
-@pytest.mark.parametrize("name", ["router", "gate", "gate.wg", "shared_expert_gate"])
-def test_routers_of_other_names_are_not_quantized(name: str) -> None:
-    """Those of Qwen3-Next and Hunyuan among them; ``gate_proj`` belongs to an expert."""
+@pytest.mark.parametrize("name", ["router", "gate", "gate.wg", "shared_expert_gate", "q_proj.lora_A.default", "q_proj.lora_B.default"])
+def test_routers_and_adapters_are_not_quantized(name: str) -> None:
+    """Routers of Qwen3-Next and Hunyuan are among them; ``gate_proj`` belongs to an expert."""
     mlp = nn.Module()
     inner = mlp
     for part in name.split("."):

@@ -140,7 +140,8 @@ class TrainSection(Section):
     )
     quantize_keep: list[str] | None = Field(
         default=None,
-        description="patterns of names of parameters that quantize leaves alone; null: `*router*`, `*.gate.*`, `*_expert_gate.*`",
+        description="patterns of names of parameters that quantize leaves alone; null: routers and adapters, by `*router*`, `*.gate.*`, "
+        "`*_expert_gate.*`, `*.lora_A.*`, `*.lora_B.*`",
     )
     quantize_products: bool = Field(
         default=False,

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from vescale_ray.optim.routing import roles_of
-from vescale_ray.planner.models.shapes import ROUTERS
+from vescale_ray.planner.models.shapes import UNQUANTIZED
 from vescale_ray.quantization import Fp8Block
 
 
@@ -23,7 +23,8 @@ def fp8_policy(
     Embeddings, heads, norms, vectors and convolutions keep the compute dtype. Call it before the model is sharded.
 
     Args:
-        keep: patterns of names of further parameters that keep the compute dtype; None: those of routers (:data:`ROUTERS`).
+        keep: patterns of names of further parameters that keep the compute dtype; None: routers, gates of shared experts, and adapters
+            (:data:`UNQUANTIZED`).
 
     Raises:
         ValueError: a pattern matches no parameter, or the model has no matrix that could be quantized.
@@ -34,7 +35,7 @@ def fp8_policy(
     for pattern in keep or ():
         if not any(fnmatch.fnmatchcase(name, pattern) for name in roles):
             raise ValueError(f"keep: {pattern!r} matches no parameter; there are {', '.join(list(roles)[:4])}, ..")
-    patterns = ROUTERS if keep is None else keep
+    patterns = UNQUANTIZED if keep is None else keep
     # fully_shard passes a parameter's name inside its unit, not in the model, so the key is the parameter itself.
     chosen = WeakIdKeyDictionary(
         {

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 Kind = Literal["matrix", "expert", "embedding", "vector"]
 
-ROUTERS = ("*router*", "*.gate.*", "*_expert_gate.*")
-"""Usual names of the routers of experts, and of the gate of a shared expert (Qwen3-Next), which are not quantized."""
+UNQUANTIZED = ("*router*", "*.gate.*", "*_expert_gate.*", "*.lora_A.*", "*.lora_B.*")
+"""Usual names of matrices that FP8 leaves alone: routers of experts, gates of shared experts (Qwen3-Next), and adapters."""
 HEADS = frozenset({"head", "lm_head", "output", "unembed", "classifier", "score"})
 """Usual names of a model's last projection."""
 
@@ -60,9 +60,9 @@ class ParamShape:
 
     @property
     def quantizable(self) -> bool:
-        """True: ``fp8_policy`` gives it a format by default, since it is a matrix or a stack of them, and no router."""
-        routers = any(fnmatch.fnmatchcase(f".{self.name}", pattern) for pattern in ROUTERS)
-        return self.kind in ("matrix", "expert") and len(self.shape) in (2, 3) and self.numel > 0 and not routers
+        """True: ``fp8_policy`` gives it a format by default, since it is a matrix or a stack of them, of another name."""
+        kept = any(fnmatch.fnmatchcase(f".{self.name}", pattern) for pattern in UNQUANTIZED)
+        return self.kind in ("matrix", "expert") and len(self.shape) in (2, 3) and self.numel > 0 and not kept
 
 
 @dataclass(frozen=True)
