@@ -98,6 +98,17 @@ def test_memory_by_kind_matches_values_worked_out_by_hand() -> None:
     assert states["adamw8bit"] == pytest.approx(8 - 6 * matrices, rel=0.01)
 
 
+def test_the_plan_tells_the_scales_among_the_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "llama-3-8b", "--devices", "8", "--group", "8", "--optimizer", "adamw8bit", "--dtype", "fp8"]
+    main(words)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("codes "))
+    assert re.search(r"GiB\s+\(0\.20 MiB of them scales\)$", line), line
+    main([*words, "--json"])
+    told = json.loads(capsys.readouterr().out)["options"][0]["units"]
+    scales = {unit["name"]: unit["scale_bytes"] for unit in told if unit["fp8"]}
+    assert scales == {"layer": pytest.approx(4 * 218_103_808 / 128**2 / 8, abs=128)} and any(not unit["fp8"] for unit in told)
+
+
 def test_frozen_parameters_have_no_gradients_and_no_states() -> None:
     layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(4)).requires_grad_(False)
     module = nn.ModuleDict({"layers": layers})

@@ -47,8 +47,10 @@ def as_text(choice: Choice, width: int = 140) -> str:
     if shown is not None:
         console.print(f"\nmemory of a rank with {shown}")
         memory = Table(box=None, pad_edge=False, show_header=False)
+        scales = gib(sum(u.scale_bytes * u.count for u in shown.plan.units))
+        remarks = {"activations": "(estimate)", "codes": f"({scales} of them scales)"}
         for kind, size in ((kind, size) for kind, size in shown.memory.by_kind().items() if size or kind != "codes"):
-            memory.add_row(kind.replace("_", " "), gib(size), "(estimate)" if kind == "activations" else "")
+            memory.add_row(kind.replace("_", " "), gib(size), remarks.get(kind, ""))
         memory.add_row("total", gib(shown.memory.total), "")
         console.print(memory)
         units = Table("unit", "count", "parameters", "shard", "padding", "bound", "cut", box=None, pad_edge=False)
@@ -119,6 +121,7 @@ def _option(option: Option) -> dict[str, Any]:
                 "count": u.count,
                 "layers": u.plan.lever.layers,
                 "fp8": u.coded is not None,
+                "scale_bytes": u.scale_bytes,
                 "ranks": u.group,
                 "parts": u.shares.parts,
                 "parameters": u.plan.tensor_numel,

@@ -144,6 +144,11 @@ class PlannedUnit:
     def _coded_bytes(self) -> tuple[int, ...]:
         return () if self.coded is None else tuple(self.coded.part_bytes(layout) for layout in self.plan.buffers)
 
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of scales, padding included, that a rank sends beside its codes; 0 for a unit that is gathered in the compute dtype."""
+        return sum(self._coded_bytes) - self.plan.shard_numel if self.coded is not None else 0
+
     def part_bytes(self, compute: torch.dtype) -> tuple[int, ...]:
         """Bytes that a rank sends in an all-gather of each buffer."""
         return self._coded_bytes or tuple(layout.shard_numel * compute.itemsize for layout in self.plan.buffers)
