@@ -1,6 +1,7 @@
 """Bytes and time of gathers in FP8, against gathers in BF16 of the same engine, in the same processes.
 
-    python benchmarks/fp8_gather.py [--ranks 2,4] [--emulated 64,256,1024] [--rounds 15] [--width 1024] [--json OUT]
+    python benchmarks/fp8_gather.py [--ranks 2,4] [--emulated 64,256,1024] [--rounds 15] [--width 1024] [--emulated-width 4096]
+        [--json OUT]
 
 The model is a tower of square matrices with few tokens, so that communication counts. Rounds alternate between BF16, FP8 and BF16 again;
 figures are ratios of FP8's step to BF16's, and the second BF16 shows the noise. ``sent`` are the bytes that a rank gives to all-gathers in
@@ -127,6 +128,7 @@ def main() -> int:
     parser.add_argument("--emulated", default="64,256,1024", help="numbers of claimed ranks; empty: none")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--width", type=int, default=1024, help="rows and columns of each matrix; a multiple of 128")
+    parser.add_argument("--emulated-width", type=int, default=4096, help="the same on claimed ranks, of which each needs a few rows")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     figures: dict[str, Any] = {}
@@ -135,8 +137,8 @@ def main() -> int:
         found = run_ranks(on_rank, world, given.width, given.rounds)
         report(f"{world} gloo", found[0], figures)
     for ranks in (int(n) for n in given.emulated.split(",") if n):
-        report(f"{ranks} emulated", run_ranks(on_emulated, 1, given.width, given.rounds, ranks)[0], figures)
-    write(given.json, figures, layers=LAYERS, width=given.width, tokens=TOKENS, link_scale=LINK_SCALE)
+        report(f"{ranks} emulated", run_ranks(on_emulated, 1, given.emulated_width, given.rounds, ranks)[0], figures)
+    write(given.json, figures, layers=LAYERS, width=given.width, emulated_width=given.emulated_width, tokens=TOKENS, link_scale=LINK_SCALE)
     return 0
 
 
