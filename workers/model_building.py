@@ -289,14 +289,21 @@ def build_sharded(
     config: RunConfig, device: torch.device, meshes: RankMeshes, blank: Blank, *, filled: bool
 ) -> tuple[Any, torch.optim.Optimizer]:
     """The model sharded over the ranks of ``meshes``, without values, and its optimizer. All optimizer states exist, so they can be loaded
-    or given away before a step."""
+    or given away before a step.
+
+    Raises:
+        BadInput: ``device`` has no FP8 products, and ``train.quantize_products`` needs them.
+    """
     from vescale_ray.fsdp import FSDPModule, LowPrecisionReduceScatter, fully_shard
     from vescale_ray.optim import build_optimizer
     from vescale_ray.quantization import Fp8Block
     from vescale_ray.quantization.products import check_device
 
     if config.train.quantize is not None and config.train.quantize_products:
-        check_device(device, Fp8Block.parse(config.train.quantize))
+        try:
+            check_device(device, Fp8Block.parse(config.train.quantize))
+        except ValueError as error:
+            raise BadInput(f"train.quantize_products = true: {error}") from None
     model: Any = blank.model
     experts = shared_experts(config, model)
     if meshes.experts is not None:
