@@ -9,6 +9,7 @@ No generator of torch's is used but one that is made for each token. Training go
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from vescale_ray.communication import wait_notes
 from vescale_ray.data.prompts import encoded_prompts
 from vescale_ray.errors import BadInput
-from vescale_ray.models.hf import is_hf
+from vescale_ray.models.hf import is_hf, open_folder
 from vescale_ray.workers.initial_values import seed_of
 
 if TYPE_CHECKING:
@@ -42,7 +43,10 @@ class Completer:
             config.run.seed,
             config.data.seq_len,
         )
-        self._end = dataset.end_token
+        self._ends = set() if dataset.end_token is None else {dataset.end_token}
+        """Tokens that end a completion: the one that ends a document, and those of a transformers model."""
+        if self._settings is not None and config.model.hf is not None:
+            self._ends |= open_folder(config.model.hf).end_tokens
         if self._settings is not None:
             self._codec, self._prompts = encoded_prompts(self._settings.prompts, config.data.tokenizer, dataset.unit, dataset.vocab)
 
@@ -90,6 +94,6 @@ class Completer:
         return int(torch.multinomial(torch.softmax(row / temperature, -1), 1, generator=generator))
 
     def _told(self, prompt: str, ids: Sequence[int]) -> dict[str, Any]:
-        """A completion for people. It ends before the token that ends a document."""
-        kept = list(ids[: ids.index(self._end)] if self._end in ids else ids)
+        """A completion for people. It ends before the first token that ends a text."""
+        kept = list(itertools.takewhile(lambda one: one not in self._ends, ids))
         return {"prompt": prompt, "text": self._codec.decode(kept), "tokens": len(kept)}

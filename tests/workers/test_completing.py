@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -140,6 +141,23 @@ def test_model_of_transformers_completes_as_its_own_generate(fleet: Fleet, tmp_p
         given = torch.tensor([tokenizer.encode(one["prompt"]).ids])
         out = model.generate(given, do_sample=False, min_new_tokens=6, max_new_tokens=6, pad_token_id=0)[0, given.shape[1] :].tolist()
         assert one["text"] == tokenizer.decode(out, skip_special_tokens=False) and one["tokens"] == 6
+
+
+def test_completions_of_a_transformers_model_end_as_its_own(text: str, tmp_path: Path) -> None:
+    """The files of a model may name several tokens that end a text, and a chat template another one than documents."""
+    folder = hf_folders.write(tmp_path / "model", "llama")
+    config = tiny(text, model_hf=str(folder), **shown())
+
+    def told(**settings: Any) -> str:
+        (folder / "generation_config.json").write_text(json.dumps(settings))
+        completer: Any = Completer(config, text_of(config))
+        return str(completer._told("p", [97, 98, 99, 0])["text"])
+
+    assert [told(eos_token_id=[5, 98]), told(eos_token_id=99), told()] == ["a", "ab", "abc"]
+    (folder / "generation_config.json").unlink()
+    end = json.loads((folder / "config.json").read_text())["eos_token_id"]
+    completer: Any = Completer(config, text_of(config))
+    assert completer._told("p", [97, end, 98])["text"] == "a"
 
 
 def test_completion_ends_before_the_token_that_ends_a_document(text: str) -> None:

@@ -26,6 +26,7 @@ from vescale_ray.models import fp8_folder
 
 TOKENIZER = "tokenizer.json"
 CONFIG = "config.json"
+_GENERATION = "generation_config.json"
 _TOKENIZER_FILES = (
     TOKENIZER,
     "tokenizer_config.json",
@@ -38,7 +39,7 @@ _TOKENIZER_FILES = (
 )
 SMALL_FILES = (
     CONFIG,
-    "generation_config.json",
+    _GENERATION,
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
@@ -85,6 +86,15 @@ class HfFolder:
         """The dtype of the weights in the files, if ``config.json`` names it."""
         named = getattr(self.config, "dtype", None)
         return named if isinstance(named, torch.dtype) else None
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """The tokens at which ``generate`` of transformers ends a text."""
+        try:
+            given = json.loads((self.path / _GENERATION).read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError):
+            given = self._text.eos_token_id
+        return frozenset([given] if isinstance(given, int) else given or ())
 
     @property
     def _text(self) -> Any:
