@@ -246,6 +246,8 @@ def _checked(options: StateDictOptions | None) -> StateDictOptions:
 def _refuse(options: StateDictOptions, what: str, missing: list[str], unexpected: list[str], none_fits: bool) -> None:
     if options.strict and (missing or unexpected):
         how = "load what fits with StateDictOptions(strict=False)"
+        if what == "model" and missing and unexpected:
+            how = f"rename its entries, call model.load_state_dict() on all ranks if hooks of the modules rename them, or {how}"
         if none_fits:
             how = f"rename its entries, as the {what} calls them" if unexpected else "set broadcast_from_rank0=True if rank 0 has one"
         raise ValueError(

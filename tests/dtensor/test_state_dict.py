@@ -340,3 +340,16 @@ def test_both_state_dicts_go_back_in_one_call(rank: int, world: int, options: St
     assert same(nets[1], nets[0])
     before, after = (get_state_dict(net, optimizer, options=FULL)[1]["state"] for net, optimizer in zip(nets, optimizers, strict=True))
     assert all(torch.equal(after[n][k], v) for n, entries in before.items() for k, v in entries.items())
+
+
+@on_threads(2)
+def test_names_that_load_hooks_change_load_by_the_remedy(rank: int, world: int) -> None:
+    """``parametrizations.weight_norm`` has a hook for state dicts of the older ``weight_norm``."""
+    layer = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 6)))
+    fully_shard(layer)
+    old = {"0.bias": torch.ones(6), "0.weight_g": torch.full((6, 1), 2.0), "0.weight_v": values((6, 4), seed=3) + 0.25}
+    with pytest.raises(ValueError, match=r"rename its entries, call model\.load_state_dict\(\) on all ranks if hooks"):
+        set_model_state_dict(layer, old, options=FULL)
+    layer.load_state_dict(dict(old))
+    state = get_model_state_dict(layer, options=FULL)
+    torch.testing.assert_close(state["0.parametrizations.weight.original1"], old["0.weight_v"])

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from vescale_ray.dtensor.redistribution import arrived
-from vescale_ray.fsdp.layouts.parameters import GATHERED_OF, REPLACED
+from vescale_ray.fsdp.layouts.parameters import REPLACED, gathered_of
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -21,8 +21,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 def sharded_of(parameter: Any) -> Any:
     """Return the sharded parameter of a gathered one; any other tensor is returned unchanged."""
-    owner = getattr(parameter, GATHERED_OF, None)
-    param = None if owner is None else owner()
+    param = gathered_of(parameter)
     return parameter if param is None else param.sharded
 
 

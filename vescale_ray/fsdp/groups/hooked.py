@@ -27,7 +27,7 @@ from vescale_ray.fsdp.communication import comm
 from vescale_ray.fsdp.communication.debug import agree
 from vescale_ray.fsdp.communication.labels import span
 from vescale_ray.fsdp.groups.group import ParameterGroup
-from vescale_ray.fsdp.layouts.parameters import GATHERED_OF, GroupParam, local_of
+from vescale_ray.fsdp.layouts.parameters import GATHERED_OF, GroupParam, PrivateMark, local_of
 from vescale_ray.fsdp.layouts.phases import Residency
 
 
@@ -220,7 +220,7 @@ class HookedGroup(ParameterGroup):
             gathered.inner = tuple(inner)
             leaf = nn.Parameter(torch.as_strided(whole, param.shape, contiguous_stride(param.shape), 0), requires_grad=False)
         param.unsharded = leaf
-        leaf.__dict__[GATHERED_OF] = weakref.ref(param)
+        leaf.__dict__[GATHERED_OF] = PrivateMark((weakref.ref(param),))
         if leaf.is_floating_point() or leaf.is_complex():
             leaf.requires_grad = True  # only leaves that require a gradient take the hook; a frozen one may be trained later
             self.grads.hook(leaf, index)

@@ -19,7 +19,7 @@ from torch import nn
 
 from vescale_ray.compat.core import disable_dynamo, has_function_mode, peek_interpreter_stack
 from vescale_ray.fsdp.groups.running_backward import will_accumulate
-from vescale_ray.fsdp.layouts.parameters import SINK
+from vescale_ray.fsdp.layouts.parameters import SINK, PrivateMark
 
 _FORWARD, _LINEAR = nn.Linear.forward, F.linear
 """Torch's own, which programs replace (fake quantization, fused kernels)."""
@@ -59,7 +59,7 @@ Sink = tuple[Callable[[], GradientBuffer | None], int]
 
 def offer_sink(leaf: nn.Parameter, gradients: Callable[[], GradientBuffer | None], index: int) -> None:
     """Let linear layers write the gradient of the unsharded parameter ``leaf`` into the buffer of ``gradients``, a weak reference."""
-    leaf.__dict__[SINK] = (gradients, index)
+    leaf.__dict__[SINK] = PrivateMark((gradients, index))
 
 
 def adopt_linear(module: nn.Module, unit: Caller | None) -> bool:
@@ -117,7 +117,7 @@ def _forward(layer: _Layer, input: torch.Tensor) -> torch.Tensor:
 
 def _pays(input: torch.Tensor, weight: torch.Tensor) -> bool:
     sink = weight.__dict__.get(SINK)
-    if sink is None or not weight.requires_grad or weight.numel() < LEAST_NUMEL or not torch.is_grad_enabled():
+    if not sink or not weight.requires_grad or weight.numel() < LEAST_NUMEL or not torch.is_grad_enabled():
         return False
     owner = sink[0]()
     return (

@@ -36,16 +36,25 @@ Owner = tuple["weakref.ref[nn.Module]", str]
 REPLACED = "_vescale_replaced"
 """Attribute of parameters that a sharded parameter has replaced in the model."""
 GATHERED_OF = "_vescale_gathered_of"
-"""Attribute of gathered parameters: a weak reference to their :class:`GroupParam`."""
+"""Attribute of gathered parameters: a :class:`PrivateMark` of a weak reference to their :class:`GroupParam`."""
 SUMMED_OVER = "_vescale_summed_over"
 """Attribute of parameters under expert parallelism: the number of ranks whose losses a local gradient sums up."""
 SINK = "_vescale_sink"
-"""Attribute of gathered weights of linear layers: where backward writes their gradient."""
+"""Attribute of gathered weights of linear layers: a :class:`PrivateMark` of where backward writes their gradient."""
 INNER = "_vescale_inner"
 """Attribute of parameters of a tensor class: the names of the class's own attributes."""
 _PLAIN = {nn.Parameter, DTensor, RaggedDTensor}
 _NO_MARKS = frozenset({REPLACED, GATHERED_OF, SUMMED_OVER, SINK, "_local_tensor", "_spec", "_is_param"})
 """Attributes that this package and torch set on parameters."""
+
+
+class PrivateMark(tuple[Any, ...]):
+    """Values in an attribute of a gathered parameter. A pickled copy of the parameter has an empty set in their place."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return set, ()  # torch.load(weights_only=True) knows this type
 
 
 @dataclass(frozen=True)
@@ -251,7 +260,7 @@ class GroupParam:
             self.unsharded = nn.Parameter(whole, requires_grad=differentiable)
             self.unsharded._local_tensor = local  # type: ignore[attr-defined]
         self.point_to(view)
-        self.unsharded.__dict__[GATHERED_OF] = weakref.ref(self)
+        self.unsharded.__dict__[GATHERED_OF] = PrivateMark((weakref.ref(self),))
         return self.unsharded
 
     def replace(self, sharded: nn.Parameter) -> None:
@@ -341,6 +350,12 @@ def _inner(param: nn.Parameter) -> frozenset[str]:
         param.__dict__[INNER] = frozenset(param.detach().__dict__)
     inner: frozenset[str] = param.__dict__[INNER]
     return inner
+
+
+def gathered_of(tensor: Any) -> GroupParam | None:
+    """The parameter that ``tensor`` is the gathered form of, if there is one. Cost: 0.2 us."""
+    mark: PrivateMark | None = getattr(tensor, GATHERED_OF, None)
+    return mark[0]() if mark else None
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_ray.compat.core import global_optimizer_pre_hooks
 from vescale_ray.compat.fsdp import REGISTRY_KEY
-from vescale_ray.fsdp.layouts.parameters import GATHERED_OF, REPLACED, GroupParam, local_of
+from vescale_ray.fsdp.layouts.parameters import REPLACED, GroupParam, gathered_of, local_of
 from vescale_ray.fsdp.layouts.phases import Residency
 from vescale_ray.fsdp.layouts.wire import CodeWire
 
@@ -206,17 +206,16 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         return
     for group in optimizer.param_groups:
         for held in group.get("params", ()):
-            marks = held.__dict__
-            param = marks[GATHERED_OF]() if GATHERED_OF in marks else None
+            param = gathered_of(held)
             if param is not None:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} holds the gathered parameter {param.fqn!r}, so its step would be lost: build the "
                     f"optimizer after reshard() on the module, or after backward"
                 )
-            if REPLACED in marks:
+            if REPLACED in held.__dict__:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} holds a parameter of shape {tuple(held.shape)} that a sharded one has replaced, so its "
-                    f"step would be lost: build the optimizer after fully_shard, from model.parameters()"
+                    f"step would be lost: build the optimizer after fully_shard and load_state_dict(assign=True), from model.parameters()"
                 )
 
 

@@ -16,6 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import unserializable_hook
 
 from vescale_ray.compat.core import CreationMeta, are_functorch_transforms_active, disable_dynamo, run_as_is, set_creation_meta
 from vescale_ray.fsdp.groups.linear import adopt_linear
@@ -120,6 +121,7 @@ class Call(Generic[U]):
                     base.grad_fn.register_prehook(self.before_base)
 
     @run_as_is
+    @unserializable_hook
     def enter(self, _grad: Any) -> None:
         """Enter the unit: the gradient of a marked tensor has arrived."""
         unit = self.unit()
