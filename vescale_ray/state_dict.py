@@ -15,6 +15,7 @@ For other tensors (replicas, tensor parallelism), a rank holds one full tensor a
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -98,6 +99,9 @@ def set_optimizer_state_dict(
 ) -> None:
     """Load a state dict, by parameter names as :func:`get_optimizer_state_dict` returns it, into the optimizers.
 
+    With ``full_state_dict`` and one optimizer it may be the ``state_dict()`` of an unsharded one, which numbers the parameters. The numbers
+    are taken in the order of the groups here.
+
     Raises:
         ValueError: as :func:`set_model_state_dict`.
     """
@@ -110,7 +114,8 @@ def set_optimizer_state_dict(
         return
     mine = _with_states(model, optimizers)
     flat = _flattened(mine)
-    source = FullState(optim_state_dict, options, _device(flat), _flattened)
+    named = mine["param_groups"] if len(optimizers) == 1 else []
+    source = FullState(optim_state_dict, options, _device(flat), functools.partial(_flattened, groups=named))
     adopt(mine, flat, optimizers, source.items)
     _fill(flat, source, options, "optimizer", mine["param_groups"])
     state = {name: _nested(f"state.{name}", states, flat) for name, states in mine["state"].items()}
@@ -249,7 +254,11 @@ def _refuse(options: StateDictOptions, what: str, missing: list[str], unexpected
         if what == "model" and missing and unexpected:
             how = f"rename its entries, call model.load_state_dict() on all ranks if hooks of the modules rename them, or {how}"
         if none_fits:
-            how = f"rename its entries, as the {what} calls them" if unexpected else "set broadcast_from_rank0=True if rank 0 has one"
+            how = {
+                "": "set broadcast_from_rank0=True if rank 0 has one",
+                "model": "rename its entries, as the model calls them",
+                "optimizer": "give one that names parameters, as get_optimizer_state_dict() returns it",
+            }[what if unexpected else ""]
         raise ValueError(
             f"the {what} state dict lacks {missing[:5]}{'..' if len(missing) > 5 else ''} and has {unexpected[:5]}"
             f"{'..' if len(unexpected) > 5 else ''} that the {what} doesn't know; {how}"
@@ -298,12 +307,15 @@ def _check_keys(optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
             )
 
 
-def _flattened(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer state dict in torch's flat form ``{"state.NAME.KEY": .., "param_groups.NAME.KEY": ..}``."""
+def _flattened(given: Mapping[str, Any], groups: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """Return an optimizer state dict in torch's flat form ``{"state.NAME.KEY": .., "param_groups.NAME.KEY": ..}``. If it numbers the
+    parameters, their names are those of ``groups``."""
     if "state" not in given:
         return dict(given)
     if "param_groups" not in given:
         raise ValueError(f"it has no 'param_groups', but {list(given)[:3]}: give what get_optimizer_state_dict() returns")
+    if groups:
+        given = _named(given, groups)
     flat: dict[str, Any] = {}
     for name, states in given["state"].items():
         flat |= _flat(f"state.{name}", states) if states else {}
@@ -311,6 +323,23 @@ def _flattened(given: Mapping[str, Any]) -> dict[str, Any]:
         for name in group["params"]:
             flat |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"}
     return flat
+
+
+def _named(given: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return ``given`` with the parameters' names, which ``groups`` have in the same order, in place of their numbers."""
+    numbers = [number for group in given["param_groups"] for number in group["params"]]
+    if not all(isinstance(number, int) for number in numbers):
+        return given
+    here, there = ([len(group["params"]) for group in some] for some in (groups, given["param_groups"]))
+    if here != there:
+        raise ValueError(
+            f"it has groups of {there} parameters, and the optimizer of {here}: build the optimizer with the groups that were saved"
+        )
+    names = dict(zip(numbers, (name for group in groups for name in group["params"]), strict=True))
+    return {
+        "state": {names.get(number, number): states for number, states in given["state"].items()},
+        "param_groups": [{**group, "params": [names[number] for number in group["params"]]} for group in given["param_groups"]],
+    }
 
 
 def _flat(prefix: str, value: Any) -> dict[str, Any]:

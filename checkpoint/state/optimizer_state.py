@@ -141,8 +141,9 @@ def check_groups(
         for index, names in enumerate(here):
             _hyper_of(key, index, names, saved, flat, checkpoint, choice)
         here, there = [sum(here, [])], [sum(there, [])]
+    remedy = "build it with the groups that were saved, or load without it"
     if len(here) != len(there):
-        raise CheckpointMismatch(f"optimizer {key!r} has {len(here)} parameter groups, {len(there)} in the checkpoint")
+        raise CheckpointMismatch(f"optimizer {key!r} has {len(here)} parameter groups, {len(there)} in the checkpoint; {remedy}")
     for index, (ours, theirs) in enumerate(zip(here, there, strict=True)):
         wanted = {_stored(name, flat, checkpoint, choice): name for name in ours}
         found = {checkpoint.aliases.get(n, n) for n in theirs}
@@ -154,7 +155,7 @@ def check_groups(
         odd += [n for n in found if n not in wanted and choice.takes_stored(n) and not matches(n, choice.allow_unexpected)]
         if odd:
             shown = ", ".join(name if name.isprintable() else repr(name) for name in sorted(odd)[:3])
-            raise CheckpointMismatch(f"parameter group {index} of optimizer {key!r} differs from the checkpoint's in {shown}")
+            raise CheckpointMismatch(f"parameter group {index} of optimizer {key!r} differs from the checkpoint's in {shown}; {remedy}")
 
 
 def _check_sort(key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

@@ -90,6 +90,8 @@ def refusals(rank: int, world: int) -> None:
         x.share_memory_()
     with pytest.raises(RuntimeError, match="to_local"):
         torch.from_dlpack(x)
+    with pytest.raises(RuntimeError, match=r"export its to_local\(\), or full_tensor\(\), taken on every rank"):
+        x.numpy()
     mesh = init_device_mesh("cpu", (3,))
     local = torch.zeros(2, 5) if rank != 2 else torch.zeros(5, 5)
     with pytest.raises(ValueError, match=r"local tensor has shape|the rank at \(1,\) of the mesh: local tensor has shape"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +82,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None
     optimizer.zero_grad()
     model(torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
     optimizer.step()
+
+
+def in_two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    """The groups have another order than the model."""
+    matrices, vectors = ([p for p in model.parameters() if p.ndim == ndim] for ndim in (2, 1))
+    return torch.optim.AdamW([{"params": vectors, "weight_decay": 0.0}, {"params": matrices}], lr=0.01)
 
 
 def with_empty_group(model: nn.Module) -> torch.optim.Optimizer:
@@ -194,3 +201,31 @@ def test_a_state_of_no_parameter_is_named(rank: int, world: int) -> None:
     states["steps"] = 3
     with pytest.raises(ValueError, match="SGD has a state of no parameter, 'steps', .*: vescale_ray.checkpoint stores it"):
         get_optimizer_state_dict(model, optimizer, options=FULL)
+
+
+@pytest.mark.parametrize("sent", [False, True], ids=["on every rank", "from rank 0"])
+@on_threads(2)
+def test_the_state_dict_of_an_unsharded_optimizer_loads(rank: int, world: int, sent: bool) -> None:
+    alone, ours = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), net()
+    alone.load_state_dict({name: value.full_tensor() for name, value in ours.state_dict().items()})
+    plain = in_two_groups(alone)
+    for seed in (2, 0):
+        train(alone, plain, seed)
+    ours.load_state_dict(alone.state_dict())
+    saved = copy.deepcopy(plain.state_dict())
+
+    optimizer = in_two_groups(ours)
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    with pytest.raises(ValueError, match="load that with vescale_ray.state_dict.set_optimizer_state_dict and full_state_dict=True"):
+        train(ours, optimizer, 1)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=sent)
+    with pytest.raises(ValueError, match=r"groups of \[2, 2\] parameters, and the optimizer of \[4\]: build the optimizer with the groups"):
+        set_optimizer_state_dict(ours, torch.optim.AdamW(ours.parameters()), saved, options=options)
+    optimizer = in_two_groups(ours)
+    set_optimizer_state_dict(ours, optimizer, {} if sent and rank else saved, options=options)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.01]
+    ours.load_state_dict(alone.state_dict())  # the step that failed may have written some parameters
+    for model, one in ((ours, optimizer), (alone, plain)):
+        train(model, one, 1)
+    for p, q in zip(ours.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q)

@@ -100,11 +100,11 @@ class RaggedDTensor(RaggedAwareDTensor):
 
     def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
         """Raise: the memory belongs to the local tensor."""
-        raise RuntimeError("a RaggedDTensor has no memory of its own to export: export its to_local(), or full_tensor()")
+        raise RuntimeError(
+            "a RaggedDTensor has no memory of its own to export: export its to_local(), or full_tensor(), taken on every rank"
+        )
 
-    def __dlpack_device__(self) -> NoReturn:
-        """Raise: the memory belongs to the local tensor."""
-        raise RuntimeError("a RaggedDTensor has no memory of its own to export: export its to_local(), or full_tensor()")
+    __dlpack_device__ = numpy = __dlpack__  # type: ignore[assignment]
 
     def local_interval(self) -> tuple[int, int]:
         """Flat elements ``[start, end)`` of the full tensor that this rank holds; ``start == end`` if none.

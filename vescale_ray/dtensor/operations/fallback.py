@@ -158,7 +158,8 @@ def take_first_ranks(local: Tensor, mesh: DeviceMesh, dims: Iterable[int]) -> No
 def plain_target(func: Any, target: Any) -> ValueError:
     return ValueError(
         f"{func} would write a ragged tensor into a plain tensor of shape {tuple(target.shape)}: "
-        "use full_tensor() for the whole or to_local() for this rank's part"
+        "use full_tensor() for the whole or to_local() for this rank's part; if it is an optimizer's state, load that with "
+        "vescale_ray.state_dict.set_optimizer_state_dict and full_state_dict=True"
     )
 
 
