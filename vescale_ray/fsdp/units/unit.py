@@ -27,6 +27,7 @@ from vescale_ray.fsdp.communication import comm
 from vescale_ray.fsdp.communication.labels import log, span
 from vescale_ray.fsdp.groups.group import ParameterGroup
 from vescale_ray.fsdp.layouts.phases import Phase, PhaseError, StepEnd, check_transition
+from vescale_ray.fsdp.units.aliases import with_own_memory
 from vescale_ray.fsdp.units.interfaces import TorchState, UnitSchedule
 from vescale_ray.fsdp.units.marks import Call, kept_tensors, mark_inputs
 from vescale_ray.fsdp.units.tree import Copies, floating_as, graph_tensors, map_arguments, map_tensors
@@ -157,13 +158,12 @@ class Unit:
         if self._depth:
             return self._cast_output(output)
         given, self._copies = self._copies.give_back(), Copies()
-        made = (output, *given) if given else output
+        output = with_own_memory(output, self.groups) if self.resharding_after_forward else output
+        self._mark_outputs((output, *given) if given else output)
         if self.phase is Phase.RECOMPUTE:
-            self._mark_outputs(made)
             self.set_phase(self._outer)
             return self._cast_output(output)
         self._waiting.discard(id(module))
-        self._mark_outputs(made)
         if not self._waiting:
             with span("post_forward", self.fqn, logged=True):
                 try:
