@@ -50,6 +50,7 @@ def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None =
     return torchs.get_model_state_dict(model, options=_checked(options))
 
 
+@torch.inference_mode(False)  # training goes on with the states that are made here
 def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizers, *, options: StateDictOptions | None = None) -> dict[str, Any]:
     """Return the optimizers' state by parameter name: ``{"state": {name: {..}}, "param_groups": [..]}``, sharded or whole.
 
@@ -73,6 +74,7 @@ def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizers, *, option
     return torchs.get_optimizer_state_dict(model, optimizers, options=options)
 
 
+@torch.inference_mode(False)  # training goes on with the states that are made here
 def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None) -> Any:
     """Load a state dict into the model: sharded in any layout, or whole; returns ``missing_keys`` and ``unexpected_keys`` as torch
     does.
@@ -94,6 +96,7 @@ def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], 
     return result
 
 
+@torch.inference_mode(False)  # training goes on with the states that are made here
 def set_optimizer_state_dict(
     model: nn.Module, optimizers: Optimizers, optim_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
 ) -> None:

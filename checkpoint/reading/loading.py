@@ -148,6 +148,7 @@ def _candidates(store: ObjectStore, named: str | Commit | None) -> list[Commit]:
     return found
 
 
+@torch.inference_mode(False)  # training goes on with the states that are made here
 def _load_one(
     state: State, store: ObjectStore, chosen: Commit, request: _Request, rank: int, world: int, skipped: tuple[str, ...]
 ) -> Loaded:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import on_threads
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.fsdp import fully_shard
+from vescale_ray.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 
 class Decayed(torch.optim.SGD):
@@ -152,3 +157,32 @@ def test_plain_states_of_a_sharded_0d_parameter_load_plain(rank: int, world: int
         ckpt.load({"model": other, "optimizer": resumed}, root)
     types = [{key: type(value) for key, value in one.state[p.scale].items()} for one, p in ((optimizer, model), (resumed, other))]
     assert types[0] == types[1] and types[0]["mu_product"] is torch.Tensor
+
+
+@on_threads(2)
+def test_training_follows_a_load_in_inference_mode(rank: int, world: int) -> None:
+    folder = Path(tempfile.gettempdir()) / f"vescale-inference-{os.getpid()}"
+    first = fully_shard(net())
+    optimizer = torch.optim.AdamW(first.parameters(), lr=0.1)
+    train(first, optimizer)
+    full = StateDictOptions(full_state_dict=True)
+    ckpt.save({"model": first, "optimizer": optimizer}, folder, 2)
+    saved = copy.deepcopy(get_state_dict(first, optimizer, options=full))
+
+    def by_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        ckpt.load({"model": model, "optimizer": optimizer}, folder)
+
+    def by_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        set_state_dict(model, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1], options=full)
+
+    train(first, optimizer)
+    for load in (by_checkpoint, by_state_dict):
+        second = fully_shard(net())
+        resumed = torch.optim.AdamW(second.parameters(), lr=0.1)
+        with torch.inference_mode():
+            load(second, resumed)
+        train(second, resumed)
+        for p, q in zip(second.parameters(), first.parameters(), strict=True):
+            assert torch.equal(p.to_local(), q.to_local())
+    dist.barrier()
+    shutil.rmtree(folder, ignore_errors=True)
