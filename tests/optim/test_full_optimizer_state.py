@@ -87,7 +87,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None
 def in_two_groups(model: nn.Module) -> torch.optim.Optimizer:
     """The groups have another order than the model."""
     matrices, vectors = ([p for p in model.parameters() if p.ndim == ndim] for ndim in (2, 1))
-    return torch.optim.AdamW([{"params": vectors, "weight_decay": 0.0}, {"params": matrices}], lr=0.01)
+    groups: list[dict[str, Any]] = [{"params": vectors, "weight_decay": 0.0}, {"params": matrices}]
+    return torch.optim.AdamW(groups, lr=0.01)
 
 
 def with_empty_group(model: nn.Module) -> torch.optim.Optimizer:
