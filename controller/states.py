@@ -164,6 +164,7 @@ class Checkpointing:
     Attributes:
         workers: workers that may hold a part of the state.
         error: for ``Goal.FAILURE``, why the run has failed.
+        refused: the user's input caused the failure.
         then: for ``Goal.DRAIN``, the wait to go on with.
     """
 
@@ -171,6 +172,7 @@ class Checkpointing:
     goal: Goal
     workers: tuple[str, ...]
     error: str = ""
+    refused: bool = False
     then: Waiting | None = None
 
 

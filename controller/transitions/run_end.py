@@ -27,11 +27,11 @@ class RunEnd:
         return states.Checkpointing(ended, Goal.STOP, seen.holders(ended)), [actions.Wish(None), actions.Enter(RunState.STOPPING)]
 
     def give_up(self, ended: Ending, error: str, seen: Observations, refused: bool = False, save: bool = True) -> Step:
-        """Begin to end a run that has failed. The survivors' state is saved if it is newer than the newest checkpoint, unless the input was
-        ``refused``, or the state is of no use (``save=False``)."""
-        if refused or not save:
-            return states.Concluding(error=error, refused=refused, hint=True), [actions.Wish(None)]
-        return states.Checkpointing(ended, Goal.FAILURE, seen.holders(ended), error), [actions.Wish(None)]
+        """Begin to end a run that has failed. The survivors' state is saved if it is newer than the newest checkpoint, unless it is of no
+        use (``save=False``). ``refused``: the user's input caused the failure."""
+        if not save:
+            return states.Concluding(error=error, hint=True), [actions.Wish(None)]
+        return states.Checkpointing(ended, Goal.FAILURE, seen.holders(ended), error, refused), [actions.Wish(None)]
 
     def checkpointing(self, state: states.Checkpointing, seen: Observations) -> Step:
         save = actions.SaveParked(state.workers, only_newer=state.goal is Goal.FAILURE)
@@ -42,6 +42,8 @@ class RunEnd:
             case Goal.DRAIN:
                 assert state.then is not None
                 return state.then, []
+            case Goal.FAILURE if state.refused:
+                return states.Concluding(error=state.error, refused=True, hint=True), []
             case Goal.FAILURE:
                 if actions.WriteEvidence() not in seen.answers:
                     return state, [actions.WriteEvidence()]

@@ -61,7 +61,7 @@ def after(
         case states.Waiting():
             return state.workers, sum(isinstance(one, actions.Hire) for one in do)
         case states.Checkpointing():
-            return state.error or state.goal
+            return (True, state.error) if state.refused else state.error or state.goal
         case states.Concluding():
             return state.refused, state.error
 

@@ -111,6 +111,20 @@ def test_a_stop_waits_for_its_checkpoint_and_begins_nothing_else(tmp_path: Path)
     assert stage.step(state, answers={save: kept}) == (states.Concluding(kept), [])
 
 
+def test_steps_before_a_wrong_input_are_saved(tmp_path: Path) -> None:
+    """A damaged record, or a base of adapters that is gone, stops the run in the middle. Starting again does not repeat its steps."""
+    stage = training(tmp_path)
+    ended = Ending(("a", "b"), faults={"a": WorkerFault(FaultKind.INPUT, "bad data"), "b": PEER})
+    state, _ = stage.step(states.Recovering(ended))
+    save = actions.SaveParked(("a", "b"), only_newer=True)
+    assert stage.step(state) == (state, [save])
+    kept = SaveResult("r-h8-s40", 40, 8, 1.0, CommittedCheckpoint("c40", "/c40", 40))
+    state, _ = stage.step(state, answers={save: kept})
+    stage.has(kept.kept)
+    outcome = stage.rounds(begin=state).outcome
+    assert outcome.refused and outcome.error == "bad data; it can be resumed from step 40 (/c40)"
+
+
 @pytest.mark.fault("S1")
 def test_damaged_checkpoint_is_left_for_the_one_before(tmp_path: Path) -> None:
     """Both members find that the bytes of the checkpoint are damaged."""
