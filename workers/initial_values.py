@@ -138,12 +138,13 @@ def load_base(config: RunConfig, model: Any, expected: str | None, beat: Callabl
         The hash of the weights (:func:`vescale_ray.checkpoint.fingerprint`). Without ``model.lora``, None; nothing is read.
 
     Raises:
-        BadInput: the files hold other weights than those that the adapters were trained on.
+        BadInput: the files are gone, or hold other weights than those that the adapters were trained on.
     """
     if config.model.lora is None:
         return None
     weights = weights_of(config)
-    assert weights is not None
+    if weights is None:
+        raise BadInput(f"model.hf = {config.model.hf}: its safetensors weights are gone, and adapters need them; restore the folder")
     with _named(weights):
         found = checkpoint.fingerprint(weights)
     if expected is not None and found != expected:

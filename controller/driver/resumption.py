@@ -64,11 +64,18 @@ def check_same_stream(opened: Checkpoint, stream: Mapping[str, Any]) -> None:
 
 
 def check_same_base(opened: Checkpoint, config: RunConfig) -> None:
-    """Refuse adapters that were trained on other weights than those of ``model.hf``."""
+    """Refuse adapters that were trained on other weights than those of ``model.hf``. The workers check a damaged checkpoint, since they go
+    on from an older one."""
     from vescale_ray import checkpoint
     from vescale_ray.workers.initial_values import base_of, other_base
 
-    if config.model.lora is not None and base_of(opened) != checkpoint.fingerprint(str(config.model.hf)):
+    if config.model.lora is None:
+        return
+    try:
+        trained = base_of(opened)
+    except checkpoint.CheckpointCorrupt:
+        return
+    if trained != checkpoint.fingerprint(str(config.model.hf)):
         raise RunRefused(other_base(config, opened.commit.path))
 
 

@@ -24,6 +24,8 @@ from vescale_ray.cli import main
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.driver import preflight
 from vescale_ray.errors import BadInput
+from vescale_ray.workers.initial_values import load_base
+from vescale_ray.workers.model_building import build_model
 
 transformers = pytest.importorskip("transformers")
 TOKENS = torch.arange(16)[None]
@@ -130,6 +132,49 @@ def test_adapters_of_other_weights_are_refused(tmp_path: Path, capsys: pytest.Ca
     assert "--merge: model.hf = " in (said := capsys.readouterr().err) and "no such folder; name the folder of the base with" in said
     assert not (tmp_path / "out").exists()
     assert main(["ckpt", "export-hf", run, str(tmp_path / "out"), "--merge", "--model", str(tmp_path / "moved")]) == 0
+
+
+def test_adapters_are_exported_without_their_runs_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As from an object store. The checkpoint tells of the run; a merge needs the folder of the base."""
+    config = adapted(tmp_path, "qwen3", targets=["q_proj"])
+    kept = shutil.copytree(config.checkpoint_root, tmp_path / "kept")
+    outs = {}
+    for path, base in ((config.run_folder, []), (kept, ["--model", str(config.model.hf)])):
+        for options in ([], ["--merge", *base]):
+            out = tmp_path / f"{path.name}{len(options)}"
+            assert main(["ckpt", "export-hf", str(path), str(out), "--dtype", "bf16", *options]) == 0
+            outs[path, bool(options)] = load_file(next(out.glob("*.safetensors")))
+    for merged in (False, True):
+        first, second = (outs[path, merged] for path in (config.run_folder, kept))
+        assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+        assert {value.dtype for value in first.values()} == {torch.bfloat16}
+    for given, words in (
+        (["--merge"], f"--merge: {kept} is not its run's folder; name the folder of the base with --model"),
+        (["--include", "*q_proj*"], "--include: an adapter, or the weights with it, is exported whole; leave it out"),
+        (["--merge", "--key", "ema", "--model", str(config.model.hf)], "--key: an adapter, or the weights with it, is exported whole"),
+    ):
+        capsys.readouterr()
+        assert main(["ckpt", "export-hf", str(kept), str(tmp_path / "more"), *given]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_damaged_checkpoint_of_adapters_is_left_to_the_workers(tmp_path: Path) -> None:
+    """They go on from the one before. Without adapters, the start does not read what is damaged here."""
+    config = adapted(tmp_path, "llama", targets=["q_proj"])
+    scalars = next(Path(config.checkpoint_root).rglob("*.aux.json"))
+    scalars.write_bytes(scalars.read_bytes()[:-3] + b"...")
+    keys = {"rank": 2, "targets": ["q_proj"]}
+    found = preflight.check(configured(Path(str(config.model.hf)), tmp_path, model_lora=keys))
+    assert found.source.step == 1
+
+
+def test_base_that_goes_away_in_a_run_is_told(tmp_path: Path) -> None:
+    config = adapted(tmp_path, "llama", targets=["q_proj"])
+    model = build_model(config)
+    for file in Path(str(config.model.hf)).glob("*.safetensors*"):
+        file.unlink()
+    with pytest.raises(BadInput, match=f"model.hf = {config.model.hf}: its safetensors weights are gone, and adapters need them; restore"):
+        load_base(config, model, None, lambda: None)
 
 
 def test_weights_of_other_programs_beside_the_model_are_not_read(tmp_path: Path) -> None:

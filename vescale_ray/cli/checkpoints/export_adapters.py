@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vescale_ray.errors import BadInput
 
@@ -108,11 +108,12 @@ def merged_weights(
     return {name: Computed(piece.shape, dtype or kept, partial(weights.value, piece)) for name, piece in layout.pieces.items()}
 
 
-def write_adapter(folder: str, opened: Checkpoint, adapters: LoraSettings, base: str) -> tuple[int, int]:
-    """Write the adapter of ``opened`` to ``folder``. Return the number of its tensors and bytes.
+def write_adapter(folder: str, opened: Checkpoint, adapters: LoraSettings, base: str, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Write the adapter of ``opened`` to ``folder``. Return the commit's name, and the numbers of tensors and bytes.
 
     Args:
         base: the folder of the base, which the adapter names.
+        dtype: dtype of the tensors; None keeps that of the checkpoint.
 
     Raises:
         BadInput: the folder is not empty.
@@ -122,9 +123,9 @@ def write_adapter(folder: str, opened: Checkpoint, adapters: LoraSettings, base:
     target = Path(folder)
     if target.exists() and any(target.iterdir()):
         raise BadInput(f"{folder} is not empty; give a new folder")
-    tensors = {name: _whole(opened, name) for name in opened.tensors if lora.is_adapter(name) and "/" not in name}
+    tensors = {name: _whole(opened, name).to(dtype) for name in opened.tensors if lora.is_adapter(name) and "/" not in name}
     lora.write_adapter(target, adapters, base, tensors)
-    return len(tensors), sum(tensor.nbytes for tensor in tensors.values())
+    return {"commit": opened.commit.name, "tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors.values())}
 
 
 def _whole(opened: Checkpoint, name: str) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,12 +71,11 @@ def export_hf(
     cast: torch.dtype | None = getattr(torch, DTYPES[dtype]) if dtype else None
     limit, table = bytes_of("--max-shard", max_shard), table_at(names)
     described = _described(path, model) if names is None else None
-    config = _config(path)
-    adapters = config.model.lora if config is not None and described is not None else None
-    _check_options(path, described, adapters, merge, fp8)
+    config = _config(path, opened)
+    adapters = config.model.lora if config is not None and names is None else None
+    _check_options(path, described, adapters, merge, fp8, {"--include": include, "--exclude": exclude, "--key": key != "model"})
     if config is not None and adapters is not None and not merge:
-        tensors, size = write_adapter(folder, opened, adapters, str(config.model.hf))
-        return told(folder, {"commit": opened.commit.name, "tensors": tensors, "bytes": size}, as_json)
+        return told(folder, write_adapter(folder, opened, adapters, str(config.model.hf), cast), as_json)
     files: _ModelFiles | None = None
     if described is not None:
         _check_free(folder)
@@ -123,13 +123,21 @@ def _described(path: str, model: str | None) -> HfFolder | None:
     return open_folder(run.model)
 
 
-def _check_options(path: str, described: HfFolder | None, adapters: LoraSettings | None, merge: bool, fp8: bool) -> None:
+def _check_options(
+    path: str, described: HfFolder | None, adapters: LoraSettings | None, merge: bool, fp8: bool, parts: Mapping[str, object]
+) -> None:
+    """Refuse options that do not go together. ``parts``: those that choose a part of the checkpoint, by name."""
     if merge and adapters is None:
-        raise BadInput(f"--merge: {path} is no checkpoint of a run with model.lora; leave it out")
+        raise BadInput(f"--merge: {path} is no checkpoint of a run with model.lora, or --names is given; leave it out")
+    if merge and described is None:
+        raise BadInput(f"--merge: {path} is not its run's folder; name the folder of the base with --model")
     if fp8 and described is None:
         raise BadInput("--fp8: config.json must describe the scales; export a model of model.hf without --names, or give --model")
     if fp8 and adapters is not None and not merge:
         raise BadInput("--fp8: an adapter is not quantized; give --merge, too")
+    chosen = next((name for name, value in parts.items() if value), None)
+    if adapters is not None and chosen is not None:
+        raise BadInput(f"{chosen}: an adapter, or the weights with it, is exported whole; leave it out")
 
 
 def _check_free(folder: str) -> None:
@@ -163,12 +171,17 @@ def _without_name(path: str) -> str:
     return path.rpartition("@")[0] or path
 
 
-def _config(path: str) -> RunConfig | None:
-    """The configuration of the run at PATH."""
-    from vescale_ray.config import load_config
+def _config(path: str, opened: Checkpoint) -> RunConfig | None:
+    """The configuration of the run at PATH, or the one that the checkpoint was saved with, or None."""
+    from vescale_ray.config import RunConfig, load_config
 
     run = run_folder_of(_without_name(path))
-    return load_config(run.config_path) if run is not None and run.config_path.is_file() else None
+    if run is not None and run.config_path.is_file():
+        return load_config(run.config_path)
+    try:
+        return RunConfig.model_validate(opened.meta["config"])
+    except (KeyError, ValueError):  # none, or that of another version
+        return None
 
 
 @dataclass(frozen=True)
