@@ -159,6 +159,9 @@ def _with_objects(config: RunConfig | Mapping[str, Any] | str | os.PathLike[str]
     """The configuration with the objects, and with their names in place of ``model.factory`` and ``data.corpus``."""
     if model is not None and not isinstance(model, str) and not callable(model):
         raise BadInput(f"model: {type(model).__name__} can't be called; give a class or function that returns a module, or pkg.mod:name")
+    if hasattr(model, "forward") and not isinstance(model, type):
+        kind = type(model).__name__
+        raise BadInput(f"model: an object of {kind} has its parameters already; give the class {kind}, or a function that returns one")
     overrides, factory = [], None
     if isinstance(model, str):
         overrides.append(f"model.factory={model}")

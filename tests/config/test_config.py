@@ -315,7 +315,7 @@ def test_rates_and_times_must_be_positive_and_finite(key: str, value: str) -> No
         (["checkpoint.keep_mode=low"], "checkpoint.keep_mode = low: give one of min or max"),
         (["metrics.tensorboard=logs"], "metrics.tensorboard = logs: give true or false"),
         (["metrics.wandb=p"], "metrics.wandb = p: give keys and values in braces"),
-        (["metrics.wandb=true"], "metrics.wandb = true: give a value of its own type, not a boolean"),
+        (["metrics.wandb=true"], "metrics.wandb = true: give keys and values in braces"),
         (["metrics.wandb={mode: online}"], "metrics.wandb.project must be given"),
         (["metrics.wandb.projct=p"], "metrics.wandb.projct = p: there is no such key"),
         (["metrics.wandb={project: p, mode: disabled}"], "metrics.wandb.mode = disabled: give one of offline or online"),

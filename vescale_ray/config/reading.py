@@ -155,6 +155,9 @@ def _text(raw: str, field: FieldInfo) -> str | list[str] | None:
 def _check_keys(tree: Mapping[str, Any], known: Mapping[str, FieldInfo]) -> None:
     names = {name for name, _ in sections()}
     for name, keys in tree.items():
+        if name in known:
+            section, _, key = name.partition(".")
+            raise ConfigError(f"{name}: only the command line takes a key with its section; write {section}: {{{key}: {shown(keys)}}}")
         if name not in names:
             first = next(iter(keys), None) if isinstance(keys, dict) else None
             raise ConfigError(_unknown(str(name) if first is None else f"{name}.{first}", known))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
@@ -31,6 +31,8 @@ class Section(BaseModel):
     def _no_bool_as_number(cls, value: Any, info: Any) -> Any:
         # YAML reads yes/on/true as a boolean, and Python would accept it as the number 1.
         annotation = cls.model_fields[info.field_name].annotation
+        if any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in get_args(annotation)):
+            return value
         if isinstance(value, bool) and annotation is not bool and get_origin(annotation) is not Literal:
             raise ValueError("give a value of its own type, not a boolean")
         return value
