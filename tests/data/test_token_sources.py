@@ -28,6 +28,8 @@ from tests.data.sources import (
 )
 from vescale_ray.data import document_files
 from vescale_ray.data.block_dataset import block_tokens
+from vescale_ray.data.corpus import text_files
+from vescale_ray.data.files import find_files
 from vescale_ray.data.loading import load_dataset
 from vescale_ray.errors import BadInput
 
@@ -290,3 +292,11 @@ def test_a_data_set_with_default_blocks_reads_as_one_block(tmp_path: Path) -> No
     made = load_dataset(keys(str(tmp_path)))
     tokens, _ = made.batch(range(made.num_samples))
     assert tokens.flatten().tolist() == ended(rows, None)[: made.num_samples * 8]
+
+
+def test_empty_modules_of_the_library_are_left_out() -> None:
+    """So that the default corpus can be tokenized."""
+    found = find_files("stdlib")
+    assert len(found) > 300 and all(file.size for file in found)
+    empty = {str(path) for path in text_files("stdlib")[1] if not path.stat().st_size}
+    assert empty and not empty & {file.url for file in found}

@@ -141,7 +141,8 @@ def _find(spec: str) -> Iterator[DataFile]:
         library, texts = text_files(spec)
         local = LocalFileSystem()
         for text in texts:
-            yield DataFile(local, str(text), str(text), text.relative_to(library).as_posix(), text.stat().st_size)
+            if size := text.stat().st_size:  # packages have empty modules
+                yield DataFile(local, str(text), str(text), text.relative_to(library).as_posix(), size)
         return
     fs, path = fsspec.core.url_to_fs(spec)
     entries, root = _entries(fs, path)

@@ -43,7 +43,8 @@ FORMATS = {
 }
 """Format of a file by its suffix; all others are text."""
 _COMPRESSED = frozenset({".gz", ".zst", ".bz2", ".xz", ".zip", ".lz4", ".tar", ".tgz"})
-_NO_TEXT = frozenset({".json", ".csv", ".tsv", ".npz", ".pt", ".pkl", ".safetensors", ".orc", ".avro"})
+_BINARY = frozenset({".npz", ".pt", ".pkl", ".safetensors", ".orc", ".avro"})
+_NO_TEXT = _BINARY | {".json", ".csv", ".tsv"}
 """Suffixes of files that can be read as text, but are hardly meant so."""
 T = TypeVar("T")
 _OPENERS = 16
@@ -191,7 +192,11 @@ def _format_of(spec: str, files: Sequence[tuple[str, str]]) -> str:
             f"data.corpus = {spec}: {files[0][1]} would be read as plain text; set data.format to jsonl if each line is a JSON object, "
             "or to text to read it as it is, or write Parquet"
         )
-    return next(iter(first), "text")
+    kind = next(iter(first), "text")
+    binary = next((path for name, path in files if PurePosixPath(name).suffix.lower() in _BINARY), None)
+    if kind == "text" and binary is not None:
+        raise BadInput(f"data.corpus = {spec}: {binary} is no text by its suffix; give a glob that leaves it out, or set data.format")
+    return kind
 
 
 class Encoders:
