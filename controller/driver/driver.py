@@ -259,7 +259,7 @@ class _Attempt:
         self._controller = controller.actor_of(spec, supervisor.supervisor_name(self.run_id), cluster.node)
         outcome = self._follow()
         self.orphaned = outcome.orphaned
-        if outcome.refused:
+        if outcome.refused and outcome.step <= self._ready.source.step:  # after a step it is a run that has failed
             raise RunRefused(outcome.error or "the run was refused")
         if outcome.state == "FAILED" and outcome.checkpoint is None:  # the checkpoint that it began from is still there
             source = self._ready.source

@@ -8,6 +8,7 @@ import sys
 import threading
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from vescale_ray.config import RunConfig
 from vescale_ray.controller.driver import driver, training
 from vescale_ray.controller.driver.driver import RunResult
 from vescale_ray.controller.driver.local_ray import address_of
+from vescale_ray.controller.protocol import Outcome
 from vescale_ray.data.loading import load_dataset
 from vescale_ray.errors import BadInput
 from vescale_ray.runfolder import RunFolder
@@ -169,6 +171,23 @@ def test_bad_input_is_one_line_before_ray_starts(
     with pytest.raises(BadInput, match=words) as refused:
         vescale_ray.train(**{"config": small(tmp_path, "refused"), **given})
     assert "\n" not in str(refused.value) and not (tmp_path / "refused").exists()
+
+
+@pytest.mark.parametrize("step", [0, 43])
+def test_wrong_input_after_a_step_leaves_a_run_to_resume(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a run is left if its input is refused before the first step. After it, the folder keeps its configuration."""
+    for actor in ("worker_group.supervisor", "controller"):
+        monkeypatch.setattr(f"vescale_ray.controller.{actor}.actor_of", lambda *_: None)
+    monkeypatch.setattr(driver, "Cluster", lambda config: SimpleNamespace(node="n", capacity=None))
+    monkeypatch.setattr(driver._Attempt, "_follow", lambda self: Outcome("FAILED", step, "bad data", refused=True))
+    for end in ("_final_scrape", "close"):
+        monkeypatch.setattr(driver._Attempt, end, lambda self: None)
+    config = small(tmp_path, "late")
+    path = config.run_folder / "config.yaml"
+    words = rf"^the run failed at step 43: bad data; resume with: vescale-ray train {path}$" if step else "^bad data$"
+    with pytest.raises(training.RunFailed if step else BadInput, match=words):
+        vescale_ray.train(config)
+    assert path.is_file() is bool(step)
 
 
 def test_too_large_objects_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
