@@ -100,7 +100,7 @@ def _build_hf(path: str, keys: LoraSettings | None) -> nn.Module:
     if keys is None:
         return hf.build(folder)
     if not folder.has_weights:
-        raise BadInput(f"model.lora with model.hf = {path}: the folder holds no safetensors weights, and adapters train on a frozen base")
+        raise BadInput(f"model.lora with model.hf = {path}: the folder holds no safetensors weights to train on; give one that has them")
     # The base is frozen, so it needs no more bits than its files have.
     built = hf.build(folder, folder.dtype or torch.float32)
     lora.add_adapters(built, keys)

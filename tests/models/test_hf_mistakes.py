@@ -144,6 +144,8 @@ def test_adapters_are_exported_without_their_runs_folder(tmp_path: Path, capsys:
             out = tmp_path / f"{path.name}{len(options)}"
             assert main(["ckpt", "export-hf", str(path), str(out), "--dtype", "bf16", *options]) == 0
             outs[path, bool(options)] = load_file(next(out.glob("*.safetensors")))
+    with pytest.raises(BadInput, match=f"model.hf = {tmp_path}/kept0: holds an adapter of peft alone; merge it into its base"):
+        preflight.check(configured(tmp_path / "kept0", tmp_path))
     for merged in (False, True):
         first, second = (outs[path, merged] for path in (config.run_folder, kept))
         assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

@@ -113,6 +113,8 @@ def open_folder(path: str | os.PathLike[str], key: str = "model.hf") -> HfFolder
     where = f"{key} = {path}"
     folder = Path(path).expanduser()
     file = folder / CONFIG
+    if not file.is_file() and (folder / "adapter_config.json").is_file():
+        raise BadInput(f"{where}: holds an adapter of peft alone; merge it into its base (ckpt export-hf --merge), and give that folder")
     if not file.is_file():
         what = f"has no {CONFIG}" if folder.is_dir() else "no such folder"
         raise BadInput(f"{where}: {what}; give a folder that save_pretrained wrote, or a downloaded snapshot of a model")
