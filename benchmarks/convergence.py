@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -195,14 +196,22 @@ def main() -> int:
     return finish(curves, options, settings)
 
 
+def _finite(entry: Any) -> Any:
+    """The entry, with null for numbers that JSON lacks."""
+    if isinstance(entry, list):
+        return [_finite(one) for one in entry]
+    return None if isinstance(entry, float) and not math.isfinite(entry) else entry
+
+
 def finish(curves: list[dict[str, Any]], options: argparse.Namespace, settings: dict[str, Any]) -> int:
     figures = figures_of(curves)
     print(f"\n{'figure':<24}{'value':>9}{'+-':>8}  goal")
     for key, figure in figures.items():
         print(f"{key:<24}{figure['value']:>9.4f}{figure['spread']:>8.4f}  {figure['goal'] or ''}")
     seeds = sorted({curve["seed"] for curve in curves})
+    written = {key: {name: _finite(entry) for name, entry in figure.items()} for key, figure in figures.items()}
     rounded = [{**c, "train": [round(x, 4) for x in c["train"]]} for c in curves]
-    write(options.json, figures, settings={**settings, "seeds": seeds}, curves=rounded)
+    write(options.json, written, settings={**settings, "seeds": seeds}, curves=rounded)
     if options.plot:
         plot(curves, options.plot)
     return 0
