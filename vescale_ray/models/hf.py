@@ -93,7 +93,7 @@ class HfFolder:
         try:
             given = json.loads((self.path / _GENERATION).read_text(encoding="utf-8")).get("eos_token_id")
         except (OSError, ValueError):
-            given = self._text.eos_token_id
+            given = getattr(self._text, "eos_token_id", None)
         return frozenset([given] if isinstance(given, int) else given or ())
 
     @property
