@@ -15,13 +15,16 @@ if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
     from vescale_ray.data.dataset import Dataset
 
+_WEIGHTS_OF_BALANCE = ("router_aux_loss_coef", "aux_loss_coef")
+"""Attributes of models of transformers with the weight of the load-balancing loss."""
+
 
 class BatchLosses:
     """Compute the losses of a batch by a forward of the model.
 
     Args:
         model: the model, sharded or not. It returns logits, or an object with ``logits`` and perhaps ``aux_loss``. This load-balancing loss
-            is a mean over the batch's tokens, and the model's ``router_aux_loss_coef`` is its weight.
+            is a mean over the batch's tokens, and the model's ``router_aux_loss_coef`` or ``aux_loss_coef`` is its weight.
         device: device of the model.
     """
 
@@ -42,7 +45,7 @@ class BatchLosses:
         logits = output if isinstance(output, Tensor) else output.logits
         nll = F.cross_entropy(logits.flatten(0, 1).float(), self._sent(targets).flatten(), reduction="sum")
         balance = getattr(output, "aux_loss", None)
-        weight = getattr(self._model, "router_aux_loss_coef", 0.0)
+        weight = next((getattr(self._model, name) for name in _WEIGHTS_OF_BALANCE if hasattr(self._model, name)), 0.0)
         if not isinstance(balance, Tensor) or not weight:
             return nll, nll
         # The caller divides sums by the targets of the global batch. So each slot counts by its targets, at every world size.

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from vescale_ray import checkpoint
 from vescale_ray.checkpoint.bridges.pieces import FileLayout
@@ -172,6 +173,10 @@ def _read(weights: str, config: RunConfig, model: Any, beat: Callable[[], None])
     with _named(weights):
         layout = layout_of(config, model)
         checkpoint.import_hf(weights, model, layout=layout, exclude=others, cast=True, alone=True, progress=lambda _: beat())
+    for name, parameter in model.named_parameters():
+        shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if not lora.is_adapter(name) and not shard.isfinite().all():
+            raise BadInput(f"model.hf = {weights}: {name} holds Inf or NaN; download the folder again, or save it anew")
 
 
 def weights_of(config: RunConfig) -> str | None:

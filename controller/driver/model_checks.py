@@ -88,12 +88,13 @@ def check_loss(path: str, function: Callable[[Any, Tensor], Any], vocab: int) ->
     try:
         with torch.no_grad():
             results = [function(logits, one) for one in (targets, first, second)]
+            results.append(function(logits.repeat(2, 1, 1), targets.repeat(2, 1)))  # a mean over all positions stays, a sum doubles
     except Exception:
         return
     if not all(isinstance(one, torch.Tensor) and one.numel() == 1 for one in results):
         what = next(one for one in results if not (isinstance(one, torch.Tensor) and one.numel() == 1))
         shape = f" of shape {list(what.shape)}" if isinstance(what, torch.Tensor) else ""
         raise RunRefused(f"model.loss = {path}: it returns a {type(what).__name__}{shape}; return the sum over the targets, one number")
-    whole, *halves = (float(one) for one in results)
-    if abs(whole - sum(halves) / 2) < 1e-4 * abs(whole):
+    whole, *halves, twice = (float(one) for one in results)
+    if abs(whole - sum(halves) / 2) < 1e-4 * abs(whole) or abs(whole - twice) < 1e-4 * abs(whole):
         raise RunRefused(f"model.loss = {path}: it returns the mean over the targets; return their sum (reduction='sum')")

@@ -90,9 +90,7 @@ def foresee(config: RunConfig) -> Foreseen:
     Raises:
         BadInput: with one line, for the first thing that is wrong.
     """
-    warnings = tuple(_lasting(config))
-    for key in config.model.unused:
-        warnings += (f"model.{key} = {getattr(config.model, key)}: config.json of model.hf describes the model; leave it out",)
+    warnings = (*_lasting(config), *_without_effect(config))
     config = with_model_data(absolute(config))
     knock(address_of(config))
     _check_port(config.metrics.host, config.metrics.port)
@@ -163,6 +161,25 @@ def _lasting(config: RunConfig) -> Iterator[str]:
     for key, path in (("run.dir", str(config.run_folder)), ("checkpoint.dir", config.checkpoint_root)):
         if in_temporary_folder(path) and not (key == "checkpoint.dir" and config.checkpoint.dir is None):
             yield f"{key}: {path} lies in this node's folder for temporary files, which other nodes and a new pod don't see; {REMEDY}"
+
+
+def _without_effect(config: RunConfig) -> Iterator[str]:
+    """Warn of values that the run does not use."""
+    for key in config.model.unused:
+        yield f"model.{key} = {getattr(config.model, key)}: config.json of model.hf describes the model; leave it out"
+    data, train = config.data, config.train
+    sources: dict[str, Any] = {f"data.mixture.{number}": one for number, one in enumerate(data.mixture or ())}
+    sources |= {f"data.eval.{name}": one for name, one in data.eval.items()}
+    if all((one.format or data.format) == "chat" for one in sources.values()):
+        sources["data"] = data
+    for where, source in sources.items():
+        if (source.format or data.format) == "chat" and source.column not in (None, "text"):
+            yield f"{where}.column = {source.column}: rows of data.format = chat have columns of their own; leave it out"
+    if train.warmup_steps > train.steps:
+        yield (
+            f"train.warmup_steps = {train.warmup_steps} with train.steps = {train.steps}: the learning rate does not reach train.lr; lower "
+            "train.warmup_steps"
+        )
 
 
 def absolute(config: RunConfig) -> RunConfig:

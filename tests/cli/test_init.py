@@ -57,6 +57,9 @@ def test_a_model_and_its_data_are_taken_up(here: Path) -> None:
 def test_the_memory_of_the_plan_is_told_or_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = qwen(here / "Qwen3-8B")
     assert main(["init", "big", "--hf", folder, "--data", "a.jsonl", "--data", "b.jsonl", "--gpus", "8", "--out", "job.yaml"]) == 0
+    told = capsys.readouterr().err.splitlines()
+    tail = "no such file or folder; give paths that every worker can read"
+    assert told == [f"vescale-ray: warning: data.corpus = {name}: {tail}" for name in ("a.jsonl", "b.jsonl")]
     text = (here / "job.yaml").read_text()
     assert re.match(r"# Train Qwen3-8B, on 8 GPUs\. A step takes about \d\d\.\d of 80 GiB of each h100, by `vescale-ray plan`\.\n", text)
     config = load_config(here / "job.yaml")

@@ -250,6 +250,8 @@ def summed(output, targets):
     return F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum")
 def mean(output, targets):
     return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+def padded_mean(output, targets):
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="none").mean()
 def each(output, targets):
     return F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="none")
 """
@@ -263,6 +265,7 @@ def each(output, targets):
         ({"tokens": 90}, None, "its forward returns logits of 90 tokens, but data.vocab = 256; give each token one"),
         ({"back": "frozen"}, None, "no parameter has requires_grad, so there is nothing to train"),
         ({}, "mean", "it returns the mean over the targets; return their sum (reduction='sum')"),
+        ({}, "padded_mean", "it returns the mean over the targets; return their sum (reduction='sum')"),
         ({}, "each", "it returns a Tensor of shape [8]; return the sum over the targets, one number"),
     ],
 )

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.data.chats import CHATML, write_folder, write_rows
 from tests.models import hf_folders
 from tests.models.adapter_runs import write_adapter_run
 from tests.models.test_hf import configured, edit, refused
@@ -24,7 +25,7 @@ from vescale_ray.cli import main
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.driver import preflight
 from vescale_ray.errors import BadInput
-from vescale_ray.workers.initial_values import load_base
+from vescale_ray.workers.initial_values import fill, load_base
 from vescale_ray.workers.model_building import build_model
 
 transformers = pytest.importorskip("transformers")
@@ -179,6 +180,21 @@ def test_base_that_goes_away_in_a_run_is_told(tmp_path: Path) -> None:
         load_base(config, model, None, lambda: None)
 
 
+@pytest.mark.parametrize("adapters", [None, {"rank": 2}], ids=["full", "adapters"])
+def test_weights_that_are_not_finite_are_named(tmp_path: Path, adapters: dict[str, Any] | None) -> None:
+    folder, name = hf_folders.write(tmp_path / "model", "llama", shard="1GB"), "model.layers.1.mlp.up_proj.weight"
+    weights = load_file(folder / "model.safetensors")
+    weights[name][3, 5] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = configured(folder, tmp_path, model_lora=adapters)
+    model = build_model(config).to_empty(device="cpu")
+    with pytest.raises(BadInput, match=f"model.hf = {folder}: .*layers.1.mlp.up_proj.* holds Inf or NaN; download the folder again"):
+        if adapters:
+            load_base(config, model, None, lambda: None)
+        else:
+            fill(config, model, lambda: build_model(config), lambda: None)
+
+
 def test_weights_of_other_programs_beside_the_model_are_not_read(tmp_path: Path) -> None:
     folder = hf_folders.write(tmp_path / "model", "mistral", shard="1GB")
     save_file({"layers.0.attention.wq.weight": torch.ones(2)}, folder / "consolidated.safetensors")
@@ -267,3 +283,16 @@ def test_sizes_that_the_folder_replaces_are_told(tmp_path: Path) -> None:
     told = preflight.foresee(configured(folder, tmp_path, model_layers=9, model_tie=True)).warnings
     assert told == tuple(f"model.{key}: config.json of model.hf describes the model; leave it out" for key in ("layers = 9", "tie = True"))
     assert not preflight.foresee(configured(folder, tmp_path, model_layers=4)).warnings
+
+
+def test_keys_without_effect_are_told(tmp_path: Path) -> None:
+    folder, chats = hf_folders.write(tmp_path / "model", "llama", vocab_size=320), tmp_path / "chats.jsonl"
+    write_folder(tmp_path / "tokens", CHATML)
+    write_rows(chats, [{"prompt": "is it so", "completion": "yes it is"}] * 40)
+    keys = {"data_corpus": str(chats), "data_format": "chat", "data_tokenizer": str(tmp_path / "tokens" / "tokenizer.json")}
+    told = preflight.foresee(configured(folder, tmp_path, **keys, data_column="dialog", train_warmup_steps=9, train_steps=8)).warnings
+    assert told == (
+        "data.column = dialog: rows of data.format = chat have columns of their own; leave it out",
+        "train.warmup_steps = 9 with train.steps = 8: the learning rate does not reach train.lr; lower train.warmup_steps",
+    )
+    assert not preflight.foresee(configured(folder, tmp_path, **keys, train_warmup_steps=8, train_steps=8)).warnings

@@ -18,6 +18,7 @@ from tests.workers.tiny import FullState, running, text_of, tiny
 from vescale_ray.config import RunConfig
 from vescale_ray.lr_schedule import lr_at
 from vescale_ray.models.moe import build
+from vescale_ray.workers.batch_losses import BatchLosses
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 SIZES = {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "experts": 4, "top_k": 2, "ffn": 12, "head_dim": 8, "router_aux_loss_coef": 0.5}
@@ -80,3 +81,14 @@ def test_a_transformers_model_adds_the_loss_of_its_config(tmp_path: Path, how: s
     data: dict[str, Any] = {"data_vocab": hf_folders.VOCAB, "data_heldout": 0.0, "data_eval_samples": 0}
     config = tiny(tokens, model_hf=str(folder), train_activation_checkpointing=how, **data)
     check(config, AutoModelForCausalLM.from_pretrained(folder), 0.5, 2)
+
+
+def test_the_weight_has_one_of_two_names_in_transformers(tmp_path: Path, text: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_key_value_heads": 1, "kv_channels": 8, "intermediate_size": 16}
+    shape = transformers.JetMoeConfig(**sizes, vocab_size=256, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True)
+    shape.aux_loss_coef = 0.5
+    model = transformers.JetMoeForCausalLM(shape)
+    config, tokens = tiny(text), torch.arange(32).view(2, 16)
+    nll, trained = BatchLosses(config, model, text_of(config), torch.device("cpu"))(tokens, tokens)
+    torch.testing.assert_close(trained - nll, 0.5 * 32 * model(tokens).aux_loss)

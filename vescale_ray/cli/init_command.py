@@ -91,12 +91,26 @@ def init(
     config = read_config(text, str(path))
     if gpus:
         text = _with_memory(text, config, hardware)
+    _warn_of_missing(corpora)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise BadInput(f"{path}: can't be written ({error.strerror})") from None
     click.echo(f"{path}: written; look at it, then `vescale-ray train {path}`")
     return OK
+
+
+def _warn_of_missing(corpora: tuple[str, ...]) -> None:
+    """Tell of data that this machine lacks. The workers may have it."""
+    from vescale_ray.data.files import find_files
+
+    for corpus in corpora:
+        if "://" in corpus:
+            continue
+        try:
+            find_files(corpus)
+        except BadInput as error:
+            click.echo(f"vescale-ray: warning: {error}", err=True)
 
 
 def _check_experts(count: int, hf: str | None, workers: int) -> None:
