@@ -12,10 +12,10 @@ from vescale_ray.errors import BadInput
 from vescale_ray.planner.choose import Choice, choose_sharding
 from vescale_ray.planner.cost import OPTIMIZERS, Optimizer, Policy
 from vescale_ray.planner.hardware import Hardware
-from vescale_ray.planner.models.model_shapes import model_shapes
+from vescale_ray.planner.models.shapes import from_module
 from vescale_ray.planner.units import Lever
 from vescale_ray.quantization import Fp8Block
-from vescale_ray.workers.model_building import build_model
+from vescale_ray.workers.model_building import apply_quantization, build_model
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
@@ -34,11 +34,13 @@ def choose_for_job(config: RunConfig, devices: int, hardware: Hardware) -> Choic
     _check_counted(config)
     try:
         model = build_model(config)
+        coded = apply_quantization(config, model)
     except ValueError as error:
         raise BadInput(str(error)) from None
+    shapes = from_module(model, type(model).__name__, coded and (lambda name, parameter: coded(name, parameter) is not None))
     frozen = next((p.dtype for p in model.parameters() if not p.requires_grad), torch.float32)
     policy = _policy(config, frozen, grid.experts)
-    choice = choose_sharding(model_shapes(model), devices, hardware, policy, groups=(grid.shards,), levers=(Lever(),))
+    choice = choose_sharding(shapes, devices, hardware, policy, groups=(grid.shards,), levers=(Lever(),))
     return replace(choice, notes=(*choice.notes, *_notes(config, policy)))
 
 
@@ -82,7 +84,5 @@ def _notes(config: RunConfig, policy: Policy) -> Iterator[str]:
     train = config.train
     if train.activation_checkpointing == "selective":
         yield "train.activation_checkpointing = selective counts as none, so activations take less than this"
-    if train.quantize_keep is not None:
-        yield "train.quantize_keep is not counted: only routers and adapters keep train.param_dtype here"
     if "block" in train.optimizer_options:
         yield f"the block in train.optimizer_options is not counted: blocks are {policy.blocks}"

@@ -50,6 +50,17 @@ def test_a_job_with_replicas_is_planned_with_its_shard_group(capsys: pytest.Capt
     assert (option["shard_group"], option["replicas"]) == (2, 4)
 
 
+def test_weights_that_keep_their_dtype_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("train.quantize=fp8 16x16", "train.quantize_keep=['layers.1.*', '*.down_proj.weight']")
+    names = [name for name, p in build_model(load_config("run.yaml")).named_parameters() if name.startswith("layers.") and p.dim() == 2]
+    coded = [name for name in names if not name.startswith("layers.1.") and not name.endswith(".down_proj.weight")]
+    codes = [planned(capsys, *words[:count])["options"][0]["memory_bytes"]["codes"] for count in (1, 2)]
+    assert 0 < len(coded) < len(names) and codes[1] < codes[0]
+    numel = {name: p.numel() for name, p in build_model(load_config("run.yaml")).named_parameters()}
+    for found, those in zip(codes, (names, coded), strict=True):
+        assert found == pytest.approx(sum(numel[name] for name in those) / 4, rel=0.05), "one byte each, and scales"
+
+
 def test_too_little_memory_is_told_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "run.yaml", "--memory", "1MiB"]) == 1
     assert "nothing fits: the least is" in capsys.readouterr().out

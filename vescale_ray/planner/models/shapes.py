@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -45,6 +46,7 @@ class ParamShape:
         kind: category for block policies and optimizers; experts are matrices that only some tokens use, and heads count as embeddings.
         matrices: number of matrices that one expert of this stack splits into along the second last dimension, if experts are separate.
         stack: dimension 0 is the expert, and ranks can share the experts (:func:`holds_experts`).
+        policy: whether a run's policy gives the tensor an FP8 format; None: as ``fp8_policy`` does by default.
     """
 
     name: str
@@ -53,6 +55,7 @@ class ParamShape:
     trainable: bool = True
     matrices: int = 1
     stack: bool = False
+    policy: bool | None = None
 
     @property
     def numel(self) -> int:
@@ -60,7 +63,9 @@ class ParamShape:
 
     @property
     def quantizable(self) -> bool:
-        """True: ``fp8_policy`` gives it a format by default, since it is a matrix or a stack of them, of another name."""
+        """True: its policy gives it an FP8 format; by default, since it is a matrix or a stack of them, of another name."""
+        if self.policy is not None:
+            return self.policy
         kept = any(fnmatch.fnmatchcase(f".{self.name}", pattern) for pattern in UNQUANTIZED)
         return self.kind in ("matrix", "expert") and len(self.shape) in (2, 3) and self.numel > 0 and not kept
 
@@ -128,12 +133,15 @@ def _separate(param: ParamShape) -> list[ParamShape]:
     return [ParamShape(name, (rows // param.matrices, columns), param.kind, param.trainable) for name in names]
 
 
-def from_module(module: nn.Module, name: str) -> ModelShapes:
+def from_module(module: nn.Module, name: str, quantized: Callable[[str, nn.Parameter], bool] | None = None) -> ModelShapes:
     """Return the shapes of any module: one unit for each member of its ModuleLists, and one for the rest (embeddings, head, norms).
 
     Only the outermost ModuleLists count. Consecutive members with the same parameters form one repeated unit. A tied parameter is
     listed once, under its first name. The planner groups a unit's frozen parameters separately, as the engine does. Parameters of more
     than two dimensions count as experts, and biases as vectors.
+
+    Args:
+        quantized: ``(name, parameter) -> bool``: whether a run gives the parameter an FP8 format. None: as ``fp8_policy`` does by default.
     """
     from torch import nn
 
@@ -152,7 +160,8 @@ def from_module(module: nn.Module, name: str) -> ModelShapes:
         kind: Kind = "vector" if param.dim() < 2 or path.endswith("bias") else "expert" if param.dim() > 2 else "matrix"
         kind = "embedding" if id(param) in embeddings or (kind == "matrix" and is_head(path)) else kind
         owner = next((outer for outer in lists if path.startswith(outer + ".")), None)
-        shape = ParamShape(path, tuple(param.shape), kind, param.requires_grad, stack=id(param) in stacks)
+        policy = None if quantized is None else quantized(path, param)
+        shape = ParamShape(path, tuple(param.shape), kind, param.requires_grad, stack=id(param) in stacks, policy=policy)
         if owner is None:
             root.append(shape)
             continue
