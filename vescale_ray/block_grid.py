@@ -9,7 +9,8 @@ consecutive elements, and each band into *columns* of blocks. The last of each m
     n (flat)            a band is n elements,       one block each       (n elements in memory order, across rows)
     Block.tensor()      a band is a whole matrix,   one block each
 
-A shard may end between bands. If every shard holds whole bands, everything per block is local, and the same on any number of ranks.
+A shard ends between bands, so that everything per block is local, and the same on any number of ranks. Only FP8 weights may be cut
+between rows within a band: the ranks then exchange the largest magnitudes of its blocks.
 Optimizers with blocks (8-bit AdamW, Shampoo, SOAP) and FP8 weights use it.
 """
 
@@ -158,18 +159,27 @@ class Grid:
         return element % self.matrix_numel % self.band_numel == 0
 
     def band_of(self, element: int) -> int:
-        """Return the number of bands before ``element``, which must be a position that may be cut, or the tensor's end."""
+        """Return the number of bands that end before ``element``: the index of its band, or the number of all at the tensor's end."""
         return element // self.matrix_numel * self.bands + element % self.matrix_numel // self.band_numel
 
+    def band_count(self, start: int, end: int) -> int:
+        """Return the number of bands with elements in ``[start, end)``."""
+        return self.band_of(end - 1) + 1 - self.band_of(start) if end > start else 0
+
     def regions(self, start: int, end: int) -> Iterator[Region]:
-        """Yield the bands of elements ``[start, end)`` in memory order, in as few regions as possible; the range cuts no block."""
-        if self.matrix_numel % self.band_numel == 0:  # no matrix ends in a short band, so all bands are alike
+        """Yield the bands of elements ``[start, end)`` in memory order, in as few regions as possible.
+
+        The range begins and ends between rows. A band that lies in it only in part is a region of its own.
+        """
+        if not any(position % self.band_numel for position in (self.matrix_numel, start, end)):  # all bands are alike
             if end > start:
                 yield self._region(0, 0, end - start)
             return
         position = start
         while position < end:
             stop = min(end, (position // self.matrix_numel + 1) * self.matrix_numel)
+            if inside := position % self.matrix_numel % self.band_numel:
+                stop = min(stop, position - inside + self.band_numel)
             whole = (stop - position) // self.band_numel * self.band_numel
             band = self.band_of(position) - self.band_of(start)
             if whole:

@@ -22,6 +22,7 @@ from vescale_ray import checkpoint as ckpt
 from vescale_ray.block_grid import Grid
 from vescale_ray.communication.point_to_point import Messages
 from vescale_ray.dtensor import distribute_tensor as ragged
+from vescale_ray.emulation import emulated_world
 from vescale_ray.fsdp import Sharding, explain, fully_shard
 from vescale_ray.fsdp.layouts import wire
 from vescale_ray.fsdp.layouts.wire import CodeWire
@@ -39,6 +40,10 @@ def batch(step: int, rank: int = 0, world: int = 1) -> torch.Tensor:
 
 def groups(model: Any) -> list[Any]:
     return [g for unit in (*model.layers, model) for g in unit_of(unit).groups]
+
+
+def code_wires(model: Any) -> list[CodeWire]:
+    return [g.gathered.wire for g in groups(model) if isinstance(g.gathered.wire, CodeWire)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -85,7 +90,7 @@ def check_codes(group: Any, rank: int, masters: dict[str, torch.Tensor]) -> None
             assert start == end
             continue
         grid = Grid.of(master.shape, form.block)
-        first, last = grid.band_of(start) * grid.columns, grid.band_of(end) * grid.columns
+        first, last = grid.band_of(start) * grid.columns, (grid.band_of(end - 1) + 1) * grid.columns
         assert torch.equal(sent._part[piece.codes], codes.view(torch.uint8).view(-1)[start:end])
         assert torch.equal(sent._part[piece.scales].view(form.scale_dtype), scales.view(-1)[first:last])
 
@@ -172,9 +177,21 @@ def test_the_wire_carries_half_of_bf16s_bytes(rank: int, world: int) -> None:
     assert coded <= 0.51 * plain and coded_count == 6, "weights and biases of a layer are two messages, started together"
 
 
+@pytest.mark.parametrize("world", [8, 64, 256])
+def test_the_wire_carries_half_of_bf16s_bytes_to_many_ranks(world: int) -> None:
+    """The weight has 12 rows of tiles."""
+    with emulated_world(world) as wire:
+        model: Any = fully_shard(nn.Linear(4096, 1536, bias=False), mp_policy=BF16, quantize_policy=lambda *_: Fp8Block())
+        with torch.no_grad():
+            model(torch.randn(1, 4096))
+        assert {name for name, *_ in wire.log} == {"all-gather", "all-reduce"}
+        assert sum(nbytes for _, nbytes, *_ in wire.log) <= 0.51 * 2 * 4096 * 1536
+
+
 @on_threads(2)
 def test_codes_are_made_once_per_optimizer_step(rank: int, world: int) -> None:
     model = sharded(model_of())
+    assert not any(wire.cuts_tiles for wire in code_wires(model))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     made = {id(g): 0 for g in groups(model) if isinstance(g.gathered.wire, CodeWire)}
     for group in groups(model):
@@ -206,9 +223,25 @@ def test_models_from_the_meta_device_quantize_the_loaded_values(rank: int, world
         assert all(torch.equal(seen[name], rounded(name, value.detach())) for name, value in whole.named_parameters())
 
 
-def renew_counted(made: dict[int, int], key: int, renew: Any, shard: Any) -> None:
+def renew_counted(made: dict[int, int], key: int, renew: Any, *given: Any) -> None:
     made[key] += 1
-    renew(shard)
+    renew(*given)
+
+
+@on_threads(5)
+def test_a_write_to_one_shard_reaches_the_tiles_that_ranks_share(rank: int, world: int) -> None:
+    model = sharded(model_of())
+    assert all(wire.cuts_tiles for wire in code_wires(model))
+    model(batch(0, rank, world))
+    masters = whole_values(model)
+    for at in range(world):  # only this rank's version of the parameters changes
+        if rank == at:
+            model.layers[0].up.to_local().mul_(2.0 + at)
+            model.layers[1].dense.weight.to_local().mul_(3.0 + at)
+        changed = whole_values(model)
+        with gathered(model) as seen:
+            assert all(torch.equal(seen[name], rounded(name, value)) for name, value in changed.items())
+    assert not torch.equal(masters["layers.0.up"], changed["layers.0.up"])
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
@@ -289,11 +322,14 @@ def test_explain_shows_formats_codes_scales_and_bytes(rank: int, world: int) -> 
     assert "codes and" in str(report) and "scales) dequantized to" in str(report) and "FP8 16x24" in str(report)
 
 
-@on_threads(2)
+@on_threads(4)
 def test_a_tile_larger_than_its_tensor_is_one_tile_with_a_note(rank: int, world: int) -> None:
     model: Any = fully_shard(nn.Linear(64, 48, bias=False), quantize_policy=lambda name, param: Fp8Block(128, 128))
     (unit,) = explain(model).units
-    assert unit.groups[0].notes == ("weight: Block.tile(128, 128) is larger than the tensor of 48 rows: one block",)
+    assert unit.groups[0].notes == (
+        "weight: Block.tile(128, 128) is larger than the tensor of 48 rows: one block",
+        "shard boundaries cut 1 tiles: each all-gather follows an all-reduce of their largest magnitudes",
+    )
     assert unit.groups[0].notes[0] in str(explain(model))
     whole = full(model.weight)
     model.unshard()

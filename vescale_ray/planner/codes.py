@@ -26,6 +26,5 @@ class Codes:
         for spec in layout.specs:
             grid = Grid.of(spec.shape, self.tile)
             for rank in layout.ranks_of(spec.name):
-                start, end = layout.local_range(spec.name, rank)
-                scales[rank] += (grid.band_of(end) - grid.band_of(start)) * grid.columns * self.scale_bytes
+                scales[rank] += grid.band_count(*layout.local_range(spec.name, rank)) * grid.columns * self.scale_bytes
         return layout.shard_numel + -(-max(scales.values(), default=0) // ALIGN) * ALIGN

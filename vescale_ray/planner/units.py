@@ -184,7 +184,7 @@ def plan_unit(
 
 
 def plan_coded(unit: UnitShape, num_shards: int, blocks: Blocks, tile: Block, layers: int = 1) -> UnitPlan:
-    """Plan ``layers`` layers of parameters that are gathered as FP8 codes, with whole tiles on each rank, as the engine does.
+    """Plan ``layers`` layers of parameters that are gathered as FP8 codes, as the engine does.
 
     Args:
         blocks: the optimizer's requirement, which holds besides the tiles.
@@ -192,11 +192,12 @@ def plan_coded(unit: UnitShape, num_shards: int, blocks: Blocks, tile: Block, la
     Raises:
         ValueError: as :func:`plan_unit`.
     """
-    specs = []
+    specs, cut = [], []
     for layer, param in itertools.product(range(layers), unit.params):
-        block = Block.rows(blocks.rows_of(param)).joined(tile) if blocks.applies(param) else tile
+        cut.append(Block.rows(blocks.rows_of(param) if blocks.applies(param) else 1))
+        block = cut[-1].joined(tile) if blocks.applies(param) else tile
         specs.append(TensorSpec(f"{layer}.{param.name}" if layers > 1 else param.name, param.shape, block, CODES))
-    buffers = plan_buffers(specs, num_shards, goal=CODED_GOAL)
+    buffers = Bundle(tuple(specs), goal=CODED_GOAL, cut=tuple(cut)).layouts(num_shards)
     return UnitPlan(unit.name, Lever(layers), buffers, buffers[0].lower_bound if len(buffers) == 1 else _evenly(specs, num_shards))
 
 
@@ -245,11 +246,14 @@ class Bundle:
     Attributes:
         gaps: names of stacks that may be stored with gaps (``allow_gaps`` of :func:`plan_buffers`).
         goal: as in :func:`plan_buffers`.
+        cut: for tensors that are gathered as FP8 codes, the blocks that shards must keep whole if their tiles are cut. Tiles are cut if
+            whole ones take more padding than ``goal``, and cut ones take less. Empty: ``specs`` decide.
     """
 
     specs: tuple[TensorSpec, ...]
     gaps: frozenset[str] = frozenset()
     goal: float = GOAL
+    cut: tuple[Block, ...] = ()
 
     def layouts(self, num_shards: int) -> tuple[Layout, ...]:
         """Return the buffers' layouts for ``num_shards`` ranks.
@@ -259,7 +263,12 @@ class Bundle:
         """
         if not self.specs:
             return ()
-        return plan_buffers(self.specs, num_shards, goal=self.goal, allow_gaps=self.gaps)
+        layouts = plan_buffers(self.specs, num_shards, goal=self.goal, allow_gaps=self.gaps)
+        numel = sum(one.tensor_numel for one in layouts)
+        if not self.cut or sum(one.numel for one in layouts) - numel <= self.goal * numel:
+            return layouts
+        specs = [replace(spec, block=block) for spec, block in zip(self.specs, self.cut, strict=True)]
+        return min(layouts, plan_buffers(specs, num_shards, goal=self.goal), key=lambda some: sum(one.shard_numel for one in some))
 
 
 def _room_for_blocks(spec: TensorSpec) -> TensorSpec:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -167,23 +167,34 @@ def bad_text(tiles: list[tuple[str, int]]) -> str:
     )
 
 
-def quantize_range(x: Tensor, regions: Sequence[Region], form: Fp8Block, codes: Tensor, scales: Tensor) -> None:
-    """Write the codes and scales of ``x``, a shard of whole bands.
+def quantize_range(
+    x: Tensor, regions: Sequence[Region], form: Fp8Block, codes: Tensor, scales: Tensor, largest: Mapping[int, Tensor] | None = None
+) -> None:
+    """Write the codes and scales of ``x``, a shard of whole rows.
 
     Args:
         x: 1-D, any floating-point dtype.
         regions: its blocks, from :meth:`Grid.regions`.
         codes: uint8, like ``x``.
         scales: one per block, of ``form.scale_dtype``.
+        largest: FP32 largest magnitudes of blocks that ``x`` holds only in part, by the first element of their region.
     """
+    known = largest or {}
     for region, element, block, bands in _chunks(regions, x.device):
         values = x[element : element + bands * region.band_numel].float().view(bands, region.rows, region.cols)
-        scale = (largest_of(values, region) / LARGEST).clamp_(min=SMALLEST_SCALE)
+        most = known[element] if element in known else largest_of(values, region)
+        scale = (most / LARGEST).clamp_(min=SMALLEST_SCALE)
         if form.scales == "power_of_two":
             scale = rounded_up(scale)
         codes[element : element + values.numel()].copy_((values / spread(scale, region)).view(-1).to(torch.float8_e4m3fn).view(torch.uint8))
         stored = scales[block : block + scale.numel()]
         stored.copy_(scale if form.scales == "float32" else _exponents(scale))
+
+
+def largest_in_part(x: Tensor, region: Region) -> Tensor:
+    """Return the FP32 largest magnitudes of the blocks in ``region`` of the shard ``x``, which is a part of one band."""
+    values = x[region.element : region.element + region.band_numel].float()
+    return largest_of(values.view(1, region.rows, region.cols), region)
 
 
 def dequantize_range(codes: Tensor, scales: Tensor, regions: Sequence[Region], out: Tensor) -> None:

@@ -12,6 +12,7 @@ from vescale_ray.fsdp.construction.arguments import Arguments, check_block, chec
 from vescale_ray.fsdp.construction.data_parallel import DataParallelRanks, parallel_of, placed
 from vescale_ray.fsdp.construction.quantized import form_of
 from vescale_ray.fsdp.layouts.parameters import REPLACED, OriginalParameter, Owner
+from vescale_ray.geometry import Block
 
 
 def collect(
@@ -72,6 +73,7 @@ def _original(fqn: str, param: nn.Parameter, owners: tuple[Owner, ...], given: A
         raise ValueError(f"{fqn!r} has Shard({shard_dim}) from {why} and {block} from block_policy: give it one of them")
     hooked, tied = has_hooks(fqn, param, block, shard_dim), bool(param.__dict__.get(REPLACED))
     form = form_of(fqn, param, given.quantize_policy, parallel, shard_dim, hooked=hooked)
+    cut = Block.rows(1) if block is None else block.joined(Block.rows(1))
     if form is not None:
         block, gaps = form.block if block is None else block.joined(form.block), False
-    return OriginalParameter(fqn, param, owners, data.mesh, block, parallel, gaps, form, 0 if hooked else shard_dim, hooked, tied)
+    return OriginalParameter(fqn, param, owners, data.mesh, block, parallel, gaps, form, cut, 0 if hooked else shard_dim, hooked, tied)

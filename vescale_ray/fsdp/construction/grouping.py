@@ -65,7 +65,8 @@ def _divided(
     by_name = {source.name: source for source in sources}
     free = [s for s in sources if s.shard_dim is None]
     specs = tuple(TensorSpec(s.name, s.shape, s.block, narrowest) for s in free)
-    bundle = Bundle(specs, frozenset(s.name for s in free if s.gaps), CODED_GOAL if coded else GOAL)
+    cut = tuple(s.cut_block for s in free) if coded else ()
+    bundle = Bundle(specs, frozenset(s.name for s in free if s.gaps), CODED_GOAL if coded else GOAL, cut)
     divisions: list[Division] = [Cuts(layout, rank, bundle) for layout in bundle.layouts(world)]
     dims = {s.name: s.shard_dim for s in sources if s.shard_dim is not None}
     if dims:

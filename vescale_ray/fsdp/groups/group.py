@@ -220,6 +220,8 @@ class ParameterGroup:
         else:
             part = None
             self.master.copy_tied(version, lane)
+        if not self.alone:
+            agree(f"all-gather of {self.name!r}", group, self.place.device)
         if not self.in_place:
             out = self.gathered.open(lane, kept=whole, directly=part is not None)
             if part is None and self.casts:
@@ -229,7 +231,6 @@ class ParameterGroup:
         if self.alone:
             self.gathered.follow(lane.mark())
         else:
-            agree(f"all-gather of {self.name!r}", group, self.place.device)
             source = self.master.flat if part is None else part
             self.gathered.start(out, source, group, lane, together, pairwise=pairwise, fqn=self.fqn, name=self.name)
         self._gathered_of, self._local_of = version, self.master.flat._version

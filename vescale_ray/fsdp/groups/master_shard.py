@@ -44,7 +44,7 @@ class MasterShard:
         """Copy the shard to ``part``, this rank's part of what the all-gather receives, on ``lane``.
 
         ``version``: the sharded parameters' version. Only if it has changed, the lane waits for the current stream's writes to them, and
-        FP8 codes are made anew.
+        FP8 codes are made anew. Ranks that share tiles make them anew each time, together.
         """
         # The flat buffer's own counter also counts writes to local tensors.
         version = (*version, self.flat._version)
@@ -53,8 +53,8 @@ class MasterShard:
             lane.after_current()
         with torch.no_grad(), lane.context():
             if isinstance(self.wire, CodeWire):
-                if changed:
-                    self.wire.renew(self._memory)
+                if changed or self.wire.cuts_tiles:  # a write to one rank's shard must not make that rank alone wait for the others
+                    self.wire.renew(self._memory, self.place.shard_group)
                 self.wire.write(part, non_blocking=self._pinned)
             else:
                 self._memory.spread(part, non_blocking=self._pinned)

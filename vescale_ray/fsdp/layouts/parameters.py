@@ -72,6 +72,8 @@ class OriginalParameter:
     """Whether the parameter is a stack of matrices that may have a gap after each matrix."""
     form: Fp8Block | None = None
     """The FP8 format in which the parameter is gathered; None: the compute dtype."""
+    cut_block: Block = Block.rows(1)
+    """The block that shards must keep whole if they cut tiles of ``form``."""
     shard_dim: int | None = None
     """Dimension of a plain ``Shard`` placement; None: the planner cuts the parameter."""
     hooked: bool = False

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
+from vescale_ray.communication import wait_notes
 from vescale_ray.dbuffer import KeptShard
 from vescale_ray.fsdp.communication.comm import current_event
-from vescale_ray.fsdp.layouts.code_parts import CodeParts
+from vescale_ray.fsdp.layouts.code_parts import CodeParts, CodePiece
 from vescale_ray.fsdp.layouts.division import Division
 from vescale_ray.quantization import fp8
 
@@ -59,7 +62,8 @@ class PlainWire:
 class CodeWire:
     """FP8 codes and scales, laid out as ``parts`` says, of which this rank sends those of its shard.
 
-    Every rank quantizes whole tiles of its own shard, so the codes are those of the whole tensor, whatever the number of ranks.
+    The codes are those of the whole tensor, whatever the number of ranks. A rank holds whole tiles, or the ranks tell each other the
+    largest magnitudes in those that they share.
     """
 
     apart = True
@@ -80,8 +84,13 @@ class CodeWire:
     def part_bytes(self, compute: torch.dtype) -> int:
         return self.parts.part_bytes
 
-    def renew(self, shard: KeptShard) -> None:
-        """Quantize the master shard, which has changed.
+    @property
+    def cuts_tiles(self) -> bool:
+        """Whether ranks share tiles. Then :meth:`renew` is a collective."""
+        return self.parts.cut_tiles > 0
+
+    def renew(self, shard: KeptShard, group: dist.ProcessGroup) -> None:
+        """Quantize the master shard. ``group``: the ranks that hold the other shards.
 
         Raises:
             NonFiniteWeights: on an accelerator, if the codes before held Inf or NaN. All ranks raise it.
@@ -90,12 +99,25 @@ class CodeWire:
         if self._part is None or self._part.device != shard.flat.device:
             with torch.inference_mode(False):
                 self._part = torch.zeros(self.parts.part_bytes, dtype=torch.uint8, device=shard.flat.device)
-        for name, form in self.parts.forms.items():
-            piece = self.parts.piece(name, self._rank)
-            if piece is not None:
-                scales = self._part[piece.scales].view(form.scale_dtype)
-                fp8.quantize_range(shard.tensor(name), piece.regions, form, self._part[piece.codes], scales)
+        held = {name: piece for name in self.parts.forms if (piece := self.parts.piece(name, self._rank)) is not None}
+        largest = self._largest_in_cut_tiles(shard, held, group) if self.cuts_tiles else None
+        for name, piece in held.items():
+            form = self.parts.forms[name]
+            known = {element: largest[places] for element, places in piece.cut.items()} if largest is not None else None
+            scales = self._part[piece.scales].view(form.scale_dtype)
+            fp8.quantize_range(shard.tensor(name), piece.regions, form, self._part[piece.codes], scales, known)
         self._checked = False
+
+    def _largest_in_cut_tiles(self, shard: KeptShard, held: Mapping[str, CodePiece], group: dist.ProcessGroup) -> torch.Tensor:
+        """Return the FP32 largest magnitudes of all tiles that shard boundaries cut, on all ranks the same."""
+        largest = torch.zeros(self.parts.cut_tiles, dtype=torch.float32, device=shard.flat.device)
+        for name, piece in held.items():
+            for region in piece.regions:
+                if region.element in piece.cut:
+                    largest[piece.cut[region.element]] = fp8.largest_in_part(shard.tensor(name), region)
+        with wait_notes.counted("all_reduce"):  # as integers, magnitudes have the same order, and NaN is the largest
+            dist.all_reduce(largest.view(torch.int32), dist.ReduceOp.MAX, group)
+        return largest
 
     def write(self, part: torch.Tensor, *, non_blocking: bool) -> None:
         """Copy this rank's codes and scales to ``part``, its place in the parts of all ranks."""
@@ -110,10 +132,7 @@ class CodeWire:
         """
         layout = self.parts.layout
         rows = parts.view(layout.num_shards, self.parts.part_bytes)
-        scales = {
-            name: torch.cat([rows[rank, span] for rank, span in self.parts.scale_spans[name].items()]).view(form.scale_dtype)
-            for name, form in self.parts.forms.items()
-        }
+        scales = {name: self.parts.scales_of(name, rows) for name in self.parts.forms}
         if not self._checked:
             bad = torch.stack([fp8.bad_scales(one).sum() for one in scales.values()])
             self._bad = bad.to("cpu", non_blocking=True), current_event(flat.device)

@@ -257,7 +257,7 @@ def _group(group: ParameterGroup) -> GroupReport:
         optimal=layout.optimal,
         fingerprint=layout.fingerprint,
         parameters=parameters,
-        notes=layout.notes,
+        notes=tuple(dict.fromkeys((*layout.notes, *(parts.notes if parts is not None else ())))),
     )
 
 
