@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import tempfile
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from vescale_ray.controller.driver import doctor, preflight
 from vescale_ray.controller.protocol import RunRefused
 from vescale_ray.errors import BadInput
 
+ROOT = Path(__file__).resolve().parents[2]
 SESSION = "session_2026-11-26_16-33-59_356303_41018"
 PACKAGE = f"ray/{SESSION}/runtime_resources/working_dir_files/_ray_pkg_029f88d5ecc55e1e4d64fc6e388fd103"
 
@@ -58,6 +60,22 @@ def files(folder: Path) -> set[Path]:
 def test_paths_into_ray_packages_and_sessions_are_recognised(path, what):
     reason = lasting.goes_with(path)
     assert (what is None) == (reason is None) and (what or "") in (reason or "")
+
+
+def test_samples_for_a_cluster_have_absolute_folders():
+    """They can be submitted as they are. The README and the pages that submit a job show these samples or absolute folders."""
+    samples = {path.name: load_config(path) for path in sorted((ROOT / "vescale_ray" / "configs").glob("*.yaml"))}
+    assert len(samples) > 5 and samples.pop("demo.yaml").ray.address == "local"
+    for name, config in samples.items():
+        given = yaml.safe_load((ROOT / "vescale_ray" / "configs" / name).read_text())
+        for folder in (given["run"]["dir"], given.get("checkpoint", {}).get("dir")):
+            assert folder is None or "://" in folder or Path(folder).is_absolute(), name
+        assert lasting.goes_with(config.run_folder) is None
+    pages = [page for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")) if "ray job submit" in page.read_text()]
+    assert len(pages) > 2
+    for page in pages:
+        for folder in re.findall(r"\bdir: *([^\s,}]+)", page.read_text()):
+            assert "://" in folder or Path(folder).is_absolute(), (page.name, folder)
 
 
 def test_symlink_into_a_ray_session_is_resolved(tmp_path):

@@ -1,0 +1,194 @@
+"""Refusals of single parameters, hooks and groups that come late, in the first forward or backward. Each remedy is followed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils import parametrize
+
+from tests.fsdp.test_fsdp_hooked import Plain, bare
+from tests.fsdp.towers import filled
+from tests.fsdp.transformer import full
+from tests.ranks import on_threads
+from vescale_ray import RaggedShard, fully_shard
+from vescale_ray.fsdp import stand_in_for_torch
+
+
+def layers(width: int = 8) -> Any:
+    return filled(nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)), 1, 0.3)
+
+
+def sharded(model: Any, **options: Any) -> Any:
+    fully_shard(model[0], **options)
+    return fully_shard(model, **options)
+
+
+def trains_as(ours: Any, alone: Any, x: torch.Tensor) -> None:
+    """Compare the gradients of two steps, by name, since a parametrization moves its parameter to the end."""
+    for _ in range(2):
+        for model in (ours, alone):
+            model.zero_grad()
+            model(x).square().mean().backward()
+        expected = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+        found = {name: full(p.grad) for name, p in ours.named_parameters() if p.grad is not None}
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@on_threads(2)
+def test_nested_parameter_may_be_ignored(rank: int, world: int, layout: torch.layout) -> None:
+    def model() -> Any:
+        made = layers()
+        made.table = nn.Parameter(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout), requires_grad=False)
+        return made
+
+    ours = model()
+    with pytest.raises(ValueError, match=r"'table' is a nested tensor.* leave it to every rank with ignored_params="):
+        fully_shard(ours)
+    trains_as(fully_shard(ours, ignored_params={ours.table}), model(), torch.ones(2, 8))
+
+
+@on_threads(2)
+def test_embedding_with_sparse_gradients_trains_with_dense_ones(rank: int, world: int) -> None:
+    def model(sparse: bool) -> Any:
+        return filled(nn.Sequential(nn.Embedding(6, 8, sparse=sparse), nn.Linear(8, 8)), 1, 0.3)
+
+    wrong = sharded(model(True))
+    with pytest.raises(RuntimeError, match=r"'0\.weight' has a sparse gradient: build the embedding with sparse=False"):
+        wrong(torch.arange(4)).sum().backward()
+    trains_as(sharded(model(False)), model(False), torch.arange(4))
+
+
+class Added(nn.Module):
+    def __init__(self, change: torch.Tensor) -> None:
+        super().__init__()
+        self.change = [change]
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self.change[0]
+
+
+class Adapted(nn.Module):
+    """A module that changes the weight of its base for each forward, as peft does for ``LoraConfig(target_parameters=..)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = filled(nn.Linear(8, 8), 1, 0.3)
+        self.base.weight.requires_grad_(False)
+        self.change = nn.Parameter(torch.full((8, 8), 0.01))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parametrize.register_parametrization(self.base, "weight", Added(self.change))
+        try:
+            out: torch.Tensor = self.base(x)
+            return out
+        finally:
+            parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+
+
+@on_threads(2)
+def test_weight_parametrized_in_each_forward_may_be_ignored(rank: int, world: int) -> None:
+    def model() -> Any:
+        return nn.Sequential(Adapted(), filled(nn.Linear(8, 8), 2, 0.3))
+
+    with pytest.raises(RuntimeError, match=r"written in place.*: 0\.base\.weight\. .* leave them to every rank with ignored_params"):
+        sharded(model())(torch.ones(2, 8)).sum().backward()
+    ours = model()
+    trains_as(sharded(ours, ignored_params={ours[0].base.weight}), model(), torch.ones(2, 8))
+
+
+class OtherArguments(Plain):
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any) -> Any:  # type: ignore[override]
+        return (self.data_inside,), None
+
+
+class OtherRows(Plain):
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
+        return (self.data_inside.new_zeros(1, 9),), None
+
+
+REFUSED_HOOKS = [
+    (OtherArguments, "fsdp_pre_all_gather of OtherArguments takes 2 arguments: it must take"),
+    (OtherRows, "'0.weight' of shape .* is cut unevenly: fsdp_pre_all_gather must return tensors of this rank's [45] rows"),
+]
+
+
+@pytest.mark.parametrize(("kind", "words"), REFUSED_HOOKS)
+@on_threads(2)
+def test_a_gather_hook_that_can_not_be_used_is_named(rank: int, world: int, kind: type[Plain], words: str) -> None:
+    alone, x = layers(9), torch.ones(2, 9)
+    for one in (kind, Plain):  # the remedy: the hook takes the mesh, and returns this rank's rows
+        ours = copy.deepcopy(alone)
+        ours[0].weight = nn.Parameter(one(ours[0].weight.detach().clone()))
+        sharded(ours)
+        if one is kind:
+            with pytest.raises(ValueError, match=words):
+                ours(x)
+    ours(x).square().mean().backward()
+    alone(x).square().mean().backward()
+    own = slice(0, 5) if rank == 0 else slice(5, 9)
+    torch.testing.assert_close(bare(ours[0].weight.grad), alone[0].weight.grad[own])
+
+
+@pytest.mark.parametrize("change", [lambda layer: layer.double(), lambda layer: layer.requires_grad_(False)], ids=["dtype", "frozen"])
+@on_threads(2)
+def test_all_reduce_hook_needs_a_unit_of_one_group(rank: int, world: int, change: Callable[[nn.Module], object]) -> None:
+    def model() -> Any:
+        made = layers()
+        change(made[1])
+        made[0].register_forward_hook(lambda module, args, out: out.to(made[1].bias.dtype))
+        return made
+
+    with pytest.raises(ValueError, match=r"has 2 groups .*Apply fully_shard to modules of one dtype and one requires_grad each"):
+        fully_shard(model()).set_all_reduce_hook(lambda grad: None)
+    ours, called = model(), list[int]()
+    fully_shard(ours[1])
+    fully_shard(ours).set_all_reduce_hook(lambda grad: called.append(grad.numel()))
+    trains_as(ours, model(), torch.ones(2, 8))
+    assert len(called) == 2
+
+
+@on_threads(4)
+def test_all_reduce_hook_of_replicas_takes_no_stream(rank: int, world: int) -> None:
+    ours, alone = layers(), layers()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(ours, mesh=mesh)
+    with pytest.raises(ValueError, match="stream cannot be set when using native HSDP: leave it out"):
+        ours.set_all_reduce_hook(lambda grad: None, stream=object())
+    ours.set_all_reduce_hook(lambda grad: grad.mul_(2))
+    for model in (ours, alone):
+        model(torch.ones(2, 8)).sum().backward()
+    for p, q in zip(ours.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(full(p.grad), q.grad * 2)
+
+
+@on_threads(2)
+def test_from_local_of_ragged_parts_takes_no_gradient_placements(rank: int, world: int) -> None:
+    mesh, home = init_device_mesh("cpu", (world,)), [RaggedShard((0,), (1, 2))]
+    part = torch.arange(12.0).view(6, 2)[(0, 2)[rank] : (2, 6)[rank]]
+    with stand_in_for_torch():
+        with pytest.raises(ValueError, match="takes no grad_placements: leave it out"):
+            DTensor.from_local(part, mesh, home, grad_placements=[Shard(0)])
+        assert torch.equal(DTensor.from_local(part, mesh, home).full_tensor(), torch.arange(12.0).view(6, 2))
+
+
+@on_threads(2)
+def test_parameter_of_another_shape_is_refused(rank: int, world: int) -> None:
+    """The sentences of torch and of the ragged tensor name both shapes. The model still trains."""
+    ours, alone = sharded(layers()), layers()
+    with pytest.raises(
+        ValueError, match=r"can't set \.data of a ragged tensor of shape \(8, 8\) .* of shape \(3, 8\): give a DTensor of its"
+    ):
+        ours[0].weight.data = torch.zeros(3, 8)
+    for assign in (True, False):
+        with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
+            ours.load_state_dict({**ours.state_dict(), "0.weight": torch.zeros(3, 8)}, assign=assign)
+    ours[0].weight.data = ours[0].weight.data * 1.0
+    trains_as(ours, alone, torch.ones(2, 8))
