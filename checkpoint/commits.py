@@ -364,17 +364,18 @@ def _check_cover(name: str, kind: str, pieces: list[tuple[int, int, int, int]], 
     """Check that every element is written exactly once. Otherwise a load would keep old values, or pick one of two."""
     edges = sorted(pieces)
     what = f"{kind!r} of tensor {name!r}"
+    remedy = "" if kind == "param" else "; let all ranks take the same optimizer steps, so that they have states of the same parameters"
     position = 0
     for start, end, rank, _ in edges:
         if start > position:
-            raise CommitRefused(f"{what}: no rank wrote elements [{position}, {start})")
+            raise CommitRefused(f"{what}: no rank wrote elements [{position}, {start}){remedy}")
         if start < position:
             other = next(r for (_, e, r, _), (s, *_rest) in pairwise(edges) if e > s)
             raise CommitRefused(f"{what}: elements from {start} on were written twice, by ranks {other} and {rank}")
         position = end
     if position < numel:
-        # Each rank left it to another: a plain tensor is assumed to be on all ranks, so that only one writes it.
-        remedy = "" if position else f"; a plain tensor must exist on every rank that saves, with equal values ({STAGES})"
+        if kind == "param" and not position:  # each rank left it to another: one rank writes a plain tensor, which all should have
+            remedy = f"; a plain tensor must exist on every rank that saves, with equal values ({STAGES})"
         raise CommitRefused(f"{what}: no rank wrote elements [{position}, {numel}){remedy}")
 
 

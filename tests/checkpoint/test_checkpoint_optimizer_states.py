@@ -186,3 +186,26 @@ def test_training_follows_a_load_in_inference_mode(rank: int, world: int) -> Non
             assert torch.equal(p.to_local(), q.to_local())
     dist.barrier()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.parametrize("without", [0, 1])
+@on_threads(2)
+def test_states_that_one_rank_lacks_are_refused_with_a_remedy(rank: int, world: int, without: int, tmp_path: Path) -> None:
+    """A gradient that a rank drops leaves it without the states of its part."""
+    model = fully_shard(nn.Linear(8, 8, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for drops in (True, False):
+        model(torch.ones(2, 8)).sum().backward()
+        if drops and rank == without:
+            model.weight.grad = None
+        optimizer.step()
+        if drops:
+            with pytest.raises(
+                (ckpt.CommitRefused, ckpt.SaveFailed), match="no rank wrote elements .*let all ranks take the same optimizer st"
+            ):
+                ckpt.save({"model": model, "optimizer": optimizer}, tmp_path, 1)
+            optimizer.state.clear()  # the remedy
+    ckpt.save({"model": model, "optimizer": optimizer}, tmp_path, 2)
+    fresh = torch.optim.AdamW(model.parameters())
+    ckpt.load({"model": model, "optimizer": fresh}, tmp_path)
+    assert torch.equal(fresh.state[model.weight]["exp_avg"].to_local(), optimizer.state[model.weight]["exp_avg"].to_local())
