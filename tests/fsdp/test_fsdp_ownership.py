@@ -418,3 +418,9 @@ def test_hook_that_is_never_called_causes_a_warning(rank: int, world: int) -> No
     with pytest.warns(UserWarning, match=r"'layers.1.weight' has a hook of register_hook\(\)"):
         ours(batch()).sum().backward()
     assert called == ["after True"]
+    # Between forward and backward, head.weight is the gathered parameter, and its hook sees what this rank alone adds.
+    loss = ours(batch()).sum()
+    ours.head.weight.register_hook(lambda grad: called.append("gathered"))
+    with pytest.warns(UserWarning, match=r"'head.weight' has a hook of register_hook\(\), which got this rank's own gradient"):
+        loss.backward()
+    assert called[1:] == ["gathered", "after True"]

@@ -155,13 +155,16 @@ class Delivery:
         return out
 
     def call_hooks(self, used: Sequence[int]) -> None:
-        """Call the user's post-accumulate-grad hooks of the sharded parameters; warn about hooks on tensors, which can't be called."""
+        """Call the user's post-accumulate-grad hooks of the sharded parameters; warn about hooks on tensors, which lack this gradient."""
         for index in used:
-            sharded = self.params[index].sharded
-            if sharded._backward_hooks:
+            param = self.params[index]
+            sharded, gathered = param.sharded, param.unsharded
+            local = gathered is not None and bool(gathered._backward_hooks)
+            if sharded._backward_hooks or local:
+                what = "which got this rank's own gradient, since it was gathered" if local else "which sharded parameters do not call"
                 warnings.warn(
-                    f"parameter {self.params[index].fqn!r} has a hook of register_hook(), which sharded parameters do not call: use "
-                    f"register_post_accumulate_grad_hook(), which gets the parameter with its gradient",
+                    f"parameter {param.fqn!r} has a hook of register_hook(), {what}: use register_post_accumulate_grad_hook() on the "
+                    f"sharded parameter, whose hooks get it with its gradient",
                     UserWarning,
                     stacklevel=2,
                 )
