@@ -518,3 +518,19 @@ def test_pending_reductions_join_those_of_torchs_own(rank: int, world: int) -> N
             assert torch.allclose(whole(written), expected.prod())
     total = torch.nn.utils.get_total_norm([theirs, ours])
     assert torch.allclose(whole(total), torch.cat([full, full * 2]).norm())
+
+
+@on_threads(2)
+def test_numbers_of_ragged_tensors_may_be_joined_in_a_list(rank: int, world: int) -> None:
+    full = torch.arange(12.0).reshape(4, 3) - 3
+    mesh = init_device_mesh("cpu", (world,))
+    x: Any = distribute_tensor(full, mesh, [RaggedShard((0,), (3, 1))]).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for read in (
+            lambda t: [t.norm(), t.sum(), t[3, 2]],  # an element is a gathered view
+            lambda t: [t.detach().argmax(), t.count_nonzero()],
+            lambda t: [(t > 7).any(), (t > 9).any(), t.isnan().any()],
+        ):
+            assert torch.equal(torch.tensor(read(x)), torch.tensor(read(full)))
+    assert torch.equal(torch.ones(1).new_tensor([x.max()]), full.max()[None])

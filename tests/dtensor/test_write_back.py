@@ -78,12 +78,28 @@ def test_a_view_shows_writes_through_its_siblings_but_no_others(rank, world):
 def test_writes_that_differ_by_rank_or_lose_a_gradient_raise(rank, world):
     x = ragged(values())
     trained = ragged(values()).requires_grad_() * 1.0
-    for write in (lambda: x[3].normal_(), lambda: x.t().bernoulli_(0.5), lambda: trained[3].zero_()):
+    for write in (lambda: x[3].normal_(), lambda: x.t().bernoulli_(0.5)):
         with pytest.raises(RuntimeError, match="a gathered copy, not a view"):
             write()
+    with pytest.raises(RuntimeError, match=r"the gradient of a write would be lost: write to its full_tensor\(\).* or .*no_grad\(\)"):
+        trained[3].zero_()
     with pytest.raises(ValueError, match="a plain tensor of shape .* meets a gathered copy"):
         x[3].add_(torch.ones(5))
     assert torch.equal(full(x), values())
+
+
+@on_threads(3)
+def test_remedies_for_writes_that_need_a_gradient_work(rank: int, world: int) -> None:
+    w, plain = ragged(values()).requires_grad_(), values().requires_grad_()
+    whole, expected = (w * 2.0).full_tensor(), plain * 2.0
+    for product in (whole, expected):
+        product[3] = 0
+        product.square().sum().backward()
+    assert torch.equal(full(w.grad), plain.grad)
+    with torch.no_grad():
+        w[3] = 0
+        plain[3] = 0
+    assert torch.equal(full(w), plain)
 
 
 @on_threads(2)

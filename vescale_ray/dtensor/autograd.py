@@ -5,6 +5,7 @@ Every backward uses the same functions, so that the graph of ``create_graph=True
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
@@ -13,7 +14,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from vescale_ray.compat.core import run_as_is
+from vescale_ray.compat.core import (
+    DispatchKey,
+    ForceDispatchKeyGuard,
+    dispatch_tls_local_exclude_set,
+    dispatch_tls_local_include_set,
+    run_as_is,
+)
 from vescale_ray.compat.tensor import DTensorSpec
 from vescale_ray.dtensor.redistribution import move, plain_spec, start
 from vescale_ray.dtensor.spec import make_spec, ragged_mesh_dim, replicated, settled_placements, wrap
@@ -173,6 +180,31 @@ class RaggedAwareDTensor(DTensor):
         """The numbers of the whole tensor, by one collective, as ``item()`` gives one."""
         return whole_of(cast(DTensor, self.detach())).tolist()
 
+    def __float__(self) -> float:
+        return float(self._number()) if _skips_dispatch() else super().__float__()
+
+    def __index__(self) -> int:
+        return int(self._number()) if _skips_dispatch() else super().__index__()
+
+    def __bool__(self) -> bool:
+        return bool(self._number()) if _skips_dispatch() else super().__bool__()
+
+    def _number(self) -> Tensor:
+        excluded = dispatch_tls_local_exclude_set()
+        for key in (DispatchKey.Python, DispatchKey.PythonTLSSnapshot):
+            excluded = excluded.remove(key)
+        with ForceDispatchKeyGuard(dispatch_tls_local_include_set(), excluded), torch.no_grad():
+            return self.full_tensor()
+
+    def _stable_hash_for_caching(self) -> str:
+        """The key of ``torch.compile``'s code cache, which all processes of the machine share on disk.
+
+        Torch's key is the same on all ranks. Code for one rank's part would read beyond the end of another's, so this key adds the local
+        shape and the rank's coordinate."""
+        local, here, base = self._local_tensor, self.device_mesh.get_coordinate(), super()._stable_hash_for_caching()
+        text = f"{type(self).__name__} {base} {tuple(local.shape)} {local.stride()} {local.dtype} {here}"
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
     @run_as_is
     def redistribute(
         self,
@@ -199,3 +231,8 @@ class RaggedAwareDTensor(DTensor):
         if placements is None:
             raise ValueError("redistribute needs placements")
         return redistributed(self, placements, async_op, forward_dtype, backward_dtype)
+
+
+def _skips_dispatch() -> bool:
+    """Whether torch reads a number without ``__torch_dispatch__``, as ``torch.tensor([norm, ..])`` does. It would find no memory."""
+    return bool(dispatch_tls_local_exclude_set().has(DispatchKey.Python))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard, cast
 
@@ -55,11 +54,18 @@ class GatheredView(RaggedAwareDTensor):
     @staticmethod
     def refuse_writes(func: Any, targets: Any) -> None:
         """Raise if a gathered copy is among ``targets`` or their items."""
-        if any(isinstance(target, GatheredView) for target in tensors_in(targets)):
+        view = next((target for target in tensors_in(targets) if isinstance(target, GatheredView)), None)
+        if view is None:
+            return
+        what = f"{func}: this tensor is a gathered copy, not a view, of a RaggedDTensor"
+        if torch.is_grad_enabled() and any(source.tensor.requires_grad for source in view._sources):
             raise RuntimeError(
-                f"{func}: this tensor is a gathered copy, not a view, of a RaggedDTensor: writing to it would not reach "
-                "that tensor; write to its to_local(), or build the whole tensor and use copy_()"
+                f"{what} that requires grad, and the gradient of a write would be lost: write to its full_tensor() and compute with "
+                "that, or write under torch.no_grad()"
             )
+        raise RuntimeError(
+            f"{what}: writing to it would not reach that tensor; write to its to_local(), or build the whole tensor and use copy_()"
+        )
 
     def check(self, func: Any) -> None:
         """Raise if a source was written since the copy was gathered."""
@@ -107,16 +113,6 @@ class GatheredView(RaggedAwareDTensor):
 TENSOR_DATA = cast(Any, torch.Tensor.__dict__.get("data") or TensorBase.__dict__["data"])
 
 
-def stable_hash_on_this_rank(tensor: DTensor, base: str) -> str:
-    """The key of ``torch.compile``'s code cache, which all processes of the machine share on disk.
-
-    Torch's key ``base`` is the same on all ranks. Code for one rank's part would read beyond the end of another's, so this key adds the
-    local shape and the rank's coordinate."""
-    local, here = tensor._local_tensor, tensor.device_mesh.get_coordinate()
-    text = f"{type(tensor).__name__} {base} {tuple(local.shape)} {local.stride()} {local.dtype} {here}"
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
 class DerivedDTensor(RaggedAwareDTensor):
     """The result of an operation on ragged tensors that is not ragged itself, and of operations on such results.
 
@@ -141,9 +137,6 @@ class DerivedDTensor(RaggedAwareDTensor):
             raise ValueError(f"can't set .data of {self!r} to a {type(value).__name__} of shape {tuple(value.shape)}")
         TENSOR_DATA.__set__(self, value)
         self._local_tensor, self._spec = value._local_tensor, value._spec
-
-    def _stable_hash_for_caching(self) -> str:
-        return stable_hash_on_this_rank(self, super()._stable_hash_for_caching())
 
     def __repr__(self) -> str:  # type: ignore[override]
         shown = f"this rank's contribution={self._local_tensor}" if _is_pending(self) else f"local_tensor={self._local_tensor}"

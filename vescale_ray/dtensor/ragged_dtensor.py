@@ -26,7 +26,7 @@ from torch.distributed.tensor import distribute_tensor as _torch_distribute_tens
 from vescale_ray.compat.core import global_optimizer_pre_hooks, optim_foreach_types, run_as_is, util_foreach_types
 from vescale_ray.compat.tensor import DTensorSpec, NormPartial
 from vescale_ray.dtensor.autograd import Classes, FromLocal, RaggedAwareDTensor, redistributed
-from vescale_ray.dtensor.derived import TENSOR_DATA, formatted, stable_hash_on_this_rank, unpickled_derived
+from vescale_ray.dtensor.derived import TENSOR_DATA, formatted, unpickled_derived
 from vescale_ray.dtensor.operations.ops import RaggedFallbackWarning, dispatch, wrap
 from vescale_ray.dtensor.placement import RaggedShard
 from vescale_ray.dtensor.spec import make_spec, ragged_mesh_dim, sharding_of
@@ -182,9 +182,6 @@ class RaggedDTensor(RaggedAwareDTensor):
         placements, meta, _, requires_grad = flatten_spec
         spec = make_spec(inner_tensors["device_mesh"], placements, outer_size, meta.dtype)
         return wrap(RaggedDTensor, inner_tensors["_local_tensor"], spec, requires_grad)
-
-    def _stable_hash_for_caching(self) -> str:
-        return stable_hash_on_this_rank(self, super()._stable_hash_for_caching())
 
     # -- torch.distributed.checkpoint: the part as boxes ---------------------------------------------------------------
 
