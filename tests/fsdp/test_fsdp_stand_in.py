@@ -5,6 +5,7 @@ It shards, loads whole state dicts, trains and saves as with torch's.
 
 from __future__ import annotations
 
+import copy
 import sys
 import types
 from typing import Any
@@ -21,8 +22,10 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -30,6 +33,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import vescale_ray
+from tests.fsdp.towers import Tower, filled, shard_tower
 from tests.ranks import on_processes
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.fsdp import FSDPModule, stand_in_for_torch
@@ -215,3 +219,46 @@ def test_torchs_local_shape_and_offset_are_those_of_ragged_rows(rank: int, world
         with pytest.raises(ValueError, match=r"is no box: use local_boxes\(\) .*, or stand_in_for_torch\(plain_shards=True\)"):
             _utils.compute_local_shape_and_global_offset((2, 5), mesh, inner)
         assert _utils.compute_local_shape_and_global_offset((6, 4), mesh, [torch_tensor.Shard(0)]) == ((2, 4), (2 * rank, 0))
+
+
+@on_processes(2)
+def test_torchs_setters_load_the_states_of_rank_0(rank: int, world: int) -> None:
+    """Torch cuts whole tensors by placements, and knows no ragged ones: some ranks raised, and the others waited."""
+    replicas = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+    for mesh in (None, replicas):
+        trained, loaded = (filled(Tower(layers=3, width=6), seed) for seed in (1, 2))
+        shard_tower(loaded, vescale_ray.fully_shard, mesh=mesh)
+        first, second = (torch.optim.AdamW(model.parameters(), lr=0.1) for model in (trained, loaded))
+        for _ in range(2):
+            trained(torch.ones(2, 6)).square().sum().backward()
+            first.step()
+        parameters, states = copy.deepcopy(get_state_dict(trained, first))  # torch loads a state's counter without a copy
+        set_state_dict(loaded, second, model_state_dict=parameters, optim_state_dict=states, options=FROM_RANK_0)
+        for model, optimizer in ((trained, first), (loaded, second)):
+            optimizer.zero_grad()
+            model(torch.ones(2, 6)).square().sum().backward()
+            optimizer.step()
+        for name, param in loaded.named_parameters():
+            torch.testing.assert_close(param.full_tensor(), trained.get_parameter(name), msg=name)
+
+
+@on_processes(2)
+def test_tensors_that_torch_makes_with_ragged_placements(rank: int, world: int) -> None:
+    """Torch gives each rank the whole tensor; with a tensor that one rank holds, only the other rank noticed, and the first waited."""
+    mesh, rows = init_device_mesh("cpu", (world,)), [vescale_ray.RaggedShard((0,), (1, 0))]
+    full = torch.arange(8.0).reshape(4, 2)
+    x: Any = vescale_ray.distribute_tensor(full, mesh, rows)
+    theirs: Any = torch_tensor.zeros(4, 2, device_mesh=mesh, placements=rows)
+    meetings = [lambda: x + theirs, lambda: theirs.add_(x), lambda: x.copy_(theirs), lambda: torch._foreach_lerp_([theirs], [x], 0.5)]
+    for meeting in meetings:
+        with pytest.raises(ValueError, match=r"torch's class, which ignores a RaggedShard: make it .* torch\.zeros_like\(parameter\)"):
+            meeting()
+    with pytest.raises(RuntimeError, match=r"use distribute_tensor or state_dict of vescale_ray, or call stand_in_for_torch\(\) first"):
+        torch_tensor.distribute_tensor(full, mesh, rows)
+    assert torch.equal(torch.zeros_like(x).add_(x).full_tensor(), full)  # the remedy
+    with stand_in_for_torch():
+        for make in (torch_tensor.zeros, torch_tensor.ones, torch_tensor.empty):
+            made: Any = make(4, 2, device_mesh=mesh, placements=rows, requires_grad=True)
+            assert type(made) is RaggedDTensor and made.requires_grad and made.to_local().shape == x.to_local().shape, make
+        total = x + torch_tensor.full((4, 2), 3.0, device_mesh=mesh, placements=rows)
+        assert torch.equal(total.full_tensor(), full + 3) and type(torch_tensor.zeros(2, device_mesh=mesh)) is DTensor

@@ -11,9 +11,6 @@ with private_names():
     # The registry in which composable functions store a module's state and find that of others.
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
-    # Cuts full tensors for set_model_state_dict and set_optimizer_state_dict; the stand-in replaces it.
-    from torch.distributed._state_dict_utils import _distribute_tensors as distribute_tensors
-
     # Types of fully_shard's arguments and of custom communications.
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, DataParallelMeshDims, ReduceScatter
 

@@ -7,6 +7,12 @@ from torch.distributed.tensor import DTensor
 from vescale_ray.compat import need, private_names
 
 with private_names():
+    # Cuts full tensors for set_model_state_dict and set_optimizer_state_dict.
+    from torch.distributed._state_dict_utils import _distribute_tensors as distribute_tensors
+
+    # Makes the results of torch.distributed.tensor.zeros, ones, ..; the stand-in replaces it.
+    from torch.distributed.tensor._api import _dtensor_init_helper as init_tensor
+
     # A DTensor's mesh, placements and shape: made once and shared by all operations on equal tensors.
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 

@@ -132,13 +132,13 @@ class RaggedShard(Placement):
     def validate(self, shape: Sequence[int], mesh_size: int) -> None:
         """Raise ValueError if the placement does not fit a tensor of ``shape`` on a mesh dimension of ``mesh_size`` ranks."""
         if len(self.local_units) != mesh_size:
-            raise ValueError(f"{self} has units for {len(self.local_units)} ranks, but the mesh dimension has {mesh_size}")
+            raise ValueError(f"{self!s} has units for {len(self.local_units)} ranks, but the mesh dimension has {mesh_size}")
         if len(self.dims) > len(shape):
-            raise ValueError(f"{self} merges {len(self.dims)} dims, but shape {tuple(shape)} has only {len(shape)}")
+            raise ValueError(f"{self!s} merges {len(self.dims)} dims, but shape {tuple(shape)} has only {len(shape)}")
         units, parts = self.units_of(shape), sum(self.local_units)
         if units % parts:
             raise ValueError(
-                f"{self} shares {parts} equal parts, but shape {tuple(shape)} has {units} units over dims {self.dims}, "
+                f"{self!s} shares {parts} equal parts, but shape {tuple(shape)} has {units} units over dims {self.dims}, "
                 f"which is not a multiple of {parts}; give units that add up to a divisor of {units}, or more dims"
             )
 
@@ -173,6 +173,10 @@ class RaggedShard(Placement):
     def __str__(self) -> str:
         return f"RS({self.dims}, {self.local_units})" if len(self.local_units) <= 8 else f"RS({self.dims}, {len(self.local_units)} ranks)"
 
+    def __format__(self, spec: str) -> str:
+        """The text for errors of torch's functions, which can't use the placement, with the remedy."""
+        return f"{self!s} (a RaggedShard: use distribute_tensor or state_dict of vescale_ray, or call stand_in_for_torch() first)"
+
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
         return repr(self), {"RaggedShard": RaggedShard}
 
@@ -195,12 +199,13 @@ class RaggedShard(Placement):
     def dim(self) -> NoReturn:
         """Raise RuntimeError: there is no single sharded dimension. An AttributeError would be hidden by ``getattr(p, "dim", None)``."""
         raise RuntimeError(
-            f"{self} has no single dim. Code that reads placement.dim needs Shard placements: call stand_in_for_torch(plain_shards=True), "
-            f"or give fully_shard the argument shard_placement_fn=lambda param: Shard(0). {_ON_BASE_DTENSOR}"
+            f"{self!s} has no single dim. Code that reads placement.dim needs Shard placements: call "
+            f"stand_in_for_torch(plain_shards=True), or give fully_shard the argument shard_placement_fn=lambda param: Shard(0). "
+            f"{_ON_BASE_DTENSOR}"
         )
 
     def _loud(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError(f"can't use {self} here. {_ON_BASE_DTENSOR}")
+        raise RuntimeError(f"can't use {self!s} here. {_ON_BASE_DTENSOR}")
 
     # torch.distributed.tensor cuts, joins and reduces a Shard by these names.
     _split_tensor = _shard_tensor = _select_split_tensor = _loud

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from vescale_ray.dtensor.operations.arguments import each, each_argument
 from vescale_ray.dtensor.operations.schema import written
 from vescale_ray.dtensor.redistribution import move
-from vescale_ray.dtensor.spec import LocalSharding, settled_placements, sharding_of, wrap
+from vescale_ray.dtensor.spec import LocalSharding, ragged_mesh_dim, settled_placements, sharding_of, wrap
 
 # Operations on one tensor that commute with every reduction.
 _SAME = frozenset(
@@ -35,15 +35,21 @@ _ADD = frozenset("add add_ sub sub_ _foreach_add _foreach_add_ _foreach_sub _for
 
 
 def any_pending(cls: type[DTensor], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an argument, or an item of a list, is a ragged tensor with a reduction pending."""
+    """Whether an argument, or an item of a list, is a ragged tensor with a reduction pending.
+
+    Raises:
+        ValueError: one is torch's DTensor with a ragged placement, which does not hold this rank's part.
+    """
     for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, cls):
-            if sharding_of(value._spec).pending:
-                return True
-        elif isinstance(value, list | tuple):
-            for item in value:
-                if isinstance(item, cls) and sharding_of(item._spec).pending:
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, cls):
+                if sharding_of(item._spec).pending:
                     return True
+            elif type(item) is DTensor and ragged_mesh_dim(item.placements) is not None:
+                raise ValueError(
+                    f"a DTensor of shape {tuple(item.shape)} with placements {list(item.placements)} is of torch's class, which ignores a "
+                    f"RaggedShard: make it from a ragged tensor, as torch.zeros_like(parameter), or by vescale_ray.distribute_tensor"
+                )
     return False
 
 

@@ -8,8 +8,8 @@
 ``import vescale_ray`` leaves torch as it is. Only this call changes torch, until it is undone:
 
 - ``fully_shard``, ``register_fsdp_forward_method`` and ``share_comm_ctx`` become those of vescale_ray;
-- ``distribute_tensor``, ``DTensor.from_local`` and ``DTensor.redistribute`` also accept ragged placements, as in
-  ``distribute_tensor(full, param.device_mesh, param.placements)``;
+- ``distribute_tensor``, ``DTensor.from_local``, ``DTensor.redistribute`` and ``torch.distributed.tensor.zeros`` (``ones``, ``full``, ..)
+  also accept ragged placements, as in ``distribute_tensor(full, param.device_mesh, param.placements)``;
 - ``compute_local_shape_and_global_offset`` tells where a rank's rows lie;
 - ``set_model_state_dict`` and ``set_optimizer_state_dict`` of ``torch.distributed.checkpoint`` load full state dicts into ragged tensors:
   each rank takes its part.
@@ -35,8 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from vescale_ray.compat.fsdp import distribute_tensors
-from vescale_ray.compat.tensor import compute_local_shape_and_global_offset
+from vescale_ray.compat.tensor import compute_local_shape_and_global_offset, distribute_tensors, init_tensor
 from vescale_ray.dtensor.placement import RaggedShard
 from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, redistribute
 from vescale_ray.dtensor.spec import layout_of, ragged_mesh_dim
@@ -90,6 +89,7 @@ def stand_in_for_torch(*, plain_shards: bool = False) -> StandIn:
     stand_in._replace(torch.distributed.tensor.distribute_tensor, distribute_tensor)
     stand_in._replace_method("from_local", _OUR_FROM_LOCAL)
     stand_in._replace_method("redistribute", _redistribute)
+    stand_in._replace(init_tensor, _init_tensor)
     stand_in._replace(distribute_tensors, _distribute_tensors)
     stand_in._replace(compute_local_shape_and_global_offset, _local_shape_and_global_offset)
     return stand_in
@@ -125,6 +125,17 @@ def _from_local(
     mesh = _torchs_from_local(torch.empty(0)).device_mesh if device_mesh is None else device_mesh
     shape = _whole_shape(local_tensor, mesh, placements) if shape is None else shape
     return RaggedDTensor.from_local(local_tensor, mesh, placements, shape=shape, stride=stride, run_check=run_check)
+
+
+@functools.wraps(init_tensor)
+def _init_tensor(
+    init_op: Any, size: torch.Size, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **how: Any
+) -> DTensor:
+    if placements is None or ragged_mesh_dim(placements) is None:
+        return init_tensor(init_op, size, device_mesh, placements, **how)  # type: ignore[no-any-return]
+    whole = init_tensor(init_op, size, device_mesh, None, **{**how, "requires_grad": False})
+    made = distribute_tensor(whole.to_local(), whole.device_mesh, placements, src_data_rank=None).clone()
+    return made.requires_grad_(bool(how.get("requires_grad")))
 
 
 _OUR_FROM_LOCAL = staticmethod(_from_local)
