@@ -244,15 +244,16 @@ def test_torchs_setters_load_the_states_of_rank_0(rank: int, world: int) -> None
 
 @on_processes(2)
 def test_tensors_that_torch_makes_with_ragged_placements(rank: int, world: int) -> None:
-    """Torch gives each rank the whole tensor; with a tensor that one rank holds, only the other rank noticed, and the first waited."""
-    mesh, rows = init_device_mesh("cpu", (world,)), [vescale_ray.RaggedShard((0,), (1, 0))]
+    """Torch gives each rank the whole tensor, which broadcasts with a part of one row: the ranks then waited for different sizes."""
+    mesh, rows = init_device_mesh("cpu", (world,)), [vescale_ray.RaggedShard((0,), (1, 3))]
     full = torch.arange(8.0).reshape(4, 2)
     x: Any = vescale_ray.distribute_tensor(full, mesh, rows)
     theirs: Any = torch_tensor.zeros(4, 2, device_mesh=mesh, placements=rows)
-    meetings = [lambda: x + theirs, lambda: theirs.add_(x), lambda: x.copy_(theirs), lambda: torch._foreach_lerp_([theirs], [x], 0.5)]
-    for meeting in meetings:
-        with pytest.raises(ValueError, match=r"torch's class, which ignores a RaggedShard: make it .* torch\.zeros_like\(parameter\)"):
+    for meeting in (lambda: x + theirs, lambda: theirs.add_(x), lambda: x.copy_(theirs), lambda: torch._foreach_lerp_([theirs], [x], 0.5)):
+        with pytest.raises(ValueError, match=r"holds \(4, 2\) on this rank, whose part is \(., 2\): .* use torch\.zeros_like\(parameter\)"):
             meeting()
+    part = DTensor.from_local(x.to_local(), mesh, rows, shape=x.shape, stride=x.stride())
+    assert torch.equal((x + part).full_tensor(), full * 2)
     with pytest.raises(RuntimeError, match=r"use distribute_tensor or state_dict of vescale_ray, or call stand_in_for_torch\(\) first"):
         torch_tensor.distribute_tensor(full, mesh, rows)
     assert torch.equal(torch.zeros_like(x).add_(x).full_tensor(), full)  # the remedy

@@ -38,7 +38,7 @@ def any_pending(cls: type[DTensor], args: Sequence[Any], kwargs: dict[str, Any])
     """Whether an argument, or an item of a list, is a ragged tensor with a reduction pending.
 
     Raises:
-        ValueError: one is torch's DTensor with a ragged placement, which does not hold this rank's part.
+        ValueError: one is torch's DTensor with a ragged placement, and does not hold this rank's part.
     """
     for value in (*args, *kwargs.values()) if kwargs else args:
         for item in value if isinstance(value, list | tuple) else (value,):
@@ -46,10 +46,13 @@ def any_pending(cls: type[DTensor], args: Sequence[Any], kwargs: dict[str, Any])
                 if sharding_of(item._spec).pending:
                     return True
             elif type(item) is DTensor and ragged_mesh_dim(item.placements) is not None:
-                raise ValueError(
-                    f"a DTensor of shape {tuple(item.shape)} with placements {list(item.placements)} is of torch's class, which ignores a "
-                    f"RaggedShard: make it from a ragged tensor, as torch.zeros_like(parameter), or by vescale_ray.distribute_tensor"
-                )
+                held, part = tuple(item._local_tensor.shape), tuple(sharding_of(item._spec).local_shape)
+                if held != part:
+                    raise ValueError(
+                        f"a DTensor of shape {tuple(item.shape)} with placements {list(item.placements)} holds {held} on this rank, whose "
+                        f"part is {part}: torch.distributed.tensor.zeros and ones ignore a RaggedShard; use torch.zeros_like(parameter) or "
+                        f"vescale_ray.distribute_tensor"
+                    )
     return False
 
 
