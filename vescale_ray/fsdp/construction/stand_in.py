@@ -135,7 +135,7 @@ def _init_tensor(
         return init_tensor(init_op, size, device_mesh, placements, **how)  # type: ignore[no-any-return]
     whole = init_tensor(init_op, size, device_mesh, None, **{**how, "requires_grad": False})
     made = distribute_tensor(whole.to_local(), whole.device_mesh, placements, src_data_rank=None).clone()
-    return made.requires_grad_(bool(how.get("requires_grad")))
+    return cast(DTensor, made.requires_grad_(bool(how.get("requires_grad"))))
 
 
 _OUR_FROM_LOCAL = staticmethod(_from_local)
