@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -225,15 +224,19 @@ def test_torchs_local_shape_and_offset_are_those_of_ragged_rows(rank: int, world
 def test_torchs_setters_load_the_states_of_rank_0(rank: int, world: int) -> None:
     """Torch cuts whole tensors by placements, and knows no ragged ones: some ranks raised, and the others waited."""
     replicas = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
-    for mesh in (None, replicas):
-        trained, loaded = (filled(Tower(layers=3, width=6), seed) for seed in (1, 2))
+    for mesh, on in ((None, "cpu"), (replicas, "cpu"), (None, "meta")):
+        trained = filled(Tower(layers=3, width=6))
+        with torch.device(on):
+            loaded: Any = Tower(layers=3, width=6)
         shard_tower(loaded, vescale_ray.fully_shard, mesh=mesh)
-        first, second = (torch.optim.AdamW(model.parameters(), lr=0.1) for model in (trained, loaded))
+        first = torch.optim.AdamW(trained.parameters(), lr=0.1)
         for _ in range(2):
             trained(torch.ones(2, 6)).square().sum().backward()
             first.step()
         parameters, states = copy.deepcopy(get_state_dict(trained, first))  # torch loads a state's counter without a copy
-        set_state_dict(loaded, second, model_state_dict=parameters, optim_state_dict=states, options=FROM_RANK_0)
+        set_model_state_dict(loaded, parameters if rank == 0 else {}, options=FROM_RANK_0)
+        second = torch.optim.AdamW(loaded.parameters(), lr=0.1)
+        set_optimizer_state_dict(loaded, second, states if rank == 0 else {}, options=FROM_RANK_0)
         for model, optimizer in ((trained, first), (loaded, second)):
             optimizer.zero_grad()
             model(torch.ones(2, 6)).square().sum().backward()

@@ -5,6 +5,7 @@ The sharded parameters are views of it. The all-gather sends it, or its cast to 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -122,7 +123,13 @@ class MasterShard:
         """This rank's part of the value that replaced a parameter, for any placement of that value."""
         if new.shape != param.spec.shape:
             raise ValueError(f"parameter {param.fqn!r} of shape {tuple(param.spec.shape)} was replaced by one of shape {tuple(new.shape)}")
-        if isinstance(new, DTensor) and new.placements == param.spec.placements:
-            return local_of(new).view(self.division.local_shape(param.name))
-        whole = new.full_tensor() if isinstance(new, DTensor) else new.detach()
+        held, part = local_of(new).detach(), self.division.local_shape(param.name)
+        if not isinstance(new, DTensor):
+            whole = held
+        elif new.placements != param.spec.placements:
+            whole = new.full_tensor()
+        elif held.numel() != math.prod(part) and held.shape == new.shape:  # from torch's set_model_state_dict, for one on the meta device
+            whole = held
+        else:
+            return held.view(part)
         return local_of(distribute_tensor(whole.detach(), param.spec.mesh, param.spec.placements, src_data_rank=None))
