@@ -143,3 +143,55 @@ def test_frozen_parameters_keep_their_earlier_gradients(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+def halve(model: Any) -> None:
+    for param in model.parameters():
+        param.data = param.data * 0.5
+
+
+def assign(model: Any) -> None:
+    full = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in model.state_dict().items()}
+    model.load_state_dict({name: value * 0.5 for name, value in full.items()}, assign=True)
+
+
+def evaluate(model: Any) -> None:
+    with torch.no_grad():
+        model(model(torch.ones(2, 6)))
+
+
+def gather(model: Any) -> None:
+    if hasattr(model, "unshard"):
+        model.unshard()
+        model.reshard()
+
+
+def cast_and_back(model: Any) -> None:
+    model.double()
+    model(torch.ones(2, 6, dtype=torch.float64))
+    model.float()
+
+
+@pytest.mark.parametrize("then", [halve, assign, evaluate, gather, cast_and_back])
+@pytest.mark.parametrize("reshard", [None, False])
+@on_threads(2)
+def test_the_unit_of_a_replaced_layer_goes_on(rank: int, world: int, reshard: bool | None, then: Callable[[Any], None]) -> None:
+    """The unit still holds the parameters of the layer that was taken away, and no module does."""
+    models = net(), sharded(reshard)
+    for model in models:
+        model(torch.ones(2, 6)).sum().backward()
+        model[2] = filled(nn.Linear(6, 6), 1)
+    fully_shard(models[1][2])
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for model in models:
+        model.zero_grad()
+        then(model)
+    for step in range(2):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer = optimizer if then is not assign else torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer.zero_grad()
+            (model(x).square().mean() + model(2 * x).square().mean()).backward()  # between the two the root is gathered
+            optimizer.step()
+    for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(q.full_tensor(), p.data, msg=lambda text, name=name: f"{name}: {text}")  # type: ignore[misc]

@@ -387,8 +387,9 @@ class ParameterGroup:
         if current is None:
             return
         self.reshard()
-        self._take_dtype(current[0].dtype)
-        kind = current[0].device.type
+        now = next(one for one, param in zip(current, self.params, strict=True) if not param.is_left)
+        self._take_dtype(now.dtype)
+        kind = now.device.type
         self.master = self._new_master(self.place.device if kind == self.place.device.type else torch.device(kind))
         self.master.adopt(current, values=values)
         self.leaves.unbind(self.compute_dtype)

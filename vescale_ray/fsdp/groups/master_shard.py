@@ -90,7 +90,8 @@ class MasterShard:
                 param.home = None  # both were replaced, each by its own parameter
         if all(c is p.sharded and self._has(c, p) for c, p in zip(current, self.params, strict=True)):
             return None
-        return current if len({(c.dtype, c.device.type) for c in current}) == 1 else None
+        alike = {(c.dtype, c.device.type) for c, p in zip(current, self.params, strict=True) if not p.is_left}
+        return current if len(alike) == 1 else None
 
     def adopt(self, current: Sequence[nn.Parameter], *, values: bool) -> None:
         """Make ``current`` the group's sharded parameters, as views of this shard; copy their values if ``values``.
@@ -106,7 +107,7 @@ class MasterShard:
             param.spec = self.place.spec(param.placement, param.shape, self.flat.dtype, param.parallel)
             if param.home is not None:
                 param.replace(new)  # the home group keeps it a view of its own shard
-            elif isinstance(new, DTensor) and type(new) is type(param.sharded):
+            elif isinstance(new, DTensor) and type(new) is type(param.sharded) and new.dtype == view.dtype:
                 new._local_tensor, new._spec = view, param.spec
                 param.replace(new)
             else:
@@ -123,13 +124,13 @@ class MasterShard:
         """This rank's part of the value that replaced a parameter, for any placement of that value."""
         if new.shape != param.spec.shape:
             raise ValueError(f"parameter {param.fqn!r} of shape {tuple(param.spec.shape)} was replaced by one of shape {tuple(new.shape)}")
-        held, part = local_of(new).detach(), self.division.local_shape(param.name)
         if not isinstance(new, DTensor):
-            whole = held
+            whole: torch.Tensor = new
         elif new.placements != param.spec.placements:
             whole = new.full_tensor()
-        elif held.numel() != math.prod(part) and held.shape == new.shape:  # from torch's set_model_state_dict, for one on the meta device
-            whole = held
         else:
-            return held.view(part)
+            whole, part = local_of(new), self.division.local_shape(param.name)
+            if whole.numel() == math.prod(part) or whole.shape != new.shape:
+                return whole.view(part)
+            # torch's set_model_state_dict has put the whole tensor into a parameter on the meta device
         return local_of(distribute_tensor(whole.detach(), param.spec.mesh, param.spec.placements, src_data_rank=None))

@@ -309,15 +309,18 @@ class GroupParam:
         previous = self.unsharded if parameter is self.sharded else self.sharded
         if previous is not None:
             copy_marks(previous, parameter)
-        for module_ref, attribute in self.owners:
-            module = module_ref()
-            if module is not None:
-                module._parameters[attribute] = parameter
+        for held, attribute in self.slots:
+            held[attribute] = parameter
 
     def installed(self) -> nn.Parameter | None:
-        """The parameter that the first module holds now."""
-        module = self.owners[0][0]()
-        return None if module is None else module._parameters.get(self.owners[0][1])
+        """The parameter that the first module holds now, or held last."""
+        held, attribute = self.slots[0]
+        return held.get(attribute)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether no module that held the parameter exists any more: another head has taken its place."""
+        return all(module() is None for module, _ in self.owners)
 
 
 def sharded_parameter(local: torch.Tensor, spec: DTensorSpec, like: nn.Parameter) -> nn.Parameter:
