@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_ray.communication.collectives import in_parameter_order
 from vescale_ray.full_state import FullState, FullTensor
-from vescale_ray.new_states import adopt, undisturbed
+from vescale_ray.new_states import adopt, uncounted, undisturbed
 
 __all__ = [
     "StateDictOptions",
@@ -54,8 +54,8 @@ def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None =
 def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizers, *, options: StateDictOptions | None = None) -> dict[str, Any]:
     """Return the optimizers' state by parameter name: ``{"state": {name: {..}}, "param_groups": [..]}``, sharded or whole.
 
-    An optimizer without state gets one, by a step with zero gradients and learning rate, as in torch. Whole states are gathered in the
-    order of the model's parameters, because the optimizer's own order may differ by rank.
+    An optimizer without state gets one, by a step with zero gradients and learning rate, as in torch, but its ``step`` is 0. Whole states
+    are gathered in the order of the model's parameters, because the optimizer's own order may differ by rank.
     """
     options, optimizers = _checked(options), _listed(optimizers)
     _rest(model, optimizers)
@@ -286,9 +286,9 @@ def _device(state: Mapping[str, Any]) -> torch.device:
 
 
 def _with_states(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> dict[str, Any]:
-    """Return the optimizers' sharded state. torch makes the states of a new optimizer by a step."""
+    """Return the optimizers' sharded state. torch makes the states of a new optimizer by a step, which counts as none here."""
     new = " or ".join(type(optimizer).__name__ for optimizer in optimizers if not optimizer.state)
-    with undisturbed(optimizers):
+    with uncounted(optimizers), undisturbed(optimizers):
         try:
             return torchs.get_optimizer_state_dict(model, optimizers)
         except TypeError as error:

@@ -230,3 +230,19 @@ def test_the_state_dict_of_an_unsharded_optimizer_loads(rank: int, world: int, s
         train(model, one, 1)
     for p, q in zip(ours.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(p.full_tensor(), q)
+
+
+@pytest.mark.parametrize("options", [None, StateDictOptions(full_state_dict=True)], ids=["sharded", "whole"])
+@on_threads(2)
+def test_states_taken_before_the_first_step_count_none(rank: int, world: int, options: StateDictOptions | None) -> None:
+    """torch's own getter leaves 1 in the counters: the bias corrections of all later steps of AdamW are then those of the next step."""
+    models = [net(), net(), net()]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    untouched, saved, resumed = (torch.optim.AdamW(model.parameters(), lr=0.1) for model in models)
+    states = copy.deepcopy(get_optimizer_state_dict(models[1], saved, options=options))
+    set_optimizer_state_dict(models[2], resumed, states, options=options)
+    for model, optimizer in zip(models, (untouched, saved, resumed), strict=True):
+        train(model, optimizer, 1)
+    for p, *others in zip(*(model.parameters() for model in models), strict=True):
+        assert all(torch.equal(p.full_tensor(), q.full_tensor()) for q in others)
