@@ -195,3 +195,21 @@ def test_the_unit_of_a_replaced_layer_goes_on(rank: int, world: int, reshard: bo
             optimizer.step()
     for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(q.full_tensor(), p.data, msg=lambda text, name=name: f"{name}: {text}")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("cast", [False, True])
+@on_threads(2)
+def test_assigned_values_are_first_seen_in_inference_mode(rank: int, world: int, reshard: bool | None, cast: bool) -> None:
+    """Averaged weights go in by ``.data =``, and the evaluation is in inference mode; then training goes on."""
+    models = net(), sharded(reshard)
+    for model in models:
+        model = model.double() if cast else model
+        halve(model)
+    x = torch.ones(2, 6, dtype=torch.float64 if cast else torch.float32)
+    with torch.inference_mode():
+        torch.testing.assert_close(models[1](x), models[0](x))
+    for model in models:
+        model(x).square().mean().backward()
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(q.grad.full_tensor(), p.grad)

@@ -375,6 +375,7 @@ class ParameterGroup:
         self.leaves.accept_writes()  # the step is given up, so writes to gathered parameters no longer matter
         self.reshard()
 
+    @torch.inference_mode(False)  # an evaluation may be the first to see values that were assigned; training goes on with the shard
     def adopt(self, *, values: bool = True) -> None:
         """Make the parameters that the modules hold now views of one master shard again; copy their values if ``values``.
 
