@@ -6,7 +6,7 @@ Every backward uses the same functions, so that the graph of ``create_graph=True
 from __future__ import annotations
 
 import hashlib
-import sys
+import inspect
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
@@ -167,7 +167,9 @@ class RaggedAwareDTensor(DTensor):
         """
         self._local_tensor = arrived(self._local_tensor)
         if not torch.is_grad_enabled():
-            if sys._getframe(1).f_code is distribute_tensors.__code__ and isinstance(self, Classes.ragged):
+            here = inspect.currentframe()
+            caller = None if here is None or here.f_back is None else here.f_back.f_code
+            if caller is distribute_tensors.__code__ and isinstance(self, Classes.ragged):
                 return self  # set_model_state_dict writes the whole tensor to the result, of which copy_() takes this rank's part
             return self._local_tensor
         return cast(Tensor, ToLocal.apply(self, None if grad_placements is None else tuple(grad_placements)))
