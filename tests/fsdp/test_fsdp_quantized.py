@@ -223,9 +223,9 @@ def test_models_from_the_meta_device_quantize_the_loaded_values(rank: int, world
         assert all(torch.equal(seen[name], rounded(name, value.detach())) for name, value in whole.named_parameters())
 
 
-def renew_counted(made: dict[int, int], key: int, renew: Any, *given: Any) -> None:
+def renew_counted(made: dict[int, int], key: int, renew: Any, *given: Any, **named: Any) -> None:
     made[key] += 1
-    renew(*given)
+    renew(*given, **named)
 
 
 @on_threads(5)

@@ -47,6 +47,7 @@ class MasterShard:
         ``version``: the sharded parameters' version. Only if it has changed, the lane waits for the current stream's writes to them, and
         FP8 codes are made anew. Ranks that share tiles make them anew each time, together.
         """
+        stepped = self._cast_of is None or self._cast_of[:-1] != version
         # The flat buffer's own counter also counts writes to local tensors.
         version = (*version, self.flat._version)
         changed = self._cast_of != version
@@ -55,7 +56,7 @@ class MasterShard:
         with torch.no_grad(), lane.context():
             if isinstance(self.wire, CodeWire):
                 if changed or self.wire.cuts_tiles:  # a write to one rank's shard must not make that rank alone wait for the others
-                    self.wire.renew(self._memory, self.place.shard_group)
+                    self.wire.renew(self._memory, self.place.shard_group, self.place.device, stepped=stepped)
                 self.wire.write(part, non_blocking=self._pinned)
             else:
                 self._memory.spread(part, non_blocking=self._pinned)

@@ -89,35 +89,45 @@ class CodeWire:
         """Whether ranks share tiles. Then :meth:`renew` is a collective."""
         return self.parts.cut_tiles > 0
 
-    def renew(self, shard: KeptShard, group: dist.ProcessGroup) -> None:
-        """Quantize the master shard. ``group``: the ranks that hold the other shards.
+    def renew(self, shard: KeptShard, group: dist.ProcessGroup, device: torch.device, *, stepped: bool) -> None:
+        """Quantize the master shard.
+
+        Args:
+            group: the ranks that hold the other shards.
+            device: the device of ``group``'s collectives. An offloaded shard is elsewhere.
+            stepped: whether all ranks have written to their shards since the last call. On an accelerator, :meth:`join` looks for Inf and
+                NaN only after such writes: otherwise the host would wait for the device in each all-gather.
 
         Raises:
-            NonFiniteWeights: on an accelerator, if the codes before held Inf or NaN. All ranks raise it.
+            NonFiniteWeights: on an accelerator, if the codes before the last such write held Inf or NaN. All ranks raise it.
         """
-        self._raise_if_bad()
+        if stepped or device.type == "cpu":
+            self._raise_if_bad()
+            self._checked = False
         if self._part is None or self._part.device != shard.flat.device:
             with torch.inference_mode(False):
                 self._part = torch.zeros(self.parts.part_bytes, dtype=torch.uint8, device=shard.flat.device)
         held = {name: piece for name in self.parts.forms if (piece := self.parts.piece(name, self._rank)) is not None}
-        largest = self._largest_in_cut_tiles(shard, held, group) if self.cuts_tiles else None
+        largest = self._largest_in_cut_tiles(shard, held, group, device) if self.cuts_tiles else None
         for name, piece in held.items():
             form = self.parts.forms[name]
             known = {element: largest[places] for element, places in piece.cut.items()} if largest is not None else None
             scales = self._part[piece.scales].view(form.scale_dtype)
             fp8.quantize_range(shard.tensor(name), piece.regions, form, self._part[piece.codes], scales, known)
-        self._checked = False
 
-    def _largest_in_cut_tiles(self, shard: KeptShard, held: Mapping[str, CodePiece], group: dist.ProcessGroup) -> torch.Tensor:
+    def _largest_in_cut_tiles(
+        self, shard: KeptShard, held: Mapping[str, CodePiece], group: dist.ProcessGroup, device: torch.device
+    ) -> torch.Tensor:
         """Return the FP32 largest magnitudes of all tiles that shard boundaries cut, on all ranks the same."""
         largest = torch.zeros(self.parts.cut_tiles, dtype=torch.float32, device=shard.flat.device)
         for name, piece in held.items():
             for region in piece.regions:
                 if region.element in piece.cut:
                     largest[piece.cut[region.element]] = fp8.largest_in_part(shard.tensor(name), region)
+        largest = largest.to(device)
         with wait_notes.counted("all_reduce"):  # as integers, magnitudes have the same order, and NaN is the largest
             dist.all_reduce(largest.view(torch.int32), dist.ReduceOp.MAX, group)
-        return largest
+        return largest.to(shard.flat.device)
 
     def write(self, part: torch.Tensor, *, non_blocking: bool) -> None:
         """Copy this rank's codes and scales to ``part``, its place in the parts of all ranks."""
