@@ -198,7 +198,7 @@ def largest_in_part(x: Tensor, region: Region) -> Tensor:
 
 
 def dequantize_range(codes: Tensor, scales: Tensor, regions: Sequence[Region], out: Tensor) -> None:
-    """Write the values of a shard of whole bands to ``out``, rounded once from FP32. For the CPU: chunks stay in a core's cache.
+    """Write the values of a shard of whole rows to ``out``, rounded once from FP32. For the CPU: chunks stay in a core's cache.
 
     The bits of a code are moved to the places of an FP16 number, which is the code's value / 256, subnormal numbers included. This takes a
     third of the time of torch's cast. Codes of NaN, which finite tiles do not have, count as 480.
