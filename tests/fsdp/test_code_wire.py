@@ -1,13 +1,22 @@
-"""FP8 codes of a shard whose tiles are cut, on devices that this machine may lack."""
+"""FP8 codes of shards that share tiles: the exchange of magnitudes, and devices that this machine may lack."""
 
 from __future__ import annotations
 
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from tests.ranks import on_processes
 from vescale_ray.dbuffer import KeptShard
+from vescale_ray.fsdp import fully_shard
+from vescale_ray.fsdp.communication import comm
+from vescale_ray.fsdp.groups.master_shard import MasterShard
 from vescale_ray.fsdp.layouts import wire
 from vescale_ray.fsdp.layouts.code_parts import CodeParts
 from vescale_ray.fsdp.layouts.wire import CodeWire
@@ -38,11 +47,13 @@ def test_offloaded_shards_compare_magnitudes_on_the_device(monkeypatch: pytest.M
         reduced.append(tensor.device)
         raise Reached
 
-    monkeypatch.setattr(wire.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(comm.dist, "all_reduce", all_reduce)
     sender, shard = first_rank(3)
+    place = SimpleNamespace(device=torch.device("meta"), shard_group=None, pairwise=False)
+    master: Any = SimpleNamespace(place=place)
     assert sender.cuts_tiles
     with pytest.raises(Reached):
-        sender.renew(shard, None, torch.device("meta"), stepped=True)  # type: ignore[arg-type]
+        sender.renew(shard, lambda mine: MasterShard._largest_of_ranks(master, mine, comm.Lane(CPU), "w"), check=True)
     assert [device.type for device in reduced] == ["meta"]
 
 
@@ -61,23 +72,38 @@ class Event:
         Event.waits += 1
 
 
-def test_the_host_waits_for_checks_only_after_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that share tiles renew their codes in each all-gather."""
+def test_the_host_waits_for_the_device_only_in_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that share tiles renew their codes in each all-gather, and check them after each optimizer step."""
     monkeypatch.setattr(wire, "current_event", lambda device: Event())
     monkeypatch.setattr(Event, "waits", 0)
     sender, shard = first_rank(1)
     parts = torch.empty(sender.parts.part_bytes, dtype=torch.uint8)
     flat = torch.empty(64 * 64).as_subclass(OnDevice)
 
-    def gather(*, stepped: bool) -> int:
-        sender.renew(shard, None, DEVICE, stepped=stepped)  # type: ignore[arg-type]
+    def gather(*, check: bool) -> int:
+        sender.renew(shard, lambda mine: mine, check=check)
         sender.write(parts, non_blocking=False)
         sender.join(parts, flat)
         return Event.waits
 
-    waits = [gather(stepped=stepped) for stepped in (True, False, False, True, False, True)]
+    waits = [gather(check=check) for check in (True, False, False, True, False, True)]
     assert waits == [0, 0, 0, 1, 1, 2]
     shard.flat[0] = torch.nan
-    assert [gather(stepped=stepped) for stepped in (False, True, False)] == [2, 3, 3], "the host does not know yet"
+    assert [gather(check=check) for check in (False, True, False)] == [2, 3, 3], "the host does not know yet"
     with pytest.raises(NonFiniteWeights, match=r"'w' \(1 tile\)"):
-        gather(stepped=True)
+        gather(check=True)
+
+
+@on_processes(3)
+def test_ranks_in_other_units_exchange_no_magnitudes(rank: int, world: int) -> None:
+    """gloo's all-reduce would mix the magnitudes of units of one size, or end the process if sizes differ."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
+    model: Any = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    for unit in (*model, model):
+        fully_shard(unit, mesh=mesh, quantize_policy=lambda name, parameter: FORM)
+    with torch.no_grad():
+        model(torch.randn(2, 64))
+    with pytest.raises(
+        RuntimeError, match=r"this rank waited for exchange of largest magnitudes of '?[01] .*, 3 ranks; .* VESCALE_RAY_FSDP_DEBUG"
+    ):
+        model[0 if rank else 1].unshard(async_op=True)

@@ -328,7 +328,7 @@ def test_a_tile_larger_than_its_tensor_is_one_tile_with_a_note(rank: int, world:
     (unit,) = explain(model).units
     assert unit.groups[0].notes == (
         "weight: Block.tile(128, 128) is larger than the tensor of 48 rows: one block",
-        "tiles that shard boundaries cut: 1; each all-gather follows an all-reduce of their largest magnitudes",
+        "tiles that shard boundaries cut: 1; each all-gather follows an exchange of their largest magnitudes",
     )
     assert unit.groups[0].notes[0] in str(explain(model))
     whole = full(model.weight)

@@ -42,7 +42,7 @@ pass needs no further unit. The first unit of a backward prefetches late, since 
 of a gradient buffer is allocated page by page as gradients are written.
 
 FP8: parameters that ``quantize_policy`` names form groups of their own. Each rank sends codes of its shard, which are dequantized into the
-gathered buffer. Ranks that share tiles renew their codes in each all-gather, after an all-reduce of these tiles' largest magnitudes.
+gathered buffer. Ranks that share tiles renew their codes in each all-gather, once they have exchanged these tiles' largest magnitudes.
 Everything else is as for other groups. ``layouts/wire`` defines what a group sends.
 
 Gaps: with ``allow_gaps`` a stack of matrices may be gathered with a gap behind each matrix. The shard is stored without the gaps if a rank

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from vescale_ray.communication import wait_notes
 from vescale_ray.communication.point_to_point import Messages, tag_of
 from vescale_ray.compat.distributed import all_gather_many
 from vescale_ray.compat.fsdp import AllGather, Comm
@@ -213,3 +214,22 @@ def all_gather_pairwise(
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
     return messages
+
+
+def largest_of_ranks(mine: torch.Tensor, group: dist.ProcessGroup, lane: Lane, *, pairwise: bool, name: str) -> torch.Tensor:
+    """Return the element-wise largest of all ranks' FP32 magnitudes ``mine``; NaN if a rank has one. On the CPU it waits for all ranks.
+
+    On gloo it uses messages, so that magnitudes of different parameters never meet (:func:`tag_of`), and a wait for a lost peer can end.
+    ``name`` of the parameters.
+    """
+    bits = mine.view(torch.int32)  # as integers, magnitudes have the same order, and NaN is the largest
+    if not pairwise:
+        with wait_notes.counted("all_reduce"):
+            dist.all_reduce(bits, dist.ReduceOp.MAX, group)
+        return mine
+    every = bits.new_empty(group.size() * bits.numel())
+    messages = all_gather_pairwise([(every, bits)], group, lane, f"{name}: magnitudes")
+    wait_notes.begin("exchange of largest magnitudes", name, every.nbytes, group.size())
+    messages.wait()
+    wait_notes.end()
+    return every.view(group.size(), -1).amax(0).view(torch.float32)

@@ -227,7 +227,7 @@ class ParameterGroup:
             if part is None and self.casts:
                 numel = out.numel() // self.place.world
                 part = out[self.place.rank * numel : (self.place.rank + 1) * numel]
-                self.master.cast_to(part, version, lane)
+                self.master.cast_to(part, version, lane, self.name)
         if self.alone:
             self.gathered.follow(lane.mark())
         else:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_ray.dbuffer import KeptShard
 from vescale_ray.dtensor.ragged_dtensor import distribute_tensor
-from vescale_ray.fsdp.communication.comm import Lane
+from vescale_ray.fsdp.communication.comm import Lane, largest_of_ranks
 from vescale_ray.fsdp.layouts.division import Division
 from vescale_ray.fsdp.layouts.parameters import GroupParam, Place, is_view_of, local_of, sharded_parameter
 from vescale_ray.fsdp.layouts.wire import CodeWire, GroupWire
@@ -41,11 +41,11 @@ class MasterShard:
         """This rank's elements of a parameter."""
         return self._memory.tensor(name).view(self.division.local_shape(name))
 
-    def cast_to(self, part: torch.Tensor, version: tuple[int, ...], lane: Lane) -> None:
+    def cast_to(self, part: torch.Tensor, version: tuple[int, ...], lane: Lane, name: str) -> None:
         """Copy the shard to ``part``, this rank's part of what the all-gather receives, on ``lane``.
 
         ``version``: the sharded parameters' version. Only if it has changed, the lane waits for the current stream's writes to them, and
-        FP8 codes are made anew. Ranks that share tiles make them anew each time, together.
+        FP8 codes are made anew. Ranks that share tiles make them anew each time, together. ``name``: the group's.
         """
         stepped = self._cast_of is None or self._cast_of[:-1] != version
         # The flat buffer's own counter also counts writes to local tensors.
@@ -56,11 +56,17 @@ class MasterShard:
         with torch.no_grad(), lane.context():
             if isinstance(self.wire, CodeWire):
                 if changed or self.wire.cuts_tiles:  # a write to one rank's shard must not make that rank alone wait for the others
-                    self.wire.renew(self._memory, self.place.shard_group, self.place.device, stepped=stepped)
+                    check = stepped or self.place.device.type == "cpu"
+                    self.wire.renew(self._memory, lambda mine: self._largest_of_ranks(mine, lane, name), check=check)
                 self.wire.write(part, non_blocking=self._pinned)
             else:
                 self._memory.spread(part, non_blocking=self._pinned)
         self._cast_of = version
+
+    def _largest_of_ranks(self, mine: torch.Tensor, lane: Lane, name: str) -> torch.Tensor:
+        """Return the element-wise largest of all ranks' magnitudes; those of an offloaded shard travel on the device."""
+        place = self.place
+        return largest_of_ranks(mine.to(place.device), place.shard_group, lane, pairwise=place.pairwise, name=name).to(mine.device)
 
     def copy_tied(self, version: tuple[int, ...], lane: Lane) -> None:
         """Copy tied parameters from the groups that own them, if they have changed."""

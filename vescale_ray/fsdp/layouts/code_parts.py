@@ -85,7 +85,7 @@ class CodeParts:
     def notes(self) -> tuple[str, ...]:
         """One line for each tile that is larger than its tensor, and one if ranks share tiles."""
         large = (replace(spec, block=self.forms[spec.name].block).note for spec in self.layout.specs)
-        shared = f"tiles that shard boundaries cut: {self.cut_tiles:,}; each all-gather follows an all-reduce of their largest magnitudes"
+        shared = f"tiles that shard boundaries cut: {self.cut_tiles:,}; each all-gather follows an exchange of their largest magnitudes"
         return (*(note for note in large if note is not None), *([shared] if self.cut_tiles else []))
 
     def scale_count(self, name: str, rank: int) -> int:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
-from vescale_ray.communication import wait_notes
 from vescale_ray.dbuffer import KeptShard
 from vescale_ray.fsdp.communication.comm import current_event
 from vescale_ray.fsdp.layouts.code_parts import CodeParts, CodePiece
@@ -89,45 +87,38 @@ class CodeWire:
         """Whether ranks share tiles. Then :meth:`renew` is a collective."""
         return self.parts.cut_tiles > 0
 
-    def renew(self, shard: KeptShard, group: dist.ProcessGroup, device: torch.device, *, stepped: bool) -> None:
+    def renew(self, shard: KeptShard, largest_of_ranks: Callable[[torch.Tensor], torch.Tensor], *, check: bool) -> None:
         """Quantize the master shard.
 
         Args:
-            group: the ranks that hold the other shards.
-            device: the device of ``group``'s collectives. An offloaded shard is elsewhere.
-            stepped: whether all ranks have written to their shards since the last call. On an accelerator, :meth:`join` looks for Inf and
-                NaN only after such writes: otherwise the host would wait for the device in each all-gather.
+            largest_of_ranks: returns the element-wise largest of all ranks' magnitudes; collective.
+            check: whether :meth:`join` looks for Inf and NaN in these codes. On an accelerator, the host waits for the device then.
 
         Raises:
-            NonFiniteWeights: on an accelerator, if the codes before the last such write held Inf or NaN. All ranks raise it.
+            NonFiniteWeights: on an accelerator, if the codes that were checked last held Inf or NaN. All ranks raise it.
         """
-        if stepped or device.type == "cpu":
+        if check:
             self._raise_if_bad()
             self._checked = False
         if self._part is None or self._part.device != shard.flat.device:
             with torch.inference_mode(False):
                 self._part = torch.zeros(self.parts.part_bytes, dtype=torch.uint8, device=shard.flat.device)
         held = {name: piece for name in self.parts.forms if (piece := self.parts.piece(name, self._rank)) is not None}
-        largest = self._largest_in_cut_tiles(shard, held, group, device) if self.cuts_tiles else None
+        largest = largest_of_ranks(self._largest_in_cut_tiles(shard, held)) if self.cuts_tiles else None
         for name, piece in held.items():
             form = self.parts.forms[name]
             known = {element: largest[places] for element, places in piece.cut.items()} if largest is not None else None
             scales = self._part[piece.scales].view(form.scale_dtype)
             fp8.quantize_range(shard.tensor(name), piece.regions, form, self._part[piece.codes], scales, known)
 
-    def _largest_in_cut_tiles(
-        self, shard: KeptShard, held: Mapping[str, CodePiece], group: dist.ProcessGroup, device: torch.device
-    ) -> torch.Tensor:
-        """Return the FP32 largest magnitudes of all tiles that shard boundaries cut, on all ranks the same."""
+    def _largest_in_cut_tiles(self, shard: KeptShard, held: Mapping[str, CodePiece]) -> torch.Tensor:
+        """Return the FP32 largest magnitudes in this rank's parts of all tiles that shard boundaries cut; 0 in tiles of other ranks."""
         largest = torch.zeros(self.parts.cut_tiles, dtype=torch.float32, device=shard.flat.device)
         for name, piece in held.items():
             for region in piece.regions:
                 if region.element in piece.cut:
                     largest[piece.cut[region.element]] = fp8.largest_in_part(shard.tensor(name), region)
-        largest = largest.to(device)
-        with wait_notes.counted("all_reduce"):  # as integers, magnitudes have the same order, and NaN is the largest
-            dist.all_reduce(largest.view(torch.int32), dist.ReduceOp.MAX, group)
-        return largest.to(shard.flat.device)
+        return largest
 
     def write(self, part: torch.Tensor, *, non_blocking: bool) -> None:
         """Copy this rank's codes and scales to ``part``, its place in the parts of all ranks."""
