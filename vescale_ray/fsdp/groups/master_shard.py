@@ -5,7 +5,6 @@ The sharded parameters are views of it. The all-gather sends it, or its cast to 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -131,13 +130,7 @@ class MasterShard:
         """This rank's part of the value that replaced a parameter, for any placement of that value."""
         if new.shape != param.spec.shape:
             raise ValueError(f"parameter {param.fqn!r} of shape {tuple(param.spec.shape)} was replaced by one of shape {tuple(new.shape)}")
-        if not isinstance(new, DTensor):
-            whole: torch.Tensor = new
-        elif new.placements != param.spec.placements:
-            whole = new.full_tensor()
-        else:
-            whole, part = local_of(new), self.division.local_shape(param.name)
-            if whole.numel() == math.prod(part) or whole.shape != new.shape:
-                return whole.view(part)
-            # torch's set_model_state_dict has put the whole tensor into a parameter on the meta device
+        if isinstance(new, DTensor) and new.placements == param.spec.placements:
+            return local_of(new).view(self.division.local_shape(param.name))
+        whole = new.full_tensor() if isinstance(new, DTensor) else new
         return local_of(distribute_tensor(whole.detach(), param.spec.mesh, param.spec.placements, src_data_rank=None))

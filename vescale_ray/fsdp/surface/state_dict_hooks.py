@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale_ray.dtensor.spec import enclose
+from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_ray.dtensor.spec import enclose, ragged_mesh_dim, wrap
 from vescale_ray.fsdp.communication.debug import agree
 from vescale_ray.fsdp.layouts.parameters import local_of
 from vescale_ray.fsdp.layouts.phases import Phase, PhaseError
@@ -42,7 +43,13 @@ def watch_state_dicts(unit: Unit) -> None:
             if type(value) is DTensor and value.storage_offset():
                 saved[prefix + name] = enclose(DTensor, local_of(value), value._spec)
 
-    def before_load(*_: Any) -> None:
+    def before_load(module: nn.Module, given: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name in module._parameters:
+            value = given.get(prefix + name)
+            if type(value) is DTensor and ragged_mesh_dim(value.placements) is not None:
+                # torch's set_model_state_dict makes it for a parameter on the meta device, of the whole tensor.
+                held = local_of(value)
+                given[prefix + name] = held if held.shape == value.shape else wrap(RaggedDTensor, held, value._spec)
         # If only some ranks load, old and new values mix. The first forward counts the loads, debug mode compares later ones.
         owner = to_sharded("loaded")
         if owner is None or owner.schedule is None:
