@@ -194,7 +194,7 @@ def quantize_range(
 def largest_in_part(x: Tensor, region: Region) -> Tensor:
     """Return the FP32 largest magnitudes of the blocks in ``region`` of the shard ``x``, which is a part of one band."""
     values = x[region.element : region.element + region.band_numel].float()
-    return largest_of(values.view(1, region.rows, region.cols), region)
+    return largest_of(values.view(1, region.rows, region.cols), region).abs_()  # NaN without a sign, too
 
 
 def dequantize_range(codes: Tensor, scales: Tensor, regions: Sequence[Region], out: Tensor) -> None:
