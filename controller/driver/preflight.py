@@ -186,7 +186,11 @@ def absolute(config: RunConfig) -> RunConfig:
     """The same configuration with absolute paths, which mean the same in every process."""
 
     def path(text: str) -> str:
-        return text if "://" in text else str(Path(text).expanduser().resolve())
+        if "://" in text:
+            return text
+        given = Path(text).expanduser()
+        # The name of a link tells the format, and other files lie beside it: the hub's cache holds links to blobs without a suffix.
+        return str(given.parent.resolve() / given.name if given.is_file() else given.resolve())
 
     checkpoint_dir, tokenizer, hf = config.checkpoint.dir, config.data.tokenizer, config.model.hf
     data = config.data.with_paths(lambda one: one if one == "stdlib" else path(one))

@@ -109,7 +109,8 @@ def prepare(
         raise BadInput(f"--out = {out!r}: give a folder or URL that every worker can write")
     try:
         keys = {"corpus": list(sources), "tokenizer": tokenizer, "column": column, "end_token": end_token, "format": kind}
-        made = preparation.plan(absolute(parse_config({"data": keys})).data, whole(out), shards)
+        section = absolute(parse_config({"data": keys})).data
+        made = preparation.plan(section, whole(out), shards)
         preparation.begin(made)
         done: list[PreparedFile] = []
         with _files_bar(len(made.pieces)) as advance:
@@ -129,7 +130,7 @@ def prepare(
     kept = sum(one.kept for one in done)
     documents, tokens = (sum(getattr(one, name) for one in done) for name in ("documents", "tokens"))
     click.echo(f"{made.out}: files {len(done):,} ({kept:,} kept), documents {documents:,}, tokens {tokens:,}")
-    click.echo(f"train with data.corpus='{made.out}/*.parquet' data.column={preparation.COLUMN} data.tokenizer={whole(tokenizer)}")
+    click.echo(f"train with data.corpus='{made.out}/*.parquet' data.column={preparation.COLUMN} data.tokenizer={section.tokenizer}")
     return OK
 
 

@@ -195,16 +195,34 @@ def text_files(spec: str) -> tuple[Path, list[Path]]:
     raise CorpusError(f"data.corpus = {spec}: no such file or folder; give stdlib or a path that every worker can read")
 
 
+def leads_up(path: str | Path) -> bool:
+    """Return whether ``path`` is a link to a folder above it, which a walk would enter again and again."""
+    return os.path.islink(path) and any(os.path.samefile(above, path) for above in Path(path).parents)
+
+
+def lost_link(spec: str, path: str | Path) -> CorpusError:
+    """The error for a link that leads to no file or folder that a walk can enter."""
+    what = "a folder above it" if os.path.exists(path) else "nothing"
+    return CorpusError(f"data.corpus = {spec}: {path} is a link to {what}; remove it, or give a glob that leaves it out")
+
+
 def _walk(root: Path, *, stdlib: bool) -> Iterator[Path]:
     def fail(error: OSError) -> None:
         raise error
 
-    for folder, folders, names in os.walk(root, onerror=fail):
+    for folder, folders, names in os.walk(root, onerror=fail, followlinks=not stdlib):
         folders[:] = [name for name in folders if not name.startswith(".") and not (stdlib and name in STDLIB_SKIPPED)]
+        for name in folders if not stdlib else ():
+            if leads_up(path := Path(folder, name)):
+                raise lost_link(str(root), path)
         for name in names:
             path = Path(folder, name)
-            if not name.startswith(".") and (name.endswith(".py") or not stdlib) and path.is_file():
+            if name.startswith(".") or (stdlib and not name.endswith(".py")):
+                continue
+            if path.is_file():
                 yield path
+            elif path.is_symlink():
+                raise lost_link(str(root), path)
 
 
 def _windows(text: Bytes, seq_len: int) -> int:

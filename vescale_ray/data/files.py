@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import mmap
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,7 @@ import fsspec
 import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
-from vescale_ray.data.corpus import text_files
+from vescale_ray.data.corpus import leads_up, lost_link, text_files
 from vescale_ray.errors import BadInput
 
 _EDGE = 1 << 16
@@ -85,6 +86,19 @@ class DataFile:
         return pa.memory_map(self.path) if self.is_local else pa.PythonFile(_Ranged(self), mode="r")
 
 
+class LinkedFileSystem(LocalFileSystem):  # type: ignore[misc]
+    """Local files, of which a link counts as the file or folder that it leads to. In fsspec it is neither in a listing."""
+
+    def info(self, path: Any, **options: Any) -> dict[str, Any]:
+        """Return what is known of a path. The type of a link that leads nowhere, or to a folder above it, is ``other``."""
+        found: dict[str, Any] = super().info(path, **options)
+        if found["islink"]:
+            name = found["name"]
+            kind = "directory" if os.path.isdir(name) else "file" if os.path.isfile(name) else "other"
+            found["type"] = "other" if kind == "directory" and leads_up(name) else kind
+        return found
+
+
 class _Ranged(io.RawIOBase):
     """A file object over :meth:`DataFile.read`, without a buffer: each read is one request."""
 
@@ -145,15 +159,20 @@ def _find(spec: str) -> Iterator[DataFile]:
                 yield DataFile(local, str(text), str(text), text.relative_to(library).as_posix(), size)
         return
     fs, path = fsspec.core.url_to_fs(spec)
+    fs = LinkedFileSystem() if isinstance(fs, LocalFileSystem) else fs
     entries, root = _entries(fs, path)
     files = {name: info for name, info in entries.items() if info["type"] == "file"}
     if not files:
         remedy = "no file matches this glob" if is_glob(path) else "no such file or folder" if not entries else "is empty"
         raise BadInput(f"data.corpus = {spec}: {remedy}; give paths that every worker can read")
-    for name, info in files.items():
+    for name, info in entries.items():
         relative = name[len(root) :].lstrip("/") if root and name.startswith(root) else PurePosixPath(name).name
-        if not any(part.startswith((".", "_")) for part in PurePosixPath(relative).parts):
+        if any(part.startswith((".", "_")) for part in PurePosixPath(relative).parts):
+            continue
+        if info["type"] == "file":
             yield DataFile(fs, name, name if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(name), relative, int(info["size"]))
+        elif info.get("islink") and info["type"] == "other":
+            raise lost_link(spec, name)
 
 
 def _entries(fs: Any, path: str) -> tuple[dict[str, Any], str]:
