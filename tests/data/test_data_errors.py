@@ -150,6 +150,7 @@ def test_broken_lines_are_named_with_their_number(tmp_path: Path) -> None:
         ("{", "is not JSON"),
         ("[1]", "is no JSON object"),
         ('{"text": 5}', "the field is no text, but int"),
+        ('{"text": null}', "the field is no text, but null; give a text, or leave the line out"),
         ("\ufeff", "is not JSON"),
     ):
         path.write_text('{"text": "a"}\n\n{"text": "b"}\n' + line)
@@ -335,3 +336,31 @@ def test_an_end_token_of_local_bytes_is_used(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some words\n" * 9)
     assert load_dataset(keys(str(tmp_path / "a.txt"), vocab=None, end_token="10")).end_token == 10
     assert "there is no data.tokenizer to look up a name" in refused(tmp_path / "a.txt", vocab=None, end_token="<|end|>")
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "some text".encode("utf-16"), b"PAR1\x15\0" + b"x" * 90])
+def test_files_that_are_no_text_are_refused(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(content * 9)
+    (tmp_path / "more.txt").write_text("some text " * 9)
+    for named in (file, tmp_path, [str(file)]):
+        said = refused(named, vocab=None)
+        assert f"{file} has zero bytes, so it is no text; give a glob that leaves it out, or set data.format to what it is" in said
+    assert load_dataset(keys(str(file), vocab=None, format="text")).num_samples > 0, "who says that it is text is believed"
+
+
+def test_wide_tokens_read_as_narrow_ones_are_refused(tmp_path: Path) -> None:
+    file, ids = tmp_path / "a.bin", np.random.default_rng(0).integers(0, 128_256, 5000)
+    ids.astype("<u4").tofile(file)
+    said = f"{file}: every second token is below 4, as if they were uint32; set data.dtype to uint32"
+    assert refused(file, vocab=128_256) == said
+    assert dataset(str(file), dtype="uint32", vocab=128_256).num_samples == 5000 // 8 - 1
+    for narrow in (ids % 4, ids % 1000):
+        narrow.astype("<u2").tofile(file)
+        assert dataset(str(file), vocab=1000).num_samples == 5000 // 8 - 1
+
+
+def test_a_glob_for_the_files_that_are_meant_is_named(tmp_path: Path) -> None:
+    write_ipc(tmp_path / "data-00000-of-00001.arrow", pa.array(["some text"] * 9), stream=True)
+    (tmp_path / "state.json").write_text("{}")
+    assert refused(tmp_path, vocab=None).endswith("give a glob (*.arrow), or set data.format")

@@ -304,9 +304,9 @@ class JsonLinesFile(LinesFile):
             raise BadInput(f"data.column = {self._column}: {self.file.url}: line {number} has no such field; it has {fields}{chat}")
         text = record[self._column]
         if not isinstance(text, str):
-            ids = "; write token ids as Parquet, .npy or .bin" if isinstance(text, list) else ""
-            kind = f"{self.file.url}: line {number}: the field is no text, but {type(text).__name__}{ids}"
-            raise BadInput(f"data.column = {self._column}: {kind}")
+            told = {list: "list; write token ids as Parquet, .npy or .bin", type(None): "null; give a text, or leave the line out"}
+            kind = told.get(type(text), type(text).__name__)
+            raise BadInput(f"data.column = {self._column}: {self.file.url}: line {number}: the field is no text, but {kind}")
         return text
 
     def _record(self, line: bytes, number: int) -> dict[str, Any]:

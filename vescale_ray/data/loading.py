@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -46,6 +46,8 @@ _COMPRESSED = frozenset({".gz", ".zst", ".bz2", ".xz", ".zip", ".lz4", ".tar", "
 _BINARY = frozenset({".npz", ".pt", ".pkl", ".safetensors", ".orc", ".avro"})
 _NO_TEXT = _BINARY | {".json", ".csv", ".tsv"}
 """Suffixes of files that can be read as text, but are hardly meant so."""
+_HEAD = 8000
+"""Bytes of a file of text in which there is no zero. Git tells text by the same."""
 T = TypeVar("T")
 _OPENERS = 16
 """Threads that open the files of an object store, whose footers take two requests each."""
@@ -155,6 +157,8 @@ def _is_plain_text(keys: SourceKeys) -> bool:
     if keys.format == "auto" and files and _format_of(spec, files) != "text":
         return False
     _refuse_compressed(spec, files)
+    if keys.format == "auto":
+        _refuse_binary(spec, ((path, _head_of(path)) for _, path in files))
     return True
 
 
@@ -162,6 +166,8 @@ def kind_of(keys: SourceKeys, name: str, found: Sequence[DataFile]) -> str:
     """Return the format of files. Raises BadInput if they have several, or one is compressed."""
     kind = keys.format if keys.format != "auto" else _format_of(name, [(file.name, file.url) for file in found])
     _refuse_compressed(name, [(file.name, file.url) for file in found])
+    if kind == "text" and keys.format == "auto" and keys.corpus != "stdlib":
+        _refuse_binary(name, ((file.url, file.read(0, min(_HEAD, file.size))) for file in found))
     return kind
 
 
@@ -169,6 +175,25 @@ def _refuse_compressed(spec: str, files: Sequence[tuple[str, str]]) -> None:
     packed = next((path for name, path in files if PurePosixPath(name).suffix.lower() in _COMPRESSED), None)
     if packed is not None:
         raise BadInput(f"data.corpus = {spec}: {packed} is compressed; decompress it, or write Parquet, which compresses its pages")
+
+
+def _head_of(path: str) -> bytes:
+    """The first bytes of a local file; none if it can't be read, which the reader of the text tells."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(_HEAD)
+    except OSError:
+        return b""
+
+
+def _refuse_binary(spec: str, heads: Iterable[tuple[str, bytes]]) -> None:
+    """Refuse files without a suffix of :data:`FORMATS` that are no text: pictures, or Parquet under another name."""
+    binary = next((path for path, head in heads if b"\0" in head), None)
+    if binary is not None:
+        raise BadInput(
+            f"data.corpus = {spec}: {binary} has zero bytes, so it is no text; give a glob that leaves it out, or set data.format to what "
+            "it is"
+        )
 
 
 def _format_of(spec: str, files: Sequence[tuple[str, str]]) -> str:
@@ -183,8 +208,9 @@ def _format_of(spec: str, files: Sequence[tuple[str, str]]) -> str:
             first.setdefault(FORMATS.get(PurePosixPath(name).suffix.lower(), "text"), path)
     if len(first) > 1:
         (one, here), (other, there) = list(first.items())[:2]
+        meant = PurePosixPath(there if one == "text" else here).suffix
         raise BadInput(
-            f"data.corpus = {spec}: {here} is {one} by its suffix, but {there} is {other}; give a glob (*.parquet), or set data.format"
+            f"data.corpus = {spec}: {here} is {one} by its suffix, but {there} is {other}; give a glob (*{meant}), or set data.format"
         )
     suffixes = {PurePosixPath(name).suffix.lower() for name, _ in files}
     if suffixes and suffixes <= _NO_TEXT:

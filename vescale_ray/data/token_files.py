@@ -15,6 +15,8 @@ from vescale_ray.errors import BadInput
 
 _HEADER = 1 << 16
 """Most bytes of the header of a file of numpy."""
+_HALVES = 4
+"""Upper halves of ids in uint32 are below this, if the vocabulary has less than 262,144 tokens."""
 
 
 class TokenFile(Protocol):
@@ -104,11 +106,15 @@ def open_bin(file: DataFile, dtype: str, step: int, vocab: int) -> FlatFile:
     """Open a file of token ids without a header.
 
     Raises:
-        BadInput: its size is no multiple of the token's.
+        BadInput: its size is no multiple of the token's, or its tokens are wider.
     """
     itemsize = np.dtype(dtype).itemsize
     if file.size % itemsize:
         raise BadInput(f"{file.url}: {file.size} bytes are no multiple of {itemsize}, the size of data.dtype = {dtype}; it is truncated")
+    if dtype == "uint16":
+        head = np.frombuffer(file.read(0, min(_HEADER, file.size // 4 * 4)), "<u2")
+        if len(head) >= 128 and head[1::2].max() < _HALVES <= head[::2].max():
+            raise BadInput(f"{file.url}: every second token is below {_HALVES}, as if they were uint32; set data.dtype to uint32")
     return FlatFile(file, np.dtype(dtype).newbyteorder("<"), 0, file.size // itemsize, step, vocab)
 
 
